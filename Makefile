@@ -1,0 +1,68 @@
+# Every target makes what it needs, from a bare machine with Python 3.11+ and g++. `make help` lists them.
+VENV ?= .venv
+BUILD ?= build
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build demo demo-rl test test-python test-core test-slow conformance bench lint format stubs docs dist clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(READY): pyproject.toml constraints.txt tools/make_venv.sh
+	@tools/make_venv.sh $(VENV)
+	@touch $@
+
+venv: $(READY) ## the development environment, in .venv
+
+build: $(READY) ## compile the core, if csrc changed
+	@tools/build_core.sh $(VENV) $(BUILD)/dev
+
+demo: demo-rl ## the best demo there is
+
+demo-rl: build ## a CartPole agent learns from observers in other processes
+	$(PY) examples/reinforcement_learning/cartpole.py $(ARGS)
+
+test: test-python test-core ## the fast tests: Python, and the core under address and undefined-behaviour sanitizers
+
+test-python: build
+	$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+test-core: $(READY)
+	tools/test_core.sh $(VENV) $(BUILD)/asan address,undefined
+
+test-slow: build ## the slow tests: stress and soak in Python, and the core under the thread sanitizer
+	$(PY) -m pytest -q -m slow --timeout 600 $(ARGS)
+	tools/test_core.sh $(VENV) $(BUILD)/tsan thread
+
+conformance: build ## PyTorch's own RPC test-suite, run over Telegrad
+	$(PY) tests/conformance/conformance.py --package telegrad --set tests/conformance/stage.txt \
+	  --known tests/conformance/known.txt --jobs 2 $(ARGS)
+
+bench: build ## latency and throughput beside torch.distributed.rpc
+	$(PY) bench/latency.py $(ARGS)
+
+lint: build ## ruff, mypy --strict, clang-format, and the stub of the core
+	$(PY) -m ruff check -q .
+	$(PY) -m ruff format -q --check .
+	$(PY) -m mypy --strict src/telegrad
+	tools/clang_format.sh $(VENV) --dry-run -Werror
+	$(PY) tools/stubs.py --check
+
+format: $(READY) ## let ruff and clang-format rewrite the sources
+	$(PY) -m ruff check -q --fix-only .
+	$(PY) -m ruff format -q .
+	tools/clang_format.sh $(VENV) -i
+
+stubs: build ## write src/telegrad/_core.pyi anew from the compiled core
+	$(PY) tools/stubs.py
+
+docs: $(READY) ## check every link, build the site in build/site
+	$(PY) tools/build_docs.py --out $(BUILD)
+
+dist: $(READY) ## sdist and wheel in dist/, tried in an empty environment
+	tools/build_dist.sh $(VENV)
+
+clean: ## remove what was built, but keep .venv
+	rm -rf $(BUILD) dist src/telegrad/_core.*.so

@@ -1,0 +1,59 @@
+# Compiler settings, shared by every target through telegrad_options.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 11)
+  message(FATAL_ERROR "Telegrad needs g++ 11 or later for C++20; this is g++ ${CMAKE_CXX_COMPILER_VERSION}.")
+endif()
+
+set(THREADS_PREFER_PTHREAD_FLAG ON)
+find_package(Threads REQUIRED)
+
+add_library(telegrad_options INTERFACE)
+target_include_directories(telegrad_options INTERFACE ${PROJECT_SOURCE_DIR}/csrc)
+target_compile_options(telegrad_options INTERFACE -Wall -Wextra -Wshadow=local -Wnon-virtual-dtor -Woverloaded-virtual
+                                                -Wno-missing-field-initializers) # designated initializers leave the rest at its default
+target_link_libraries(telegrad_options INTERFACE Threads::Threads)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # False alarms on std::string in g++ 12 (GCC bug 105651).
+  target_compile_options(telegrad_options INTERFACE -Wno-restrict)
+endif()
+if(TELEGRAD_WERROR)
+  target_compile_options(telegrad_options INTERFACE -Werror)
+endif()
+
+if(TELEGRAD_SANITIZE)
+  if(NOT TELEGRAD_SANITIZE MATCHES "^(address|undefined|address,undefined|thread)$")
+    message(FATAL_ERROR "TELEGRAD_SANITIZE is '${TELEGRAD_SANITIZE}'; use 'address,undefined' or 'thread'.")
+  endif()
+  if(TELEGRAD_BUILD_PYTHON)
+    message(FATAL_ERROR "Sanitizers are for the core and its tests: add -DTELEGRAD_BUILD_PYTHON=OFF.")
+  endif()
+  target_compile_options(telegrad_options INTERFACE -fsanitize=${TELEGRAD_SANITIZE} -fno-sanitize-recover=all
+                                                    -fno-omit-frame-pointer)
+  target_link_options(telegrad_options INTERFACE -fsanitize=${TELEGRAD_SANITIZE})
+endif()
+
+if(TELEGRAD_LTO AND NOT TELEGRAD_SANITIZE)
+  include(CheckIPOSupported)
+  check_ipo_supported(RESULT lto_works OUTPUT why_not LANGUAGES CXX)
+  if(lto_works)
+    set(CMAKE_INTERPROCEDURAL_OPTIMIZATION ON)
+  else()
+    message(STATUS "No link-time optimization: ${why_not}")
+  endif()
+endif()
+
+# The sources of some folders, found anew at every build: a new file needs no edit here.
+function(telegrad_glob out)
+  set(patterns)
+  foreach(folder IN LISTS ARGN)
+    list(APPEND patterns ${PROJECT_SOURCE_DIR}/csrc/${folder}/*.cc)
+  endforeach()
+  file(GLOB found CONFIGURE_DEPENDS ${patterns})
+  set(${out} ${found} PARENT_SCOPE)
+endfunction()

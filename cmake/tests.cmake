@@ -1,0 +1,24 @@
+# Every csrc/tests/*_test.cc is a program of its own that ctest runs and that exits with 0 when it passes.
+# Other *.cc files there are shared by all of them.
+telegrad_glob(test_sources tests)
+set(test_support ${test_sources})
+list(FILTER test_sources INCLUDE REGEX "_test\\.cc$")
+list(FILTER test_support EXCLUDE REGEX "_test\\.cc$")
+
+if(test_support)
+  add_library(telegrad_test_support STATIC ${test_support})
+  target_link_libraries(telegrad_test_support PUBLIC telegrad_core)
+else()
+  add_library(telegrad_test_support INTERFACE)
+  target_link_libraries(telegrad_test_support INTERFACE telegrad_core)
+endif()
+
+foreach(source IN LISTS test_sources)
+  get_filename_component(name ${source} NAME_WE)
+  add_executable(${name} ${source})
+  # Tests use assert-like checks of their own; keep the standard ones alive as well.
+  target_compile_options(${name} PRIVATE -UNDEBUG)
+  target_link_libraries(${name} PRIVATE telegrad_test_support)
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES TIMEOUT 120)
+endforeach()

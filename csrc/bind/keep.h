@@ -1,0 +1,48 @@
+// Python references held by the core. The core drops them on any thread and without the GIL, so they are only put
+// aside there; the next binding call releases them. A pool thread that drops some may go to sleep afterwards, so it
+// asks for one: an idle worker must not hold on to what it has sent.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "core/engine.h"
+#include "core/message.h"
+
+namespace telegrad::bind {
+
+class References final : public Keep {
+ public:
+  References() = default;
+  ~References() override;
+
+  /// With the GIL held.
+  void add(nanobind::handle object) {
+    object.inc_ref();
+    objects_.push_back(object.ptr());
+  }
+  PyObject* front() const { return objects_.front(); }
+
+  /// Room for bytes that must outlive the call that made the message.
+  std::string storage;
+
+ private:
+  std::vector<PyObject*> objects_;
+};
+
+/// While it lives, references that this thread puts aside have a pool thread of the engine woken, to release them.
+class WakesForReferences {
+ public:
+  explicit WakesForReferences(Engine& engine);
+  ~WakesForReferences();
+  WakesForReferences(const WakesForReferences&) = delete;
+  WakesForReferences& operator=(const WakesForReferences&) = delete;
+};
+
+/// Releases what has been put aside. With the GIL held and no lock of the core.
+void release_references();
+
+}  // namespace telegrad::bind

@@ -1,0 +1,151 @@
+// The codec as Python sees it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "codec/codec.h"
+
+namespace telegrad {
+namespace {
+
+// Any object with a simple buffer, for the time of a call.
+class BytesView {
+ public:
+  explicit BytesView(nb::handle object) {
+    if (PyBytes_CheckExact(object.ptr())) {
+      view_ = {PyBytes_AS_STRING(object.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(object.ptr()))};
+    } else {
+      if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) < 0) throw nb::python_error();
+      view_ = {static_cast<const char*>(buffer_.buf), static_cast<std::size_t>(buffer_.len)};
+    }
+  }
+  ~BytesView() {
+    if (buffer_.obj) PyBuffer_Release(&buffer_);
+  }
+  BytesView(const BytesView&) = delete;
+  BytesView& operator=(const BytesView&) = delete;
+  std::string_view get() const { return view_; }
+
+ private:
+  Py_buffer buffer_{};
+  std::string_view view_;
+};
+
+nb::object encode(const Codec& codec, nb::handle object) {
+  Encoded encoded;
+  switch (codec.encode(object.ptr(), encoded)) {
+    case Outcome::kNotPlain:
+      return nb::none();
+    case Outcome::kError:
+      throw nb::python_error();
+    case Outcome::kOk:
+      break;
+  }
+  nb::object segments = nb::steal(PyList_New(static_cast<Py_ssize_t>(encoded.segments.size())));
+  if (!segments) throw nb::python_error();
+  for (std::size_t i = 0; i < encoded.segments.size(); ++i) {
+    Segment& segment = encoded.segments[i];
+    PyObject* entry = Py_BuildValue("(KnN)", static_cast<unsigned long long>(segment.address),
+                                    static_cast<Py_ssize_t>(segment.nbytes), segment.owner.release().ptr());
+    if (!entry) throw nb::python_error();
+    PyList_SET_ITEM(segments.ptr(), static_cast<Py_ssize_t>(i), entry);
+  }
+  PyObject* result = PyTuple_New(2);
+  if (!result) throw nb::python_error();
+  PyTuple_SET_ITEM(result, 0, encoded.body.release().ptr());
+  PyTuple_SET_ITEM(result, 1, segments.release().ptr());
+  return nb::steal(result);
+}
+
+nb::object decode(const Codec& codec, nb::handle body, nb::handle segments) {
+  const BytesView bytes(body);
+  // A copy: the caller's list may change while Python code runs.
+  nb::object objects = nb::steal(PySequence_Tuple(segments.ptr()));
+  if (!objects) throw nb::python_error();
+  const auto n = static_cast<std::size_t>(PyTuple_GET_SIZE(objects.ptr()));
+  std::vector<SegmentMemory> memories;
+  memories.reserve(n);
+  for (std::size_t i = 0; i < n; ++i) {
+    memories.push_back(SegmentMemory::of_object(PyTuple_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i))));
+    if (!memories.back().valid()) throw nb::python_error();
+  }
+  const std::span<PyObject* const> items(reinterpret_cast<PyTupleObject*>(objects.ptr())->ob_item, n);
+  PyObject* result = codec.decode(bytes.get(), memories, items);
+  if (!result) throw nb::python_error();
+  return nb::steal(result);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+#if PY_VERSION_HEX >= 0x03090000
+  Py_VISIT(Py_TYPE(self));
+#endif
+  return nb::inst_ready(self) ? nb::inst_ptr<Codec>(self)->traverse(visit, arg) : 0;
+}
+
+int clear(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<Codec>(self)->clear();
+  return 0;
+}
+
+PyType_Slot codec_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)}, {0, nullptr}};
+
+nb::list tensor_dtypes() {
+  nb::list rows;
+  for (const DType& d : kDTypes) rows.append(nb::make_tuple(d.code, d.name));
+  return rows;
+}
+
+nb::tuple buffer_address(nb::handle object) {
+  const BytesView bytes(object);
+  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(bytes.get().data()), bytes.get().size());
+}
+
+}  // namespace
+
+void init_codec(nb::module_& m) {
+  if (!codec_error()) throw nb::python_error();
+  m.attr("CodecError") = nb::borrow(codec_error());
+  m.def("tensor_dtypes", &tensor_dtypes,
+        "The element types that tensors may have on the wire: (code, name of the torch dtype).");
+
+  m.def("buffer_address", &buffer_address, nb::arg("object"),
+        nb::sig("def buffer_address(object: object) -> tuple[int, int]"),
+        "Address and size in bytes of an object's contiguous buffer, good for as long as the buffer is exported.");
+
+  nb::class_<Codec>(m, "Codec", nb::type_slots(codec_slots),
+                    "Turns plain values and CPU tensors into compact bytes and memory out of band, and back.\n\n"
+                    "Plain are None, bool, int, float, complex, str, bytes, tuple, list, dict, dense CPU tensors and\n"
+                    "the registered types, all of exactly that type.")
+      .def(
+          "__init__",
+          [](Codec* self, nb::type_object tensor_type, nb::object exchange_api, nb::object encode_tensor,
+             nb::object decode_tensor, int max_depth, nb::tuple byte_types) {
+            if (max_depth < 1 || max_depth > 1000) throw nb::value_error("max_depth must be from 1 to 1000");
+            new (self) Codec(TensorBridge(std::move(tensor_type), std::move(exchange_api), std::move(encode_tensor),
+                                          std::move(decode_tensor), std::move(byte_types)),
+                             max_depth);
+          },
+          nb::arg("tensor_type"), nb::arg("exchange_api").none(), nb::arg("encode_tensor"), nb::arg("decode_tensor"),
+          nb::arg("max_depth") = 64, nb::arg("byte_types") = nb::tuple())
+      .def(
+          "register",
+          [](Codec& self, nb::type_object type, std::uint64_t code, nb::object pack, nb::object unpack) {
+            self.add_extension({std::move(type), code, std::move(pack), std::move(unpack)});
+          },
+          nb::arg("type"), nb::arg("code"), nb::arg("pack"), nb::arg("unpack"),
+          "Objects of exactly `type` travel as pack(object), a plain value, and arrive as unpack(value).\n\n"
+          "pack runs only when the rest of the message is known to be plain, once for each object. Raises ValueError\n"
+          "if the type or the code is taken.")
+      .def("encode", &encode, nb::arg("object").none(),
+           nb::sig("def encode(self, object: object) -> tuple[bytes, list[tuple[int, int, object]]] | None"),
+           "The body and the segments (address, size in bytes, owner) of `object`; None if it is not plain.\n\n"
+           "Also None if plain bytes would lose what is shared: a container met twice, tensors over the same memory.\n"
+           "The memory of a segment must not be read after its owner is dropped. What pack raises is passed on.")
+      .def("decode", &decode, nb::arg("body"), nb::arg("segments"),
+           nb::sig("def decode(self, body: bytes | bytearray | memoryview, segments: collections.abc.Sequence[object]) "
+                   "-> object"),
+           "What `encode` was given. Segments are writable buffers that become the memory of the tensors.\n\n"
+           "Raises CodecError if body and segments are not what encode makes; what unpack raises is passed on.");
+}
+
+}  // namespace telegrad

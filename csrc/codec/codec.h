@@ -1,0 +1,59 @@
+// The fast codec: plain values and tensors as compact bytes and memory out of band.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "codec/tensor.h"
+
+namespace telegrad {
+
+/// A type of the layers above that travels as a plain value.
+struct Extension {
+  nb::type_object type;
+  std::uint64_t code;  // on the wire
+  nb::object pack;     // pack(object) -> plain value
+  nb::object unpack;   // unpack(plain value) -> object
+};
+
+struct Encoded {
+  nb::object body;  // bytes
+  std::vector<Segment> segments;
+};
+
+/// Not thread-safe by itself: the GIL guards it. Re-entrant, since packing may encode another message.
+class Codec {
+ public:
+  Codec(TensorBridge tensors, int max_depth) : tensors_(std::move(tensors)), max_depth_(max_depth) {}
+
+  void add_extension(Extension extension);  // throws nb::value_error
+  Outcome encode(PyObject* object, Encoded& out) const;
+
+  /// A new reference, or nullptr with a Python error set (CodecError when the bytes are at fault). Segments are moved
+  /// from; `objects[i]` is where `segments[i]` comes from.
+  PyObject* decode(std::string_view body, std::span<SegmentMemory> segments, std::span<PyObject* const> objects) const;
+
+  const TensorBridge& tensors() const { return tensors_; }
+  int max_depth() const { return max_depth_; }
+  const Extension* extension_of(const PyObject* object) const;
+  const Extension* extension_of_code(std::uint64_t code) const;
+
+  int traverse(visitproc visit, void* arg) const;
+  void clear();
+
+ private:
+  TensorBridge tensors_;
+  std::vector<Extension> extensions_;  // a handful: a scan beats a hash
+  int max_depth_;
+};
+
+/// The ValueError that malformed bytes raise; a borrowed reference, made at first use.
+PyObject* codec_error();
+
+void init_codec(nb::module_& m);
+
+}  // namespace telegrad

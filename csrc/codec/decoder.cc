@@ -1,0 +1,245 @@
+#include "codec/decoder.h"
+
+namespace telegrad {
+namespace {
+
+std::nullptr_t malformed(const char* what) {
+  PyErr_Format(codec_error(), "malformed message: %s", what);
+  return nullptr;
+}
+
+bool is_malformed(const char* what) { return malformed(what), false; }
+
+constexpr std::int64_t unzigzag(std::uint64_t v) {
+  return static_cast<std::int64_t>(v >> 1) ^ -static_cast<std::int64_t>(v & 1);
+}
+
+constexpr const char* kCut = "it ends too early";
+
+bool sizes(Reader& in, int n, std::int64_t* out) {
+  for (int i = 0; i < n; ++i) {
+    std::uint64_t v;
+    if (!in.varint(v)) return is_malformed(kCut);
+    if (v > INT64_MAX) return is_malformed("a tensor of more than 63 bits");
+    out[i] = static_cast<std::int64_t>(v);
+  }
+  return true;
+}
+
+}  // namespace
+
+PyObject* Decoder::run() {
+  if (body_.empty()) return malformed("it is empty");
+  std::string_view main = body_.substr(0, body_.size() - 1);
+  const auto footer = static_cast<std::uint8_t>(body_.back());
+  if (footer == kHasTables) {
+    std::uint64_t offset;
+    if (main.size() < sizeof offset) return malformed(kCut);
+    const std::size_t end = main.size() - sizeof offset;
+    Reader(main.data() + end, sizeof offset).number(offset);
+    if (offset > end) return malformed("its tables lie outside of it");
+    if (!tables(Reader(main.data() + offset, end - offset))) return nullptr;
+    main = main.substr(0, offset);
+  } else if (footer != kNoTables) {
+    return malformed("unknown footer");
+  }
+  if (segments_used_ != segments_.size()) return malformed("it has more segments than tensors");
+
+  Reader in(main.data(), main.size());
+  nb::object result = nb::steal(value(in, 1));
+  if (!result) return nullptr;
+  if (in.left()) return malformed("it goes on after its end");
+  return result.release().ptr();
+}
+
+bool Decoder::tables(Reader in) {
+  std::uint64_t count;
+  if (!in.varint(count)) return is_malformed(kCut);
+  if (count > in.left() / kMinTensorBytes) return is_malformed("a count beyond its size");
+  tensors_.reserve(count);
+  while (count--)
+    if (!tensor(in)) return false;
+
+  if (!in.varint(count)) return is_malformed(kCut);
+  if (count > in.left() / kMinExtensionBytes) return is_malformed("a count beyond its size");
+  extensions_.resize(count);
+  while (count--)
+    if (!extension(in)) return false;
+  return in.left() == 0 || is_malformed("its tables go on after their end");
+}
+
+bool Decoder::tensor(Reader& in) {
+  std::uint8_t code, flags;
+  std::uint64_t ndim;
+  if (!in.byte(code) || !in.byte(flags) || !in.varint(ndim)) return is_malformed(kCut);
+  TensorSpec spec;
+  spec.dtype = dtype_of_code(code);
+  if (!spec.dtype) return is_malformed("a tensor of unknown type");
+  if (flags & ~kAllTensorFlags) return is_malformed("unknown flags of a tensor");
+  spec.requires_grad = flags & kRequiresGrad;
+  if (spec.requires_grad && !spec.dtype->can_require_grad) return is_malformed("an integer tensor that requires grad");
+  if (ndim > kMaxTensorDims) return is_malformed("a tensor of too many dimensions");
+  spec.ndim = static_cast<int>(ndim);
+  if (!sizes(in, spec.ndim, spec.shape)) return false;
+  if (flags & kStrided) {
+    if (!sizes(in, spec.ndim, spec.strides)) return false;
+  } else if (!spec.set_contiguous()) {
+    return is_malformed("a tensor of more than 63 bits");
+  }
+  std::int64_t numel, span;
+  if (!spec.measure(numel, span)) return is_malformed("a tensor of more than 63 bits");
+
+  SegmentMemory memory;
+  PyObject* object = nullptr;
+  if (((flags & kHasMemory) != 0) != (span > 0)) return is_malformed("a tensor whose size and memory differ");
+  if (span > 0) {
+    if (segments_used_ == segments_.size()) return is_malformed("it has fewer segments than tensors");
+    object = objects_.empty() ? nullptr : objects_[segments_used_];
+    memory = std::move(segments_[segments_used_++]);
+    if (memory.size() < static_cast<std::uint64_t>(span)) return is_malformed("a tensor larger than its segment");
+    const std::size_t alignment = spec.dtype->size() < 8 ? spec.dtype->size() : 8;
+    if (reinterpret_cast<std::uintptr_t>(memory.data()) % alignment) return is_malformed("a misaligned segment");
+  }
+  nb::object made = nb::steal(codec_.tensors().rebuild(spec, std::move(memory), object));
+  if (!made) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError) ||
+        PyErr_ExceptionMatches(PyExc_ValueError))
+      nb::chain_error(codec_error(), "this torch cannot make a tensor of type %s", spec.dtype->name);
+    return false;
+  }
+  tensors_.push_back(std::move(made));
+  return true;
+}
+
+bool Decoder::extension(Reader& in) {
+  std::uint64_t slot, code;
+  if (!in.varint(slot) || !in.varint(code)) return is_malformed(kCut);
+  if (slot >= extensions_.size() || extensions_[slot]) return is_malformed("an extension out of place");
+  const Extension* known = codec_.extension_of_code(code);
+  if (!known) {
+    PyErr_Format(codec_error(), "malformed message: extension %llu is not known here",
+                 static_cast<unsigned long long>(code));
+    return false;
+  }
+  nb::object unpack = known->unpack;  // by value: unpacking may register another extension
+  nb::object packed = nb::steal(value(in, 1));
+  if (!packed) return false;
+  extensions_[slot] = nb::steal(PyObject_CallOneArg(unpack.ptr(), packed.ptr()));
+  return static_cast<bool>(extensions_[slot]);
+}
+
+PyObject* Decoder::value(Reader& in, int depth) {
+  std::uint8_t tag;
+  if (!in.byte(tag)) return malformed(kCut);
+  if (tag < kFixTuple) return PyLong_FromLong(tag - kFixInt);
+  if (tag < kFixList) return sequence(in, tag - kFixTuple, depth, true);
+  if (tag < kFixStr) return sequence(in, tag - kFixList, depth, false);
+  if (tag < kNone) return string(in, tag - kFixStr);
+  if (tag >= kFixDict && tag < kFixDict + kFixDicts) return dict(in, tag - kFixDict, depth);
+  if (tag >= kFixTensorRef && tag < kFixTensorRef + kFixTensorRefs) return reference(tensors_, tag - kFixTensorRef);
+  if (tag >= kFixExtensionRef && tag < kFixExtensionRef + kFixExtensionRefs)
+    return reference(extensions_, tag - kFixExtensionRef);
+
+  std::uint64_t n;
+  double real, imaginary;
+  switch (tag) {
+    case kNone:
+      return Py_NewRef(Py_None);
+    case kFalse:
+      return Py_NewRef(Py_False);
+    case kTrue:
+      return Py_NewRef(Py_True);
+    case kFloat:
+      return in.number(real) ? PyFloat_FromDouble(real) : malformed(kCut);
+    case kComplex:
+      return in.number(real) && in.number(imaginary) ? PyComplex_FromDoubles(real, imaginary) : malformed(kCut);
+    case kBigInt:
+      return big_integer(in);
+    case kInt:
+      return in.varint(n) ? PyLong_FromLongLong(unzigzag(n)) : malformed(kCut);
+    case kStr:
+      return in.varint(n) ? string(in, n) : malformed(kCut);
+    case kBytes: {
+      if (!in.varint(n)) return malformed(kCut);
+      const char* at = in.raw(n);
+      return at ? PyBytes_FromStringAndSize(at, static_cast<Py_ssize_t>(n)) : malformed(kCut);
+    }
+    case kTuple:
+      return in.varint(n) ? sequence(in, n, depth, true) : malformed(kCut);
+    case kList:
+      return in.varint(n) ? sequence(in, n, depth, false) : malformed(kCut);
+    case kDict:
+      return in.varint(n) ? dict(in, n, depth) : malformed(kCut);
+    case kTensorRef:
+      return in.varint(n) ? reference(tensors_, n) : malformed(kCut);
+    case kExtensionRef:
+      return in.varint(n) ? reference(extensions_, n) : malformed(kCut);
+    default:
+      return malformed("unknown tag");
+  }
+}
+
+PyObject* Decoder::sequence(Reader& in, std::uint64_t count, int depth, bool is_tuple) {
+  if (depth > codec_.max_depth()) return malformed("it is nested too deeply");
+  if (count > in.left() / kMinValueBytes) return malformed("a count beyond its size");
+  const auto n = static_cast<Py_ssize_t>(count);
+  nb::object result = nb::steal(is_tuple ? PyTuple_New(n) : PyList_New(n));
+  if (!result) return nullptr;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* item = value(in, depth + 1);
+    if (!item) return nullptr;
+    if (is_tuple)
+      PyTuple_SET_ITEM(result.ptr(), i, item);
+    else
+      PyList_SET_ITEM(result.ptr(), i, item);
+  }
+  return result.release().ptr();
+}
+
+PyObject* Decoder::dict(Reader& in, std::uint64_t count, int depth) {
+  if (depth > codec_.max_depth()) return malformed("it is nested too deeply");
+  if (count > in.left() / (2 * kMinValueBytes)) return malformed("a count beyond its size");
+  nb::object result = nb::steal(PyDict_New());
+  if (!result) return nullptr;
+  while (count--) {
+    nb::object key = nb::steal(value(in, depth + 1));
+    if (!key) return nullptr;
+    nb::object item = nb::steal(value(in, depth + 1));
+    if (!item) return nullptr;
+    if (PyDict_SetItem(result.ptr(), key.ptr(), item.ptr()) < 0) {
+      if (PyErr_ExceptionMatches(PyExc_TypeError))
+        nb::chain_error(codec_error(), "malformed message: a key that cannot be hashed");
+      return nullptr;
+    }
+  }
+  return result.release().ptr();
+}
+
+PyObject* Decoder::string(Reader& in, std::uint64_t length) {
+  const char* at = in.raw(length);
+  if (!at) return malformed(kCut);
+  PyObject* text = PyUnicode_DecodeUTF8(at, static_cast<Py_ssize_t>(length), nullptr);
+  if (!text && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError))
+    nb::chain_error(codec_error(), "malformed message: a string that is not UTF-8");
+  return text;
+}
+
+PyObject* Decoder::big_integer(Reader& in) {
+  std::uint64_t length;
+  if (!in.varint(length)) return malformed(kCut);
+  const char* at = in.raw(length);
+  if (!at) return malformed(kCut);
+  nb::object from_bytes = nb::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(&PyLong_Type), "from_bytes"));
+  nb::object args =
+      nb::steal(Py_BuildValue("(Ns)", PyBytes_FromStringAndSize(at, static_cast<Py_ssize_t>(length)), "little"));
+  nb::object kwargs = nb::steal(Py_BuildValue("{sO}", "signed", Py_True));
+  if (!from_bytes || !args || !kwargs) return nullptr;
+  return PyObject_Call(from_bytes.ptr(), args.ptr(), kwargs.ptr());
+}
+
+PyObject* Decoder::reference(const std::vector<nb::object>& table, std::uint64_t number) {
+  if (number >= table.size() || !table[number]) return malformed("a reference to nothing");
+  return Py_NewRef(table[number].ptr());
+}
+
+}  // namespace telegrad

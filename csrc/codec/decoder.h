@@ -1,0 +1,41 @@
+// One message on its way in. Trusts nothing it reads: a count is checked against the bytes that are left before memory
+// is reserved, a tensor against its segment, and nesting against the codec's depth.
+#pragma once
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "codec/codec.h"
+#include "codec/reader.h"
+
+namespace telegrad {
+
+class Decoder {
+ public:
+  Decoder(const Codec& codec, std::string_view body, std::span<SegmentMemory> segments,
+          std::span<PyObject* const> objects)
+      : codec_(codec), body_(body), segments_(segments), objects_(objects) {}
+
+  PyObject* run();  // a new reference; nullptr with a Python error set, as everywhere below
+
+ private:
+  bool tables(Reader in);
+  bool tensor(Reader& in);
+  bool extension(Reader& in);
+  PyObject* value(Reader& in, int depth);
+  PyObject* sequence(Reader& in, std::uint64_t count, int depth, bool is_tuple);
+  PyObject* dict(Reader& in, std::uint64_t count, int depth);
+  PyObject* string(Reader& in, std::uint64_t length);
+  PyObject* big_integer(Reader& in);
+  PyObject* reference(const std::vector<nb::object>& table, std::uint64_t number);
+
+  const Codec& codec_;
+  std::string_view body_;
+  std::span<SegmentMemory> segments_;
+  std::span<PyObject* const> objects_;
+  std::size_t segments_used_ = 0;
+  std::vector<nb::object> tensors_, extensions_;
+};
+
+}  // namespace telegrad

@@ -1,0 +1,52 @@
+// One message on its way out. See format.h for the bytes and for why extensions are packed last.
+#pragma once
+
+#include <vector>
+
+#include "codec/codec.h"
+#include "codec/pointer_index.h"
+#include "codec/writer.h"
+
+namespace telegrad {
+
+class Encoder {
+ public:
+  explicit Encoder(const Codec& codec) : codec_(codec) {}
+  Outcome run(PyObject* root, Encoded& out);
+
+ private:
+  enum class Packing : std::uint8_t { kPending, kRunning, kDone };
+  struct Slot {
+    nb::object object;
+    Packing state = Packing::kPending;
+  };
+
+  Outcome value(PyObject* o, int depth);
+  Outcome integer(PyObject* o);
+  Outcome big_integer(PyObject* o);
+  Outcome string(PyObject* o);
+  Outcome bytes(PyObject* o);
+  Outcome tuple(PyObject* o, int depth);
+  Outcome list(PyObject* o, int depth);
+  Outcome dict(PyObject* o, int depth);
+  Outcome tensor(PyObject* o);
+  Outcome other(PyObject* o, int depth);
+  Outcome pack(std::size_t slot, int depth);
+  Outcome tables();
+
+  bool is_first_visit(PyObject* o);
+  bool tensors_overlap() const;
+
+  const Codec& codec_;
+  Writer main_;
+  Writer tensor_table_;
+  Writer extension_table_;
+  Writer* out_ = &main_;
+  bool packing_ = false;  // past the point where the answer can still be kNotPlain
+  PointerIndex containers_, tensors_, extensions_;
+  std::vector<Slot> slots_;
+  std::vector<Segment> segments_;
+  std::vector<nb::object> alive_;  // whatever an index knows by its address must not be freed before the end
+};
+
+}  // namespace telegrad

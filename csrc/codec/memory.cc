@@ -1,0 +1,43 @@
+#include "codec/memory.h"
+
+#include <new>
+
+namespace telegrad {
+namespace {
+
+bool interpreter_is_ending() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
+// Tensors die on threads of torch too, such as the autograd engine's.
+void release_buffer(void* context) noexcept {
+  auto* view = static_cast<Py_buffer*>(context);
+  const bool has_gil = PyGILState_Check();
+  // A thread that asks an ending interpreter for its GIL never comes back; the process takes the memory with it.
+  if (!has_gil && interpreter_is_ending()) return;
+  PyGILState_STATE state{};
+  if (!has_gil) state = PyGILState_Ensure();
+  PyObject *type, *value, *trace;  // what runs here must not disturb an error that is on its way
+  PyErr_Fetch(&type, &value, &trace);
+  PyBuffer_Release(view);
+  PyErr_Restore(type, value, trace);
+  delete view;
+  if (!has_gil) PyGILState_Release(state);
+}
+
+}  // namespace
+
+SegmentMemory SegmentMemory::of_object(PyObject* object) {
+  auto* view = new Py_buffer;
+  if (PyObject_GetBuffer(object, view, PyBUF_WRITABLE) < 0) {
+    delete view;
+    return {};
+  }
+  return {static_cast<std::byte*>(view->buf), static_cast<std::size_t>(view->len), view, release_buffer};
+}
+
+}  // namespace telegrad

@@ -1,0 +1,288 @@
+#include "codec/tensor.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace telegrad {
+namespace {
+
+// What a tensor over received memory owns. One allocation: the sizes follow the struct.
+struct Borrowed {
+  dlpack::ManagedTensor managed;
+  SegmentMemory memory;
+  bool* deleted;  // set while the tensor is being made, to learn who has to clean up when that fails
+
+  static Borrowed* make(int ndim) {
+    void* room = std::malloc(sizeof(Borrowed) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim));
+    if (!room) throw std::bad_alloc();
+    return new (room) Borrowed{};
+  }
+
+  std::int64_t* sizes() { return reinterpret_cast<std::int64_t*>(this + 1); }
+
+  static void destroy(dlpack::ManagedTensor* managed) {
+    auto* self = static_cast<Borrowed*>(managed->context);
+    if (self->deleted) *self->deleted = true;
+    self->~Borrowed();
+    std::free(self);
+  }
+};
+static_assert(alignof(Borrowed) >= alignof(std::int64_t));
+
+// Up to so many bytes a tensor full of holes is sent with them, as in torch, which keeps its strides.
+constexpr std::int64_t kSmallSpan = 8 << 10;
+
+// A tensor without elements still wants an address.
+alignas(64) std::byte nothing[64];
+
+}  // namespace
+
+bool TensorSpec::measure(std::int64_t& numel, std::int64_t& span) const {
+  const auto item = static_cast<std::int64_t>(dtype->size());
+  std::int64_t count = 1, last = 0;
+  for (int i = 0; i < ndim; ++i) {
+    if (shape[i] == 0) {
+      numel = span = 0;
+      return true;
+    }
+  }
+  for (int i = 0; i < ndim; ++i) {
+    std::int64_t reach;
+    if (__builtin_mul_overflow(count, shape[i], &count) || __builtin_mul_overflow(shape[i] - 1, strides[i], &reach) ||
+        __builtin_add_overflow(last, reach, &last))
+      return false;
+  }
+  std::int64_t bytes;
+  if (__builtin_mul_overflow(count, item, &bytes) || __builtin_add_overflow(last, 1, &span) ||
+      __builtin_mul_overflow(span, item, &span))
+    return false;
+  numel = count;
+  return true;
+}
+
+bool TensorSpec::is_contiguous() const {
+  std::int64_t expected = 1;
+  for (int i = ndim; i-- > 0;) {
+    if (strides[i] != expected) return false;
+    if (__builtin_mul_overflow(expected, shape[i] > 1 ? shape[i] : 1, &expected)) return false;
+  }
+  return true;
+}
+
+bool TensorSpec::set_contiguous() {
+  std::int64_t stride = 1;
+  for (int i = ndim; i-- > 0;) {
+    strides[i] = stride;
+    if (__builtin_mul_overflow(stride, shape[i] > 1 ? shape[i] : 1, &stride)) return false;
+  }
+  return true;
+}
+
+TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
+                           nb::tuple byte_types)
+    : type_object_(std::move(tensor_type)),
+      type_(reinterpret_cast<PyTypeObject*>(type_object_.ptr())),
+      encode_(std::move(encode)),
+      decode_(std::move(decode)),
+      byte_types_(std::move(byte_types)),
+      untyped_storage_(nb::steal<nb::str>(PyUnicode_InternFromString("untyped_storage"))),
+      requires_grad_(nb::steal<nb::str>(PyUnicode_InternFromString("requires_grad"))),
+      dtype_(nb::steal<nb::str>(PyUnicode_InternFromString("dtype"))) {
+  if (exchange_api.is_none()) return;
+  auto* api = static_cast<dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kExchangeApiCapsule));
+  if (!api) throw nb::python_error();
+  while (api && api->version.major != dlpack::kMajorVersion) api = api->older;
+  if (!api || !api->view_of_object || !api->managed_to_object) return;
+  is_neg_ = type_object_.attr("is_neg");
+  is_conj_ = type_object_.attr("is_conj");
+  api_ = api;
+}
+
+Outcome TensorBridge::describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
+  if (api_) {
+    bool unsure = false;
+    const Outcome outcome = describe_natively(tensor, spec, segment, unsure);
+    if (!unsure) return outcome;
+  }
+  return describe_by_hook(tensor, spec, segment);
+}
+
+bool TensorBridge::flag(const nb::object& method, PyObject* tensor, bool& out) const {
+  PyObject* answer = PyObject_CallOneArg(method.ptr(), tensor);
+  if (!answer) return false;
+  out = answer == Py_True;
+  Py_DECREF(answer);
+  return true;
+}
+
+Outcome TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const {
+  dlpack::Tensor view;
+  if (api_->view_of_object(tensor, &view) != 0) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return Outcome::kError;
+    PyErr_Clear();
+    unsure = true;
+    return Outcome::kNotPlain;
+  }
+  if (view.device.type != dlpack::kCpu || view.ndim > kMaxTensorDims) return Outcome::kNotPlain;
+  if (view.ndim > 0 && (!view.shape || !view.strides)) return Outcome::kNotPlain;
+  spec.dtype = dtype_of_dlpack(view.dtype.code, view.dtype.bits, view.dtype.lanes);
+  if (!spec.dtype) {
+    unsure = true;
+    return Outcome::kNotPlain;
+  }
+  spec.ndim = view.ndim;
+  for (int i = 0; i < view.ndim; ++i) {
+    spec.shape[i] = view.shape[i];
+    spec.strides[i] = view.strides[i];
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(view.data) + view.byte_offset;
+  // From here on Python code may run (a torch function mode sees the calls below), so `view` is over.
+
+  bool is_lazy = false;
+  if (!flag(is_neg_, tensor, is_lazy)) return Outcome::kError;
+  if (!is_lazy && spec.dtype->is_complex() && !flag(is_conj_, tensor, is_lazy)) return Outcome::kError;
+  if (is_lazy) return Outcome::kNotPlain;
+
+  if (is_ambiguous_to_dlpack(*spec.dtype)) {
+    nb::object dtype = nb::steal(PyObject_GetAttr(tensor, dtype_.ptr()));
+    if (!dtype) return Outcome::kError;
+    bool is_byte = false;
+    for (nb::handle known : byte_types_) is_byte |= known.is(dtype);
+    if (!is_byte) {
+      unsure = true;
+      return Outcome::kNotPlain;
+    }
+  }
+
+  std::int64_t numel, span;
+  if (!spec.measure(numel, span)) return Outcome::kNotPlain;
+  const auto item = static_cast<std::int64_t>(spec.dtype->size());
+  if (span / 2 > numel * item && span > kSmallSpan) {  // mostly holes: the hook makes a dense copy
+    unsure = true;
+    return Outcome::kNotPlain;
+  }
+
+  nb::object requires_grad = nb::steal(PyObject_GetAttr(tensor, requires_grad_.ptr()));
+  if (!requires_grad) return Outcome::kError;
+  spec.requires_grad = requires_grad.ptr() == Py_True;
+
+  segment = Segment{};
+  if (span > 0) {
+    nb::object storage = nb::steal(PyObject_CallMethodNoArgs(tensor, untyped_storage_.ptr()));
+    if (!storage) return Outcome::kError;
+    segment = Segment{address, static_cast<std::size_t>(span), std::move(storage)};
+  }
+  return Outcome::kOk;
+}
+
+// The hook answers None or (dtype code, requires_grad, shape, strides, address, nbytes, owner).
+Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
+  nb::object answer = nb::steal(PyObject_CallOneArg(encode_.ptr(), tensor));
+  if (!answer) return Outcome::kError;
+  if (answer.is_none()) return Outcome::kNotPlain;
+  PyObject *shape, *strides, *owner;
+  unsigned char code;
+  int requires_grad;
+  unsigned long long address;
+  Py_ssize_t nbytes;
+  if (!PyArg_ParseTuple(answer.ptr(), "bpO!O!KnO", &code, &requires_grad, &PyTuple_Type, &shape, &PyTuple_Type,
+                        &strides, &address, &nbytes, &owner))
+    return Outcome::kError;
+  spec.dtype = dtype_of_code(code);
+  spec.requires_grad = requires_grad != 0;
+  const Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
+  if (ndim > kMaxTensorDims) return Outcome::kNotPlain;
+  spec.ndim = static_cast<int>(ndim);
+  bool is_sane = spec.dtype && PyTuple_GET_SIZE(strides) == ndim;
+  for (Py_ssize_t i = 0; is_sane && i < ndim; ++i) {
+    spec.shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+    spec.strides[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i));
+    if (PyErr_Occurred()) return Outcome::kError;
+    is_sane = spec.shape[i] >= 0 && spec.strides[i] >= 0;
+  }
+  std::int64_t numel, span;
+  if (!is_sane || !spec.measure(numel, span) || span != nbytes) {
+    PyErr_SetString(PyExc_ValueError, "encode_tensor has described a tensor that cannot be");
+    return Outcome::kError;
+  }
+  segment = Segment{};
+  if (span > 0)
+    segment = Segment{static_cast<std::uintptr_t>(address), static_cast<std::size_t>(nbytes), nb::borrow(owner)};
+  return Outcome::kOk;
+}
+
+PyObject* TensorBridge::rebuild(const TensorSpec& spec, SegmentMemory memory, PyObject* object) const {
+  if (api_) {
+    const bool had_memory = memory.valid();
+    if (PyObject* tensor = rebuild_natively(spec, memory)) return tensor;
+    if (!PyErr_ExceptionMatches(PyExc_Exception) || memory.valid() != had_memory) return nullptr;
+    PyErr_Clear();  // an element type that this torch knows and its DLPack does not
+  }
+  return rebuild_by_hook(spec, object);
+}
+
+PyObject* TensorBridge::rebuild_natively(const TensorSpec& spec, SegmentMemory& memory) const {
+  Borrowed* borrowed = Borrowed::make(spec.ndim);
+  std::int64_t* shape = borrowed->sizes();
+  std::int64_t* strides = shape + spec.ndim;
+  for (int i = 0; i < spec.ndim; ++i) {
+    shape[i] = spec.shape[i];
+    strides[i] = spec.strides[i];
+  }
+  borrowed->memory = std::move(memory);
+  bool deleted = false;
+  borrowed->deleted = &deleted;
+  void* data = borrowed->memory.valid() ? borrowed->memory.data() : nothing;
+  borrowed->managed = {
+      .version = {dlpack::kMajorVersion, 0},
+      .context = borrowed,
+      .deleter = Borrowed::destroy,
+      .flags = 0,
+      .tensor = {data, {dlpack::kCpu, 0}, spec.ndim, {spec.dtype->dl_code, spec.dtype->bits, 1}, shape, strides, 0},
+  };
+  void* made = nullptr;
+  const int failed = api_->managed_to_object(&borrowed->managed, &made);
+  if (failed || !made) {
+    if (!deleted) {
+      memory = std::move(borrowed->memory);
+      Borrowed::destroy(&borrowed->managed);
+    }
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no tensor of the received memory");
+    return nullptr;
+  }
+  borrowed->deleted = nullptr;
+  nb::object tensor = nb::steal(static_cast<PyObject*>(made));
+  if (spec.requires_grad && PyObject_SetAttr(tensor.ptr(), requires_grad_.ptr(), Py_True) < 0) return nullptr;
+  return tensor.release().ptr();
+}
+
+PyObject* TensorBridge::rebuild_by_hook(const TensorSpec& spec, PyObject* object) const {
+  nb::object shape = nb::steal(PyTuple_New(spec.ndim)), strides = nb::steal(PyTuple_New(spec.ndim));
+  if (!shape || !strides) return nullptr;
+  for (int i = 0; i < spec.ndim; ++i) {
+    PyObject* size = PyLong_FromLongLong(spec.shape[i]);
+    PyObject* stride = PyLong_FromLongLong(spec.strides[i]);
+    PyTuple_SET_ITEM(shape.ptr(), i, size);
+    PyTuple_SET_ITEM(strides.ptr(), i, stride);
+    if (!size || !stride) return nullptr;
+  }
+  return PyObject_CallFunction(decode_.ptr(), "(BOOO)O", spec.dtype->code, spec.requires_grad ? Py_True : Py_False,
+                               shape.ptr(), strides.ptr(), object ? object : Py_None);
+}
+
+int TensorBridge::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(type_object_.ptr());
+  Py_VISIT(encode_.ptr());
+  Py_VISIT(decode_.ptr());
+  Py_VISIT(byte_types_.ptr());
+  Py_VISIT(is_neg_.ptr());
+  Py_VISIT(is_conj_.ptr());
+  return 0;
+}
+
+void TensorBridge::clear() {
+  encode_ = nb::object();
+  decode_ = nb::object();
+}
+
+}  // namespace telegrad

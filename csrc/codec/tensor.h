@@ -1,0 +1,84 @@
+// Tensors in and out of the codec: what one looks like, where its memory is, and a tensor made of received memory.
+//
+// Two ways lead to torch, and neither includes or links it. The fast one is the C function table of
+// `torch.Tensor.__dlpack_c_exchange_api__`; the slow one is a pair of Python functions, for a torch that has no such
+// table and for tensors that DLPack cannot describe.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "codec/dlpack.h"
+#include "codec/dtypes.h"
+#include "codec/format.h"
+#include "codec/memory.h"
+
+namespace telegrad {
+
+namespace nb = nanobind;
+
+enum class Outcome {
+  kOk,
+  kNotPlain,  // not for this codec; no Python error is set
+  kError,     // a Python error is set
+};
+
+/// Memory to send. `owner` keeps it where it is; it is the tensor's storage, which survives `tensor.data = other`.
+struct Segment {
+  std::uintptr_t address = 0;
+  std::size_t nbytes = 0;
+  nb::object owner;
+};
+
+struct TensorSpec {
+  const DType* dtype = nullptr;
+  bool requires_grad = false;
+  int ndim = 0;
+  std::int64_t shape[kMaxTensorDims];
+  std::int64_t strides[kMaxTensorDims];  // in elements, never negative
+
+  /// Number of elements, and bytes from the first to past the last one; false if either is beyond 63 bits.
+  bool measure(std::int64_t& numel, std::int64_t& span) const;
+  bool is_contiguous() const;
+  /// Writes row-major strides as torch does; false if one is beyond 63 bits.
+  bool set_contiguous();
+};
+
+class TensorBridge {
+ public:
+  /// `exchange_api`: the capsule, or None. `byte_types`: the torch dtypes that DLPack's 8-bit integers stand for (it
+  /// does not tell torch.uint4 from torch.uint8). Throws nb::python_error.
+  TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
+               nb::tuple byte_types);
+
+  bool is_tensor(PyObject* object) const { return Py_TYPE(object) == type_; }
+  bool is_native() const { return api_ != nullptr; }
+
+  /// Fills `spec` and `segment` (no owner if the tensor has no elements). Reads no element.
+  Outcome describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
+
+  /// A new tensor over `memory`, which `spec` must fit in; nullptr with a Python error set. `object` is where `memory`
+  /// comes from, or nullptr for a tensor without elements.
+  PyObject* rebuild(const TensorSpec& spec, SegmentMemory memory, PyObject* object) const;
+
+  int traverse(visitproc visit, void* arg) const;
+  void clear();
+
+ private:
+  Outcome describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const;
+  Outcome describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
+  PyObject* rebuild_natively(const TensorSpec& spec, SegmentMemory& memory) const;
+  PyObject* rebuild_by_hook(const TensorSpec& spec, PyObject* object) const;
+  bool flag(const nb::object& method, PyObject* tensor, bool& out) const;
+
+  nb::type_object type_object_;
+  PyTypeObject* type_;
+  const dlpack::ExchangeApi* api_ = nullptr;
+  nb::object encode_, decode_;
+  nb::tuple byte_types_;
+  nb::object is_neg_, is_conj_;
+  nb::str untyped_storage_, requires_grad_, dtype_;
+};
+
+}  // namespace telegrad

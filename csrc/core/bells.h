@@ -1,0 +1,30 @@
+// Descriptors that wake a thread asleep in epoll.
+#pragma once
+
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+#include "core/clock.h"
+
+namespace telegrad {
+
+/// An eventfd: readable until drained.
+inline void ring(int eventfd) {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] auto n = ::write(eventfd, &one, sizeof one);
+}
+
+/// A timerfd: readable from `at` (monotonic) until drained.
+inline void ring_at(int timerfd, Nanos at) {
+  const itimerspec spec{.it_interval = {}, .it_value = {.tv_sec = at / kSecond, .tv_nsec = at % kSecond}};
+  timerfd_settime(timerfd, TFD_TIMER_ABSTIME, &spec, nullptr);
+}
+
+inline void drain(int fd) {
+  std::uint64_t count;
+  [[maybe_unused]] auto n = ::read(fd, &count, sizeof count);
+}
+
+}  // namespace telegrad

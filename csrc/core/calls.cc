@@ -1,0 +1,57 @@
+#include "core/calls.h"
+
+namespace telegrad {
+
+std::uint64_t CallTable::open(std::int32_t peer) {
+  if (free_.empty()) {
+    free_.push_back(static_cast<std::uint32_t>(slots_.size()));
+    slots_.emplace_back();
+  }
+  const std::uint32_t index = free_.back();
+  free_.pop_back();
+  Call& call = slots_[index];
+  call.used = true;
+  call.status = CallStatus::kPending;
+  call.peer = peer;
+  ++used_;
+  return id_of(index);
+}
+
+Call* CallTable::find(std::uint64_t id) {
+  const std::uint64_t index = (id & 0xffffffff) - 1;
+  if (index >= slots_.size()) return nullptr;
+  Call& call = slots_[index];
+  return call.used && call.generation == id >> 32 ? &call : nullptr;
+}
+
+void CallTable::close(std::uint64_t id) {
+  Call* call = find(id);
+  clear_deadline(*call);
+  if (call->collected) --async_;
+  const std::uint32_t generation = call->generation + 1;
+  *call = Call{};
+  call->generation = generation == 0 ? 1 : generation;
+  free_.push_back(static_cast<std::uint32_t>((id & 0xffffffff) - 1));
+  --used_;
+}
+
+void CallTable::set_deadline(std::uint64_t id, Nanos deadline) {
+  if (deadline == kNever) return;
+  Call* call = find(id);
+  call->deadline = deadlines_.emplace_hint(deadlines_.end(), deadline, id);
+  call->has_deadline = true;
+}
+
+void CallTable::clear_deadline(Call& call) {
+  if (call.has_deadline) deadlines_.erase(call.deadline);
+  call.has_deadline = false;
+}
+
+std::uint64_t CallTable::pop_expired(Nanos at) {
+  if (deadlines_.empty() || deadlines_.begin()->first > at) return 0;
+  const std::uint64_t id = deadlines_.begin()->second;
+  clear_deadline(*find(id));
+  return id;
+}
+
+}  // namespace telegrad

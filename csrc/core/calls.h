@@ -1,0 +1,93 @@
+// The calls this worker waits for: a slab of slots, found by call id in constant time.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/bell.h"
+#include "core/message.h"
+
+namespace telegrad {
+
+enum class CallStatus : std::uint8_t {
+  kPending,
+  kReplied,
+  kTimedOut,
+  kPeerLost,     // the peer died, left, or broke the link
+  kUnreachable,  // no link could be made
+  kStopped,      // this worker was stopped
+};
+
+/// What became of a call.
+struct Outcome {
+  CallStatus status = CallStatus::kPending;
+  Incoming reply;  // when kReplied
+  std::int32_t peer = -1;
+  std::string why;  // otherwise
+};
+
+/// A thread that waits for something, on its own stack.
+struct Waiter {
+  Bell bell;
+  bool asleep = false;    // in the engine's list of sleeping waiters
+  bool promoted = false;  // it has been handed the polling role
+};
+
+struct Call {
+  std::uint32_t generation = 1;
+  CallStatus status = CallStatus::kPending;
+  bool used = false;
+  bool collected = false;  // async: its outcome goes to the pool
+  bool must_send = false;  // its request is sent even if it is over by then
+  std::int32_t peer = -1;
+  std::uint64_t connection = 0;
+  Waiter* waiter = nullptr;
+  Outcome outcome;
+  std::unique_ptr<Keep> cookie;  // async: handed back with the outcome
+  std::unique_ptr<Keep> linger;  // kept until the reply is here, even a late one, or the peer is lost
+  std::multimap<Nanos, std::uint64_t>::iterator deadline;
+  bool has_deadline = false;
+};
+
+/// Not thread-safe; the engine's mutex guards it. A Call's address is stable.
+class CallTable {
+ public:
+  std::uint64_t open(std::int32_t peer);
+  Call* find(std::uint64_t id);
+  /// Forgets the call; its id is never valid again. The caller has taken what it kept.
+  void close(std::uint64_t id);
+
+  void set_deadline(std::uint64_t id, Nanos deadline);
+  void clear_deadline(Call& call);
+  /// The earliest deadline, or kNever.
+  Nanos next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
+  /// Takes one call whose deadline has passed; 0 if there is none.
+  std::uint64_t pop_expired(Nanos at);
+
+  std::size_t size() const { return used_; }
+  std::size_t waiting_async() const { return async_; }
+  void count_async(int by) { async_ += static_cast<std::size_t>(by); }
+
+  template <class F>
+  void for_each(F f) {
+    for (std::uint32_t i = 0; i < slots_.size(); ++i) {
+      if (slots_[i].used) f(id_of(i), slots_[i]);
+    }
+  }
+
+ private:
+  std::uint64_t id_of(std::uint32_t index) const {
+    return (std::uint64_t{slots_[index].generation} << 32) | (index + 1);
+  }
+
+  std::deque<Call> slots_;
+  std::vector<std::uint32_t> free_;
+  std::multimap<Nanos, std::uint64_t> deadlines_;
+  std::size_t used_ = 0;
+  std::size_t async_ = 0;
+};
+
+}  // namespace telegrad

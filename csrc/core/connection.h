@@ -1,0 +1,62 @@
+// One link to a peer, with what the engine keeps for it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/handshake.h"
+#include "core/transport.h"
+
+namespace telegrad {
+
+/// A name that a peer has given an id on one connection. `handle` is a place for the layer above to keep what it made
+/// of the text; it is written under that layer's own lock and destroyed with the name.
+struct Name {
+  std::string text;
+  mutable std::shared_ptr<void> handle;
+};
+
+struct Connection {
+  enum class State { kHandshaking, kOpen, kDead };
+
+  Connection(std::uint64_t id, std::unique_ptr<Link> link, Handshake handshake, bool initiator)
+      : id(id), link(std::move(link)), handshake(std::move(handshake)), initiator(initiator) {}
+
+  const std::uint64_t id;
+  const std::unique_ptr<Link> link;
+  std::atomic<State> state = State::kHandshaking;
+
+  // The polling thread's.
+  Handshake handshake;
+  const bool initiator;
+  std::atomic<bool> goodbye = false;  // the peer has said that it ends
+  std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
+
+  // Written once, before the state becomes kOpen.
+  std::int32_t peer = -1;
+
+  // Under the engine's mutex.
+  Nanos handshake_deadline = kNever;
+  bool opened = false;  // it has been a link to `peer`, whatever the state is now
+
+  // Sending, under send_mutex. Messages leave in the order of the queue; `flushed` counts those that have left.
+  std::mutex send_mutex;
+  std::deque<std::unique_ptr<Outgoing>> queue;
+  std::vector<bool> names_sent;
+  bool watching_writable = false;
+  std::uint64_t queued = 0;
+  std::atomic<std::uint64_t> flushed = 0;
+
+  // Flow control: request bytes that we sent and the peer has not taken up; that we took up and have not told.
+  std::atomic<std::int64_t> outstanding = 0;
+  std::atomic<std::int64_t> credit_due = 0;
+};
+
+using ConnectionPtr = std::shared_ptr<Connection>;
+
+}  // namespace telegrad

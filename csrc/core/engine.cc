@@ -1,0 +1,133 @@
+// The engine's life: construction, stopping, fork, statistics.
+#include "core/engine.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/timerfd.h>
+
+#include <algorithm>
+#include <system_error>
+#include <utility>
+
+#include "core/forks.h"
+
+namespace telegrad {
+namespace {
+
+Descriptor check(int fd, const char* what) {
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
+  return Descriptor(fd);
+}
+
+void add(const Descriptor& epoll, int fd, std::uint64_t token, std::uint32_t events) {
+  epoll_event event{.events = events, .data = {.u64 = token}};
+  if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    throw std::system_error(errno, std::generic_category(), "cannot poll a descriptor");
+  }
+}
+
+}  // namespace
+
+Engine::Engine(Settings settings)
+    : settings_(std::move(settings)),
+      pool_(Pool::make(settings_.pool_cache)),
+      inner_(check(epoll_create1(EPOLL_CLOEXEC), "cannot make an epoll")),
+      outer_(check(epoll_create1(EPOLL_CLOEXEC), "cannot make an epoll")),
+      kick_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot make an eventfd")),
+      park_bell_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot make an eventfd")),
+      timer_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC), "cannot make a timer")),
+      nudge_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "cannot make a timer")),
+      caller_spin_(settings_.spin) {
+  add(inner_, kick_.get(), kKickToken, EPOLLIN);
+  add(inner_, nudge_.get(), kNudgeToken, EPOLLIN);
+  add(outer_, inner_.get(), kInnerToken, 0);
+  add(outer_, park_bell_.get(), kParkToken, EPOLLIN);
+  timekeeper_ = std::thread([this] { keep_time(); });
+  remember_at_forks(this);
+}
+
+Engine::~Engine() {
+  forget_at_forks(this);
+  stop(0);
+  {
+    std::lock_guard lock(mutex_);
+    quit_ = true;
+    timer_at_ = kNever;
+    arm_timer(1);
+  }
+  timekeeper_.join();
+}
+
+void Engine::stop(Nanos linger) {
+  const Nanos deadline = now() + linger;
+  std::vector<ConnectionPtr> open;
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(leaving_, true)) return;
+  }
+  Waiter w;
+  auto nothing_waits = [&] {
+    return std::none_of(peers_.begin(), peers_.end(),
+                        [](const auto& p) { return p.second.connecting && !p.second.waiting.empty(); });
+  };
+  wait_for(For::kProgress, w, nothing_waits, deadline, {});  // what has been sent must find its link
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    for (auto& [token, c] : connections_) open.push_back(c);
+  }
+  for (auto& c : open) {
+    if (c->state != Connection::State::kOpen) continue;
+    auto m = std::make_unique<Outgoing>();
+    m->header.type = FrameType::kGoodbye;
+    std::uint64_t ticket = 0;
+    if (transmit(c, m, &ticket) == Sent::kQueued) wait_until_gone(c, ticket, deadline);
+  }
+  for (auto& c : open) lost(c, "this worker has been shut down");
+  Kept kept;
+  Lock lock(mutex_);
+  stopped_ = true;
+  calls_.for_each([&](std::uint64_t id, Call&) {
+    settle(id, Outcome{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, kept);
+  });
+  for (auto& [id, peer] : peers_) unreachable(peer, "this worker has been shut down", kept);
+  for (auto& [id, l] : lingering_) kept.push_back(std::move(l.keep));
+  lingering_.clear();
+  listeners_.clear();
+  for (PoolThread* t : idle_) t->bell.ring();
+  for (Waiter* sleeper : sleepers_) sleeper->bell.ring();
+  ring_park();
+  kick();
+  lock.unlock();
+  kept.clear();
+}
+
+EngineStats Engine::stats() const {
+  std::lock_guard lock(mutex_);
+  EngineStats s;
+  s.pending_calls = calls_.size();
+  s.queued_requests = nested_.size() + top_.size();
+  s.pool_threads = threads_;
+  s.running_handlers = running_;
+  s.running_requests = running_requests_;
+  s.connections = connections_.size();
+  s.requests = requests_;
+  s.replies = replies_;
+  s.sent_messages = sent_messages_;
+  s.received_messages = received_messages_;
+  s.memory = pool_->stats();
+  return s;
+}
+
+void Engine::before_fork() { mutex_.lock(); }
+
+void Engine::after_fork_in_parent() { mutex_.unlock(); }
+
+/// The object itself is abandoned, not destroyed.
+void Engine::after_fork_in_child() {
+  for (auto& [token, c] : connections_) ::close(c->link->fd());
+  for (auto& [token, l] : listeners_) ::close(l->fd());
+  for (const Descriptor* d : {&inner_, &outer_, &kick_, &park_bell_, &timer_, &nudge_}) ::close(d->get());
+}
+
+}  // namespace telegrad

@@ -1,0 +1,306 @@
+// The engine: everything native that one worker owns.
+//
+// It moves messages between this worker and its peers, matches replies to calls, keeps deadlines, and decides which
+// thread does what. It has one thread of its own, which only keeps time; all I/O is done by the threads that wait.
+//
+// The polling role. At most one thread at a time reads from the links: it "holds the role". A thread that waits for a
+// reply takes the role if it is free, so the reply reaches it without a thread hop; otherwise it sleeps on its bell.
+// The threads of the pool (threads inside `next`) take it when nobody else has it, spin for a moment, and then park:
+// one of them sleeps in the kernel on `outer_`, which contains `inner_`, which contains every link. A caller that takes
+// the role from a parked thread takes `inner_` out of `outer_`, so that data for the caller does not wake the
+// parked thread; the timekeeper puts it back if nobody has polled for kGrace ("watching").
+//
+// A thread that waits inside user code never runs a request: it queues what it reads and wakes a pool thread. A pool
+// thread that reads a request runs it. When it comes back within kGrace nobody else was woken in vain.
+//
+// Locks: mutex_ guards the scheduler, calls, peers and queues; each connection's send_mutex guards its sending. Neither
+// is held while anything blocks, nor while memory of the layer above is freed, and no lock of the layer above (the GIL)
+// is taken under them. send_mutex may be taken first, then mutex_; never the other way round.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "core/calls.h"
+#include "core/connection.h"
+#include "core/handshake.h"
+#include "core/pool.h"
+#include "core/spin.h"
+#include "core/transport.h"
+#include "transports/stream.h"
+
+namespace telegrad {
+
+/// How long links may go unread, or work unstarted, before another thread is woken for it.
+inline constexpr Nanos kGrace = 500 * kMicrosecond;
+/// The same for finished calls that wait while a thread is at others.
+inline constexpr Nanos kOutcomeGrace = 20 * kMillisecond;
+
+struct Settings {
+  Credo credo;
+  Nanos spin = 50 * kMicrosecond;  // how long a waiting thread looks before it sleeps
+  std::size_t handlers = 16;       // requests from outside handlers that run at the same time
+  std::int64_t window = 64 << 20;  // request bytes a peer may have waiting here
+  std::size_t pool_cache = std::size_t{1} << 30;
+  Nanos handshake_timeout = 10 * kSecond;
+  Nanos connect_timeout = 30 * kSecond;
+  Limits limits;
+  bool check_uid = true;  // refuse same-host peers of another user
+};
+
+struct PeerAddress {
+  Identity identity;
+  std::vector<std::string> addresses;  // in the order to try them
+};
+
+enum class ItemKind : std::uint8_t { kRequest, kOneway, kOutcome, kEvent, kRetire };
+enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kNudge, kPeerBack };
+
+/// Something for a pool thread to do.
+struct Item {
+  ItemKind kind{};
+  EventKind event{};
+  bool spawn = false;  // this was the last free thread: start another one
+  std::int32_t peer = -1;
+  std::uint64_t connection = 0;
+  Nanos deadline = kNever;  // requests
+  Nanos since = 0;          // when it was queued
+  Incoming message;
+  std::shared_ptr<const Name> name;
+  Outcome outcome;                // kOutcome
+  std::unique_ptr<Keep> cookie;   // kOutcome
+  std::uint64_t incarnation = 0;  // kEvent
+  std::string text;               // kEvent
+};
+
+/// A thread of the pool, from its first `next` to its last.
+struct PoolThread {
+  Bell bell;
+  bool idle = false;
+  bool known = false;
+  bool top_level = false;  // runs a request that counts against Settings::handlers
+  bool running = false;
+  ItemKind kind{};  // of what it runs
+  Spin spin{0};
+};
+
+struct EngineStats {
+  std::size_t pending_calls = 0, queued_requests = 0, pool_threads = 0, running_handlers = 0, running_requests = 0,
+              connections = 0;
+  std::uint64_t requests = 0, replies = 0, sent_messages = 0, received_messages = 0;
+  PoolStats memory;
+};
+
+enum class WaitEnd : std::uint8_t { kDone, kDeadline, kInterrupted, kStopped };
+
+/// What `start` is told about a call.
+struct CallOptions {
+  Nanos deadline = kNever;
+  bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
+  bool never_wait = false;  // wait neither for the window nor for memory to leave; then `keep` must own the memory
+  std::function<bool()> interrupted;  // asked now and then while `start` waits: should it stop waiting?
+  std::unique_ptr<Keep> cookie;       // given: the outcome goes to the pool unless somebody waits for it
+  std::unique_ptr<Keep> linger;
+};
+
+class Engine {
+ public:
+  explicit Engine(Settings settings);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // ---- peers (engine_peers.cc). Any thread, never blocks.
+
+  /// Listens; returns the address for peers. Throws std::system_error.
+  std::string listen(const std::string& address);
+  void set_peer(PeerAddress peer);
+  /// Closes the links to it; its calls fail as kPeerLost.
+  void forget_peer(std::int32_t id, const std::string& why);
+  /// The same with a goodbye, and without an event: whoever calls this knows. Another worker may have the id then.
+  void part_from(std::int32_t id, const std::string& why);
+
+  // ---- calls (engine_calls.cc). Any thread.
+
+  /// Opens a call and sends its request. May wait (no longer than the deadline) for the peer's window, and for the
+  /// request's segments to leave their memory. Never fails: what goes wrong is the call's outcome.
+  std::uint64_t start(std::int32_t peer, std::unique_ptr<Outgoing> request, CallOptions options);
+  /// Would a request of this size pass the peer's window without waiting?
+  bool may_send_now(std::int32_t peer, std::uint64_t payload) const;
+  /// Waits for the outcome of a call. kDone: taken, the call is over. kStopped: there is no such call any more (its
+  /// outcome went to the pool). After kDeadline the call goes on until `give_up`.
+  WaitEnd wait(std::uint64_t call, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out);
+  /// The caller stops waiting; a late reply is dropped.
+  void give_up(std::uint64_t call);
+  /// Sends a reply on the connection of the request; dropped when that is gone. Waits until it has left its memory,
+  /// unless `may_wait` is false: then `keep` must own the memory.
+  void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> reply, Nanos deadline,
+             bool may_wait);
+  /// Sends a message that is never answered. False when the peer is known to be unreachable.
+  bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);
+
+  // ---- the pool (engine_wait.cc)
+
+  /// The next thing to do; blocks. False when the engine stops.
+  bool next(PoolThread& self, Item& out);
+  /// The same if there is something at once; else false, and nothing has changed. Never blocks.
+  bool try_next(PoolThread& self, Item& out);
+
+  /// Asks for one kNudge event in the pool after `delay`, however often it is called until then. Takes no lock and
+  /// never waits, so a finalizer may call it at any point.
+  void nudge(Nanos delay);
+
+  // ---- life
+
+  /// Says goodbye, gives queued bytes `linger` to leave, fails every call, sends pool threads home. Blocks at most
+  /// `linger`. Safe to call twice.
+  void stop(Nanos linger);
+  bool stopping() const { return stopping_.load(std::memory_order_acquire); }
+  EngineStats stats() const;
+  const std::shared_ptr<Pool>& pool() const { return pool_; }
+
+  /// Around fork(), called by forks.cc: holds the lock, and in the child closes every descriptor without a word.
+  void before_fork();
+  void after_fork_in_parent();
+  void after_fork_in_child();
+
+ private:
+  struct Peer {
+    Identity identity;
+    std::vector<std::string> addresses;
+    std::size_t next_address = 0;
+    Nanos connect_deadline = kNever;  // while connecting
+    Nanos retry_at = kNever;
+    bool connecting = false;
+    bool forgotten = false;
+    bool was_lost = false;
+    std::string last_error;
+    ConnectionPtr link;                             // where requests go
+    std::deque<std::unique_ptr<Outgoing>> waiting;  // until there is one
+  };
+  using Kept = std::vector<std::unique_ptr<Keep>>;
+  using Lock = std::unique_lock<std::mutex>;
+
+  // engine_peers.cc
+  void accept_from(Listener& listener);
+  ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator);
+  void connect(Lock& lock, Peer& peer);
+  void unreachable(Peer& peer, const std::string& why, Kept& kept);
+  void on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body);
+  void opened(const ConnectionPtr& c);
+  void lost(const ConnectionPtr& c, std::string why);
+  void log(std::string text);
+  void expire_handshakes(Lock& lock, Nanos at);
+  void remind(Nanos at);
+
+  // engine_calls.cc
+  enum class Sent { kGone, kQueued, kBroken };
+  Sent transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, std::uint64_t* ticket);
+  Sent transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, std::uint64_t* ticket);
+  Sent route(std::int32_t peer, std::unique_ptr<Outgoing>& m, ConnectionPtr* via, std::uint64_t* ticket);
+  void flush(const ConnectionPtr& c);
+  void watch_writable(Connection& c, bool on);
+  bool window_open(const Connection& c, std::int64_t size) const;
+  void take_up(const ConnectionPtr& c, std::int64_t size);
+  void wait_until_gone(const ConnectionPtr& c, std::uint64_t ticket, Nanos deadline,
+                       const std::function<bool()>& interrupted = {});
+  void settle(std::uint64_t id, Outcome&& outcome, Kept& kept);
+  void orphan(std::int32_t peer, Incoming&& m);
+  void close_call(std::uint64_t id, bool replied, Kept& kept);
+  void stop_lingering(std::uint64_t id, Kept& kept);
+  void on_message(const ConnectionPtr& c, Incoming&& m);
+  void on_reply(const ConnectionPtr& c, Incoming&& m);
+  void expire_calls(Nanos at, Kept& kept);
+
+  // engine_wait.cc
+  enum class For { kReply, kProgress };
+  WaitEnd wait_for(For what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
+                   const std::function<bool()>& interrupted);
+  bool poll(Spin& spin, Nanos until, bool may_block);
+  bool look(int timeout_ms);
+  bool read_from(const ConnectionPtr& c);
+  void take_role();
+  void release_role(bool to_user_code);
+  void watch();
+  void watch_for_caller();
+  void set_outer(bool enabled);
+  void wake_for_work();
+  bool pop(PoolThread& self, Item& out);
+  void park(Lock& lock, PoolThread& self);
+  bool idle(Lock& lock, PoolThread& self);
+  void arrive(PoolThread& self);
+  void leave(Lock& lock, const Item& item);
+  void push(Item&& item);
+  bool has_work() const;
+  bool has_requests() const;
+  bool has_urgent() const;
+  void arm_timer(Nanos at);
+  void keep_time();
+  void tick(Lock& lock);
+  void kick();
+  void ring_park();
+  void ring_progress();
+
+  const Settings settings_;
+  const std::shared_ptr<Pool> pool_;
+  mutable std::mutex mutex_;
+
+  // Descriptors.
+  static constexpr std::uint64_t kKickToken = 1, kInnerToken = 2, kParkToken = 3, kNudgeToken = 4, kFirstToken = 16;
+  Descriptor inner_, outer_, kick_, park_bell_, timer_, nudge_;
+  std::atomic<bool> nudged_ = false;
+  std::uint64_t next_token_ = kFirstToken;  // links and listeners
+  std::unordered_map<std::uint64_t, ConnectionPtr> connections_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Listener>> listeners_;
+  std::size_t strangers_ = 0;     // connections that have not authenticated
+  Nanos handshakes_at_ = kNever;  // when a handshake or a retry is due
+
+  std::map<std::int32_t, Peer> peers_;
+  CallTable calls_;
+  struct Lingering {
+    std::uint64_t connection;
+    std::unique_ptr<Keep> keep;
+  };
+  std::unordered_map<std::uint64_t, Lingering> lingering_;  // by id of a call that ended without its reply
+
+  // Work for the pool.
+  std::deque<Item> urgent_;  // outcomes, one-way messages, events
+  std::deque<Item> nested_;
+  std::deque<Item> top_;
+  std::size_t running_top_ = 0, running_ = 0, running_requests_ = 0, finishing_ = 0, threads_ = 0;
+  bool spawning_ = false;
+
+  // The scheduler.
+  bool role_held_ = false;
+  bool in_outer_ = false;          // inner_ is enabled in outer_
+  PoolThread* parked_ = nullptr;   // sleeps on outer_
+  std::vector<PoolThread*> idle_;  // sleep on their bells; the last one slept last
+  std::list<Waiter*> sleepers_;    // callers asleep
+  std::list<Waiter*> progress_;    // those of them who wait for credit or for bytes to leave
+  Nanos released_at_ = 0;
+  Nanos popped_at_ = 0;  // when a pool thread last took something
+  Nanos timer_at_ = kNever;
+  Nanos trim_at_ = 0;
+  Spin caller_spin_;  // the polling caller's
+  bool leaving_ = false, stopped_ = false, quit_ = false;
+  std::atomic<int> progress_waiters_ = 0;
+
+  // The polling thread's.
+  ConnectionPtr hot_;
+  std::uint64_t arrivals_ = 0;
+
+  std::atomic<std::uint64_t> sent_messages_ = 0, received_messages_ = 0;
+  std::uint64_t requests_ = 0, replies_ = 0;
+  std::atomic<bool> stopping_ = false;
+  std::thread timekeeper_;
+};
+
+}  // namespace telegrad

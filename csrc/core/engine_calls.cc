@@ -1,0 +1,414 @@
+// Calls and messages: starting, sending, matching replies, flow control.
+#include <sys/epoll.h>
+
+#include <algorithm>
+
+#include "core/engine.h"
+
+namespace telegrad {
+namespace {
+
+constexpr std::size_t kCreditShare = 4;  // credit is told on its own when a window's fourth is due
+
+void make_credit_known(Connection& c, FrameHeader& header) {
+  header.credit = static_cast<std::uint64_t>(c.credit_due.exchange(0, std::memory_order_relaxed));
+}
+
+}  // namespace
+
+// ---- outcomes
+
+/// With the mutex held: the call is over. What it kept until its reply stays if there was none.
+void Engine::close_call(std::uint64_t id, bool replied, Kept& kept) {
+  Call* call = calls_.find(id);
+  if (call->cookie) kept.push_back(std::move(call->cookie));
+  if (call->linger) {
+    const bool over = call->status != CallStatus::kPending && call->status != CallStatus::kTimedOut;
+    const bool unsent = call->connection == 0 && call->must_send && !over;
+    if (replied || (!unsent && !connections_.contains(call->connection))) {  // no late reply can come
+      kept.push_back(std::move(call->linger));
+    } else {
+      lingering_.emplace(id, Lingering{call->connection, std::move(call->linger)});
+    }
+  }
+  calls_.close(id);
+}
+
+/// With the mutex held: no late reply can come any more.
+void Engine::stop_lingering(std::uint64_t id, Kept& kept) {
+  auto found = lingering_.find(id);
+  if (found == lingering_.end()) return;
+  kept.push_back(std::move(found->second.keep));
+  lingering_.erase(found);
+}
+
+/// With the mutex held: hands the outcome to the thread that waits, or to the pool.
+void Engine::settle(std::uint64_t id, Outcome&& outcome, Kept& kept) {
+  Call* call = calls_.find(id);
+  if (!call || call->status != CallStatus::kPending) return;
+  const bool replied = outcome.status == CallStatus::kReplied;
+  outcome.peer = call->peer;
+  call->status = outcome.status;
+  calls_.clear_deadline(*call);
+  if (call->collected && !call->waiter) {
+    Item item;
+    item.kind = ItemKind::kOutcome;
+    item.peer = call->peer;
+    item.cookie = std::move(call->cookie);
+    item.outcome = std::move(outcome);
+    close_call(id, replied, kept);
+    push(std::move(item));
+    if (!replied) wake_for_work();  // a reply's reader sees to it by itself; this may be any thread
+    return;
+  }
+  call->outcome = std::move(outcome);
+  if (!call->waiter) return;
+  call->waiter->bell.ring();
+  if (!replied) kick();  // the waiter may be the one that polls
+}
+
+/// With the mutex held: a reply that nobody waits for carries something that must be given back.
+void Engine::orphan(std::int32_t peer, Incoming&& m) {
+  Item item;
+  item.kind = ItemKind::kOutcome;
+  item.peer = peer;
+  item.outcome = Outcome{.status = CallStatus::kReplied, .reply = std::move(m), .peer = peer};
+  push(std::move(item));
+}
+
+void Engine::on_reply(const ConnectionPtr& c, Incoming&& m) {
+  Kept kept;
+  std::lock_guard lock(mutex_);
+  ++replies_;
+  const std::uint64_t id = m.header.call_id;
+  if (Call* call = calls_.find(id)) {
+    if (call->connection != c->id) return;  // not this peer's to answer
+    if (call->status == CallStatus::kPending) {
+      return settle(id, Outcome{.status = CallStatus::kReplied, .reply = std::move(m)}, kept);
+    }
+    if (call->linger) kept.push_back(std::move(call->linger));
+  }
+  if (auto late = lingering_.find(id); late != lingering_.end()) {
+    if (late->second.connection != c->id) return;
+    kept.push_back(std::move(late->second.keep));
+    lingering_.erase(late);
+  }
+  if (m.header.flags & kMayLinger) orphan(c->peer, std::move(m));
+}
+
+void Engine::expire_calls(Nanos at, Kept& kept) {
+  bool any = false;
+  while (const std::uint64_t id = calls_.pop_expired(at)) {
+    settle(id, Outcome{.status = CallStatus::kTimedOut}, kept);
+    any = true;
+  }
+  if (any) kick();  // one of them may be what the polling thread waits for
+}
+
+// ---- starting and waiting
+
+std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o) {
+  Kept kept;
+  const Nanos at = now();
+  const bool async = o.cookie != nullptr;
+  const std::int64_t size = weight(m->payload_size());
+  std::uint64_t id;
+  ConnectionPtr link;
+  {
+    std::lock_guard lock(mutex_);
+    id = calls_.open(peer);
+    Call& call = *calls_.find(id);
+    call.collected = async;
+    call.must_send = m->header.flags & kMayLinger;
+    call.cookie = std::move(o.cookie);
+    call.linger = std::move(o.linger);
+    if (async) {
+      calls_.count_async(1);
+      calls_.set_deadline(id, o.deadline);
+      arm_timer(calls_.next_deadline());
+    } else if (!role_held_ && in_outer_) {
+      // This thread is about to poll: see to it that the reply wakes nobody else.
+      watch_for_caller();
+    }
+    if (stopping()) {
+      settle(id, Outcome{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, kept);
+      return id;
+    }
+    auto found = peers_.find(peer);
+    if (found != peers_.end()) link = found->second.link;
+  }
+  m->header.type = FrameType::kRequest;
+  m->header.call_id = id;
+  m->header.timeout = o.deadline == kNever ? 0 : std::max<Nanos>(o.deadline - at, 1);
+  if (o.nested) m->header.flags |= kNested;
+
+  if (link && !o.nested && !o.never_wait && !window_open(*link, size)) {
+    Waiter w;
+    const WaitEnd end = wait_for(
+        For::kProgress, w, [&] { return window_open(*link, size) || link->state == Connection::State::kDead; },
+        o.deadline, o.interrupted);
+    if (end == WaitEnd::kDeadline || end == WaitEnd::kInterrupted) {  // then it is not made
+      std::lock_guard lock(mutex_);
+      settle(id, Outcome{.status = CallStatus::kTimedOut}, kept);
+    }
+  }
+  const bool borrowed = !m->segments.empty();
+  std::uint64_t ticket = 0;
+  const Sent sent = route(peer, m, &link, &ticket);
+  if (sent == Sent::kQueued && borrowed && link && !o.never_wait)
+    wait_until_gone(link, ticket, o.deadline, o.interrupted);
+  if (async) {
+    std::lock_guard lock(mutex_);
+    if (!role_held_) watch();  // the pool must see the reply
+  }
+  return id;
+}
+
+WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out) {
+  Waiter w;
+  {
+    std::lock_guard lock(mutex_);
+    Call* call = calls_.find(id);
+    if (!call || call->waiter) return WaitEnd::kStopped;
+    call->waiter = &w;
+  }
+  const WaitEnd end = wait_for(
+      For::kReply, w,
+      [&] {
+        Call* call = calls_.find(id);
+        return call->status != CallStatus::kPending;
+      },
+      deadline, interrupted);
+  Kept kept;
+  std::lock_guard lock(mutex_);
+  Call* call = calls_.find(id);
+  call->waiter = nullptr;
+  if (call->status == CallStatus::kPending) return end;
+  out = std::move(call->outcome);
+  close_call(id, out.status == CallStatus::kReplied, kept);
+  return WaitEnd::kDone;
+}
+
+void Engine::give_up(std::uint64_t id) {
+  Kept kept;
+  std::lock_guard lock(mutex_);
+  Call* call = calls_.find(id);
+  if (!call) return;
+  const bool replied = call->status == CallStatus::kReplied;  // since the last `wait`
+  if (replied && call->outcome.reply.header.flags & kMayLinger) {
+    orphan(call->peer, std::move(call->outcome.reply));
+    wake_for_work();
+  }
+  close_call(id, replied, kept);
+}
+
+void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m, Nanos deadline,
+                   bool may_wait) {
+  ConnectionPtr c;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = connections_.find(connection);
+    if (found == connections_.end()) return;  // the caller is gone
+    c = found->second;
+  }
+  m->header.type = FrameType::kReply;
+  m->header.call_id = call;
+  const bool borrowed = may_wait && !m->segments.empty();
+  std::uint64_t ticket = 0;
+  if (transmit(c, m, &ticket) == Sent::kQueued && borrowed) wait_until_gone(c, ticket, deadline);
+}
+
+bool Engine::send(std::int32_t peer, std::unique_ptr<Outgoing> m) {
+  m->header.type = FrameType::kOneway;
+  const bool borrowed = !m->segments.empty();
+  ConnectionPtr link;
+  std::uint64_t ticket = 0;
+  const Sent sent = route(peer, m, &link, &ticket);
+  if (sent == Sent::kQueued && borrowed && link) wait_until_gone(link, ticket, kNever);
+  return sent != Sent::kBroken;
+}
+
+// ---- sending
+
+/// Sends on the peer's link, or keeps the message until there is one. `m` is empty if it was queued.
+Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, ConnectionPtr* via, std::uint64_t* ticket) {
+  Kept kept;
+  {
+    Lock lock(mutex_);
+    const std::uint64_t id = m->header.type == FrameType::kRequest ? m->header.call_id : 0;
+    Call* call = id ? calls_.find(id) : nullptr;
+    const bool pending = call && call->status == CallStatus::kPending;
+    if (id && !pending && !(m->header.flags & kMayLinger)) return Sent::kGone;  // over before it began
+    if (stopping()) {
+      if (id) settle(id, Outcome{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, kept);
+      stop_lingering(id, kept);
+      return Sent::kBroken;
+    }
+    auto found = peers_.find(peer);
+    if (found == peers_.end() || found->second.forgotten) {
+      const std::string why = found == peers_.end() ? "no such worker" : found->second.last_error;
+      if (id) settle(id, Outcome{.status = CallStatus::kUnreachable, .why = why}, kept);
+      stop_lingering(id, kept);
+      return Sent::kBroken;
+    }
+    Peer& p = found->second;
+    *via = p.link;
+    if (!p.link) {
+      p.waiting.push_back(std::move(m));
+      if (!p.connecting) connect(lock, p);
+      return Sent::kQueued;
+    }
+    if (call) call->connection = p.link->id;
+    if (auto late = lingering_.find(id); late != lingering_.end()) late->second.connection = p.link->id;
+  }
+  return transmit(*via, m, ticket);
+}
+
+/// kBroken says only that this message is gone: what the peer sent before it went, its goodbye above all, is still to
+/// be read, and then whoever polls finds the link's end and settles its calls.
+Engine::Sent Engine::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, std::uint64_t* ticket) {
+  std::lock_guard lock(c->send_mutex);
+  return transmit_locked(c, m, ticket);
+}
+
+/// With the connection's send_mutex held.
+Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, std::uint64_t* ticket) {
+  if (m->header.type == FrameType::kRequest) {
+    c->outstanding.fetch_add(weight(m->payload_size()), std::memory_order_relaxed);
+  }
+  sent_messages_.fetch_add(1, std::memory_order_relaxed);
+  if (c->state == Connection::State::kDead) return Sent::kBroken;
+  if (const std::uint32_t name = m->header.name_id) {
+    if (c->names_sent.size() <= name) c->names_sent.resize(name + 64);
+    if (c->names_sent[name]) m->name = {};
+    c->names_sent[name] = true;
+  }
+  if (!is_handshake(m->header.type)) make_credit_known(*c, m->header);
+  if (c->queue.empty()) {
+    const SendState state = c->link->send(*m);
+    if (state == SendState::kSent) return Sent::kGone;
+    if (state == SendState::kBroken) return Sent::kBroken;
+  }
+  c->queue.push_back(std::move(m));
+  *ticket = ++c->queued;
+  watch_writable(*c, true);
+  return Sent::kQueued;
+}
+
+/// The link takes bytes again.
+void Engine::flush(const ConnectionPtr& c) {
+  std::vector<std::unique_ptr<Outgoing>> gone;
+  {
+    std::lock_guard lock(c->send_mutex);
+    while (!c->queue.empty()) {
+      if (c->link->send(*c->queue.front()) != SendState::kSent) break;  // if broken, the reader will hear of it
+      gone.push_back(std::move(c->queue.front()));
+      c->queue.pop_front();
+      c->flushed.fetch_add(1, std::memory_order_release);
+    }
+    if (c->queue.empty()) watch_writable(*c, false);
+  }
+  if (!gone.empty()) {
+    std::lock_guard lock(mutex_);
+    ring_progress();
+  }
+}
+
+/// Waits until a queued message has left the memory it was sent from.
+void Engine::wait_until_gone(const ConnectionPtr& c, std::uint64_t ticket, Nanos deadline,
+                             const std::function<bool()>& interrupted) {
+  Waiter w;
+  auto gone = [&] {
+    return c->flushed.load(std::memory_order_acquire) >= ticket || c->state == Connection::State::kDead;
+  };
+  wait_for(For::kProgress, w, gone, deadline, interrupted);
+}
+
+/// With the connection's send_mutex held.
+void Engine::watch_writable(Connection& c, bool on) {
+  if (c.watching_writable == on) return;
+  c.watching_writable = on;
+  epoll_event event{.events = on ? std::uint32_t{EPOLLIN} | std::uint32_t{EPOLLOUT} : std::uint32_t{EPOLLIN},
+                    .data = {.u64 = c.id}};
+  epoll_ctl(inner_.get(), EPOLL_CTL_MOD, c.link->fd(), &event);
+}
+
+/// May a request of `size` bytes go? Half the window is open to a request of any size, so that large ones pass.
+bool Engine::window_open(const Connection& c, std::int64_t size) const {
+  const std::int64_t out = c.outstanding.load(std::memory_order_relaxed);
+  return out <= settings_.window / 2 || out + size <= settings_.window;
+}
+
+bool Engine::may_send_now(std::int32_t peer, std::uint64_t payload) const {
+  std::lock_guard lock(mutex_);
+  auto found = peers_.find(peer);
+  return found == peers_.end() || !found->second.link || window_open(*found->second.link, weight(payload));
+}
+
+/// A request has been taken up: its bytes no longer count against the sender.
+void Engine::take_up(const ConnectionPtr& c, std::int64_t size) {
+  const std::int64_t due = c->credit_due.fetch_add(size, std::memory_order_relaxed) + size;
+  if (due < settings_.window / static_cast<std::int64_t>(kCreditShare)) return;
+  auto m = std::make_unique<Outgoing>();
+  m->header.type = FrameType::kCredit;
+  std::uint64_t ticket = 0;
+  transmit(c, m, &ticket);
+}
+
+// ---- receiving
+
+void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
+  ++arrivals_;
+  received_messages_.fetch_add(1, std::memory_order_relaxed);
+  const FrameType type = m.header.type;
+  if (is_handshake(type)) return on_handshake(c, type, m.body_view());
+  if (c->state != Connection::State::kOpen) return lost(c, "it sent a message before it had proven who it is");
+  if (m.header.credit) {
+    c->outstanding.fetch_sub(static_cast<std::int64_t>(m.header.credit), std::memory_order_relaxed);
+    if (progress_waiters_.load(std::memory_order_acquire) > 0) {
+      std::lock_guard lock(mutex_);
+      ring_progress();
+    }
+  }
+  std::shared_ptr<const Name> name;
+  if (const std::uint32_t id = m.header.name_id) {
+    if (!m.name.empty()) {
+      c->names[id] = std::make_shared<const Name>(Name{std::move(m.name), nullptr});
+    }
+    auto found = c->names.find(id);
+    if (found == c->names.end()) return lost(c, "it used a name that it never defined");
+    name = found->second;
+  }
+  switch (type) {
+    case FrameType::kReply:
+      return on_reply(c, std::move(m));
+    case FrameType::kRequest:
+    case FrameType::kOneway: {
+      Item item;
+      item.kind = type == FrameType::kRequest ? ItemKind::kRequest : ItemKind::kOneway;
+      item.peer = c->peer;
+      item.connection = c->id;
+      item.name = std::move(name);
+      item.since = now();
+      item.deadline = deadline_after(item.since, m.header.timeout);
+      item.message = std::move(m);
+      std::lock_guard lock(mutex_);
+      if (item.kind == ItemKind::kRequest) ++requests_;
+      return push(std::move(item));
+    }
+    case FrameType::kCredit:
+      return;
+    case FrameType::kGoodbye: {  // for all links to it: one of them may not have got as far as a goodbye
+      std::lock_guard lock(mutex_);
+      for (auto& [token, other] : connections_) {
+        const bool same = other->handshake.peer().incarnation == c->handshake.peer().incarnation;
+        if (other->peer == c->peer && same) other->goodbye = true;
+      }
+      return;
+    }
+    default:
+      return lost(c, "it sent a frame of unknown type " + std::to_string(static_cast<int>(type)));
+  }
+}
+
+}  // namespace telegrad

@@ -1,0 +1,392 @@
+// Peers: listening, connecting on first use, the handshake, and the end of a link.
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "core/engine.h"
+
+namespace telegrad {
+namespace {
+
+constexpr Nanos kRetry = 5 * kMillisecond;   // a listener whose backlog is full: try again
+constexpr std::size_t kMaxStrangers = 1024;  // connections that may be inside the handshake at once
+
+bool busy(const std::system_error& e) { return e.code().value() == EAGAIN; }
+
+std::unique_ptr<Outgoing> frame(const Handshake::Step& step) {
+  auto m = std::make_unique<Outgoing>();
+  m->header.type = *step.send;
+  struct Text final : Keep {
+    std::string text;
+  };
+  auto keep = std::make_unique<Text>();
+  keep->text = step.body;
+  m->body = keep->text;
+  m->keep = std::move(keep);
+  return m;
+}
+
+}  // namespace
+
+std::string Engine::listen(const std::string& address) {
+  Transport* transport = find_transport(address);
+  if (!transport) throw std::system_error(EPROTONOSUPPORT, std::generic_category(), "cannot listen on " + address);
+  auto listener = transport->listen(address);
+  const std::string bound = listener->address();
+  std::lock_guard lock(mutex_);
+  const std::uint64_t token = next_token_++;
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
+  epoll_ctl(inner_.get(), EPOLL_CTL_ADD, listener->fd(), &event);
+  listeners_.emplace(token, std::move(listener));
+  return bound;
+}
+
+void Engine::set_peer(PeerAddress address) {
+  std::lock_guard lock(mutex_);
+  Peer& peer = peers_[address.identity.id];
+  peer.identity = std::move(address.identity);
+  peer.addresses = std::move(address.addresses);
+  peer.next_address = 0;
+  peer.forgotten = false;
+}
+
+void Engine::forget_peer(std::int32_t id, const std::string& why) {
+  Kept kept;
+  std::vector<ConnectionPtr> links;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = peers_.find(id);
+    if (found == peers_.end()) return;
+    found->second.forgotten = true;
+    found->second.last_error = why;
+    for (auto& [token, c] : connections_) {
+      if (c->peer == id) links.push_back(c);
+    }
+    unreachable(found->second, why, kept);
+  }
+  for (auto& c : links) lost(c, why);
+}
+
+void Engine::part_from(std::int32_t id, const std::string& why) {
+  std::vector<ConnectionPtr> open;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [token, c] : connections_) {
+      if (c->peer == id && c->state == Connection::State::kOpen) open.push_back(c);
+    }
+  }
+  for (auto& c : open) {
+    c->goodbye = true;
+    auto m = std::make_unique<Outgoing>();
+    m->header.type = FrameType::kGoodbye;
+    std::uint64_t ticket = 0;
+    transmit(c, m, &ticket);  // if it does not leave at once, the peer hears of a lost connection
+  }
+  forget_peer(id, why);
+}
+
+// ---- connecting
+
+ConnectionPtr Engine::add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator) {
+  const int fd = link->fd();
+  link->set_limits(kStrangerLimits);
+  auto c = std::make_shared<Connection>(next_token_++, std::move(link), std::move(handshake), initiator);
+  c->handshake_deadline = now() + settings_.handshake_timeout;
+  connections_.emplace(c->id, c);
+  ++strangers_;
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = c->id}};
+  epoll_ctl(inner_.get(), EPOLL_CTL_ADD, fd, &event);
+  remind(c->handshake_deadline);
+  return c;
+}
+
+/// With the mutex held (let go while the greeting is sent): tries the peer's addresses from where it stopped.
+void Engine::connect(Lock& lock, Peer& peer) {
+  const Nanos at = now();
+  if (!peer.connecting) {
+    peer.connecting = true;
+    peer.next_address = 0;
+    peer.connect_deadline = at + settings_.connect_timeout;
+    peer.last_error = peer.addresses.empty() ? "no address of it is known" : "";
+  }
+  Kept kept;
+  while (peer.next_address < peer.addresses.size()) {
+    const std::string address = peer.addresses[peer.next_address++];
+    Transport* transport = find_transport(address);
+    if (!transport) {
+      peer.last_error = "no transport for the address " + address;
+      continue;
+    }
+    try {
+      auto link = transport->connect(address);
+      Handshake handshake = Handshake::initiate(settings_.credo, peer.identity);
+      const Handshake::Step hello = handshake.begin();
+      auto c = add_connection(std::move(link), std::move(handshake), true);
+      c->peer = peer.identity.id;
+      lock.unlock();
+      auto m = frame(hello);
+      std::uint64_t ticket = 0;
+      transmit(c, m, &ticket);  // whoever polls hears if it failed
+      lock.lock();
+      if (!role_held_) watch();
+      return;
+    } catch (const std::system_error& e) {
+      peer.last_error = e.what();
+      if (busy(e) && at < peer.connect_deadline) {
+        --peer.next_address;
+        peer.retry_at = at + kRetry;
+        remind(peer.retry_at);
+        return;
+      }
+    }
+  }
+  unreachable(peer, peer.last_error, kept);
+  lock.unlock();
+  kept.clear();
+  lock.lock();
+}
+
+/// With the mutex held: there is no way to the peer; whatever waits for one fails.
+void Engine::unreachable(Peer& peer, const std::string& why, Kept& kept) {
+  struct Message final : Keep {
+    std::unique_ptr<Outgoing> m;
+  };
+  peer.connecting = false;
+  peer.retry_at = kNever;
+  auto waiting = std::exchange(peer.waiting, {});
+  for (auto& m : waiting) {
+    if (m->header.type == FrameType::kRequest) {
+      settle(m->header.call_id, Outcome{.status = CallStatus::kUnreachable, .why = why}, kept);
+      stop_lingering(m->header.call_id, kept);
+    }
+    auto keep = std::make_unique<Message>();
+    keep->m = std::move(m);
+    kept.push_back(std::move(keep));
+  }
+  if (!waiting.empty() && !peer.link && !peer.forgotten && !stopping()) {
+    peer.was_lost = true;
+    Item item;
+    item.kind = ItemKind::kEvent;
+    item.event = EventKind::kPeerLost;
+    item.peer = peer.identity.id;
+    item.incarnation = peer.identity.incarnation;
+    item.text = why;
+    push(std::move(item));
+  }
+  ring_progress();
+}
+
+void Engine::accept_from(Listener& listener) {
+  while (auto link = listener.accept()) {
+    std::lock_guard lock(mutex_);
+    if (strangers_ >= kMaxStrangers || stopping()) continue;  // closes it
+    add_connection(std::move(link), Handshake::accept(settings_.credo), false);
+  }
+}
+
+// ---- the handshake
+
+void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body) {
+  if (c->state != Connection::State::kHandshaking) return lost(c, "it repeated the handshake");
+  if (settings_.check_uid) {
+    const auto credentials = c->link->credentials();
+    if (credentials && credentials->uid != geteuid()) {
+      return lost(c, "the process at " + c->link->describe() + " belongs to another user (uid " +
+                         std::to_string(credentials->uid) + ")");
+    }
+  }
+  Handshake::Step step;
+  try {
+    step = c->handshake.on_frame(type, body);
+  } catch (const std::exception& e) {  // the injected HMAC is not ours
+    return lost(c, e.what());
+  }
+  if (step.send) {
+    auto m = frame(step);
+    std::uint64_t ticket = 0;
+    if (transmit(c, m, &ticket) == Sent::kBroken) return;
+  }
+  if (!step.failed.empty()) return lost(c, step.failed);
+  if (step.open) opened(c);  // after the welcome has gone: it must come first on the link
+}
+
+void Engine::opened(const ConnectionPtr& c) {
+  std::deque<std::unique_ptr<Outgoing>> waiting, late;
+  bool stale = false;
+  std::unique_lock sending(c->send_mutex);  // what has waited goes first, before the first that finds the link
+  {
+    std::lock_guard lock(mutex_);
+    const Identity& who = c->handshake.peer();
+    Peer& peer = peers_[who.id];
+    // An id that has been given up is free for another worker, but not for the one that had it.
+    stale = peer.forgotten ? peer.identity.incarnation == who.incarnation
+                           : !peer.identity.name.empty() && peer.identity.name != who.name;
+    auto handshaking = Connection::State::kHandshaking;
+    if (!stale) {
+      if (!c->state.compare_exchange_strong(handshaking, Connection::State::kOpen)) return;  // lost meanwhile
+      c->opened = true;
+      peer.forgotten = false;
+      if (peer.was_lost) {
+        peer.was_lost = false;
+        Item item;
+        item.kind = ItemKind::kEvent;
+        item.event = EventKind::kPeerBack;
+        item.peer = who.id;
+        item.incarnation = who.incarnation;
+        push(std::move(item));
+      }
+      peer.identity = who;
+      c->peer = who.id;
+      c->link->set_limits(settings_.limits);
+      --strangers_;
+      if (!peer.link || c->initiator) {
+        peer.link = c;
+        peer.connecting = false;
+        waiting = std::exchange(peer.waiting, {});
+        std::erase_if(waiting, [&](auto& m) {
+          if (m->header.type != FrameType::kRequest) return false;
+          Call* call = calls_.find(m->header.call_id);
+          if (call) call->connection = c->id;
+          if (auto l = lingering_.find(m->header.call_id); l != lingering_.end()) l->second.connection = c->id;
+          if (call || m->header.flags & kMayLinger) return false;
+          late.push_back(std::move(m));  // its caller has given up: it is not made
+          return true;
+        });
+      }
+    }
+  }
+  {
+    std::lock_guard lock(mutex_);
+    ring_progress();
+  }
+  for (auto& m : waiting) {
+    std::uint64_t ticket = 0;
+    transmit_locked(c, m, &ticket);
+  }
+  sending.unlock();
+  if (stale) lost(c, "worker id " + std::to_string(c->handshake.peer().id) + " is taken by another name");
+}
+
+void Engine::remind(Nanos at) {
+  handshakes_at_ = std::min(handshakes_at_, at);
+  arm_timer(at);
+}
+
+void Engine::expire_handshakes(Lock& lock, Nanos at) {
+  std::vector<ConnectionPtr> late;
+  handshakes_at_ = kNever;
+  for (auto& [token, c] : connections_) {
+    if (c->state != Connection::State::kHandshaking) continue;
+    if (c->handshake_deadline <= at) {
+      late.push_back(c);
+    } else {
+      remind(c->handshake_deadline);
+    }
+  }
+  for (auto& [id, peer] : peers_) {
+    if (peer.retry_at <= at) {
+      peer.retry_at = kNever;
+      connect(lock, peer);
+    } else if (peer.retry_at != kNever) {
+      remind(peer.retry_at);
+    }
+  }
+  if (late.empty()) return;
+  lock.unlock();
+  for (auto& c : late) lost(c, "the handshake took too long");
+  lock.lock();
+}
+
+// ---- the end
+
+void Engine::lost(const ConnectionPtr& c, std::string why) {
+  Kept kept;
+  std::deque<std::unique_ptr<Outgoing>> unsent;
+  {
+    std::lock_guard lock(mutex_);
+    if (connections_.erase(c->id) == 0) return;  // whoever sees the end first says why
+  }
+  c->state = Connection::State::kDead;
+  c->link->close();
+  {
+    std::lock_guard lock(c->send_mutex);
+    unsent = std::exchange(c->queue, {});
+  }
+  {
+    Lock lock(mutex_);
+    const bool was_open = c->opened;
+    epoll_ctl(inner_.get(), EPOLL_CTL_DEL, c->link->fd(), nullptr);
+    if (!was_open) --strangers_;
+    const bool gone = why.empty() || why == std::generic_category().message(ECONNRESET);
+    auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
+    const bool parted = c->goodbye && found != peers_.end() && found->second.forgotten;
+    if (c->goodbye && !parted) why = "it shut down";
+    if (why.empty()) why = "the connection was closed by its process, which has died or been killed";
+    if (!was_open) {
+      if (!c->initiator) {
+        // One that only came and went (it may have been shut down meanwhile) is not worth a line.
+        if (!stopping() && !gone) log("refused a connection at " + c->link->describe() + ": " + why);
+      } else if (found != peers_.end()) {
+        Peer& peer = found->second;
+        peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;
+        if (peer.connecting && !stopping()) {
+          connect(lock, peer);
+        } else {
+          unreachable(peer, peer.last_error, kept);
+        }
+      }
+    } else {
+      const auto status = stopping() ? CallStatus::kStopped : CallStatus::kPeerLost;
+      calls_.for_each([&](std::uint64_t id, Call& call) {
+        if (call.connection == c->id) settle(id, Outcome{.status = status, .why = why}, kept);
+      });
+      for (auto it = lingering_.begin(); it != lingering_.end();) {
+        if (it->second.connection == c->id) {
+          kept.push_back(std::move(it->second.keep));
+          it = lingering_.erase(it);
+        } else {
+          ++it;
+        }
+      }
+      ConnectionPtr other;
+      for (auto& [token, o] : connections_) {
+        if (o->peer == c->peer && o->state == Connection::State::kOpen) other = o;
+      }
+      if (found != peers_.end()) {
+        if (found->second.link == c) found->second.link = other;
+        if (!other && !stopping() && !parted) {
+          found->second.was_lost = true;
+          if (c->goodbye) {  // nobody is there to connect to, unless another comes in its place
+            found->second.forgotten = true;
+            found->second.last_error = why;
+          }
+          Item item;
+          item.kind = ItemKind::kEvent;
+          item.event = c->goodbye ? EventKind::kPeerLeft : EventKind::kPeerLost;
+          item.peer = c->peer;
+          item.incarnation = c->handshake.peer().incarnation;
+          item.text = why;
+          push(std::move(item));
+        }
+      }
+    }
+    ring_progress();
+    if (!role_held_) watch();
+    kick();
+  }
+}
+
+/// With the mutex held: a line for the layer above to log.
+void Engine::log(std::string text) {
+  Item item;
+  item.kind = ItemKind::kEvent;
+  item.event = EventKind::kLog;
+  item.text = std::move(text);
+  push(std::move(item));
+}
+
+}  // namespace telegrad

@@ -1,0 +1,200 @@
+// The threads of the pool, and the timekeeper. See engine.h for the idea.
+#include <sys/epoll.h>
+
+#include <algorithm>
+
+#include "core/bells.h"
+#include "core/engine.h"
+
+namespace telegrad {
+namespace {
+
+constexpr Nanos kRetire = 10 * kSecond;  // a pool thread that nobody needed for this long goes home
+constexpr Nanos kTrim = 10 * kSecond;    // memory kept warm for longer than this is given back
+
+}  // namespace
+
+bool Engine::pop(PoolThread& self, Item& out) {
+  std::deque<Item>* queue = has_urgent() ? &urgent_ : !nested_.empty() ? &nested_ : has_work() ? &top_ : nullptr;
+  if (!queue) return false;
+  popped_at_ = now();
+  out = std::move(queue->front());
+  queue->pop_front();
+  self.running = true;
+  self.top_level = queue == &top_;
+  ++running_;
+  if (self.top_level) ++running_top_;
+  self.kind = out.kind;
+  if (self.kind == ItemKind::kRequest) ++running_requests_;
+  if (self.kind == ItemKind::kOutcome) ++finishing_;
+  out.spawn = running_ >= threads_ && !spawning_;
+  if (out.spawn) spawning_ = true;
+  if (has_work()) arm_timer(now() + kGrace);
+  return true;
+}
+
+/// With the mutex held: the thread is back from what it ran, or new.
+void Engine::arrive(PoolThread& self) {
+  if (!self.known) {
+    self.known = true;
+    self.spin = Spin(settings_.spin);
+    ++threads_;
+    spawning_ = false;
+  }
+  if (self.running) {
+    self.running = false;
+    --running_;
+    if (self.top_level) --running_top_;
+    if (self.kind == ItemKind::kRequest) --running_requests_;
+    if (self.kind == ItemKind::kOutcome) --finishing_;
+  }
+}
+
+bool Engine::try_next(PoolThread& self, Item& out) {
+  Lock lock(mutex_);
+  if (!self.known) return false;
+  arrive(self);
+  if (!pop(self, out)) return false;
+  leave(lock, out);
+  return true;
+}
+
+bool Engine::next(PoolThread& self, Item& out) {
+  Lock lock(mutex_);
+  arrive(self);
+  bool holding = false;
+  while (true) {
+    if (stopped_ && !has_urgent()) {
+      if (holding) release_role(false);
+      --threads_;
+      return false;
+    }
+    if (pop(self, out)) {
+      if (holding) release_role(true);
+      break;
+    }
+    if (holding || !role_held_) {
+      if (!holding) take_role();
+      holding = true;
+      lock.unlock();
+      const bool found = poll(self.spin, kNever, false);
+      lock.lock();
+      if (found || has_work() || stopped_) continue;
+      holding = role_held_ = false;
+      if (parked_) {
+        set_outer(true);  // it watches; this thread is one more that idles
+      } else {
+        park(lock, self);
+        continue;
+      }
+    }
+    if (!idle(lock, self)) {
+      --threads_;
+      out.kind = ItemKind::kRetire;
+      return true;
+    }
+  }
+  leave(lock, out);
+  return true;
+}
+
+/// Lets go of the mutex; the thread goes to run `item`.
+void Engine::leave(Lock& lock, const Item& item) {
+  ConnectionPtr c;
+  if (item.kind == ItemKind::kRequest) {
+    if (auto found = connections_.find(item.connection); found != connections_.end()) c = found->second;
+  }
+  lock.unlock();
+  if (c) take_up(c, weight(item.message.payload_size()));
+}
+
+/// Sleeps in the kernel until a link has something, or somebody has work for this thread.
+void Engine::park(Lock& lock, PoolThread& self) {
+  parked_ = &self;
+  set_outer(true);
+  lock.unlock();
+  const Nanos start = now();
+  epoll_event events[2];
+  const int n = epoll_wait(outer_.get(), events, 2, -1);
+  if (n > 0) self.spin.slept(now() - start);
+  lock.lock();
+  parked_ = nullptr;
+  for (int i = 0; i < n; ++i) {
+    if (events[i].data.u64 == kParkToken) drain(park_bell_.get());
+  }
+}
+
+/// Sleeps on the bell. False: nobody needed this thread for so long that it may go home.
+bool Engine::idle(Lock& lock, PoolThread& self) {
+  self.bell.reset();
+  idle_.push_back(&self);
+  lock.unlock();
+  const Nanos start = now();
+  const Nanos stop = start + self.spin.budget();
+  for (std::uint32_t turn = 1; !self.bell.rung() && now() < stop; ++turn) {
+    if (turn % Spin::kYieldEvery == 0 && !Spin::yield()) break;
+  }
+  if (self.bell.rung()) {
+    self.spin.hit(now() - start);
+  } else {
+    self.bell.wait(start + kRetire);
+    self.spin.slept(now() - start);
+  }
+  lock.lock();
+  std::erase(idle_, &self);
+  return self.bell.rung() || has_work() || stopped_ || threads_ - running_ <= 2;
+}
+
+// ---- time
+
+void Engine::arm_timer(Nanos at) {
+  if (at >= timer_at_) return;
+  timer_at_ = at;
+  ring_at(timer_.get(), at);
+}
+
+void Engine::keep_time() {
+  while (true) {
+    std::uint64_t expirations;
+    if (::read(timer_.get(), &expirations, sizeof expirations) < 0 && errno != EINTR) return;
+    Lock lock(mutex_);
+    if (quit_) return;
+    tick(lock);
+  }
+}
+
+void Engine::tick(Lock& lock) {
+  Kept kept;
+  const Nanos at = now();
+  timer_at_ = kNever;
+  expire_calls(at, kept);
+  if (at >= handshakes_at_) expire_handshakes(lock, at);
+  arm_timer(handshakes_at_);
+  if (!role_held_) {
+    const bool watched = parked_ && in_outer_;
+    if (!watched && at - released_at_ >= kGrace) {
+      watch();
+    } else if (!watched) {
+      arm_timer(released_at_ + kGrace);
+    }
+  }
+  if (!urgent_.empty() || has_requests()) {
+    const Nanos oldest =
+        std::min({urgent_.empty() ? kNever : urgent_.front().since, nested_.empty() ? kNever : nested_.front().since,
+                  top_.empty() ? kNever : top_.front().since});
+    if (at - std::max(oldest, popped_at_) >= kGrace) wake_for_work();
+    if (!idle_.empty() || parked_) arm_timer(at + (has_requests() ? kGrace : kOutcomeGrace));
+  }
+  if (pool_->stats().cached_blocks > 0) {
+    if (at >= trim_at_) {
+      pool_->trim(at - kTrim);
+      trim_at_ = at + kTrim;
+    }
+    arm_timer(trim_at_);
+  }
+  arm_timer(calls_.next_deadline());
+  lock.unlock();
+  kept.clear();
+}
+
+}  // namespace telegrad

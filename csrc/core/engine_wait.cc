@@ -1,0 +1,282 @@
+// Who polls, and how: the role, looking at links, waiting callers. See engine.h for the idea.
+#include <sys/epoll.h>
+
+#include <algorithm>
+
+#include "core/bells.h"
+#include "core/engine.h"
+
+namespace telegrad {
+namespace {
+
+constexpr Nanos kSlice = kSecond;            // a sleep that a signal may have to end is at most this long
+constexpr std::size_t kBudget = 4 << 20;     // bytes read from one link before the others have their turn
+constexpr std::uint32_t kHotTurns = 16;      // looks at the last busy link alone, before the others are looked at too
+constexpr int kStrangersBeforeHandover = 2;  // requests a waiting caller reads before it lets the pool poll
+
+int milliseconds(Nanos until) {
+  if (until == kNever) return -1;
+  const Nanos left = until - now();
+  return left <= 0 ? 0 : static_cast<int>(std::min<Nanos>((left + kMillisecond - 1) / kMillisecond, 1'000'000'000));
+}
+
+}  // namespace
+
+// ---- the role. All with the mutex held.
+
+void Engine::set_outer(bool enabled) {
+  if (in_outer_ == enabled) return;
+  epoll_event event{.events = enabled ? static_cast<std::uint32_t>(EPOLLIN) : 0u, .data = {.u64 = kInnerToken}};
+  epoll_ctl(outer_.get(), EPOLL_CTL_MOD, inner_.get(), &event);
+  in_outer_ = enabled;
+}
+
+void Engine::take_role() {
+  role_held_ = true;
+  if (parked_) set_outer(false);
+}
+
+/// `to_user_code`: a pool thread goes to run something and will be back; everyone else may not be.
+void Engine::release_role(bool to_user_code) {
+  role_held_ = false;
+  released_at_ = now();
+  if (!to_user_code && !sleepers_.empty()) {
+    Waiter* next = sleepers_.front();
+    role_held_ = true;
+    next->promoted = true;
+    next->bell.ring();
+  } else if (!to_user_code && calls_.waiting_async() > 0) {
+    watch();
+  } else {
+    arm_timer(released_at_ + kGrace);
+  }
+}
+
+/// Nobody polls: see to it that somebody is woken when a link has something.
+void Engine::watch() {
+  if (parked_) {
+    set_outer(true);
+  } else if (!sleepers_.empty()) {
+    Waiter* next = sleepers_.front();
+    role_held_ = true;
+    next->promoted = true;
+    next->bell.ring();
+  } else if (!idle_.empty()) {
+    idle_.back()->bell.ring();
+  }
+}
+
+/// A caller is about to poll: keep the parked thread asleep for the moment.
+void Engine::watch_for_caller() {
+  set_outer(false);
+  released_at_ = now();
+  arm_timer(released_at_ + kGrace);
+}
+
+/// Is there something that one more thread should take now? A thread that is at finished calls takes those that follow
+/// as well, unless it is held up: while the program holds the interpreter's lock, more threads would only queue for it.
+bool Engine::has_work() const { return has_requests() || has_urgent(); }
+
+bool Engine::has_urgent() const {
+  return !urgent_.empty() &&
+         (finishing_ == 0 || urgent_.front().kind != ItemKind::kOutcome || now() - popped_at_ >= kOutcomeGrace);
+}
+
+bool Engine::has_requests() const { return !nested_.empty() || (!top_.empty() && running_top_ < settings_.handlers); }
+
+void Engine::push(Item&& item) {
+  if (item.since == 0) item.since = now();
+  std::deque<Item>& queue = item.kind != ItemKind::kRequest       ? urgent_
+                            : item.message.header.flags & kNested ? nested_
+                                                                  : top_;
+  queue.push_back(std::move(item));
+  if (!role_held_) arm_timer(now() + kGrace);
+}
+
+/// Some work waits and this thread will not do it.
+void Engine::wake_for_work() {
+  if (!has_work()) return;
+  if (!idle_.empty()) {
+    idle_.back()->bell.ring();
+  } else if (parked_) {
+    ring_park();
+  } else {
+    arm_timer(now() + kGrace);
+  }
+}
+
+/// Credit came, or bytes left.
+void Engine::ring_progress() {
+  if (progress_.empty()) return;
+  for (Waiter* w : progress_) w->bell.ring();
+  kick();
+}
+
+void Engine::kick() { ring(kick_.get()); }
+
+void Engine::nudge(Nanos delay) {
+  if (!nudged_.exchange(true, std::memory_order_acq_rel) || delay == 0) ring_at(nudge_.get(), now() + delay + 1);
+}
+
+void Engine::ring_park() { ring(park_bell_.get()); }
+
+// ---- polling. By the holder of the role, without the mutex.
+
+/// Reads one link; true if it had anything.
+bool Engine::read_from(const ConnectionPtr& c) {
+  class Arrivals final : public Inbox {
+   public:
+    Arrivals(Engine& engine, const ConnectionPtr& c) : engine_(engine), c_(c) {}
+    BlockPtr allocate(std::size_t size) override { return engine_.pool_->allocate(size); }
+    void deliver(Incoming&& m) override { engine_.on_message(c_, std::move(m)); }
+
+   private:
+    Engine& engine_;
+    const ConnectionPtr& c_;
+  };
+  const std::uint64_t before = arrivals_;
+  Arrivals arrivals(*this, c);
+  const ReceiveState state = c->link->receive(arrivals, kBudget);
+  if (state == ReceiveState::kBroken) {
+    lost(c, c->link->error());
+    return true;
+  }
+  return arrivals_ != before;
+}
+
+/// One look at every link; true if anything happened.
+bool Engine::look(int timeout_ms) {
+  epoll_event events[64];
+  const int n = epoll_wait(inner_.get(), events, 64, timeout_ms);
+  for (int i = 0; i < n; ++i) {
+    const std::uint64_t token = events[i].data.u64;
+    if (token == kKickToken) {
+      drain(kick_.get());
+      continue;
+    }
+    if (token == kNudgeToken) {
+      drain(nudge_.get());
+      nudged_.store(false, std::memory_order_release);
+      Item item;
+      item.kind = ItemKind::kEvent;
+      item.event = EventKind::kNudge;
+      std::lock_guard lock(mutex_);
+      push(std::move(item));
+      continue;
+    }
+    ConnectionPtr c;
+    std::shared_ptr<Listener> listener;
+    {
+      std::lock_guard lock(mutex_);
+      if (auto found = connections_.find(token); found != connections_.end()) {
+        c = found->second;
+      } else if (auto l = listeners_.find(token); l != listeners_.end()) {
+        listener = l->second;
+      }
+    }
+    if (listener) accept_from(*listener);
+    if (!c) continue;
+    if (events[i].events & EPOLLOUT) flush(c);
+    if (events[i].events & ~static_cast<std::uint32_t>(EPOLLOUT)) {
+      if (read_from(c)) hot_ = c;
+    }
+  }
+  return n > 0;
+}
+
+/// Looks until something happens, spinning first if that pays. False: nothing did before `until`.
+bool Engine::poll(Spin& spin, Nanos until, bool may_block) {
+  if (hot_ && hot_->state == Connection::State::kDead) hot_.reset();
+  const Nanos start = now();
+  const Nanos stop = std::min(until, start + spin.budget());
+  for (std::uint32_t turn = 1; now() < stop; ++turn) {
+    const bool found = hot_ && (turn < kHotTurns || turn % 4 != 0) ? read_from(hot_) : look(0);
+    if (found) {
+      spin.hit(now() - start);
+      return true;
+    }
+    if (turn >= kHotTurns && turn % Spin::kYieldEvery == 0 && !Spin::yield()) break;
+  }
+  if (!may_block) return look(0);
+  const bool found = look(milliseconds(until));
+  if (found) spin.slept(now() - start);
+  return found;
+}
+
+// ---- callers
+
+WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
+                         const std::function<bool()>& interrupted) {
+  bool holding = false;
+  int strangers = 0;
+  Lock lock(mutex_);
+  WaitEnd end = WaitEnd::kDone;
+  if (what == For::kProgress) {
+    progress_.push_back(&w);
+    ++progress_waiters_;
+  }
+  while (!done()) {
+    const Nanos at = now();
+    if (at >= deadline) {
+      end = WaitEnd::kDeadline;
+      break;
+    }
+    if (stopped_) {
+      end = WaitEnd::kStopped;
+      break;
+    }
+    const Nanos until = interrupted ? std::min(deadline, at + kSlice) : deadline;
+    w.bell.reset();
+    if (w.promoted) holding = true;
+    w.promoted = false;
+    if (!holding && !role_held_ && strangers < kStrangersBeforeHandover) {
+      take_role();
+      holding = true;
+    }
+    if (done()) break;
+    if (holding) {
+      // Finished calls of others: most often this thread's own reply is next, and it will be gone in a moment.
+      const bool finished = !urgent_.empty();
+      lock.unlock();
+      const bool found = poll(caller_spin_, until, !finished);
+      const bool stop = !found && interrupted && interrupted();
+      lock.lock();
+      if (stop) {
+        end = WaitEnd::kInterrupted;
+        break;
+      }
+      if (has_requests()) {
+        ++strangers;
+        if (strangers >= kStrangersBeforeHandover && !done() && (!idle_.empty() || parked_)) {
+          holding = role_held_ = false;  // the pool reads and runs them itself from here on
+          released_at_ = now();
+          arm_timer(released_at_ + kGrace);
+        }
+        wake_for_work();
+      } else if (finished && !done()) {
+        wake_for_work();
+      }
+    } else {
+      auto me = sleepers_.insert(sleepers_.end(), &w);
+      lock.unlock();
+      w.bell.wait(until);
+      const bool stop = !w.bell.rung() && interrupted && interrupted();
+      lock.lock();
+      sleepers_.erase(me);
+      if (stop) {
+        end = WaitEnd::kInterrupted;
+        break;
+      }
+      strangers = 0;
+    }
+  }
+  if (what == For::kProgress) {
+    progress_.remove(&w);
+    --progress_waiters_;
+  }
+  if (holding || w.promoted) release_role(false);
+  if (!urgent_.empty()) arm_timer(now() + kGrace);
+  return end;
+}
+
+}  // namespace telegrad

@@ -1,0 +1,186 @@
+#include "core/handshake.h"
+
+#include <sys/random.h>
+
+#include <cstring>
+#include <stdexcept>
+
+namespace telegrad {
+namespace {
+
+constexpr std::size_t kNonce = 32;
+
+class Writer {
+ public:
+  template <class T>
+  Writer& number(T value) {
+    out_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    return *this;
+  }
+  Writer& text(std::string_view s) {
+    number(static_cast<std::uint32_t>(s.size()));
+    out_.append(s);
+    return *this;
+  }
+  Writer& identity(const Identity& i) { return number(i.id).text(i.name).number(i.incarnation); }
+  std::string done() { return std::move(out_); }
+
+ private:
+  std::string out_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::string_view in) : in_(in) {}
+  template <class T>
+  T number() {
+    T value{};
+    if (in_.size() < sizeof value) {
+      good_ = false;
+      return value;
+    }
+    std::memcpy(&value, in_.data(), sizeof value);
+    in_.remove_prefix(sizeof value);
+    return value;
+  }
+  std::string text() {
+    const auto size = number<std::uint32_t>();
+    if (!good_ || size > in_.size()) {
+      good_ = false;
+      return {};
+    }
+    std::string s(in_.substr(0, size));
+    in_.remove_prefix(size);
+    return s;
+  }
+  Identity identity() {
+    Identity i;
+    i.id = number<std::int32_t>();
+    i.name = text();
+    i.incarnation = number<std::uint64_t>();
+    return i;
+  }
+  bool finished() const { return good_ && in_.empty(); }
+
+ private:
+  std::string_view in_;
+  bool good_ = true;
+};
+
+std::string nonce() {
+  std::string n(kNonce, '\0');
+  if (getrandom(n.data(), n.size(), 0) != static_cast<ssize_t>(n.size())) {
+    throw std::runtime_error("the system gave no random bytes");
+  }
+  return n;
+}
+
+bool equal_in_constant_time(std::string_view a, std::string_view b) {
+  if (a.size() != b.size()) return false;
+  unsigned char difference = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    difference = static_cast<unsigned char>(difference | (a[i] ^ b[i]));
+  }
+  return difference == 0;
+}
+
+constexpr std::string_view kWrongSecret = "the group's secret does not match";
+
+}  // namespace
+
+Handshake Handshake::initiate(const Credo& credo, const Identity& target) {
+  Handshake h(credo);
+  h.peer_ = target;
+  return h;
+}
+
+Handshake Handshake::accept(const Credo& credo) { return Handshake(credo); }
+
+Handshake::Step Handshake::begin() {
+  hello_ =
+      Writer().number(kProtocolVersion).text(credo_->group).identity(credo_->me).identity(peer_).text(nonce()).done();
+  state_ = State::kSentHello;
+  return {.send = FrameType::kHello, .body = hello_};
+}
+
+Handshake::Step Handshake::on_frame(FrameType type, std::string_view body) {
+  if (type == FrameType::kRefuse) {
+    return fail("refused by the peer: " + Reader(body).text());
+  }
+  if (state_ == State::kStart && type == FrameType::kHello) return on_hello(body);
+  if (state_ == State::kSentHello && type == FrameType::kChallenge) return on_challenge(body);
+  if (state_ == State::kSentChallenge && type == FrameType::kProof) return on_proof(body);
+  if (state_ == State::kSentProof && type == FrameType::kWelcome) {
+    state_ = State::kOpen;
+    return {.open = true};
+  }
+  return fail("a frame out of order in the handshake (type " + std::to_string(static_cast<int>(type)) + ")");
+}
+
+Handshake::Step Handshake::on_hello(std::string_view body) {
+  Reader in(body);
+  const auto version = in.number<std::uint32_t>();
+  if (version != kProtocolVersion) {
+    return refuse("protocol version " + std::to_string(version) + " is not " + std::to_string(kProtocolVersion) +
+                  ": run one version of telegrad on all workers");
+  }
+  const std::string group = in.text();
+  peer_ = in.identity();
+  const Identity wanted = in.identity();
+  const std::string their_nonce = in.text();
+  if (!in.finished() || their_nonce.size() != kNonce) return refuse("a malformed greeting");
+  if (group != credo_->group) return refuse("this worker belongs to another group");
+  if (wanted.id != credo_->me.id || wanted.name != credo_->me.name ||
+      (wanted.incarnation != 0 && wanted.incarnation != credo_->me.incarnation)) {
+    return refuse("worker " + wanted.name + " (id " + std::to_string(wanted.id) + ") is not here, this is " +
+                  credo_->me.name + " (id " + std::to_string(credo_->me.id) + ")");
+  }
+  hello_ = body;
+  const std::string mine = Writer().identity(credo_->me).text(nonce()).done();
+  transcript_ = Writer().text(hello_).text(mine).done();
+  state_ = State::kSentChallenge;
+  return {.send = FrameType::kChallenge, .body = Writer().text(mine).text(mac("acceptor", transcript_)).done()};
+}
+
+Handshake::Step Handshake::on_challenge(std::string_view body) {
+  Reader in(body);
+  const std::string theirs = in.text();
+  const std::string proof = in.text();
+  Reader who(theirs);
+  const Identity peer = who.identity();
+  const std::string their_nonce = who.text();
+  if (!in.finished() || !who.finished() || their_nonce.size() != kNonce) return refuse("a malformed challenge");
+  transcript_ = Writer().text(hello_).text(theirs).done();
+  if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse(std::string(kWrongSecret));
+  if (peer.id != peer_.id || peer.name != peer_.name) {
+    return refuse("worker " + peer.name + " answered in place of " + peer_.name);
+  }
+  peer_ = peer;
+  state_ = State::kSentProof;
+  return {.send = FrameType::kProof, .body = Writer().text(mac("initiator", transcript_)).done()};
+}
+
+Handshake::Step Handshake::on_proof(std::string_view body) {
+  Reader in(body);
+  const std::string proof = in.text();
+  if (!in.finished()) return refuse("a malformed proof");
+  if (!equal_in_constant_time(proof, mac("initiator", transcript_))) return refuse(std::string(kWrongSecret));
+  state_ = State::kOpen;
+  return {.send = FrameType::kWelcome, .open = true};
+}
+
+Handshake::Step Handshake::refuse(std::string why) {
+  state_ = State::kFailed;
+  return {.send = FrameType::kRefuse, .body = Writer().text(why).done(), .failed = why};
+}
+
+Handshake::Step Handshake::fail(std::string why) {
+  state_ = State::kFailed;
+  return {.failed = std::move(why)};
+}
+
+std::string Handshake::mac(std::string_view label, std::string_view transcript) const {
+  return credo_->hmac(credo_->secret, std::string(label) + std::string(transcript));
+}
+
+}  // namespace telegrad

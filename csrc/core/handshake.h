@@ -1,0 +1,78 @@
+// Mutual authentication of two workers, before anything else is looked at.
+//
+//     initiator                               acceptor
+//     HELLO      version, group, me, you, nonce ->
+//                <- CHALLENGE   me, nonce, mac("acceptor" + HELLO + who and nonce)
+//     PROOF      mac("initiator" + HELLO + CHALLENGE) ->
+//                <- WELCOME
+//
+// Either may answer REFUSE and a reason. The mac is HMAC-SHA256 keyed with the group's secret; both nonces and both
+// identities are under it, so a recorded exchange proves nothing and a proof for one worker is none for another.
+// A pure state machine: bytes in, bytes out.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "core/message.h"
+
+namespace telegrad {
+
+struct Identity {
+  std::int32_t id = -1;
+  std::string name;
+  std::uint64_t incarnation = 0;
+};
+
+/// HMAC-SHA256(key, message). Injected, so that the core carries no cryptography of its own.
+using Hmac = std::function<std::string(std::string_view key, std::string_view message)>;
+
+struct Credo {  // what this worker goes into every handshake with
+  Identity me;
+  std::string group;
+  std::string secret;
+  Hmac hmac;
+};
+
+class Handshake {
+ public:
+  struct Step {
+    std::optional<FrameType> send;  // a frame to send, with this body
+    std::string body;
+    bool open = false;   // both ends are proven
+    std::string failed;  // not empty: the link must be closed, for this reason
+  };
+
+  /// The initiating side; `target` is whom it wants to reach.
+  static Handshake initiate(const Credo& credo, const Identity& target);
+  static Handshake accept(const Credo& credo);
+
+  /// Initiator only: the first frame.
+  Step begin();
+  Step on_frame(FrameType type, std::string_view body);
+
+  /// Who is at the other end; valid once open.
+  const Identity& peer() const { return peer_; }
+
+ private:
+  enum class State { kStart, kSentHello, kSentChallenge, kSentProof, kOpen, kFailed };
+
+  explicit Handshake(const Credo& credo) : credo_(&credo) {}
+  Step on_hello(std::string_view body);
+  Step on_challenge(std::string_view body);
+  Step on_proof(std::string_view body);
+  Step refuse(std::string why);
+  Step fail(std::string why);
+  std::string mac(std::string_view label, std::string_view transcript) const;
+
+  const Credo* credo_;
+  State state_ = State::kStart;
+  Identity peer_;
+  std::string hello_;
+  std::string transcript_;
+};
+
+}  // namespace telegrad

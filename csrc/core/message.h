@@ -1,0 +1,131 @@
+// What moves between peers: a fixed header, an interned name, a body, and segments of memory out of band.
+//
+// On a byte stream a frame is
+//     FrameHeader | SegmentHeader x segment_count | name | body | segments in order
+// all little-endian. The core reads `type`, `call_id`, `flags & kNested`, `timeout` and `credit`; `tag` and the rest
+// of `flags` belong to the layers above.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/pool.h"
+
+namespace telegrad {
+
+static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
+
+inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
+inline constexpr std::uint32_t kProtocolVersion = 1;
+
+enum class FrameType : std::uint8_t {
+  kHello = 1,      // handshake, initiator: who I am, whom I want, a nonce
+  kChallenge = 2,  // handshake, acceptor: who I am, a nonce, proof over both
+  kProof = 3,      // handshake, initiator: proof over both
+  kWelcome = 4,    // handshake, acceptor: the link is open
+  kRefuse = 5,     // handshake, either: no, and why
+  kRequest = 16,   // answered by exactly one kReply with the same call_id
+  kReply = 17,
+  kOneway = 18,   // never answered
+  kCredit = 19,   // carries nothing but `credit`
+  kGoodbye = 20,  // orderly end: what follows is end of stream
+};
+
+inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
+
+enum FrameFlags : std::uint16_t {
+  kNested = 1 << 15,  // the request was made from inside a handler: it always finds a thread
+  // What its caller has given up on matters all the same: the reply must be seen, the request must be sent.
+  kMayLinger = 1 << 14
+};
+
+struct FrameHeader {
+  std::uint32_t magic = kMagic;
+  FrameType type{};
+  std::uint8_t tag = 0;
+  std::uint16_t flags = 0;
+  std::uint32_t name_id = 0;    // 0: none
+  std::uint32_t name_size = 0;  // bytes of the name's definition; 0 once the receiver knows the id
+  std::uint64_t body_size = 0;
+  std::uint32_t segment_count = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t call_id = 0;
+  std::int64_t timeout = 0;  // requests: nanoseconds left; 0: no limit
+  std::uint64_t credit = 0;  // request bytes taken up by the sender of this frame since its last frame
+};
+static_assert(sizeof(FrameHeader) == 56);
+
+struct SegmentHeader {
+  std::uint64_t size = 0;
+  std::uint64_t lease = 0;  // 0: the bytes follow in the frame; else they lie where the transport's lease says
+};
+static_assert(sizeof(SegmentHeader) == 16);
+
+/// What one frame may be at most. Checked before anything is allocated.
+struct Limits {
+  std::uint64_t body = std::uint64_t{1} << 30;
+  std::uint64_t message = std::uint64_t{1} << 36;  // all segments together
+  std::uint32_t segments = 1 << 20;
+  std::uint32_t name = 1 << 16;
+};
+
+/// Limits while the peer is a stranger: one small handshake frame at a time.
+inline constexpr Limits kStrangerLimits{.body = 4096, .message = 0, .segments = 0, .name = 0};
+
+/// Keeps whatever the bytes of an outgoing message live in. Destroyed on any thread, with no lock of the core held.
+class Keep {
+ public:
+  virtual ~Keep() = default;
+};
+
+struct OutSegment {
+  const std::byte* data;
+  std::uint64_t size;
+};
+
+/// A message on its way out. Its body and segments point into memory that `keep` holds.
+struct Outgoing {
+  FrameHeader header;
+  std::string_view name;  // the definition to send if the peer does not know header.name_id yet
+  std::string_view body;
+  std::vector<OutSegment> segments;
+  std::unique_ptr<Keep> keep;
+
+  // Owned by the link that sends it: how many bytes of the frame have left.
+  std::uint64_t sent = 0;
+  std::string prefix;  // header, segment headers and name, as sent
+
+  std::uint64_t payload_size() const {
+    std::uint64_t n = body.size();
+    for (const auto& s : segments) n += s.size;
+    return n;
+  }
+};
+
+/// What a request counts against a peer's window.
+inline std::int64_t weight(std::uint64_t payload) { return static_cast<std::int64_t>(sizeof(FrameHeader) + payload); }
+
+/// A message that arrived whole.
+struct Incoming {
+  FrameHeader header;
+  std::string name;
+  BlockPtr body;  // null when empty
+  std::vector<BlockPtr> segments;
+
+  std::uint64_t payload_size() const {
+    std::uint64_t n = body ? body->size() : 0;
+    for (const auto& s : segments) n += s->size();
+    return n;
+  }
+
+  std::string_view body_view() const {
+    return body ? std::string_view(reinterpret_cast<const char*>(body->data()), body->size()) : std::string_view();
+  }
+};
+
+}  // namespace telegrad

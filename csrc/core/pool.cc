@@ -1,0 +1,126 @@
+#include "core/pool.h"
+
+#include <sys/mman.h>
+
+#include <bit>
+#include <cstdlib>
+#include <new>
+
+namespace telegrad {
+namespace {
+
+// Size classes: four to each power of two from 4 KiB up, so at most a fifth of a block is slack.
+// Smaller blocks come from malloc, which keeps those warm by itself.
+constexpr int kSmallClass = -1;
+constexpr std::size_t kSmallest = 4096;
+constexpr int kClasses = 4 * 36;
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+int class_of(std::size_t size) {
+  if (size < kSmallest) return kSmallClass;
+  const int power = std::bit_width(size - 1) - 1;  // size in (2^power, 2^(power+1)]
+  const std::size_t step = (std::size_t{1} << power) / 4;
+  const int quarter = static_cast<int>((size - (std::size_t{1} << power) + step - 1) / step);  // 1..4
+  const int index = (power - 11) * 4 + quarter - 1;
+  if (index >= kClasses) throw std::bad_alloc();
+  return index;
+}
+
+std::size_t capacity_of(int size_class) {
+  const int power = size_class / 4 + 11;
+  return (std::size_t{1} << power) + (static_cast<std::size_t>(size_class % 4) + 1) * ((std::size_t{1} << power) / 4);
+}
+
+std::byte* obtain(std::size_t capacity) {
+  if (capacity < kHugePage) {
+    void* memory = std::aligned_alloc(kAlignment, (capacity + kAlignment - 1) / kAlignment * kAlignment);
+    if (!memory) throw std::bad_alloc();
+    return static_cast<std::byte*>(memory);
+  }
+  void* memory = nullptr;
+  if (posix_memalign(&memory, kHugePage, capacity) != 0) throw std::bad_alloc();
+  madvise(memory, capacity, MADV_HUGEPAGE);  // a refusal only costs speed
+  return static_cast<std::byte*>(memory);
+}
+
+}  // namespace
+
+class PooledBlock final : public Block {
+ public:
+  PooledBlock(std::byte* memory, std::size_t size, int size_class, std::shared_ptr<Pool> pool)
+      : Block(memory, size), size_class_(size_class), pool_(std::move(pool)) {}
+  ~PooledBlock() override { pool_->give_back(data(), size_class_); }
+
+ private:
+  int size_class_;
+  std::shared_ptr<Pool> pool_;
+};
+
+std::shared_ptr<Pool> Pool::make(std::size_t cache_limit) { return std::shared_ptr<Pool>(new Pool(cache_limit)); }
+
+Pool::Pool(std::size_t cache_limit) : cache_limit_(cache_limit), free_(kClasses) {}
+
+Pool::~Pool() { trim(kNever); }
+
+BlockPtr Pool::allocate(std::size_t size) {
+  const int size_class = class_of(size);
+  std::byte* memory = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    if (size_class != kSmallClass && !free_[size_class].empty()) {
+      memory = free_[size_class].back().memory;
+      free_[size_class].pop_back();
+      stats_.cached_blocks -= 1;
+      stats_.cached_bytes -= capacity_of(size_class);
+      stats_.hits += 1;
+    } else {
+      stats_.misses += 1;
+    }
+  }
+  if (!memory) memory = obtain(size_class == kSmallClass ? std::max(size, kAlignment) : capacity_of(size_class));
+  {
+    std::lock_guard lock(mutex_);
+    stats_.live_blocks += 1;
+    stats_.live_bytes += size_class == kSmallClass ? kSmallest : capacity_of(size_class);
+  }
+  return std::make_unique<PooledBlock>(memory, size, size_class, shared_from_this());
+}
+
+void Pool::give_back(std::byte* memory, int size_class) {
+  {
+    std::lock_guard lock(mutex_);
+    const std::size_t capacity = size_class == kSmallClass ? kSmallest : capacity_of(size_class);
+    stats_.live_blocks -= 1;
+    stats_.live_bytes -= capacity;
+    if (size_class != kSmallClass && stats_.cached_bytes + capacity <= cache_limit_) {
+      free_[size_class].push_back({memory, now()});
+      stats_.cached_blocks += 1;
+      stats_.cached_bytes += capacity;
+      return;
+    }
+  }
+  std::free(memory);
+}
+
+void Pool::trim(Nanos before) {
+  std::vector<std::byte*> idle;
+  {
+    std::lock_guard lock(mutex_);
+    for (int c = 0; c < kClasses; ++c) {
+      auto& list = free_[c];
+      std::size_t n = 0;
+      while (n < list.size() && list[n].since < before) idle.push_back(list[n++].memory);
+      list.erase(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(n));
+      stats_.cached_blocks -= n;
+      stats_.cached_bytes -= n * capacity_of(c);
+    }
+  }
+  for (std::byte* memory : idle) std::free(memory);
+}
+
+PoolStats Pool::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+}  // namespace telegrad

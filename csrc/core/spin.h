@@ -1,0 +1,63 @@
+// How long to spin before sleeping: only where it pays.
+//
+// A wake-up through the kernel costs 60 us or more, so a thread whose event comes within tens of microseconds does
+// better to look for it awake. A thread whose events come late only burns the processor that its peer needs. So each
+// place that waits keeps a Spin: it spins while spinning has lately caught events, stops after a few misses, and
+// starts again when an event came so soon after falling asleep that spinning would have caught it.
+#pragma once
+
+#include <sched.h>
+
+#include <cstdint>
+
+#include "core/clock.h"
+
+namespace telegrad {
+
+class Spin {
+ public:
+  explicit Spin(Nanos budget) : budget_(budget) {}
+
+  /// How long to spin now; 0: sleep at once.
+  Nanos budget() const { return misses_ < kPatience ? budget_ * stretch_ : 0; }
+
+  /// The event came `waited` after the wait began, while spinning.
+  void hit(Nanos waited) {
+    misses_ = 0;
+    if (waited < budget_) stretch_ = 1;
+  }
+
+  /// The event came `waited` after the wait began, out of sleep. If it came so soon that a little more patience would
+  /// have met it, the next wait has more: two ends that each sleep just before the other wakes would go on so for ever.
+  void slept(Nanos waited) {
+    if (waited < budget_ + kWakeUp) {
+      misses_ = 0;
+      stretch_ = kStretch;
+    } else {
+      stretch_ = 1;
+      if (misses_ < kPatience) ++misses_;
+    }
+  }
+
+  /// Call now and then while spinning: lets others run. False when the processor is wanted by others so much that
+  /// spinning should end.
+  static bool yield() {
+    const Nanos before = now();
+    sched_yield();
+    return now() - before < kCrowded;
+  }
+
+  /// Looks between two offers of the processor to whoever else wants it.
+  static constexpr std::uint32_t kYieldEvery = 8;
+
+ private:
+  static constexpr int kPatience = 3;
+  static constexpr int kStretch = 4;
+  static constexpr Nanos kWakeUp = 100 * kMicrosecond;
+  static constexpr Nanos kCrowded = 200 * kMicrosecond;
+  Nanos budget_;
+  int misses_ = 0;
+  int stretch_ = 1;
+};
+
+}  // namespace telegrad

@@ -1,0 +1,115 @@
+// The transport contract. Whoever adds a transport implements these three classes, gives it a scheme in
+// transports/registry.cc, and adds that scheme to the list in csrc/tests/transport_test.cc, where the conformance suite
+// holds it to every sentence below.
+//
+// A link moves whole messages between two ends, in order, each exactly once, until it breaks. It knows nothing of
+// calls, peers or Python: there is no pointer upward. Three verbs end a thing:
+//     close()      never blocks, may be called from any thread and more than once; the other end sees the end
+//     destructor   frees; called when no other thread is inside the object
+// (Stopping, which waits, is the engine's business: it closes links and waits for its threads.)
+//
+// Memory. A link sends straight from the memory an Outgoing names and holds no pointer to it after kSent. It fills
+// blocks it got from `Inbox::allocate`, or, if it shares memory with its peer, delivers blocks of its own: a
+// SegmentHeader with a lease names a region that the receiver maps, and the destructor of that block gives the lease
+// back (in a batch with the link's next frame, or in a frame of its own), on whatever thread it runs. A sender whose
+// leases do not come back must fall back to sending bytes; it never waits for them.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/message.h"
+
+namespace telegrad {
+
+/// Where a link puts what it reads. Called only from inside `Link::receive`, on the calling thread.
+class Inbox {
+ public:
+  virtual ~Inbox() = default;
+  /// Memory for `size` bytes. May throw std::bad_alloc: the link then fails with that reason.
+  virtual BlockPtr allocate(std::size_t size) = 0;
+  /// One whole message. Ownership passes to the inbox.
+  virtual void deliver(Incoming&& message) = 0;
+};
+
+enum class SendState {
+  kSent,     // the whole message has left; its memory may change now
+  kBlocked,  // the peer must take something first: call again with the same message when the link is writable
+  kBroken,   // the link has failed. `receive` still delivers what had arrived before it says so too: leave it the last
+             // word
+};
+
+enum class ReceiveState {
+  kIdle,    // nothing more to read for now
+  kMore,    // the budget is used up, there may be more
+  kBroken,  // the link has failed or the other end is gone; `error()` says why
+};
+
+struct Credentials {
+  pid_t pid;
+  uid_t uid;
+};
+
+class Link {
+ public:
+  virtual ~Link() = default;
+
+  /// A descriptor that polls readable when `receive` has something to do, and writable (only asked for after
+  /// kBlocked, or while connecting) when `send` has. Constant for the life of the link.
+  virtual int fd() const = 0;
+
+  /// Moves as much of `message` as goes without blocking, straight from its memory. One thread at a time (the
+  /// caller serializes); may run at the same time as `receive`. After kBlocked the next send must be of the same
+  /// message. Never throws.
+  virtual SendState send(Outgoing& message) = 0;
+
+  /// Reads what is there without blocking, about `budget` bytes at most, into memory from `inbox`. One thread at a
+  /// time. A frame beyond the limits, or one that is not a frame, breaks the link before anything is allocated for
+  /// it. Never throws.
+  virtual ReceiveState receive(Inbox& inbox, std::size_t budget) = 0;
+
+  /// What a frame may be from now on. Called from inside `Inbox::deliver` or before the first `receive`.
+  virtual void set_limits(const Limits& limits) = 0;
+
+  /// Ends the link in both directions. What `send` reported as kSent is still delivered to an end that reads.
+  virtual void close() = 0;
+
+  /// Why the link broke; "" for a plain end of stream. Meaningful after kBroken.
+  virtual std::string error() const = 0;
+
+  /// The process at the other end, when the kernel vouches for it (same host).
+  virtual std::optional<Credentials> credentials() const = 0;
+
+  /// "unix", "tcp 10.0.0.1:5000 -> 10.0.0.2:6000", for logs and errors.
+  virtual std::string describe() const = 0;
+};
+
+class Listener {
+ public:
+  virtual ~Listener() = default;
+  virtual int fd() const = 0;                  // readable when `accept` has something
+  virtual std::unique_ptr<Link> accept() = 0;  // never blocks; null when there is nothing; never throws
+  virtual std::string address() const = 0;     // what a peer passes to `connect`, scheme included
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  /// Throws std::system_error naming the address. Never blocks.
+  virtual std::unique_ptr<Listener> listen(const std::string& address) = 0;
+  /// Starts connecting, never blocks: the link may still be connecting when it is returned (then it polls writable
+  /// when done, and `send` says kBlocked or kBroken till then). Throws std::system_error if it fails at once;
+  /// EAGAIN means "busy, try again".
+  virtual std::unique_ptr<Link> connect(const std::string& address) = 0;
+};
+
+/// The transport of an address "scheme:rest", or null when there is none of that name. Transports are stateless
+/// singletons.
+Transport* find_transport(const std::string& address);
+
+}  // namespace telegrad

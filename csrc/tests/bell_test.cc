@@ -1,0 +1,102 @@
+// Bells and spinning: a ring is never lost, a wait ends in time.
+#include "core/bell.h"
+
+#include <thread>
+
+#include "core/spin.h"
+#include "tests/check.h"
+
+namespace telegrad::test {
+namespace {
+
+CASE(a_ring_before_the_wait_is_not_lost) {
+  Bell bell;
+  bell.ring();
+  bell.ring();
+  CHECK(bell.rung());
+  bell.wait(kNever);
+  CHECK(bell.rung());
+  bell.reset();
+  CHECK(!bell.rung());
+}
+
+CASE(a_wait_ends_in_time) {
+  Bell bell;
+  for (const Nanos span : {Nanos{0}, 1 * kMicrosecond, 3 * kMillisecond}) {
+    const Nanos start = now();
+    bell.wait(start + span);
+    CHECK(now() - start >= span);
+    CHECK(!bell.rung());
+  }
+  bell.wait(1);  // long ago
+  bell.wait(now() - kSecond);
+  CHECK(!bell.rung());
+}
+
+CASE(rings_and_waits_back_and_forth) {
+  Bell here, there;
+  const int count = times(50000);
+  std::thread other([&] {
+    for (int i = 0; i < count; ++i) {
+      while (!there.rung()) there.wait(kNever);
+      there.reset();
+      here.ring();
+    }
+  });
+  for (int i = 0; i < count; ++i) {
+    there.ring();
+    while (!here.rung()) here.wait(i % 3 ? kNever : now() + kMicrosecond);
+    here.reset();
+  }
+  other.join();
+}
+
+CASE(many_ring_one_wakes) {
+  Bell bell;
+  std::atomic<int> rings = 0;
+  const int count = times(20000);
+  std::thread threads[3];
+  for (auto& t : threads) {
+    t = std::thread([&] {
+      for (int i = 0; i < count; ++i) {
+        rings.fetch_add(1);
+        bell.ring();
+      }
+    });
+  }
+  while (rings.load() < 3 * count) {
+    bell.reset();
+    if (rings.load() < 3 * count) bell.wait(kNever);  // the one counted last rings afterwards
+  }
+  for (auto& t : threads) t.join();
+}
+
+CASE(spinning_stops_where_it_does_not_pay_and_starts_again) {
+  Spin spin(50 * kMicrosecond);
+  CHECK_EQ(spin.budget(), 50 * kMicrosecond);
+  for (int i = 0; i < 10; ++i) spin.slept(kMillisecond);
+  CHECK_EQ(spin.budget(), 0);
+  spin.slept(20 * kMicrosecond);  // spinning would have caught it
+  CHECK_EQ(spin.budget(), 200 * kMicrosecond);
+  spin.hit(10 * kMicrosecond);
+  CHECK_EQ(spin.budget(), 50 * kMicrosecond);
+  spin.slept(kMillisecond);
+  spin.slept(kMillisecond);
+  spin.hit(0);
+  spin.slept(kMillisecond);
+  CHECK_EQ(spin.budget(), 50 * kMicrosecond);
+  Spin never(0);
+  never.hit(0);
+  CHECK_EQ(never.budget(), 0);
+}
+
+CASE(deadlines_do_not_overflow) {
+  CHECK_EQ(deadline_after(100, 0), kNever);
+  CHECK_EQ(deadline_after(100, 5), 105);
+  CHECK_EQ(deadline_after(100, kNever), kNever);
+  CHECK_EQ(deadline_after(kNever - 5, 6), kNever);
+  CHECK_EQ(deadline_after(100, -1), kNever);
+}
+
+}  // namespace
+}  // namespace telegrad::test

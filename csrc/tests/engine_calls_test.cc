@@ -1,0 +1,232 @@
+// Engines in one process call each other: replies, nesting, async calls, names, large tensors.
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+CASE_ON_EVERY_SCHEME(echo) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  for (const std::size_t size : {0, 1, 64, 4096, 70000, 3000000}) {
+    Random random(size);
+    const std::string body = random.bytes(size / 2), segment = random.bytes(size);
+    const Outcome o = a.call(1, {.body = body, .segments = {segment, "", segment.substr(0, size / 3)}});
+    CHECK(o.status == CallStatus::kReplied);
+    CHECK_EQ(o.peer, 1);
+    CHECK(body_of(o) == body);
+    CHECK_EQ(o.reply.segments.size(), 3u);
+    CHECK(text_of(o.reply.segments[0]) == segment);
+    CHECK_EQ(o.reply.segments[1]->size(), 0u);
+    CHECK(text_of(o.reply.segments[2]) == segment.substr(0, size / 3));
+  }
+  CHECK_EQ(body_of(b.call(0, {.body = "the other way"})), "the other way");
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE_ON_EVERY_SCHEME(calls_to_oneself) {
+  Worker a(0);
+  introduce({&a}, scheme);
+  for (int i = 0; i < 100; ++i) CHECK_EQ(body_of(a.call(0, {.body = std::to_string(i)})), std::to_string(i));
+  const std::string big(3 << 20, 'x');
+  CHECK(text_of(a.call(0, {.segments = {big}}).reply.segments[0]) == big);
+  CHECK_EQ(body_of(a.call(0, {.tag = kBounce, .body = "\x0c"})), std::string(1, '\0') + ".............");
+}
+
+CASE_ON_EVERY_SCHEME(calls_from_many_threads) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 4; ++t) {
+    callers.emplace_back([&, t] {
+      for (int i = 0; i < times(2500); ++i) {
+        const std::string body = std::to_string(t) + ":" + std::to_string(i);
+        CHECK_EQ(body_of((t % 2 ? a : b).call(t % 2, {.body = body})), body);
+      }
+    });
+  }
+  for (auto& c : callers) c.join();
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+  CHECK_EQ(b.engine->stats().queued_requests, 0u);
+}
+
+CASE_ON_EVERY_SCHEME(calls_from_both_ends_without_a_pool_to_read) {
+  Worker a(0, {}, 1), b(1, {}, 1);
+  introduce({&a, &b}, scheme);
+  std::thread other([&] {
+    for (int i = 0; i < times(2000); ++i) CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
+  });
+  for (int i = 0; i < times(2000); ++i) CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
+  other.join();
+}
+
+CASE_ON_EVERY_SCHEME(nested_calls_deeper_than_the_pool) {
+  Settings few;
+  few.handlers = 4;
+  Worker a(0, few, 1), b(1, few, 1);
+  introduce({&a, &b}, scheme);
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 8; ++t) {
+    callers.emplace_back([&] {
+      for (int i = 0; i < 4; ++i) {
+        CHECK_EQ(body_of(a.call(1, {.tag = kBounce, .body = "\x0c"})), std::string(1, '\0') + ".............");
+      }
+    });
+  }
+  for (auto& c : callers) c.join();
+}
+
+CASE(handlers_at_once_are_capped_but_not_those_of_nested_calls) {
+  Settings few;
+  few.handlers = 3;
+  Worker a(0), b(1, few);
+  introduce({&a, &b}, "unix");
+  for (int i = 0; i < 10; ++i) a.start(1, i, {.tag = kHold});
+  b.handled.wait_for(3);
+  CHECK_EQ(body_of(a.call(1, {.body = "nested", .nested = true})), "nested");
+  CHECK_EQ(b.handled.value(), 4);
+  CHECK_EQ(b.engine->stats().queued_requests, 7u);
+  b.release.set();
+  a.outcome_count.wait_for(10);
+}
+
+CASE_ON_EVERY_SCHEME(async_calls_come_back_once_each) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const int count = times(5000);
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 2; ++t) {
+    callers.emplace_back([&, t] {
+      for (int i = t; i < count; i += 2) a.start(1, i, {.body = std::to_string(i), .never_wait = i % 3 == 0});
+    });
+  }
+  for (auto& c : callers) c.join();
+  a.outcome_count.wait_for(count);
+  std::lock_guard lock(a.mutex);
+  CHECK_EQ(a.outcomes.size(), static_cast<std::size_t>(count));
+  for (auto& [cookie, outcome] : a.outcomes) CHECK_EQ(body_of(outcome), std::to_string(cookie));
+  CHECK(a.orphans.empty());
+}
+
+CASE(an_async_outcome_goes_to_who_waits_or_to_the_pool_never_both) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  const int count = times(2000);
+  int waited = 0;
+  for (int i = 0; i < count; ++i) {
+    const std::uint64_t call = a.start(1, i, {.body = std::to_string(i)});
+    Outcome outcome;
+    const WaitEnd end = a.engine->wait(call, kNever, {}, outcome);
+    if (end == WaitEnd::kDone) {
+      CHECK_EQ(body_of(outcome), std::to_string(i));
+      ++waited;
+    } else {
+      CHECK(end == WaitEnd::kStopped);
+    }
+  }
+  a.outcome_count.wait_for(count - waited);
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE(an_async_call_outlives_an_impatient_waiter) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  const std::uint64_t call = a.start(1, 7, {.tag = kHold, .body = "later"});
+  Outcome outcome;
+  CHECK(a.engine->wait(call, now() + kMillisecond, {}, outcome) == WaitEnd::kDeadline);
+  b.release.set();
+  a.outcome_count.wait_for(1);
+  CHECK_EQ(body_of(a.outcomes.at(7)), "later");
+}
+
+CASE_ON_EVERY_SCHEME(large_segments_both_ways_at_once) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const std::string from_a(20 << 20, 'a'), from_b(20 << 20, 'b');
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 2; ++t) {
+    callers.emplace_back([&] {
+      for (int i = 0; i < 2; ++i) CHECK(text_of(a.call(1, {.segments = {from_a}}).reply.segments[0]) == from_a);
+    });
+    callers.emplace_back([&] {
+      for (int i = 0; i < 2; ++i) CHECK(text_of(b.call(0, {.segments = {from_b}}).reply.segments[0]) == from_b);
+    });
+  }
+  for (auto& c : callers) c.join();
+}
+
+CASE(a_name_is_told_once_on_each_connection) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<const Name>> names;
+  b.on_custom = [&](Item& item) {
+    std::unique_lock lock(mutex);
+    CHECK_EQ(std::string(item.message.body_view()), item.name->text);
+    auto [at, fresh] = names.emplace(item.name->text, item.name);
+    CHECK(at->second == item.name);  // told again, it would be another object
+    lock.unlock();
+    b.answer(item, "");
+  };
+  std::vector<std::thread> callers;  // the first use of each name is a race
+  for (int t = 0; t < 4; ++t) {
+    callers.emplace_back([&] {
+      for (std::uint32_t i = 1; i <= 100; ++i) {
+        const std::string name = "module.function_" + std::to_string(i);
+        const Outcome o = a.call(1, {.tag = kCustom, .body = name, .name_id = i * 7, .name = name});
+        CHECK(o.status == CallStatus::kReplied);
+      }
+    });
+  }
+  for (auto& c : callers) c.join();
+  CHECK_EQ(names.size(), 100u);
+  CHECK_EQ(body_of(a.call(1, {.body = "no name"})), "no name");
+}
+
+CASE(names_are_told_anew_on_a_new_connection) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  b.on_custom = [&](Item& item) { b.answer(item, item.name->text); };
+  CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .name_id = 5, .name = "f"})), "f");
+  a.engine->forget_peer(1, "for the test");
+  a.meet(b);
+  CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .name_id = 5, .name = "f"})), "f");
+}
+
+CASE(a_message_without_an_answer) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  Counter got;
+  b.on_custom = [&](Item& item) {
+    CHECK(item.kind == ItemKind::kOneway);
+    CHECK_EQ(item.peer, 0);
+    got.add(static_cast<int>(item.message.body_view().size()));
+  };
+  for (int i = 0; i < 100; ++i) {
+    Request r{.tag = kCustom, .body = "x"};
+    CHECK(a.engine->send(1, compose(r)));
+  }
+  got.wait_for(100);
+  Request lost{.tag = kCustom};
+  CHECK(!a.engine->send(77, compose(lost)));
+}
+
+CASE(nudges_that_come_together_are_one_event) {
+  Worker a(0);
+  a.engine->nudge(0);
+  a.wait_for_event(EventKind::kNudge);
+  const int count = 10000;
+  std::thread other([&] {
+    for (int i = 0; i < count; ++i) a.engine->nudge(0);
+  });
+  for (int i = 0; i < count; ++i) a.engine->nudge(0);
+  other.join();
+  const int seen = a.event_count.value();
+  CHECK(seen >= 1);
+  a.engine->nudge(0);  // one after the last is never lost
+  a.event_count.wait_for(seen + 1);
+}
+
+CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+
+}  // namespace
+}  // namespace telegrad::test

@@ -1,0 +1,258 @@
+// Calls that run out of time, replies that come too late, and what is kept until they do.
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+std::unique_ptr<Keep> told(Event& gone) {
+  return std::make_unique<Bytes>("", std::vector<std::string>{}, [&] { gone.set(); });
+}
+
+/// A worker and a puppet that it has a link to. No pool: nothing is read but by who waits.
+struct Stage {
+  explicit Stage(Settings settings = {}) : a(0, std::move(settings), 0), p(1) {
+    a.engine->set_peer(p.address());
+    std::thread puppet([&] {
+      p.accept();
+      p.reply(p.receive(), "hello");
+    });
+    CHECK_EQ(body_of(a.call(1, {})), "hello");
+    puppet.join();
+  }
+  /// Makes the worker read everything that the puppet has sent.
+  void read_all() {
+    const std::uint64_t call = a.start(1, -1, {.body = "sync"});
+    Incoming m = p.receive();
+    while (std::string(m.body_view()) != "sync") m = p.receive();
+    p.reply(m, "synced");
+    Outcome o;
+    CHECK(a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
+    CHECK_EQ(body_of(o), "synced");
+  }
+  Worker a;
+  Puppet p;
+};
+
+CASE_ON_EVERY_SCHEME(a_call_runs_out_of_time) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const Nanos start = now();
+  CHECK(a.call(1, {.tag = kNoAnswer, .timeout = 5 * kMillisecond}).status == CallStatus::kTimedOut);
+  CHECK(now() - start >= 5 * kMillisecond);
+  for (int i = 0; i < 50; ++i) a.start(1, i, {.tag = kNoAnswer, .timeout = (50 - i) * kMillisecond / 10});
+  a.outcome_count.wait_for(50);
+  for (int i = 0; i < 50; ++i) CHECK(a.outcomes.at(i).status == CallStatus::kTimedOut);
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+  CHECK_EQ(body_of(a.call(1, {.body = "the link is well"})), "the link is well");
+}
+
+CASE(a_deadline_that_has_passed_already) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  CHECK(a.call(1, {.tag = kNoAnswer, .timeout = 1}).status == CallStatus::kTimedOut);
+  a.start(1, 1, {.tag = kNoAnswer, .timeout = 1});
+  a.outcome_count.wait_for(1);
+  CHECK(a.outcomes.at(1).status == CallStatus::kTimedOut);
+}
+
+CASE(an_async_deadline_passes_while_a_caller_polls) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  std::thread caller([&] { a.call(1, {.tag = kHold}); });
+  b.handled.wait_for(1);
+  a.start(1, 1, {.tag = kNoAnswer, .timeout = kMillisecond});
+  a.outcome_count.wait_for(1);
+  b.release.set();
+  caller.join();
+}
+
+CASE(who_waits_for_an_async_call_hears_of_its_deadline) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  for (int i = 0; i < 20; ++i) {
+    const std::uint64_t call = a.start(1, i, {.tag = kNoAnswer, .timeout = 2 * kMillisecond});
+    Outcome o;
+    const WaitEnd end = a.engine->wait(call, kNever, {}, o);
+    CHECK(end == WaitEnd::kDone ? o.status == CallStatus::kTimedOut : a.outcome_count.value() >= 0);
+  }
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE(the_handler_is_told_the_deadline) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  b.on_custom = [&](Item& item) {
+    const std::string left = item.deadline == kNever                ? "none"
+                             : item.deadline - now() > 59 * kSecond ? "enough"
+                                                                    : "less";
+    b.answer(item, left);
+  };
+  CHECK_EQ(body_of(a.call(1, {.tag = kCustom})), "none");
+  CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .timeout = 60 * kSecond})), "enough");
+  CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .timeout = 30 * kSecond})), "less");
+}
+
+CASE(a_late_reply_is_dropped) {
+  Stage s;
+  CHECK(s.a.call(1, {.timeout = kMillisecond}).status == CallStatus::kTimedOut);
+  const Incoming late = s.p.receive();
+  s.p.reply(late, "late");
+  s.p.reply(late, "and twice");
+  s.read_all();
+  s.a.add_threads(1);
+  s.p.send(message(FrameType::kGoodbye));
+  s.p.link->close();
+  s.a.wait_for_event(EventKind::kPeerLeft);
+  CHECK_EQ(s.a.outcome_count.value(), 0);
+}
+
+CASE(a_late_reply_that_must_be_seen_goes_to_the_pool) {
+  Stage s;
+  CHECK(s.a.call(1, {.timeout = kMillisecond}).status == CallStatus::kTimedOut);
+  s.p.reply(s.p.receive(), "give me back", kMayLinger);
+  s.read_all();
+  s.a.add_threads(1);
+  s.a.outcome_count.wait_for(1);
+  CHECK_EQ(body_of(s.a.orphans[0]), "give me back");
+  CHECK_EQ(s.a.orphans[0].peer, 1);
+}
+
+/// The reply arrives after the caller has stopped waiting and before it gives up.
+CASE(a_reply_that_crosses_giving_up) {
+  Stage s;
+  Event gone;
+  Request r{.linger = told(gone)};
+  const std::uint64_t call = s.a.start(1, -1, std::move(r));
+  Outcome o;
+  CHECK(s.a.engine->wait(call, 1, {}, o) == WaitEnd::kDeadline);
+  s.p.reply(s.p.receive(), "give me back", kMayLinger);
+  s.read_all();
+  s.a.engine->give_up(call);
+  CHECK(gone.is_set());
+  s.a.add_threads(1);
+  s.a.outcome_count.wait_for(1);
+  CHECK_EQ(body_of(s.a.orphans[0]), "give me back");
+  CHECK_EQ(s.a.orphans[0].peer, 1);
+}
+
+CASE(what_lingers_is_kept_until_the_late_reply) {
+  Stage s;
+  Event gone;
+  CHECK(s.a.call(1, {.timeout = kMillisecond, .linger = told(gone)}).status == CallStatus::kTimedOut);
+  const Incoming late = s.p.receive();
+  s.read_all();
+  CHECK(!gone.is_set());
+  s.p.reply(late, "late");
+  s.read_all();
+  CHECK(gone.is_set());
+}
+
+CASE(what_lingers_goes_with_the_peer) {
+  Stage s;
+  Event gone, gone_too;
+  CHECK(s.a.call(1, {.timeout = kMillisecond, .linger = told(gone)}).status == CallStatus::kTimedOut);
+  const std::uint64_t call = s.a.start(1, -1, {.linger = told(gone_too)});
+  CHECK(!gone.is_set());
+  s.p.link->close();
+  Outcome o;
+  CHECK(s.a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
+  CHECK(o.status == CallStatus::kPeerLost);
+  gone.wait();
+  gone_too.wait();
+}
+
+CASE(what_lingers_goes_with_the_reply_or_with_the_engine) {
+  Event replied, stopped, unreachable;
+  {
+    Stage s;
+    const std::uint64_t call = s.a.start(1, -1, {.linger = told(replied)});
+    s.p.reply(s.p.receive(), "in time");
+    Outcome o;
+    CHECK(s.a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
+    CHECK(replied.is_set());
+    s.a.call(9, {.linger = told(unreachable)});
+    CHECK(unreachable.is_set());
+    CHECK(s.a.call(1, {.timeout = kMillisecond, .linger = told(stopped)}).status == CallStatus::kTimedOut);
+  }
+  CHECK(stopped.is_set());
+}
+
+CASE(a_request_that_must_be_sent_is_though_its_caller_has_given_up) {
+  Worker a(0, {}, 0);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  Event gone, gone_async;
+  CHECK(a.call(1, {.body = "1", .timeout = kMillisecond, .flags = kMayLinger, .linger = told(gone)}).status ==
+        CallStatus::kTimedOut);
+  a.start(1, 1, {.body = "2", .timeout = kMillisecond, .flags = kMayLinger, .linger = told(gone_async)});
+  while (a.engine->stats().pending_calls > 0) std::this_thread::yield();
+  CHECK(!gone.is_set() && !gone_async.is_set());
+  std::thread puppet([&] {
+    p.accept();
+    const Incoming first = p.receive(), second = p.receive();
+    CHECK_EQ(std::string(first.body_view()) + std::string(second.body_view()), "12");
+    CHECK(!gone.is_set() && !gone_async.is_set());
+    p.reply(first, "late");
+    p.reply(second, "late");
+    p.reply(p.receive(), "in time");
+  });
+  CHECK_EQ(body_of(a.call(1, {})), "in time");
+  CHECK(gone.is_set() && gone_async.is_set());
+  puppet.join();
+}
+
+CASE(what_must_be_sent_and_cannot_be_does_not_linger) {
+  Worker a(0, {}, 0);
+  Event gone, gone_too;
+  auto p = std::make_unique<Puppet>(1);
+  a.engine->set_peer(p->address());
+  CHECK(a.call(1, {.timeout = kMillisecond, .flags = kMayLinger, .linger = told(gone)}).status ==
+        CallStatus::kTimedOut);
+  CHECK(!gone.is_set());
+  p.reset();
+  CHECK(a.call(1, {.flags = kMayLinger, .linger = told(gone_too)}).status == CallStatus::kUnreachable);
+  CHECK(gone.is_set() && gone_too.is_set());
+}
+
+CASE(a_reply_counts_only_from_the_peer_that_was_called) {
+  Stage s;
+  Puppet liar(2);
+  s.a.listen("unix");
+  s.a.add_threads(2);
+  liar.connect(s.a.address());
+  const std::uint64_t call = s.a.start(1, -1, {.body = "question"});
+  const Incoming question = s.p.receive();
+  liar.reply(question, "a lie", kMayLinger);
+  liar.send(message(FrameType::kReply, "nobody asked", 12345));
+  Message m = message(FrameType::kRequest, "x", 1);
+  m.header.tag = kEcho;
+  liar.send(m);
+  CHECK_EQ(std::string(liar.receive().body_view()), "x");  // by now it has been read
+  s.p.reply(question, "the truth");
+  Outcome o;
+  CHECK(s.a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
+  CHECK_EQ(body_of(o), "the truth");
+  CHECK_EQ(s.a.outcome_count.value(), 0);
+}
+
+/// Replies and deadlines at the same moment: each call ends once.
+CASE(deadlines_and_replies_race) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  const int count = times(5000);
+  std::thread sync([&] {
+    for (int i = 0; i < count; ++i) {
+      const Outcome o = a.call(1, {.body = "x", .timeout = 20 * kMicrosecond + i % 50 * kMicrosecond});
+      CHECK(o.status == CallStatus::kReplied || o.status == CallStatus::kTimedOut);
+    }
+  });
+  for (int i = 0; i < count; ++i) a.start(1, i, {.timeout = 20 * kMicrosecond + i % 100 * 5 * kMicrosecond});
+  a.outcome_count.wait_for(count);
+  sync.join();
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+
+}  // namespace
+}  // namespace telegrad::test

@@ -1,0 +1,328 @@
+// Peers die, leave, lie, or were never there: what becomes of calls.
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+// ---- the end of a peer
+
+CASE_ON_EVERY_SCHEME(a_peer_that_shuts_down_fails_its_callers) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  Outcome outcome;
+  std::thread caller([&] { outcome = a.call(1, {.tag = kNoAnswer}); });
+  a.start(1, 5, {.tag = kNoAnswer});
+  b.handled.wait_for(2);
+  b.stop();
+  caller.join();
+  CHECK(outcome.status == CallStatus::kPeerLost);
+  CHECK_EQ(outcome.why, "it shut down");
+  a.outcome_count.wait_for(1);
+  CHECK(a.outcomes.at(5).status == CallStatus::kPeerLost);
+  CHECK_EQ(a.wait_for_event(EventKind::kPeerLeft), "it shut down");
+  const Outcome next = a.call(1, {});
+  CHECK(next.status == CallStatus::kUnreachable);
+  CHECK_SAYS(next.why, "it shut down");
+}
+
+CASE_ON_EVERY_SCHEME(a_link_that_just_ends_fails_its_callers) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  Outcome outcome;
+  std::thread caller([&] { outcome = a.call(1, {.tag = kNoAnswer}); });
+  b.handled.wait_for(1);
+  b.engine->forget_peer(0, "for the test");
+  caller.join();
+  CHECK(outcome.status == CallStatus::kPeerLost);
+  CHECK_SAYS(outcome.why, "died");
+  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "died");
+}
+
+CASE(a_frame_cut_short_fails_its_callers) {
+  Worker a(0);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  Outcome outcome;
+  std::thread caller([&] { outcome = a.call(1, {}); });
+  p.accept();
+  p.receive();
+  const char half[20] = {'T', 'G', 'R', '1'};
+  CHECK_EQ(::write(p.link->fd(), half, sizeof half), static_cast<ssize_t>(sizeof half));
+  p.link->close();
+  caller.join();
+  CHECK(outcome.status == CallStatus::kPeerLost);
+  CHECK_SAYS(outcome.why, "middle of a frame");
+}
+
+CASE(calls_among_the_others_go_on) {
+  Worker a(0), b(1), c(2), d(3);
+  introduce({&a, &b, &c, &d}, "unix");
+  std::atomic<bool> enough = false;
+  Counter went_on;
+  std::vector<std::thread> callers;
+  for (auto [from, to] : {std::pair{&a, 1}, {&b, 0}, {&c, 0}, {&a, 2}}) {
+    callers.emplace_back([&, from = from, to = to] {
+      while (!enough) {
+        CHECK_EQ(body_of(from->call(to, {.body = "x"})), "x");
+        went_on.add();
+      }
+    });
+  }
+  Counter failed;
+  for (Worker* w : {&a, &b, &c}) {
+    callers.emplace_back([&, w] {
+      while (true) {
+        const Outcome o = w->call(3, {.body = "y"});
+        if (o.status != CallStatus::kReplied) break;
+      }
+      failed.add();
+    });
+  }
+  went_on.wait_for(20);
+  d.stop(0);
+  failed.wait_for(3);
+  went_on.wait_for(went_on.value() + times(200));
+  enough = true;
+  for (auto& t : callers) t.join();
+}
+
+/// The thread that sends and the thread that reads find out about the end of a link at the same time.
+CASE_ON_EVERY_SCHEME(senders_and_reader_see_the_end_together) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const int rounds = times(100);
+  for (int round = 0; round < rounds; ++round) {
+    const int calls = 40;
+    std::vector<std::thread> callers;
+    Counter begun;
+    for (int t = 0; t < 3; ++t) {
+      callers.emplace_back([&, t] {
+        for (int i = 0; i < calls; ++i) {
+          if (t == 0) {
+            a.start(1, round * calls + i, {.body = "x"});
+          } else {
+            a.call(1, {.body = "y"});
+          }
+          begun.add();
+        }
+      });
+    }
+    begun.wait_for(10);
+    b.engine->forget_peer(0, "for the test");
+    for (auto& t : callers) t.join();
+    a.outcome_count.wait_for((round + 1) * calls);
+    CHECK_EQ(a.engine->stats().pending_calls, 0u);
+    b.meet(a);
+    while (a.call(1, {}).status != CallStatus::kReplied) {
+    }
+  }
+}
+
+/// Links end at every moment of the handshake.
+CASE_ON_EVERY_SCHEME(links_end_while_they_open) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const int rounds = times(300);
+  for (int i = 0; i < rounds; ++i) {
+    Event go;
+    std::thread forgets([&] {
+      go.wait();
+      (i % 2 ? a : b).engine->forget_peer(i % 2, "for the test");
+    });
+    go.set();
+    const Outcome o = a.call(1, {.body = "x"});
+    CHECK(o.status == CallStatus::kReplied || o.status == CallStatus::kUnreachable ||
+          o.status == CallStatus::kPeerLost);
+    forgets.join();
+    a.meet(b);
+    b.meet(a);
+  }
+  while (a.call(1, {}).status != CallStatus::kReplied) {
+  }
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+/// What a peer sent before it went is still read, although a send has failed before that.
+CASE(replies_and_goodbye_survive_a_failed_send) {
+  Worker a(0, {}, 0);  // nobody reads unless the test says so
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  std::thread puppet([&] {
+    p.accept();
+    p.reply(p.receive(), "first");
+  });
+  CHECK_EQ(body_of(a.call(1, {})), "first");
+  puppet.join();
+  const std::uint64_t second = a.start(1, -1, {}), third = a.start(1, -1, {});
+  p.reply(p.receive(), "second");
+  p.receive();
+  p.send(message(FrameType::kGoodbye));
+  p.link->close();
+  p.link.reset();
+  const std::uint64_t fourth = a.start(1, -1, {});  // this send fails
+  Outcome outcome;
+  CHECK(a.engine->wait(second, kNever, {}, outcome) == WaitEnd::kDone);
+  CHECK_EQ(body_of(outcome), "second");
+  for (const std::uint64_t call : {third, fourth}) {
+    CHECK(a.engine->wait(call, kNever, {}, outcome) == WaitEnd::kDone);
+    CHECK(outcome.status == CallStatus::kPeerLost);
+    CHECK_EQ(outcome.why, "it shut down");
+  }
+}
+
+CASE(a_peer_comes_back) {
+  Worker a(0);
+  auto b = std::make_unique<Worker>(1);
+  introduce({&a, b.get()}, "unix");
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  b.reset();
+  a.wait_for_event(EventKind::kPeerLeft);
+  Settings again = Worker::settings_of(1);
+  again.credo.me.incarnation = 77;
+  Worker b2(1, again);
+  b2.listen("unix");
+  PeerAddress address = b2.address();
+  a.engine->set_peer(address);  // it still says incarnation 1001
+  const Outcome o = a.call(1, {});
+  CHECK(o.status == CallStatus::kUnreachable);
+  CHECK_SAYS(o.why, "is not here");
+  address.identity.incarnation = 77;
+  a.engine->set_peer(address);
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+}
+
+// ---- no way to a peer
+
+CASE(a_worker_that_was_never_there) {
+  Worker a(0);
+  Outcome o = a.call(9, {});
+  CHECK(o.status == CallStatus::kUnreachable);
+  CHECK_EQ(o.why, "no such worker");
+  for (const std::string address : {"unix:@telegrad-test-nobody", "inproc:nobody", "tcp:127.0.0.1:1",
+                                    "carrier-pigeon:x", "tcp:not-a-number:7", "tcp:nothing", "unix:"}) {
+    PeerAddress peer{.identity = Worker::settings_of(3).credo.me, .addresses = {address}};
+    a.engine->set_peer(peer);
+    o = a.call(3, {});
+    CHECK(o.status == CallStatus::kUnreachable);
+    CHECK_SAYS(o.why, address);
+    a.start(3, 1, {});
+    a.outcome_count.wait_for(1);
+    CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
+    CHECK_SAYS(a.outcomes.at(1).why, address);
+    a.outcomes.clear();
+    a.outcome_count.add(-1);
+  }
+}
+
+CASE(the_next_address_is_tried) {
+  Worker a(0), b(1);
+  b.listen("tcp");
+  PeerAddress address = b.address();
+  address.addresses = {"carrier-pigeon:x", "unix:@telegrad-test-nobody", "tcp:127.0.0.1:1", address.addresses[0]};
+  a.engine->set_peer(address);
+  for (int i = 0; i < 3; ++i) CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  CHECK_EQ(a.engine->stats().connections, 1u);
+}
+
+/// What fails at once must reach the pool although a caller holds the polling role, asleep in the kernel.
+CASE(an_outcome_does_not_wait_for_the_polling_caller) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  std::thread caller([&] { a.call(1, {.tag = kHold}); });
+  b.handled.wait_for(1);
+  for (int i = 0; i < 5; ++i) {
+    a.start(9, i, {});
+    a.outcome_count.wait_for(i + 1);
+    CHECK(a.outcomes.at(i).status == CallStatus::kUnreachable);
+  }
+  b.release.set();
+  caller.join();
+}
+
+/// A socket that listens and never accepts; its backlog is full.
+struct FullListener {
+  FullListener() {
+    address = fresh_address("unix");
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    const std::string path = address.substr(5);
+    std::memcpy(name.sun_path, path.data(), path.size());
+    name.sun_path[0] = 0;
+    const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
+    listening = Descriptor(socket(AF_UNIX, SOCK_STREAM, 0));
+    CHECK_EQ(bind(listening.get(), reinterpret_cast<sockaddr*>(&name), size), 0);
+    CHECK_EQ(listen(listening.get(), 0), 0);
+    filling = Descriptor(socket(AF_UNIX, SOCK_STREAM, 0));
+    CHECK_EQ(connect(filling.get(), reinterpret_cast<sockaddr*>(&name), size), 0);
+  }
+  std::string address;
+  Descriptor listening, filling;
+};
+
+CASE(a_listener_that_stays_busy) {
+  FullListener full;
+  Settings s;
+  s.connect_timeout = 30 * kMillisecond;
+  Worker a(0, s);
+  a.engine->set_peer({.identity = Worker::settings_of(1).credo.me, .addresses = {full.address}});
+  const Outcome o = a.call(1, {});
+  CHECK(o.status == CallStatus::kUnreachable);
+  CHECK_SAYS(o.why, full.address);
+  a.start(1, 1, {});
+  a.outcome_count.wait_for(1);
+  CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
+}
+
+CASE(forgetting_a_peer_frees_who_waits_for_a_way_to_it) {
+  FullListener full;
+  Worker a(0);
+  a.engine->set_peer({.identity = Worker::settings_of(1).credo.me, .addresses = {full.address}});
+  Outcome outcome;
+  std::thread caller([&] { outcome = a.call(1, {}); });
+  while (a.engine->stats().pending_calls == 0) std::this_thread::yield();
+  a.engine->forget_peer(1, "it has left the group");
+  caller.join();
+  CHECK(outcome.status == CallStatus::kUnreachable);
+  CHECK_EQ(outcome.why, "it has left the group");
+  CHECK_EQ(a.call(1, {}).why, "it has left the group");
+}
+
+CASE(a_call_given_up_before_there_is_a_way_is_not_made) {
+  Worker a(0);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  CHECK(a.call(1, {.body = "too late", .timeout = 5 * kMillisecond}).status == CallStatus::kTimedOut);
+  std::thread puppet([&] {
+    p.accept();
+    const Incoming m = p.receive();
+    CHECK_EQ(std::string(m.body_view()), "in time");
+    p.reply(m, "yes");
+  });
+  CHECK_EQ(body_of(a.call(1, {.body = "in time"})), "yes");
+  puppet.join();
+}
+
+CASE_ON_EVERY_SCHEME(both_connect_at_once) {
+  for (int round = 0; round < times(100); ++round) {
+    Worker a(0), b(1);
+    introduce({&a, &b}, scheme);
+    std::thread other([&] {
+      for (int i = 0; i < 5; ++i) CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
+    });
+    for (int i = 0; i < 5; ++i) CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
+    other.join();
+    b.stop();
+    CHECK_EQ(a.wait_for_event(EventKind::kPeerLeft), "it shut down");
+  }
+}
+
+CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+
+}  // namespace
+}  // namespace telegrad::test

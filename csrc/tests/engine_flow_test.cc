@@ -1,0 +1,180 @@
+// Flow control: request bytes that a peer has not taken up are limited, and nothing else ever is.
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+Settings with_window(std::int64_t bytes) {
+  Settings s;
+  s.window = bytes;
+  return s;
+}
+
+constexpr std::int64_t kWindow = 100'000;
+
+/// A worker that is cautious about a puppet that has taken up nothing yet.
+struct Stage {
+  Stage() : a(0, with_window(kWindow)), p(1) {
+    a.engine->set_peer(p.address());
+    std::thread puppet([&] {
+      p.accept();
+      Message m = message(FrameType::kReply, "hello", p.receive().header.call_id);
+      m.header.credit = sizeof(FrameHeader);
+      p.send(m);
+    });
+    CHECK_EQ(body_of(a.call(1, {})), "hello");
+    puppet.join();
+  }
+  void grant(std::uint64_t bytes) {
+    Message m = message(FrameType::kCredit);
+    m.header.credit = bytes;
+    p.send(m);
+  }
+  Worker a;
+  Puppet p;
+};
+
+const std::string kMost(90'000, 'x');  // of the window
+const std::string kSome(20'000, 'y');
+
+CASE(a_caller_waits_for_the_window) {
+  Stage s;
+  s.a.start(1, 1, {.body = kMost});
+  CHECK(!s.a.engine->may_send_now(1, kSome.size()));
+  CHECK(s.a.call(1, {.body = kSome, .timeout = 5 * kMillisecond}).status == CallStatus::kTimedOut);  // not sent
+  Event sent;
+  std::thread caller([&] {
+    s.a.start(1, 2, {.body = kSome});
+    sent.set();
+  });
+  CHECK_EQ(s.p.receive().body_view().size(), kMost.size());
+  CHECK(!sent.is_set());
+  s.grant(weight(kMost.size()));
+  sent.wait();
+  caller.join();
+  CHECK_EQ(std::string(s.p.receive().body_view()), kSome);  // and not the one that ran out of time
+}
+
+CASE(an_async_call_that_runs_out_of_time_at_the_window_is_not_made) {
+  Stage s;
+  s.a.start(1, 1, {.body = kMost});
+  s.a.start(1, 2, {.body = "never" + kSome, .timeout = 3 * kMillisecond});
+  s.a.outcome_count.wait_for(1);
+  CHECK(s.a.outcomes.at(2).status == CallStatus::kTimedOut);
+  s.grant(weight(kMost.size()));
+  s.a.start(1, 3, {.body = "then"});
+  CHECK_EQ(s.p.receive().body_view().size(), kMost.size());
+  CHECK_EQ(std::string(s.p.receive().body_view()), "then");
+}
+
+CASE(what_is_never_held_back) {
+  Stage s;
+  s.a.start(1, 1, {.body = kMost});
+  s.a.start(1, 2, {.body = kSome, .nested = true});
+  s.a.start(1, 3, {.body = kSome, .never_wait = true});
+  Request r{.body = kSome};
+  CHECK(s.a.engine->send(1, compose(r)));
+  for (const std::size_t size : {kMost.size(), kSome.size(), kSome.size(), kSome.size()}) {
+    CHECK_EQ(s.p.receive().body_view().size(), size);
+  }
+}
+
+CASE(a_request_larger_than_the_window_passes) {
+  Stage s;
+  const std::string huge(3 * kWindow, 'z');
+  s.a.start(1, 1, {.body = huge});
+  CHECK_EQ(s.p.receive().body_view().size(), huge.size());
+  s.grant(weight(huge.size()) - kWindow / 2);  // half of the window is free
+  s.a.start(1, 2, {.body = huge});
+  CHECK_EQ(s.p.receive().body_view().size(), huge.size());
+}
+
+CASE(who_waits_at_the_window_hears_of_the_end) {
+  for (const bool orderly : {true, false}) {
+    Stage s;
+    s.a.start(1, 1, {.body = kMost});
+    Outcome o;
+    std::thread caller([&] { o = s.a.call(1, {.body = kSome}); });
+    s.p.receive();
+    while (s.a.engine->stats().pending_calls < 2) std::this_thread::yield();
+    if (orderly) s.p.send(message(FrameType::kGoodbye));
+    s.p.link->close();
+    s.p.listener.reset();
+    caller.join();
+    CHECK(o.status == CallStatus::kPeerLost || o.status == CallStatus::kUnreachable);
+  }
+}
+
+CASE(who_waits_at_the_window_is_sent_home_by_stop) {
+  Stage s;
+  s.a.start(1, 1, {.body = kMost});
+  Outcome o;
+  std::thread caller([&] { o = s.a.call(1, {.body = kSome}); });
+  while (s.a.engine->stats().pending_calls < 2) std::this_thread::yield();
+  s.a.stop(0);
+  caller.join();
+  CHECK(o.status == CallStatus::kStopped);
+}
+
+CASE_ON_EVERY_SCHEME(many_callers_share_a_small_window) {
+  Worker a(0, with_window(50'000)), b(1, with_window(50'000));
+  introduce({&a, &b}, scheme);
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 4; ++t) {
+    callers.emplace_back([&, t] {
+      Random random(static_cast<std::uint64_t>(t));
+      for (int i = 0; i < times(500); ++i) {
+        const std::string body = random.bytes(random.below(30'000));
+        Worker& from = t % 2 ? a : b;
+        if (i % 2) {
+          CHECK(body_of(from.call(t % 2, {.body = body})) == body);
+        } else {
+          from.start(t % 2, t * 10000 + i, {.body = body});
+        }
+      }
+    });
+  }
+  for (auto& c : callers) c.join();
+  a.outcome_count.wait_for(2 * ((times(500) + 1) / 2));
+  b.outcome_count.wait_for(2 * ((times(500) + 1) / 2));
+  CHECK(a.engine->may_send_now(1, 20'000));
+  CHECK(b.engine->may_send_now(0, 20'000));
+}
+
+/// Nobody answers until the last one is there.
+CASE_ON_EVERY_SCHEME(a_hundred_thousand_small_calls_outstanding) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const int count = times(100'000);
+  for (int i = 0; i < count; ++i) a.start(1, i, {.tag = kHold, .body = "small"});
+  b.handled.wait_for(16);
+  b.release.set();
+  a.outcome_count.wait_for(count);
+  std::lock_guard lock(a.mutex);
+  for (int i = 0; i < count; ++i) CHECK_EQ(body_of(a.outcomes.at(i)), "small");
+}
+
+/// The segments that a message borrows are free when `start` and `reply` return, although the peer reads slowly.
+CASE(borrowed_memory_is_free_when_start_returns) {
+  Stage s;
+  std::string segment(8 << 20, 'a');
+  Event returned;
+  std::thread caller([&] {
+    auto m = std::make_unique<Outgoing>();
+    m->segments.push_back({reinterpret_cast<const std::byte*>(segment.data()), segment.size()});
+    m->keep = std::make_unique<Bytes>();
+    s.a.engine->start(1, std::move(m), {.cookie = std::make_unique<Bytes>("1")});
+    segment.assign(segment.size(), 'b');
+    returned.set();
+  });
+  while (!writable(s.p.link->fd(), 0) || !readable(s.p.link->fd(), 0)) std::this_thread::yield();
+  CHECK(!returned.is_set());
+  CHECK(text_of(s.p.receive().segments[0]) == std::string(8 << 20, 'a'));
+  returned.wait();
+  caller.join();
+}
+
+CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+
+}  // namespace
+}  // namespace telegrad::test

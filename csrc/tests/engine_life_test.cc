@@ -1,0 +1,185 @@
+// Engines start and stop: nobody is left behind, nothing is left open, and an idle one does nothing.
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+CASE(stop_sends_callers_home) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  Outcome outcomes[3];
+  std::vector<std::thread> callers;  // one of them polls, the others sleep
+  for (Outcome& o : outcomes) callers.emplace_back([&] { o = a.call(1, {.tag = kNoAnswer}); });
+  a.start(1, 7, {.tag = kNoAnswer});
+  b.handled.wait_for(4);
+  a.stop(0);
+  for (auto& c : callers) c.join();
+  for (const Outcome& o : outcomes) CHECK(o.status == CallStatus::kStopped);
+  CHECK(a.outcomes.at(7).status == CallStatus::kStopped);
+  CHECK(a.call(1, {}).status == CallStatus::kStopped);
+  CHECK_EQ(b.wait_for_event(EventKind::kPeerLeft), "it shut down");
+}
+
+CASE(stop_while_everybody_calls) {
+  for (int round = 0; round < times(50); ++round) {
+    Worker a(0), b(1);
+    introduce({&a, &b}, "unix");
+    Counter begun;
+    std::vector<std::thread> callers;
+    for (int t = 0; t < 4; ++t) {
+      callers.emplace_back([&, t] {
+        Worker& from = t % 2 ? a : b;
+        for (int i = 0;; ++i) {
+          from.start(t % 2, t * 1'000'000 + i, {.never_wait = true});
+          const Outcome o = from.call(t % 2, {.tag = static_cast<std::uint8_t>(i % 3 ? kEcho : kBounce), .body = "\3"});
+          begun.add();
+          if (o.status == CallStatus::kStopped) return;
+          if (o.status != CallStatus::kReplied) {
+            CHECK(o.status == CallStatus::kPeerLost || o.status == CallStatus::kUnreachable);
+          }
+          if (o.status == CallStatus::kPeerLost) {
+            CHECK(o.why == "it shut down" || o.why.find("closed by its process") != std::string::npos ||
+                  o.why.find("reset") != std::string::npos || o.why.find("middle") != std::string::npos);
+          }
+        }
+      });
+    }
+    begun.wait_for(20);
+    std::thread other([&] { b.stop(0); });
+    a.stop(0);
+    other.join();
+    for (auto& c : callers) c.join();
+    CHECK_EQ(a.engine->stats().connections, 0u);
+  }
+}
+
+CASE(stop_finds_the_pool_in_every_state) {
+  for (int threads = 0; threads < 5; ++threads) {  // asleep, parked, polling, not there yet
+    for (int i = 0; i < times(100); ++i) {
+      Worker a(0, {}, threads);
+      if (i % 2) a.engine->nudge(0);
+      if (i % 3) std::this_thread::yield();
+      a.stop(0);
+      a.stop(0);
+    }
+  }
+}
+
+CASE(what_has_been_sent_leaves_before_the_end) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  Counter got;
+  b.on_custom = [&](Item&) { got.add(); };
+  const std::string body(1 << 20, 'x');
+  CHECK_EQ(body_of(a.call(1, {.body = "hello"})), "hello");
+  for (int i = 0; i < 20; ++i) {
+    Request r{.tag = kCustom, .body = body};
+    CHECK(a.engine->send(1, compose(r)));
+  }
+  a.stop(30 * kSecond);
+  got.wait_for(20);
+  CHECK_EQ(b.wait_for_event(EventKind::kPeerLeft), "it shut down");
+}
+
+CASE(what_has_been_sent_finds_its_link_before_the_end) {
+  for (int i = 0; i < times(50); ++i) {
+    Worker a(0), b(1);
+    introduce({&a, &b}, "unix");
+    Event got;
+    b.on_custom = [&](Item&) { got.set(); };
+    Request r{.tag = kCustom};
+    CHECK(a.engine->send(1, compose(r)));
+    a.stop(30 * kSecond);
+    got.wait();
+  }
+}
+
+/// The time to leave is one for all links, not one for each.
+SLOW_CASE(stop_is_bounded) {
+  Worker a(0);
+  std::vector<std::unique_ptr<Puppet>> puppets;
+  const std::string body(8 << 20, 'x');
+  for (int i = 1; i <= 5; ++i) {
+    puppets.push_back(std::make_unique<Puppet>(i));
+    a.engine->set_peer(puppets.back()->address());
+    a.start(i, i, {.body = body, .never_wait = true});
+    puppets.back()->accept();  // and never reads
+  }
+  const Nanos start = now();
+  a.stop(kSecond);
+  CHECK(now() - start < 3 * kSecond);
+}
+
+CASE_ON_EVERY_SCHEME(nothing_is_left_open) {
+  auto live = [&] {
+    Worker a(0), b(1), c(2);
+    introduce({&a, &b, &c}, scheme);
+    for (int i = 0; i < 3; ++i) {
+      for (Worker* w : {&a, &b, &c}) {
+        for (int to = 0; to < 3; ++to) CHECK_EQ(body_of(w->call(to, {.body = "x", .segments = {"yz"}})), "x");
+      }
+    }
+    a.call(7, {});
+    b.stop();
+    a.wait_for_event(EventKind::kPeerLeft);
+    a.call(1, {});
+  };
+  live();
+  const int descriptors = open_descriptors(), tasks = threads(), kept = Bytes::live;
+  for (int i = 0; i < 5; ++i) live();
+  CHECK_EQ(open_descriptors(), descriptors);
+  wait_for_threads(tasks);
+  CHECK_EQ(Bytes::live.load(), kept);
+}
+
+CASE(a_lost_peer_leaves_nothing_open) {
+  Worker a(0);
+  auto come_and_go = [&] {
+    Worker b(1);
+    introduce({&b}, "unix");
+    a.meet(b);
+    CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+    b.stop();
+    while (a.engine->stats().connections > 0) std::this_thread::yield();
+  };
+  come_and_go();
+  const int before = open_descriptors();
+  for (int i = 0; i < 5; ++i) come_and_go();
+  CHECK(open_descriptors() <= before + 1);  // polling may still know one dead link
+}
+
+CASE(threads_that_are_not_needed_are_not_started) {
+  Worker a(0), b(1, {}, 1);
+  introduce({&a, &b}, "unix");
+  for (int i = 0; i < times(2000); ++i) CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  CHECK(b.engine->stats().pool_threads <= 2);
+}
+
+Nanos processor_time() {
+  rusage u;
+  getrusage(RUSAGE_SELF, &u);
+  return (u.ru_utime.tv_sec + u.ru_stime.tv_sec) * kSecond + (u.ru_utime.tv_usec + u.ru_stime.tv_usec) * kMicrosecond;
+}
+
+SLOW_CASE(an_idle_engine_uses_no_processor) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  for (int i = 0; i < 100; ++i) a.call(1, {.body = "x"});
+  std::thread waits([&] { a.call(1, {.tag = kHold}); });
+  a.start(1, 1, {.tag = kHold});
+  b.handled.wait_for(102);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // not to wait for something: to let nothing happen
+  const Nanos before = processor_time();
+  std::this_thread::sleep_for(std::chrono::seconds(2));
+  CHECK(processor_time() - before < 20 * kMillisecond);  // 1 % of a core
+  b.release.set();
+  waits.join();
+}
+
+CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+
+}  // namespace
+}  // namespace telegrad::test

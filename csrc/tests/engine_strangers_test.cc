@@ -1,0 +1,257 @@
+// Whoever connects: strangers get not a byte past the handshake, and members that talk nonsense are cut off. The calls
+// of the others go on.
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+/// A worker with a friend, and a stranger's link to it.
+struct Stage {
+  explicit Stage(Settings settings = {}) : a(0, std::move(settings)), b(1) {
+    introduce({&a, &b}, "unix");
+    CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
+  }
+  std::unique_ptr<Link> knock() {
+    const std::string address = a.address().addresses[0];
+    return find_transport(address)->connect(address);
+  }
+  void check_well() { CHECK_EQ(body_of(b.call(0, {.body = "still here"})), "still here"); }
+  Worker a, b;
+};
+
+void send(Link& link, const Message& m) {
+  Outgoing out = m.outgoing();
+  CHECK(link.send(out) == SendState::kSent);
+}
+
+Message request(std::string body) {
+  Message m = message(FrameType::kRequest, std::move(body), 1);
+  m.header.tag = kEcho;
+  return m;
+}
+
+CASE(garbage_at_the_door) {
+  Stage s;
+  for (const std::string& bytes :
+       {std::string(1000, '\0'), std::string("GET / HTTP/1.1\r\n\r\n") + std::string(100, 'x')}) {
+    auto link = s.knock();
+    CHECK_EQ(::send(link->fd(), bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+    Collector inbox;
+    receive_until_broken(*link, inbox);
+    CHECK(inbox.messages.empty());
+  }
+  CHECK_SAYS(s.a.wait_for_event(EventKind::kLog), "not a Telegrad frame");
+  s.check_well();
+}
+
+CASE(a_request_before_the_handshake) {
+  Stage s;
+  const int handled = s.a.handled.value();
+  for (const FrameType type : {FrameType::kRequest, FrameType::kReply, FrameType::kOneway, FrameType::kCredit,
+                               FrameType::kGoodbye, FrameType{77}}) {
+    auto link = s.knock();
+    send(*link, message(type, "let me in", 1));
+    Collector inbox;
+    receive_until_broken(*link, inbox);
+    CHECK(inbox.messages.empty());
+  }
+  CHECK_SAYS(s.a.wait_for_event(EventKind::kLog), "before it had proven who it is");
+  s.check_well();
+  CHECK_EQ(s.a.handled.value(), handled + 1);
+}
+
+CASE(a_stranger_gets_no_memory) {
+  Stage s;
+  auto link = s.knock();
+  FrameHeader h;
+  h.type = FrameType::kHello;
+  h.body_size = kStrangerLimits.body + 1;
+  CHECK_EQ(::send(link->fd(), &h, sizeof h, 0), static_cast<ssize_t>(sizeof h));
+  Collector inbox;
+  receive_until_broken(*link, inbox);
+  CHECK_SAYS(s.a.wait_for_event(EventKind::kLog), "over the limits");
+  s.check_well();
+}
+
+CASE(a_silent_stranger_is_sent_away) {
+  Settings s;
+  s.handshake_timeout = 20 * kMillisecond;
+  Stage stage(s);
+  auto link = stage.knock();
+  Collector inbox;
+  receive_until_broken(*link, inbox);
+  CHECK_SAYS(stage.a.wait_for_event(EventKind::kLog), "took too long");
+  stage.check_well();
+}
+
+CASE(a_peer_that_never_answers_the_greeting) {
+  Settings s;
+  s.handshake_timeout = 20 * kMillisecond;
+  Worker a(0, s);
+  Puppet p(1);  // listens, and that is all
+  a.engine->set_peer(p.address());
+  const Outcome o = a.call(1, {});
+  CHECK(o.status == CallStatus::kUnreachable);
+  CHECK_SAYS(o.why, "took too long");
+  a.start(1, 1, {});
+  a.outcome_count.wait_for(1);
+  CHECK_SAYS(a.outcomes.at(1).why, "took too long");
+}
+
+CASE_ON_EVERY_SCHEME(the_wrong_secret) {
+  Settings wrong = Worker::settings_of(1);
+  wrong.credo.secret = "another";
+  Worker a(0), b(1, wrong), c(2);
+  introduce({&a, &b, &c}, scheme);
+  const Outcome o = a.call(1, {});
+  CHECK(o.status == CallStatus::kUnreachable);
+  CHECK_SAYS(o.why, "secret does not match");
+  CHECK(b.call(0, {}).status == CallStatus::kUnreachable);
+  CHECK_SAYS(a.wait_for_event(EventKind::kLog), "secret does not match");
+  CHECK_EQ(a.handled.value(), 0);
+  CHECK_EQ(b.handled.value(), 0);
+  CHECK_EQ(body_of(a.call(2, {.body = "x"})), "x");
+}
+
+CASE(an_hmac_that_throws) {
+  Settings broken = Worker::settings_of(1);
+  broken.credo.hmac = [](std::string_view, std::string_view) -> std::string {
+    throw std::runtime_error("no hash today");
+  };
+  Worker a(0), b(1, broken), c(2);
+  introduce({&a, &b, &c}, "unix");
+  CHECK(a.call(1, {}).status == CallStatus::kUnreachable);
+  CHECK_SAYS(b.wait_for_event(EventKind::kLog), "no hash today");
+  const Outcome o = b.call(2, {});
+  CHECK(o.status == CallStatus::kUnreachable);
+  CHECK_EQ(body_of(a.call(2, {.body = "x"})), "x");
+}
+
+CASE(more_strangers_than_fit) {
+  Stage s;
+  std::vector<std::unique_ptr<Link>> crowd;
+  for (int i = 0; i < 200; ++i) crowd.push_back(s.knock());
+  s.check_well();
+  Worker c(2);
+  c.meet(s.a);
+  CHECK_EQ(body_of(c.call(0, {.body = "x"})), "x");
+  crowd.clear();
+  s.check_well();
+}
+
+CASE(no_descriptor_left_for_a_stranger) {
+  Stage s;
+  Collector inbox, rehearsal;
+  {  // the undefined-behaviour sanitizer looks at a type once, with a pipe
+    Ends e("unix");
+    e.a->close();
+    receive_until_broken(*e.b, rehearsal);
+  }
+  rlimit old;
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &old), 0);
+  std::vector<Descriptor> held;
+  rlimit few = old;
+  few.rlim_cur = 256;
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  while (true) {
+    Descriptor d(dup(0));
+    if (!d) break;
+    held.push_back(std::move(d));
+  }
+  held.pop_back();
+  auto link = s.knock();  // takes the last one; none is left to accept it with
+  receive_until_broken(*link, inbox);
+  s.check_well();
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &old), 0);
+  Worker c(2);
+  c.meet(s.a);
+  CHECK_EQ(body_of(c.call(0, {.body = "x"})), "x");
+}
+
+/// A member that sends this after the handshake is cut off, and whoever waits for it hears why.
+void check_cut_off(const Message& bad, const std::string& why) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  Puppet p(2);
+  a.engine->set_peer(p.address());
+  Outcome o;
+  std::thread caller([&] { o = a.call(2, {}); });
+  p.accept();
+  p.receive();
+  p.send(bad);
+  caller.join();
+  CHECK(o.status == CallStatus::kPeerLost);
+  CHECK_SAYS(o.why, why);
+  p.wait_for_end();
+  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), why);
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  CHECK_EQ(a.handled.value(), 0);
+}
+
+CASE(a_member_that_talks_nonsense) {
+  check_cut_off(message(FrameType{99}), "unknown type 99");
+  check_cut_off(message(FrameType::kHello, "hello again"), "repeated the handshake");
+  check_cut_off(message(FrameType{0}), "repeated the handshake");
+  Message unnamed = request("x");
+  unnamed.header.name_id = 7;
+  check_cut_off(unnamed, "never defined");
+  Message not_a_frame = request("x");
+  not_a_frame.header.magic = 5;
+  check_cut_off(not_a_frame, "not a Telegrad frame");
+}
+
+CASE(a_member_over_the_limits) {
+  Settings small;
+  small.limits.body = 1000;
+  Worker a(0, small), b(1);
+  introduce({&a, &b}, "unix");
+  CHECK_EQ(body_of(b.call(0, {.body = std::string(1000, 'x')})).size(), 1000u);
+  const Outcome o = b.call(0, {.body = std::string(1001, 'x')});
+  CHECK(o.status == CallStatus::kPeerLost);
+  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "over the limits");
+  CHECK_EQ(body_of(b.call(0, {.body = "again"})), "again");
+}
+
+CASE(replies_that_nobody_asked_for) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet p(1);
+  p.connect(a.address());
+  for (std::uint64_t call = 0; call < 100; ++call) p.send(message(FrameType::kReply, "x", call << 32 | (call + 1)));
+  Message credit = message(FrameType::kCredit);
+  credit.header.credit = UINT64_MAX;
+  p.send(credit);
+  Message timeless = request("x");
+  timeless.header.timeout = INT64_MIN;
+  p.send(timeless);
+  CHECK_EQ(std::string(p.receive().body_view()), "x");
+  timeless.header.timeout = INT64_MAX;
+  p.send(timeless);
+  CHECK_EQ(std::string(p.receive().body_view()), "x");
+  CHECK_EQ(a.outcome_count.value(), 0);
+}
+
+CASE(an_id_taken_by_another_name) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  Settings other = Worker::settings_of(1);
+  other.credo.me.name = "somebody-else";
+  Worker imposter(1, other);
+  imposter.meet(a);
+  const Outcome o = imposter.call(0, {});
+  CHECK(o.status != CallStatus::kReplied);
+  CHECK_SAYS(a.wait_for_event(EventKind::kLog), "taken by another name");
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+}
+
+CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+
+}  // namespace
+}  // namespace telegrad::test

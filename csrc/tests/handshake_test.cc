@@ -1,0 +1,312 @@
+// The handshake: who may pass, and every way not to.
+#include "core/handshake.h"
+
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+const Identity kAlice{.id = 1, .name = "alice", .incarnation = 11};
+const Identity kBob{.id = 2, .name = "bob", .incarnation = 22};
+
+Credo credo(const Identity& me, std::string secret = "secret", std::string group = "group") {
+  return {.me = me, .group = std::move(group), .secret = std::move(secret), .hmac = toy_hmac};
+}
+
+struct Frame {
+  FrameType type;
+  std::string body;
+};
+
+Frame frame_of(const Handshake::Step& step) {
+  CHECK(step.send.has_value());
+  return {*step.send, step.body};
+}
+
+void check_failed(const Handshake::Step& step, const std::string& why) {
+  CHECK(!step.open);
+  CHECK_SAYS(step.failed, why);
+}
+
+/// Alice and Bob, with each frame between them in the test's hands.
+struct Talk {
+  explicit Talk(Credo a = credo(kAlice), Credo b = credo(kBob), Identity target = kBob)
+      : alice_credo(std::move(a)),
+        bob_credo(std::move(b)),
+        alice(Handshake::initiate(alice_credo, target)),
+        bob(Handshake::accept(bob_credo)) {}
+
+  Credo alice_credo, bob_credo;
+  Handshake alice, bob;
+};
+
+/// Runs to the end; what the two ends came to.
+std::pair<std::string, std::string> run(Talk& t) {
+  std::string alice_came_to, bob_came_to;
+  std::deque<std::pair<bool, Frame>> flying{{true, frame_of(t.alice.begin())}};  // true: to Bob
+  while (!flying.empty()) {
+    auto [to_bob, f] = std::move(flying.front());
+    flying.pop_front();
+    std::string& came_to = to_bob ? bob_came_to : alice_came_to;
+    if (!came_to.empty() && came_to != "open") continue;
+    const Handshake::Step step = (to_bob ? t.bob : t.alice).on_frame(f.type, f.body);
+    if (step.send) flying.emplace_back(!to_bob, frame_of(step));
+    if (step.open) came_to = "open";
+    if (!step.failed.empty()) came_to = step.failed;
+  }
+  return {alice_came_to, bob_came_to};
+}
+
+CASE(members_pass_and_know_each_other) {
+  Talk t(credo(kAlice), credo(kBob), {.id = 2, .name = "bob", .incarnation = 0});  // any incarnation will do
+  CHECK(run(t) == std::pair<std::string, std::string>("open", "open"));
+  CHECK_EQ(t.alice.peer().id, 2);
+  CHECK_EQ(t.alice.peer().name, "bob");
+  CHECK_EQ(t.alice.peer().incarnation, 22u);
+  CHECK_EQ(t.bob.peer().id, 1);
+  CHECK_EQ(t.bob.peer().name, "alice");
+  CHECK_EQ(t.bob.peer().incarnation, 11u);
+}
+
+CASE(frames_of_the_handshake_fit_a_strangers_limits) {
+  const std::string longest(127, 'n');
+  Identity a{.id = 32767, .name = longest, .incarnation = UINT64_MAX}, b = a;
+  Credo ca = credo(a, std::string(1000, 's'), std::string(128, 'g')), cb = credo(b, ca.secret, ca.group);
+  Handshake alice = Handshake::initiate(ca, b), bob = Handshake::accept(cb);
+  const Frame hello = frame_of(alice.begin());
+  const Frame challenge = frame_of(bob.on_frame(hello.type, hello.body));
+  const Frame proof = frame_of(alice.on_frame(challenge.type, challenge.body));
+  for (const Frame* f : {&hello, &challenge, &proof}) CHECK(f->body.size() < kStrangerLimits.body);
+}
+
+CASE(the_wrong_secret_is_refused_at_both_ends) {
+  Talk t(credo(kAlice, "secret"), credo(kBob, "another"));
+  const auto [alice, bob] = run(t);
+  CHECK_SAYS(alice, "secret does not match");  // Bob's proof is the first that is wrong
+  CHECK_SAYS(bob, "secret does not match");    // and Alice tells him
+}
+
+CASE(an_initiator_with_the_wrong_secret_cannot_skip_the_proof) {
+  Talk t(credo(kAlice, "wrong"), credo(kBob));
+  const Frame hello = frame_of(t.alice.begin());
+  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  // One that does not look at Bob's proof and sends what it can.
+  Handshake again = t.bob;
+  check_failed(again.on_frame(FrameType::kProof, challenge.body), "malformed");
+  again = t.bob;
+  const std::string guess = std::string("\x20\0\0\0", 4) + std::string(32, 'x');
+  check_failed(again.on_frame(FrameType::kProof, guess), "secret does not match");
+  again = t.bob;
+  check_failed(again.on_frame(FrameType::kProof, std::string(4, '\0')), "secret does not match");  // an empty proof
+  again = t.bob;
+  check_failed(again.on_frame(FrameType::kWelcome, ""), "out of order");
+}
+
+CASE(the_wrong_group_version_or_target) {
+  {
+    Talk t(credo(kAlice, "secret", "one"), credo(kBob, "secret", "two"));
+    const auto [alice, bob] = run(t);
+    CHECK_SAYS(bob, "another group");
+    CHECK_SAYS(alice, "another group");
+  }
+  for (const Identity& wanted :
+       {Identity{.id = 3, .name = "bob", .incarnation = 22}, Identity{.id = 2, .name = "carol", .incarnation = 22},
+        Identity{.id = 2, .name = "bob", .incarnation = 21}}) {
+    Talk t(credo(kAlice), credo(kBob), wanted);
+    const auto [alice, bob] = run(t);
+    CHECK_SAYS(bob, "is not here");
+    CHECK_SAYS(alice, "is not here");
+  }
+  Talk t;
+  Frame hello = frame_of(t.alice.begin());
+  ++hello.body[0];
+  const auto step = t.bob.on_frame(hello.type, hello.body);
+  check_failed(step, "version");
+  CHECK(*step.send == FrameType::kRefuse);
+}
+
+CASE(a_recorded_exchange_proves_nothing) {
+  Talk recorded;
+  const Frame hello = frame_of(recorded.alice.begin());
+  const Frame challenge = frame_of(recorded.bob.on_frame(hello.type, hello.body));
+  const Frame proof = frame_of(recorded.alice.on_frame(challenge.type, challenge.body));
+
+  Talk replayed;  // to Bob
+  frame_of(replayed.bob.on_frame(hello.type, hello.body));
+  check_failed(replayed.bob.on_frame(proof.type, proof.body), "secret does not match");
+
+  Talk other;  // to Alice
+  frame_of(other.alice.begin());
+  check_failed(other.alice.on_frame(challenge.type, challenge.body), "secret does not match");
+}
+
+/// What Bob proves as an acceptor must not serve to pass as an initiator.
+CASE(a_proof_reflected_is_no_proof) {
+  Talk t;
+  const Frame hello = frame_of(t.alice.begin());
+  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  const std::size_t mac = 32 + 4;  // at the end, with its length
+  check_failed(t.bob.on_frame(FrameType::kProof, challenge.body.substr(challenge.body.size() - mac)),
+               "secret does not match");
+}
+
+CASE(a_proof_for_one_worker_is_none_for_another) {
+  // Mallory relays Alice's greeting for Bob to Carol, who has the same secret.
+  const Identity kCarol{.id = 3, .name = "carol", .incarnation = 33};
+  Credo alice_credo = credo(kAlice), carol_credo = credo(kCarol);
+  Handshake alice = Handshake::initiate(alice_credo, kBob), carol = Handshake::accept(carol_credo);
+  const Frame hello = frame_of(alice.begin());
+  check_failed(carol.on_frame(hello.type, hello.body), "is not here");
+  // And Carol answers in Bob's place, greeted by somebody else.
+  Handshake mallory = Handshake::initiate(alice_credo, kCarol);
+  const Frame to_carol = frame_of(mallory.begin());
+  carol = Handshake::accept(carol_credo);
+  const Frame from_carol = frame_of(carol.on_frame(to_carol.type, to_carol.body));
+  check_failed(alice.on_frame(from_carol.type, from_carol.body), "secret does not match");
+}
+
+/// Somebody who knows the secret answers under another name than the one that was wanted.
+CASE(a_member_in_place_of_another) {
+  auto number = [](auto n) { return std::string(reinterpret_cast<const char*>(&n), sizeof n); };
+  auto text = [&](const std::string& s) { return number(static_cast<std::uint32_t>(s.size())) + s; };
+  auto answer = [&](const Identity& me, const std::string& hello) {
+    const std::string mine = number(me.id) + text(me.name) + number(me.incarnation) + text(std::string(32, 'n'));
+    return text(mine) + text(toy_hmac("secret", "acceptor" + text(hello) + text(mine)));
+  };
+  Talk t;
+  const Frame hello = frame_of(t.alice.begin());
+  Handshake alice = t.alice;
+  CHECK(*alice.on_frame(FrameType::kChallenge, answer(kBob, hello.body)).send == FrameType::kProof);
+  for (const Identity& me :
+       {Identity{.id = 2, .name = "mallory", .incarnation = 22}, Identity{.id = 3, .name = "bob"}}) {
+    alice = t.alice;
+    check_failed(alice.on_frame(FrameType::kChallenge, answer(me, hello.body)), "in place of bob");
+  }
+}
+
+CASE(every_frame_out_of_order_fails) {
+  const std::vector<FrameType> types = {
+      FrameType{0},        FrameType::kHello, FrameType::kChallenge, FrameType::kProof,   FrameType::kWelcome,
+      FrameType::kRequest, FrameType::kReply, FrameType::kOneway,    FrameType::kGoodbye, FrameType{255}};
+  Talk t;
+  const Handshake fresh_bob = t.bob;
+  const Frame hello = frame_of(t.alice.begin());
+  const Handshake greeting_alice = t.alice;
+  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  const Handshake challenging_bob = t.bob;
+  const Frame proof = frame_of(t.alice.on_frame(challenge.type, challenge.body));
+  const Handshake proving_alice = t.alice;
+  CHECK(t.bob.on_frame(proof.type, proof.body).open);
+  CHECK(t.alice.on_frame(FrameType::kWelcome, "").open);
+  const std::pair<const Handshake*, FrameType> expecting[] = {{&fresh_bob, FrameType::kHello},
+                                                              {&greeting_alice, FrameType::kChallenge},
+                                                              {&challenging_bob, FrameType::kProof},
+                                                              {&proving_alice, FrameType::kWelcome},
+                                                              {&t.bob, FrameType{254}},
+                                                              {&t.alice, FrameType{254}}};
+  for (auto [state, expected] : expecting) {
+    for (const FrameType type : types) {
+      if (type == expected) continue;
+      for (const std::string& body : {hello.body, challenge.body, proof.body, std::string()}) {
+        Handshake h = *state;
+        check_failed(h.on_frame(type, body), "out of order");
+        check_failed(h.on_frame(expected, hello.body), "out of order");  // once failed, always
+      }
+    }
+  }
+}
+
+CASE(a_refusal_tells_why) {
+  Talk t;
+  const Frame hello = frame_of(t.alice.begin());
+  const std::string reason = std::string("\4\0\0\0", 4) + "nope";
+  check_failed(t.alice.on_frame(FrameType::kRefuse, reason), "refused by the peer: nope");
+  for (const std::string& odd : {std::string(), std::string("\xff\xff\xff\xffx", 5), std::string("x")}) {
+    Talk other;
+    frame_of(other.alice.begin());
+    check_failed(other.alice.on_frame(FrameType::kRefuse, odd), "refused");
+  }
+}
+
+CASE(bodies_cut_at_every_byte_or_longer) {
+  Talk t;
+  const Frame hello = frame_of(t.alice.begin());
+  for (std::size_t n = 0; n < hello.body.size(); ++n) {
+    Handshake bob = t.bob;
+    const auto step = bob.on_frame(hello.type, hello.body.substr(0, n));
+    CHECK(!step.failed.empty() && !step.open);
+  }
+  Handshake copy = t.bob;
+  check_failed(copy.on_frame(hello.type, hello.body + "x"), "malformed");
+  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  for (std::size_t n = 0; n < challenge.body.size(); ++n) {
+    Handshake alice = t.alice;
+    const auto step = alice.on_frame(challenge.type, challenge.body.substr(0, n));
+    CHECK(!step.failed.empty() && !step.open);
+  }
+  copy = t.alice;
+  check_failed(copy.on_frame(challenge.type, challenge.body + "x"), "malformed");
+  const Frame proof = frame_of(t.alice.on_frame(challenge.type, challenge.body));
+  for (std::size_t n = 0; n < proof.body.size(); ++n) {
+    Handshake bob = t.bob;
+    const auto step = bob.on_frame(proof.type, proof.body.substr(0, n));
+    CHECK(!step.failed.empty() && !step.open);
+  }
+  copy = t.bob;
+  check_failed(copy.on_frame(proof.type, proof.body + "x"), "malformed");
+}
+
+/// Whatever one bit is changed in, nobody is let in. (But in the initiator's own claim of its incarnation and such,
+/// which its own proof covers: there Bob's answer or Alice's proof no longer fits.)
+CASE(every_flipped_bit_is_noticed) {
+  auto flip = [](std::string s, std::size_t bit) {
+    s[bit / 8] = static_cast<char>(s[bit / 8] ^ (1 << bit % 8));
+    return s;
+  };
+  Talk t;
+  const Handshake fresh_bob = t.bob;
+  const Frame hello = frame_of(t.alice.begin());
+  for (std::size_t bit = 0; bit < hello.body.size() * 8; ++bit) {
+    Handshake alice = t.alice, bob = fresh_bob;
+    const auto step = bob.on_frame(hello.type, flip(hello.body, bit));
+    if (!step.failed.empty()) continue;
+    const Frame challenge = frame_of(step);
+    check_failed(alice.on_frame(challenge.type, challenge.body), "secret does not match");
+  }
+  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  for (std::size_t bit = 0; bit < challenge.body.size() * 8; ++bit) {
+    Handshake alice = t.alice;
+    CHECK(!alice.on_frame(challenge.type, flip(challenge.body, bit)).failed.empty());
+  }
+  const Frame proof = frame_of(t.alice.on_frame(challenge.type, challenge.body));
+  for (std::size_t bit = 0; bit < proof.body.size() * 8; ++bit) {
+    Handshake bob = t.bob;
+    CHECK(!bob.on_frame(proof.type, flip(proof.body, bit)).failed.empty());
+  }
+  CHECK(t.bob.on_frame(proof.type, proof.body).open);
+}
+
+CASE(noise_is_refused) {
+  Random random(7);
+  for (int i = 0; i < times(20000); ++i) {
+    Talk t;
+    if (i % 2) frame_of(t.alice.begin());
+    Handshake& h = i % 2 ? t.alice : t.bob;
+    std::string body = random.bytes(random.below(200));
+    if (i % 4 == 0 && body.size() >= 4) body.replace(0, 4, std::string("\1\0\0\0", 4));  // the right version
+    const auto step = h.on_frame(i % 2 ? FrameType::kChallenge : FrameType::kHello, body);
+    CHECK(!step.failed.empty() && !step.open);
+  }
+}
+
+CASE(nonces_are_fresh) {
+  Talk a, b;
+  CHECK(a.alice.begin().body != b.alice.begin().body);
+}
+
+}  // namespace
+}  // namespace telegrad::test

@@ -1,0 +1,75 @@
+// What the transport tests share: pairs of connected links, messages that own their bytes, and an inbox that remembers.
+#pragma once
+
+#include <poll.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/transport.h"
+#include "tests/check.h"
+
+namespace telegrad::test {
+
+/// A message with the memory it is sent from.
+struct Message {
+  FrameHeader header;
+  std::string name;
+  std::string body;
+  std::vector<std::string> segments;
+
+  /// An Outgoing that borrows this message's memory.
+  Outgoing outgoing() const;
+};
+
+/// A message of pseudo-random content.
+Message random_message(Random& random, std::size_t body, const std::vector<std::size_t>& segments = {},
+                       std::size_t name = 0);
+/// Does what arrived equal what was sent, byte for byte, in aligned memory?
+void check_same(const Message& sent, const Incoming& got);
+
+class Collector final : public Inbox {
+ public:
+  BlockPtr allocate(std::size_t size) override;
+  void deliver(Incoming&& message) override { messages.push_back(std::move(message)); }
+
+  std::shared_ptr<Pool> pool = Pool::make(0);
+  std::vector<Incoming> messages;
+  int allocations = 0;
+  std::size_t allocated = 0;
+  std::size_t refuse_from = SIZE_MAX;  // throws std::bad_alloc for blocks of this size and more
+};
+
+/// A fresh address of a scheme, to listen on.
+std::string fresh_address(const std::string& scheme);
+
+/// Does the descriptor poll for `events` within `timeout_ms`?
+bool polls(int fd, short events, int timeout_ms);
+inline bool readable(int fd, int timeout_ms = -1) { return polls(fd, POLLIN, timeout_ms); }
+inline bool writable(int fd, int timeout_ms = -1) { return polls(fd, POLLOUT, timeout_ms); }
+
+/// Two ends of one link; `a` has connected, `b` was accepted.
+struct Ends {
+  explicit Ends(const std::string& scheme);
+  std::unique_ptr<Listener> listener;
+  std::unique_ptr<Link> a, b;
+};
+
+constexpr std::size_t kAnyBudget = std::size_t{1} << 20;
+
+/// Sends one message, reading at the other end meanwhile.
+void send_whole(Link& from, const Message& message, Link& to, Collector& inbox);
+/// Reads until `count` messages have arrived since the inbox was empty.
+void receive_until(Link& link, Collector& inbox, std::size_t count);
+/// Reads until the link is broken.
+void receive_until_broken(Link& link, Collector& inbox);
+/// Sends messages of `size` bytes until the link blocks and stays so. The last one is the blocked one; it has to be
+/// sent on.
+struct Clogged {
+  std::vector<Message> messages;
+  std::vector<std::unique_ptr<Outgoing>> sent;
+};
+Clogged clog(Link& link, std::size_t size);
+
+}  // namespace telegrad::test

@@ -1,0 +1,538 @@
+// The conformance suite of the transport contract, core/transport.h: every function below runs on every scheme. Longer
+// than our files are, so that whoever adds a transport reads all that is asked of it in one place.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+#include <thread>
+
+#include "tests/links.h"
+
+namespace telegrad::test {
+namespace {
+
+using Scheme = const std::string&;
+
+constexpr std::size_t kKiB = 1024;
+constexpr std::size_t kMiB = 1024 * kKiB;
+const std::vector<std::size_t> kSizes = {0, 1, 63, 64, 65, 64 * kKiB - 1, 64 * kKiB, 64 * kKiB + 1, 3 * kMiB + 7};
+
+// ---- messages arrive whole and exact
+
+void bodies_of_all_sizes(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  Random random(1);
+  std::vector<Message> sent;
+  for (std::size_t size : kSizes) sent.push_back(random_message(random, size));
+  for (const Message& m : sent) send_whole(*e.a, m, *e.b, inbox);
+  receive_until(*e.b, inbox, sent.size());
+  for (std::size_t i = 0; i < sent.size(); ++i) check_same(sent[i], inbox.messages[i]);
+}
+
+void names_of_all_sizes(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  Random random(2);
+  std::vector<Message> sent;
+  for (std::size_t size : kSizes) {
+    if (size <= Limits{}.name) sent.push_back(random_message(random, size, {size}, size));
+  }
+  CHECK(sent.size() >= 7);
+  for (const Message& m : sent) send_whole(*e.a, m, *e.b, inbox);
+  receive_until(*e.b, inbox, sent.size());
+  for (std::size_t i = 0; i < sent.size(); ++i) check_same(sent[i], inbox.messages[i]);
+}
+
+void segments_of_all_sizes(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  Random random(3);
+  std::vector<Message> sent;
+  for (std::size_t size : kSizes) sent.push_back(random_message(random, 10, {size}));
+  sent.push_back(random_message(random, 0, kSizes, 5));
+  std::vector<std::size_t> back(kSizes.rbegin(), kSizes.rend());
+  sent.push_back(random_message(random, 70000, back));
+  for (const Message& m : sent) send_whole(*e.b, m, *e.a, inbox);
+  receive_until(*e.a, inbox, sent.size());
+  for (std::size_t i = 0; i < sent.size(); ++i) check_same(sent[i], inbox.messages[i]);
+}
+
+void many_segments(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  Random random(4);
+  std::vector<std::size_t> sizes;
+  for (std::size_t i = 0; i < 1000; ++i) sizes.push_back(i % 130);
+  std::vector<std::size_t> pieces(3000, 1);  // more than IOV_MAX
+  std::vector<std::size_t> nothing(1000, 0);
+  const Message sent[] = {random_message(random, 3, sizes), random_message(random, 3, pieces),
+                          random_message(random, 0, nothing)};
+  for (const Message& m : sent) send_whole(*e.a, m, *e.b, inbox);
+  receive_until(*e.b, inbox, 3);
+  for (std::size_t i = 0; i < 3; ++i) check_same(sent[i], inbox.messages[i]);
+}
+
+void both_ways_in_order(Scheme scheme) {
+  Ends e(scheme);
+  const int count = times(20000);
+  auto run = [&](Link& mine, std::uint64_t seed, Collector& inbox) {
+    Random random(seed);
+    for (int i = 0; i < count;) {
+      Message m = random_message(random, random.below(100));
+      m.header.call_id = static_cast<std::uint64_t>(i);
+      Outgoing out = m.outgoing();
+      SendState state;
+      while ((state = mine.send(out)) == SendState::kBlocked) {
+        mine.receive(inbox, kAnyBudget);
+        if (!polls(mine.fd(), POLLIN | POLLOUT, -1)) break;
+      }
+      CHECK(state == SendState::kSent);
+      if (++i % 64 == 0) mine.receive(inbox, kAnyBudget);
+    }
+    receive_until(mine, inbox, static_cast<std::size_t>(count));
+  };
+  Collector at_a, at_b;
+  std::thread other([&] { run(*e.b, 6, at_b); });
+  run(*e.a, 5, at_a);
+  other.join();
+  for (int i = 0; i < count; ++i) {
+    CHECK_EQ(at_a.messages[static_cast<std::size_t>(i)].header.call_id, static_cast<std::uint64_t>(i));
+    CHECK_EQ(at_b.messages[static_cast<std::size_t>(i)].header.call_id, static_cast<std::uint64_t>(i));
+  }
+}
+
+void memory_is_free_after_sent(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  Random random(7);
+  Message m = random_message(random, 500, {3000, 100}, 30);
+  const Message original = m;
+  {
+    Outgoing out = m.outgoing();
+    CHECK(e.a->send(out) == SendState::kSent);
+  }
+  std::ranges::fill(m.body, 'x');
+  std::ranges::fill(m.name, 'x');
+  for (auto& s : m.segments) std::ranges::fill(s, 'x');
+  receive_until(*e.b, inbox, 1);
+  check_same(original, inbox.messages[0]);
+}
+
+void sends_while_it_receives(Scheme scheme) {
+  Ends e(scheme);
+  const int count = times(3000);
+  Random random(8);
+  std::vector<Message> sent;
+  for (int i = 0; i < count; ++i) sent.push_back(random_message(random, random.below(3000), {random.below(20000)}));
+  auto send = [&](Link& link) {
+    for (const Message& m : sent) {
+      Outgoing out = m.outgoing();
+      while (link.send(out) == SendState::kBlocked) writable(link.fd());
+    }
+  };
+  Collector at_a, at_b;
+  std::thread threads[] = {std::thread([&] { send(*e.a); }), std::thread([&] { send(*e.b); }),
+                           std::thread([&] { receive_until(*e.a, at_a, sent.size()); }),
+                           std::thread([&] { receive_until(*e.b, at_b, sent.size()); })};
+  for (auto& t : threads) t.join();
+  for (std::size_t i = 0; i < sent.size(); ++i) {
+    check_same(sent[i], at_a.messages[i]);
+    check_same(sent[i], at_b.messages[i]);
+  }
+}
+
+// ---- blocking
+
+void blocks_and_resumes(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  Clogged c = clog(*e.a, 300 * kKiB);
+  Outgoing& last = *c.sent.back();
+  CHECK(e.a->send(last) == SendState::kBlocked);
+  CHECK(!writable(e.a->fd(), 0));
+  SendState state = SendState::kBlocked;
+  while (state == SendState::kBlocked) {
+    CHECK(readable(e.b->fd()));
+    CHECK(e.b->receive(inbox, 64 * kKiB) != ReceiveState::kBroken);
+    if (writable(e.a->fd(), 0)) state = e.a->send(last);
+  }
+  CHECK(state == SendState::kSent);
+  receive_until(*e.b, inbox, c.messages.size());
+  for (std::size_t i = 0; i < c.messages.size(); ++i) check_same(c.messages[i], inbox.messages[i]);
+}
+
+void both_ends_full_at_once(Scheme scheme) {
+  Ends e(scheme);
+  Clogged from_a = clog(*e.a, kMiB);
+  Clogged from_b = clog(*e.b, kMiB);
+  Collector at_a, at_b;
+  bool a_done = false, b_done = false;
+  while (!a_done || !b_done || at_b.messages.size() < from_a.messages.size() ||
+         at_a.messages.size() < from_b.messages.size()) {
+    pollfd p[2] = {{.fd = e.a->fd(), .events = static_cast<short>(a_done ? POLLIN : POLLIN | POLLOUT), .revents = 0},
+                   {.fd = e.b->fd(), .events = static_cast<short>(b_done ? POLLIN : POLLIN | POLLOUT), .revents = 0}};
+    ::poll(p, 2, -1);
+    if (p[0].revents & POLLIN) e.a->receive(at_a, kAnyBudget);
+    if (p[1].revents & POLLIN) e.b->receive(at_b, kAnyBudget);
+    if (p[0].revents & POLLOUT) a_done = e.a->send(*from_a.sent.back()) == SendState::kSent;
+    if (p[1].revents & POLLOUT) b_done = e.b->send(*from_b.sent.back()) == SendState::kSent;
+  }
+  for (std::size_t i = 0; i < from_a.messages.size(); ++i) check_same(from_a.messages[i], at_b.messages[i]);
+  for (std::size_t i = 0; i < from_b.messages.size(); ++i) check_same(from_b.messages[i], at_a.messages[i]);
+}
+
+void budget_gives_others_a_turn(Scheme scheme) {
+  Ends e(scheme);
+  Random random(9);
+  std::vector<Message> sent;
+  for (int i = 0; i < 10; ++i) sent.push_back(random_message(random, 20 * kKiB));
+  Collector inbox;
+  for (const Message& m : sent) {
+    Outgoing out = m.outgoing();
+    CHECK(e.a->send(out) == SendState::kSent);
+  }
+  CHECK(readable(e.b->fd()));
+  CHECK(e.b->receive(inbox, 1) == ReceiveState::kMore);
+  CHECK(inbox.messages.size() < 10);
+  int turns = 1;
+  while (inbox.messages.size() < 10) {
+    CHECK(readable(e.b->fd(), 0));  // what is left over must not wait for more to arrive
+    CHECK(e.b->receive(inbox, 30 * kKiB) != ReceiveState::kBroken);
+    ++turns;
+  }
+  CHECK(turns > 2);
+  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK(!readable(e.b->fd(), 0));
+}
+
+// ---- limits
+
+void refuses(Scheme scheme, const Limits& limits, const Message& message) {
+  Ends e(scheme);
+  Collector inbox;
+  e.b->set_limits(limits);
+  Outgoing out = message.outgoing();
+  CHECK(e.a->send(out) == SendState::kSent);
+  receive_until_broken(*e.b, inbox);
+  CHECK_EQ(inbox.allocations, 0);
+  CHECK(inbox.messages.empty());
+  CHECK_SAYS(e.b->error(), "limit");
+  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kBroken);
+  CHECK_SAYS(e.b->error(), "limit");
+}
+
+void limits_are_checked_before_memory_is_taken(Scheme scheme) {
+  const Limits limits{.body = 100, .message = 50, .segments = 3, .name = 10};
+  Random random(10);
+  const Message fits = random_message(random, 100, {20, 20, 10}, 10);
+  {
+    Ends e(scheme);
+    Collector inbox;
+    e.b->set_limits(limits);
+    send_whole(*e.a, fits, *e.b, inbox);
+    receive_until(*e.b, inbox, 1);
+    check_same(fits, inbox.messages[0]);
+  }
+  refuses(scheme, limits, random_message(random, 101));
+  refuses(scheme, limits, random_message(random, 1, {51}));
+  refuses(scheme, limits, random_message(random, 1, {20, 20, 11}));
+  refuses(scheme, limits, random_message(random, 1, {1, 1, 1, 1}));
+  refuses(scheme, limits, random_message(random, 1, {}, 11));
+}
+
+void a_frame_over_the_limits_spares_those_before_it(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  e.b->set_limits({.body = 100, .message = 100, .segments = 3, .name = 10});
+  Random random(11);
+  const Message good = random_message(random, 50), bad = random_message(random, 101);
+  for (const Message* m : {&good, &bad, &good}) {
+    Outgoing out = m->outgoing();
+    CHECK(e.a->send(out) == SendState::kSent);
+  }
+  receive_until_broken(*e.b, inbox);
+  CHECK_EQ(inbox.messages.size(), 1u);
+  check_same(good, inbox.messages[0]);
+  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kBroken);
+  CHECK_EQ(inbox.messages.size(), 1u);
+}
+
+void limits_change_from_inside_deliver(Scheme scheme) {
+  struct Opening final : Inbox {
+    Link* link;
+    Collector inner;
+    BlockPtr allocate(std::size_t size) override { return inner.allocate(size); }
+    void deliver(Incoming&& m) override {
+      inner.deliver(std::move(m));
+      link->set_limits(Limits{});
+    }
+  };
+  Ends e(scheme);
+  e.b->set_limits(kStrangerLimits);
+  Random random(12);
+  const Message small = random_message(random, 4096), large = random_message(random, 9000, {5000}, 10);
+  Opening inbox;
+  inbox.link = e.b.get();
+  for (const Message* m : {&small, &large}) {
+    Outgoing out = m->outgoing();
+    CHECK(e.a->send(out) == SendState::kSent);
+  }
+  while (inbox.inner.messages.size() < 2) {
+    readable(e.b->fd());
+    CHECK(e.b->receive(inbox, kAnyBudget) != ReceiveState::kBroken);
+  }
+  check_same(small, inbox.inner.messages[0]);
+  check_same(large, inbox.inner.messages[1]);
+}
+
+void no_memory_breaks_the_link(Scheme scheme) {
+  Collector inbox;
+  {
+    Ends e(scheme);
+    inbox.refuse_from = 5000;
+    Random random(13);
+    const Message small = random_message(random, 100), large = random_message(random, 50, {4000, 5000});
+    for (const Message* m : {&small, &large, &small}) {
+      Outgoing out = m->outgoing();
+      CHECK(e.a->send(out) == SendState::kSent);
+    }
+    receive_until_broken(*e.b, inbox);
+    CHECK_EQ(inbox.messages.size(), 1u);
+    CHECK_SAYS(e.b->error(), "memory");
+    CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kBroken);
+    CHECK_EQ(inbox.messages.size(), 1u);
+    inbox.messages.clear();
+  }
+  CHECK_EQ(inbox.pool->stats().live_blocks, 0u);
+}
+
+// ---- the end
+
+void sent_data_survives_close(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  Random random(14);
+  std::vector<Message> sent;
+  for (int i = 0; i < 10; ++i) sent.push_back(random_message(random, 500, {1000}));
+  for (const Message& m : sent) {
+    Outgoing out = m.outgoing();
+    CHECK(e.a->send(out) == SendState::kSent);
+  }
+  e.a->close();
+  e.a.reset();
+  receive_until_broken(*e.b, inbox);
+  CHECK_EQ(inbox.messages.size(), 10u);
+  for (std::size_t i = 0; i < 10; ++i) check_same(sent[i], inbox.messages[i]);
+  CHECK_EQ(e.b->error(), "");
+  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kBroken);
+  CHECK_EQ(inbox.messages.size(), 10u);
+  CHECK_EQ(e.b->error(), "");
+}
+
+/// A send that fails because the other end is gone must not cost what that end had sent before.
+void sent_data_survives_a_failed_send(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  Random random(15);
+  const Message m = random_message(random, 500, {1000});
+  for (int i = 0; i < 10; ++i) {
+    Outgoing out = m.outgoing();
+    CHECK(e.a->send(out) == SendState::kSent);
+  }
+  e.a->close();
+  e.a.reset();
+  SendState state;
+  do {
+    Outgoing out = m.outgoing();
+    state = e.b->send(out);
+    CHECK(state != SendState::kBlocked);
+  } while (state == SendState::kSent);
+  CHECK(readable(e.b->fd(), 0));
+  receive_until_broken(*e.b, inbox);
+  CHECK_EQ(inbox.messages.size(), 10u);
+  Outgoing out = m.outgoing();
+  CHECK(e.b->send(out) == SendState::kBroken);
+}
+
+void close_ends_both_directions(Scheme scheme) {
+  Ends e(scheme);
+  Collector inbox;
+  CHECK_EQ(e.a->error(), "");
+  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+  e.a->close();
+  e.a->close();
+  const Message m;
+  Outgoing out = m.outgoing();
+  CHECK(e.a->send(out) == SendState::kBroken);
+  receive_until_broken(*e.a, inbox);
+  receive_until_broken(*e.b, inbox);
+  CHECK_EQ(e.b->error(), "");
+  e.a->close();
+  e.b->close();
+  Outgoing back = m.outgoing();
+  CHECK(e.b->send(back) == SendState::kBroken);
+  CHECK(inbox.messages.empty());
+}
+
+void close_wakes_both_ends(Scheme scheme) {
+  for (int i = 0; i < 20; ++i) {
+    Ends e(scheme);
+    Collector at_a, at_b;
+    std::thread reading_a([&] { receive_until_broken(*e.a, at_a); });
+    std::thread reading_b([&] { receive_until_broken(*e.b, at_b); });
+    std::thread closing([&] { e.a->close(); });
+    e.a->close();
+    closing.join();
+    reading_a.join();
+    reading_b.join();
+    CHECK_EQ(e.b->error(), "");
+  }
+}
+
+void close_while_sending(Scheme scheme) {
+  for (int i = 0; i < 10; ++i) {
+    Ends e(scheme);
+    Collector at_b;
+    Random random(16);
+    const Message m = random_message(random, 100, {200 * kKiB});
+    Counter sends;
+    std::thread sending([&] {
+      while (true) {
+        Outgoing out = m.outgoing();
+        SendState state;
+        while ((state = e.a->send(out)) == SendState::kBlocked) writable(e.a->fd());
+        if (state == SendState::kBroken) return;
+        sends.add();
+      }
+    });
+    std::thread reading([&] { receive_until_broken(*e.b, at_b); });
+    sends.wait_for(3);
+    e.a->close();
+    sending.join();
+    reading.join();
+    for (const Incoming& got : at_b.messages) check_same(m, got);  // whole or not at all
+  }
+}
+
+void everything_is_given_back(Scheme scheme) {
+  {
+    Ends warm_up(scheme);
+  }
+  const int before = open_descriptors();
+  for (int i = 0; i < 20; ++i) {
+    Ends e(scheme);
+    CHECK(open_descriptors() > before);
+    if (i % 2) e.a->close();
+    if (i % 3) e.b.reset();
+  }
+  {
+    const std::string address = fresh_address(scheme);
+    auto listener = find_transport(address)->listen(address);
+    auto never_accepted = find_transport(address)->connect(listener->address());
+  }
+  CHECK_EQ(open_descriptors(), before);
+}
+
+// ---- connecting
+
+void listener_says_what_to_connect_to(Scheme scheme) {
+  const std::string address = fresh_address(scheme);
+  Transport* transport = find_transport(address);
+  auto listener = transport->listen(address);
+  CHECK(listener->address().starts_with(scheme + ":"));
+  CHECK(listener->accept() == nullptr);
+  CHECK(!readable(listener->fd(), 0));
+  std::string why;
+  try {
+    auto second = transport->listen(listener->address());
+  } catch (const std::system_error& e) {
+    why = e.what();
+  }
+  CHECK_SAYS(why, listener->address());
+}
+
+void nobody_there(Scheme scheme) {
+  const std::string address = fresh_address(scheme);
+  Transport* transport = find_transport(address);
+  std::string gone = transport->listen(address)->address();  // and gone again
+  std::string why;
+  try {
+    auto link = transport->connect(gone);
+    Collector inbox;
+    const Message m;
+    Outgoing out = m.outgoing();
+    while (link->send(out) == SendState::kBlocked) writable(link->fd());
+    receive_until_broken(*link, inbox);
+    why = link->error();
+  } catch (const std::system_error& e) {
+    CHECK_SAYS(e.what(), gone);
+    why = e.what();
+  }
+  CHECK_SAYS(why, "refused");
+}
+
+void who_is_there(Scheme scheme) {
+  Ends e(scheme);
+  for (const Link* link : {e.a.get(), e.b.get()}) {
+    CHECK(link->describe().starts_with(scheme));
+    const auto credentials = link->credentials();
+    if (scheme == "tcp") {
+      CHECK(!credentials);
+    } else {
+      CHECK(credentials && credentials->pid == getpid() && credentials->uid == geteuid());
+    }
+  }
+}
+
+// ---- every function on every scheme
+
+struct Row {
+  const char* name;
+  void (*run)(Scheme);
+};
+#define ROW(f) {#f, f}
+const Row kSuite[] = {
+    ROW(bodies_of_all_sizes),
+    ROW(names_of_all_sizes),
+    ROW(segments_of_all_sizes),
+    ROW(many_segments),
+    ROW(both_ways_in_order),
+    ROW(memory_is_free_after_sent),
+    ROW(sends_while_it_receives),
+    ROW(blocks_and_resumes),
+    ROW(both_ends_full_at_once),
+    ROW(budget_gives_others_a_turn),
+    ROW(limits_are_checked_before_memory_is_taken),
+    ROW(a_frame_over_the_limits_spares_those_before_it),
+    ROW(limits_change_from_inside_deliver),
+    ROW(no_memory_breaks_the_link),
+    ROW(sent_data_survives_close),
+    ROW(sent_data_survives_a_failed_send),
+    ROW(close_ends_both_directions),
+    ROW(close_wakes_both_ends),
+    ROW(close_while_sending),
+    ROW(everything_is_given_back),
+    ROW(listener_says_what_to_connect_to),
+    ROW(nobody_there),
+    ROW(who_is_there),
+};
+
+const char* const kSchemes[] = {
+    "unix",
+    "tcp",
+    "inproc",
+};
+
+const bool registered = [] {
+  for (const std::string scheme : kSchemes) {
+    for (const Row& row : kSuite) {
+      add_case(scheme + "/" + row.name, [scheme, run = row.run] { run(scheme); });
+    }
+  }
+  return true;
+}();
+
+}  // namespace
+}  // namespace telegrad::test

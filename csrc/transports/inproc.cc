@@ -1,0 +1,309 @@
+// Links within one process: a worker's calls to itself, and tests. Two queues, with the same bounded room, blocking and
+// end-of-stream behaviour as a socket.
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <system_error>
+
+#include "transports/stream.h"
+#include "transports/transports.h"
+
+namespace telegrad {
+namespace {
+
+constexpr std::size_t kRoom = 4 << 20;  // bytes queued in one direction before a sender is told to wait
+
+/// A descriptor that polls readable and writable as it is told: one end of a socket pair whose other end we hold. A
+/// byte sent from there makes it readable; filling the way there makes it unwritable.
+class Doorbell {
+ public:
+  Doorbell() {
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) != 0) {
+      throw std::system_error(errno, std::generic_category(), "cannot make a pair of sockets");
+    }
+    outside_ = Descriptor(ends[0]);
+    inside_ = Descriptor(ends[1]);
+    const int least = 1;
+    setsockopt(outside_.get(), SOL_SOCKET, SO_SNDBUF, &least, sizeof least);
+  }
+
+  int fd() const { return outside_.get(); }
+
+  void set_readable(bool on) {
+    if (readable_ == on) return;
+    readable_ = on;
+    if (on) {
+      ::send(inside_.get(), "!", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+    } else {
+      drain(outside_);
+    }
+  }
+
+  void set_writable(bool on) {
+    if (writable_ == on) return;
+    writable_ = on;
+    if (on) {
+      drain(inside_);
+    } else {
+      const char filling[2048] = {};
+      while (::send(outside_.get(), filling, sizeof filling, MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
+      }
+    }
+  }
+
+ private:
+  static void drain(const Descriptor& socket) {
+    char bytes[8192];
+    while (::recv(socket.get(), bytes, sizeof bytes, MSG_DONTWAIT) > 0) {
+    }
+  }
+
+  Descriptor outside_, inside_;
+  bool readable_ = false;
+  bool writable_ = true;
+};
+
+struct Parcel {
+  FrameHeader header;
+  std::string name;
+  std::string body;
+  std::vector<std::unique_ptr<std::byte[]>> segments;
+  std::vector<std::size_t> sizes;
+  std::size_t total = 0;
+};
+
+Parcel pack(const Outgoing& m) {
+  Parcel p;
+  p.header = m.header;
+  p.header.name_size = static_cast<std::uint32_t>(m.name.size());
+  p.header.body_size = m.body.size();
+  p.header.segment_count = static_cast<std::uint32_t>(m.segments.size());
+  p.name = m.name;
+  p.body = m.body;
+  p.total = m.payload_size() + m.name.size() + sizeof p.header;
+  for (const auto& s : m.segments) {
+    p.segments.push_back(std::unique_ptr<std::byte[]>(new std::byte[s.size]));
+    if (s.size > 0) std::memcpy(p.segments.back().get(), s.data, s.size);
+    p.sizes.push_back(s.size);
+  }
+  return p;
+}
+
+/// One direction.
+struct Pipe {
+  std::deque<Parcel> queue;
+  std::size_t bytes = 0;
+};
+
+/// What both ends share. bell[i] is end i's: readable when pipe[i] has something or the link is closed, writable
+/// unless the other pipe is full.
+struct Shared {
+  std::mutex mutex;
+  Pipe pipe[2];
+  bool closed = false;
+  Doorbell bell[2];
+};
+
+class InprocLink final : public Link {
+ public:
+  InprocLink(std::shared_ptr<Shared> shared, int end) : shared_(std::move(shared)), end_(end) {}
+  ~InprocLink() override { close(); }
+
+  int fd() const override { return shared_->bell[end_].fd(); }
+
+  SendState send(Outgoing& m) override {
+    const int other = 1 - end_;
+    std::lock_guard lock(shared_->mutex);
+    if (shared_->closed) return SendState::kBroken;
+    Pipe& pipe = shared_->pipe[other];
+    if (pipe.bytes >= kRoom) {
+      shared_->bell[end_].set_writable(false);
+      return SendState::kBlocked;
+    }
+    try {
+      pipe.queue.push_back(pack(m));
+    } catch (const std::bad_alloc&) {
+      error_ = "no memory for a message";
+      close_locked();
+      return SendState::kBroken;
+    }
+    pipe.bytes += pipe.queue.back().total;
+    shared_->bell[other].set_readable(true);
+    return SendState::kSent;
+  }
+
+  ReceiveState receive(Inbox& inbox, std::size_t budget) override {
+    const int other = 1 - end_;
+    std::size_t got = 0;
+    while (true) {
+      Parcel p;
+      {
+        std::lock_guard lock(shared_->mutex);
+        Pipe& pipe = shared_->pipe[end_];
+        if (broken_) return ReceiveState::kBroken;
+        if (pipe.queue.empty()) {
+          if (shared_->closed) return ReceiveState::kBroken;
+          shared_->bell[end_].set_readable(false);
+          return ReceiveState::kIdle;
+        }
+        if (got >= budget) return ReceiveState::kMore;
+        p = std::move(pipe.queue.front());
+        pipe.queue.pop_front();
+        pipe.bytes -= p.total;
+        if (pipe.bytes <= kRoom / 2) shared_->bell[other].set_writable(true);
+      }
+      got += p.total;
+      std::string why = deliver(inbox, std::move(p));
+      if (!why.empty()) {
+        std::lock_guard lock(shared_->mutex);
+        error_ = std::move(why);
+        broken_ = true;
+        close_locked();
+      }
+    }
+  }
+
+  void set_limits(const Limits& limits) override { limits_ = limits; }
+
+  void close() override {
+    std::lock_guard lock(shared_->mutex);
+    close_locked();
+  }
+
+  std::string error() const override {
+    std::lock_guard lock(shared_->mutex);
+    return error_;
+  }
+  std::optional<Credentials> credentials() const override { return Credentials{.pid = getpid(), .uid = geteuid()}; }
+  std::string describe() const override { return "inproc"; }
+
+ private:
+  void close_locked() {
+    shared_->closed = true;
+    for (Doorbell& bell : shared_->bell) {
+      bell.set_readable(true);
+      bell.set_writable(true);
+    }
+  }
+
+  /// Hands a parcel on; returns why that cannot be, or "".
+  std::string deliver(Inbox& inbox, Parcel p) const {
+    const FrameHeader& h = p.header;
+    std::uint64_t total = 0;
+    for (std::size_t s : p.sizes) total += s;
+    if (h.magic != kMagic) return "what arrived is not a Telegrad frame";
+    if (h.name_size > limits_.name || h.body_size > limits_.body || h.segment_count > limits_.segments ||
+        total > limits_.message) {
+      return "a frame is over the limits";
+    }
+    try {
+      Incoming m;
+      m.header = h;
+      m.name = std::move(p.name);
+      if (!p.body.empty()) {
+        m.body = inbox.allocate(p.body.size());
+        std::memcpy(m.body->data(), p.body.data(), p.body.size());
+      }
+      for (std::size_t i = 0; i < p.sizes.size(); ++i) {
+        m.segments.push_back(inbox.allocate(p.sizes[i]));
+        if (p.sizes[i] > 0) std::memcpy(m.segments.back()->data(), p.segments[i].get(), p.sizes[i]);
+      }
+      inbox.deliver(std::move(m));
+      return "";
+    } catch (const std::bad_alloc&) {
+      return "no memory for a message";
+    }
+  }
+
+  std::shared_ptr<Shared> shared_;
+  const int end_;
+  Limits limits_;
+  bool broken_ = false;  // the receiving side has failed: nothing more is delivered
+  std::string error_;
+};
+
+class InprocListener;
+
+struct Names {
+  std::mutex mutex;
+  std::map<std::string, InprocListener*> listeners;
+};
+
+Names& names() {
+  static Names n;
+  return n;
+}
+
+class InprocListener final : public Listener {
+ public:
+  explicit InprocListener(std::string address)
+      : address_(std::move(address)), bell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    std::lock_guard lock(names().mutex);
+    if (!names().listeners.emplace(address_, this).second) {
+      throw std::system_error(EADDRINUSE, std::generic_category(), "cannot listen on " + address_);
+    }
+  }
+  ~InprocListener() override {
+    std::lock_guard lock(names().mutex);
+    names().listeners.erase(address_);
+  }
+
+  int fd() const override { return bell_.get(); }
+  std::string address() const override { return address_; }
+
+  std::unique_ptr<Link> accept() override {
+    std::lock_guard lock(names().mutex);
+    std::uint64_t count;
+    if (waiting_.empty()) {
+      [[maybe_unused]] auto n = ::read(bell_.get(), &count, sizeof count);
+      return nullptr;
+    }
+    auto link = std::move(waiting_.front());
+    waiting_.pop_front();
+    return link;
+  }
+
+  void push(std::unique_ptr<Link> link) {  // with names().mutex held
+    waiting_.push_back(std::move(link));
+    const std::uint64_t one = 1;
+    [[maybe_unused]] auto n = ::write(bell_.get(), &one, sizeof one);
+  }
+
+ private:
+  const std::string address_;
+  Descriptor bell_;
+  std::deque<std::unique_ptr<Link>> waiting_;
+};
+
+class InprocTransport final : public Transport {
+ public:
+  std::unique_ptr<Listener> listen(const std::string& address) override {
+    return std::make_unique<InprocListener>(address);
+  }
+  std::unique_ptr<Link> connect(const std::string& address) override {
+    std::lock_guard lock(names().mutex);
+    auto found = names().listeners.find(address);
+    if (found == names().listeners.end()) {
+      throw std::system_error(ECONNREFUSED, std::generic_category(), "cannot reach " + address);
+    }
+    auto shared = std::make_shared<Shared>();
+    found->second->push(std::make_unique<InprocLink>(shared, 1));
+    return std::make_unique<InprocLink>(shared, 0);
+  }
+};
+
+}  // namespace
+
+Transport* inproc_transport() {
+  static InprocTransport t;
+  return &t;
+}
+
+}  // namespace telegrad

@@ -1,0 +1,80 @@
+// One link over any connected byte-stream socket. Unix and TCP differ only in how the socket comes to be.
+#pragma once
+
+#include <atomic>
+#include <string>
+
+#include "core/transport.h"
+
+namespace telegrad {
+
+/// Owns a descriptor; closes it exactly once.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor();
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release();
+
+ private:
+  int fd_;
+};
+
+class StreamLink final : public Link {
+ public:
+  /// `connecting`: the socket's connect() is still under way.
+  StreamLink(Descriptor socket, std::string description, bool connecting, std::optional<Credentials> credentials);
+  ~StreamLink() override;
+
+  int fd() const override { return socket_.get(); }
+  SendState send(Outgoing& message) override;
+  ReceiveState receive(Inbox& inbox, std::size_t budget) override;
+  void set_limits(const Limits& limits) override { limits_ = limits; }
+  void close() override;
+  std::string error() const override;
+  std::optional<Credentials> credentials() const override { return credentials_; }
+  std::string describe() const override { return description_; }
+
+ private:
+  enum class Step { kHeader, kSegmentHeaders, kName, kBody, kSegments };
+
+  bool finish_connecting();
+  void fail(std::string why);
+  void fail_locked(std::string why);
+  SendState fail_to_send(int error);
+  bool parse(Inbox& inbox);
+  bool begin_frame();
+  bool begin_segments(Inbox& inbox);
+  bool fill(std::byte* to, std::size_t size);
+  bool take(void* to, std::size_t size);
+  std::size_t direct_target(std::byte** to) const;
+
+  Descriptor socket_;
+  const std::string description_;
+  std::optional<Credentials> credentials_;
+  std::atomic<bool> connecting_;
+  Limits limits_;
+
+  mutable std::mutex error_mutex_;
+  std::string error_;
+  std::string send_error_;  // why nothing can be sent, unless it is that the other end has gone
+  std::atomic<bool> broken_ = false;
+  bool send_broken_ = false;  // the sending thread's
+
+  // Bytes read and not yet understood: buffer_[begin_, end_).
+  std::unique_ptr<std::byte[]> buffer_;
+  std::size_t begin_ = 0;
+  std::size_t end_ = 0;
+
+  // The frame being read.
+  Step step_ = Step::kHeader;
+  Incoming incoming_;
+  std::vector<SegmentHeader> segment_headers_;
+  std::size_t segment_ = 0;  // the segment being filled
+  std::size_t filled_ = 0;   // bytes of the current part that are there
+};
+
+}  // namespace telegrad

@@ -1,0 +1,12 @@
+// The transports there are, one function each; registry.cc gives each its scheme.
+#pragma once
+
+#include "core/transport.h"
+
+namespace telegrad {
+
+Transport* unix_transport();    // unix:@abstract-name, unix:/path
+Transport* tcp_transport();     // tcp:host:port
+Transport* inproc_transport();  // inproc:name, within this process
+
+}  // namespace telegrad

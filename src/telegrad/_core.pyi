@@ -1,0 +1,114 @@
+"""Telegrad's native core."""
+
+from collections.abc import Callable, Sequence
+
+
+class Block:
+    """
+    Received memory, 64-byte aligned and writable. It goes back to the pool (or to the peer that lent it) when the last object that uses it is gone.
+    """
+
+    def __len__(self) -> int: ...
+
+class PoolThread:
+    """A thread of the pool, for `Engine.next`; used by one thread only."""
+
+    def __init__(self) -> None: ...
+
+class Engine:
+    """
+    The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a time-out of 0 is infinite.
+    """
+
+    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, hmac: Callable, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, max_body: int, max_message: int, check_uid: bool) -> None: ...
+
+    def listen(self, address: str) -> str:
+        """Listens on an address; returns what peers connect to."""
+
+    def set_peer(self, id: int, name: str, incarnation: int, addresses: Sequence[str]) -> None: ...
+
+    def part_from(self, id: int, why: str) -> None: ...
+
+    def forget_peer(self, id: int, why: str) -> None: ...
+
+    def call(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, linger: object | None) -> tuple:
+        """
+        Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).
+        """
+
+    def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, cookie: object, linger: object | None) -> int:
+        """
+        Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. Returns the call's id.
+        """
+
+    def wait(self, call: int, timeout: int) -> tuple | None:
+        """The outcome of a started call, or None: it went to the pool."""
+
+    def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None, timeout: int) -> None: ...
+
+    def send(self, peer: int, tag: int, flags: int, body: bytes, segments: object | None) -> bool:
+        """
+        Sends a message that is never answered. False: the peer is known to be gone.
+        """
+
+    def next(self, thread: PoolThread) -> tuple | None:
+        """
+        The next thing to do, by a pool thread: blocks; None when the engine has stopped.
+        (0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),
+        (2 outcome, spawn, cookie, outcome), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).
+        """
+
+    def nudge(self, delay: int) -> None:
+        """
+        Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any point.
+        """
+
+    def stop(self, linger: int) -> None: ...
+
+    def stats(self) -> dict: ...
+
+class CodecError(ValueError):
+    """The bytes of a message are not what the codec writes."""
+
+def tensor_dtypes() -> list:
+    """
+    The element types that tensors may have on the wire: (code, name of the torch dtype).
+    """
+
+def buffer_address(object: object) -> tuple[int, int]:
+    """
+    Address and size in bytes of an object's contiguous buffer, good for as long as the buffer is exported.
+    """
+
+class Codec:
+    """
+    Turns plain values and CPU tensors into compact bytes and memory out of band, and back.
+
+    Plain are None, bool, int, float, complex, str, bytes, tuple, list, dict, dense CPU tensors and
+    the registered types, all of exactly that type.
+    """
+
+    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple = ()) -> None: ...
+
+    def register(self, type: type, code: int, pack: object, unpack: object) -> None:
+        """
+        Objects of exactly `type` travel as pack(object), a plain value, and arrive as unpack(value).
+
+        pack runs only when the rest of the message is known to be plain, once for each object. Raises ValueError
+        if the type or the code is taken.
+        """
+
+    def encode(self, object: object) -> tuple[bytes, list[tuple[int, int, object]]] | None:
+        """
+        The body and the segments (address, size in bytes, owner) of `object`; None if it is not plain.
+
+        Also None if plain bytes would lose what is shared: a container met twice, tensors over the same memory.
+        The memory of a segment must not be read after its owner is dropped. What pack raises is passed on.
+        """
+
+    def decode(self, body: bytes | bytearray | memoryview, segments: Sequence[object]) -> object:
+        """
+        What `encode` was given. Segments are writable buffers that become the memory of the tensors.
+
+        Raises CodecError if body and segments are not what encode makes; what unpack raises is passed on.
+        """

@@ -1,0 +1,55 @@
+"""Run by every Python process that has this folder on PYTHONPATH (see telegrad.compat.child_environment).
+
+It costs nothing until torch is imported; then Telegrad takes the place of torch's RPC modules,
+before the importing program sees them. It stays with what every interpreter has, and does no
+harm in one that has no Telegrad: PYTHONPATH reaches them all.
+"""
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+class _WhenTorchIsImported:
+    """Finds torch as it would be found, and sees to the drop-in as soon as it is loaded."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _install() -> None:
+    try:
+        from telegrad import compat
+    except ImportError as error:
+        sys.stderr.write(f"telegrad run --drop-in: {sys.executable} runs on torch's own RPC: {error}\n")
+    else:
+        compat.install()
+
+
+def _run_the_one_that_this_one_hides() -> None:
+    here = os.path.dirname(os.path.realpath(__file__))
+    path = [p for p in sys.path if os.path.realpath(p or os.getcwd()) != here]
+    spec = PathFinder.find_spec("sitecustomize", path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, _WhenTorchIsImported)
+_run_the_one_that_this_one_hides()

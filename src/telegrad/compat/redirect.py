@@ -1,0 +1,104 @@
+"""Makes one module resolve to another: in ``sys.modules``, as an attribute, and for all that lies below it."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Final
+
+__all__ = ["MODULES", "NAMES", "Redirect"]
+
+MODULES: Final = {
+    "torch.distributed.rpc": "telegrad.compat.rpc",
+    "torch.distributed.autograd": "telegrad.compat.autograd",
+    "torch.distributed.optim.optimizer": "telegrad.compat.optim",
+    "torch.distributed.nn.api.remote_module": "telegrad.compat.nn",
+}
+"""Torch's modules, and what stands for each. What lies below one resolves below the other."""
+
+NAMES: Final = {
+    ("torch.distributed.optim", "DistributedOptimizer"): "telegrad.compat.optim",
+    ("torch.distributed.nn", "RemoteModule"): "telegrad.compat.nn",
+    ("torch.nn.parallel.distributed", "RRef"): "telegrad.compat.rpc",
+}
+"""Names that other modules of torch took from those when they were imported, and where ours are."""
+
+_ABSENT: Final = object()
+
+
+class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The redirect of one process; :meth:`stop` undoes what :meth:`start` did."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, ModuleType] = {}  # what was in sys.modules
+        self._attributes: list[tuple[ModuleType, str, Any]] = []  # what was there: module, name, value
+
+    def start(self) -> None:
+        """Puts ours in the place of torch's. Imports what it needs first, so a failure changes nothing."""
+        ours = {
+            name: importlib.import_module(target)
+            for name, target in MODULES.items()
+            if name in sys.modules or name == "torch.distributed.rpc"
+        }
+        self._modules = {name: module for name, module in sys.modules.items() if _root_of(name)}
+        for name in self._modules:
+            del sys.modules[name]
+        for name, module in ours.items():
+            parent, _, leaf = name.rpartition(".")
+            sys.modules[name] = module
+            self._set(sys.modules[parent], leaf, module)
+        for (module_name, name), target in NAMES.items():
+            if module_name in sys.modules:
+                self._set(sys.modules[module_name], name, getattr(importlib.import_module(target), name))
+        sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Puts torch's back."""
+        sys.meta_path.remove(self)
+        for name in [name for name in sys.modules if _root_of(name)]:
+            del sys.modules[name]
+        sys.modules.update(self._modules)
+        for module, name, value in reversed(self._attributes):
+            if value is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+    def _set(self, module: ModuleType, name: str, value: object) -> None:
+        self._attributes.append((module, name, getattr(module, name, _ABSENT)))
+        setattr(module, name, value)
+
+    # ---- what the import system calls, for what is not in sys.modules yet ----
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        real = _real_name(fullname)
+        if real is None:
+            return None
+        try:
+            if importlib.util.find_spec(real) is not None:
+                return importlib.machinery.ModuleSpec(fullname, self)
+        except ModuleNotFoundError:
+            pass
+        raise ModuleNotFoundError(
+            f"{fullname} is not part of Telegrad's drop-in (it would be {real}). Please report what needs it.",
+            name=fullname,
+        )
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system takes what stands in sys.modules afterwards, so the empty module that it made goes away.
+        name = module.__name__
+        sys.modules[name] = importlib.import_module(str(_real_name(name)))
+
+
+def _root_of(name: str) -> str | None:
+    return next((root for root in MODULES if name == root or name.startswith(root + ".")), None)
+
+
+def _real_name(name: str) -> str | None:
+    root = _root_of(name)
+    return None if root is None else MODULES[root] + name[len(root) :]

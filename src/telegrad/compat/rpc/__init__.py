@@ -1,0 +1,101 @@
+"""What ``torch.distributed.rpc`` points at in a drop-in.
+
+The public names are those of :mod:`telegrad.rpc`, the very same objects, and so are the submodules
+(what a program patches in ``torch.distributed.rpc.api`` it patches in ``telegrad.rpc.api``). Added
+are the names of torch, most of them private, that programs and torch's own tests use.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any, Final, NoReturn
+
+from telegrad import rpc as _public
+from telegrad.compat import autograd as _autograd
+from telegrad.compat.futures import install_wait_all
+from telegrad.compat.unbuilt import unbuilt
+from telegrad.errors import NotInitialized
+from telegrad.rpc import *  # noqa: F403
+from telegrad.rpc import agent as _agent
+from telegrad.rpc import api, backend_registry, constants, functions, init_rpc, internal, options
+from telegrad.rpc import start as _start
+
+_ADDED: Final[dict[str, tuple[ModuleType, str]]] = {
+    **{
+        name: (api, name)
+        for name in (
+            "PyRRef",
+            "_all_gather",
+            "_barrier",
+            "_cleanup_python_rpc_handler",
+            "_delete_all_user_and_unforked_owner_rrefs",
+            "_destroy_rref_context",
+            "_get_current_rpc_agent",
+            "_init_rpc_states",
+            "_is_current_rpc_agent_set",
+            "_require_initialized",
+            "_reset_current_rpc_agent",
+            "_rref_context_get_debug_info",
+            "_set_and_start_rpc_agent",
+            "_set_rpc_timeout",
+            "_wait_all",
+            "enable_gil_profiling",
+            "method_factory",
+            "new_method",
+        )
+    },
+    **{name: (backend_registry, name) for name in (*backend_registry.__all__, "BackendType")},
+    "RpcAgent": (_agent, "Agent"),
+    "TensorPipeAgent": (_agent, "Agent"),
+    "_DEFAULT_INIT_METHOD": (constants, "DEFAULT_INIT_METHOD"),
+    "_DEFAULT_NUM_WORKER_THREADS": (constants, "DEFAULT_NUM_WORKER_THREADS"),
+    "_DEFAULT_RPC_TIMEOUT_SEC": (constants, "DEFAULT_RPC_TIMEOUT_SEC"),
+    "_UNSET_RPC_TIMEOUT": (constants, "UNSET_RPC_TIMEOUT"),
+    "_init_rpc_backend": (_start, "_init_rpc_backend"),
+}
+"""Torch's names, and where ours are. They are looked up at each use: some change, and programs patch them."""
+
+_UNBUILT: Final = ("RemoteProfilerManager", "_server_process_global_profile")
+
+__all__ = sorted({*_public.__all__, *(name for name in _ADDED if name[0] != "_")})  # noqa: PLE0605  # a list, in the end
+
+globals().pop("BackendType", None)  # the one of the moment, which `import *` took
+
+for _module in (api, backend_registry, constants, functions, internal, options):
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
+
+install_wait_all()
+
+_is_tensorpipe_available = True
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ADDED:
+        module, theirs = _ADDED[name]
+        return getattr(module, theirs)
+    if name in _UNBUILT:
+        return unbuilt(__name__, "RPC profiler")(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def rpc_init(name: str, *args: Any, **kwargs: Any) -> None:
+    """What ``init_rpc`` was called when RPC was young; takes the same arguments."""
+    init_rpc(name, *args, **kwargs)
+
+
+def _get_debug_info() -> dict[str, str]:
+    """All counts that there are, under torch's names.
+
+    Raises:
+        NotInitialized: this process has not joined a group.
+    """
+    if not api._is_current_rpc_agent_set():
+        raise NotInitialized
+    agent: dict[str, str] = api._get_current_rpc_agent().get_debug_info()
+    return api._rref_context_get_debug_info() | agent | _autograd._get_debug_info()
+
+
+def _enable_jit_rref_pickle() -> NoReturn:
+    raise NotImplementedError("Telegrad makes no calls from inside TorchScript, so scripted modules hold no RRefs.")
+
+
+_disable_jit_rref_pickle = _enable_jit_rref_pickle

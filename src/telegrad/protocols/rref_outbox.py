@@ -1,0 +1,92 @@
+"""What one worker's RRef machine has to say: effects for the glue, and batches of accepts and releases per peer.
+
+Accepts and releases only ever let memory go, so nobody waits for them and they may travel together, late. Adds and
+their answers are waited for and leave at once. A peer that was lost is never written to (guarantee G3): every message
+passes through `send`, `accept` or `release` here, and they see to it.
+"""
+
+from collections.abc import Sequence
+
+from .rref_messages import Accept, Effect, Message, Release, RRefId, Send
+
+NOTHING: Sequence[Effect] = ()
+
+
+class _Batch:
+    __slots__ = ("releases", "transfers")
+
+    def __init__(self) -> None:
+        self.transfers: list[int] = []
+        self.releases: dict[RRefId, int] = {}
+
+    def size(self) -> int:
+        return len(self.transfers) + len(self.releases)
+
+
+class Outbox:
+    __slots__ = ("_batches", "_effects", "_limit", "epochs", "lost", "strays")
+
+    def __init__(self, limit: int) -> None:
+        self._effects: list[Effect] = []
+        self._batches: dict[int, _Batch] = {}
+        self._limit = limit
+        self.lost: dict[int, str] = {}  # worker -> why; until it joins again
+        self.epochs: dict[int, int] = {}  # worker -> how often it was lost: tells stale tickets from fresh ones
+        self.strays = 0  # messages or drops that referred to nothing; 0 unless peers were lost
+
+    def emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def take(self) -> Sequence[Effect]:
+        """The effects since the last call, oldest first."""
+        effects = self._effects
+        if not effects:
+            return NOTHING
+        self._effects = []
+        return effects
+
+    def send(self, to: int, message: Message) -> None:
+        if to not in self.lost:
+            self._effects.append(Send(to, message))
+
+    def accept(self, to: int, transfer: int) -> None:
+        if to in self.lost:
+            return
+        batch = self._batches.get(to)
+        if batch is None:
+            batch = self._batches[to] = _Batch()
+        batch.transfers.append(transfer)
+        if batch.size() >= self._limit:
+            self._post(to, self._batches.pop(to))
+
+    def release(self, to: int, rref: RRefId, tokens: int) -> None:
+        if to in self.lost:
+            return
+        batch = self._batches.get(to)
+        if batch is None:
+            batch = self._batches[to] = _Batch()
+        batch.releases[rref] = batch.releases.get(rref, 0) + tokens
+        if batch.size() >= self._limit:
+            self._post(to, self._batches.pop(to))
+
+    def queued(self) -> int:
+        return sum(batch.size() for batch in self._batches.values()) if self._batches else 0
+
+    def has_batches(self) -> bool:
+        return bool(self._batches)
+
+    def flush(self) -> None:
+        batches, self._batches = self._batches, {}
+        for to, batch in batches.items():
+            self._post(to, batch)
+
+    def forget(self, peer: int, why: str) -> None:
+        self._batches.pop(peer, None)
+        self.lost[peer] = why
+        self.epochs[peer] = self.epochs.get(peer, 0) + 1
+
+    def _post(self, to: int, batch: _Batch) -> None:
+        if batch.transfers:
+            self._effects.append(Send(to, Accept(tuple(batch.transfers))))
+        if batch.releases:
+            self._effects.append(Send(to, Release(tuple(batch.releases.items()))))

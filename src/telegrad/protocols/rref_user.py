@@ -1,0 +1,218 @@
+"""The user's half of the RRef protocol: one entry per reference that this worker holds and another worker owns.
+
+    begin_create --> CREATING --created--> CONFIRMED          receive(FORK) --> FORKING --Added--> CONFIRMED
+                         `----create_failed--> FAILED         receive(GRANT) --> CONFIRMED
+    any, when the owner is lost --> LOST                      receive(GRANT) makes CREATING and FORKING CONFIRMED too
+
+An entry counts its local `handles`, its `pins` (tickets sent and not yet accepted) and the `tokens` that the owner has
+counted for this worker. FAILED and LOST are final for the entry. It ends, giving all tokens back, once handles and pins
+are zero and no answer of the owner is awaited (invariant U1).
+"""
+
+from .rref_messages import (
+    Abandon,
+    Add,
+    Confirmed,
+    Expect,
+    Failed,
+    RRefId,
+    RRefProtocolError,
+    Ticket,
+    TicketKind,
+    UnusableRRefError,
+    UserState,
+)
+from .rref_outbox import Outbox
+
+CREATING, FORKING, CONFIRMED, FAILED, LOST = UserState
+RETURN, FORK = TicketKind.RETURN, TicketKind.FORK
+
+NOT_CREATING = "its creator has no creation of it under way"
+
+
+class UserEntry:
+    __slots__ = ("adding", "asked", "creating", "failure", "handles", "owner", "parents", "pins", "state", "tokens")
+
+    def __init__(self, owner: int, state: UserState, handles: int) -> None:
+        self.owner = owner
+        self.state = state
+        self.handles = handles
+        self.pins = 0
+        self.tokens = 0
+        self.creating = False  # the owner may yet confirm the creation (also after a time-out made this FAILED)
+        self.adding = False  # an Add is at the owner
+        self.asked = False  # the owner asked (Expect) whether the creation will come
+        self.parents: list[tuple[int, int]] = []  # (sender, transfer) to accept once I hold a token
+        self.failure: tuple[str, bool] | None = None  # (why, lost) when FAILED or LOST
+
+
+class Users:
+    """All user entries of one worker. Methods leave their effects in the outbox."""
+
+    __slots__ = ("_me", "_next_transfer", "_out", "entries", "transfers")
+
+    def __init__(self, me: int, out: Outbox) -> None:
+        self._me = me
+        self._out = out
+        self._next_transfer = 1
+        self.entries: dict[RRefId, UserEntry] = {}
+        self.transfers: dict[int, tuple[RRefId, int]] = {}  # pin -> (what, to whom)
+
+    # ---- creation -------------------------------------------------------------------------------------------------
+
+    def begin_create(self, rref: RRefId, owner: int) -> None:
+        if rref in self.entries:
+            raise RRefProtocolError(f"{rref} exists already")
+        entry = self.entries[rref] = UserEntry(owner, CREATING, handles=1)
+        if owner in self._out.lost:
+            self._lose(rref, entry, self._out.lost[owner])
+        else:
+            entry.creating = True
+
+    def created(self, rref: RRefId) -> None:
+        entry = self.entries.get(rref)
+        if entry is None or not entry.creating:
+            return  # the owner was lost meanwhile
+        entry.creating = False
+        self._gain(rref, entry)
+
+    def create_failed(self, rref: RRefId, why: str, may_exist: bool) -> None:
+        entry = self.entries.get(rref)
+        if entry is None or not entry.creating:
+            return  # the owner was lost meanwhile
+        if entry.state is CREATING:
+            entry.state = FAILED
+            entry.failure = (why, False)
+            self._out.emit(Failed(rref, why, False))
+        if not may_exist:
+            entry.creating = False
+            if entry.asked:
+                self._out.send(entry.owner, Abandon(rref, why))
+            self._settle(rref, entry)
+
+    # ---- handles and tickets --------------------------------------------------------------------------------------
+
+    def drop(self, rref: RRefId, entry: UserEntry) -> None:
+        entry.handles -= 1
+        if not entry.handles:
+            self._settle(rref, entry)
+
+    def share(self, rref: RRefId, entry: UserEntry, to: int, kind: TicketKind | None) -> Ticket:
+        if entry.failure is not None:
+            raise UnusableRRefError(rref, *entry.failure)
+        owner = entry.owner
+        if kind is None:
+            kind = RETURN if to == owner else FORK
+        if to in self._out.lost:
+            return Ticket(rref, owner, kind, 0)  # will not be delivered, so nobody would ever accept it
+        transfer = self._next_transfer
+        self._next_transfer = transfer + 1
+        self.transfers[transfer] = (rref, to)
+        entry.pins += 1
+        return Ticket(rref, owner, kind, transfer)
+
+    def unpin(self, transfer: int, to: int) -> None:
+        """`to` has accepted the transfer, or it never left."""
+        what = self.transfers.get(transfer)
+        if what is None or what[1] != to:
+            if transfer:  # 0 was never a pin
+                self._out.strays += 1
+            return
+        del self.transfers[transfer]
+        rref = what[0]
+        entry = self.entries[rref]
+        entry.pins -= 1
+        if not entry.pins:
+            self._settle(rref, entry)
+
+    def receive_grant(self, rref: RRefId, owner: int) -> None:
+        entry = self.entries.get(rref)
+        if entry is None:
+            entry = self.entries[rref] = UserEntry(owner, CONFIRMED, handles=0)
+        entry.handles += 1
+        self._gain(rref, entry)
+
+    def receive_fork(self, rref: RRefId, owner: int, sender: int, transfer: int) -> None:
+        entry = self.entries.get(rref)
+        if entry is None:
+            entry = self.entries[rref] = UserEntry(owner, FORKING, handles=1)
+            if owner not in self._out.lost:
+                entry.adding = True
+                entry.parents.append((sender, transfer))
+                self._out.send(owner, Add(rref))
+                return
+            self._lose(rref, entry, self._out.lost[owner])
+        else:
+            entry.handles += 1
+            if entry.state is FORKING:
+                entry.parents.append((sender, transfer))
+                return
+        # CONFIRMED has a token, CREATING has one to come, and FAILED and LOST have no use for one: the sender may go.
+        self._out.accept(sender, transfer)
+
+    def receive_self(self, rref: RRefId, transfer: int) -> None:
+        self.entries[rref].handles += 1
+        self.unpin(transfer, self._me)
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+
+    def on_added(self, rref: RRefId) -> None:
+        entry = self.entries.get(rref)
+        if entry is None or not entry.adding:
+            self._out.strays += 1
+            return
+        entry.adding = False
+        self._gain(rref, entry)
+
+    def on_expect(self, sender: int, message: Expect) -> None:
+        entry = self.entries.get(message.rref)
+        if entry is not None and entry.creating:
+            entry.asked = True
+            return
+        why = entry.failure[0] if entry is not None and entry.failure is not None else NOT_CREATING
+        self._out.send(sender, Abandon(message.rref, why))
+
+    def peer_lost(self, peer: int, why: str) -> None:
+        orphans = {rref for rref, entry in self.entries.items() if entry.owner == peer}
+        for transfer, (rref, to) in list(self.transfers.items()):
+            if to == peer or (rref in orphans and to != self._me):  # a SELF ticket will be received all the same
+                del self.transfers[transfer]
+                self.entries[rref].pins -= 1
+        for rref, entry in list(self.entries.items()):
+            if entry.parents:
+                entry.parents = [parent for parent in entry.parents if parent[0] != peer]
+            if rref in orphans:
+                self._lose(rref, entry, why)
+            self._settle(rref, entry)
+
+    # ---- rules ----------------------------------------------------------------------------------------------------
+
+    def _gain(self, rref: RRefId, entry: UserEntry) -> None:
+        """The owner has counted one more token for me."""
+        entry.tokens += 1
+        if entry.state is CREATING or entry.state is FORKING:
+            entry.state = CONFIRMED
+            self._out.emit(Confirmed(rref))
+            self._accept_parents(entry)
+        self._settle(rref, entry)
+
+    def _lose(self, rref: RRefId, entry: UserEntry, why: str) -> None:
+        entry.creating = entry.adding = False
+        entry.tokens = 0
+        self._accept_parents(entry)  # they may not have heard of the loss
+        if entry.failure is None:
+            entry.state = LOST
+            entry.failure = (why, True)
+            self._out.emit(Failed(rref, why, True))
+
+    def _accept_parents(self, entry: UserEntry) -> None:
+        for sender, transfer in entry.parents:
+            self._out.accept(sender, transfer)
+        entry.parents.clear()
+
+    def _settle(self, rref: RRefId, entry: UserEntry) -> None:
+        if entry.handles or entry.pins or entry.creating or entry.adding:
+            return  # also if it has failed: whoever looks at the owner sees the value as long as somebody names it
+        if entry.tokens:
+            self._out.release(entry.owner, rref, entry.tokens)
+        del self.entries[rref]

@@ -1,0 +1,49 @@
+"""Remote calls and remote references: the API of ``torch.distributed.rpc``.
+
+A program written for that package runs with ``import telegrad.rpc as rpc`` in place of its import.
+"""
+
+from telegrad.rpc import api, backend_registry, constants, functions, options
+from telegrad.rpc.api import (
+    AllGatherStates,
+    RRef,
+    get_rpc_timeout,
+    get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
+from telegrad.rpc.start import Worker, init_rpc, is_available
+from telegrad.types import WorkerInfo
+
+__all__ = [
+    "AllGatherStates",
+    "BackendType",
+    "Options",
+    "RRef",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "Worker",
+    "WorkerInfo",
+    "api",
+    "backend_registry",
+    "constants",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "options",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "BackendType":  # made anew when a backend is registered
+        return backend_registry.BackendType
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,76 @@
+"""The worker as programs see it that reach for torch's agent object."""
+
+from typing import Any
+
+from telegrad.types import WorkerInfo
+from telegrad.worker import Worker
+
+__all__ = ["Agent", "gil_profiling"]
+
+gil_profiling: list[bool] = [False]  # kept for programs that switch it on; nothing here ever waits for long
+
+
+class Agent:
+    """What `telegrad.compat.rpc` calls ``TensorPipeAgent``.
+
+    Attributes:
+        worker: the worker it stands for.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    @property
+    def is_static_group(self) -> bool:
+        """Do all members join at the start?"""
+        return self.worker.static
+
+    @property
+    def store(self) -> Any:
+        """The c10d store by which the group met."""
+        return self.worker.store
+
+    def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """This worker's info, or another's by name or id.
+
+        Raises:
+            RuntimeError: there is no such worker.
+        """
+        return self.worker.info if worker is None else self.worker.info_of(worker)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Those of all workers of the group."""
+        return self.worker.infos()
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Counts, as strings, under torch's names."""
+        stats = self.worker.engine.stats()
+        info = {
+            "agent.num_pending_requests": stats["queued_requests"],
+            "agent.thread_pool_size": self.worker.options.num_worker_threads,
+            "agent.num_idle_threads": stats["pool_threads"] - stats["running_handlers"],
+            "agent.client_active_calls": stats["pending_calls"],
+            "agent.server_active_calls": stats["running_handlers"],
+            "agent.server_active_async_calls": 0,
+        }
+        if gil_profiling[0]:
+            info["agent.gil_average_wait_time_us"] = 0
+        return {key: str(value) for key, value in info.items()}
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Waits until this worker has nothing left to do."""
+        self.worker.drain(timeout)
+
+    def sync(self) -> None:
+        """As `join`; kept for programs that call it."""
+        self.worker.drain(0)
+
+    def shutdown(self) -> None:
+        """Leaves the group at once."""
+        self.worker.close()
+
+    def _get_device_map(self, _: WorkerInfo) -> dict[Any, Any]:
+        return {}
+
+    def _get_backend_options(self) -> Any:
+        return self.worker.options

@@ -1,0 +1,441 @@
+"""Calls, references, and the end: what `telegrad.rpc` offers once a worker has joined its group.
+
+Names with an underscore are torch's private ones. They are here, and looked up here at every use, because programs and
+torch's own tests replace them in this module.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+
+from telegrad.errors import NotInitialized, RRefError, TelegradError
+from telegrad.rpc import internal
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from telegrad.rpc.group import AllGatherStates, LostWhileGathering, gather, gathering_of
+from telegrad.rpc.internal import PythonUDF, _internal_rpc_pickler
+from telegrad.rref import RRef
+from telegrad.rref.create import create
+from telegrad.rref.rref import current_worker, set_default_worker
+from telegrad.types import WorkerInfo
+from telegrad.worker import Worker
+from telegrad.worker.calls import Calls, nanoseconds
+from telegrad.worker.future import CallFuture
+from telegrad.worker.membership import leave_dynamic
+from telegrad.worker.messages import Messages
+from telegrad.worker.scope import current
+
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger("telegrad")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PyRRef = RRef
+_ignore_rref_leak = True
+_default_pickler: Any = _internal_rpc_pickler
+_agent: Any = None
+_thread_local_var = threading.local()
+_ALL_WORKER_NAMES: set[str] = set()
+
+_LEAST_TIMEOUT = 1.0  # s for the second stage of a shutdown whose first has used up the time
+_RELEASE_TIMEOUT = timedelta(seconds=100)
+
+# ---- the worker
+
+
+def _get_current_rpc_agent() -> Any:
+    """The agent of the current worker, else of the process's default one."""
+    worker = current_worker()
+    if worker is not None and (_agent is None or getattr(_agent, "worker", None) is not worker):
+        return Agent(worker)
+    if _agent is None:
+        raise NotInitialized(NotInitialized.AGENT)
+    return _agent
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return _agent is not None
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    global _agent
+    _agent = agent
+    set_default_worker(agent.worker if isinstance(agent, Agent) else None)
+
+
+def _reset_current_rpc_agent() -> None:
+    global _agent
+    _agent = None
+    set_default_worker(None)
+
+
+def _init_rpc_states(agent: Any) -> None:
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def _start_agent(store: Any, name: str, rank: int, world_size: int | None, options: Any) -> Agent:
+    from telegrad.rpc.start import start_agent
+
+    return start_agent(store, name, rank, world_size, options)
+
+
+def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function raise the known error in a process that has not joined a group."""
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if current_worker() is None and not _is_current_rpc_agent_set():
+            raise NotInitialized
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+def _worker() -> Worker:
+    worker = current_worker()
+    if worker is None or worker.closed:
+        raise NotInitialized
+    return worker
+
+
+def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """Name and id of a worker; of this one if none is named.
+
+    Raises:
+        RuntimeError: this process has not joined a group, or there is no such worker.
+    """
+    worker = _worker()
+    return worker.info if worker_name is None else worker.info_of(worker_name)
+
+
+def get_rpc_timeout() -> float:
+    """The default time-out of calls, in seconds."""
+    worker = current_worker()
+    if worker is None:
+        raise NotInitialized(NotInitialized.AGENT)
+    return worker.calls.default_timeout / 1e9
+
+
+def _set_rpc_timeout(seconds: float | timedelta) -> None:
+    """Changes it for the calls that follow."""
+    value = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+    _worker().calls.default_timeout = nanoseconds(value)
+
+
+def _to_worker_info(to: object) -> WorkerInfo:
+    return to if isinstance(to, WorkerInfo) else _worker().info_of(to)
+
+
+# ---- calls
+
+
+def _check(func: Any) -> None:
+    if not callable(func):
+        raise TypeError("function should be callable.")
+
+
+def _scripted(func: Any) -> Any:
+    """A scripted function under `async_execution` is called as what it is."""
+    wrapped = getattr(func, "_wrapped_async_rpc_function", None)
+    return func if wrapped is None or not isinstance(wrapped, torch.jit.ScriptFunction) else wrapped
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Runs ``func(*args, **kwargs)`` on another worker and waits for the result.
+
+    Args:
+        to: a worker: its name, id or WorkerInfo. It may be this one.
+        func: anything callable: functions, classes, methods, torch operators, scripted functions, lambdas.
+        args: its positional arguments, a tuple or list.
+        kwargs: its keyword arguments.
+        timeout: seconds; -1 is the worker's default, 0 no limit. Calls that it makes in turn end by then as well.
+
+    Returns:
+        The result; tensors are copies.
+
+    Raises:
+        RuntimeError: there is no such worker, it is lost, or the time is over.
+        SerializationError: an argument cannot travel.
+        what ``func`` raised: as an exception that is of the original type and of RemoteError.
+    """
+    _check(func)
+    return _worker().rpc_sync(to, func, args, kwargs, timeout)
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> CallFuture:
+    """As `rpc_sync`, but does not wait: the future, a ``torch.futures.Future`` that can be awaited too, has it.
+
+    Args, Raises: as `rpc_sync`; what comes of the call itself is raised by the future.
+    """
+    _check(func)
+    future = _worker().rpc_async(to, func, args, kwargs, timeout)
+    collected = getattr(_thread_local_var, "future_list", None)
+    if collected is not None:  # within _wait_all
+        collected.append(future)
+    return future
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Runs ``func(*args, **kwargs)`` on another worker, which keeps the result; returns a reference to it at once.
+
+    Args: as `rpc_sync`; ``timeout`` is for the function to return.
+
+    Raises:
+        as `rpc_sync`; what comes of the call itself is raised where the reference is used.
+    """
+    _check(func)
+    worker = _worker()
+    info = worker.info_of(to)
+    return create(worker, info.id, func, args or (), kwargs or {}, worker.calls.timeout(timeout))
+
+
+def _not_in_scripts() -> NoReturn:
+    raise TelegradError(
+        "Remote calls from inside TorchScript are out of Telegrad's scope: make the call from Python. (Scripted"
+        " functions and modules can be called remotely.)"
+    )
+
+
+for _function in (rpc_sync, rpc_async, remote):
+    _function.__prepare_scriptable__ = _not_in_scripts  # type: ignore[union-attr]  # torch.jit.script asks for it
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Waits at its end for all calls that were begun with `rpc_async` within."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Pickles calls with a pickler of the program's own."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    Calls.custom_pickler = (rpc_pickler, PythonUDF)
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+        Calls.custom_pickler = None
+
+
+# ---- the group
+
+
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
+    worker = _worker()
+    names = worker_names or {info.name for info in worker.infos()}
+    gathering_of(worker).collect(sequence_id, worker_name, obj, set(names))
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    gathering_of(_worker()).proceed(sequence_id, objects_map)
+
+
+def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+    """Everybody's object, on every worker, by worker name.
+
+    Args:
+        obj: this worker's.
+        worker_names: who takes part; all by default.
+        timeout: seconds; -1 is the default for the calls and none for waiting, 0 none.
+
+    Raises:
+        RuntimeError: some did not come in time, or are lost; the text names them.
+    """
+    worker = _worker()
+    names = set(worker_names) if worker_names else {i.name for i in worker.infos() if i.id not in worker.gone}
+    return gather(worker, obj, names, timeout, _gather_to_leader, _broadcast_to_followers)
+
+
+def _barrier(worker_names: set[str]) -> None:
+    """Waits until all these workers are here. A failure is only logged, as in torch."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Waits until all workers shut down."""
+    try:
+        _all_gather(None, timeout=timeout)
+    except LostWhileGathering:
+        raise
+    except RuntimeError:
+        logger.exception("Failed to respond to 'Shutdown Proceed' in time")
+        raise
+
+
+# ---- the end
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leaves the group, and ends all threads and connections. `init_rpc` may be called again afterwards.
+
+    Args:
+        graceful: wait until all workers of the group have called this and all their work is done. Workers that have
+            died are not waited for.
+        timeout: seconds to wait; 0 is no limit.
+
+    Raises:
+        RuntimeError: this process has not joined; or, after it has left all the same, some workers did not come in
+            time (the text names them).
+    """
+    if not _is_current_rpc_agent_set():
+        raise NotInitialized
+    agent = _agent
+    try:
+        if isinstance(agent, Agent):
+            shutdown_worker(agent.worker, graceful, timeout)
+        else:
+            agent.shutdown()
+    finally:
+        _reset_current_rpc_agent()
+
+
+def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
+    """`shutdown` of any worker. A second graceful one waits for the first; not in a handler, as that waits for it."""
+    scope = current.get()
+    in_handler = scope is not None and scope.request
+    if graceful and not worker.ending.acquire(blocking=not in_handler):
+        return
+    try:
+        if not worker.closed:
+            _shut_down(worker, graceful, timeout or worker.options.shutdown_timeout)
+    finally:
+        if graceful:
+            worker.ending.release()
+
+
+def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
+    try:
+        if graceful and worker.static:
+            deadline = time.monotonic() + timeout
+            # All who live are here, and agree on who does not. A gathering alone could not tell.
+            worker.finish(timeout, last=False)
+            try:
+                _wait_all_workers(timeout)
+            except LostWhileGathering:
+                logger.warning("worker %s goes on shutting down without whom it lost", worker.info.name)
+            _delete_all_user_and_unforked_owner_rrefs()
+            worker.finish(max(deadline - time.monotonic(), _LEAST_TIMEOUT) if timeout else 0, last=True)
+        elif graceful:
+            leave_dynamic(worker, timeout)
+            worker.references.release_all(min(timeout or 10.0, 10.0))
+    finally:
+        try:
+            _destroy_rref_context(_ignore_rref_leak, worker)
+        finally:
+            worker.close()
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = _RELEASE_TIMEOUT) -> None:
+    """Gives up all references to other workers' values, and waits until others have done so with this one's."""
+    worker = _worker()
+    if not worker.references.release_all(timeout.total_seconds()):
+        logger.warning("Timed out waiting for pending UserRRefs to be confirmed by owner and parent.")
+
+
+def _destroy_rref_context(ignore_leak: bool, worker: Worker | None = None) -> None:
+    leaks = (worker or _worker()).references.leaks()
+    if leaks and not ignore_leak:
+        raise RRefError(
+            "Leaking RRefs: when this worker shut down, others still referred to its values:"
+            + "".join(f"\nLeaking RRef {leak.rref}, held by workers {sorted(leak.tokens)}" for leak in leaks)
+        )
+
+
+def _cleanup_python_rpc_handler() -> None:
+    """Nothing is left to clean up; kept for programs that call it."""
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    references = _worker().references
+    stats = references.stats()
+    return {
+        "num_owner_rrefs": str(len(references.leaks())),
+        "num_pending_futures": str(references.pending_creations),
+        "num_pending_users": str(stats.pending_users),
+        "num_forks": str(stats.forks),
+    }
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Makes the agent's debug info report the time spent waiting for the GIL."""
+    from telegrad.rpc import agent
+
+    agent.gil_profiling[0] = flag
+
+
+def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
+    return rref._get_type(blocking=blocking)
+
+
+def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    return rref._get_type(timeout, blocking)
+
+
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    """Torch's maker of RRef methods; kept for programs that import it."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(RRef, self), method_name)(*args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+def new_method(*_: Any) -> None:
+    raise TelegradError("new_method is a left-over of torch's module, and does nothing.")
+
+
+os.register_at_fork(after_in_child=_reset_current_rpc_agent)  # the worker stays with the parent
+Messages.load_custom = staticmethod(internal.deserialize)  # type: ignore[method-assign, assignment]

@@ -1,0 +1,141 @@
+"""The backends that ``init_rpc`` can start, by name.
+
+Telegrad has one of its own, under the name that programs ask for: ``TENSORPIPE``. Others are
+registered by tests (the faulty agent) and by programs that bring one.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from telegrad.rpc import constants
+from telegrad.rpc.options import Options, TensorPipeRpcBackendOptions
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "is_backend",
+    "register_backend",
+]
+
+
+class BackendValue(NamedTuple):
+    """What a member of :data:`BackendType` stands for."""
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
+
+
+def _repr(member: Any) -> str:
+    return f"BackendType.{member.name}"
+
+
+def _make_enum(members: dict[str, BackendValue]) -> Any:
+    kind = enum.Enum("BackendType", members, module=__name__)  # type: ignore[misc]
+    kind.__doc__ = "The backends that there are; :func:`register_backend` adds one."
+    kind.__repr__ = _repr  # type: ignore[method-assign]
+    return kind
+
+
+BackendType: Any = _make_enum({})
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Whether there is a backend of this name."""
+    return backend_name in BackendType.__members__
+
+
+def is_backend(candidate: object) -> bool:
+    """Whether this is a member of :data:`BackendType`, or of what that was before more backends were registered."""
+    known = getattr(candidate, "name", None)
+    return (
+        isinstance(candidate, enum.Enum)
+        and isinstance(known, str)
+        and backend_registered(known)
+        and BackendType[known].value is candidate.value
+    )
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
+) -> Any:
+    """Adds a backend. :data:`BackendType` is a new enumeration afterwards; members of the old one stay good.
+
+    Args:
+        backend_name: its name.
+        construct_rpc_backend_options_handler: called with ``rpc_timeout`` and ``init_method`` and whatever else
+            :func:`construct_rpc_backend_options` was given; returns the options.
+        init_backend_handler: called with ``store``, ``name``, ``rank``, ``world_size`` and
+            ``rpc_backend_options``; returns the agent.
+
+    Returns:
+        The new member of :data:`BackendType`.
+
+    Raises:
+        RuntimeError: there is one of that name.
+    """
+    global BackendType
+    if backend_registered(backend_name):
+        raise RuntimeError(f"RPC backend {backend_name}: already registered")
+    value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    BackendType = _make_enum({backend_name: value} | {member.name: member.value for member in BackendType})
+    return BackendType[backend_name]
+
+
+def construct_rpc_backend_options(
+    backend: Any,
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> Any:
+    """The options object of a backend.
+
+    Args:
+        backend: a member of :data:`BackendType`.
+        rpc_timeout: seconds that a call may take where none are given with it.
+        init_method: where the workers meet.
+        kwargs: what else that backend knows.
+    """
+    return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
+
+
+def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Starts a backend: calls its handler with these arguments, and returns the agent that this makes."""
+    return backend.value.init_backend_handler(*args, **kwargs)
+
+
+def _construct_tensorpipe_options(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+    _transports: list[str] | None = None,
+    _channels: list[str] | None = None,
+    **_others: Any,
+) -> TensorPipeRpcBackendOptions:
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
+    )
+
+
+def _init_tensorpipe(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Any:
+    from torch.distributed.distributed_c10d import Store
+
+    if not isinstance(store, Store):
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    if not isinstance(rpc_backend_options, (TensorPipeRpcBackendOptions, Options)):
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
+    from telegrad.rpc import api
+
+    return api._start_agent(store, name, rank, world_size, rpc_backend_options)
+
+
+register_backend("TENSORPIPE", _construct_tensorpipe_options, _init_tensorpipe)

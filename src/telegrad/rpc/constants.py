@@ -1,0 +1,23 @@
+"""Defaults, under the names that they have in ``torch.distributed.rpc.constants``."""
+
+from datetime import timedelta
+
+from telegrad.options import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_PROCESS_GROUP_TIMEOUT",
+    "DEFAULT_RPC_TIMEOUT_SEC",
+    "DEFAULT_SHUTDOWN_TIMEOUT",
+    "UNSET_RPC_TIMEOUT",
+]
+
+DEFAULT_SHUTDOWN_TIMEOUT: float = 0
+"""Seconds that a graceful shutdown waits for the others; 0 is no limit."""
+
+DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
+"""Of the process group that torch's backend makes. Telegrad makes none; the name is kept for programs that read it."""
+
+UNSET_RPC_TIMEOUT: float = -1.0
+"""As a call's time-out: take the worker's default."""

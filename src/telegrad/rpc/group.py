@@ -1,0 +1,141 @@
+"""What all workers of a group do together, by calls among them: gather, barrier, and the end.
+
+As in torch, the worker with the smallest name leads: it collects from all and sends the whole to all.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.errors import TelegradError
+from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.worker import Worker
+
+__all__ = ["AllGatherStates", "Gathering", "LostWhileGathering", "gather", "gathering_of"]
+
+
+class LostWhileGathering(TelegradError):
+    """A worker that was needed died."""
+
+
+class AllGatherStates:
+    """One gathering under way, on one worker."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
+class Gathering:
+    """The gatherings of one worker, by sequence id."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.sequences: dict[str, int] = {}
+        self.states: dict[str, AllGatherStates] = {}
+
+    def next_id(self, names: set[str]) -> str:
+        """Counts up for each set of workers, so all of them come to the same id."""
+        joined = "".join(sorted(names))
+        with self.lock:
+            number = self.sequences.get(joined, 0)
+            self.sequences[joined] = number + 1
+        return joined + str(number)
+
+    def state(self, sequence_id: str) -> AllGatherStates:
+        with self.lock:
+            return self.states.setdefault(sequence_id, AllGatherStates())
+
+    def collect(self, sequence_id: str, name: str, value: Any, names: set[str]) -> None:
+        """The leader has another worker's part."""
+        with self.lock:
+            state = self.state(sequence_id)
+            if name in state.gathered_objects:
+                raise TelegradError(f"{name} reported intent sequence id {sequence_id} twice. ")
+            state.gathered_objects[name] = value
+            if set(state.gathered_objects) == names:
+                state.proceed_signal.set()
+
+    def proceed(self, sequence_id: str, values: dict[str, Any]) -> None:
+        """A follower has the whole."""
+        state = self.state(sequence_id)
+        if state.proceed_signal.is_set():
+            raise TelegradError(f"Termination signal sequence id {sequence_id} got set twice.")
+        state.gathered_objects = values
+        state.proceed_signal.set()
+
+    def finish(self, sequence_id: str) -> dict[str, Any]:
+        with self.lock:
+            return self.states.pop(sequence_id).gathered_objects
+
+
+def gathering_of(worker: Worker) -> Gathering:
+    """The worker's gatherings."""
+    found: Gathering = worker.extras.setdefault("gathering", Gathering())
+    return found
+
+
+def gather(
+    worker: Worker,
+    value: Any,
+    names: set[str],
+    timeout: float,
+    gather_to_leader: Callable[..., None],
+    broadcast: Callable[..., None],
+) -> dict[str, Any]:
+    """`telegrad.rpc.api._all_gather`, with the functions that run on the leader and on the followers.
+
+    Raises:
+        TelegradError: some did not come in time, or are lost.
+    """
+    gathering = gathering_of(worker)
+    leader = min(names)
+    sequence_id = gathering.next_id(names)
+    if timeout == UNSET_RPC_TIMEOUT:
+        rpc_timeout, patience = worker.calls.default_timeout / 1e9, None
+    else:
+        rpc_timeout, patience = timeout, timeout or None
+    me = worker.info.name
+    if leader == me:
+        gathering.collect(sequence_id, me, value, names)
+    else:
+        worker.internal(
+            worker.info_of(leader).id, gather_to_leader, (sequence_id, me, value, names), rpc_timeout
+        ).wait()
+    state = gathering.state(sequence_id)
+    _wait_for(worker, state, names, leader, patience)
+    if leader == me:
+        followers = {
+            name: worker.internal(
+                worker.info_of(name).id, broadcast, (sequence_id, state.gathered_objects), rpc_timeout
+            )
+            for name in sorted(names - {me})
+        }
+        errors = []
+        for name, future in followers.items():
+            try:
+                future.wait()
+            except RuntimeError as e:
+                errors.append((name, e))
+        if errors:
+            raise TelegradError(
+                f"Followers {[name for name, _ in errors]} timed out in _all_gather after {rpc_timeout:.2f} seconds."
+                f" The first exception is {errors[0][1]}"
+            )
+    return gathering.finish(sequence_id)
+
+
+def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: str, patience: float | None) -> None:
+    """Waits for the signal. Of those who have died nothing comes, so their end ends the waiting."""
+    needed = names if leader == worker.info.name else {leader}
+    with worker.on_loss(state.proceed_signal.set):
+        lost = worker.lost_names() & needed
+        arrived = bool(lost) or state.proceed_signal.wait(patience)
+    if set(state.gathered_objects) >= names:
+        return
+    lost = worker.lost_names() & needed
+    if lost:
+        raise LostWhileGathering(f"workers {', '.join(sorted(lost))} were lost while the group gathered")
+    if not arrived:
+        missing = sorted(names - set(state.gathered_objects)) if leader == worker.info.name else [leader]
+        raise TelegradError(f"Followers {missing} timed out in _all_gather after {patience or 0:.2f} seconds.")

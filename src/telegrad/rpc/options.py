@@ -1,0 +1,123 @@
+"""The options of ``torch.distributed.rpc``, as programs written for it pass them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from telegrad.options import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+    Options,
+    RpcBackendOptions,
+    check_threads,
+)
+
+__all__ = ["Options", "RpcBackendOptions", "TensorPipeRpcBackendOptions"]
+
+Device = int | str | torch.device
+DeviceMap = dict[torch.device, torch.device]
+
+# torch's own names. They choose nothing (Telegrad picks the transport of each pair by probing), but programs
+# pass them to work around defects of the original, so they are checked as there and kept.
+_TENSORPIPE_TRANSPORTS: Final = ("uv", "shm", "ibv")
+_TENSORPIPE_CHANNELS: Final = ("basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
+
+
+def _check_names(kind: str, names: Sequence[str] | None, known: Iterable[str]) -> None:
+    for name in names or ():
+        if name not in known:
+            raise RuntimeError(f"Unknown {kind}: {name}")
+
+
+def _device(device: Any) -> torch.device:
+    # An index alone means CUDA here, and has to on a machine without any, where torch.device(0) fails.
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _as_device_map(devices: Mapping[Any, Any]) -> DeviceMap:
+    there: DeviceMap = {}
+    back: DeviceMap = {}
+    for key, value in devices.items():
+        here, remote = _device(key), _device(value)
+        if remote in back:
+            raise ValueError(
+                f"`device_map` only supports 1-to-1 mapping, trying to map {here} and {back[remote]} to {remote}"
+            )
+        there[here] = remote
+        back[remote] = here
+    return there
+
+
+def _as_cuda_devices(devices: Iterable[Device]) -> list[torch.device]:
+    found = [_device(d) for d in devices]
+    for device in found:
+        if device.type != "cuda":
+            raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
+    return found
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """The options of torch's only backend, accepted as they are there. All attributes can be set.
+
+    Args:
+        num_worker_threads: how many requests run at once.
+        rpc_timeout: seconds that a call may take where none are given with it; 0 for no limit.
+        init_method: where the workers meet.
+        device_maps: worker name to a map from devices here to devices there, one to one.
+        devices: the CUDA devices that this worker uses; by default those of the maps.
+
+    Raises:
+        TypeError: a value of the wrong kind.
+        ValueError: a map that is not one to one, or a device that is not a CUDA device.
+        RuntimeError: a negative time-out, no threads, or a transport or channel that torch does not know.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
+        devices: Iterable[Device] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads = check_threads(num_worker_threads)
+        _check_names("transport", _transports, _TENSORPIPE_TRANSPORTS)
+        _check_names("channel", _channels, _TENSORPIPE_CHANNELS)
+        self.device_maps: dict[str, DeviceMap] = {to: _as_device_map(m) for to, m in (device_maps or {}).items()}
+        self.devices: list[torch.device] = _as_cuda_devices(devices or ())
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Adds to the map from devices here to devices of the worker ``to``. May be called again and again.
+
+        Args:
+            to: the worker's name.
+            device_map: device here to device there, one to one; a device is an index, a string or a torch.device.
+
+        Raises:
+            ValueError: two devices are mapped to one, or one that is mapped already to another.
+        """
+        new = _as_device_map(device_map)
+        old = self.device_maps.setdefault(to, {})
+        for here, there in new.items():
+            if old.get(here, there) != there:
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {here} to {there} and {old[here]}"
+                )
+        old.update(new)
+
+    def _set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        self.device_maps.setdefault(to, {}).update(_as_device_map(device_map))
+
+    def set_devices(self, devices: Iterable[Device]) -> None:
+        """Sets the CUDA devices that this worker uses.
+
+        Raises:
+            ValueError: one of them is not a CUDA device.
+        """
+        self.devices = _as_cuda_devices(devices)

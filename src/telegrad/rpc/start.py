@@ -1,0 +1,257 @@
+"""Joining a group: ``init_rpc``, and workers as objects."""
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from telegrad.errors import TelegradError
+from telegrad.options import Options, RpcBackendOptions, as_options
+from telegrad.rpc import api, backend_registry
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.options import TensorPipeRpcBackendOptions
+from telegrad.rref import RRef
+from telegrad.types import WorkerInfo
+from telegrad.worker import Worker as _Worker
+from telegrad.worker import addresses, membership, rendezvous
+from telegrad.worker.calls import FOREVER
+
+__all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
+
+logger = logging.getLogger("telegrad")
+
+_groups = [0]  # static groups are told apart on one store by the order in which a process joins them
+_rendezvous: list[Any] = []  # kept alive: some stores end with their iterator
+
+
+def is_available() -> bool:
+    """Whether this package can be used: always."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    store: Any = None,
+) -> None:
+    """Joins a group, and makes this process ready to call and to be called. Blocks until all its workers have joined.
+
+    Args:
+        name: of this worker, unique in the group: letters, digits, ``_``, ``-`` and ``:``, under 128 of them.
+        backend: a member of ``backend_registry.BackendType``; there is no need to give one.
+        rank: of this worker, unique, from 0. May be left to the environment (RANK) with ``env://``.
+        world_size: how many workers there will be. Without it the group is dynamic: workers come and go.
+        rpc_backend_options: ``telegrad.rpc.Options``, or torch's ``TensorPipeRpcBackendOptions``.
+        store: a c10d store to meet at, instead of ``init_method``. Then ``rank`` may be left out of a dynamic group.
+
+    Raises:
+        RuntimeError: this process has joined already, a name or rank is taken, the numbers of workers differ, or
+            some did not come within ``rpc_timeout``.
+        ValueError: the rank is missing.
+        TypeError: an argument is of the wrong kind.
+    """
+    if backend is not None and not backend_registry.is_backend(backend):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None:
+        backend = _infer_backend(rpc_backend_options)
+    if rpc_backend_options is None:
+        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    if store is None:
+        store, rank, world_size = _meet(rpc_backend_options, rank, world_size)
+    _init_rpc_backend(backend, part_of(store, world_size), name, rank, world_size, rpc_backend_options)
+
+
+def _infer_backend(options: RpcBackendOptions | None) -> Any:
+    default = backend_registry.BackendType.TENSORPIPE
+    if options is None or isinstance(options, (Options, TensorPipeRpcBackendOptions)):
+        return default
+    for candidate in backend_registry.BackendType:
+        try:
+            example = backend_registry.construct_rpc_backend_options(candidate)
+        except Exception:  # a backend whose options cannot be made without arguments
+            logger.debug("backend %s makes no default options", candidate, exc_info=True)
+            continue
+        if isinstance(options, type(example)):
+            logger.warning(
+                "RPC was initialized with no explicit backend but with options corresponding to %s, hence that backend"
+                " will be used. To silence this warning pass backend=%s explicitly.",
+                candidate,
+                candidate,
+            )
+            return candidate
+    raise TypeError(f"Could not infer backend for options {options}")
+
+
+def _meet(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[Any, int, int | None]:
+    """The store that the options name. It shares MASTER_PORT with ``init_process_group``."""
+    if not world_size:
+        from torch.distributed.rendezvous import _create_store_from_options
+
+        store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
+    else:
+        meeting = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
+        _rendezvous[:] = [meeting]
+        store, rank, world_size = next(meeting)
+    store.set_timeout(timedelta(seconds=_patience(options)))
+    return store, rank, world_size
+
+
+def _patience(options: RpcBackendOptions) -> float:
+    """How long to wait for the other workers, in seconds: as long as for a call, unless that is for ever."""
+    return options.rpc_timeout if 0 < options.rpc_timeout < FOREVER else 300.0
+
+
+def part_of(store: Any, world_size: int | None) -> Any:
+    """The part of the store that belongs to the next static group of this process, or to the dynamic one.
+
+    Of the latter there is one on a store, since who comes back must find those who stayed, however often each joined.
+    """
+    next_one = dist.PrefixStore(f"rpc_prefix_{_groups[0]}", store)  # type: ignore[attr-defined]
+    dynamic = dist.PrefixStore("rpc_dynamic", store)  # type: ignore[attr-defined]
+    if rendezvous.read_members(dynamic) if world_size else rendezvous.is_static(next_one):
+        raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
+    if not world_size:
+        return dynamic
+    _groups[0] += 1
+    return next_one
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    if backend is None:
+        backend = backend_registry.BackendType.TENSORPIPE
+    if api._is_current_rpc_agent_set():
+        raise TelegradError("RPC is already initialized. Call shutdown() first, or use a telegrad.rpc.Worker for a"
+                            " second group in one process.")  # fmt: skip
+    agent = backend_registry.init_backend(
+        backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=rpc_backend_options
+    )
+    api._init_rpc_states(agent)
+
+
+def start_agent(store: Any, name: str, rank: int, world_size: int | None, options: Any) -> Agent:
+    """Joins the group on this store (the handler of the backend)."""
+    return Agent(join(store, name, rank, world_size, as_options(options)))
+
+
+def join(store: Any, name: str, rank: int, world_size: int | None, options: Options) -> _Worker:
+    """Makes the worker, and waits for the others of a static group."""
+    static = bool(world_size)
+    if static and rank < 0:
+        raise ValueError(f"rank parameter missing: worker {name} was given a world_size of {world_size} but no rank.")
+    if static and rank >= (world_size or 0):
+        raise ValueError(f"worker {name} has rank {rank}, but ranks go from 0 to {(world_size or 0) - 1}.")
+    WorkerInfo(name, max(rank, 0))  # checks the name before anything happens
+    timeout = _patience(options)
+    try:
+        group = rendezvous.agree(store, options.group_secret(), static, world_size or 0)
+    except RuntimeError as e:
+        if static:
+            rendezvous.give_up(store, rank, str(e))
+        raise
+    store_at = addresses.store_host(options.init_method, store)
+    if static:
+        rendezvous.take_rank(store, rank, name)
+        try:
+            worker = _Worker(WorkerInfo(name, rank), group, options, store_at, 0, RRef)
+        except Exception as e:
+            rendezvous.give_up(store, rank, str(e))
+            raise
+        try:
+            members = rendezvous.gather_static(store, worker.member, world_size or 0, timeout)
+            rendezvous.check_members(members, world_size)
+            for member in members:
+                worker.add_member(member)
+            worker.expect([member.id for member in members if member.id != rank])
+            worker.ready.set()
+        except BaseException:
+            worker.close()
+            raise
+        worker.store = store
+        return worker
+    return membership.join_dynamic(store, name, rank, group, options, store_at, RRef, timeout)
+
+
+class Worker:
+    """A worker as an object, for several groups in one process. ``init_rpc`` makes the process's default one.
+
+    Within ``with worker:`` the functions of `telegrad.rpc` go through this worker; its methods do so everywhere.
+
+    Args:
+        name, rank, world_size, store: as for `init_rpc`.
+        options: `telegrad.rpc.Options`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int = -1,
+        world_size: int | None = None,
+        options: RpcBackendOptions | None = None,
+        *,
+        store: Any = None,
+    ) -> None:
+        chosen = as_options(options)
+        if store is None:
+            store, rank, world_size = _meet(chosen, rank, world_size)
+            store = part_of(store, world_size)
+        self._worker = join(store, name, rank, world_size, chosen)
+        self.info = self._worker.info
+
+    def __enter__(self) -> "Worker":
+        self._worker.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._worker.__exit__(*error)
+
+    def __repr__(self) -> str:
+        return repr(self._worker)
+
+    def rpc_sync(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
+        """See `telegrad.rpc.rpc_sync`."""
+        with self._worker:
+            return api.rpc_sync(to, func, args, kwargs, timeout)
+
+    def rpc_async(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
+        """See `telegrad.rpc.rpc_async`."""
+        with self._worker:
+            return api.rpc_async(to, func, args, kwargs, timeout)
+
+    def remote(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> RRef[Any]:
+        """See `telegrad.rpc.remote`."""
+        with self._worker:
+            return api.remote(to, func, args, kwargs, timeout)
+
+    def rref(self, value: Any) -> RRef[Any]:
+        """A reference to a value of this worker."""
+        with self._worker:
+            return RRef(value)
+
+    def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
+        """See `telegrad.rpc.get_worker_info`."""
+        return self.info if worker_name is None else self._worker.info_of(worker_name)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers of the group."""
+        return self._worker.infos()
+
+    def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
+        """See `telegrad.rpc.shutdown`. May be called again."""
+        if self._worker.closed:
+            return
+        with self._worker:
+            api.shutdown_worker(self._worker, graceful, timeout)

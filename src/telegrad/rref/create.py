@@ -1,0 +1,56 @@
+"""``remote``: run a function elsewhere and keep its result there."""
+
+from typing import Any
+
+from telegrad.errors import RpcTimeout, WorkerLost
+from telegrad.rref.rref import RRef
+from telegrad.wire import Flag, Tag
+from telegrad.worker import Worker
+from telegrad.worker.calls import is_scripted
+from telegrad.worker.future import CallFuture
+
+__all__ = ["create"]
+
+
+def create(worker: Worker, owner: int, func: Any, args: Any, kwargs: Any, timeout: int) -> RRef[Any]:
+    """A reference to what ``func(*args, **kwargs)`` returns on its owner.
+
+    Args:
+        timeout: ns for the function to return; 0 for no limit.
+    """
+    references = worker.references
+    rref = references.begin_create(owner)
+    handle = RRef.of(worker, rref, owner)
+    try:
+        # It leaves even if it times out first (the owner may be far from connected): others may know of the reference.
+        request = worker.calls.function_call(
+            owner, func, args, kwargs, timeout, tag=int(Tag.CREATE), flags=int(Flag.MAY_LINGER), target=rref
+        )
+    except BaseException as e:
+        references.create_failed(rref, e, may_exist=False)
+        references.creation_over()
+        raise
+    future = CallFuture()
+    if worker.calls.send_filter is not None:
+        handle._scripted = is_scripted(func)
+        if owner != worker.info.id:
+            future._late = lambda: references.created(rref)
+    future._read = True  # whoever uses the reference hears of a failure
+    handle._creation = future
+
+    def over(_: Any) -> None:
+        failure = future.failure()
+        if isinstance(failure, RpcTimeout):
+            may_exist = failure.state != "not sent" or worker.info.id == owner
+            references.create_failed(rref, failure, may_exist=may_exist)
+        elif isinstance(failure, WorkerLost):
+            pass  # the loss itself tells the protocol
+        elif failure is not None:
+            references.create_failed(rref, failure, may_exist=False)
+        elif owner != worker.info.id:
+            references.created(rref)
+        references.creation_over()
+
+    future.add_done_callback(over)
+    worker.calls.start(request, future)
+    return handle

@@ -1,0 +1,277 @@
+"""A reference to a value that lives on some worker of the group."""
+
+import weakref
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+
+from telegrad.errors import NotInitialized, RRefDeleted, RRefError, RRefNotPicklable
+from telegrad.protocols.rref import RRefId
+from telegrad.types import WorkerInfo
+from telegrad.wire import Flag, Tag
+from telegrad.worker import Worker, current
+from telegrad.worker.future import CallFuture
+
+__all__ = ["RRef"]
+
+T = TypeVar("T")
+
+UNSET = -1.0
+
+
+def _global_id(created_on: int, local_id: int) -> str:
+    return f"GloballyUniqueId(created_on={created_on}, local_id={local_id})"
+
+
+class RRef(Generic[T]):
+    """A reference to a value on its owner, which may be this worker. The value lives while any worker refers to it.
+
+    References travel as arguments and results of remote calls, in containers and objects as well; elsewhere they
+    cannot be pickled.
+
+    Args:
+        value: a value of this worker, which becomes its owner.
+        type_hint: for a scripted module, its interface; with another value it is an error.
+
+    Raises:
+        RuntimeError: this process has not joined a group.
+    """
+
+    __slots__ = (
+        "__orig_class__", "__weakref__", "_creation", "_fork", "_generation", "_profiling", "_scripted", "_type",
+        "_worker", "id", "owner_id",
+    )  # fmt: skip
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        worker = current_worker()
+        if worker is None:
+            raise NotInitialized(NotInitialized.AGENT)
+        if isinstance(value, torch.jit.ScriptModule):
+            if type_hint is None:
+                raise RuntimeError(
+                    "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint."
+                )
+        elif type_hint is not None:
+            raise RuntimeError("The RRef being created does not contain a ScriptModule, so it takes no type_hint.")
+        self._attach(worker, worker.references.own(value), worker.info.id)
+
+    @classmethod
+    def of(cls, worker: Worker, rref: RRefId, owner: int) -> "RRef[Any]":
+        """The object of a reference that the protocol knows. It takes over one handle."""
+        handle: RRef[Any] = cls.__new__(cls)
+        handle._attach(worker, rref, owner)
+        return handle
+
+    def _attach(self, worker: Worker, rref: RRefId, owner: int) -> None:
+        self._worker = worker
+        self.id = rref
+        self.owner_id = owner
+        self._generation = worker.references.generation
+        self._fork: int | None = None if owner == worker.info.id else worker.references.new_id()
+        self._creation: CallFuture | None = None
+        self._type: Any = None
+        self._profiling: Any = None
+        self._scripted = False
+
+    def __del__(self) -> None:
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.references.let_go(self.id, self._generation)
+
+    # ---- about it
+
+    @property
+    def worker(self) -> Worker:
+        """The worker of this process that holds this reference."""
+        return self._worker
+
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        return WorkerInfo(self._worker.name_of(self.owner_id), self.owner_id)
+
+    def owner_name(self) -> str:
+        """Its name."""
+        return self._worker.name_of(self.owner_id)
+
+    def is_owner(self) -> bool:
+        """Is it this worker?"""
+        return self.owner_id == self._worker.info.id
+
+    def confirmed_by_owner(self) -> bool:
+        """Does the owner know of this reference? Always true on the owner; elsewhere false until its word is here."""
+        return self._worker.references.confirmed(self.id)
+
+    def __repr__(self) -> str:
+        this = _global_id(*self.id)
+        if self._fork is None:
+            return f"OwnerRRef({this})"
+        return f"UserRRef(RRefId = {this}, ForkId = {_global_id(self._worker.info.id, self._fork)})"
+
+    # ---- the value
+
+    def to_here(self, timeout: float = UNSET) -> T:
+        """The value: itself on the owner, elsewhere a copy. Blocks until there is one.
+
+        Args:
+            timeout: seconds; -1 is the default of the worker, 0 no limit. Only for a value that is elsewhere.
+
+        Raises:
+            RuntimeError: the creation of the value or this call timed out, or the reference has been given up.
+            OwnerLost: the owner is gone.
+            what the function that made the value raised, as its own type.
+        """
+        self._check()
+        if self.is_owner():
+            value: T = self._worker.references.owned(self.id).get()
+            return value
+        references = self._worker.references
+        confirmed = references.confirmed(self.id)
+        fetched: T = self._ask(Tag.FETCH, timeout, "to_here").wait()
+        if not confirmed:
+            references.created(self.id)  # what has a value has been created, though the word of that may come later
+        return fetched
+
+    def local_value(self) -> T:
+        """The value itself, on its owner. Blocks while it is being made.
+
+        Raises:
+            RuntimeError: this is not the owner.
+        """
+        if not self.is_owner():
+            fork = _global_id(self._worker.info.id, self._fork or 0)
+            raise RRefError(
+                f"For UserRRef(rref_id={_global_id(*self.id)}, fork_id={fork}), can't call localValue() on user"
+                f" {self._worker.info}. Call it on owner {self.owner()}"
+            )
+        self._check()
+        value: T = self._worker.references.owned(self.id).get()
+        return value
+
+    def _check(self) -> None:
+        self._worker.references.check(self.id, self.owner_id)
+
+    # ---- calls on the value
+
+    def rpc_sync(self, timeout: float = UNSET) -> Any:
+        """A proxy whose methods run on the owner: ``rref.rpc_sync().f(x)`` is the result of ``value.f(x)``."""
+        from telegrad.rref.proxy import RRefProxy
+
+        return RRefProxy(self, "sync", timeout)
+
+    def rpc_async(self, timeout: float = UNSET) -> Any:
+        """As `rpc_sync`, but methods return futures."""
+        from telegrad.rref.proxy import RRefProxy
+
+        return RRefProxy(self, "async", timeout)
+
+    def remote(self, timeout: float = UNSET) -> Any:
+        """As `rpc_sync`, but methods return references to their results, which stay on the owner."""
+        from telegrad.rref.proxy import RRefProxy
+
+        return RRefProxy(self, "remote", timeout)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs the backward pass with the value as root. Needs ``telegrad.autograd``, which is not built yet."""
+        raise NotImplementedError("RRef.backward needs telegrad.autograd, which this version does not have yet.")
+
+    # ---- for telegrad and its drop-in
+
+    def _ask(self, tag: Tag, timeout: float, what: str, **more: Any) -> CallFuture:
+        """Asks the owner about the value."""
+        calls = self._worker.calls
+        return calls.start(self._request(tag, calls.timeout(timeout), what, **more))
+
+    def _request(self, tag: Tag, timeout: int, what: str, **more: Any) -> Any:
+        """A request to the owner about this reference."""
+        worker = self._worker
+        references = worker.references
+        ticket = None
+        if self.is_owner() or not references.confirmed(self.id):
+            # The owner may not know this reference yet: it travels along. Else it is enough that it lives.
+            ticket = references.share(self.id, self.owner_id, self.owner_id)
+        return worker.calls.about(
+            self.owner_id, tag, self.id, ticket, timeout, self, what, scripted=self._scripted, **more
+        )
+
+    def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> Any:
+        """The value's type; asked for once. With ``blocking=False`` a future of it."""
+        if self._type is None:
+            self._check()
+            if self.is_owner():
+                future = CallFuture()
+                try:
+                    future.set_result(type(self._worker.references.owned(self.id).get()))
+                except Exception as e:
+                    future.set_exception(e.with_traceback(None))
+            else:
+                future = self._ask(Tag.TYPE, timeout, "the type of a value", flags=int(Flag.INTERNAL))
+            self._type = future
+            mine = weakref.ref(self)
+
+            def forget_failure(_: Any) -> None:
+                handle, done = mine(), done_future()
+                if handle is not None and done is not None and handle._type is done and done.failure() is not None:
+                    handle._type = None  # the next one asks again
+
+            done_future = weakref.ref(future)
+            torch.futures.Future.add_done_callback(future, forget_failure)
+        else:
+            future = self._type
+        return future.wait() if blocking else future
+
+    def _get_future(self) -> CallFuture:
+        """The future of the creating call."""
+        if self._creation is None:
+            raise RRefError(f"{self!r} was not made by remote() on this worker, so there is no future of its creation.")
+        return self._creation
+
+    def _get_profiling_future(self) -> Any:
+        return self._profiling
+
+    def _set_profiling_future(self, future: Any) -> None:
+        self._profiling = future
+
+    def _serialize(self) -> tuple[int, ...]:
+        """For picklers of the program's own: what `_deserialize` needs, within the message being written."""
+        worker = self._worker
+        references = worker.references
+        if references.closed:
+            raise RRefDeleted("Cannot call fork an UserRRef after deletion.")
+        self._check()
+        return (worker.messages.pack_handle(self),)
+
+    @staticmethod
+    def _deserialize(data: tuple[int, ...]) -> "RRef[Any]":
+        worker = current_worker()
+        if worker is None:
+            raise NotInitialized(NotInitialized.AGENT)
+        handle: RRef[Any] = worker.messages.unpack_handle(data[0])
+        return handle
+
+    # ---- not outside of calls
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise RRefNotPicklable
+
+    def __copy__(self) -> NoReturn:
+        raise RRefNotPicklable
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        raise RRefNotPicklable
+
+
+_default: list[Worker | None] = [None]
+
+
+def current_worker() -> Worker | None:
+    """The worker of this context, else the process's default one; None if there is none."""
+    scope = current.get()
+    if scope is not None and not scope.worker.closed:
+        worker: Worker = scope.worker
+        return worker
+    return _default[0]
+
+
+def set_default_worker(worker: Worker | None) -> None:
+    """What `init_rpc` made."""
+    _default[0] = worker

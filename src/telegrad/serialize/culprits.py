@@ -1,0 +1,61 @@
+"""Which part of a value cannot be pickled: a message says where, not only that."""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+
+# The search runs after a failure and pickles parts again; on huge values it settles for the part it has reached.
+MOST_ATTEMPTS = 1000
+MOST_STEPS = 30
+
+
+def find_culprit(root: object, path: str, can_pickle: Callable[[object], bool]) -> tuple[str, object]:
+    """The deepest part of `root` that fails by itself, and the way to it as one would write it in Python.
+
+    Args:
+        root: a value that cannot be pickled.
+        path: what to call it.
+        can_pickle: tries one value; must not raise.
+    """
+    attempts = 0
+    seen: set[int] = set()
+    while id(root) not in seen and len(seen) < MOST_STEPS:  # a circle fails at every turn
+        seen.add(id(root))
+        for step, part in _parts(root):
+            attempts += 1
+            if attempts > MOST_ATTEMPTS:
+                return path, root
+            if not can_pickle(part):
+                path, root = path + step, part
+                break
+    return path, root
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    match value:
+        case tuple() | list():
+            yield from ((f"[{i}]", item) for i, item in enumerate(value))
+        case set() | frozenset():
+            yield from ((f" (its element {_short(item)})", item) for item in value)
+        case Mapping():
+            for key, item in value.items():
+                yield f" (its key {_short(key)})", key
+                yield f"[{_short(key)}]", item
+        case MethodType():
+            yield ".__self__", value.__self__
+        case FunctionType():
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+            for name, cell in cells:
+                try:
+                    yield f" (its variable {name})", cell.cell_contents
+                except ValueError:  # not assigned yet
+                    continue
+            for name in value.__code__.co_names:
+                if name in value.__globals__:
+                    yield f" (its global {name})", value.__globals__[name]
+    if not isinstance(value, FunctionType | type):
+        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"<{type(value).__name__}>"

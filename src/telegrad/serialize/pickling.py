@@ -1,0 +1,347 @@
+"""The fallback for everything that the codec does not take: pickle protocol 5, with tensors out of band.
+
+A body is
+
+    the pickled value | the pickled tables | u64 length of the first
+
+In the pickled value a tensor is a call of `_tensor(index)` and an object of a registered type a call of
+`_extension(index)`; the tables say what they are. `Unpickler.find_class` binds the two names to the message being
+read, so that nothing is kept in globals or threads and messages may nest. As in the codec, objects of registered types
+are packed last, when the rest is known to be picklable: packing may have effects, such as handing out a reference.
+
+Segments are the islands of tensor memory (see `telegrad.serialize.sharing`), then the buffers that objects such as
+numpy arrays give to pickle.
+"""
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from telegrad import _core
+from telegrad.errors import SerializationError
+from telegrad.serialize.by_value import ByValuePickler
+from telegrad.serialize.culprits import find_culprit
+from telegrad.serialize.sharing import Place, Segment, place, restore
+from telegrad.serialize.tensors import Buffer, is_plain, make_codec
+from telegrad.serialize.torch_types import REDUCERS, reduce_script_module, reduce_special_tensor
+
+__all__ = ["Extension", "Serializer", "dumps", "loads"]
+
+# Smaller buffers are not worth a segment of their own.
+SMALLEST_SEGMENT = 1024
+
+# torch's own words, line breaks and all: programs look for parts of them.
+NOT_FOUND_HINT = """ Default RPC pickler does not serialize
+            function code. Ensure that UDFs are defined on both caller and
+            callee modules."""
+
+LENGTH = struct.Struct("<Q")
+
+
+class Extension(NamedTuple):
+    """A type that travels as a plain value: None, numbers, str, bytes, tuples, lists, dicts."""
+
+    code: int
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+class Tables(NamedTuple):
+    """What stands behind the pickled value."""
+
+    places: list[Place]
+    tensor_segments: int
+    extensions: list[tuple[int, bytes]]  # code, pickled packed value
+
+
+class Serializer:
+    """The codec and pickle of one worker, and the types that both know in a way of their own.
+
+    Thread-safe once the types are registered, and re-entrant: pickling one message may pickle another.
+
+    Args:
+        max_depth: how deep containers may be nested before the codec leaves them to pickle.
+    """
+
+    def __init__(self, max_depth: int = 64) -> None:
+        self.codec = make_codec(max_depth)
+        self.extensions: dict[type, Extension] = {}
+        self.extension_of_code: dict[int, Extension] = {}
+        self.reducers: dict[type, Callable[[Any], Any]] = {}
+
+    def register(self, kind: type, code: int, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        """Lets objects of exactly `kind` travel as `pack(object)` and arrive as `unpack(value)`.
+
+        `pack` is called once for each object of a message, and only when the rest of the message can be sent.
+
+        Raises:
+            ValueError: the type or the code is taken, or the codec has its own way with the type.
+        """
+        self.codec.register(kind, code, pack, unpack)
+        self.extensions[kind] = self.extension_of_code[code] = Extension(code, pack, unpack)
+
+    def register_reducer(self, kind: type, reduce: Callable[[Any], Any]) -> None:
+        """Lets pickle reduce objects of exactly `kind` by `reduce(object)`, in messages of this worker only.
+
+        The first registration of a type stands. (For all of a process there is `copyreg.pickle`.)
+        """
+        self.reducers.setdefault(kind, reduce)
+
+    def dumps(self, value: object, name: str | tuple[str, ...] = "value") -> tuple[bytes, list[Segment]]:
+        """Pickles `value`.
+
+        Args:
+            value: what to send.
+            name: what an error calls it; of a tuple, what it calls each part.
+
+        Returns:
+            The body, and the segments as (address, size in bytes, owner); a segment must not be read after its owner
+            is dropped.
+
+        Raises:
+            SerializationError: something in `value` cannot be pickled; the text says what and where. It is also of
+                the type that pickle raised, such as TypeError. What the value's own methods raise is passed on.
+        """
+        message = _Outgoing(self)
+        body = io.BytesIO()
+        message.pickle_value(value, name, body)
+        length = body.tell()
+        extensions = message.pickle_extensions()
+        places, segments = place(message.tensors)
+        pickle.dump(tuple(Tables(places, len(segments), extensions)), body, 5)
+        body.write(LENGTH.pack(length))
+        return body.getvalue(), segments + message.buffers
+
+    def loads(self, body: bytes | bytearray | memoryview, segments: Sequence[Buffer]) -> Any:
+        """What `dumps` was given. Segments are writable buffers that become the memory of tensors and arrays.
+
+        Raises:
+            SerializationError: the body is not what `dumps` makes, or it names a function or class that does not
+                exist here (then also an AttributeError or ImportError). What the value's own methods raise is passed
+                on.
+        """
+        with memoryview(body) as view:
+            value, tables = _split(view)
+            return _Incoming(self, tables, segments).load(value)
+
+    def dumps_with_tensors(self, value: object) -> tuple[bytes, list[torch.Tensor]]:
+        """As `dumps`, but with the tensors themselves in place of their memory, and nothing else out of band."""
+        message = _Outgoing(self, out_of_band=False)
+        body = io.BytesIO()
+        message.pickle_value(value, "value", body)
+        length = body.tell()
+        pickle.dump(tuple(Tables([], 0, message.pickle_extensions())), body, 5)
+        body.write(LENGTH.pack(length))
+        return body.getvalue(), message.tensors
+
+    def loads_with_tensors(self, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
+        """What `dumps_with_tensors` was given."""
+        with memoryview(body) as view:
+            value, tables = _split(view)
+            return _Incoming(self, tables, (), tensors).load(value)
+
+
+class _Outgoing:
+    """One message while it is pickled: what its picklers have met that goes beside the pickle."""
+
+    def __init__(self, serializer: Serializer, *, out_of_band: bool = True) -> None:
+        self.serializer = serializer
+        self.out_of_band = out_of_band
+        self.tensors: list[torch.Tensor] = []
+        self.extended: list[object] = []
+        self.number_extended: dict[int, int] = {}  # id of an object in the list: its index
+        self.buffers: list[Segment] = []
+
+    def pickle_value(self, value: object, name: str | tuple[str, ...], file: io.BytesIO) -> None:
+        keep_buffer = self._keep_buffer if self.out_of_band else None
+        try:
+            Pickler(self, file, keep_buffer).dump(value)
+        except (SerializationError, TypeError, AttributeError, pickle.PickleError, NotImplementedError) as error:
+            self._explain(error, value, name)
+        except RecursionError as error:
+            what = name if isinstance(name, str) else ", ".join(name)
+            raise SerializationError(f"cannot pickle {what}: it is nested too deeply") from error
+
+    def pickle_extensions(self) -> list[tuple[int, bytes]]:
+        rows = []
+        for obj in self.extended:  # packed values may add to it
+            extension = self.serializer.extensions[type(obj)]
+            file = io.BytesIO()
+            Pickler(self, file, None).dump(extension.pack(obj))
+            rows.append((extension.code, file.getvalue()))
+        return rows
+
+    def extend(self, obj: object) -> int:
+        """Notes an object of a registered type. Its number is the same whichever of the message's picklers meets it."""
+        number = self.number_extended.setdefault(id(obj), len(self.extended))
+        if number == len(self.extended):
+            self.extended.append(obj)
+        return number
+
+    def _keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """True lets pickle copy the buffer into its own bytes."""
+        address, nbytes = _core.buffer_address(buffer)
+        if nbytes < SMALLEST_SEGMENT:
+            return True
+        self.buffers.append((address, nbytes, buffer))
+        return False
+
+    def _explain(self, error: Exception, value: Any, name: str | tuple[str, ...]) -> NoReturn:
+        if isinstance(name, tuple):
+            parts = zip(name, value, strict=True)
+            name, value = next((part for part in parts if not self._can_pickle(part[1])), ("value", value))
+        path, culprit = find_culprit(value, name, self._can_pickle)
+        kind = type(culprit)
+        shown = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise _also(type(error))(f"{error} (at {path}, of type {shown})") from error
+
+    def _can_pickle(self, value: object) -> bool:
+        try:
+            Pickler(_Outgoing(self.serializer, out_of_band=False), io.BytesIO(), None).dump(value)
+        except Exception:
+            return False
+        return True
+
+
+class Pickler(ByValuePickler):
+    """Pickles one value of a message."""
+
+    def __init__(
+        self, message: _Outgoing, file: io.BytesIO, keep_buffer: Callable[[pickle.PickleBuffer], bool] | None
+    ) -> None:
+        super().__init__(file, keep_buffer)
+        self.message = message
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        serializer = self.message.serializer
+        if kind in serializer.extensions:
+            return _extension, (self.message.extend(obj),)
+        reduce = serializer.reducers.get(kind) or REDUCERS.get(kind)
+        if reduce is not None:
+            return reduce(obj)
+        if kind is torch.Tensor:
+            if not is_plain(obj):
+                return reduce_special_tensor(obj)
+            self.message.tensors.append(obj)
+            return _tensor, (len(self.message.tensors) - 1,)
+        if isinstance(obj, torch.jit.ScriptModule):
+            return reduce_script_module(obj)
+        return super().reducer_override(obj)
+
+
+class _Incoming:
+    """One message while it is unpickled."""
+
+    def __init__(
+        self,
+        serializer: Serializer,
+        tables: Tables,
+        segments: Sequence[Buffer],
+        tensors: list[torch.Tensor] | None = None,
+    ) -> None:
+        if tables.tensor_segments > len(segments):
+            raise SerializationError(f"a message came with {len(segments)} of {tables.tensor_segments} segments")
+        self.serializer = serializer
+        self.tensors = restore(tables.places, segments) if tensors is None else tensors
+        self.buffers = list(segments[tables.tensor_segments :])
+        self.packed = tables.extensions
+        self.unpacked: dict[int, object] = {}
+
+    def load(self, value: memoryview) -> Any:
+        try:
+            return Unpickler(self, value, self.buffers).load()
+        except AttributeError as error:
+            if isinstance(error, SerializationError):
+                raise
+            raise _also(type(error))(f"{error}{NOT_FOUND_HINT}") from error
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise SerializationError(f"a message that cannot be unpickled: {error}") from error
+
+    def extension(self, index: int) -> object:
+        """Unpacked when first asked for, so that packed values may hold each other."""
+        if index not in self.unpacked:
+            code, packed = self.packed[index]
+            extension = self.serializer.extension_of_code.get(code)
+            if extension is None:
+                raise SerializationError(f"a message has an object of type {code}, which is not known here")
+            self.unpacked[index] = extension.unpack(Unpickler(self, memoryview(packed), ()).load())
+        return self.unpacked[index]
+
+
+class Unpickler(pickle.Unpickler):
+    """Unpickles one value of a message."""
+
+    def __init__(self, message: _Incoming, data: memoryview, buffers: Sequence[Buffer]) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self.message = message
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__:
+            if name == _tensor.__name__:
+                return self.message.tensors.__getitem__
+            if name == _extension.__name__:
+                return self.message.extension
+        try:
+            return super().find_class(module, name)
+        except (AttributeError, ImportError) as error:
+            raise _also(type(error))(f"{error}{NOT_FOUND_HINT}") from error
+
+
+def _tensor(index: int) -> NoReturn:
+    raise SerializationError("a tensor of a remote call can only be unpickled with the call")
+
+
+def _extension(index: int) -> NoReturn:
+    raise SerializationError("an object of a remote call can only be unpickled with the call")
+
+
+def _split(body: memoryview) -> tuple[memoryview, Tables]:
+    """The pickled value, and the tables."""
+    try:
+        (length,) = LENGTH.unpack_from(body, len(body) - LENGTH.size)
+        tables = Tables(*pickle.loads(body[length : len(body) - LENGTH.size]))
+    except (struct.error, pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
+        raise SerializationError("a message that is cut or garbled") from error
+    return body[:length], tables
+
+
+def _also(kind: type[Exception]) -> type[SerializationError]:
+    """SerializationError that is also `kind`, for programs that catch what pickle raises."""
+    if issubclass(kind, SerializationError):
+        return kind
+    if kind not in _both:
+        try:
+            members = {"__module__": SerializationError.__module__, "__reduce__": _reduce_both}
+            both = type("SerializationError", (SerializationError, kind), members)
+        except TypeError:  # two layouts that cannot be one
+            both = SerializationError
+        _both[kind] = both
+    return _both[kind]
+
+
+def _reduce_both(error: SerializationError) -> tuple[Any, ...]:
+    """Its class has no name to be found by."""
+    return _both_again, (type(error).__bases__[1], error.args)
+
+
+def _both_again(kind: type[Exception], args: tuple[Any, ...]) -> SerializationError:
+    return _also(kind)(*args)
+
+
+_both: dict[type[Exception], type[SerializationError]] = {}
+_default = Serializer()
+
+
+def dumps(value: object, name: str = "value") -> tuple[bytes, list[Segment]]:
+    """`Serializer.dumps` with no registered types."""
+    return _default.dumps(value, name)
+
+
+def loads(body: bytes | bytearray | memoryview, segments: Sequence[Buffer]) -> Any:
+    """`Serializer.loads` with no registered types."""
+    return _default.loads(body, segments)

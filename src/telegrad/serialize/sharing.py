@@ -1,0 +1,150 @@
+"""The memory of all tensors of one message: what is sent of it, and tensors over what was received.
+
+Tensors that share memory share it at the other end too, and a view does not bring its whole base along. So the tensors
+of each storage are put into *islands*: intervals of memory that touch no other. An island is one segment; islands of
+one storage need not stay together, for nothing that is done to one can be seen in another.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from telegrad.serialize.tensors import (
+    CODE_OF_DTYPE,
+    DTYPE_OF_CODE,
+    Buffer,
+    encode_tensor,
+    span_of,
+    storage_over,
+)
+
+Segment: TypeAlias = tuple[int, int, object]  # address, size in bytes, owner of the memory
+
+NO_MEMORY = -1
+# Offsets inside an island are multiples of each tensor's element size if it begins at a multiple of the largest.
+LARGEST_ELEMENT = 16
+
+
+class Place(NamedTuple):
+    """One tensor, as it is described to the other end."""
+
+    dtype_code: int
+    requires_grad: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    segment: int  # which of the message's tensor segments, or NO_MEMORY
+    offset: int  # of the first element in it, in elements
+
+
+class _Member(NamedTuple):
+    """One tensor of an island."""
+
+    begin: int  # address of the first element
+    end: int  # address past the last one
+    number: int  # among the message's tensors
+    tensor: torch.Tensor
+
+
+def place(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], list[Segment]]:
+    """Says where each tensor is to be found in which segments.
+
+    Args:
+        tensors: plain ones, see `telegrad.serialize.tensors.is_plain`.
+    """
+    places: dict[int, Place] = {}
+    segments: list[Segment] = []
+    by_storage: dict[int, list[_Member]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        nbytes = span_of(tuple(tensor.shape), tensor.stride(), tensor.element_size())
+        if nbytes:
+            begin = tensor.data_ptr()
+            by_storage[tensor.untyped_storage().data_ptr()].append(_Member(begin, begin + nbytes, index, tensor))
+        else:
+            places[index] = _placed(tensor, tensor.stride(), NO_MEMORY, 0)
+    for base, members in by_storage.items():
+        for island in _islands(members):
+            _send_island(island, base, places, segments)
+    return [places[index] for index in range(len(tensors))], segments
+
+
+def restore(places: Sequence[Place], segments: Sequence[Buffer]) -> list[torch.Tensor]:
+    """The tensors that `place` was given, over `segments`.
+
+    Raises TypeError if this torch does not know an element type.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    tensors = []
+    for code, requires_grad, shape, strides, segment, offset in places:
+        dtype = DTYPE_OF_CODE.get(code)
+        if dtype is None:
+            raise TypeError(f"this version of torch ({torch.__version__}) has no tensor type with code {code}")
+        if segment == NO_MEMORY:
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        else:
+            if segment not in storages:
+                storages[segment] = storage_over(segments[segment])
+            tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[segment], offset, shape, strides)
+        tensors.append(tensor.requires_grad_(True) if requires_grad else tensor)
+    return tensors
+
+
+def _placed(tensor: torch.Tensor, strides: tuple[int, ...], segment: int, offset: int) -> Place:
+    code = CODE_OF_DTYPE[tensor.dtype]
+    return Place(code, tensor.requires_grad, tuple(tensor.shape), tuple(strides), segment, offset)
+
+
+def _islands(members: list[_Member]) -> list[list[_Member]]:
+    members.sort(key=lambda member: member.begin)
+    islands: list[list[_Member]] = []
+    end = 0
+    for member in members:
+        if member.begin >= end:
+            islands.append([])
+        islands[-1].append(member)
+        end = max(end, member.end)
+    return islands
+
+
+def _send_island(island: list[_Member], base: int, places: dict[int, Place], segments: list[Segment]) -> None:
+    if len({(m.begin, m.tensor.dtype, m.tensor.shape, m.tensor.stride()) for m in island}) == 1:
+        _send_alone(island, places, segments)
+        return
+    begin = base + (island[0].begin - base) // LARGEST_ELEMENT * LARGEST_ELEMENT
+    nbytes = max(member.end for member in island) - begin
+    useful = sum(member.tensor.nbytes for member in island)
+    if nbytes > 2 * useful and not _share_elements(island):  # columns of a matrix, say
+        for member in island:
+            _send_alone([member], places, segments)
+        return
+    for member in island:
+        offset = (member.begin - begin) // member.tensor.element_size()
+        places[member.number] = _placed(member.tensor, member.tensor.stride(), len(segments), offset)
+    segments.append((begin, nbytes, island[0].tensor.untyped_storage()))
+
+
+def _send_alone(island: list[_Member], places: dict[int, Place], segments: list[Segment]) -> None:
+    """One tensor, or several with exactly the same elements in the same order."""
+    described = encode_tensor(island[0].tensor)
+    assert described is not None, "only plain tensors get here"
+    _, _, _, strides, address, nbytes, owner = described
+    for member in island:
+        places[member.number] = _placed(member.tensor, strides, len(segments), 0)
+    segments.append((address, nbytes, owner))
+
+
+def _share_elements(island: list[_Member]) -> bool:
+    """Whether some byte belongs to two of the tensors; their intervals overlap, but their elements need not."""
+    sizes = {member.tensor.element_size() for member in island}
+    if len(sizes) > 1:
+        return True  # not worth finding out
+    addresses = []
+    for member in island:
+        offsets = torch.zeros(1, dtype=torch.int64)
+        for size, stride in zip(member.tensor.shape, member.tensor.stride(), strict=True):
+            if stride:  # an expanded dimension visits the same elements again
+                offsets = (offsets[:, None] + torch.arange(size) * (stride * member.tensor.element_size())).flatten()
+        addresses.append(torch.unique(offsets) + (member.begin - island[0].begin))
+    every = torch.cat(addresses)
+    return bool(torch.unique(every).numel() < every.numel())

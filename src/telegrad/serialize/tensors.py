@@ -1,0 +1,106 @@
+"""Tensors in and out of the codec through torch's public API, and the codec itself.
+
+Where torch offers its C function table (`torch.Tensor.__dlpack_c_exchange_api__`), the compiled codec uses that and
+comes here only for what the table cannot say; on an older torch every tensor passes through here.
+"""
+
+from typing import Any, TypeAlias
+
+import torch
+
+from telegrad import _core
+
+Buffer: TypeAlias = Any  # what has a writable buffer; collections.abc has a name for it from Python 3.12 on
+
+# dtype code, requires_grad, shape, strides in elements, address, size in bytes, owner of the memory
+Described: TypeAlias = tuple[int, bool, tuple[int, ...], tuple[int, ...], int, int, object]
+# dtype code, requires_grad, shape, strides in elements
+Meta: TypeAlias = tuple[int, bool, tuple[int, ...], tuple[int, ...]]
+
+DTYPE_OF_CODE: dict[int, torch.dtype] = {
+    code: getattr(torch, name) for code, name in _core.tensor_dtypes() if hasattr(torch, name)
+}
+CODE_OF_DTYPE: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+
+SMALL_SPAN = 8 << 10
+"""Up to so many bytes a tensor full of holes is sent with them, as in torch, which keeps its strides."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is nothing but elements in CPU memory, of a type that may stand on the wire."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_nested
+        and tensor.dtype in CODE_OF_DTYPE
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Bytes from the first element to past the last one."""
+    if 0 in shape:
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1) * itemsize
+
+
+def encode_tensor(tensor: torch.Tensor) -> Described | None:
+    """What the codec writes about `tensor`, and where its memory is; None if it is not plain.
+
+    A tensor whose elements lie scattered over more than twice their own size (and more than SMALL_SPAN) is copied
+    densely first.
+    """
+    if not is_plain(tensor):
+        return None
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    itemsize = tensor.element_size()
+    nbytes = span_of(shape, strides, itemsize)
+    dense = tensor
+    if nbytes > max(2 * tensor.numel() * itemsize, SMALL_SPAN):
+        dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+        strides = dense.stride()
+        nbytes = dense.numel() * itemsize
+    code = CODE_OF_DTYPE[tensor.dtype]
+    # The storage, not the tensor, owns the memory: it survives `tensor.data = other` while the message is on its way.
+    return code, tensor.requires_grad, shape, strides, dense.data_ptr(), nbytes, dense.untyped_storage()
+
+
+def decode_tensor(meta: Meta, segment: Buffer | None) -> torch.Tensor:
+    """A tensor whose memory is `segment`, an object with a writable buffer; None for a tensor without elements.
+
+    Raises TypeError if this torch does not know the element type.
+    """
+    code, requires_grad, shape, strides = meta
+    dtype = DTYPE_OF_CODE.get(code)
+    if dtype is None:
+        raise TypeError(f"this version of torch ({torch.__version__}) has no tensor type with code {code}")
+    if segment is None:
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    else:
+        tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(segment), 0, shape, strides)
+    return tensor.requires_grad_(True) if requires_grad else tensor
+
+
+def storage_over(segment: Buffer) -> torch.UntypedStorage:
+    """A storage whose memory is `segment`, which it keeps alive."""
+    # frombuffer keeps the object but not its exported buffer; a memoryview keeps both.
+    return torch.frombuffer(memoryview(segment), dtype=torch.uint8).untyped_storage()
+
+
+def make_codec(max_depth: int = 64) -> _core.Codec:
+    """A codec for this process's torch.
+
+    Args:
+        max_depth: how deep containers may be nested; deeper ones are left to pickle.
+    """
+    return _core.Codec(
+        torch.Tensor,
+        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+        encode_tensor,
+        decode_tensor,
+        max_depth,
+        byte_types=(torch.uint8, torch.int8),
+    )

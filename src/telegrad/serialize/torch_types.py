@@ -1,0 +1,172 @@
+"""How things of torch's that pickle does badly, or not at all, are reduced."""
+
+import importlib
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from telegrad.errors import SerializationError
+from telegrad.serialize.tensors import span_of
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+CPU_ONLY = (
+    "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending them"
+    " over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure device mapping."
+    " Found a tensor on device: {}"
+)
+
+
+def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
+    """A tensor that is more than elements in CPU memory. Its dense parts are tensors again, and travel as such."""
+    if tensor.device.type not in ("cpu", "meta"):
+        raise SerializationError(CPU_ONLY.format(tensor.device))
+    if tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_conj() or tensor.is_neg()):
+        # Lazy conjugation and negation are carried out; values are what a message is about.
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return (_require_grad, (plain,)) if tensor.requires_grad else (_as_is, (plain,))
+    if tensor.layout is torch.strided and tensor.device.type == "cpu" and not (tensor.is_nested or tensor.is_quantized):
+        return _reduce_by_bytes(tensor)
+    if tensor.requires_grad and (tensor.layout is not torch.strided or tensor.is_nested):
+        return _require_grad, (tensor.detach(),)  # torch's own reduction would lose it
+    if tensor.layout is not torch.strided and tensor.device.type == "cpu" and not tensor.is_nested:
+        return _reduce_sparse(tensor)
+    if tensor.is_quantized and tensor.dtype in _QUANTIZED and tensor.qscheme() in _SCHEMES:
+        return _reduce_quantized(tensor)
+    reduced: Reduced = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+def _reduce_by_bytes(tensor: torch.Tensor) -> Reduced:
+    """An element type that has no code on the wire, such as torch.uint4: as a view of bytes."""
+    storage, item = tensor.untyped_storage(), tensor.element_size()
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    nbytes = span_of(shape, strides, item)
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage, tensor.storage_offset() * item, (nbytes,), (1,))
+    return _view_bytes, (flat, tensor.dtype, shape, strides)
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> Reduced:
+    """Not by torch's own reduction: what that rebuilds is kept in a list for torch.load to check, so never freed."""
+    if tensor.layout is torch.sparse_coo:
+        return _sparse_coo, (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        index = tensor.crow_indices(), tensor.col_indices()
+    else:
+        index = tensor.ccol_indices(), tensor.row_indices()
+    return _sparse_compressed, (*index, tensor.values(), tuple(tensor.shape), tensor.layout)
+
+
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
+_PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+_SCHEMES = (*_PER_TENSOR, torch.per_channel_affine, torch.per_channel_symmetric)
+
+
+def _reduce_quantized(tensor: torch.Tensor) -> Reduced:
+    """Not by torch's own reduction, which warns at the receiver of a class that torch itself puts there."""
+    if tensor.qscheme() in _PER_TENSOR:
+        return torch._make_per_tensor_quantized_tensor, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+    scales, zeros, axis = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis()
+    return torch._make_per_channel_quantized_tensor, (tensor.int_repr(), scales, zeros, axis)
+
+
+def reduce_untyped_storage(storage: torch.UntypedStorage) -> Reduced:
+    """As the tensor of its bytes, so that it travels out of band and stays shared with the tensors over it."""
+    if storage.device.type != "cpu":
+        raise SerializationError(CPU_ONLY.format(storage.device))
+    return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(storage),)
+
+
+def reduce_typed_storage(storage: torch.TypedStorage) -> Reduced:
+    # Not .untyped(), which would warn the user of a class that torch itself puts here.
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def reduce_script_module(module: torch.jit.ScriptModule) -> Reduced:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return _load_script_module, (pickle.PickleBuffer(file.getbuffer()),)
+
+
+def reduce_script_function(function: Any) -> Reduced:
+    """By name; the receiver compiles its own."""
+    _, *names, name = function.qualified_name.split(".")  # __torch__.package.module.function
+    module_name = ".".join(names) or "__main__"
+    if _find(module_name, name) is not function:
+        raise SerializationError(
+            f"cannot pickle the scripted function {function.qualified_name}: it is not to be found in module"
+            f" {module_name}. Define scripted functions at the top level of a module that both ends import."
+        )
+    return _find, (module_name, name)
+
+
+def reduce_operator(operator: Any) -> Reduced:
+    """``torch.ops.aten.mul`` or ``torch.ops.aten.mul.Tensor``, which pickle cannot do: by name."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return getattr, (operator.overloadpacket, operator._overloadname)
+    return _operator, (operator._qualified_op_name,)
+
+
+def reduce_future(_future: object) -> Reduced:
+    raise SerializationError("Can not pickle torch.futures.Future")
+
+
+def _find(module_name: str, name: str) -> Any:
+    return getattr(importlib.import_module(module_name), name, None)
+
+
+def _operator(name: str) -> Any:
+    namespace, _, name = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), name)
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_(True)
+
+
+def _sparse_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=True)
+
+
+def _sparse_compressed(
+    first: torch.Tensor, second: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], layout: torch.layout
+) -> torch.Tensor:
+    return torch.sparse_compressed_tensor(first, second, values, shape, layout=layout, check_invariants=True)
+
+
+def _view_bytes(
+    flat: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype)
+    return tensor.set_(flat.untyped_storage(), flat.storage_offset() // tensor.element_size(), shape, strides)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _load_script_module(saved: Any) -> torch.jit.ScriptModule:
+    module: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(saved))  # type: ignore[no-untyped-call]
+    return module
+
+
+REDUCERS: dict[type, Callable[[Any], Reduced]] = {
+    torch.UntypedStorage: reduce_untyped_storage,
+    torch.TypedStorage: reduce_typed_storage,
+    torch.futures.Future: reduce_future,
+    torch._C.Future: reduce_future,
+    torch.jit.ScriptFunction: reduce_script_function,
+    torch._ops.OpOverload: reduce_operator,
+    torch._ops.OpOverloadPacket: reduce_operator,
+}

@@ -1,0 +1,164 @@
+"""Whole groups in one process, for tests that take milliseconds."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from telegrad.options import RpcBackendOptions
+from telegrad.rpc import Worker
+from telegrad.testing.leaks import Footprint, assert_nothing_left
+from telegrad.testing.waiting import run_all
+from telegrad.worker import live_workers
+
+__all__ = ["Cluster", "cluster"]
+
+T = TypeVar("T")
+
+
+class Cluster:
+    """The workers of a group in this process, in the order of their ranks: ``c[0]``, ``len(c)``, ``for worker in c``.
+
+    They speak to each other as processes would: through sockets, with everything pickled. Made by `cluster`.
+
+    Attributes:
+        workers: those that have not been shut down through this object.
+        store: where they met.
+    """
+
+    def __init__(self, workers: list[Worker], store: Any) -> None:
+        self.workers = workers
+        self.store = store
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.workers)
+
+    def __getitem__(self, index: int) -> Worker:
+        return self.workers[index]
+
+    def on_each(self, function: Callable[[int], T], timeout: float = 60.0) -> list[T]:
+        """Runs a function as it would run in each process of a program: at the same time, for each worker.
+
+        Args:
+            function: gets the worker's rank; that worker is the current one meanwhile.
+            timeout: seconds, for all.
+
+        Returns:
+            The results in the order of ranks.
+
+        Raises:
+            what the function raised; AssertionError: it did not end in time.
+        """
+
+        def on(worker: Worker) -> Callable[[], T]:
+            def run() -> T:
+                with worker:
+                    return function(worker.info.id)
+
+            return run
+
+        return run_all([on(worker) for worker in self.workers], timeout)
+
+    def shutdown(self, timeout: float = 20.0) -> None:
+        """Shuts all down gracefully, at the same time, and forgets them.
+
+        Raises:
+            RuntimeError: what a shutdown raises.
+        """
+        workers, self.workers = self.workers, []
+        run_all([lambda worker=worker: worker.shutdown(timeout=timeout) for worker in workers], 2 * timeout)  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Ends all at once, as if they had died in an orderly way, and forgets them."""
+        workers, self.workers = self.workers, []
+        for worker in workers:
+            worker.shutdown(graceful=False)
+
+
+@contextmanager
+def cluster(
+    n: int = 2,
+    options: RpcBackendOptions | None = None,
+    *,
+    names: str = "w{}",
+    store: Any = None,
+    dynamic: bool = False,
+    current: int | None = 0,
+    graceful: bool = True,
+    check: bool = True,
+) -> Iterator[Cluster]:
+    """A group of workers in this process. They are shut down at the end, gracefully if the body did not raise.
+
+    Args:
+        n: how many.
+        options: of all of them.
+        names: of the worker with a rank, which stands in the braces.
+        store: where they meet; by default one of their own.
+        dynamic: join one after the other, as a group whose members come and go.
+        current: rank of the worker that `telegrad.rpc` uses within; None for none.
+        graceful: False ends them without waiting for work that is under way.
+        check: look for leaks at the end: work that has not ended, threads and child processes, and, when the test holds
+            no worker or reference of the group any more, file descriptors. In a process with other workers only work.
+
+    Raises:
+        LeakError: something was left; only if the body did not raise.
+
+    Example::
+
+        with cluster(2):
+            assert rpc.rpc_sync("w1", max, (1, 2)) == 2
+    """
+    # With others about, theirs cannot be told apart.
+    alone = all(worker.closed for worker in live_workers)
+    before = Footprint.now() if check and alone else None
+    store = HashStore() if store is None else store
+    group = Cluster(_join(n, options, names, store, dynamic), store)
+    cores = [worker._worker for worker in group]
+    try:
+        with ExitStack() as stack:
+            if current is not None:
+                stack.enter_context(group[current])
+            yield group
+    except BaseException:
+        group.close()
+        raise
+    if graceful:
+        whole = len(group) == n
+        group.shutdown()
+        if check and whole:
+            for rank in range(n):
+                assert_nothing_left(cores[rank], references=False)
+    else:
+        group.close()
+    if before is not None:
+        held = [weakref.ref(core) for core in cores]
+        del cores[:]
+        gc.collect()
+        before.assert_not_grown(fds=not any(core() is not None for core in held))
+
+
+def _join(n: int, options: RpcBackendOptions | None, names: str, store: Any, dynamic: bool) -> list[Worker]:
+    if dynamic:
+        return [Worker(names.format(rank), rank, None, options, store=store) for rank in range(n)]
+    joined: list[Worker] = []
+    lock = threading.Lock()
+
+    def join(rank: int) -> Worker:
+        worker = Worker(names.format(rank), rank, n, options, store=store)
+        with lock:
+            joined.append(worker)
+        return worker
+
+    try:
+        return run_all([lambda rank=rank: join(rank) for rank in range(n)])  # type: ignore[misc]
+    except BaseException:
+        for worker in joined:
+            worker.shutdown(graceful=False)
+        raise

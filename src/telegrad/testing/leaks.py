@@ -1,0 +1,126 @@
+"""What a worker, or a process, has left behind."""
+
+import gc
+import os
+import threading
+from dataclasses import dataclass
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any, Self
+
+from telegrad.rpc import Worker
+from telegrad.testing.waiting import eventually
+from telegrad.worker import Worker as WorkerCore
+
+__all__ = ["Footprint", "LeakError", "assert_nothing_left"]
+
+_FD_FOLDER = Path("/proc/self/fd")
+_BEFORE_COLLECTING = 0.1  # s
+_THREADS_OF_TELEGRAD = "telegrad-"
+
+# Of `RRefStats`: what must be zero when nobody refers to anything, and what must be zero in any case.
+_ALL_GONE = ("owners", "users", "handles")
+_ALL_QUIET = ("expected", "forks", "pending_users", "pins", "queued", "strays")
+
+
+class LeakError(AssertionError):
+    """Something is left that should be gone."""
+
+
+def assert_nothing_left(worker: Worker | WorkerCore, timeout: float = 5.0, *, references: bool = True) -> None:
+    """Checks that a worker of this process has nothing to do and nothing to keep.
+
+    No calls or requests under way, no message of the reference protocol outstanding; with ``references`` also no
+    references to or from it, and no received tensors still in use: drop those that the test holds first. A worker that
+    has been shut down must also have no threads left.
+
+    Args:
+        worker: one of this process, in use or shut down.
+        timeout: seconds that what is under way may take to end.
+        references: also look for references and tensors that are merely alive.
+
+    Raises:
+        LeakError: says what is left.
+    """
+    core = worker._worker if isinstance(worker, Worker) else worker
+    for patience in (min(timeout, _BEFORE_COLLECTING), timeout):
+        try:
+            eventually(lambda: not _left(core, references), patience)
+            return
+        except AssertionError:
+            gc.collect()  # a circle of an exception and its traceback may hold what is in question
+    raise LeakError(f"worker {core.info.name} has left: {', '.join(_left(core, references)) or 'too late, nothing'}")
+
+
+def _left(core: WorkerCore, references: bool) -> list[str]:
+    stats = core.engine.stats()
+    counts: dict[str, Any] = {key: stats[key] for key in ("pending_calls", "queued_requests", "running_requests")}
+    table = core.references.stats()
+    watched = () if core.closed else _ALL_QUIET + (_ALL_GONE if references else ())
+    counts |= {f"{key} of references": getattr(table, key) for key in watched}
+    counts["values"] = len(core.references.values) if references or core.closed else 0
+    counts["creations under way"] = core.references.pending_creations
+    if references:
+        counts["buffers in use"] = stats["live_blocks"]
+    if core.closed:
+        counts["threads"] = sum(t.name.startswith(f"telegrad-{core.info.name}-") for t in core.pool.threads())
+    return [f"{count} {key}" for key, count in counts.items() if count]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What this process holds at one moment: take one before, and `assert_not_grown` after.
+
+    Attributes:
+        fds: open file descriptors.
+        threads: those of Telegrad.
+        children: live child processes of `multiprocessing`, by pid.
+    """
+
+    fds: frozenset[int]
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+
+    @classmethod
+    def now(cls) -> Self:
+        """Of this moment."""
+        return cls(
+            frozenset(int(name) for name in os.listdir(_FD_FOLDER)),
+            frozenset(t for t in threading.enumerate() if t.name.startswith(_THREADS_OF_TELEGRAD)),
+            frozenset(child.pid for child in active_children() if child.pid is not None),
+        )
+
+    def assert_not_grown(self, timeout: float = 5.0, *, fds: bool = True) -> None:
+        """Checks that there are no more descriptors, threads and children than then.
+
+        Args:
+            timeout: seconds that threads and children may take to end.
+            fds: look at descriptors too.
+
+        Raises:
+            LeakError: says what there is more.
+        """
+        for patience in (min(timeout, _BEFORE_COLLECTING), timeout):
+            try:
+                eventually(lambda: not self._grown(self.now(), fds), patience)
+                return
+            except AssertionError:
+                gc.collect()
+        raise LeakError(f"this process has more than before: {'; '.join(self._grown(self.now(), fds))}")
+
+    def _grown(self, now: "Footprint", fds: bool) -> list[str]:
+        grown = []
+        if fds and len(now.fds) > len(self.fds):
+            grown.append(f"descriptors {', '.join(_describe_fd(fd) for fd in sorted(now.fds - self.fds))}")
+        if now.threads - self.threads:
+            grown.append(f"threads {', '.join(sorted(t.name for t in now.threads - self.threads))}")
+        if now.children - self.children:
+            grown.append(f"child processes {', '.join(map(str, sorted(now.children - self.children)))}")
+        return grown
+
+
+def _describe_fd(fd: int) -> str:
+    try:
+        return f"{fd} ({os.readlink(_FD_FOLDER / str(fd))})"
+    except OSError:
+        return str(fd)

@@ -1,0 +1,385 @@
+"""The calling side: what leaves, what comes back, and how long to wait for it."""
+
+import math
+from asyncio import _get_running_loop
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from telegrad import _core
+from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
+from telegrad.protocols.rref import RRefId, Ticket
+from telegrad.serialize.exceptions import unpack_exception
+from telegrad.serialize.names import NameTable, NotByName
+from telegrad.wire import Flag, Status, Tag
+from telegrad.worker.future import CallFuture
+from telegrad.worker.messages import Encoded, Messages
+from telegrad.worker.scope import autocast_is_on, caller_flags, caller_state, current, remaining
+
+__all__ = ["Calls", "DroppedMessage", "Request"]
+
+_CALL, _VALUE, _ERROR, _CREATED = int(Tag.CALL), int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
+_REPLIED = int(Status.REPLIED)
+_PREAMBLE, _NOT_PLAIN = int(Flag.PREAMBLE), int(Flag.PREAMBLE | Flag.BODY)
+_NO_NAME = (0, None)
+FOREVER = 1e9  # s; longer time-outs, infinity too, are none
+_PARTS = ("args", "kwargs")
+_PARTS_BY_VALUE = ("the function", *_PARTS)
+
+
+def nanoseconds(seconds: float) -> int:
+    """A time-out in ns: 0 for none, at least 1 for one that is over before it begins.
+
+    Raises:
+        TypeError, ValueError: it is not a number.
+    """
+    if seconds < FOREVER:
+        return max(int(seconds * 1e9), 1) if seconds else 0
+    if math.isnan(seconds):
+        raise ValueError(f"a time-out has to be a number of seconds, not {seconds}")
+    return 0
+
+
+class DroppedMessage(TelegradError):
+    """A fault injector has dropped a message instead of sending it."""
+
+
+_set_result = torch._C.Future.set_result  # torch.futures.Future's own only calls it
+
+
+class Request(NamedTuple):
+    """A request ready to leave."""
+
+    peer: int
+    tag: int
+    name: tuple[int, bytes | None]
+    message: Encoded
+    timeout: int  # ns; 0: none
+    nested: bool
+    keep: Any  # kept alive until the reply is here
+    what: str  # for errors: "f on worker1"
+    scripted: bool
+
+
+class Sent(NamedTuple):
+    """What is remembered of a request that has left (not its arguments, which may be large)."""
+
+    peer: int
+    what: str
+    timeout: int
+
+
+def sent(request: tuple[int, Any, int]) -> Sent:
+    """What a future remembers of its call, told: it keeps the function, and makes its name only for an error."""
+    peer, what, timeout = request
+    return Sent(peer, what if isinstance(what, str) else name_of(what), timeout)
+
+
+Filter = Callable[[str, bool, int], float | None]
+
+
+class Calls:
+    """Makes the calls of one worker.
+
+    Args:
+        engine: the native engine.
+        messages: writes and reads messages.
+        name_of: a worker's name by its id.
+        default_timeout: ns; the worker may change it.
+    """
+
+    custom_pickler: Any = None  # a pickler of the program's own, for the whole process as in torch, and what it pickles
+
+    def __init__(
+        self, engine: _core.Engine, messages: Messages, name_of: Callable[[int], str], default_timeout: int
+    ) -> None:
+        self.engine = engine
+        self.messages = messages
+        self.name_of = name_of
+        self.default_timeout = default_timeout
+        self.names = NameTable()
+        self.send_filter: Filter | None = None
+        self.delay: Callable[[float, Callable[[], None]], None] | None = None
+
+    # ---- writing
+
+    def timeout(self, seconds: float) -> int:
+        """A time-out as given to the API, in ns: -1 is the default, 0 none, another negative one has passed."""
+        if seconds == -1:
+            return self.default_timeout
+        return nanoseconds(seconds)
+
+    def function_call(
+        self,
+        peer: int,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: int,
+        *,
+        tag: int = _CALL,
+        flags: int = 0,
+        target: RRefId | None = None,
+    ) -> Request:
+        """The request to run a function on a peer."""
+        scope = current.get()
+        nested = scope is not None and scope.nested
+        if scope is not None:
+            timeout = remaining(timeout, scope)
+        custom = self.custom_pickler
+        if custom is not None:
+            name: tuple[int, bytes | None] = _NO_NAME
+            body: Any = custom[1](function, args, kwargs)
+            pickler = custom[0]
+        else:
+            pickler = None
+            try:
+                name = self.names.find(function)
+                body = (args, kwargs)
+            except NotByName:
+                name = _NO_NAME
+                body = (function, args, kwargs)
+        parts = _PARTS if len(body) == 2 else _PARTS_BY_VALUE
+        message = self.messages.encode(peer, body, target, caller_state(), None, pickler, parts)
+        flags |= message.flags | caller_flags()
+        return Request(
+            peer, tag, name, message._replace(flags=flags), timeout, nested, None,
+            name_of(function), is_scripted(function) if self.send_filter else False,
+        )  # fmt: skip
+
+    def about(
+        self,
+        peer: int,
+        tag: Tag,
+        target: RRefId,
+        ticket: Ticket | None,
+        timeout: int,
+        keep: Any,
+        what: str,
+        *,
+        method: str = "",
+        body: Any = None,
+        flags: int = 0,
+        scripted: bool = False,
+    ) -> Request:
+        """A request about a reference, to its owner: its value, its type, or a method of it.
+
+        Args:
+            ticket: carries the reference if its owner may not know it yet.
+            keep: the reference itself otherwise, kept until the reply so that the owner keeps the value.
+        """
+        scope = current.get()
+        nested = scope is not None and scope.nested
+        message = self.messages.encode(peer, body, target, caller_state(), ticket, None, _PARTS)
+        flags |= message.flags | caller_flags()
+        name: tuple[int, bytes | None] = self.names.method(method) if method else _NO_NAME
+        return Request(
+            peer, int(tag), name, message._replace(flags=flags), remaining(timeout, scope), nested, keep, what, scripted
+        )
+
+    # ---- the short way, for calls that carry nothing but plain values
+
+    def call(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> Any:
+        """Runs a function on a peer and waits for its value."""
+        scope = current.get()
+        nested = False
+        if scope is not None:
+            nested = scope.nested
+            timeout = remaining(timeout, scope)
+        prepared = self._prepare(function, args, kwargs)
+        if prepared is None:
+            return self.sync(self.function_call(peer, function, args, kwargs, timeout))
+        (number, text), (body, segments) = prepared
+        flags = 0 if torch.is_grad_enabled() else caller_flags()
+        outcome = self.engine.call(peer, _CALL, flags, number, text, body, segments, timeout, nested, None)
+        if outcome[0] == _REPLIED and outcome[1] == _VALUE and not outcome[2] & _NOT_PLAIN:
+            return self.messages.decode_plain(outcome[3], outcome[4])
+        return self.result(outcome, Sent(peer, name_of(function), timeout))
+
+    def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture:
+        """Runs a function on a peer; the future of its value."""
+        scope = current.get()
+        nested = False
+        if scope is not None:
+            nested = scope.nested
+            timeout = remaining(timeout, scope)
+        prepared = self._prepare(function, args, kwargs)
+        if prepared is None:
+            return self.start(self.function_call(peer, function, args, kwargs, timeout))
+        (number, text), (body, segments) = prepared
+        flags = 0 if torch.is_grad_enabled() else caller_flags()
+        future = CallFuture()
+        future._calls = self
+        future._request = (peer, function, timeout)
+        future._call = self.engine.start(
+            peer, _CALL, flags, number, text, body, segments, timeout, nested, _get_running_loop() is not None, future,
+            None,
+        )  # fmt: skip
+        return future
+
+    def _prepare(self, function: Any, args: Any, kwargs: Any) -> tuple[tuple[int, bytes], tuple[bytes, Any]] | None:
+        """Name and message of a call that is plain in every respect; else None."""
+        if self.send_filter is not None or self.custom_pickler is not None or autocast_is_on():
+            return None
+        try:
+            name = self.names.find(function)
+        except NotByName:
+            return None
+        coded = self.messages.encode_plain((args, kwargs))
+        return None if coded is None else (name, coded)
+
+    # ---- sending
+
+    def sync(self, r: Request) -> Any:
+        """Sends and waits for the value.
+
+        Raises:
+            RpcTimeout, WorkerLost, RemoteError: what became of the call instead.
+        """
+        if self.send_filter is not None:
+            return self.start(r).wait()
+        message = r.message
+        number, text = r.name
+        outcome = self.engine.call(
+            r.peer, r.tag, message.flags, number, text, message.body, message.segments, r.timeout, r.nested, r.keep
+        )
+        return self.result(outcome, r)
+
+    def start(self, r: Request, future: CallFuture | None = None) -> CallFuture:
+        """Sends and returns the future of the value."""
+        if future is None:
+            future = CallFuture()
+        if self.send_filter is not None:
+            self._start_filtered(r, future)
+        else:
+            self._start(r, future)
+        return future
+
+    def _start(self, r: Request, future: CallFuture) -> None:
+        message = r.message
+        number, text = r.name
+        future._calls = self
+        future._request = (r.peer, r.what, r.timeout)
+        future._call = self.engine.start(
+            r.peer, r.tag, message.flags, number, text, message.body, message.segments, r.timeout, r.nested,
+            _get_running_loop() is not None, future, r.keep,
+        )  # fmt: skip
+
+    def _start_filtered(self, r: Request, future: CallFuture) -> None:
+        """As `_start`, past a fault injector (rpc._testing)."""
+        assert self.send_filter is not None
+        assert self.delay is not None
+        kinds = {Tag.CALL: "call", Tag.CREATE: "remote", Tag.FETCH: "fetch", Tag.METHOD: "call", Tag.TYPE: "call"}
+        try:
+            seconds = self.send_filter(kinds[Tag(r.tag)], r.scripted, r.peer)
+        except DroppedMessage as e:
+            self.messages.take_back(r.peer, r.message)
+            future.set_exception(e)
+            return
+        if not seconds:
+            self._start(r, future)
+            return
+
+        def send_late() -> None:
+            try:
+                self._start(r._replace(timeout=0), inner)
+            except Exception as e:
+                inner.set_exception(e)
+
+        inner = CallFuture()
+        inner.add_done_callback(lambda done: _settle(future, done))
+        if r.timeout:
+            self.delay(r.timeout / 1e9, lambda: _fail(future, RpcTimeout(r.timeout / 1e9, self._what(r), "delayed")))
+        self.delay(seconds, send_late)
+
+    def filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], None], attempt: int = 0) -> None:
+        """Sends a one-way message, past a fault injector if there is one. Such a message must arrive, so a dropped one
+        is sent again."""
+        if self.send_filter is None or self.delay is None:
+            send()
+            return
+        try:
+            seconds = self.send_filter(kind, scripted, peer)
+        except DroppedMessage:
+            self.delay(0.01 * 2**attempt, lambda: self.filtered(kind, scripted, peer, send, attempt + 1))
+            return
+        if seconds:
+            self.delay(seconds, send)
+        else:
+            send()
+
+    # ---- what comes back
+
+    def finish(self, future: CallFuture, outcome: tuple[Any, ...]) -> None:
+        """Completes a future with what became of its call."""
+        try:
+            if outcome[0] == _REPLIED and outcome[1] == _VALUE and not outcome[2] & _NOT_PLAIN:
+                value = self.messages.decode_plain(outcome[3], outcome[4])
+            else:
+                value = self.result(outcome, sent(future._request))
+        except BaseException as e:
+            future.set_exception(e.with_traceback(None))  # its frames have the future
+            if not isinstance(e, Exception):  # KeyboardInterrupt while unpickling: the future had to end first
+                raise
+        else:
+            _set_result(future, value)
+
+    def result(self, outcome: tuple[Any, ...], r: Request | Sent) -> Any:
+        """The value that a call's outcome holds, or the exception."""
+        status, tag, flags, body, segments, _, why = outcome
+        if status == _REPLIED:
+            messages = self.messages
+            handles = messages.preamble(r.peer, flags, segments).handles if flags & _PREAMBLE else []
+            if tag == _VALUE:
+                return messages.decode(flags, body, segments, handles)
+            if tag == _ERROR:
+                raise unpack_exception(body)
+            if tag == _CREATED:
+                return None
+            raise TelegradError(f"{self.name_of(r.peer)} answered {self._what(r)} with a message of unknown tag {tag}")
+        if status == Status.TIMED_OUT:
+            raise RpcTimeout(r.timeout / 1e9, self._what(r))
+        if status == Status.STOPPED:
+            raise NotInitialized(f"{NotInitialized.CALL} ({self._what(r)} was under way when this worker shut down.)")
+        raise WorkerLost(self.name_of(r.peer), why or "no connection")
+
+    def _what(self, r: Request | Sent) -> str:
+        return f"{r.what} on {self.name_of(r.peer)}"
+
+
+def name_of(function: Any) -> str:
+    """What errors call it."""
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def is_scripted(function: Any) -> bool:
+    """Is it a torch operator or a scripted function? (torch's own RPC has other message types for these.)"""
+    if isinstance(function, torch.jit.ScriptFunction):
+        return True
+    return find_builtin(function) is not None
+
+
+def find_builtin(function: Any) -> str | None:
+    """The name of a torch operator in torch's registry, such as ``aten::add``; None for everything else."""
+    name: str | None = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+    return name
+
+
+def _settle(future: CallFuture, done: Any) -> None:
+    """What became of a delayed call, for the future that its caller has, which may have timed out."""
+    try:
+        value = done.value()
+    except Exception as e:
+        if not future.done():
+            future.set_exception(e)
+    else:
+        if not future.done():
+            future.set_result(value)
+        elif future._late is not None:
+            future._late()
+
+
+def _fail(future: CallFuture, error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,103 @@
+"""The future of an asynchronous call: a real ``torch.futures.Future`` that drives the network while it is waited for,
+can be awaited, and complains when it failed and nobody ever looked."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import torch
+
+from telegrad.serialize.exceptions import afresh
+
+__all__ = ["CallFuture"]
+
+logger = logging.getLogger("telegrad")
+
+T = TypeVar("T")
+
+
+class CallFuture(torch.futures.Future[Any]):
+    """Made by ``rpc_async`` and its kin.
+
+    Waiting for it polls the network in the waiting thread, so the result needs no hop between threads. It is completed
+    even when nobody waits; callbacks then run on a thread of the worker's pool.
+    """
+
+    # On the class, so that a future that nothing special happens to carries little.
+    _calls: Any = None  # whose call it is, once that has left
+    _call: int = 0
+    _request: Any = None  # (peer, what was called or its name, time-out in ns)
+    _read = False
+    _failure: tuple[BaseException, list[bool]] | None = None  # and whether it was read in torch's own ways
+    _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
+
+    def wait(self) -> Any:
+        """The result; blocks, and raises what the call raised."""
+        self._read = True
+        if self._calls is not None and not self.done():
+            outcome = self._calls.engine.wait(self._call, 0)
+            if outcome is not None:
+                self._calls.finish(self, outcome)
+        return super().wait()
+
+    def value(self) -> Any:
+        self._read = True
+        return super().value()
+
+    def failure(self) -> BaseException | None:
+        """What it ended with, if that is an exception. Does not count as reading it."""
+        return None if self._failure is None else self._failure[0]
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], T]) -> torch.futures.Future[T]:
+        self._read = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
+        self._read = True
+        super().add_done_callback(callback)
+
+    def set_exception(self, result: T) -> None:
+        if not isinstance(result, BaseException):
+            raise TypeError(f"{result} is of type {type(result)}, not an Exception.")
+        read = [False]
+        self._failure = (result, read)
+
+        def fail(error: BaseException) -> None:
+            read[0] = True  # also when collect_all or wait_all reads it, which know only torch's own class
+            raise afresh(error)
+
+        super()._set_unwrap_func(fail)
+        super().set_result(result)
+
+    @property
+    def _what(self) -> str:
+        if self._request is None:
+            return "a call"
+        what = self._request[1]
+        return str(getattr(what, "__qualname__", what))
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop = asyncio.get_running_loop()
+        waiting = loop.create_future()
+
+        def wake(_: object) -> None:
+            if not waiting.done():
+                waiting.set_result(None)
+
+        def finished(done: object) -> None:
+            try:
+                loop.call_soon_threadsafe(wake, done)
+            except RuntimeError:  # the loop has been closed: nobody awaits this any more
+                pass
+
+        self.add_done_callback(finished)
+        yield from waiting.__await__()
+        try:
+            return self.value()
+        except StopIteration as e:  # a coroutine cannot raise it
+            raise RuntimeError(f"{self._what} raised StopIteration") from e
+
+    def __del__(self) -> None:
+        if self._failure is not None and not self._read and not self._failure[1][0]:
+            logger.warning("%s failed, and nobody read its future: %s", self._what, self._failure[0])

@@ -1,0 +1,280 @@
+"""The called side: reads requests, runs what they ask for, and replies."""
+
+import logging
+import sys
+from collections.abc import Callable
+from types import CoroutineType
+from typing import Any, NamedTuple
+
+import torch
+
+from telegrad import _core
+from telegrad.errors import SerializationError
+from telegrad.protocols.rref import RRefId
+from telegrad.serialize.exceptions import describe_exception, let_go_of_frames, pack_exception
+from telegrad.serialize.names import resolve
+from telegrad.types import WorkerInfo
+from telegrad.wire import Flag, Tag
+from telegrad.worker.calls import find_builtin
+from telegrad.worker.coroutines import EventLoop
+from telegrad.worker.messages import NO_PREAMBLE as _NO_PREAMBLE
+from telegrad.worker.messages import Encoded, Messages, Preamble
+from telegrad.worker.references import References
+from telegrad.worker.scope import Scope, clean_state, current, handler_state
+
+__all__ = ["Handlers"]
+
+logger = logging.getLogger("telegrad")
+
+_CALL, _CREATE, _METHOD, _FETCH, _TYPE = (int(t) for t in (Tag.CALL, Tag.CREATE, Tag.METHOD, Tag.FETCH, Tag.TYPE))
+_VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
+_PREAMBLE, _STATE, _MAY_LINGER = int(Flag.PREAMBLE), int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.MAY_LINGER)
+_NOT_PLAIN = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE)
+
+_new_tuple = tuple.__new__  # makes a named tuple in half the time of its constructor
+
+NOT_A_FUTURE = (
+    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
+)
+
+
+class Asked(NamedTuple):
+    """A request, as far as it is needed to answer it."""
+
+    peer: int
+    connection: int
+    call: int
+    tag: int
+    deadline: int
+
+
+class Handlers:
+    """Answers the requests that reach one worker."""
+
+    def __init__(
+        self,
+        worker: Any,
+        me: WorkerInfo,
+        engine: _core.Engine,
+        messages: Messages,
+        references: References,
+        loop: EventLoop,
+    ) -> None:
+        self._worker = worker
+        self._me = me
+        self._engine = engine
+        self._messages = messages
+        self._references = references
+        self._loop = loop
+        self._ready = False
+
+    def handle(self, item: tuple[Any, ...]) -> None:
+        """Runs one request, as `Engine.next` gives it. Never raises what user code raises."""
+        _, _, peer, connection, call, tag, flags, name, body, segments, deadline = item
+        if not self._ready:
+            self._worker.ready.wait()  # a member that has joined already may call before we know all of them
+            self._ready = True
+        current.set(_new_tuple(Scope, (self._worker, deadline, True, True)))
+        if tag == _CALL and name is not None and not flags & _NOT_PLAIN:
+            self._handle_plain(peer, connection, call, name, body, segments, deadline)
+        else:
+            self._handle(Asked(peer, connection, call, tag, deadline), flags, name, body, segments)
+        current.set(None)
+
+    def _handle_plain(
+        self, peer: int, connection: int, call: int, name: bytes, body: Any, segments: Any, deadline: int
+    ) -> None:
+        """The short way, for a request that carries nothing but plain values."""
+        messages = self._messages
+        try:
+            function = _found(name)
+            args, kwargs = messages.decode_plain(body, segments)
+            result = run(function, args, kwargs)
+            if type(result) is CoroutineType or hasattr(function, "_wrapped_async_rpc_function"):
+                asked = Asked(peer, connection, call, _CALL, deadline)
+                self._answer_later(asked, 0, _NO_PREAMBLE, result, function)
+                return
+            coded = messages.encode_plain(result)
+        except BaseException as e:
+            self._settle(Asked(peer, connection, call, _CALL, deadline), None, None, e)
+        else:
+            if coded is None:
+                self._settle(Asked(peer, connection, call, _CALL, deadline), None, result, None)
+            else:
+                self._engine.reply(connection, call, _VALUE, 0, coded[0], coded[1], 0)
+        finally:
+            clean_state()
+
+    def _handle(self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any) -> None:
+        tag, peer = asked.tag, asked.peer
+        try:
+            preamble = self._messages.preamble(peer, flags, segments)
+        except Exception as e:
+            self.fail(asked, e)
+            return
+        target = preamble.target
+        if tag == _CREATE:
+            assert target is not None
+            owned = self._references.accept_create(target, peer)
+            owned.scripted = False
+        if flags & _PREAMBLE:
+            # What it needs may still be on its way: then the request waits there, and no thread with it.
+            arrived = (asked, flags, name, body, segments, preamble)
+
+            def resume() -> None:
+                self._loop.pool(self._run_parked, *arrived)
+
+            if preamble.handles and self._references.when_confirmed([h.id for h in preamble.handles], resume):
+                return
+            if tag not in (_CALL, _CREATE) and target is not None and self._references.park(target, resume):
+                return
+        self._run(asked, flags, name, body, segments, preamble)
+
+    def _run_parked(self, *arrived: Any) -> None:
+        current.set(Scope(self._worker, arrived[0].deadline, True, True))
+        self._run(*arrived)
+        current.set(None)
+
+    def _run(self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any, preamble: Preamble) -> None:
+        try:
+            if flags & _STATE or preamble.autocast:
+                with handler_state(flags, preamble.autocast):
+                    result, function = self._invoke(asked, flags, name, body, segments, preamble)
+            else:
+                result, function = self._invoke(asked, flags, name, body, segments, preamble)
+            if type(result) is CoroutineType or hasattr(function, "_wrapped_async_rpc_function"):
+                self._answer_later(asked, flags, preamble, result, function)
+                return
+        except BaseException as e:  # SystemExit too: it must not end a thread of the pool, and the caller must hear
+            self._settle(asked, preamble.target, None, e)
+        else:
+            self._settle(asked, preamble.target, result, None)
+        finally:
+            clean_state()
+
+    def _invoke(
+        self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any, preamble: Preamble
+    ) -> tuple[Any, Any]:
+        """Runs the function; its result, and the function if it was called (for its decorations)."""
+        tag = asked.tag
+        if tag in (_CALL, _CREATE):
+            if name is not None:
+                function = _found(name)
+                args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
+            else:
+                function, args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
+        else:
+            value = self._references.owned(_target(preamble)).get()
+            if tag == _FETCH:
+                return value, None
+            if tag == _TYPE:
+                return type(value), None
+            if tag != _METHOD:
+                raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
+            function = getattr(value, resolve(name or b"M"))
+            args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
+        return run(function, args, kwargs), function
+
+    # ---- results that come later
+
+    def _answer_later(self, asked: Asked, flags: int, preamble: Preamble, result: Any, function: Any) -> None:
+        if type(result) is CoroutineType:
+            self._loop.run(
+                result,
+                current.get(),
+                flags,
+                preamble.autocast,
+                lambda value, error: self._settle(asked, preamble.target, value, error),
+            )
+            return
+        if not isinstance(result, torch._C.Future):
+            kind = type(result)
+            raise RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
+        result.add_done_callback(lambda done: self._complete(asked, preamble.target, done))
+
+    def _complete(self, asked: Asked, target: RRefId | None, done: Any) -> None:
+        try:
+            value = done.value()
+        except BaseException as e:  # user code may have put a SystemExit there
+            self._settle(asked, target, None, e)
+        else:
+            self._settle(asked, target, value, None)
+
+    # ---- replies
+
+    def _settle(self, asked: Asked, target: RRefId | None, value: Any, error: BaseException | None) -> None:
+        """The request has its answer."""
+        if error is not None:
+            self._report(error)
+        if asked.tag == _CREATE and target is not None:
+            if error is not None:
+                let_go_of_frames(error, self._me)
+            self._references.settle(target, value, error)
+            self._reply(asked, _CREATED, self._messages.encode(asked.peer, tuple(target)), _MAY_LINGER)
+        elif error is not None:
+            self.fail(asked, error)
+        else:
+            try:
+                message = self._messages.encode(asked.peer, value)
+            except Exception as e:
+                self._report(e)
+                self.fail(asked, e)
+            else:
+                self._reply(asked, _VALUE, message, _MAY_LINGER if message.tickets else 0)
+
+    def _report(self, error: BaseException) -> None:
+        """Says on this worker too what its user code raised."""
+        try:
+            print(describe_exception(error, self._me), file=sys.stderr)
+        except (OSError, ValueError):  # a closed one: the caller must hear all the same
+            pass
+
+    def fail(self, asked: Asked, error: BaseException) -> None:
+        """Answers with an exception."""
+        packed = pack_exception(error, self._me)
+        if len(packed) > self._messages.limit:
+            what = f"{type(error).__qualname__} was raised, and is too large to be sent ({len(packed)} bytes)"
+            packed = pack_exception(SerializationError(what), self._me)
+        self._reply(asked, _ERROR, Encoded(0, packed, None, ()), 0)
+        error.__traceback__ = None  # whoever keeps the exception must not keep the request and its arguments
+
+    def _reply(self, asked: Asked, tag: int, message: Encoded, flags: int) -> None:
+        self._engine.reply(asked.connection, asked.call, tag, message.flags | flags, message.body, message.segments, 0)
+
+
+def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls it. A torch operator that is called with wrong arguments says so as it does through torch's own RPC."""
+    try:
+        return function(*args, **kwargs)
+    except TypeError:
+        name = find_builtin(function)
+        if name is None:
+            raise
+        operation, _ = torch._C._jit_get_operation(name)
+        return operation(*args, **kwargs)
+
+
+def _target(preamble: Preamble) -> RRefId:
+    if preamble.target is None:
+        raise SerializationError(
+            "a request about a reference came without the reference; do all workers run one version?"
+        )
+    return preamble.target
+
+
+def _found(name: bytes) -> Any:
+    """The function of a name.
+
+    Raises:
+        AttributeError, ImportError: it is not on this worker; with a hint.
+    """
+    try:
+        return resolve(name)
+    except (AttributeError, ImportError, KeyError) as e:
+        kind = AttributeError if isinstance(e, KeyError) else type(e)
+        raise kind(f"{e}{HINT}") from e
+
+
+HINT = """. Default RPC pickler does not serialize
+            function code. Ensure that UDFs are defined on both caller and
+            callee modules."""

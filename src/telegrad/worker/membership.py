@@ -1,0 +1,142 @@
+"""Joining and leaving a dynamic group, whose members come and go."""
+
+import secrets
+from typing import Any
+
+from telegrad.errors import WorkerLost
+from telegrad.options import Options
+from telegrad.protocols import membership as protocol
+from telegrad.types import WorkerInfo
+from telegrad.worker import rendezvous
+from telegrad.worker.rendezvous import Group, Member
+from telegrad.worker.scope import current
+from telegrad.worker.worker import Worker
+
+__all__ = ["join_dynamic", "leave_dynamic"]
+
+_PATIENCE = 60.0  # s
+_IDS_PER_LIFE = 1 << 32  # of references: so many for each time a name has joined
+
+
+def join_dynamic(
+    store: Any,
+    name: str,
+    rank: int,
+    group: Group,
+    options: Options,
+    store_at: str,
+    handle_type: Any,
+    timeout: float,
+) -> Worker:
+    """Joins; the members that are there know of it when this returns.
+
+    Raises:
+        RuntimeError: the name or the rank is taken.
+    """
+    with rendezvous.membership(store, name, joining=True):
+        members = rendezvous.read_members(store)
+        in_the_way = [member for member in members if name == member.name or rank == member.id]
+        for dead in _dead_of(in_the_way, members, group, options, store_at, handle_type, timeout):
+            members.remove(dead)
+        view = rendezvous.check_members(members, None)
+        if rank < 0:
+            rank = view.free_id()
+        # Refuses a name or a rank that is taken, before anything is made.
+        view.join(protocol.Member(name, rank, process="the one that joins"))
+        life = rendezvous.ordinal(store, name)
+        worker = Worker(WorkerInfo(name, rank), group, options, store_at, life * _IDS_PER_LIFE, handle_type)
+        worker.static = False
+        worker.store = store
+        try:
+            for member in members:
+                worker.add_member(member)
+            worker.ready.set()
+            tell = [worker.internal(member.id, _joined, tuple(worker.member), timeout) for member in members]
+            for member, told in zip(members, tell, strict=True):
+                try:
+                    told.wait()
+                except RuntimeError:  # it died without leaving: it has no place here any more
+                    worker.remove_member(member.id, "it did not answer when a new worker joined")
+            present = [member for member in members if member.id in worker.member_ids()]
+            rendezvous.write_members(store, [*present, worker.member])
+        except BaseException:
+            worker.close()
+            raise
+    return worker
+
+
+def _dead_of(
+    suspects: list[Member],
+    members: list[Member],
+    group: Group,
+    options: Options,
+    store_at: str,
+    handle_type: Any,
+    timeout: float,
+) -> list[Member]:
+    """Which of these members cannot be reached: they died without leaving, and another may have their place."""
+    if not suspects:
+        return []
+    free = rendezvous.check_members(members, None).free_id()
+    asker = Worker(WorkerInfo(f"asker-{secrets.token_hex(8)}", free), group, options, store_at, 0, handle_type)
+    try:
+        for member in suspects:
+            asker.add_member(member)
+        asker.ready.set()
+        dead = []
+        for member in suspects:
+            try:
+                asker.internal(member.id, _are_you_there, (), timeout).wait()
+            except WorkerLost:
+                dead.append(member)
+            except RuntimeError:
+                continue  # too busy to answer is not dead
+        return dead
+    finally:
+        asker.close()
+
+
+def _are_you_there() -> None:
+    """Runs on a member whose name or rank another one wants."""
+
+
+def leave_dynamic(worker: Worker, timeout: float) -> None:
+    """Has the others make no more calls to this worker, ends what is under way (for no longer than `timeout` seconds;
+    0 is a minute), and parts from them. Nobody joins or leaves meanwhile."""
+    timeout = timeout or _PATIENCE
+    with rendezvous.membership(worker.store, worker.info.name, joining=False):
+        members = [m for m in rendezvous.read_members(worker.store) if m.id != worker.info.id]
+        rendezvous.write_members(worker.store, members)
+        _tell(worker, members, _leaving, timeout)
+        worker.drain(timeout)
+        _tell(worker, members, _left, timeout)
+
+
+def _tell(worker: Worker, members: list[Member], what: Any, timeout: float) -> None:
+    others = worker.member_ids()
+    for told in [worker.internal(m.id, what, (worker.info.id,), timeout) for m in members if m.id in others]:
+        try:
+            told.wait()
+        except RuntimeError:
+            continue  # it is gone itself, or has parted from this worker before it could answer
+
+
+def _joined(*facts: Any) -> None:
+    """Runs on the members that are there."""
+    scope = current.get()
+    assert scope is not None
+    scope.worker.add_member(Member(*facts))
+
+
+def _leaving(worker_id: int) -> None:
+    """Runs on the members that stay."""
+    scope = current.get()
+    assert scope is not None
+    scope.worker.retire_member(worker_id)
+
+
+def _left(worker_id: int) -> None:
+    """Runs on the members that stay."""
+    scope = current.get()
+    assert scope is not None
+    scope.worker.remove_member(worker_id, "it left the group")

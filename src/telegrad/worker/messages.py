@@ -1,0 +1,238 @@
+"""Values into messages and back: which codec, which references travel, in whose name.
+
+A message that carries references has a preamble: a last segment with their tickets (so that they can be honoured even
+if the body cannot be read), the reference it is about, and the caller's autocast state. The body then names a reference
+by its place among the tickets.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from telegrad.errors import RRefNotPicklable, SerializationError
+from telegrad.protocols.rref import RRefId, Ticket, TicketKind
+from telegrad.serialize.pickling import Serializer
+from telegrad.types import WorkerInfo
+from telegrad.wire import BodyKind, Flag
+
+__all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble"]
+
+_BODY = int(Flag.BODY)
+Segments = list[Any]  # (address, size in bytes, owner), or bytes
+
+
+class Encoded(NamedTuple):
+    """A message ready to leave."""
+
+    flags: int
+    body: bytes
+    segments: Segments | None
+    tickets: tuple[Ticket, ...]
+
+
+class Preamble(NamedTuple):
+    """What stands in front of a body; empty for nearly all calls."""
+
+    handles: list[Any]  # the references that came, as objects
+    target: RRefId | None
+    autocast: tuple[tuple[str, str], ...] | None
+
+
+_MOST_SEGMENTS = (1 << 20) - 1  # of csrc/core/message.h, less the preamble
+NO_PREAMBLE = Preamble([], None, None)
+
+
+class _Passing(threading.local):
+    """The message that this thread is writing or reading."""
+
+    def __init__(self) -> None:
+        self.peer: int | None = None  # whom the message being written goes to
+        self.tickets: list[Ticket] | None = None
+        self.handles: list[Any] = []
+
+
+_passing = _Passing()
+
+
+class _HasReferences(RRefNotPicklable):
+    """A reference was met where none was looked for."""
+
+
+class Messages:
+    """Writes and reads the messages of one worker.
+
+    Args:
+        handle_type: the class of references.
+        share: makes the ticket that carries a reference to a peer; raises if it may not travel.
+        unshare: takes back a ticket that did not leave.
+        receive: makes references of tickets that came from a peer.
+        limit: bytes that a body may have; a peer that gets more cuts the link.
+    """
+
+    def __init__(
+        self,
+        handle_type: type,
+        share: Callable[[Any, int], Ticket],
+        unshare: Callable[[Ticket, int], None],
+        receive: Callable[[list[Ticket], int], list[Any]],
+        limit: int,
+    ) -> None:
+        self.limit = limit
+        self._share = share
+        self._unshare = unshare
+        self._receive = receive
+        self.serializer = Serializer()
+        self._codec = self.serializer.codec
+        self.serializer.register(handle_type, 1, self.pack_handle, self.unpack_handle)
+        self.serializer.register(WorkerInfo, 2, lambda info: (info.name, info.id), lambda plain: WorkerInfo(*plain))
+
+    @staticmethod
+    def load_custom(body: bytes, tensors: list[Any]) -> Any:
+        """Reads what a pickler of the program's own wrote; `telegrad.rpc.api` puts the real one here."""
+        raise SerializationError(
+            "a call came that a pickler of the program's own wrote (rpc.api._use_rpc_pickler), but telegrad.rpc has"
+            " not been imported on this worker. Import it there before the call."
+        )
+
+    def pack_handle(self, handle: Any) -> int:
+        """Adds a reference to the message being written: its place among the tickets.
+
+        Raises:
+            RRefNotPicklable: no message is being written, or one without references (`encode_plain`).
+        """
+        if _passing.peer is None:
+            raise _HasReferences
+        if _passing.tickets is None:
+            _passing.tickets = []
+        _passing.tickets.append(self._share(handle, _passing.peer))
+        return len(_passing.tickets) - 1
+
+    def encode_plain(self, value: Any) -> tuple[bytes, Segments] | None:
+        """Body and segments of a value that is plain and brings no references, as most are; else None, and nothing has
+        happened: use `encode`."""
+        if _passing.peer is not None:
+            return None  # within the pickling of another message
+        try:
+            coded = self._codec.encode(value)
+        except _HasReferences:
+            return None
+        if coded is not None and (len(coded[0]) > self.limit or (coded[1] and len(coded[1]) > _MOST_SEGMENTS)):
+            return None  # `encode` says why not
+        return coded
+
+    def decode_plain(self, body: Any, segments: list[Any]) -> Any:
+        """Reads what `encode_plain` wrote."""
+        return self._codec.decode(body, segments)
+
+    def unpack_handle(self, index: int) -> Any:
+        """The reference that came at this place."""
+        return _passing.handles[index]
+
+    def encode(
+        self,
+        peer: int,
+        value: Any,
+        target: RRefId | None = None,
+        autocast: tuple[tuple[str, str], ...] | None = None,
+        ticket: Ticket | None = None,
+        custom: Any = None,
+        parts: str | tuple[str, ...] = "result",
+    ) -> Encoded:
+        """Writes a message's body and preamble.
+
+        Args:
+            peer: whom it goes to.
+            value: what the body says.
+            target: the reference that the message is about.
+            autocast: the caller's state.
+            ticket: one that must travel though no reference to it is in the body.
+            custom: a pickler of the program's own.
+            parts: what an error calls the value, or the parts of one that is a tuple.
+
+        Raises:
+            what pickling the value raises; the tickets made so far are taken back.
+        """
+        passing = _passing
+        outer = passing.peer, passing.tickets
+        passing.peer, passing.tickets = peer, None if ticket is None else [ticket]
+        try:
+            segments: Segments | None
+            if custom is not None:
+                body, segments = self.serializer.dumps(custom.serialize(value))
+                flags = int(BodyKind.CUSTOM)
+            else:
+                coded = self._codec.encode(value)
+                if coded is not None:
+                    body, segments = coded
+                    flags = 0
+                else:
+                    self._take_back(peer, keep=ticket)
+                    body, segments = self.serializer.dumps(value, parts)
+                    flags = int(BodyKind.PICKLE)
+            self._check_size(body, segments)
+            tickets = passing.tickets
+            if tickets is None and target is None and autocast is None:
+                return Encoded(flags, body, segments, ())
+            segments = [*(segments or ()), self._preamble(tickets or (), target, autocast)]
+            return Encoded(flags | Flag.PREAMBLE, body, segments, tuple(tickets or ()))
+        except BaseException:
+            self._take_back(peer, keep=None)
+            raise
+        finally:
+            passing.peer, passing.tickets = outer
+
+    def _check_size(self, body: bytes, segments: Segments | None) -> None:
+        if len(body) > self.limit:
+            raise SerializationError(
+                f"a message of {len(body)} bytes besides its tensors is larger than the option max_header_bytes allows"
+                f" ({self.limit} bytes). Send large data as tensors or arrays, or raise the option on all workers."
+            )
+        if segments is not None and len(segments) > _MOST_SEGMENTS:
+            raise SerializationError(
+                f"a message with {len(segments)} tensors or buffers is more than the {_MOST_SEGMENTS} that one may"
+                " have. Send it in parts, or stack them."
+            )
+
+    def _take_back(self, peer: int, keep: Ticket | None) -> None:
+        for ticket in _passing.tickets or ():
+            if ticket is not keep:
+                self._unshare(ticket, peer)
+        _passing.tickets = None if keep is None else [keep]
+
+    def take_back(self, peer: int, message: Encoded) -> None:
+        """The message did not leave."""
+        for ticket in message.tickets:
+            self._unshare(ticket, peer)
+
+    def _preamble(self, tickets: Any, target: Any, autocast: Any) -> bytes:
+        plain = [(*t.rref, t.owner, int(t.kind), t.transfer) for t in tickets]
+        coded = self._codec.encode((plain, None if target is None else tuple(target), autocast))
+        assert coded is not None
+        return coded[0]
+
+    def preamble(self, peer: int, flags: int, segments: list[Any]) -> Preamble:
+        """Reads and removes the preamble, and takes up the references that came with it."""
+        if not flags & Flag.PREAMBLE:
+            return NO_PREAMBLE
+        preamble: Any = self._codec.decode(segments.pop(), [])
+        plain, target, autocast = preamble
+        tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer in plain]
+        return Preamble(self._receive(tickets, peer), None if target is None else RRefId(*target), autocast)
+
+    def decode(self, flags: int, body: Any, segments: list[Any], handles: list[Any]) -> Any:
+        """Reads a body.
+
+        Raises:
+            what unpickling raises.
+        """
+        kind = flags & _BODY
+        passing = _passing
+        outer = passing.handles
+        passing.handles = handles
+        try:
+            if kind == BodyKind.CODEC:
+                return self._codec.decode(body, segments)
+            value = self.serializer.loads(body, segments)
+            return self.load_custom(*value) if kind == BodyKind.CUSTOM else value
+        finally:
+            passing.handles = outer

@@ -1,0 +1,98 @@
+"""The threads that run handlers and callbacks. The core decides which of them runs what, when one more is needed."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from telegrad import _core
+
+__all__ = ["ThreadPool"]
+
+logger = logging.getLogger("telegrad")
+
+REQUEST, ONEWAY, OUTCOME, EVENT, RETIRE = range(5)
+
+
+class ThreadPool:
+    """The pool of one worker.
+
+    Args:
+        engine: whose work it does.
+        name: of its threads.
+        handle: called with each item of `Engine.next`, by the item's kind. May raise: that is logged.
+    """
+
+    def __init__(self, engine: _core.Engine, name: str, handle: dict[int, Callable[[tuple[Any, ...]], None]]) -> None:
+        self._engine = engine
+        self._name = name
+        self._handle = handle
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._count = 0
+        self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+
+    def start(self) -> None:
+        """Starts the first thread; the others start when they are needed."""
+        with self._lock:
+            self._count += 1
+            thread = threading.Thread(target=self._serve, name=f"telegrad-{self._name}-{self._count}", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def submit(self, job: Callable[..., None], *arguments: Any) -> None:
+        """Runs something on a thread of the pool, soon."""
+        self._jobs.append((job, arguments))
+        self._engine.nudge(0)
+
+    def run_jobs(self) -> None:
+        """Runs what was submitted; by whoever takes the nudge."""
+        while True:
+            try:
+                job, arguments = self._jobs.popleft()
+            except IndexError:
+                return
+            if self._jobs:
+                self._engine.nudge(0)  # this one may take long: let another thread have the rest
+            job(*arguments)
+
+    def _serve(self) -> None:
+        engine, handle = self._engine, self._handle
+        me = _core.PoolThread()
+        try:
+            while (item := engine.next(me)) is not None:
+                if item[1]:
+                    self.start()
+                kind = item[0]
+                if kind == RETIRE:
+                    return
+                try:
+                    handle[kind](item)
+                except Exception:
+                    logger.exception(
+                        "a pool thread of %s met an error that is Telegrad's own; please report it", self._name
+                    )
+                item = None  # what it holds must not outlive it while this thread waits
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def threads(self) -> list[threading.Thread]:
+        """Those that run."""
+        with self._lock:
+            return list(self._threads)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for all threads but the calling one to end. The engine must have been stopped. False: not in time,
+        because a handler still runs."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                others = [t for t in self._threads if t is not threading.current_thread()]
+            if not others:
+                return True
+            others[0].join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if deadline is not None and time.monotonic() >= deadline:
+                return False

@@ -1,0 +1,422 @@
+"""Remote references of one worker: the glue between the protocol (telegrad.protocols.rref), values and the network.
+
+The machine decides who counts whom; here is what it cannot know: the values, who waits for them, and the lock around
+it. A reference's Python object is one handle; its finalizer only appends to `dropped` and nudges the engine, and a
+thread of the pool tells the machine.
+"""
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from telegrad.errors import OwnerLost, RRefDeleted, RRefError, RRefTimeout
+from telegrad.protocols.rref import (
+    Abandon,
+    Accept,
+    Add,
+    Added,
+    Confirmed,
+    Delete,
+    Effect,
+    Expect,
+    Failed,
+    Leak,
+    Message,
+    OwnerState,
+    Release,
+    RRefId,
+    RRefStats,
+    RRefTable,
+    Send,
+    Ticket,
+    UnusableRRefError,
+    UserState,
+)
+from telegrad.worker.owned import OwnedValue
+
+__all__ = ["References"]
+
+_MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # their number on the wire is their place
+CREATION_TIMED_OUT = "creation timed out"
+
+
+class References:
+    """All references of one worker.
+
+    Args:
+        me: the worker's id.
+        first_id: where its local ids start; no earlier incarnation may have used one from there on.
+        name_of: a worker's name by its id.
+        send: sends a plain value to a peer; False if the peer is gone.
+        nudge: asks a pool thread to call `collect`. Must be safe in a finalizer.
+        make_handle: makes the Python object of a reference: (id, owner).
+    """
+
+    def __init__(
+        self,
+        me: int,
+        first_id: int,
+        name_of: Callable[[int], str],
+        send: Callable[[int, Any, str], None],
+        nudge: Callable[[], None],
+        make_handle: Callable[[RRefId, int], Any],
+    ) -> None:
+        self.me = me
+        self.table = RRefTable(me)
+        self.values: dict[RRefId, OwnedValue] = {}
+        self.dropped: deque[tuple[RRefId, int]] = deque()
+        self.pending_creations = 0
+        self._failed_here: dict[RRefId, str] = {}  # creations on this worker itself that its caller has given up
+        self.closed = False
+        self._confirmations: dict[RRefId, list[tuple[set[RRefId], Callable[[], None]]]] = {}
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._ids = itertools.count(first_id)
+        self._name_of = name_of
+        self._send = send
+        self._nudge = nudge
+        self._make_handle = make_handle
+
+    def renew_lock(self) -> None:
+        """In a forked child: whatever thread of the parent had the lock is not there to give it back."""
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+
+    # ---- handles
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    @property
+    def generation(self) -> int:
+        """Of the handles made now; they give it back when they go."""
+        return self.table.generation
+
+    def let_go(self, rref: RRefId, generation: int) -> None:
+        """A handle's finalizer: takes no lock."""
+        self.dropped.append((rref, generation))
+        self._nudge()
+
+    def collect(self) -> None:
+        """Tells the machine of the handles that are gone, and sends what it batched."""
+        effects: list[Effect] = []
+        with self._lock:
+            while True:
+                try:
+                    rref, generation = self.dropped.popleft()
+                except IndexError:
+                    break
+                effects += self.table.drop(rref, generation)
+            effects += self.table.flush()
+            after = self._apply(effects)
+        self._finish(after)
+
+    # ---- creation
+
+    def own(self, value: Any) -> RRefId:
+        """A reference to a value that is here."""
+        rref = RRefId(self.me, self.new_id())
+        with self._lock:
+            owned = self.values[rref] = OwnedValue()
+            owned.settle(value, None)
+            after = self._apply(self.table.own(rref))
+        self._finish(after)
+        return rref
+
+    def begin_create(self, owner: int) -> RRefId:
+        """A reference to what a remote call will make."""
+        rref = RRefId(self.me, self.new_id())
+        with self._lock:
+            if owner == self.me:
+                self.values[rref] = OwnedValue()
+            self.pending_creations += 1
+            after = self._apply(self.table.begin_create(rref, owner))
+        self._finish(after)
+        return rref
+
+    def created(self, rref: RRefId) -> None:
+        """The owner says that the value, or the failure to make it, is in place."""
+        with self._lock:
+            after = self._apply(self.table.created(rref))
+        self._finish(after)
+
+    def creation_over(self) -> None:
+        """The creating call has ended, in whatever way."""
+        with self._lock:
+            self.pending_creations -= 1
+            self._changed.notify_all()
+
+    def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
+        """The creating call failed: for its users here there is no value."""
+        with self._lock:
+            owned = self.values.get(rref)
+            if owned is not None:  # on this worker itself
+                after: list[Callable[[], None]] = []
+                self._failed_here[rref] = str(error)
+                if not may_exist and not owned.ready:
+                    after += owned.settle(None, error)
+                    after += self._apply(self.table.value_failed(rref))
+            else:
+                after = self._apply(self.table.create_failed(rref, str(error), may_exist))
+        self._finish(after)
+
+    def accept_create(self, rref: RRefId, creator: int) -> OwnedValue:
+        """Owner: a creation has arrived."""
+        with self._lock:
+            owned = self._value_of(rref)
+            if owned is None or owned.ready:  # ready: it was given up because its creator was lost, who is back now
+                owned = self.values[rref] = OwnedValue()
+            after = self._apply(self.table.accept_create(rref, creator)) if creator != self.me else []
+        self._finish(after)
+        return owned
+
+    def settle(self, rref: RRefId, value: Any, error: BaseException | None) -> None:
+        """Owner: the function that makes the value has returned or raised."""
+        with self._lock:
+            owned = self.values.get(rref)
+            if owned is None or owned.ready:
+                return
+            after = owned.settle(value, error)
+            change = self.table.value_failed if error is not None else self.table.value_ready
+            after += self._apply(change(rref))
+        self._finish(after)
+
+    def owned(self, rref: RRefId) -> OwnedValue:
+        """The value of a reference that this worker owns.
+
+        Raises:
+            RRefDeleted: it is gone.
+        """
+        with self._lock:
+            owned = self._value_of(rref)
+        if owned is None:
+            raise RRefDeleted(f"{rref} has been deleted: no reference to it was left on any worker.")
+        return owned
+
+    def park(self, rref: RRefId, resume: Callable[[], None]) -> bool:
+        """Has `resume` run when the value is there. False: no need to wait (or nothing to wait for)."""
+        with self._lock:
+            owned = self._value_of(rref)
+            return owned is not None and owned.park(resume)
+
+    def _value_of(self, rref: RRefId) -> OwnedValue | None:
+        """With the lock held: the value or its place; for a reference that is known only because others spoke of it
+        before its creation came, the place is made here."""
+        owned = self.values.get(rref)
+        if owned is None and isinstance(self.table.state_of(rref), OwnerState):
+            owned = self.values[rref] = OwnedValue()
+            failure = self.table.failure_of(rref)
+            if failure is not None:
+                owned.settle(None, self._never_came(rref, *failure))
+        return owned
+
+    # ---- travel
+
+    def share(self, rref: RRefId, owner: int, peer: int) -> Ticket:
+        """The ticket that carries a reference to a peer.
+
+        Raises:
+            RRefDeleted, RRefTimeout, OwnerLost: it cannot travel any more.
+        """
+        with self._lock:
+            if self.closed:
+                raise RRefDeleted("Cannot call fork an UserRRef after deletion.")
+            if rref in self._failed_here:
+                raise RRefTimeout(f"{rref}: {self._failed_here[rref]}")
+            try:
+                return self.table.share(rref, peer)
+            except UnusableRRefError as e:
+                raise self.failure(rref, owner, e.why, e.lost) from None
+
+    def confirmed(self, rref: RRefId) -> bool:
+        """Does the owner count this worker's reference (or is it this worker)?"""
+        with self._lock:
+            state = self.table.state_of(rref)
+        return not isinstance(state, UserState) or state is UserState.CONFIRMED
+
+    def check(self, rref: RRefId, owner: int) -> None:
+        """Raises what stands against using the reference, if anything."""
+        if self.closed:
+            raise RRefDeleted(
+                f"{rref} was given up when its worker shut down. Cannot call to_here() on it after deletion."
+            )
+        with self._lock:
+            if rref in self._failed_here:
+                raise RRefTimeout(f"{rref}: {self._failed_here[rref]}")
+            failure = self.table.failure_of(rref) if owner != self.me else None
+        if failure is not None:
+            raise self.failure(rref, owner, *failure)
+
+    def failure(self, rref: RRefId, owner: int, why: str, lost: bool) -> RRefError | OwnerLost:
+        """The error for a reference that the machine calls unusable."""
+        if lost:
+            return OwnerLost(self._name_of(owner), why, str(rref))
+        return RRefTimeout(f"{rref}: {why}")
+
+    def _never_came(self, rref: RRefId, why: str, lost: bool) -> RRefError | OwnerLost:
+        """At the owner: the creation of a value that others refer to will not come, because of its creator."""
+        return self.failure(rref, rref.created_on, why, lost)
+
+    def unshare(self, ticket: Ticket, peer: int) -> None:
+        """The message with this ticket did not leave."""
+        with self._lock:
+            after = self._apply(self.table.unshare(ticket, peer))
+        self._finish(after)
+
+    def receive(self, tickets: Sequence[Ticket], sender: int) -> list[Any]:
+        """Makes the Python objects of references that have arrived."""
+        if not tickets:
+            return []
+        effects: list[Effect] = []
+        with self._lock:
+            for ticket in tickets:
+                effects += self.table.receive(ticket, sender)
+            after = self._apply(effects)
+        handles = [self._make_handle(ticket.rref, ticket.owner) for ticket in tickets]
+        self._finish(after)
+        return handles
+
+    def when_confirmed(self, rrefs: Sequence[RRefId], resume: Callable[[], None]) -> bool:
+        """Has `resume` run once the owners count all these references (or cannot). False: they do already."""
+        with self._lock:
+            waiting = {rref for rref in rrefs if self.table.state_of(rref) is UserState.FORKING}
+            if not waiting:
+                return False
+            for rref in waiting:
+                self._confirmations.setdefault(rref, []).append((waiting, resume))
+            return True
+
+    def _confirmed(self, rref: RRefId) -> list[Callable[[], None]]:
+        ready = []
+        for waiting, resume in self._confirmations.pop(rref, ()):
+            waiting.discard(rref)
+            if not waiting:
+                ready.append(resume)
+        return ready
+
+    # ---- the network
+
+    def on_message(self, sender: int, plain: Any) -> None:
+        """A message of a peer's machine."""
+        with self._lock:
+            after = self._apply(self.table.handle(sender, _read(plain)))
+        self._finish(after)
+
+    def peer_lost(self, peer: int, why: str) -> None:
+        with self._lock:
+            after = self._apply(self.table.peer_lost(peer, why))
+        self._finish(after)
+
+    def peer_joined(self, peer: int) -> None:
+        with self._lock:
+            after = self._apply(self.table.peer_joined(peer))
+        self._finish(after)
+
+    # ---- the end
+
+    def release_all(self, timeout: float) -> bool:
+        """Gives up every reference to other workers' values, and waits until all are confirmed gone and nobody refers
+        to this worker's. False: not within `timeout` seconds."""
+        with self._lock:
+            after = self._apply(self.table.release_all())
+        self._finish(after)
+        self.collect()
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._busy():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
+    def _busy(self) -> bool:
+        stats = self.table.stats()
+        return bool(stats.pending_users or stats.forks or stats.pins or self.pending_creations)
+
+    def stats(self) -> RRefStats:
+        with self._lock:
+            return self.table.stats()
+
+    def leaks(self) -> list[Leak]:
+        """What others still refer to."""
+        with self._lock:
+            return self.table.leaks()
+
+    def close(self) -> None:
+        """The worker is gone: values are freed, handles are dead."""
+        with self._lock:
+            self.closed = True
+            values, self.values = self.values, {}
+            parked = [
+                resume
+                for owned in values.values()
+                if not owned.ready
+                for resume in owned.settle(None, RRefDeleted("the worker that owns this value has shut down"))
+            ]
+        for resume in parked:
+            resume()
+
+    # ---- effects
+
+    def _apply(self, effects: Sequence[Effect]) -> list[Callable[[], None]]:
+        """With the lock held: does what touches tables; returns what must be done without it."""
+        after: list[Callable[[], None]] = []
+        for effect in effects:
+            if isinstance(effect, Send):
+                after.append(_Call(self._send, effect.to, _write(effect.message), type(effect.message).__name__))
+            elif isinstance(effect, Delete):
+                owned = self.values.pop(effect.rref, None)
+                self._failed_here.pop(effect.rref, None)
+                if owned is not None:
+                    after.append(_Call(_free, owned))
+            elif isinstance(effect, Confirmed):
+                after += self._confirmed(effect.rref)
+            elif isinstance(effect, Failed):
+                after += self._confirmed(effect.rref)
+                owned = self.values.get(effect.rref)
+                if owned is not None and not owned.ready:
+                    after += owned.settle(None, self._never_came(effect.rref, effect.why, effect.lost))
+        if self.table.needs_flush:  # whatever changed may have queued something: a pool thread sends it
+            after.append(self._nudge)
+        self._changed.notify_all()
+        return after
+
+    def _finish(self, after: list[Callable[[], None]]) -> None:
+        for action in after:
+            action()
+
+
+class _Call:
+    """A call for later (quicker to make than functools.partial is to read)."""
+
+    __slots__ = ("arguments", "function")
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.function = function
+        self.arguments = arguments
+
+    def __call__(self) -> None:
+        self.function(*self.arguments)
+
+
+def _free(_: OwnedValue) -> None:
+    """The last use of a value: it ends here, without any lock held."""
+
+
+def _write(message: Message) -> Any:
+    return (_MESSAGES.index(type(message)), *message)
+
+
+def _read(plain: Any) -> Message:
+    number, *fields = plain
+    kind = _MESSAGES[number]
+    if kind is Accept:
+        return Accept(tuple(fields[0]))
+    if kind is Release:
+        return Release(tuple((RRefId(*rref), count) for rref, count in fields[0]))
+    message: Message = kind(RRefId(*fields[0]), *fields[1:])
+    return message

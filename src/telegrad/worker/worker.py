@@ -1,0 +1,492 @@
+"""A worker: one member of one group, and everything it owns.
+
+This is where native events, the protocols and torch meet; each part has its own file, and this one ties them together.
+Nothing here is global: several workers may live in one process.
+"""
+
+import atexit
+import hmac
+import itertools
+import logging
+import multiprocessing.util
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from telegrad import _core
+from telegrad.errors import NotInitialized, RRefError, ShutdownTimeout, UnknownWorker
+from telegrad.options import Options
+from telegrad.protocols.rref import RRefId, Ticket
+from telegrad.protocols.shutdown import GaveUp
+from telegrad.types import WorkerInfo
+from telegrad.wire import Flag, Tag
+from telegrad.worker import addresses, rendezvous
+from telegrad.worker.calls import Calls, nanoseconds
+from telegrad.worker.coroutines import EventLoop
+from telegrad.worker.draining import Draining
+from telegrad.worker.future import CallFuture
+from telegrad.worker.handlers import Handlers
+from telegrad.worker.messages import Messages
+from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, REQUEST, ThreadPool
+from telegrad.worker.references import References
+from telegrad.worker.rendezvous import Group, Member
+from telegrad.worker.scope import Scope, current
+
+__all__ = ["Worker", "live_workers"]
+
+logger = logging.getLogger("telegrad")
+
+_SECOND = 1_000_000_000
+_RELEASE_DELAY = 1_000_000  # ns that releases of references wait for others to travel with
+_STOP_LINGER = 2.0  # s that bytes already sent may take to leave at the end
+_DRAIN_STEP = 0.005  # s between two looks at what is still under way
+_JOIN_TIMEOUT = 5.0  # s that a handler may still run at the end before it is left behind
+PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK = range(5)
+
+live_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_numbers = itertools.count()
+_outer: ContextVar[tuple[Scope | None, ...]] = ContextVar("telegrad_outer_scopes", default=())
+
+
+class Worker:
+    """One member of a group. Made by `telegrad.rpc.init_rpc` (or `telegrad.rpc.Worker`), which waits for the others.
+
+    Args:
+        info: its name and id.
+        group: what its members agree on.
+        options: see `telegrad.options`.
+        store_at: the host of the store, which decides the address to listen on.
+        first_id: where ids of references start.
+        handle_type: the class of references; made by ``handle_type.of(worker, id, owner id)``.
+    """
+
+    def __init__(
+        self, info: WorkerInfo, group: Group, options: Options, store_at: str, first_id: int, handle_type: Any
+    ) -> None:
+        self.info = info
+        self.group = group
+        self.options = options
+        self.incarnation = secrets.randbits(63) | 1
+        self.static = True
+        self.store: Any = None
+        self.closed = False
+        self._finishing = False
+        self.ready = threading.Event()  # all members are known: requests may run
+        self.lost: dict[int, str] = {}  # workers that died, and why
+        self.gone: set[int] = set()  # those of them on whom the whole group agreed when it began to shut down
+        self.extras: dict[str, Any] = {}  # what the layers above keep for this worker
+        self._loss_listeners: list[Callable[[], Any]] = []
+        self._infos: dict[str | int, WorkerInfo] = {info.name: info, info.id: info}
+        self._members: dict[int, Member] = {}
+        self._gone: set[int] = set()  # ids whose workers have left the group
+        self._names: dict[int, str] = {info.id: info.name}  # theirs too, for messages
+        self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        self.ending = threading.Lock()  # held while a graceful shutdown is under way
+        self._idle_check = threading.Event()  # never set: paces `drain`
+
+        listen, host = addresses.listen_addresses(options, store_at, info.name)
+        if group.shared_secret and not addresses.is_loopback(host):
+            logger.warning(
+                "worker %s listens on %s, and its group has no secret of its own: whoever can reach the store can call"
+                " functions here. Set TELEGRAD_SECRET (or the option secret) on all workers.",
+                info.name,
+                host,
+            )
+        self.engine = _core.Engine(
+            id=info.id,
+            name=info.name,
+            incarnation=self.incarnation,
+            group=group.token,
+            secret=group.secret,
+            hmac=_hmac,
+            spin=options.spin_us * 1000,
+            handlers=options.num_worker_threads,
+            window=options.request_window_bytes,
+            pool_cache=options.pool_cache_bytes,
+            handshake_timeout=int(options.handshake_timeout * _SECOND),
+            connect_timeout=int(options.connect_timeout * _SECOND),
+            max_body=options.max_header_bytes,
+            max_message=options.max_message_bytes,
+            check_uid=True,
+        )
+        bound = [self.engine.listen(address) for address in listen]
+        self.host = addresses.host_key()
+        self.member = Member(info.id, info.name, self.incarnation, addresses.advertised(bound, options), self.host)
+        to_self = self.engine.listen(f"inproc:{os.getpid()}-{next(_numbers)}-{info.name}")
+        self.engine.set_peer(info.id, info.name, self.incarnation, [to_self])
+
+        self.references = References(
+            info.id,
+            first_id,
+            self.name_of,
+            self._send_reference_message,
+            lambda: self.engine.nudge(_RELEASE_DELAY),
+            lambda rref, owner: handle_type.of(self, rref, owner),
+        )
+        self.messages = Messages(
+            handle_type, self._share, self.references.unshare, self.references.receive, options.max_header_bytes
+        )
+        self.calls = Calls(self.engine, self.messages, self.name_of, nanoseconds(options.rpc_timeout))
+        self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit)
+        self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
+        self._callback_scope = Scope(self, 0, True)
+        self.calls.delay = self.loop.call_later
+        # The group ends in two stages: all work is done, then all references are given up.
+        self._stages = tuple(
+            Draining(
+                info.id, self._greet, partial(self._send_shutdown_message, stage), self.loop.call_later, self._activity
+            )
+            for stage in range(2)
+        )
+        self.pool = ThreadPool(
+            self.engine,
+            info.name,
+            {
+                REQUEST: self.handlers.handle,
+                ONEWAY: self._on_oneway,
+                OUTCOME: self._on_outcome,
+                EVENT: self._on_event,
+            },
+        )
+        self.pool.start()
+        live_workers.add(self)
+        _close_at_exit()
+
+    def __repr__(self) -> str:
+        return f"Worker(name={self.info.name!r}, id={self.info.id}, group of {len(self.infos())})"
+
+    # ---- who is there
+
+    def add_member(self, member: Member) -> None:
+        """Another worker of the group, to be connected to when it is first called."""
+        if member.id == self.info.id:
+            return
+        info = WorkerInfo(member.name, member.id)
+        with self._lock:
+            known = self._members.get(member.id)
+            self._members[member.id] = member
+            self._names[member.id] = member.name
+            self._infos[member.name] = self._infos[member.id] = info
+            was_here = member.id in self._gone
+            self._gone.discard(member.id)
+        if known is not None and known.incarnation != member.incarnation:
+            self.references.peer_lost(member.id, "a new worker has taken its place")
+            was_here = True
+        if was_here:
+            self.references.peer_joined(member.id)
+        usable = addresses.candidates(member.addresses, member.host == self.host, self.options.transports)
+        self.engine.set_peer(member.id, member.name, member.incarnation, usable)
+
+    def retire_member(self, worker_id: int) -> None:
+        """A worker is about to leave the group: no more calls to it. Those under way go on."""
+        with self._lock:
+            member = self._members.pop(worker_id, None)
+            if member is not None:
+                self._infos.pop(member.name, None)
+                self._infos.pop(worker_id, None)
+                self._gone.add(worker_id)
+
+    def remove_member(self, worker_id: int, why: str) -> None:
+        """A worker has left the group."""
+        self.retire_member(worker_id)
+        self.engine.part_from(worker_id, why)
+        self.references.peer_lost(worker_id, why)
+        for listener in list(self._loss_listeners):
+            listener()
+
+    def member_ids(self) -> set[int]:
+        """Ids of the other workers."""
+        with self._lock:
+            return set(self._members)
+
+    def infos(self) -> list[WorkerInfo]:
+        """All workers of the group, in the order of their ids."""
+        with self._lock:
+            return sorted({id(i): i for i in self._infos.values()}.values(), key=lambda info: info.id)
+
+    def info_of(self, to: object) -> WorkerInfo:
+        """A worker by its name, id or info.
+
+        Raises:
+            ValueError: it is none of these.
+            UnknownWorker: there is no such worker.
+        """
+        if isinstance(to, WorkerInfo):
+            to = to.id
+        if isinstance(to, (str, int)):
+            info = self._infos.get(to)
+            if info is not None:
+                return info
+            if not self.static:
+                self._look_in_store()
+                info = self._infos.get(to)
+                if info is not None:
+                    return info
+            raise UnknownWorker((self.info.name, self.info.id), to, tuple(i.name for i in self.infos()))
+        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+    def _look_in_store(self) -> None:
+        """A dynamic group may have a member of which the news has not come yet."""
+        if self.store is not None:
+            for member in rendezvous.read_members(self.store):
+                if member.id not in self._members:
+                    self.add_member(member)
+
+    def name_of(self, worker_id: int) -> str:
+        """For messages: a worker's name, whoever it is."""
+        return self._names.get(worker_id, f"(id {worker_id})")
+
+    # ---- calls
+
+    def rpc_sync(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
+        """See `telegrad.rpc.rpc_sync`."""
+        calls = self.calls
+        ns = calls.default_timeout if timeout == -1.0 else calls.timeout(timeout)
+        return calls.call(self._peer(to), func, args or (), kwargs or {}, ns)
+
+    def rpc_async(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> CallFuture:
+        """See `telegrad.rpc.rpc_async`."""
+        calls = self.calls
+        ns = calls.default_timeout if timeout == -1.0 else calls.timeout(timeout)
+        return calls.call_async(self._peer(to), func, args or (), kwargs or {}, ns)
+
+    def _peer(self, to: object) -> int:
+        if type(to) is str or type(to) is int:
+            info = self._infos.get(to)
+            if info is not None and not self.closed:
+                return info.id
+        if self.closed:
+            raise NotInitialized
+        return self.info_of(to).id
+
+    def internal(self, to: int, func: Any, args: Sequence[Any], timeout: float) -> CallFuture:
+        """A call of Telegrad's own, which a shutdown does not wait for."""
+        calls = self.calls
+        flags = int(Flag.INTERNAL)
+        return calls.start(calls.function_call(to, func, tuple(args), {}, calls.timeout(timeout), flags=flags))
+
+    def __enter__(self) -> "Worker":
+        """Makes it the current worker of this context: calls of `telegrad.rpc` go through it."""
+        outer = current.get()
+        _outer.set((*_outer.get(), outer))
+        # Within a handler it stays one: calls through any worker end with the request that they are made for.
+        current.set(Scope(self, 0, False) if outer is None else outer._replace(worker=self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        *others, outer = _outer.get()
+        _outer.set(tuple(others))
+        current.set(outer)
+
+    # ---- what comes in
+
+    def _on_oneway(self, item: tuple[Any, ...]) -> None:
+        _, _, peer, _, _, tag, flags, _, body, segments, _ = item
+        if tag == Tag.REFERENCES:
+            self.references.on_message(peer, self.messages.decode(flags, body, segments, []))
+        elif tag == Tag.SHUTDOWN:
+            self.ready.wait()  # one that has joined already may be done already, too
+            stage, plain = self.messages.decode(flags, body, segments, [])
+            self._stages[stage].on_message(peer, plain)
+        elif tag != Tag.GREETING:
+            logger.error("worker %s sent a one-way message of unknown tag %d", self.name_of(peer), tag)
+
+    def _on_outcome(self, item: tuple[Any, ...]) -> None:
+        _, _, future, outcome = item
+        if future is not None:
+            current.set(self._callback_scope)
+            self.calls.finish(future, outcome)
+            return
+        # A reply that nobody waits for any more, but that brought something: take it up, and let it go.
+        _, tag, flags, body, segments, peer, _ = outcome
+        self.messages.preamble(peer, flags, segments)
+        if tag == Tag.CREATED:
+            self.references.created(RRefId(*self.messages.decode(flags & ~Flag.PREAMBLE, body, segments, [])))
+
+    def _on_event(self, item: tuple[Any, ...]) -> None:
+        _, _, event, peer, _, text = item
+        if event == NUDGE:
+            self.references.collect()
+            self.pool.run_jobs()
+        elif event in (PEER_LOST, PEER_LEFT):
+            if event == PEER_LOST:
+                logger.warning("worker %s is lost to %s: %s", self.name_of(peer), self.info.name, text)
+            self.lost[peer] = text
+            if not (self._finishing and event == PEER_LEFT):  # then what it still holds is a leak to report
+                self.references.peer_lost(peer, text)
+            for stage in self._stages:
+                stage.peer_gone(peer, event == PEER_LEFT)
+            for listener in list(self._loss_listeners):
+                listener()
+        elif event == PEER_BACK:
+            self.lost.pop(peer, None)
+            self.references.peer_joined(peer)
+        else:
+            logger.warning("%s: %s", self.info.name, text)
+
+    # ---- references
+
+    def _share(self, handle: Any, peer: int) -> Ticket:
+        holder: Worker = handle.worker
+        if holder is not self:
+            raise RRefError(
+                f"{handle!r} belongs to another group, that of worker {holder.info.name}; it cannot travel in"
+                f" calls of worker {self.info.name}. Send its value instead."
+            )
+        return self.references.share(handle.id, handle.owner_id, peer)
+
+    def _send_reference_message(self, peer: int, plain: Any, kind: str) -> None:
+        message = self.messages.encode(peer, plain)
+
+        def send() -> None:
+            self.engine.send(peer, int(Tag.REFERENCES), message.flags, message.body, message.segments)
+
+        self.calls.filtered(kind, False, peer, send)
+
+    def _submit(self, job: Callable[..., None], *arguments: Any) -> None:
+        self.pool.submit(job, *arguments)
+
+    # ---- the end
+
+    @contextmanager
+    def on_loss(self, listener: Callable[[], Any]) -> Iterator[None]:
+        """Within, `listener` is called when a worker is lost or leaves. It must not block."""
+        self._loss_listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._loss_listeners.remove(listener)
+
+    def lost_names(self) -> set[str]:
+        """Names of the workers that are gone."""
+        return {self.name_of(peer) for peer in list(self.lost)}
+
+    def _activity(self) -> tuple[int, int]:
+        """Requests received so far, and calls and requests under way."""
+        stats = self.engine.stats()
+        scope = current.get()
+        mine = 1 if scope is not None and scope.request else 0
+        return stats["requests"], stats["pending_calls"] + stats["queued_requests"] + stats["running_requests"] - mine
+
+    def _send_shutdown_message(self, stage: int, peer: int, plain: Any) -> None:
+        message = self.messages.encode(peer, (stage, plain))
+        self.engine.send(peer, int(Tag.SHUTDOWN), message.flags, message.body, message.segments)
+
+    def _greet(self, peers: Iterable[int]) -> None:
+        for peer in peers:
+            self.engine.send(peer, int(Tag.GREETING), 0, b"", None)
+
+    def expect(self, members: Sequence[int]) -> None:
+        """The other workers of a static group. Called before anybody can shut down."""
+        for stage in self._stages:
+            stage.expect(members)
+
+    def finish(self, timeout: float, last: bool) -> None:
+        """Waits until all workers of a static group shut down and all their work is done.
+
+        Args:
+            timeout: seconds; 0 is no limit.
+            last: once more, when all have given up their references; then this worker leaves.
+
+        Raises:
+            ShutdownTimeout: some did not come in time.
+        """
+        self._finishing = last
+        end = self._stages[last].run(timeout, last)
+        if self.closed:
+            raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut the worker down meanwhile.)")
+        if isinstance(end, GaveUp):
+            raise ShutdownTimeout(timeout, tuple(self.name_of(worker) for worker in end.missing))
+        self.gone.update(end.lost, end.left)
+        for worker in end.lost if last else ():
+            logger.warning(
+                "worker %s was lost before the group shut down: %s", self.name_of(worker), self.lost.get(worker)
+            )
+
+    def drain(self, timeout: float) -> bool:
+        """Waits until no call of this worker is under way and no request runs here. False: not in `timeout` seconds
+        (0 is no limit)."""
+        deadline = time.monotonic() + timeout if timeout else None
+        while self._activity()[1]:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._idle_check.wait(_DRAIN_STEP)
+        return True
+
+    def close(self) -> None:
+        """Leaves the group without waiting for anybody. Calls under way fail, handlers under way are waited for for a
+        few seconds. Safe to call again, from any thread, and from a handler."""
+        with self._closing:
+            if self.closed:
+                return
+            self.closed = True
+        self.ready.set()
+        for stage in self._stages:
+            stage.stop()
+        self.references.closed = True
+        self.engine.stop(int(_STOP_LINGER * _SECOND))
+        self.loop.stop()
+        if not self.pool.join(_JOIN_TIMEOUT):
+            logger.warning("worker %s shut down while a handler still ran; it was left behind", self.info.name)
+        self.references.close()
+        live_workers.discard(self)
+
+    def require_open(self) -> None:
+        """Raises NotInitialized after `close`."""
+        if self.closed:
+            raise NotInitialized
+
+
+def _hmac(key: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, message, "sha256")
+
+
+# ---- exit: whoever ends without a shutdown says goodbye, and ends its threads before the interpreter does.
+
+
+def close_all() -> None:
+    """Closes every worker of this process."""
+    for worker in list(live_workers):
+        worker.close()
+
+
+def _close_at_exit() -> None:
+    """Called by the first worker of a process: children of multiprocessing do not run atexit, but this."""
+    if os.getpid() not in _exits:
+        _exits.add(os.getpid())
+        multiprocessing.util.Finalize(None, close_all, exitpriority=100)
+
+
+_exits: set[int] = set()
+atexit.register(close_all)
+
+
+# ---- fork: the child has none of the threads, so it has no worker. (The core closes what it inherits of the links.)
+
+
+_abandoned: list[Any] = []
+
+
+def _after_fork_in_child() -> None:
+    for worker in list(live_workers):
+        worker.closed = True
+        worker.references.closed = True
+        worker.references.let_go = _ignore  # type: ignore[method-assign, assignment]
+        worker.references.renew_lock()
+        _abandoned.append(worker)  # never freed: its locks and threads are the parent's
+    live_workers.clear()
+
+
+def _ignore(*_: object) -> None:
+    """A handle's end in a forked child concerns nobody."""
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,48 @@
+"""The benchmarks run, so that they cannot rot. What they measure is asserted nowhere: that is for people to read."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+def run_bench(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / name), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.timeout(120)  # two groups, each of whose processes imports torch
+def test_latency_measures_every_row_of_both_packages(tmp_path: Path) -> None:
+    written = tmp_path / "new" / "latency.json"
+    result = run_bench("latency.py", "--quick", "--json", str(written))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(written.read_text())["results"]
+    assert len(rows) == 10
+    for row in rows:
+        assert row["row"] in result.stdout
+        assert row["torch"]["samples"] == row["telegrad"]["samples"] == 3
+        assert row["ratio"] == pytest.approx(row["torch"]["median"] / row["telegrad"]["median"])
+
+
+@pytest.mark.timeout(120)
+def test_latency_measures_the_rows_asked_for() -> None:
+    result = run_bench("latency.py", "--quick", "--only", "telegrad", "-k", "int")
+    assert result.returncode == 0, result.stderr
+    assert "identity, int" in result.stdout
+    assert "4 MB" not in result.stdout
+    assert run_bench("latency.py", "-k", "no such row").returncode == 2
+
+
+def test_memory_judges_both_processes(tmp_path: Path) -> None:
+    written = tmp_path / "memory.json"
+    result = run_bench("memory.py", "--calls", "500", "--pause", "0.1", "--json", str(written))
+    figures = json.loads(written.read_text())
+    assert result.returncode == (0 if figures["met"] else 1), result.stderr
+    assert set(figures["processes"]) == {"client", "server"}
+    assert result.stdout.count("threads") == 2

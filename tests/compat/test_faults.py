@@ -1,0 +1,50 @@
+"""The faulty agent's table: torch's names, our messages."""
+
+import pytest
+
+from telegrad.compat.rpc._testing import FaultyTensorPipeRpcBackendOptions
+from telegrad.compat.rpc._testing.faults import KINDS, RESEND_AFTER, Faults
+from telegrad.protocols.rref import Accept, Add, Release
+from telegrad.rpc import backend_registry
+from telegrad.worker.calls import DroppedMessage
+
+
+def test_calls_are_lost_each_time() -> None:
+    faults = Faults(["PYTHON_REMOTE_CALL"], {}, 3)
+    for _ in range(5):
+        with pytest.raises(DroppedMessage, match=r"to worker 2 was lost on purpose"):
+            faults("remote", False, 2)
+    assert faults("remote", True, 2) is None
+    assert faults("call", False, 2) is None
+
+
+def test_messages_that_are_sent_again_come_late() -> None:
+    faults = Faults(["RREF_USER_DELETE"], {"SCRIPT_CALL": 1.5}, 3)
+    assert faults(Release.__name__, False, 2) == pytest.approx(3 * RESEND_AFTER)
+    assert faults("call", True, 2) == 1.5
+    assert faults("call", False, 2) is None
+
+
+def test_no_failures_means_none() -> None:
+    assert Faults(list(KINDS), {}, 0)("remote", False, 2) is None
+
+
+def test_reference_messages_are_named_as_their_classes() -> None:
+    assert {Add.__name__, Accept.__name__, Release.__name__} <= {kind.name for kind in KINDS.values()}
+
+
+def test_options_keep_what_they_are_given() -> None:
+    options = backend_registry.construct_rpc_backend_options(
+        backend_registry.BackendType.FAULTY_TENSORPIPE,
+        init_method="file:///x",
+        num_worker_threads=8,
+        num_fail_sends=3,
+        messages_to_fail=["RREF_FORK_REQUEST"],
+        messages_to_delay={"PYTHON_CALL": 1.5},
+    )
+    assert isinstance(options, FaultyTensorPipeRpcBackendOptions)
+    assert (options.num_worker_threads, options.num_fail_sends, options.rpc_timeout) == (8, 3, 60)
+    assert options.messages_to_fail == ["RREF_FORK_REQUEST"]
+    assert options.messages_to_delay == {"PYTHON_CALL": 1.5}
+    with pytest.raises(ValueError, match="no such messages: LETTER"):
+        FaultyTensorPipeRpcBackendOptions(messages_to_fail=["LETTER"])

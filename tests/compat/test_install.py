@@ -1,0 +1,163 @@
+"""torch's names point at Telegrad's, however they are reached, and back again."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.nn
+import torch.distributed.optim
+import torch.distributed.rpc as torch_rpc
+
+import telegrad.compat.rpc
+import telegrad.rpc
+from telegrad import compat
+from telegrad.compat.redirect import MODULES
+
+SUBMODULES = ("api", "backend_registry", "constants", "functions", "internal", "options")
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    compat.install()
+    try:
+        yield
+    finally:
+        compat.uninstall()
+
+
+def snapshot() -> dict[str, Any]:
+    """Everything that installing changes."""
+    names = {name: module for name, module in sys.modules.items() if name.startswith("torch.")}
+    attributes = {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in (torch.distributed, torch.distributed.optim, torch.distributed.nn, torch.nn.parallel.distributed)
+        for name in vars(module)
+    }
+    return {**names, **attributes}
+
+
+@pytest.mark.usefixtures("installed")
+def test_every_way_to_the_module_leads_to_ours() -> None:
+    import torch.distributed.rpc
+    import torch.distributed.rpc as renamed
+    from torch.distributed import rpc
+
+    ours = telegrad.compat.rpc
+    assert torch.distributed.rpc is renamed is rpc is ours  # type: ignore[comparison-overlap]
+    assert sys.modules["torch.distributed.rpc"] is importlib.import_module("torch.distributed.rpc") is ours
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("leaf", SUBMODULES)
+def test_submodules_are_the_very_same(leaf: str) -> None:
+    module = importlib.import_module(f"torch.distributed.rpc.{leaf}")
+    assert module is importlib.import_module(f"telegrad.rpc.{leaf}")
+    assert module is importlib.import_module(f"telegrad.compat.rpc.{leaf}")
+    assert module is getattr(torch.distributed.rpc, leaf)
+
+
+@pytest.mark.usefixtures("installed")
+def test_names_can_be_imported() -> None:
+    from torch.distributed.rpc import RRef, WorkerInfo, init_rpc
+    from torch.distributed.rpc.api import _all_gather
+    from torch.distributed.rpc.functions import async_execution
+
+    assert RRef is telegrad.rpc.RRef  # type: ignore[comparison-overlap]
+    assert WorkerInfo is telegrad.rpc.WorkerInfo  # type: ignore[comparison-overlap]
+    assert init_rpc is telegrad.rpc.init_rpc
+    assert _all_gather is telegrad.rpc.api._all_gather
+    assert async_execution is telegrad.rpc.functions.async_execution
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_is_not_there_says_so() -> None:
+    with pytest.raises(
+        ModuleNotFoundError, match=r"torch\.distributed\.rpc\.nothing is not part of Telegrad's drop-in"
+    ):
+        importlib.import_module("torch.distributed.rpc.nothing")
+
+
+@pytest.mark.usefixtures("installed")
+def test_parts_that_are_not_built_import_and_refuse_use() -> None:
+    from torch.distributed import autograd
+    from torch.distributed.nn.api.remote_module import RemoteModule
+    from torch.distributed.optim import DistributedOptimizer
+
+    assert autograd.__name__ == "telegrad.compat.autograd"
+    for use in (autograd.context, lambda: autograd.backward(1, []), DistributedOptimizer, RemoteModule):
+        with pytest.raises(NotImplementedError, match=r"Telegrad has no .* yet"):
+            use()  # type: ignore[operator]
+    assert torch.distributed.nn.RemoteModule is RemoteModule
+    assert torch.distributed.nn.functional.all_reduce is not None  # the rest of it is torch's
+
+
+def test_all_comes_back() -> None:
+    before = snapshot()
+    compat.install()
+    assert compat.installed()
+    assert snapshot() != before
+    compat.install()  # once more changes nothing
+    importlib.import_module("torch.distributed.rpc.api")
+    compat.uninstall()
+    assert not compat.installed()
+    assert snapshot() == before
+    assert torch.distributed.rpc is torch_rpc
+    assert importlib.import_module("torch.distributed.rpc.api") is torch_rpc.api
+    compat.uninstall()
+
+
+def test_refuses_where_torchs_own_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_rpc, "_is_current_rpc_agent_set", lambda: True)
+    with pytest.raises(RuntimeError, match="is running in this process"):
+        compat.install()
+    assert not compat.installed()
+
+
+def test_public_names_are_the_very_same_objects() -> None:
+    assert set(telegrad.rpc.__all__) <= set(telegrad.compat.rpc.__all__)
+    for name in telegrad.rpc.__all__:
+        assert getattr(telegrad.compat.rpc, name) is getattr(telegrad.rpc, name), name
+
+
+def test_public_names_are_all_of_torchs() -> None:
+    assert set(torch_rpc.__all__) - set(telegrad.compat.rpc.__all__) == set()
+
+
+PRIVATE = (
+    "_UNSET_RPC_TIMEOUT",
+    "_all_gather",
+    "_barrier",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_disable_jit_rref_pickle",
+    "_enable_jit_rref_pickle",
+    "_get_current_rpc_agent",
+    "_get_debug_info",
+    "_init_rpc_backend",
+    "_is_current_rpc_agent_set",
+    "_is_tensorpipe_available",
+    "_require_initialized",
+    "_rref_context_get_debug_info",
+    "_server_process_global_profile",
+    "_set_rpc_timeout",
+    "enable_gil_profiling",
+    "get_rpc_timeout",
+    "PyRRef",
+    "RpcAgent",
+    "RpcBackendOptions",
+    "TensorPipeAgent",
+    "WorkerInfo",
+)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_private_names_that_programs_use_are_there(name: str) -> None:
+    assert hasattr(telegrad.compat.rpc, name) or hasattr(telegrad.compat.rpc.api, name)
+
+
+def test_table_names_modules_that_torch_has() -> None:
+    for name in MODULES:
+        assert isinstance(importlib.import_module(name), ModuleType)

@@ -1,0 +1,60 @@
+"""wait_all leaves at the first error, whichever kind of future it is in."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from telegrad.compat.futures import wait_all
+from telegrad.worker.future import CallFuture
+
+
+def done(value: Any) -> CallFuture:
+    future = CallFuture()
+    future.set_result(value)
+    return future
+
+
+def test_all_values_in_order() -> None:
+    plain: Future[int] = Future()
+    plain.set_result(2)
+    assert wait_all([done(1), plain, done(3)]) == [1, 2, 3]
+    assert wait_all([]) == []
+
+
+def test_first_error_ends_the_wait_and_keeps_its_type() -> None:
+    never, failing = CallFuture(), CallFuture()
+    threading.Timer(0.01, failing.set_exception, [KeyError("k")]).start()
+    with pytest.raises(KeyError, match="k"):
+        wait_all([done(1), never, failing])
+
+
+def test_error_that_torch_has_set_ends_it_too() -> None:
+    parent: Future[int] = Future()
+    failing = parent.then(lambda _: 1 / 0)
+    parent.set_result(1)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        wait_all([CallFuture(), failing])
+
+
+def test_several_errors_are_decided_once() -> None:
+    futures = [CallFuture() for _ in range(3)]
+    for i, future in enumerate(futures):
+        future.set_exception(ValueError(str(i)))
+    with pytest.raises(ValueError, match="0"):
+        wait_all(futures)
+
+
+def test_futures_of_torch_alone_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telegrad.compat.futures._torch_wait_all", lambda futures: "torch's")
+    assert wait_all([Future()]) == "torch's"  # type: ignore[comparison-overlap]
+
+
+def test_torch_has_the_gap_that_this_closes() -> None:
+    """The day that this fails, the module can go."""
+    never: Future[int] = Future()
+    failed: Future[int] = Future()
+    failed.set_exception(KeyError("k"))  # type: ignore[arg-type]
+    assert not torch.futures.collect_all([never, failed]).done()

@@ -1,0 +1,40 @@
+"""Fixtures for tests of whole workers. Most such tests share one group of the module's: a call takes microseconds, and
+joining and leaving milliseconds."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from telegrad.testing import Cluster, assert_nothing_left, cluster
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    """Workers w0, which is the current one, and w1; shared by the module's tests."""
+    with cluster(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    """Workers w0, which is the current one, to w3; shared by the module's tests."""
+    with cluster(4) as group:
+        yield group
+
+
+@pytest.fixture
+def clean(two: Cluster) -> Iterator[Cluster]:
+    """`two`, checked for what this test leaves behind."""
+    yield two
+    for worker in two:
+        assert_nothing_left(worker)
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test in which Telegrad logs a warning."""
+    with caplog.at_level(logging.WARNING, "telegrad"):
+        yield
+        said = [record.getMessage() for record in caplog.records if record.name.startswith("telegrad")]
+    assert not said, said

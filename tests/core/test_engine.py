@@ -1,0 +1,210 @@
+"""`_core.Engine` from Python: who holds what, the GIL, and a port that anybody may write to."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from engines import ECHO, EV_LOG, HOLD, NEVER, PEER_LOST, REPLIED, STOPPED, TIMED_OUT, UNREACHABLE, Native
+
+from telegrad import _core
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Native, Native]]:
+    a, b = Native(0), Native(1)
+    for w in (a, b):
+        w.meet(0, a.address)
+        w.meet(1, b.address)
+    yield a, b
+    a.stop()
+    b.stop()
+
+
+def test_bodies_and_segments(pair: tuple[Native, Native]) -> None:
+    a, _ = pair
+    for size in (0, 1, 65535, 65536, 65537, 1_000_000):
+        body = os.urandom(size)
+        status, _, _, got, segments, peer, why = a.call(1, ECHO, body, [body, b"", body[::-1]])
+        assert (status, bytes(got), peer, why) == (REPLIED, body, 1, None)
+        assert [bytes(s) for s in segments] == [body, b"", body[::-1]]
+        assert [len(s) for s in segments] == [size, 0, size]
+
+
+def test_received_memory_is_aligned_writable_and_outlives_the_engine(pair: tuple[Native, Native]) -> None:
+    a, b = pair
+    blocks = a.call(1, ECHO, b"", [bytes(100_000), b"xyz"])[4]
+    a.stop()
+    b.stop()
+    for block in blocks:
+        address, size = _core.buffer_address(block)
+        assert address % 64 == 0
+        assert size == len(block)
+        view = memoryview(block)
+        view[0] = 7
+        assert not view.readonly
+    assert bytes(blocks[1]) == b"\x07yz"
+
+
+def test_each_outcome_has_its_own_status(pair: tuple[Native, Native]) -> None:
+    a, b = pair
+    assert a.call(1, NEVER, timeout=1_000_000)[0] == TIMED_OUT
+    assert a.call(9)[0] == UNREACHABLE
+    assert a.call(9)[6] == "no such worker"
+    waiting: list[int] = []
+    thread = threading.Thread(target=lambda: waiting.append(a.call(1, NEVER)[0]))
+    thread.start()
+    while a.engine.stats()["pending_calls"] == 0:
+        pass
+    b.stop()
+    thread.join()
+    assert waiting == [PEER_LOST]
+    a.stop()
+    assert a.call(1)[0] == STOPPED
+
+
+class Thing:
+    """Something a weak reference can watch."""
+
+
+def test_nothing_that_was_handed_over_is_kept(pair: tuple[Native, Native]) -> None:
+    a, b = pair
+    watched: list[weakref.ref[Thing]] = []
+
+    def thing() -> Thing:
+        t = Thing()
+        watched.append(weakref.ref(t))
+        return t
+
+    body = os.urandom(50_000)
+    buffer = bytearray(os.urandom(200_000))
+    before = sys.getrefcount(body)
+    for i in range(20):
+        owner = thing()
+        owner.buffer = buffer  # type: ignore[attr-defined]
+        segment = (*_core.buffer_address(buffer), owner)
+        a.start(1 if i % 2 else 9, thing(), ECHO, body, [segment], thing())
+        del owner, segment
+    a.wait_for(lambda: len(a.outcomes) == 20)
+    a.outcomes.clear()
+    b.call(0)  # any call lets go of what other threads have put aside
+    a.call(1)
+    gc.collect()
+    assert not [w for w in watched if w() is not None]
+    assert sys.getrefcount(body) == before
+    assert a.engine.stats()["pending_calls"] == 0
+
+
+def test_an_engine_that_is_dropped_with_calls_under_way() -> None:
+    a, b = Native(0, threads=0), Native(1)
+    a.meet(1, b.address)
+    watched = weakref.ref(cookie := Thing())
+    a.start(1, cookie, NEVER)
+    del cookie
+    fds = len(os.listdir("/proc/self/fd"))
+    del a.engine
+    gc.collect()
+    b.call(9)
+    assert watched() is None
+    assert len(os.listdir("/proc/self/fd")) < fds
+    b.stop()
+
+
+def test_waiting_is_without_the_gil(pair: tuple[Native, Native]) -> None:
+    a, b = pair
+    outcome = []
+    thread = threading.Thread(target=lambda: outcome.append(a.call(1, HOLD, b"x")))
+    thread.start()
+    for _ in range(200):
+        assert a.call(1, ECHO, b"y")[3] == b"y"
+    assert not outcome
+    b.release.set()
+    thread.join()
+    assert outcome[0][3] == b"x"
+
+
+def test_many_python_threads(pair: tuple[Native, Native]) -> None:
+    a, b = pair
+    failed = []
+
+    def calls(worker: Native, peer: int) -> None:
+        for i in range(300):
+            body = b"%d" % i
+            if worker.call(peer, ECHO, body)[3] != body:
+                failed.append(i)
+
+    threads = [threading.Thread(target=calls, args=(w, p)) for w, p in ((a, 1), (b, 0), (a, 0), (a, 1))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed
+
+
+def hello() -> bytes:
+    """What an engine sends first, recorded."""
+    listener = socket.socket(socket.AF_UNIX)
+    name = f"\0telegrad-test-record-{os.getpid()}"
+    listener.bind(name)
+    listener.listen()
+    native = Native(5)
+    native.meet(0, f"unix:@{name[1:]}")
+    native.start(0, "cookie")
+    connection, _ = listener.accept()
+    recorded = connection.recv(4096)
+    native.stop()
+    connection.close()
+    listener.close()
+    return recorded
+
+
+def test_a_hostile_byte_stream(pair: tuple[Native, Native]) -> None:
+    """Noise, greetings cut short, greetings with changed bytes: the link ends, and nobody else notices."""
+    a, b = pair
+    rng = random.Random(1)
+    greeting = hello()
+    assert b.call(0)[0] == REPLIED
+    fds = len(os.listdir("/proc/self/fd"))
+    streams = [rng.randbytes(rng.randrange(1, 5000)) for _ in range(20)]
+    streams += [greeting[:n] for n in range(0, len(greeting), 7)]
+    for _ in range(100):
+        changed = bytearray(greeting)
+        for _ in range(rng.randrange(1, 4)):
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        streams.append(bytes(changed) + rng.randbytes(rng.randrange(0, 200)))
+    for stream in streams:
+        with socket.socket(socket.AF_UNIX) as s:
+            s.connect("\0" + a.address[len("unix:@") :])
+            s.sendall(stream)
+            s.shutdown(socket.SHUT_WR)
+            try:
+                while s.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+        assert b.call(0, ECHO, b"well")[3] == b"well"
+    assert a.engine.stats()["connections"] == b.engine.stats()["connections"] == 1
+    assert a.engine.stats()["requests"] == len(streams) + 1
+    a.wait_for(lambda: any(kind == EV_LOG for kind, _ in a.events))
+    a.call(1)  # polls, which lets go of the last dead link
+    assert len(os.listdir("/proc/self/fd")) <= fds + 1
+
+
+def test_an_hmac_that_raises() -> None:
+    def broken(key: bytes, message: bytes) -> bytes:
+        raise ValueError("no hash today")
+
+    a, b = Native(0, hmac=broken), Native(1)
+    b.meet(0, a.address)
+    assert b.call(0)[0] == UNREACHABLE
+    a.wait_for(lambda: a.events)
+    assert "no hash today" in a.events[0][1]
+    a.stop()
+    b.stop()

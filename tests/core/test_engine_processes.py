@@ -1,0 +1,123 @@
+"""Engines in processes of their own: killed, stopped, interrupted, forked."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from engines import ECHO, EV_LOST, FORK, HOLD, NEVER, PEER_LOST, REPLIED, UNREACHABLE, WINDOW, Child, Native
+
+
+@pytest.fixture
+def worker() -> Iterator[Native]:
+    native = Native(0)
+    yield native
+    native.stop()
+
+
+@pytest.fixture
+def spawn(worker: Native) -> Iterator[Callable[..., Child]]:
+    with ExitStack() as stack:
+
+        def start(ident: int, *more: str) -> Child:
+            child = Child(ident, *more)
+            stack.callback(child.end)
+            worker.meet(ident, child.address)
+            return child
+
+        yield start
+
+
+class Waiting:
+    """A call in a thread of its own."""
+
+    def __init__(self, worker: Native, peer: int, tag: int, body: bytes = b""):
+        self.thread = threading.Thread(target=self.run, args=(worker, peer, tag, body))
+        self.thread.start()
+
+    def run(self, worker: Native, peer: int, tag: int, body: bytes) -> None:
+        self.outcome = worker.call(peer, tag, body)
+        self.ended = time.monotonic()
+
+    def join(self) -> tuple[int, str]:
+        self.thread.join()
+        return self.outcome[0], self.outcome[6]
+
+
+def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable[..., Child]) -> None:
+    victim, other = spawn(1), spawn(2)
+    waiting = [Waiting(worker, 1, NEVER) for _ in range(3)]
+    worker.start(1, "cookie", NEVER)
+    for _ in range(4):
+        assert victim.line() == f"handling {NEVER}"
+    held = Waiting(worker, 2, HOLD)
+    assert other.line() == f"handling {HOLD}"
+
+    start = time.monotonic()
+    victim.kill()
+    for w in waiting:
+        assert w.join() == (PEER_LOST, "the connection was closed by its process, which has died or been killed")
+        assert w.ended - start < 2
+    worker.wait_for(lambda: worker.outcomes)
+    cookie, outcome = worker.outcomes[0]
+    assert (cookie, outcome[0]) == ("cookie", PEER_LOST)
+    worker.wait_for(lambda: worker.events)
+    assert worker.events[0][0] == EV_LOST
+
+    assert worker.call(2, ECHO, b"still here")[3] == b"still here"
+    assert held.thread.is_alive()
+    assert worker.call(1)[0] == UNREACHABLE
+    other.kill()
+    assert held.join()[0] == PEER_LOST
+
+
+def test_a_peer_killed_while_it_is_sent_to(worker: Native, spawn: Callable[..., Child]) -> None:
+    victim, other = spawn(1), spawn(2)
+    assert worker.call(1)[0] == REPLIED
+    victim.kill(signal.SIGSTOP)
+    stuck = [Waiting(worker, 1, ECHO, bytes(16 << 20)) for _ in range(2)]
+    for i in range(200):  # a peer that does not read holds up nobody else
+        assert worker.call(2, ECHO, b"%d" % i)[3] == b"%d" % i
+    assert all(s.thread.is_alive() for s in stuck)
+    victim.kill()
+    for s in stuck:
+        assert s.join()[0] == PEER_LOST
+    assert other.process.poll() is None
+
+
+def test_a_stopped_peer_goes_on_where_it_was(worker: Native, spawn: Callable[..., Child]) -> None:
+    child = spawn(1)
+    child.kill(signal.SIGSTOP)
+    waiting = Waiting(worker, 1, ECHO, b"hello" * 1000)
+    child.kill(signal.SIGCONT)
+    assert waiting.join()[0] == REPLIED
+
+
+@pytest.mark.parametrize(("tag", "size"), [(NEVER, 10), (ECHO, 8 << 20), (WINDOW, 40 << 20)])
+def test_control_c_ends_a_call(worker: Native, spawn: Callable[..., Child], tag: int, size: int) -> None:
+    """Whose answer does not come, whose tensors do not leave, and that has to wait for the peer's window."""
+    silent = spawn(1)
+    caller = spawn(2, "1", silent.address, str(tag), str(size))
+    assert caller.line() == f"connected {REPLIED}"
+    silent.kill(signal.SIGSTOP)
+    caller.tell("go")
+    assert caller.line() == "under way"
+    caller.kill(signal.SIGINT)
+    assert caller.line() == "interrupted"
+    assert caller.line() == "alive"
+    assert worker.call(2, ECHO, b"alive")[3] == b"alive"
+
+
+def test_a_forked_child_does_not_hold_links(worker: Native, spawn: Callable[..., Child]) -> None:
+    parent = spawn(1)
+    assert worker.call(1, FORK)[0] == REPLIED  # its child lives as long as our end of the pipe
+    assert worker.call(1, ECHO, b"x")[3] == b"x"
+    waiting = Waiting(worker, 1, NEVER)
+    for tag in (FORK, ECHO, NEVER):
+        assert parent.line() == f"handling {tag}"
+    parent.kill()
+    assert waiting.join()[0] == PEER_LOST

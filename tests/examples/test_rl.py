@@ -1,0 +1,98 @@
+"""The reinforcement-learning example: its arithmetic, and the program run as a user runs it."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.distributions import Categorical
+
+for package in ("gymnasium", "matplotlib", "rich"):
+    pytest.importorskip(package)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "reinforcement_learning"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def policy() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rl_example_policy", EXAMPLE / "policy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLE / "cartpole.py"), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+
+def rewards(output: str) -> list[str]:
+    return re.findall(r"Last reward: (\d+)", output)
+
+
+def test_returns_are_discounted_from_the_end(policy: ModuleType) -> None:
+    assert policy.discounted_returns([1.0, 2.0, 4.0], 0.5) == [3.0, 4.0, 4.0]
+    assert policy.discounted_returns([], 0.5) == []
+
+
+def test_loss_is_that_of_the_tutorial_with_returns_apart(policy: ModuleType) -> None:
+    """Against the tutorial's step-by-step form, with the returns of each observer's episode computed by hand."""
+    torch.manual_seed(0)
+    model = policy.Policy()
+    short = policy.Trajectory(list(torch.randn(2, 4)), [0, 1], [1.0, 1.0])
+    long = policy.Trajectory(list(torch.randn(3, 4)), [1, 1, 0], [1.0, 1.0, 1.0])
+
+    returns = torch.tensor([1.5, 1.0, 1.75, 1.5, 1.0])
+    returns = (returns - returns.mean()) / returns.std(correction=0)
+    steps = []
+    for state, action, value in zip(short.states + long.states, short.actions + long.actions, returns, strict=True):
+        decision = Categorical(model(state.unsqueeze(0))[0])
+        steps.append(-decision.log_prob(torch.tensor(action)) * value - 0.1 * decision.entropy())
+    expected = torch.stack(steps).mean()
+
+    loss = policy.reinforce_loss(model, [short, long], gamma=0.5, entropy=0.1)
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.timeout(120)  # ten processes, each of which imports torch
+def test_both_variants_run_and_play_the_same_episodes(tmp_path: Path) -> None:
+    """What an observer is told depends on the seed, not on whose call arrives first nor on how calls are batched."""
+    plain = run_example("--smoke", "--out", str(tmp_path / "plain.png"))
+    assert plain.returncode == 0, plain.stderr
+    assert "Traceback" not in plain.stderr
+    assert "lost" not in plain.stderr  # everybody left in an orderly way
+    assert len(rewards(plain.stdout)) == 3
+    assert (tmp_path / "plain.png").read_bytes().startswith(PNG)
+
+    limit = ("--max-episodes", "3", "--log-interval", "1", "--compare-episodes", "1")
+    batched = run_example("--batched", *limit, "--world-size", "4", "--out", str(tmp_path / "new" / "batched.png"))
+    assert batched.returncode == 1, batched.stderr  # it gave up
+    assert "Traceback" not in batched.stderr
+    assert "lost" not in batched.stderr  # everybody left in an orderly way
+    assert rewards(batched.stdout) == rewards(plain.stdout)
+    assert re.search(r"speed-up \d+\.\d\d", batched.stdout)
+    assert "Not solved" in batched.stdout
+    assert (tmp_path / "new" / "batched.png").read_bytes().startswith(PNG)
+
+
+def test_an_agent_alone_is_refused() -> None:
+    refused = run_example("--world-size", "1")
+    assert refused.returncode == 2
+    assert "usage:" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_default_seed_solves_cartpole(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE / "cartpole.py"), "--out", str(tmp_path / "curve.png")]
+    solved = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert solved.returncode == 0, solved.stdout + solved.stderr
+    assert "Solved: running reward 475" in solved.stdout

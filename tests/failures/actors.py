@@ -1,0 +1,239 @@
+"""Workers in processes of their own that do what the test says, one step after the other, and may be killed."""
+
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from telegrad import rpc
+from telegrad.rpc import Options
+
+PATIENCE = 30.0  # s; nothing here takes long, but the machine may be busy
+
+# Forked from a process that has imported everything, and has no threads: a worker is there in milliseconds.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["telegrad.rpc", "telegrad.testing"])
+
+state: dict[str, Any] = {}
+"""What steps leave for later ones, in each actor's process."""
+
+
+class Step:
+    """Something an actor has been told to do."""
+
+    def __init__(self, actor: "Actor") -> None:
+        self._actor = actor
+        self._over = threading.Event()
+        self._outcome: tuple[bool, Any] = (False, "")
+
+    def finish(self, worked: bool, value: Any) -> None:
+        self._outcome = worked, value
+        self._over.set()
+
+    def result(self, timeout: float = PATIENCE) -> Any:
+        """What it returned.
+
+        Raises:
+            AssertionError: it raised (the text is its traceback), its process died, or it takes too long.
+        """
+        assert self._over.wait(timeout), f"the step takes too long; {self._actor.name} is at\n{self._actor.stacks()}"
+        worked, value = self._outcome
+        assert worked, value
+        return value
+
+
+class Actor:
+    """One process."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.name = f"w{rank}"
+        self._log = folder / f"{rank}.err"
+        self._connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=_act, args=(theirs, str(self._log)), daemon=False)
+        self.process.start()
+        theirs.close()
+        self._numbers = itertools.count()
+        self._steps: dict[int, Step] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> Step:
+        """Has the actor run a function of a module, in a thread of its own."""
+        number, step = next(self._numbers), Step(self)
+        self._steps[number] = step
+        self._connection.send((number, function, args))
+        return step
+
+    def do(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The same, and waits for the result."""
+        return self.begin(function, *args).result()
+
+    def end(self, with_signal: int = signal.SIGKILL) -> None:
+        """Sends a signal, and waits until the process has gone."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, with_signal)
+        self.process.join(PATIENCE)
+        assert self.process.exitcode == -with_signal
+
+    def leave(self) -> int | None:
+        """Lets the process end as a program does that has come to its end; its exit code."""
+        self._connection.send(None)
+        self.process.join(PATIENCE)
+        return self.process.exitcode
+
+    def stderr(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text()
+
+    def stacks(self) -> str:
+        """Where its threads are, and those of its children."""
+        before = len(self.stderr())
+        for pid in (self.process.pid, *_children_of(self.process.pid)):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)  # only when a test has failed
+        return self.stderr()[before:]
+
+    def clean_up(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._reader.join()
+        self._connection.close()
+        self.process.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, worked, value = self._connection.recv()
+            except (EOFError, ConnectionResetError):
+                for step in self._steps.values():
+                    step.finish(False, f"process {self.rank} has ended; it said: {self.stderr()}")
+                return
+            self._steps.pop(number).finish(worked, value)
+
+
+def _children_of(pid: int | None) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def _act(connection: Connection, log: str) -> None:
+    fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(fd, 2)
+    os.close(fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    def run(number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            outcome = True, function(*args)
+        except BaseException:
+            outcome = False, traceback.format_exc()
+        connection.send((number, *outcome))
+
+    while (order := connection.recv()) is not None:
+        threading.Thread(target=run, args=order, daemon=True).start()
+
+
+@contextmanager
+def actors(
+    count: int, folder: Path, *, method: str = "file", names: str = "w{}", **options: Any
+) -> Iterator[list[Actor]]:
+    """Starts processes and has them join one group.
+
+    Args:
+        method: "file", or "tcp": then the first has the store; "none": they do not join.
+        names: of the worker with a rank, which stands in the braces.
+        options: of all workers.
+    """
+    company: list[Actor] = []
+    try:
+        for rank in range(count):
+            company.append(Actor(rank, folder))
+            company[rank].name = names.format(rank)
+        if method == "none":
+            yield company
+            return
+        where = f"file://{folder}/store" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
+        joining = [actor.begin(join, actor.name, actor.rank, count, where, options) for actor in company]
+        for step in joining:
+            step.result()
+        yield company
+    finally:
+        for actor in company:
+            actor.clean_up()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+# ---- steps
+
+
+def join(name: str, rank: int, count: int | None, where: str, options: dict[str, Any]) -> None:
+    rpc.init_rpc(name, rank=rank, world_size=count, rpc_backend_options=Options(init_method=where, **options))
+
+
+def call(to: str, function: Callable[..., Any], *args: Any) -> Any:
+    return rpc.rpc_sync(to, function, args, timeout=PATIENCE)
+
+
+def call_many(to: str, count: int) -> int:
+    """How many of so many calls came back right."""
+    return sum(rpc.rpc_sync(to, abs, (-i,), timeout=PATIENCE) == i for i in range(count))
+
+
+def begin_calls(to: str, function: Callable[..., Any], count: int) -> None:
+    """Starts calls that do not return, and waits until they have arrived."""
+    state["calls"] = [rpc.rpc_async(to, function, timeout=0) for _ in range(count)]
+    rpc.rpc_sync(to, abs, (-1,), timeout=PATIENCE)  # on the same link, so behind them
+
+
+def failures_of_calls() -> tuple[float, list[tuple[str, str]]]:
+    """When the last of them had failed, and how."""
+    failures = []
+    for future in state["calls"]:
+        try:
+            future.wait()
+        except Exception as e:
+            failures.append((type(e).__name__, str(e)))
+    return time.monotonic(), failures
+
+
+def failure(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
+    """How it fails."""
+    try:
+        value = function(*args)
+    except Exception as e:
+        return type(e).__name__, str(e)
+    return "", repr(value)
+
+
+def shut_down(graceful: bool = True, timeout: float = PATIENCE) -> float:
+    """How long it took."""
+    start = time.monotonic()
+    rpc.shutdown(graceful, timeout)
+    return time.monotonic() - start
+
+
+def hang() -> None:
+    """Runs on the one that will die."""
+    threading.Event().wait()
+
+
+def shut_all_down(company: list[Actor]) -> list[float]:
+    steps = [actor.begin(shut_down) for actor in company]
+    return [step.result() for step in steps]

@@ -1,0 +1,150 @@
+"""A peer made of a bare socket: what an attacker, a port scanner or a broken program sends."""
+
+import hmac
+import itertools
+import os
+import socket
+import struct
+from typing import Any, Self
+
+from telegrad.rpc import Worker
+
+MAGIC = 0x31524754
+VERSION = 1
+HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = 1, 2, 3, 4, 5
+REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
+
+_HEADER = struct.Struct("<IBBHIIQIIQqQ")  # see csrc/core/message.h
+PATIENCE = 20.0
+
+
+def frame(kind: int, body: bytes = b"", *, size: int | None = None, magic: int = MAGIC, **fields: int) -> bytes:
+    """A frame; `size` is what its header says of the body, whatever the body is."""
+    header = _HEADER.pack(
+        magic,
+        kind,
+        fields.get("tag", 0),
+        fields.get("flags", 0),
+        fields.get("name_id", 0),
+        fields.get("name_size", 0),
+        len(body) if size is None else size,
+        fields.get("segments", 0),
+        0,
+        fields.get("call", 0),
+        fields.get("timeout", 0),
+        fields.get("credit", 0),
+    )
+    return header + body
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<I", len(data)) + data
+
+
+def identity(worker_id: int, name: str, incarnation: int) -> bytes:
+    return struct.pack("<i", worker_id) + text(name) + struct.pack("<Q", incarnation)
+
+
+_incarnations = itertools.count(1)
+
+
+def member(worker_id: int, name: str) -> tuple[int, str, int]:
+    """A worker that has never been there before: one that has said goodbye does not come back."""
+    return worker_id, name, next(_incarnations)
+
+
+class RawPeer:
+    """Connects to a worker's address.
+
+    Args:
+        target: whom.
+        transport: "tcp" or "unix".
+    """
+
+    def __init__(self, target: Worker, transport: str) -> None:
+        self.core = target._worker
+        address = next(a for a in self.core.member.addresses if a.startswith(transport + ":"))
+        where = address.partition(":")[2]
+        self.socket = socket.socket(socket.AF_UNIX if transport == "unix" else socket.AF_INET)
+        self.socket.settimeout(PATIENCE)
+        if transport == "unix":
+            self.socket.connect("\0" + where[1:])
+        else:
+            host, _, port = where.rpartition(":")
+            self.socket.connect((host, int(port)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Sends what the other end still takes."""
+        try:
+            self.socket.sendall(data)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def receive(self) -> tuple[int, bytes]:
+        """One frame."""
+        header = _HEADER.unpack(self._exactly(_HEADER.size))
+        return header[1], self._exactly(header[6])
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self.socket.recv(count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def ended(self) -> list[tuple[int, bytes]]:
+        """Waits for the other end to close; what it still sent before."""
+        frames = []
+        try:
+            while True:
+                frames.append(self.receive())
+        except (EOFError, ConnectionResetError):
+            return frames
+
+    # ---- the handshake, as csrc/core/handshake.h describes it
+
+    def hello(self, me: tuple[int, str, int], group: str | None = None, nonce: bytes | None = None) -> bytes:
+        """The body of the first frame."""
+        core = self.core
+        return (
+            struct.pack("<I", VERSION)
+            + text(group or core.group.token)
+            + identity(*me)
+            + identity(core.info.id, core.info.name, core.incarnation)
+            + text(nonce or os.urandom(32))
+        )
+
+    def proof(self, hello: bytes, challenge: bytes, secret: bytes | None = None) -> bytes:
+        """The body of the third."""
+        (size,) = struct.unpack_from("<I", challenge)
+        transcript = text(hello) + text(challenge[4 : 4 + size])
+        return text(hmac.digest(secret or self.core.group.secret, b"initiator" + transcript, "sha256"))
+
+    def join(self, me: tuple[int, str, int], secret: bytes | None = None) -> int:
+        """Goes through the whole handshake; the type of the last frame."""
+        hello = self.hello(me)
+        self.send(frame(HELLO, hello))
+        kind, challenge = self.receive()
+        if kind != CHALLENGE:
+            return kind
+        self.send(frame(PROOF, self.proof(hello, challenge, secret)))
+        return self.receive()[0]
+
+
+class Bomb:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")

@@ -1,0 +1,374 @@
+"""What programs get wrong: each has its own error, where it can be mended, and spoils nothing else."""
+
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from telegrad import rpc
+from telegrad.errors import NotInitialized, SerializationError, TelegradError, UnknownWorker
+from telegrad.rpc import Options, Worker, WorkerInfo
+from telegrad.testing import Cluster, Gate, cluster
+
+NOT_INITIALIZED = r"RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+FAR = 30.0  # s; a test that takes as long has failed
+
+
+@pytest.fixture(scope="module")
+def w() -> Iterator[Cluster]:
+    with cluster(3, current=None) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def others_go_on(w: Cluster) -> Iterator[None]:
+    """A call between two other workers spans each test."""
+    gate = Gate()
+    call = w[2].rpc_async("w1", gate.enter, ("undisturbed", FAR))
+    gate.wait_for()
+    yield
+    gate.open()
+    assert call.wait() == "undisturbed"
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("kind", ["rpc_sync", "rpc_async", "remote"])
+@pytest.mark.parametrize(
+    ("to", "error", "text"),
+    [
+        ("w9", UnknownWorker, r"name:w0,rank:0 could not find destination name w9\. .*workers are: w0, w1, w2"),
+        (9, UnknownWorker, r"name:w0,rank:0 could not find destination id 9"),
+        (-1, UnknownWorker, r"could not find destination id -1"),
+        (WorkerInfo("w9", 9), UnknownWorker, r"could not find destination id 9"),
+        ("", UnknownWorker, r"could not find destination name"),
+        (1.5, ValueError, r"Cannot get WorkerInfo from name 1.5"),
+        (None, ValueError, r"Cannot get WorkerInfo from name None"),
+        (["w1"], ValueError, r"Cannot get WorkerInfo from name"),
+    ],
+    ids=str,
+)
+def test_unknown_worker(w: Cluster, kind: str, to: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        getattr(w[0], kind)(to, abs, (-1,))
+    if to is not None:  # which would be this worker
+        with pytest.raises(error, match=text):
+            w[0].get_worker_info(to)
+
+
+# ---- what cannot travel
+
+
+class Stubborn:
+    def __reduce__(self) -> Any:
+        raise OSError("will not be pickled")
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((threading.Lock(),), r"cannot pickle '_thread.lock' object \(at args\[0\], of type _thread.lock\)"),
+        ((1, {"deep": [threading.Lock()]}), r"at args\[1\]\['deep'\]\[0\], of type _thread.lock"),
+        ((types.SimpleNamespace(inner=threading.Lock()),), r"at args\[0\]\.inner"),
+    ],
+    ids=["plain", "nested", "attribute"],
+)
+@pytest.mark.parametrize("kind", ["rpc_sync", "rpc_async", "remote"])
+def test_argument_that_cannot_be_pickled(w: Cluster, kind: str, args: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(SerializationError, match=text) as raised:
+        getattr(w[0], kind)("w1", print, args)
+    assert isinstance(raised.value, TypeError)
+    with pytest.raises(
+        SerializationError, match=text.replace(r"args\[0\]", r"kwargs\['x'\]").replace(r"args\[1\]", r"kwargs\['x'\]")
+    ):
+        getattr(w[0], kind)("w1", dict, None, {"x": args[-1]})
+    assert w[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def test_argument_whose_own_method_fails(w: Cluster) -> None:
+    with pytest.raises(OSError, match="will not be pickled"):
+        w[0].rpc_sync("w1", print, (Stubborn(),))
+    assert w[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def locked() -> dict[str, Any]:
+    return {"lock": threading.Lock()}
+
+
+def generator() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [(locked, r"at result\['lock'\], of type _thread.lock"), (generator, "cannot pickle 'generator' object")],
+)
+def test_result_that_cannot_be_pickled(
+    w: Cluster, function: Callable[[], Any], text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SerializationError, match=text) as raised:
+        w[0].rpc_sync("w1", function)
+    assert isinstance(raised.value, TypeError)
+    assert raised.value.worker == "w1"  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=text):
+        w[0].rpc_async("w1", function).wait()
+    assert w[0].rpc_sync("w1", abs, (-1,)) == 1
+    assert "cannot pickle" in capfd.readouterr().err, "it is told on the callee too"
+
+
+def test_exception_that_cannot_be_pickled(w: Cluster) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)Failed to create original exception type.*holds a lock"):
+        w[0].rpc_sync("w1", _raise_with_lock)
+    assert w[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def _raise_with_lock() -> None:
+    error = ValueError("holds a lock")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    raise error
+
+
+def test_function_that_the_other_side_cannot_import(w: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(2, Options(num_worker_threads=1), current=None) as pair:
+        module = types.ModuleType("only_at_the_caller")
+        exec("def f(): return 1\nclass C:\n  def m(self): return 2\n", module.__dict__)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        gate = Gate()
+        busy = pair[0].rpc_async("w1", gate.enter)
+        gate.wait_for()
+        calls = [pair[0].rpc_async("w1", module.f), pair[0].rpc_async("w1", print, (module.f,))]
+        made = pair[0].remote("w1", module.f)
+        monkeypatch.delitem(sys.modules, module.__name__)
+        gate.open()
+        busy.wait()
+        for call in (*(call.wait for call in calls), made.to_here):
+            with pytest.raises(
+                (ImportError, AttributeError), match=r"only_at_the_caller[^$]*Ensure that UDFs are defined on both"
+            ):
+                call()
+        assert pair[0].rpc_sync("w1", abs, (-1,)) == 1
+        del made
+
+
+def test_what_is_not_a_function(w: Cluster) -> None:
+    for kind in ("rpc_sync", "rpc_async", "remote"):
+        with pytest.raises(TypeError, match="function should be callable"):
+            getattr(w[0], kind)("w1", 5)
+
+
+# ---- joining
+
+
+def together(*joins: Callable[[], Worker]) -> list[Worker | BaseException]:
+    """Joins at the same time; what came of each."""
+    with ThreadPoolExecutor(len(joins)) as threads:
+        begun = [threads.submit(join) for join in joins]
+        return [future.exception(FAR) or future.result() for future in begun]
+
+
+def texts(outcomes: list[Worker | BaseException]) -> list[str]:
+    for outcome in outcomes:
+        if isinstance(outcome, Worker):
+            outcome.shutdown(graceful=False)
+    return ["" if isinstance(outcome, Worker) else str(outcome) for outcome in outcomes]
+
+
+@pytest.fixture
+def store() -> Any:
+    return HashStore()
+
+
+PATIENT = Options(rpc_timeout=FAR)
+
+
+def test_wrong_world_size_is_told_to_all_at_once(store: Any) -> None:
+    first, second = texts(
+        together(
+            lambda: Worker("a", 0, 2, PATIENT, store=store),
+            lambda: Worker("b", 1, 3, PATIENT, store=store),
+        )
+    )
+    assert "world_size=2" in first + second
+    assert "world_size=3" in first + second
+    assert "failed to join" in first or "failed to join" in second
+
+
+def test_worker_that_does_not_come_is_named(store: Any) -> None:
+    with pytest.raises(TelegradError, match=r"worker a \(rank 0\) waited 0.2 s .* rank 1 of 2 did not come"):
+        Worker("a", 0, 2, Options(rpc_timeout=0.2), store=store)
+
+
+def test_two_workers_of_one_name(store: Any) -> None:
+    outcomes = texts(together(*[lambda rank=rank: Worker("twin", rank, 2, PATIENT, store=store) for rank in range(2)]))  # type: ignore[misc]
+    assert all("RPC worker name twin is not unique. Workers 0 and 1 share the same name" in text for text in outcomes)
+
+
+def test_rank_taken_twice(store: Any) -> None:
+    """The one who came first is not disturbed: it waits for the one that is missing."""
+    outcomes = together(
+        lambda: Worker("a", 0, 2, PATIENT, store=store),
+        lambda: _late(
+            store, lambda: Worker("b", 0, 2, PATIENT, store=store), lambda: Worker("c", 1, 2, PATIENT, store=store)
+        ),
+    )
+    assert isinstance(outcomes[0], Worker)
+    assert [info.name for info in outcomes[0].get_worker_infos()] == ["a", "c"]
+    assert texts(outcomes)[1] == "" or pytest.fail(str(outcomes[1]))
+
+
+def _late(store: Any, wrong: Callable[[], Worker], right: Callable[[], Worker]) -> Worker:
+    store.wait(["rank/0"])
+    with pytest.raises(TelegradError, match="rank 0 is taken by worker a, so worker b cannot have it"):
+        wrong()
+    return right()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "error", "text"),
+    [
+        (2, 2, ValueError, r"worker a has rank 2, but ranks go from 0 to 1"),
+        (-1, 2, ValueError, "rank parameter missing"),
+        (40_000, 50_000, TypeError, "16 bits"),
+    ],
+)
+def test_rank_that_cannot_be(store: Any, rank: int, world_size: int, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Worker("a", rank, world_size, PATIENT, store=store)
+    with Worker("a", 0, 1, PATIENT, store=store) as alone:
+        assert alone.rpc_sync("a", abs, (-1,)) == 1
+        alone.shutdown()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 128, "é", "a/b", None])
+def test_name_that_cannot_be(store: Any, name: Any) -> None:
+    with pytest.raises((RuntimeError, TypeError), match=r"Worker name must match|incompatible constructor"):
+        Worker(name, 0, 1, PATIENT, store=store)
+
+
+def test_static_and_dynamic_do_not_mix(store: Any) -> None:
+    alone = Worker("dynamic", 0, None, PATIENT, store=store)
+    with pytest.raises(TelegradError, match="mixes statically and dynamically initialized members"):
+        Worker("static", 1, 2, PATIENT, store=store)
+    assert alone.rpc_sync("dynamic", abs, (-1,)) == 1
+    alone.shutdown()
+
+
+def test_dynamic_comes_into_a_static_group_that_gathers(store: Any) -> None:
+    outcomes = together(
+        lambda: Worker("a", 0, 2, PATIENT, store=store),
+        lambda: _dynamic_then_right(store),
+    )
+    assert texts(outcomes) == ["", ""]
+
+
+def _dynamic_then_right(store: Any) -> Worker:
+    store.wait(["rank/0"])
+    with pytest.raises(TelegradError, match="mixes statically and dynamically initialized members"):
+        Worker("d", -1, None, PATIENT, store=store)
+    return Worker("b", 1, 2, PATIENT, store=store)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "text"),
+    [("a", 1, "name a is not unique"), ("b", 0, "Rank 0 is taken twice: by workers a and b")],
+)
+def test_name_or_rank_taken_in_a_dynamic_group(store: Any, name: str, rank: int, text: str) -> None:
+    first = Worker("a", 0, None, PATIENT, store=store)
+    with pytest.raises(RuntimeError, match=text):
+        Worker(name, rank, None, PATIENT, store=store)
+    second = Worker("b", -1, None, PATIENT, store=store)
+    assert (second.info.id, first.rpc_sync("b", abs, (-1,))) == (1, 1)
+    second.shutdown()
+    first.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"num_worker_threads": 0}, "num_worker_threads must be positive, got 0"),
+        ({"rpc_timeout": -1.0}, "RPC Timeout must be non-negative"),
+        ({"transports": ("pigeon",)}, "transports has to name some of unix, tcp, not 'pigeon'"),
+        ({"handshake_timeout": -1}, "handshake_timeout has to be a number of s, 0 or more, not -1"),
+        ({"spin_us": "long"}, "spin_us has to be a number of us, 0 or more, not 'long'"),
+        ({"bind": "256.1.1.1"}, r"cannot resolve tcp:256\.1\.1\.1"),
+        ({"bind": "192.0.2.1"}, r"cannot listen on tcp:192\.0\.2\.1"),
+        ({"advertise": "no.such.host.invalid"}, r"advertise names no\.such\.host\.invalid, which cannot be resolved"),
+        ({"secret_file": "/no/such/file"}, "/no/such/file"),
+    ],
+    ids=str,
+)
+def test_option_that_makes_no_sense(store: Any, wrong: dict[str, Any], text: str) -> None:
+    options = Options(rpc_timeout=FAR)
+    for name, value in wrong.items():
+        setattr(options, name, value)
+    with pytest.raises((ValueError, RuntimeError, TypeError, OSError)) as raised:
+        Worker("a", 0, 1, options, store=store)
+    assert re.search(text, str(raised.value))
+
+
+# ---- before, after and twice
+
+
+@pytest.fixture
+def file_store(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+USES: dict[str, Callable[[], Any]] = {
+    "rpc_sync": lambda: rpc.rpc_sync("w0", abs, (-1,)),
+    "rpc_async": lambda: rpc.rpc_async("w0", abs, (-1,)),
+    "remote": lambda: rpc.remote("w0", abs, (-1,)),
+    "get_worker_info": lambda: rpc.get_worker_info("w0"),
+    "shutdown": lambda: rpc.shutdown(),
+}
+USES_OF_AGENT: dict[str, Callable[[], Any]] = {
+    "RRef": lambda: rpc.RRef(1),
+    "get_rpc_timeout": lambda: rpc.get_rpc_timeout(),
+    "_get_current_rpc_agent": lambda: rpc.api._get_current_rpc_agent(),
+}
+
+
+def nothing_works() -> None:
+    for use in USES.values():
+        with pytest.raises(NotInitialized, match=NOT_INITIALIZED):
+            use()
+    for use in USES_OF_AGENT.values():
+        with pytest.raises(NotInitialized, match="Current RPC agent is not set! Did you initialize the RPC framework"):
+            use()
+
+
+def test_before_and_after_and_twice(file_store: str) -> None:
+    nothing_works()
+    for round in range(3):
+        rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=Options(init_method=file_store))
+        with pytest.raises(TelegradError, match="RPC is already initialized"):
+            rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=Options(init_method=file_store))
+        assert rpc.rpc_sync("w0", abs, (-round,)) == round
+        rpc.shutdown()
+        nothing_works()
+
+
+def test_worker_object_after_its_shutdown() -> None:
+    worker = Worker("alone", 0, 1, store=HashStore())
+    worker.shutdown()
+    worker.shutdown()  # as often as one likes
+    worker.shutdown(graceful=False)
+    for use in (worker.rpc_sync, worker.rpc_async, worker.remote):
+        with pytest.raises(NotInitialized, match=NOT_INITIALIZED):
+            use("alone", abs, (-1,))
+    with pytest.raises(NotInitialized):
+        worker.rref(1)
+
+
+def test_failed_init_leaves_nothing(file_store: str) -> None:
+    with pytest.raises(TelegradError, match="did not come"):
+        rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=Options(init_method=file_store, rpc_timeout=0.2))
+    nothing_works()

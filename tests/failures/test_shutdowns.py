@@ -1,0 +1,247 @@
+"""Shutdowns that somebody does not take part in, or that come at an odd moment."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.errors import NotInitialized, ShutdownTimeout, WorkerLost
+from telegrad.rpc import Options
+from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
+from telegrad.worker.scope import current
+
+SOON = 0.2  # s; of shutdowns that are meant to give up
+
+
+def test_graceful_shutdown_names_who_does_not_come() -> None:
+    with cluster(4, graceful=False) as w:
+
+        def end(rank: int) -> None:
+            with pytest.raises(
+                ShutdownTimeout, match=r"gave up after 0.2 s; still missing: w1, w3\. .* all the same"
+            ) as e:
+                w[rank].shutdown(timeout=SOON)
+            assert e.value.missing == ("w1", "w3")
+
+        run_all([lambda: end(0), lambda: end(2)])
+        with pytest.raises(NotInitialized):
+            w[0].rpc_sync("w1", abs, (-1,))
+        assert w[1].rpc_sync("w3", abs, (-1,)) == 1
+
+
+def test_leader_that_does_not_come_is_named() -> None:
+    with cluster(3, graceful=False) as w:
+        gate = Gate()
+
+        def end(rank: int) -> None:
+            with pytest.raises(ShutdownTimeout, match=r"still missing: w0"):
+                w[rank].shutdown(timeout=SOON)
+
+        run_all([lambda: end(1), lambda: end(2)])
+        gate.open()
+
+
+def test_timeout_is_an_option_too() -> None:
+    with (
+        cluster(2, Options(shutdown_timeout=SOON), graceful=False) as w,
+        pytest.raises(ShutdownTimeout, match="missing: w1"),
+    ):
+        w[0].shutdown()
+
+
+def test_graceful_shutdown_waits_for_work_of_others() -> None:
+    with cluster(3) as w:
+        gate = Gate()
+        call = w[2].rpc_async("w1", gate.enter, ("done",))
+        gate.wait_for()
+        ends = [threading.Thread(target=worker.shutdown) for worker in w]
+        for end in ends:
+            end.start()
+        ends[0].join(SOON)
+        assert ends[0].is_alive()
+        gate.open()
+        for end in ends:
+            end.join(20)
+        assert call.wait() == "done"
+        w.workers.clear()
+
+
+def chain(path: list[str], gate: Gate) -> str:
+    """Work that makes other work."""
+    gate.enter()
+    return str(rpc.rpc_sync(path[0], chain, (path[1:], gate))) if path else "end"
+
+
+def test_graceful_shutdown_waits_for_what_work_leads_to() -> None:
+    with cluster(3) as w:
+        gate = Gate()
+        call = w[2].rpc_async("w1", chain, (["w0", "w2", "w1", "w0"], gate))
+        gate.wait_for()
+        ends = [threading.Thread(target=worker.shutdown) for worker in w]
+        for end in ends:
+            end.start()
+        gate.open()
+        for end in ends:
+            end.join(20)
+        assert call.wait() == "end"
+        w.workers.clear()
+
+
+def shut_down_here(graceful: bool, timeout: float) -> str:
+    from telegrad.rpc.api import shutdown_worker
+
+    scope = current.get()
+    assert scope is not None
+    try:
+        shutdown_worker(scope.worker, graceful, timeout)
+    except ShutdownTimeout as e:
+        outcomes.append(str(e))
+    else:
+        outcomes.append("ended")
+    return "survived"
+
+
+outcomes: list[str] = []
+
+
+@pytest.mark.parametrize("graceful", [False, True])
+def test_shutdown_in_a_handler(graceful: bool) -> None:
+    """It does not wait for itself. With grace it cannot end: its own caller waits for its reply."""
+    outcomes.clear()
+    with cluster(2, graceful=False, check=False) as w:
+        call = w[0].rpc_async("w1", shut_down_here, (graceful, SOON))
+        start = time.monotonic()
+        with pytest.raises(WorkerLost, match="worker w1 is lost: it shut down"):
+            call.wait()
+        assert time.monotonic() - start < 10
+        assert w[1]._worker.closed
+        eventually(lambda: outcomes)
+        assert outcomes[0].startswith("graceful shutdown gave up" if graceful else "ended")
+        assert w[0].rpc_sync("w0", abs, (-1,)) == 1
+
+
+def test_shutdown_in_a_callback(two_alone: Cluster) -> None:
+    w = two_alone
+    done = threading.Event()
+
+    def end(_: Any) -> None:
+        w[0].shutdown(graceful=False)
+        done.set()
+
+    w[0].rpc_async("w1", abs, (-1,)).add_done_callback(end)
+    assert done.wait(10)
+
+
+@pytest.fixture
+def two_alone() -> Any:
+    with cluster(2, graceful=False, check=False) as w:
+        yield w
+
+
+def test_shutdown_without_grace_ends_calls_on_both_sides(two_alone: Cluster) -> None:
+    w, gate = two_alone, Gate()
+    mine = w[0].rpc_async("w1", gate.enter)
+    theirs = w[1].rpc_async("w0", gate.enter)
+    gate.wait_for(2)
+    end = threading.Thread(target=lambda: w[0].shutdown(graceful=False))
+    end.start()
+    with pytest.raises(NotInitialized, match="was under way when this worker shut down"):
+        mine.wait()
+    with pytest.raises(WorkerLost, match="w0 is lost: it shut down"):
+        theirs.wait()
+    gate.open()
+    end.join(10)
+    assert not end.is_alive()
+
+
+def test_shutdown_from_two_threads_at_once() -> None:
+    with cluster(2) as w:
+        run_all([w[0].shutdown, w[0].shutdown, w[1].shutdown])
+        assert all(worker._worker.closed for worker in w)
+
+
+def test_shutdown_without_grace_ends_a_graceful_one_that_hangs() -> None:
+    with cluster(2, graceful=False) as w:
+        gave_up = threading.Event()
+
+        def end() -> None:
+            with pytest.raises(NotInitialized, match="Another thread has shut the worker down meanwhile"):
+                w[0].shutdown()
+            gave_up.set()
+
+        hangs = threading.Thread(target=end)
+        hangs.start()
+        eventually(lambda: w[0]._worker.ending.locked())
+        w[0].shutdown(graceful=False)
+        assert gave_up.wait(10)
+        hangs.join()
+
+
+def test_graceful_shutdown_in_a_handler_while_one_is_under_way() -> None:
+    with cluster(2) as w:
+        gate = Gate()
+        outcomes.clear()
+        call = w[0].rpc_async("w1", shut_down_late, (gate,))
+        gate.wait_for()
+        ends = [threading.Thread(target=worker.shutdown) for worker in w]
+        for end in ends:
+            end.start()
+        eventually(lambda: w[1]._worker.ending.locked())
+        gate.open()
+        for end in ends:
+            end.join(20)
+        assert call.wait() == "survived"
+        w.workers.clear()
+
+
+def shut_down_late(gate: Gate) -> str:
+    gate.enter()
+    return shut_down_here(True, 0)
+
+
+PROGRAM = """
+import sys, threading
+from telegrad import rpc
+rank, where = int(sys.argv[1]), sys.argv[2]
+rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.Options(init_method=where))
+other = f"w{1 - rank}"
+rpc.rpc_sync(other, abs, (-1,))
+rref = rpc.remote(other, dict)
+future = rpc.rpc_async(other, abs, (-1,))
+rpc.api._barrier({"w0", "w1"})
+if rank == 0:
+    END
+print("came to its end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("pass", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2)],
+    ids=["end", "exit", "interrupt"],
+)
+def test_programs_that_never_shut_down_end_quietly(tmp_path: Path, end: str, code: int) -> None:
+    """As whole Python programs: the interpreter goes down with threads, futures and references around."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.replace("END", end))
+    both = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), f"file://{tmp_path}/store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=40) for process in both]
+    assert both[0].returncode == code
+    if code != -2:
+        assert said[0][1] == ""
+    else:
+        assert said[0][1].strip().endswith("KeyboardInterrupt")
+    assert (both[1].returncode, said[1]) == (0, ("came to its end\n", ""))

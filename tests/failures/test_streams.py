@@ -1,0 +1,307 @@
+"""Bytes that no worker would send, on the port and on the socket: they cost their sender its connection, and others
+nothing."""
+
+import logging
+import os
+import pickle
+import random
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from raw import CHALLENGE, GOODBYE, HELLO, ONEWAY, PROOF, REFUSE, REPLY, REQUEST, WELCOME, Bomb, RawPeer, frame, member
+
+from telegrad.errors import SerializationError, WorkerLost
+from telegrad.rpc import Options
+from telegrad.testing import Cluster, Gate, cluster, eventually
+from telegrad.wire import BodyKind, Tag
+
+STRANGER = (7, "stranger", 1)
+
+
+@pytest.fixture(scope="module")
+def w() -> Iterator[Cluster]:
+    with cluster(3, Options(handshake_timeout=0.3)) as workers:
+        yield workers
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def peer(w: Cluster, request: pytest.FixtureRequest) -> Iterator[RawPeer]:
+    """A stranger's connection to w1, while w0 and w2 make calls to it that must not be disturbed."""
+    gate = Gate()
+    under_way = [w[rank].rpc_async("w1", gate.enter, (rank,)) for rank in (0, 2)]
+    gate.wait_for(2)
+    with RawPeer(w[1], request.param) as raw:
+        yield raw
+    gate.open()
+    assert [call.wait() for call in under_way] == [0, 2]
+    assert w[0].rpc_sync("w1", abs, (-3,)) == 3
+    eventually(lambda: w[1]._worker.engine.stats()["connections"] == 2, what="w1 to have its friends' links only")
+
+
+def refused(caplog: pytest.LogCaptureFixture, why: str) -> None:
+    """w1 logs it, exactly once."""
+    eventually(lambda: any(why in r.getMessage() for r in caplog.records), what=f"{why!r} in the log")
+    assert all(r.levelno == logging.WARNING for r in caplog.records)
+
+
+def test_random_bytes(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    peer.send(random.Random(1).randbytes(4096))
+    assert peer.ended() == []
+    refused(caplog, "not a Telegrad frame")
+
+
+def test_words_of_another_protocol(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: scanner\r\nAccept: */*\r\n\r\n")
+    assert peer.ended() == []
+    refused(caplog, "not a Telegrad frame")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"size": 1 << 62}, {"size": 5000}, {"segments": (1 << 32) - 1}, {"segments": 1}, {"name_size": (1 << 32) - 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [HELLO, REQUEST])
+def test_huge_sizes_before_the_handshake(
+    peer: RawPeer, caplog: pytest.LogCaptureFixture, kind: int, fields: dict[str, int]
+) -> None:
+    peer.send(frame(kind, **fields))
+    assert peer.ended() == []
+    refused(caplog, "is over the limits")
+
+
+def test_coming_and_going_is_not_worth_a_line(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    peer.socket.close()
+    eventually(lambda: peer.core.engine.stats()["connections"] == 2)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_cut_in_the_middle_of_a_frame(peer: RawPeer, caplog: pytest.LogCaptureFixture, cut: int) -> None:
+    peer.send(frame(HELLO, peer.hello(STRANGER))[:cut])
+    peer.socket.shutdown(socket.SHUT_WR)
+    assert peer.ended() == []
+    refused(caplog, "the stream ended in the middle of a frame")
+
+
+@pytest.mark.parametrize("sent", ["nothing", "half a frame", "a hello"])
+def test_silence_in_the_handshake(peer: RawPeer, caplog: pytest.LogCaptureFixture, sent: str) -> None:
+    hello = frame(HELLO, peer.hello(STRANGER))
+    peer.send({"nothing": b"", "half a frame": hello[:70], "a hello": hello}[sent])
+    assert [kind for kind, _ in peer.ended()] == ([CHALLENGE] if sent == "a hello" else [])
+    refused(caplog, "the handshake took too long")
+
+
+def test_wrong_secret(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    assert peer.join(STRANGER, secret=b"guessed") == REFUSE
+    assert peer.ended() == []
+    refused(caplog, "the group's secret does not match")
+
+
+def test_another_group(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    peer.send(frame(HELLO, peer.hello(STRANGER, group="of somebody else")))
+    ((kind, why),) = peer.ended()
+    assert kind == REFUSE
+    assert b"belongs to another group" in why
+    refused(caplog, "belongs to another group")
+
+
+def test_another_version(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    peer.send(frame(HELLO, struct.pack("<I", 999) + peer.hello(STRANGER)[4:]))
+    ((kind, why),) = peer.ended()
+    assert kind == REFUSE
+    assert b"protocol version 999 is not 1" in why
+    refused(caplog, "run one version of telegrad on all workers")
+
+
+def test_handshake_recorded_and_played_again(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    transport = "unix" if peer.socket.family == socket.AF_UNIX else "tcp"
+    me = member(7, "recorded")
+    hello = peer.hello(me)
+    peer.send(frame(HELLO, hello))
+    proof = peer.proof(hello, peer.receive()[1])
+    peer.send(frame(PROOF, proof))
+    assert peer.receive()[0] == WELCOME
+    again = RawPeer.__new__(RawPeer)
+    worker = type("Target", (), {"_worker": peer.core})()
+    again.__init__(worker, transport)  # type: ignore[misc]
+    with again:
+        again.send(frame(HELLO, hello))
+        assert again.receive()[0] == CHALLENGE
+        again.send(frame(PROOF, proof))
+        assert [kind for kind, _ in again.ended()] == [REFUSE]
+    peer.send(frame(GOODBYE))
+    refused(caplog, "the group's secret does not match")
+
+
+@pytest.mark.parametrize("after", ["at once", "after a hello"])
+def test_nothing_is_unpickled_before_the_handshake(
+    peer: RawPeer, caplog: pytest.LogCaptureFixture, tmp_path: Path, after: str
+) -> None:
+    bomb = pickle.dumps((Bomb(tmp_path / "exploded"), (), {}))
+    assert len(bomb) < 4096
+    if after == "after a hello":
+        peer.send(frame(HELLO, peer.hello(STRANGER)))
+        assert peer.receive()[0] == CHALLENGE
+    for kind, tag in ((REQUEST, Tag.CALL), (ONEWAY, Tag.REFERENCES), (REPLY, Tag.ERROR)):
+        peer.send(frame(kind, bomb, tag=tag, flags=BodyKind.PICKLE, call=1))
+    assert peer.ended() == []
+    refused(caplog, "before it had proven who it is")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_bomb_would_go_off_after_the_handshake(w: Cluster, tmp_path: Path) -> None:
+    """Else the test above would prove nothing: members may have each other run anything."""
+    w[0].rpc_sync("w1", id, (Bomb(tmp_path / "exploded"),))
+    assert (tmp_path / "exploded").exists()
+
+
+def test_the_group_may_not_be_entered_under_a_members_name(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    """With the secret, but under an id that another name has."""
+    assert peer.join(member(0, "impostor")) == WELCOME
+    assert peer.ended() == []
+    refused(caplog, "worker id 0 is taken by another name")
+
+
+# ---- from a member
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (frame(REQUEST, size=1 << 60), "is over the limits"),
+        (frame(REQUEST, b"\x93\x00garbage", tag=Tag.CALL, name_id=9), "a name that it never defined"),
+        (frame(99), "unknown type 99"),
+        (b"\x00" * 200, "not a Telegrad frame"),
+    ],
+    ids=["oversized", "name", "type", "zeros"],
+)
+def test_member_that_talks_nonsense_is_cut_off(
+    w: Cluster, caplog: pytest.LogCaptureFixture, data: bytes, why: str
+) -> None:
+    with RawPeer(w[1], "tcp") as raw:
+        assert raw.join(member(20, "broken")) == WELCOME
+        raw.send(data)
+        assert raw.ended() == []
+        eventually(
+            lambda: any("worker broken is lost" in r.getMessage() or why in r.getMessage() for r in caplog.records)
+        )
+    assert w[0].rpc_sync("w1", abs, (-3,)) == 3
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff" * 40, pickle.dumps(1), b"\x80\x05garbage"], ids=["empty", "ff", "int", "cut"]
+)
+@pytest.mark.parametrize("kind", [BodyKind.CODEC, BodyKind.PICKLE, BodyKind.CUSTOM])
+def test_body_that_cannot_be_read_is_answered_with_an_error(w: Cluster, kind: BodyKind, body: bytes) -> None:
+    with RawPeer(w[1], "unix") as raw:
+        assert raw.join(member(21, "garbled")) == WELCOME
+        raw.send(frame(REQUEST, body, tag=Tag.CALL, flags=kind, call=5))
+        answer, reply = raw.receive()
+        assert answer == REPLY
+        assert b"Error" in reply
+        raw.send(frame(GOODBYE))
+    assert w[0].rpc_sync("w1", abs, (-3,)) == 3
+
+
+# ---- limits
+
+
+def test_message_over_the_limit_is_an_error_of_its_sender() -> None:
+    with cluster(2, Options(max_header_bytes=100_000)) as w:
+        for big in ("x" * 200_000, [object] * 50_000):
+            with pytest.raises(SerializationError, match=r"max_header_bytes"):
+                w[0].rpc_sync("w1", len, (big,))
+            with pytest.raises(SerializationError, match=r"max_header_bytes"):
+                w[0].remote("w1", len, (big,))
+        assert w[0].rpc_sync("w1", len, ("x" * 90_000,)) == 90_000
+        with pytest.raises(SerializationError, match=r"max_header_bytes"):
+            w[0].rpc_sync("w1", str.__mul__, ("x", 200_000))
+        assert w[0].rpc_sync("w1", str.__mul__, ("x", 3)) == "xxx"
+
+
+def test_peer_with_a_smaller_limit_cuts_the_link_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(2, check=False, graceful=False) as w:
+        with RawPeer(w[1], "tcp") as raw:
+            assert raw.join(member(22, "large")) == WELCOME
+            raw.send(frame(REQUEST, size=(256 << 20) + 1, tag=Tag.CALL))
+            assert raw.ended() == []
+        refused(caplog, "is over the limits")
+        assert w[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+# ---- who may come
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_process_of_another_user_is_refused_on_the_same_host(w: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Though it knows the secret."""
+    core = w[1]._worker
+    address = next(a for a in core.member.addresses if a.startswith("unix:"))
+    program = (
+        "import os, socket, sys\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "s = socket.socket(socket.AF_UNIX)\n"
+        f"s.connect({chr(0) + address[6:]!r})\n"
+        "s.sendall(bytes.fromhex(sys.argv[1]))\n"
+        "s.settimeout(20)\n"
+        "assert s.recv(1) == b'', 'it was answered'\n"
+    )
+    with RawPeer(w[1], "unix") as raw:
+        hello = frame(HELLO, raw.hello(STRANGER))
+        raw.socket.close()
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", "-c", program, hello.hex()],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    refused(caplog, "belongs to another user (uid 65534)")
+
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.mark.parametrize("theirs", ["another", None])
+@pytest.mark.parametrize("given", ["option", "environment", "file"])
+def test_worker_with_another_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str, theirs: str | None
+) -> None:
+    from torch.distributed import HashStore
+
+    from telegrad.rpc import Worker
+    from telegrad.testing import run_all
+
+    def options(secret: str | None) -> Options:
+        if secret is None or given == "option":
+            return Options(secret=secret, connect_timeout=5)
+        if given == "environment":
+            with monkeypatch.context() as inner:
+                inner.setenv("TELEGRAD_SECRET", secret)
+                return Options(connect_timeout=5)
+        path = tmp_path / secret.replace(" ", "-")
+        path.write_text(f"{secret}\n")
+        return Options(secret_file=str(path), connect_timeout=5)
+
+    store = HashStore()
+    mine, others = options(SECRET), options(theirs)
+    chosen = [mine, others, options(SECRET)]
+    w = run_all([lambda r=r: Worker(f"w{r}", r, 3, chosen[r], store=store) for r in range(3)])  # type: ignore[misc]
+    try:
+        for a, b in (("w0", "w1"), ("w1", "w0")):
+            with pytest.raises(
+                WorkerLost, match=rf"worker {b} is lost: cannot reach .*the group's secret does not match"
+            ):
+                w[int(a[1])].rpc_sync(b, abs, (-1,))
+        assert w[0].rpc_sync("w2", abs, (-1,)) == 1
+        refused(caplog, "secret")
+        assert all(SECRET not in r.getMessage() for r in caplog.records)
+    finally:
+        run_all([lambda worker=worker: worker.shutdown(graceful=False) for worker in w])  # type: ignore[misc]

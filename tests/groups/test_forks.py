@@ -1,0 +1,209 @@
+"""Processes that fork while they have a worker: the children have none, keep nothing of it, and cannot harm it."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from actors import (
+    PATIENCE,
+    Actor,
+    actors,
+    begin_calls,
+    call,
+    call_many,
+    failure,
+    failures_of_calls,
+    hang,
+    shut_all_down,
+    state,
+)
+
+from telegrad import rpc
+from telegrad.errors import NotInitialized
+
+AT_ONCE = 3.0  # s, on a busy machine; it takes milliseconds
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Any:
+    with actors(2, tmp_path) as company:
+        yield company
+
+
+# ---- steps
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def load_data(to: str, workers: int) -> int:
+    """A DataLoader whose workers are forked, between remote calls."""
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=workers, multiprocessing_context="fork")
+    total = 0
+    for batch in loader:
+        total += int(rpc.rpc_sync(to, torch.sum, (batch,), timeout=PATIENCE))
+    return total
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+def what_is_left(_: int) -> list[str]:
+    """In a child: what calls say."""
+    return [failure(use)[0] for use in (lambda: rpc.rpc_sync("w0", abs, (-1,)), rpc.shutdown)]
+
+
+def use_pool(function: Callable[[int], Any]) -> list[Any]:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(function, range(4))
+
+
+def fork_sleeper() -> int:
+    """A child that lives on."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    return pid
+
+
+def fork_under_way(to: str, count: int) -> int:
+    """Forks while calls are under way in other threads."""
+    stop = threading.Event()
+    right = [0]
+
+    def calls() -> None:
+        while not stop.is_set():
+            right[0] += bool(rpc.rpc_sync(to, torch.add, (torch.ones(2), 1), timeout=PATIENCE).sum() == 4)
+
+    threads = [threading.Thread(target=calls) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    ends = 0
+    for number in range(count):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(number)
+        ends += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == number
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+    assert right[0] > 0
+    return ends
+
+
+def drop_reference_in_child(owner: str) -> int:
+    """The child's copy of a reference goes with the child, and counts for nothing."""
+    rref = rpc.remote(owner, dict)
+    rref.to_here()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            del rref
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert rref.rpc_sync(timeout=PATIENCE).__len__() == 0
+    return code
+
+
+def use_reference_in_child() -> str:
+    state["rref"] = rpc.remote("w1", dict)
+    state["rref"].to_here()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return str(pool.apply(_use_reference))
+
+
+def _use_reference() -> str:
+    return failure(lambda: state["rref"].rpc_sync().__len__())[0]
+
+
+def join_in_child(where: str) -> list[int]:
+    """A child may have a worker of its own."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return [pool.apply(_alone, (f"{where}-{number}",)) for number in range(2)]
+
+
+def _alone(where: str) -> int:
+    rpc.init_rpc("child", rank=0, world_size=1, rpc_backend_options=rpc.Options(init_method=f"file://{where}"))
+    value = int(rpc.rpc_sync("child", abs, (-7,), timeout=PATIENCE))
+    rpc.shutdown()
+    return value
+
+
+# ---- tests
+
+
+def test_data_loader(two: list[Actor]) -> None:
+    steps = [actor.begin(load_data, other.name, 2) for actor, other in zip(two, reversed(two), strict=True)]
+    assert [step.result() for step in steps] == [sum(range(40))] * 2
+    shut_all_down(two)
+
+
+def test_pool(two: list[Actor]) -> None:
+    two[0].do(call_many, "w1", 3)
+    assert two[0].do(use_pool, square) == [0, 1, 4, 9]
+    assert two[0].do(use_pool, what_is_left) == [["NotInitialized"] * 2] * 4
+    for a, b in ((0, 1), (1, 0)):
+        assert two[a].do(call_many, f"w{b}", 10) == 10
+    shut_all_down(two)
+    assert [actor.stderr() for actor in two] == ["", ""]
+
+
+def test_handler_forks(two: list[Actor]) -> None:
+    assert two[0].do(call, "w1", use_pool, square) == [0, 1, 4, 9]
+    shut_all_down(two)
+
+
+def test_forks_while_calls_are_under_way(two: list[Actor]) -> None:
+    """No lock that a fork takes may be waited for by a thread that has the interpreter's."""
+    calls = two[1].begin(call_many, "w0", 1000)
+    assert two[0].do(fork_under_way, "w1", 20) == 20
+    assert calls.result() == 1000
+    shut_all_down(two)
+
+
+@pytest.mark.parametrize("how", ["killed", "exits"])
+def test_death_of_a_parent_is_seen_though_its_child_lives(two: list[Actor], how: str) -> None:
+    two[0].do(call_many, "w1", 3)
+    child = two[1].do(fork_sleeper)
+    try:
+        two[0].do(begin_calls, "w1", hang, 1)
+        began = time.monotonic()
+        if how == "exits":
+            assert two[0].do(failure, call, "w1", os._exit, 3)[0] == "WorkerLost"
+        else:
+            two[1].end()
+        when, failures = two[0].do(failures_of_calls)
+        assert when - began < AT_ONCE
+        assert [kind for kind, _ in failures] == ["WorkerLost"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_references_in_a_child(two: list[Actor]) -> None:
+    assert two[0].do(drop_reference_in_child, "w1") == 0
+    assert two[0].do(use_reference_in_child) in (NotInitialized.__name__, "RRefDeleted")
+    shut_all_down(two)
+
+
+def test_child_with_a_worker_of_its_own(two: list[Actor], tmp_path: Path) -> None:
+    two[0].do(call_many, "w1", 3)
+    assert two[0].do(join_in_child, str(tmp_path / "child")) == [7, 7]
+    assert two[0].do(call_many, "w1", 3) == 3
+    shut_all_down(two)

@@ -1,0 +1,405 @@
+"""A model of a whole group around real `RRefTable`s: scripts, a network that reorders, deaths, and the invariants.
+
+A `World` is a state; `actions()` lists what may happen next and `do(action)` makes it happen. Actions are plain tuples,
+so a list of them is a trace that `replay` runs again. The glue is modelled as the docstring of `protocols/rref.py`
+asks it to behave; handles and values are counted here a second time, independently of the tables.
+
+Network: a bag of packets. Any packet may be delivered next, whatever its age, also between one pair of workers. Packets
+are lost only with a worker: those to it at its death, those from it once the receiver has noticed the death.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rref_node import Action, Handle, Node
+
+from telegrad.protocols.rref import (
+    Accept,
+    Added,
+    Delete,
+    OwnerState,
+    Release,
+    RRefId,
+    RRefTable,
+    Send,
+    Ticket,
+    TicketKind,
+    UnusableRRefError,
+)
+
+GRANT, RETURN, FORK, SELF = TicketKind
+RUNNING = OwnerState.CREATING
+
+
+class Packet(NamedTuple):
+    src: int
+    dst: int
+    src_life: int  # incarnations
+    dst_life: int
+    kind: str  # "call", "discard", "create", "refuse", "created", "refused", or the name of a protocol message
+    body: Any
+    tickets: tuple[Ticket, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What each worker does, in order, and what the environment may do at any time.
+
+    Steps: ("own", x), ("create", x, owner, *nested), ("unsent", x, owner) then ("fail", x), ("refuse", x, owner),
+    ("share", x, to), ("discard", x, to) arrives but is not unpacked, ("hold", x, to) makes a ticket that a later
+    ("unhold",) unshares, ("clone", x), ("release_all",).
+    `x` is an RRefId; `nested` are references that travel in the creation and become part of the value.
+    """
+
+    scripts: tuple[tuple[Action, ...], ...]
+    drops: str = "end"  # "end": a worker drops its handles once its script is through; "any": at any time
+    flush: str = "eager"  # "free": batches leave at any time
+    timeouts: bool = False  # creations may time out while they are under way
+    kills: int = 0
+    mortal: tuple[int, ...] = ()
+    rejoin: bool = False
+    reborn: dict[int, tuple[Action, ...]] = field(default_factory=dict)  # scripts of workers that rejoin
+    batch: int = 64
+    mutate: Callable[[RRefTable], None] | None = None
+    owners: dict[RRefId, int] = field(init=False)
+    doomed: frozenset[RRefId] = field(init=False)  # creations that never reach their owner
+
+    def __post_init__(self) -> None:
+        owners = {}
+        for worker, script in enumerate(self.scripts):
+            for step in (*script, *self.reborn.get(worker, ())):
+                if step[0] in ("create", "unsent", "refuse"):
+                    owners[step[1]] = step[2]
+                elif step[0] == "own":
+                    owners[step[1]] = worker
+        steps = [step for script in (*self.scripts, *self.reborn.values()) for step in script]
+        doomed = {step[1] for step in steps if step[0] in ("unsent", "refuse")}
+        object.__setattr__(self, "owners", owners)
+        object.__setattr__(self, "doomed", frozenset(doomed))
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def check(condition: object, name: str, *facts: object) -> None:
+    if not condition:
+        raise Broken(f"{name} {facts}")
+
+
+class World:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        count = len(scenario.scripts)
+        self.nodes: list[Node | None] = [Node(self._table(w), scenario.scripts[w]) for w in range(count)]
+        self.lives = [0] * count  # current incarnation of each worker
+        self.known = [[0] * count for _ in range(count)]  # known[a][b]: the incarnation of b that a talks to, -1: lost
+        self.net: list[Packet] = []
+        self.kills = scenario.kills
+        self.freed: list[RRefId] = []  # values deleted by the last action
+        self.shared_nodes: set[int] = set()  # nodes that another World refers to as well
+
+    def _table(self, worker: int) -> RRefTable:
+        table = RRefTable(worker, self.scenario.batch)
+        if self.scenario.mutate is not None:
+            self.scenario.mutate(table)
+        return table
+
+    def copy(self) -> "World":
+        world = World.__new__(World)
+        world.scenario = self.scenario
+        world.nodes = self.nodes.copy()
+        world.lives = self.lives.copy()
+        world.known = [row.copy() for row in self.known]
+        world.net = self.net.copy()
+        world.kills = self.kills
+        world.freed = []
+        world.shared_nodes = set(range(len(self.nodes)))
+        self.shared_nodes = world.shared_nodes.copy()
+        return world
+
+    def fingerprint(self) -> Any:
+        return hash((
+            tuple(node and node.fingerprint() for node in self.nodes),
+            tuple(sorted(map(hash, self.net))),
+            tuple(map(tuple, self.known)),
+            tuple(self.lives),
+            self.kills,
+        ))  # fmt: skip
+
+    def node(self, worker: int) -> Node:
+        """The node, to be changed."""
+        node = self.nodes[worker]
+        assert node is not None
+        if worker in self.shared_nodes:
+            self.shared_nodes.discard(worker)
+            node = self.nodes[worker] = node.copy()
+        node.picture = None
+        return node
+
+    def peek(self, worker: int) -> Node | None:
+        return self.nodes[worker]
+
+    # ---- what may happen ------------------------------------------------------------------------------------------
+
+    def actions(self) -> list[Action]:
+        scenario = self.scenario
+        found: list[Action] = [("deliver", packet) for packet in dict.fromkeys(self.net) if self.deliverable(packet)]
+        for worker, node in enumerate(self.nodes):
+            if node is None:
+                if scenario.rejoin:
+                    found.append(("rejoin", worker))
+                continue
+            through = node.step >= len(node.script)
+            if not through and self.ready(node, node.script[node.step]):
+                found.append(("step", worker))
+            if through or scenario.drops == "any":
+                found += [("drop", worker, handle) for handle in node.handles]
+            if scenario.flush == "free" and node.table.needs_flush:
+                found.append(("flush", worker))
+            found += [("finish", worker, x) for x, e in node.table._owners.entries.items() if e.state is RUNNING]
+            if scenario.timeouts:
+                found += [("timeout", worker, rref) for rref, late in node.creating.items() if not late]
+            if self.kills and worker in scenario.mortal:
+                found.append(("kill", worker))
+            for peer, life in enumerate(self.known[worker]):
+                if life >= 0 and (life != self.lives[peer] or self.nodes[peer] is None):
+                    found.append(("notice", worker, peer))
+                elif life < 0 and self.nodes[peer] is not None:
+                    found.append(("join", worker, peer))
+        if not found or all(action[0] in ("kill", "rejoin") for action in found):
+            # Nothing else can bring the handle that a step waits for: let the script go on without it.
+            found += [("skip", w) for w, n in enumerate(self.nodes) if n is not None and n.step < len(n.script)]
+        return found
+
+    @staticmethod
+    def ready(node: Node, step: Action) -> bool:
+        if step[0] == "create":
+            return all(node.has(rref) for rref in step[3:])
+        return step[0] not in ("share", "discard", "hold", "clone") or node.has(step[1])
+
+    def deliverable(self, packet: Packet) -> bool:
+        return self.known[packet.dst][packet.src] == packet.src_life
+
+    def quiet(self) -> bool:
+        return not [action for action in self.actions() if action[0] not in ("kill", "rejoin")]
+
+    # ---- what happens ---------------------------------------------------------------------------------------------
+
+    def do(self, action: Action) -> None:
+        self.freed.clear()
+        getattr(self, "do_" + action[0])(*action[1:])
+        if self.scenario.flush == "eager" and action[0] != "kill":
+            worker = action[1].dst if action[0] == "deliver" else action[1]
+            node = self.peek(worker)
+            if node is not None and node.table.needs_flush:
+                self.do_flush(worker)
+
+    def do_deliver(self, packet: Packet) -> None:
+        self.net.remove(packet)
+        me, sender, kind = packet.dst, packet.src, packet.kind
+        node = self.node(me)
+        table = node.table
+        if kind == "discard":
+            for ticket in packet.tickets:
+                self.carry_out(me, table.discard(ticket, sender))
+            return
+        for ticket in packet.tickets:
+            if kind != "create":
+                node.hold(ticket.rref)
+            self.carry_out(me, table.receive(ticket, sender))
+        if kind == "create":
+            node.values[packet.body] = tuple((ticket.rref, table.generation) for ticket in packet.tickets)
+            self.carry_out(me, table.accept_create(packet.body, sender))
+            self.post(me, sender, "created", packet.body)
+        elif kind == "refuse":
+            self.post(me, sender, "refused", packet.body)
+        elif kind == "created":
+            node.creating.pop(packet.body, None)
+            self.carry_out(me, table.created(packet.body))
+        elif kind == "refused":
+            node.creating.pop(packet.body, None)
+            self.carry_out(me, table.create_failed(packet.body, "refused", may_exist=False))
+        elif kind != "call":
+            self.carry_out(me, table.handle(sender, packet.body))
+
+    def do_step(self, me: int) -> None:
+        node = self.node(me)
+        verb, *rest = node.script[node.step]
+        node.step += 1
+        table = node.table
+        if verb == "release_all":
+            self.carry_out(me, table.release_all())
+            return
+        if verb == "unhold":
+            outgoing, node.outgoing = node.outgoing, ()
+            for ticket, to, _ in outgoing:
+                self.unshare(me, (ticket,), to)
+            return
+        rref, *rest = rest
+        if verb == "own":
+            node.values[rref] = ()
+            node.hold(rref)
+            self.carry_out(me, table.own(rref))
+        elif verb in ("create", "unsent", "refuse"):
+            owner = rest[0]
+            node.hold(rref)
+            if owner == me:
+                node.values[rref] = ()
+                self.carry_out(me, table.begin_create(rref, owner))
+                return
+            self.carry_out(me, table.begin_create(rref, owner))
+            if verb != "unsent":
+                node.creating[rref] = False
+            tickets = self.tickets(node, rest[1:], owner)
+            if verb != "unsent" and not self.post(me, owner, verb, rref, tickets):
+                node.creating.pop(rref)
+                self.carry_out(me, table.create_failed(rref, "could not be sent", may_exist=False))
+        elif verb == "fail":
+            self.carry_out(me, table.create_failed(rref, "never left", may_exist=False))
+        elif verb == "clone":
+            node.hold(rref)
+            self.carry_out(me, table.adopt(rref))
+        else:
+            tickets = self.tickets(node, (rref,), rest[0])
+            if verb == "hold":
+                node.outgoing += tuple((ticket, rest[0], self.known[me][rest[0]]) for ticket in tickets)
+            elif tickets:
+                self.post(me, rest[0], "discard" if verb == "discard" else "call", None, tickets)
+
+    def tickets(self, node: Node, rrefs: tuple[RRefId, ...] | list[RRefId], to: int) -> tuple[Ticket, ...]:
+        made = []
+        for rref in rrefs:
+            try:
+                made.append(node.table.share(rref, to))
+            except UnusableRRefError:
+                check(node.table.failure_of(rref), "share raises only for what has failed", rref)
+        return tuple(made)
+
+    def unshare(self, me: int, tickets: tuple[Ticket, ...], to: int) -> None:
+        for ticket in tickets:
+            self.carry_out(me, self.node(me).table.unshare(ticket, to))
+
+    def post(self, me: int, to: int, kind: str, body: Any, tickets: tuple[Ticket, ...] = ()) -> bool:
+        life = self.known[me][to]
+        if life < 0:  # the transport refuses
+            self.unshare(me, tickets, to)
+            return False
+        if self.nodes[to] is not None and self.lives[to] == life:
+            self.net.append(Packet(me, to, self.lives[me], life, kind, body, tickets))
+        return True  # also when it went to a dead worker that I believe alive
+
+    def carry_out(self, me: int, effects: Any) -> None:
+        node = self.node(me)
+        for effect in effects:
+            if isinstance(effect, Send):
+                check(self.known[me][effect.to] >= 0, "G3: nothing is sent to a dead peer", me, effect)
+                check(effect.to != me, "nothing is sent to oneself", me, effect)
+                self.post(me, effect.to, type(effect.message).__name__, effect.message)
+            elif isinstance(effect, Delete):
+                if effect.rref in node.values:
+                    self.freed.append(effect.rref)
+                for inside in node.values.pop(effect.rref, ()):
+                    self.carry_out(me, node.table.drop(*inside))
+
+    def do_flush(self, me: int) -> None:
+        self.carry_out(me, self.node(me).table.flush())
+
+    def do_finish(self, me: int, rref: RRefId) -> None:
+        self.carry_out(me, self.node(me).table.value_ready(rref))
+
+    def do_timeout(self, me: int, rref: RRefId) -> None:
+        node = self.node(me)
+        node.creating[rref] = True
+        self.carry_out(me, node.table.create_failed(rref, "timed out", may_exist=True))
+
+    def do_drop(self, me: int, handle: Handle) -> None:
+        node = self.node(me)
+        node.handles[handle] -= 1
+        if not node.handles[handle]:
+            del node.handles[handle]
+        self.carry_out(me, node.table.drop(*handle))
+
+    def do_skip(self, me: int) -> None:
+        self.node(me).step += 1
+
+    def do_kill(self, worker: int) -> None:
+        self.kills -= 1
+        self.nodes[worker] = None
+        self.net = [packet for packet in self.net if packet.dst != worker]
+
+    def do_rejoin(self, worker: int) -> None:
+        self.lives[worker] += 1
+        # Only the second life has a script: a third would use its ids again.
+        script = self.scenario.reborn.get(worker, ()) if self.lives[worker] == 1 else ()
+        self.nodes[worker] = Node(self._table(worker), script)
+        self.shared_nodes.discard(worker)
+        # A new incarnation meets those alive, and hears of the dead from them: it knows whom it can reach.
+        self.known[worker] = [life if self.nodes[peer] is not None else -1 for peer, life in enumerate(self.lives)]
+        table = self.node(worker).table
+        for peer, life in enumerate(self.known[worker]):
+            if life < 0:
+                self.carry_out(worker, table.peer_lost(peer, "was dead when I came"))
+
+    def do_notice(self, me: int, peer: int) -> None:
+        life = self.known[me][peer]
+        self.known[me][peer] = -1
+        self.net = [p for p in self.net if (p.dst, p.src, p.src_life) != (me, peer, life)]
+        node = self.node(me)
+        self.carry_out(me, node.table.peer_lost(peer, "died"))
+        for rref in [x for x in node.creating if self.scenario.owners[x] == peer]:
+            del node.creating[rref]
+            self.carry_out(me, node.table.create_failed(rref, "connection lost", may_exist=True))
+
+    def do_join(self, me: int, peer: int) -> None:
+        self.known[me][peer] = self.lives[peer]
+        self.carry_out(me, self.node(me).table.peer_joined(peer))
+
+    # ---- what must hold -------------------------------------------------------------------------------------------
+
+    def talks(self, a: int, b: int) -> bool:
+        """Both live, and neither takes the other for dead or for an earlier incarnation."""
+        return (
+            self.nodes[a] is not None
+            and self.nodes[b] is not None
+            and self.known[a][b] == self.lives[b]
+            and self.known[b][a] == self.lives[a]
+        )
+
+    def packets(self, src: int, dst: int) -> Iterator[Packet]:
+        return (p for p in self.net if p.src == src and p.dst == dst and self.deliverable(p))
+
+    def in_flight(self, user: int, owner: int, rref: RRefId) -> int:
+        """Tokens of `user` that are on their way: given and not arrived, or given back and not counted off."""
+        tokens = 0
+        for packet in self.packets(owner, user):
+            tokens += sum(t.rref == rref and t.kind == GRANT for t in packet.tickets)
+            tokens += packet.kind == "created" and packet.body == rref
+            tokens += isinstance(packet.body, Added) and packet.body.rref == rref
+        for packet in self.packets(user, owner):
+            if isinstance(packet.body, Release):
+                tokens += sum(n for x, n in packet.body.items if x == rref)
+        user_node, owner_node = self.nodes[user], self.nodes[owner]
+        assert user_node is not None
+        assert owner_node is not None
+        for ticket, to, life in owner_node.outgoing:
+            tokens += (ticket.rref, ticket.kind, to, life) == (rref, GRANT, user, self.lives[user])
+        batch = user_node.table._out._batches.get(owner)
+        return tokens + (batch.releases.get(rref, 0) if batch else 0)
+
+    def accepts_pending(self, sender: int, receiver: int, transfer: int) -> int:
+        """In how many places a transfer from `sender` to `receiver` is found: must be one."""
+        places = sum(
+            t.transfer == transfer and t.kind != GRANT for p in self.packets(sender, receiver) for t in p.tickets
+        )
+        node, sending = self.nodes[receiver], self.nodes[sender]
+        assert node is not None
+        assert sending is not None
+        places += sum(t.transfer == transfer and t.kind != GRANT and to == receiver for t, to, _ in sending.outgoing)
+        places += sum((sender, transfer) in entry.parents for entry in node.table._users.entries.values())
+        batch = node.table._out._batches.get(sender)
+        places += batch.transfers.count(transfer) if batch else 0
+        for packet in self.packets(receiver, sender):
+            places += packet.body.transfers.count(transfer) if isinstance(packet.body, Accept) else 0
+        return places

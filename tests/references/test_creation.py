@@ -1,0 +1,227 @@
+"""References to what is still being made, will never be, or that nobody waits for."""
+
+import threading
+
+import pytest
+import torch
+from things import PATIENCE, fail, freed, greet, make, make_when_open, own_when_open, ping, started
+
+from telegrad.errors import RpcTimeout, RRefError
+from telegrad.rpc import Options, RRef, rpc_async
+from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
+
+SOON = 0.05  # s; of calls that are meant to time out
+
+
+def test_calls_on_a_value_under_creation_wait_without_a_thread(w: Cluster) -> None:
+    gate = Gate()
+    rref = w[0].remote("w1", make_when_open, ("slow", gate))
+    gate.wait_for()
+    calls = [rref.rpc_async().greet(str(i)) for i in range(50)]
+    assert w[0].rpc_sync("w1", ping) == "pong"  # it came on the same link, so the others have arrived
+    engine = w[1]._worker.engine
+    eventually(lambda: engine.stats()["running_requests"] == 1, what="only the creation itself to have a thread")
+    assert engine.stats()["queued_requests"] == 0
+    assert not any(call.done() for call in calls)
+    gate.open()
+    assert [call.wait() for call in calls] == [f"slow greets {i}" for i in range(50)]
+    del rref, calls
+    assert freed("slow").wait(PATIENCE)
+
+
+def test_more_queued_calls_than_handler_threads() -> None:
+    with cluster(2, Options(num_worker_threads=1)) as w:
+        gate = Gate()
+        rref = w[0].remote("w1", make_when_open, ("slow", gate))
+        calls = [rref.rpc_async().greet("x") for _ in range(20)]
+        gate.open()
+        assert {call.wait() for call in calls} == {"slow greets x"}
+        del rref, calls
+
+
+def test_handed_on_while_under_creation(w: Cluster) -> None:
+    """It is used on a third worker before the value exists."""
+    gate = Gate()
+    rref = w[0].remote("w1", make_when_open, ("slow", gate))
+    used = w[0].rpc_async("w2", greet, (rref,))
+    assert w[0].rpc_sync("w2", ping) == "pong"
+    assert not used.done()
+    gate.open()
+    assert used.wait() == "slow greets you"
+
+
+def confirmed(rref: RRef[object]) -> bool:
+    return rref.confirmed_by_owner()
+
+
+def test_confirmed_where_it_is_handed_to_although_the_value_is_not_there(w: Cluster) -> None:
+    gate = Gate()
+    rref = w[0].remote("w1", make_when_open, ("slow", gate))
+    assert not rref.confirmed_by_owner()
+    assert w[0].rpc_sync("w2", confirmed, (rref,))
+    gate.open()
+    rref.to_here()
+    assert rref.confirmed_by_owner()
+
+
+def _length(rref: RRef[str]) -> int:
+    return len(rref.to_here())
+
+
+def test_chain_of_creations_waits_for_nothing_at_the_caller(w: Cluster) -> None:
+    gate = Gate()
+    first = w[0].remote("w1", make_when_open, ("first", gate))
+    second = w[0].remote("w2", greet, (first,))
+    third = w[0].remote("w1", _length, (second,))
+    gate.open()
+    assert third.to_here() == len("first greets you")
+
+
+def test_remote_method_makes_a_reference_of_its_own(w: Cluster) -> None:
+    rref = w[0].remote("w1", make, ("parent",))
+    child = rref.remote().child("child")
+    assert child.rpc_sync().greet("x") == "child greets x"
+    del rref
+    assert freed("parent").wait(PATIENCE)
+    del child
+    assert freed("child").wait(PATIENCE)
+
+
+def test_dropped_before_it_is_made(w: Cluster) -> None:
+    gate = Gate()
+    w[0].remote("w1", make_when_open, ("unwanted", gate))
+    gate.wait_for()
+    gate.open()
+    assert started("unwanted").wait(PATIENCE)
+    assert freed("unwanted").wait(PATIENCE)
+
+
+@pytest.mark.parametrize("owner", ["w0", "w1"])
+def test_failing_creation(w: Cluster, owner: str) -> None:
+    rref = w[0].remote(owner, fail, ("no such thing",))
+    uses = {
+        "to_here": rref.to_here,
+        "rpc_sync": lambda: rref.rpc_sync().greet("x"),
+        "rpc_async": lambda: rref.rpc_async().greet("x").wait(),
+        "remote": lambda: rref.remote().greet("x").to_here(),
+        "elsewhere": lambda: w[0].rpc_sync("w2", greet, (rref,)),
+        "again": rref.to_here,
+    }
+    for name, use in uses.items():
+        with pytest.raises(LookupError, match="no such thing"):
+            pytest.fail(f"{name} gave {use()!r}")
+    assert w[0].rpc_sync("w1", ping) == "pong"
+
+
+def test_creation_with_an_argument_that_cannot_travel(w: Cluster) -> None:
+    with pytest.raises(TypeError, match=r"cannot pickle.*at .*args"):
+        w[0].remote("w1", make, (threading.Lock(),))
+    assert w[0]._worker.references.stats().pending_users == 0
+
+
+def test_value_that_cannot_travel_is_a_value_all_the_same(w: Cluster) -> None:
+    rref = w[0].remote("w1", threading.Lock)
+    assert rref.rpc_sync().locked() is False
+    with pytest.raises(TypeError, match="cannot pickle"):
+        rref.to_here()
+
+
+def test_to_here_times_out_then_succeeds(w: Cluster) -> None:
+    gate = Gate()
+    rref = w[0].remote("w1", make_when_open, ("slow", gate))
+    with pytest.raises(RpcTimeout, match="RPC ran for more than set timeout"):
+        rref.to_here(timeout=SOON)
+    with pytest.raises(RpcTimeout, match="RPC ran for more than"):
+        rref.rpc_sync(timeout=SOON).greet("x")
+    gate.open()
+    assert rref.to_here() == ("slow",)
+    assert rref.rpc_sync().greet("x") == "slow greets x"
+    del rref
+    assert freed("slow").wait(PATIENCE)
+
+
+def test_creation_that_timed_out(w: Cluster) -> None:
+    gate = Gate()
+    rref = w[0].remote("w1", make_when_open, ("late", gate), timeout=SOON)
+    with pytest.raises(RuntimeError, match="RPC ran for more than"):
+        rref._get_future().wait()
+    with pytest.raises(RRefError, match=r"RRef creation via rpc.remote\(\) timed out"):
+        rref.to_here()
+    with pytest.raises(RRefError, match="timed out"):
+        w[0].rpc_sync("w2", greet, (rref,))
+    gate.wait_for()
+    gate.open()
+    del rref
+    assert started("late").wait(PATIENCE)
+    assert freed("late").wait(PATIENCE)
+
+
+@pytest.mark.parametrize("kind", ["rpc_sync", "rpc_async"])
+def test_reply_with_a_reference_that_comes_after_the_time_out(w: Cluster, kind: str) -> None:
+    """Nobody waits for it any more, so the reference in it is given back."""
+    gate = Gate()
+    call = w[0].rpc_sync if kind == "rpc_sync" else lambda *a, **k: w[0].rpc_async(*a, **k).wait()
+    with pytest.raises(RpcTimeout):
+        call("w1", own_when_open, (kind, gate), timeout=SOON)
+    gate.wait_for()
+    gate.open()
+    assert started(kind).wait(PATIENCE)
+    assert freed(kind).wait(PATIENCE)
+
+
+def _hold(rref: RRef[object], gate: Gate) -> str:
+    gate.enter()
+    return rref.owner_name()
+
+
+def test_arguments_of_a_call_that_timed_out(w: Cluster) -> None:
+    gate = Gate()
+    rref = w[0].remote("w1", make, ("argument",))
+    rref.to_here()
+    with pytest.raises(RpcTimeout):
+        w[0].rpc_sync("w2", _hold, (rref, gate), timeout=SOON)
+    gate.wait_for()
+    del rref
+    assert w[0].rpc_sync("w1", ping) == "pong"
+    assert not freed("argument").is_set(), "the handler on w2 still has it"
+    gate.open()
+    assert freed("argument").wait(PATIENCE)
+
+
+def _double(rref: RRef[torch.Tensor]) -> torch.Tensor:
+    return rref.to_here() * 2
+
+
+def test_a_thousand_in_flight(w: Cluster) -> None:
+    rrefs = [w[0].remote(f"w{1 + i % 2}", torch.add, (torch.ones(2), i)) for i in range(1000)]
+    doubled = [w[0].remote("w1", _double, (rref,)) for rref in rrefs]
+    assert [int(rref.to_here()[0]) for rref in doubled] == [2 * (i + 1) for i in range(1000)]
+    rrefs.clear()
+    doubled.clear()
+    for worker in w:
+        _until_empty(w[worker.info.id])
+
+
+def _until_empty(worker: object) -> None:
+    references = worker._worker.references  # type: ignore[attr-defined]
+    with references._changed:
+        assert references._changed.wait_for(lambda: not references.values and not references.stats().users, PATIENCE)
+
+
+def test_from_many_threads_at_once(w: Cluster) -> None:
+    def go(number: int) -> None:
+        mine = w[number % 3]
+        for i in range(20):
+            rref = mine.remote(f"w{i % 3}", torch.add, (torch.ones(1), i))
+            assert float(mine.rpc_sync(f"w{(i + 1) % 3}", RRef.to_here, (rref,))) == i + 1
+
+    run_all([lambda number=number: go(number) for number in range(6)])  # type: ignore[misc]
+    for worker in w:
+        _until_empty(worker)
+
+
+def test_used_in_callbacks(w: Cluster) -> None:
+    """A callback may make calls, though it runs on a thread of the pool."""
+    rref = w[0].remote("w1", make, ("called back",))
+    done = rpc_async("w1", ping).then(lambda _: rref.rpc_sync().greet("x"))
+    assert done.wait() == "called back greets x"

@@ -1,0 +1,217 @@
+"""``async def`` handlers: on the worker's event loop, as many at once as there are."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.testing import Cluster, Gate, cluster
+
+pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
+
+
+def echo(x: Any) -> Any:
+    return x
+
+
+async def double(x: Any) -> Any:
+    await asyncio.sleep(0)
+    return x * 2
+
+
+async def thread_and_worker() -> tuple[str, str]:
+    await asyncio.sleep(0)
+    return threading.current_thread().name, rpc.get_worker_info().name
+
+
+async def fails() -> None:
+    await asyncio.sleep(0)
+    raise KeyError("in a coroutine")
+
+
+async def asks(to: str, x: Any) -> Any:
+    first = await rpc.rpc_async(to, double, (x,))
+    rest = await asyncio.gather(*(rpc.rpc_async(to, echo, (i,)) for i in range(3)))
+    return first, rest
+
+
+async def blocks(to: str, x: Any) -> Any:
+    return rpc.rpc_sync(to, echo, (x,)) + (await rpc.remote(to, echo, (1,)).rpc_async().__add__(1))
+
+
+async def with_tensors(x: torch.Tensor) -> torch.Tensor:
+    x += 1
+    await asyncio.sleep(0)
+    return x
+
+
+class Owned:
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def add(self, n: int) -> int:
+        await asyncio.sleep(0)
+        self.count += n
+        return self.count
+
+    @staticmethod
+    async def static(x: int) -> int:
+        return x + 1
+
+    @classmethod
+    async def named(cls) -> str:
+        return cls.__name__
+
+
+def test_in_every_way_of_calling() -> None:
+    assert rpc.rpc_sync("w1", double, (2,)) == 4
+    assert rpc.rpc_async("w1", double, (2,)).wait() == 4
+    assert rpc.remote("w1", double, (2,)).to_here() == 4
+    assert rpc.rpc_sync("w0", double, (2,)) == 4
+    assert rpc.rpc_sync("w1", Owned.static, (2,)) == 3
+    assert rpc.rpc_sync("w1", Owned.named) == "Owned"
+    owned = rpc.remote("w1", Owned)
+    assert owned.rpc_sync().add(2) == 2
+    assert owned.rpc_async().add(2).wait() == 4
+    assert owned.remote().add(2).to_here() == 6
+    assert torch.equal(rpc.rpc_sync("w1", with_tensors, (torch.ones(3),)), torch.full((3,), 2.0))
+
+    async def local(x: int) -> int:
+        return x + 1
+
+    assert rpc.rpc_sync("w1", local, (2,)) == 3
+
+
+def test_on_the_workers_own_loop() -> None:
+    assert rpc.rpc_sync("w1", thread_and_worker) == ("telegrad-w1-loop", "w1")
+    assert rpc.rpc_sync("w0", thread_and_worker) == ("telegrad-w0-loop", "w0")
+
+
+def test_errors_come_as_from_functions() -> None:
+    for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait(), lambda *a: rpc.remote(*a).to_here()):
+        with pytest.raises(KeyError, match="in a coroutine") as caught:
+            call("w1", fails)
+        assert isinstance(caught.value, RuntimeError)
+        assert "On WorkerInfo(id=1, name=w1)" in str(caught.value)
+    with pytest.raises(TypeError, match="positional argument"):
+        rpc.rpc_sync("w1", double)
+
+
+def test_they_await_calls_of_their_own() -> None:
+    assert rpc.rpc_sync("w1", asks, ("w0", 3)) == (6, [0, 1, 2])
+    assert rpc.rpc_sync("w1", asks, ("w1", 3)) == (6, [0, 1, 2])
+    assert rpc.rpc_sync("w1", asks, ("w0", torch.ones(1)))[0] == 2
+    assert rpc.rpc_sync("w1", blocks, ("w0", 3)) == 5
+
+
+async def meets(barrier: "Meeting", n: int) -> int:
+    await barrier.meet(n)
+    return n
+
+
+class Meeting:
+    """Coroutines of one loop that go on when all of them are there."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    async def meet(self, n: int) -> None:
+        self.gate.entered.release()
+        while not self.gate.is_open():
+            await asyncio.sleep(0.001)
+
+
+def test_hundreds_at_once_on_one_thread() -> None:
+    with cluster(2, rpc.Options(num_worker_threads=1)):
+        gate = Gate()
+        futures = [rpc.rpc_async("w1", meets, (Meeting(gate), i)) for i in range(300)]
+        gate.wait_for(300)  # all of them have begun
+        assert rpc.rpc_sync("w1", echo, (1,)) == 1  # and the only thread is free
+        gate.open()
+        assert torch.futures.wait_all(futures) == list(range(300))
+
+
+async def deadline_of_nested_call(gate: Gate) -> None:
+    await rpc.rpc_async("w0", gate.enter)
+
+
+def test_the_callers_deadline_holds_for_what_they_await() -> None:
+    gate = Gate()
+    nested = rpc.rpc_async("w1", records_time_out, (gate,), timeout=0.1)
+    with pytest.raises(RuntimeError, match="RPC ran for more than"):
+        nested.wait()
+    assert ended.wait(10)  # the nested call has ended too, although its own time-out is a minute
+    gate.open()
+
+
+ended = threading.Event()
+
+
+async def records_time_out(gate: Gate) -> None:
+    try:
+        await deadline_of_nested_call(gate)
+    except RuntimeError:
+        ended.set()
+
+
+async def exits(kind: type[BaseException]) -> None:
+    await asyncio.sleep(0)
+    raise kind("from a coroutine")
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+def test_exits_end_neither_loop_nor_worker(kind: type[BaseException]) -> None:
+    with pytest.raises(RuntimeError, match=kind.__name__):
+        rpc.rpc_sync("w1", exits, (kind,), timeout=10)
+    assert rpc.rpc_sync("w1", double, (2,)) == 4
+
+
+@rpc.functions.async_execution
+async def both(x: int) -> int:
+    return x + 1
+
+
+@rpc.functions.async_execution
+async def both_with_future(x: int) -> Any:
+    return rpc.rpc_async("w0", echo, (x,))
+
+
+def test_async_execution_of_a_coroutine_function() -> None:
+    assert rpc.rpc_sync("w1", both, (1,)) == 2
+    with pytest.raises(RuntimeError, match="Future"):
+        rpc.rpc_sync("w1", both_with_future, (1,))
+
+
+async def waits_for_ever(gate: Gate) -> None:
+    gate.entered.release()
+    await asyncio.Event().wait()
+
+
+def test_shutdown_ends_those_that_wait(two: Cluster) -> None:
+    with cluster(2, graceful=False, check=True) as group:
+        gate = Gate()
+        future = group[0].rpc_async("w1", waits_for_ever, (gate,))
+        gate.wait_for()
+        group[1].shutdown(graceful=False)
+        group.workers.pop()
+        with pytest.raises(RuntimeError, match=r"stopped|lost"):
+            future.wait()
+
+
+def test_a_slow_handler_does_not_hold_up_the_others() -> None:
+    gate = Gate()
+    slow = rpc.rpc_async("w1", waits_at, (gate,))
+    gate.wait_for()
+    assert rpc.rpc_sync("w1", double, (4,)) == 8
+    gate.open()
+    assert slow.wait() == "went on"
+
+
+async def waits_at(gate: Gate) -> str:
+    gate.entered.release()
+    while not gate.is_open():
+        await asyncio.sleep(0.001)
+    return "went on"

@@ -1,0 +1,256 @@
+"""What a handler raises arrives as what it is, and says where it was raised; tests/serialize has its packing."""
+
+import asyncio
+import dataclasses
+import io
+import pickle
+import sys
+import threading
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.errors import RemoteError, SerializationError
+
+pytestmark = [pytest.mark.usefixtures("two", "quiet"), pytest.mark.filterwarnings("error")]
+
+WAYS: dict[str, Any] = {
+    "sync": lambda f, *a: rpc.rpc_sync("w1", f, a),
+    "async": lambda f, *a: rpc.rpc_async("w1", f, a).wait(),
+    "remote": lambda f, *a: rpc.remote("w1", f, a).to_here(),
+    "to self": lambda f, *a: rpc.rpc_sync("w0", f, a),
+    "await": lambda f, *a: asyncio.run(awaited(f, *a)),
+}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+async def awaited(function: Any, *args: Any) -> Any:
+    return await rpc.rpc_async("w1", function, args)
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
+class Own(Exception):
+    pass
+
+
+class Particular(Exception):
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+        self.reason = reason
+
+    def __reduce__(self) -> Any:
+        return _particular, (self.code, self.reason)
+
+
+def _particular(code: int, reason: str) -> Particular:
+    return Particular(code, reason=reason)
+
+
+class Careless(Exception):
+    """Its arguments are not those of its constructor, so pickle cannot make it again."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+class Unpicklable(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = lambda: None
+
+
+@dataclasses.dataclass
+class Data(Exception):
+    x: int
+
+
+@ways
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("r"),
+        Exception("e"),
+        ValueError("v"),
+        TypeError("t"),
+        KeyError("k"),
+        IndexError(1, 2),
+        ZeroDivisionError("z"),
+        StopIteration(3),
+        AssertionError(),
+        NotImplementedError("n"),
+        FileNotFoundError(2, "no such", "a/b"),
+        UnicodeDecodeError("utf8", b"x", 0, 1, "why"),
+        MemoryError("m"),
+        RecursionError("r"),
+        TimeoutError("a"),
+        torch.OutOfMemoryError("oom"),
+        Own("o", [1]),
+        Data(3),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_the_original_type_is_caught(way: str, error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
+    if isinstance(error, StopIteration) and way == "await":
+        pytest.skip("a coroutine cannot raise it: see test_futures")
+    with pytest.raises(type(error)) as caught:
+        WAYS[way](throw, error)
+    got = caught.value
+    assert isinstance(got, RuntimeError)
+    assert isinstance(got, RemoteError)
+    assert got.args == error.args
+    worker = "w0" if way == "to self" else "w1"
+    assert got.worker == worker
+    assert f"name={worker}" in str(got)
+    assert "in throw" in str(got)
+    assert "in throw" in str(got.__cause__)
+    assert "in throw" in capfd.readouterr().err  # the callee's own log has it too
+
+
+@ways
+def test_attributes_come_along(way: str) -> None:
+    with pytest.raises(Particular, match="4: why") as caught:
+        WAYS[way](throw, Particular(4, reason="why"))
+    assert caught.value.code == 4
+    assert caught.value.reason == "why"
+
+
+@ways
+@pytest.mark.parametrize("make", [lambda: Careless(1, 2), lambda: Unpicklable("text")])
+def test_those_that_cannot_be_made_again(way: str, make: Any) -> None:
+    with pytest.raises(RemoteError, match="Failed to create original exception type") as caught:
+        WAYS[way](raise_made, make)
+    assert "Original exception on remote side was" in str(caught.value)
+    assert "in raise_made" in str(caught.value)
+    assert caught.value.original_type.endswith(type(make()).__name__)
+
+
+def raise_made(make: Any) -> None:
+    raise make()
+
+
+@ways
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException])
+def test_exits_are_errors_at_the_caller_and_nothing_at_the_callee(way: str, kind: type[BaseException]) -> None:
+    for _ in range(3):
+        with pytest.raises(RemoteError, match=kind.__name__):
+            WAYS[way](raise_made, kind)
+    assert rpc.rpc_sync("w1", len, ((1,),)) == 1
+
+
+@ways
+def test_text_comes_whole(way: str) -> None:
+    text = "Grüße, 世界 🐍 \\n \\x41 'quoted'\nsecond line"
+    with pytest.raises(Own) as caught:
+        WAYS[way](throw, Own(text))
+    assert caught.value.args == (text,)
+    assert "Grüße, 世界 🐍" in str(caught.value)
+
+
+def test_the_whole_way_through_several_workers_is_told() -> None:
+    with pytest.raises(Own, match="deep") as caught:
+        rpc.rpc_sync("w1", rpc.rpc_sync, ("w0", rpc.rpc_sync, ("w1", throw, (Own("deep"),))))
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("in throw") >= 1
+    assert "on worker w1" in text
+    assert "on worker w0" in text
+
+
+def cause() -> None:
+    try:
+        raise KeyError("first")
+    except KeyError as e:
+        raise ValueError("second") from e
+
+
+def test_causes_are_told() -> None:
+    with pytest.raises(ValueError, match="second") as caught:
+        rpc.rpc_sync("w1", cause)
+    assert "KeyError: 'first'" in str(caught.value)
+    assert "direct cause" in str(caught.value)
+
+
+def group() -> None:
+    raise ExceptionGroup("several", [ValueError(1), KeyError(2)])
+
+
+def test_exception_groups() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        rpc.rpc_sync("w1", group)
+    assert [type(e) for e in caught.value.exceptions] == [ValueError, KeyError]
+    with pytest.raises(RuntimeError, match="several"):
+        rpc.rpc_sync("w1", group)
+
+
+def test_a_remote_exception_can_be_pickled_and_sent_on() -> None:
+    with pytest.raises(Own) as caught:
+        rpc.rpc_sync("w1", throw, (Own("there"),))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(again, Own)
+    assert "in throw" in str(again)
+    assert isinstance(rpc.rpc_sync("w1", echo, (caught.value,)), Own)
+
+
+def echo(x: Any) -> Any:
+    return x
+
+
+def test_exceptions_are_values_too() -> None:
+    got = rpc.rpc_sync("w1", echo, (ValueError("just a value"),))
+    assert type(got) is ValueError
+
+
+def test_an_exception_with_a_tensor() -> None:
+    with pytest.raises(Own) as caught:
+        rpc.rpc_sync("w1", throw, (Own(torch.ones(3)),))
+    assert torch.equal(caught.value.args[0], torch.ones(3))
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        rpc.rpc_sync("w1", echo)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        rpc.rpc_sync("w1", echo, (1,), {"y": 1})
+    with pytest.raises(RuntimeError, match=r"aten::add"):  # as torch's own RPC says it
+        rpc.rpc_sync("w1", torch.add, ())
+
+
+def test_errors_of_arguments_are_the_callers_own() -> None:
+    with pytest.raises(SerializationError, match="lock") as caught:
+        rpc.rpc_sync("w1", echo, ({"a": [1, pytest, unpicklable()]},))
+    assert not isinstance(caught.value, RemoteError)
+
+
+def unpicklable() -> Any:
+    return threading.Lock()
+
+
+class Hostile(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+@ways
+def test_exceptions_that_fail_to_show_themselves(way: str) -> None:
+    with pytest.raises(RemoteError):
+        WAYS[way](raise_made, Hostile)
+    assert rpc.rpc_sync("w1", len, ((1,),)) == 1
+
+
+def test_stderr_that_is_closed_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    with pytest.raises(Own):
+        rpc.rpc_sync("w1", throw, (Own("silently"),), timeout=10)
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(Own):
+        rpc.rpc_sync("w1", throw, (Own("silently"),), timeout=10)

@@ -1,0 +1,125 @@
+"""Calls between real processes that do not have the same definitions."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.testing import processes
+
+
+def echo(x: Any) -> Any:
+    return x
+
+
+def join(rank: int, n: int, init_method: str) -> None:
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=rpc.Options(init_method=init_method))
+
+
+def error_of(function: Any, *args: Any) -> str:
+    try:
+        rpc.rpc_sync("w1", function, args)
+    except RuntimeError as e:
+        return f"{[kind.__name__ for kind in type(e).__mro__]} {e}"
+    return "no error"
+
+
+def different_definitions(rank: int, n: int, init_method: str) -> Any:
+    torch.set_num_threads(1)
+    module = sys.modules["only_here"] = types.ModuleType("only_here")
+    here = sys.modules[__name__]
+    if rank == 0:
+        code = (
+            "def function(x): return x\n"
+            "class Class:\n"
+            "    def method(self): return 1\n"
+            "    @classmethod\n"
+            "    def made(cls): return cls()\n"
+        )
+        exec(compile(code, "only_here.py", "exec"), module.__dict__)
+        exec(compile("def only_in_this(x): return x", __file__, "exec"), here.__dict__)
+    join(rank, n, init_method)
+    errors = []
+    if rank == 0:
+        errors = [
+            error_of(module.function, 1),
+            error_of(module.Class),
+            error_of(module.Class.made),
+            error_of(echo, module.Class()),
+            error_of(module.Class().method),
+            error_of(here.only_in_this, 1),
+        ]
+        assert rpc.rpc_sync("w1", echo, (1,)) == 1
+        assert rpc.rpc_sync("w1", lambda x: x + 1, (1,)) == 2
+    rpc.shutdown()
+    return errors
+
+
+def test_what_the_other_process_does_not_have() -> None:
+    errors, _ = processes(2, different_definitions, method="fork")
+    names = ["function", "Class", "Class", "Class", "Class", "only_in_this"]
+    for name, error in zip(names, errors, strict=True):
+        assert name in error
+        assert "AttributeError" in error
+        assert "Default RPC pickler does not serialize" in error
+        assert "On WorkerInfo(id=1, name=w1)" in error
+
+
+def module_missing(rank: int, n: int, init_method: str) -> str:
+    torch.set_num_threads(1)
+    if rank == 0:
+        module = sys.modules["only_here"] = types.ModuleType("only_here")
+        exec(compile("def function(x): return x", "only_here.py", "exec"), module.__dict__)
+    join(rank, n, init_method)
+    error = ""
+    if rank == 0:
+        error = error_of(sys.modules["only_here"].function, 1)
+    rpc.shutdown()
+    return error
+
+
+def test_a_module_the_other_process_cannot_import() -> None:
+    error, _ = processes(2, module_missing, method="fork")
+    assert "ModuleNotFoundError" in error
+    assert "No module named 'only_here'" in error
+    assert "Default RPC pickler does not serialize" in error
+
+
+def exit_in_handler(rank: int, n: int, init_method: str) -> list[str]:
+    torch.set_num_threads(1)
+    join(rank, n, init_method)
+    errors = []
+    if rank == 0:
+        errors = [error_of(sys.exit, 3), error_of(raise_keyboard_interrupt)]
+        for _ in range(20):
+            errors.append(error_of(sys.exit, 3))
+        assert rpc.rpc_sync("w1", echo, (1,)) == 1
+    rpc.shutdown()
+    return errors
+
+
+def raise_keyboard_interrupt() -> None:
+    raise KeyboardInterrupt("from a handler")
+
+
+def test_exits_in_handlers_end_neither_process_nor_thread() -> None:
+    errors, _ = processes(2, exit_in_handler, method="fork", timeout=30)
+    assert "SystemExit" in errors[0]
+    assert "KeyboardInterrupt" in errors[1]
+    assert "from a handler" in errors[1]
+    assert len(errors) == 22
+
+
+@pytest.mark.slow
+def test_spawned_processes_call_each_other() -> None:
+    assert processes(3, everybody_calls, method="spawn") == [[0, 1, 2]] * 3
+
+
+def everybody_calls(rank: int, n: int, init_method: str) -> list[int]:
+    join(rank, n, init_method)
+    got = [rpc.rpc_sync(f"w{to}", echo, (to,)) for to in range(n)]
+    rpc.shutdown()
+    return got

@@ -1,0 +1,209 @@
+"""Time-outs: per call, by default, none; and deadlines that pass on to the calls that a request makes."""
+
+import contextlib
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.errors import RpcTimeout
+from telegrad.rpc import api
+from telegrad.testing import Cluster, Gate, cluster, eventually
+
+pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
+
+TEXT = r"RPC ran for more than set timeout \((\d+) ms\) and will now be marked with an error"
+
+
+def echo(x: Any) -> Any:
+    return x
+
+
+@pytest.fixture
+def gate() -> Any:
+    made = Gate()
+    yield made
+    made.open()
+
+
+WAYS = {
+    "sync": lambda *a, **k: rpc.rpc_sync("w1", *a, **k),
+    "async": lambda *a, **k: rpc.rpc_async("w1", *a, **k).wait(),
+    "to self": lambda *a, **k: rpc.rpc_sync("w0", *a, **k),
+    "worker": lambda *a, **k: api._worker().rpc_sync("w1", *a, **k),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_time_out_says_what_and_how_long(way: str, gate: Gate) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RpcTimeout, match=TEXT) as caught:
+        WAYS[way](gate.enter, timeout=0.1)
+    assert 0.09 <= time.monotonic() - begun < 5
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, TimeoutError)
+    assert re.search(r"\(100 ms\)", str(caught.value))
+    assert "Gate.enter on w" in str(caught.value)
+    assert caught.value.timeout == pytest.approx(0.1)
+    gate.open()
+    assert WAYS[way](echo, (1,)) == 1
+
+
+def test_the_default(two: Cluster, gate: Gate) -> None:
+    assert rpc.get_rpc_timeout() == 60
+    api._set_rpc_timeout(0.1)
+    try:
+        assert rpc.get_rpc_timeout() == pytest.approx(0.1)
+        for timeout in ({}, {"timeout": -1}, {"timeout": -1.0}):
+            with pytest.raises(RpcTimeout, match=r"\(100 ms\)"):
+                rpc.rpc_sync("w1", gate.enter, **timeout)
+        with pytest.raises(RpcTimeout, match=r"\(50 ms\)"):  # a call's own is stronger
+            rpc.rpc_sync("w1", gate.enter, timeout=0.05)
+    finally:
+        api._set_rpc_timeout(60)
+    assert rpc.get_rpc_timeout() == 60
+
+
+def test_a_worker_has_the_default_that_its_options_say(gate: Gate) -> None:
+    with cluster(2, rpc.Options(rpc_timeout=0.1)):
+        with pytest.raises(RpcTimeout, match=r"\(100 ms\)"):
+            rpc.rpc_sync("w1", gate.enter)
+        gate.open()
+
+
+@pytest.mark.parametrize("endless", [0, 0.0, 1e9, 1e300, float("inf")])
+def test_no_limit(endless: float, gate: Gate) -> None:
+    api._set_rpc_timeout(0.05)
+    try:
+        future = rpc.rpc_async("w1", gate.enter, ("late",), timeout=endless)
+        gate.wait_for()
+        with pytest.raises(RpcTimeout):
+            rpc.rpc_sync("w1", gate.enter)
+        gate.open()
+        assert future.wait() == "late"
+    finally:
+        api._set_rpc_timeout(60)
+
+
+@pytest.mark.parametrize("over", [-2, -0.5, 1e-12])
+def test_what_is_over_before_it_begins(over: float, gate: Gate) -> None:
+    for start in (rpc.rpc_sync, lambda *a, **k: rpc.rpc_async(*a, **k).wait()):
+        with pytest.raises(RpcTimeout, match="RPC ran for more than set timeout"):
+            start("w1", gate.enter, timeout=over)
+
+
+def test_an_endless_default(gate: Gate) -> None:
+    with cluster(2, rpc.Options(rpc_timeout=float("inf"))):
+        future = rpc.rpc_async("w1", gate.enter, (1,))
+        gate.open()
+        assert future.wait() == 1
+    with cluster(2, rpc.Options(rpc_timeout=0)):
+        assert rpc.get_rpc_timeout() == 0
+        assert rpc.rpc_sync("w1", echo, (1,)) == 1
+
+
+@pytest.mark.parametrize("nonsense", ["1", None, float("nan"), []])
+def test_what_is_no_time(nonsense: Any) -> None:
+    for start in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises((TypeError, ValueError), match=r"time-out|supported"):
+            start("w1", echo, (1,), timeout=nonsense)
+
+
+def test_a_late_reply_is_dropped(gate: Gate) -> None:
+    with pytest.raises(RpcTimeout):
+        rpc.rpc_sync("w1", gate.enter, ("late",), timeout=0.05)
+    gate.open()
+    assert [rpc.rpc_sync("w1", echo, (i,)) for i in range(50)] == list(range(50))
+
+
+def test_a_future_times_out_though_nobody_waits(gate: Gate) -> None:
+    future = rpc.rpc_async("w1", gate.enter, timeout=0.05)
+    eventually(future.done)
+    with pytest.raises(RpcTimeout):
+        future.value()
+
+
+def test_creation_and_use_of_references(gate: Gate) -> None:
+    rref = rpc.remote("w1", gate.enter, ("value",))
+    gate.wait_for()
+    for use in (lambda: rref.to_here(timeout=0.05), lambda: rref.rpc_sync(timeout=0.05).upper()):
+        with pytest.raises(RpcTimeout, match="RPC ran for more than"):
+            use()
+    gate.open()
+    assert rref.to_here() == "value"
+    late = Gate()
+    rref = rpc.remote("w1", late.enter, timeout=0.05)
+    late.wait_for()
+    eventually(rref._get_future().done)
+    with pytest.raises(RuntimeError, match=r"RRef creation via rpc.remote\(\) timed out"):
+        rref.to_here()
+    late.open()
+
+
+# ---- deadlines
+
+
+def call_on(to: str, *args: Any, timeout: float = -1) -> Any:
+    return rpc.rpc_sync(to, *args, timeout=timeout)
+
+
+def note_how_it_ends(to: str, gate: Gate, timeout: float, kind: str) -> None:
+    try:
+        if kind == "sync":
+            rpc.rpc_sync(to, gate.enter, timeout=timeout)
+        elif kind == "async":
+            rpc.rpc_async(to, gate.enter, timeout=timeout).wait()
+        else:
+            rpc.remote(to, gate.enter).to_here(timeout=timeout)
+    except RuntimeError as e:
+        Errors.seen.append(e.with_traceback(None))
+        Errors.any.set()
+
+
+class Errors:
+    seen: list[Exception] = []
+    any = threading.Event()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "fetch"])
+@pytest.mark.parametrize("timeout", [-1, 0, 60])
+def test_a_nested_call_ends_with_the_request_that_it_is_made_for(kind: str, timeout: float, gate: Gate) -> None:
+    Errors.seen.clear()
+    Errors.any.clear()
+    with contextlib.suppress(RpcTimeout):  # both end at the same time: either may be the first
+        rpc.rpc_sync("w1", note_how_it_ends, ("w0", gate, timeout, kind), timeout=0.1)
+    assert Errors.any.wait(10)
+    assert isinstance(Errors.seen[0], RpcTimeout)
+    assert Errors.seen[0].timeout <= 0.1
+
+
+def test_a_shorter_time_out_of_a_nested_call_is_its_own(gate: Gate) -> None:
+    with pytest.raises(RpcTimeout, match=r"\(50 ms\)"):
+        rpc.rpc_sync("w1", call_on, ("w0", gate.enter), {"timeout": 0.05}, timeout=30)
+
+
+def ping_pong(depth: int, timeout: float) -> int:
+    me = rpc.get_worker_info().id
+    return 0 if depth == 0 else 1 + rpc.rpc_sync(1 - me, ping_pong, (depth - 1, timeout), timeout=timeout)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_deep_ping_pong_with_few_threads(threads: int) -> None:
+    """With torch's own RPC both processes hang for ever, and the time-out of 5 s is never delivered."""
+    with cluster(2, rpc.Options(num_worker_threads=threads)):
+        assert rpc.rpc_sync("w1", ping_pong, (12, 5), timeout=5) == 12
+        assert rpc.rpc_sync("w1", ping_pong, (100, 30), timeout=30) == 100
+        futures = [rpc.rpc_async("w1", ping_pong, (12, 30), timeout=30) for _ in range(20)]
+        assert [f.wait() for f in futures] == [12] * 20
+
+
+def test_many_time_outs_at_once(gate: Gate) -> None:
+    futures = [rpc.rpc_async("w1", gate.enter, timeout=0.05 + 0.001 * (i % 7)) for i in range(200)]
+    for future in futures:
+        with pytest.raises(RpcTimeout):
+            future.wait()
+    gate.open()
+    assert rpc.rpc_sync("w1", echo, (1,)) == 1

@@ -1,0 +1,69 @@
+"""Carries messages as a transport would: the bytes of every segment into fresh memory, aligned as in the core."""
+
+import ctypes
+import math
+
+import numpy as np
+import torch
+
+from telegrad import _core
+from telegrad.serialize.pickling import Serializer
+from telegrad.serialize.tensors import decode_tensor, encode_tensor
+
+
+def received(nbytes):
+    """Memory as it comes from the pool: 64-byte aligned, writable, of exactly this size."""
+    room = np.empty(nbytes + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    return room[begin : begin + nbytes]
+
+
+def carry_segments(segments):
+    arrived = []
+    for address, nbytes, _owner in segments:
+        memory = received(nbytes)
+        ctypes.memmove(memory.ctypes.data, address, nbytes)
+        arrived.append(memory)
+    return arrived
+
+
+def codec_pair(value, codec):
+    body, segments = codec.encode(value)
+    return codec.decode(body, carry_segments(segments))
+
+
+def pickle_pair(value, serializer=None):
+    serializer = serializer or Serializer()
+    body, segments = serializer.dumps(value)
+    return serializer.loads(body, carry_segments(segments))
+
+
+def slow_codec(max_depth=64):
+    """The codec as it is with a torch that offers no C function table."""
+    return _core.Codec(torch.Tensor, None, encode_tensor, decode_tensor, max_depth)
+
+
+def bits(tensor):
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist()
+
+
+def same(a, b):
+    """Deep equality that sees types, the sign of zero, NaN, strides and bits of tensors."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, torch.Tensor):
+        return (a.dtype, a.shape, a.stride(), a.requires_grad) == (
+            b.dtype,
+            b.shape,
+            b.stride(),
+            b.requires_grad,
+        ) and bits(a) == bits(b)
+    return a == b

@@ -1,0 +1,173 @@
+"""What a remote exception is when it arrives."""
+
+import copy
+import pickle
+import traceback
+from typing import Any
+
+import pytest
+from torch.futures import Future, collect_all, wait_all
+
+from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
+from telegrad.serialize.exceptions import RemoteTraceback, describe_exception, pack_exception, unpack_exception
+from telegrad.types import WorkerInfo
+
+HERE = WorkerInfo("w1", 1)
+FURTHER = WorkerInfo("w2", 2)
+
+
+class Custom(Exception):
+    def __init__(self, code: int, *, hint: str = "") -> None:
+        super().__init__(code)
+        self.code = code
+        self.hint = hint
+
+
+class CustomKeyError(KeyError):
+    pass
+
+
+class NotRebuildable(Exception):
+    def __init__(self, flag: bool, text: str) -> None:
+        self.flag = flag
+        super().__init__(text)
+
+
+class BrokenRepr(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+    __str__ = __repr__
+
+
+class MadeElsewhere(Exception):
+    """Pickles as something that is no exception."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (5,)
+
+
+def sent(error: BaseException, worker: WorkerInfo = HERE) -> BaseException:
+    """The exception as it arrives when this one is raised on a worker."""
+    try:
+        raise error
+    except BaseException as e:
+        return unpack_exception(pack_exception(e, worker))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("k"),
+        ValueError("v"),
+        TypeError("t"),
+        RuntimeError("r"),
+        Exception("e"),
+        OSError(2, "gone", "file"),
+        UnicodeDecodeError("utf8", b"abc", 0, 1, "why"),
+        StopIteration(5),
+        AssertionError(),
+        SyntaxError("bad", ("file", 1, 2, "text")),
+        ExceptionGroup("several", [ValueError(1), KeyError(2)]),
+        CustomKeyError("k"),
+        RpcTimeout(0.1, "f on w2", "running"),
+        WorkerLost("w2", "killed"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_is_of_the_original_type_and_a_runtime_error(error: Exception) -> None:
+    for arrived in (sent(error), sent(sent(error), FURTHER), pickle.loads(pickle.dumps(sent(error)))):
+        assert isinstance(arrived, type(error))
+        assert isinstance(arrived, RemoteError)
+        assert isinstance(arrived, RuntimeError)
+        assert repr(arrived.args) == repr(error.args)
+        assert arrived.original_type.rpartition(".")[2] == type(error).__qualname__
+
+
+def test_attributes_arrive() -> None:
+    arrived = sent(OSError(2, "gone", "file"))
+    assert isinstance(arrived, FileNotFoundError)
+    assert (arrived.errno, arrived.filename) == (2, "file")
+    timeout = sent(RpcTimeout(0.1, "f on w2", "running"))
+    assert isinstance(timeout, RpcTimeout)
+    assert (timeout.timeout, timeout.call, timeout.state) == (0.1, "f on w2", "running")
+    custom = sent(Custom(7, hint="x"))
+    assert isinstance(custom, Custom)
+    assert (custom.code, custom.hint) == (7, "x")
+
+
+def test_text_has_torchs_form_and_names_the_worker() -> None:
+    arrived = sent(ValueError("Expected error"))
+    assert isinstance(arrived, RemoteError)
+    assert str(arrived).startswith(
+        "On WorkerInfo(id=1, name=w1):\nValueError('Expected error')\nTraceback (most recent"
+    )
+    assert "raise error" in str(arrived)
+    assert (arrived.worker, arrived.worker_id) == ("w1", 1)
+    assert describe_exception(ValueError("x"), HERE).startswith("On WorkerInfo(id=1, name=w1):\nValueError('x')\n")
+
+
+def test_text_stays_whole() -> None:
+    assert "KeyError('clé «ü» 鍵 \N{PARTY POPPER}')" in str(sent(KeyError("clé «ü» 鍵 \N{PARTY POPPER}")))
+    assert "('\nfirst\n\tsecond \\ \x07')" in str(sent(ValueError("\nfirst\n\tsecond \\ \x07")))
+
+
+def test_remote_traceback_is_chained() -> None:
+    arrived = sent(KeyError("k"))
+    assert isinstance(arrived.__cause__, RemoteTraceback)
+    printed = "".join(traceback.format_exception(arrived))
+    assert "on worker w1 (rank 1)" in printed
+    assert printed.index("raise error") < printed.index("The above exception was the direct cause")
+
+
+def test_a_third_worker_passes_the_type_on_and_both_are_named() -> None:
+    arrived = sent(sent(CustomKeyError("k")), FURTHER)
+    assert isinstance(arrived, CustomKeyError)
+    assert isinstance(arrived, RemoteError)
+    assert arrived.worker == "w2"
+    assert str(arrived).startswith("On WorkerInfo(id=2, name=w2):\nCustomKeyError('k')")
+    assert "worker w1" in str(arrived)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (NotRebuildable(True, "foo"), "missing 1 required positional argument"),
+        (type("Local", (Exception,), {})("foo"), "could not be pickled there"),
+        (ValueError(lambda: 0, "foo"), "could not be pickled there"),
+        (MadeElsewhere("foo"), "cannot be raised at a distance"),
+        (SystemExit("foo"), "cannot be raised at a distance"),
+        (KeyboardInterrupt("foo"), "cannot be raised at a distance"),
+    ],
+    ids=lambda e: type(e).__name__ if isinstance(e, BaseException) else "",
+)
+def test_what_cannot_be_made_again_arrives_as_a_remote_error(error: BaseException, why: str) -> None:
+    for arrived in (sent(error), sent(sent(error), FURTHER)):
+        assert type(arrived) is RemoteError
+        assert str(arrived).startswith("Failed to create original exception type. Error msg was ")
+        assert why in str(arrived)
+        assert "Original exception on remote side was On WorkerInfo(" in str(arrived)
+        assert type(error).__name__ in str(arrived)
+        assert "foo" in str(arrived)
+        assert str(copy.deepcopy(arrived)) == str(arrived)
+
+
+def test_broken_repr_does_no_harm() -> None:
+    arrived = sent(BrokenRepr())
+    assert isinstance(arrived, BrokenRepr)
+    assert "BrokenRepr, whose repr() raised ValueError" in str(arrived)
+
+
+def test_classes_are_made_once() -> None:
+    assert type(sent(KeyError(1))) is type(sent(KeyError(2)))
+
+
+def test_a_future_raises_it_each_time() -> None:
+    future: Future[int] = Future()
+    future.set_exception(sent(KeyError("k")))  # type: ignore[arg-type]
+    for read in (future.wait, future.value, lambda: wait_all([future]), lambda: collect_all([future]).wait()):
+        with pytest.raises(KeyError) as caught:
+            read()
+        assert isinstance(caught.value, RemoteError)
+    with pytest.raises(RuntimeError, match="KeyError"):  # torch keeps only the text of what a callback raises
+        future.then(lambda f: f.wait()).wait()

@@ -1,0 +1,60 @@
+"""Every error says what happened, where, and what to do; and it survives being sent."""
+
+import copy
+import pickle
+
+import pytest
+
+from telegrad import errors
+
+EXAMPLES = [
+    errors.TelegradError("something"),
+    errors.NotInitialized(),
+    errors.UnknownWorker(("w0", 0), "nope", ("w0", "w1")),
+    errors.RpcTimeout(0.1, "torch.add on w1", "running"),
+    errors.WorkerLost("w1", "killed"),
+    errors.OwnerLost("w1", "killed", "RRef 1"),
+    errors.SerializationError("cannot pickle"),
+    errors.HandshakeError("10.0.0.1:77", "wrong secret", "Give all the same."),
+    errors.ProtocolError("w1", "a header of 5 GiB"),
+    errors.ShutdownTimeout(3, ("w1", "w2")),
+    errors.RRefError("no"),
+    errors.RRefTimeout("RRef 1"),
+    errors.RRefDeleted("gone"),
+    errors.RRefNotPicklable(),
+    errors.RemoteError("there"),
+]
+
+
+def test_the_examples_are_all_there_are() -> None:
+    assert {type(e).__name__ for e in EXAMPLES} == set(errors.__all__)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_is_a_runtime_error_and_can_be_copied(error: errors.TelegradError) -> None:
+    assert isinstance(error, RuntimeError)
+    for twin in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert type(twin) is type(error)
+        assert str(twin) == str(error)
+        assert vars(twin) == vars(error)
+
+
+def test_time_out_has_the_text_that_programs_look_for() -> None:
+    text = "RPC ran for more than set timeout (100 ms) and will now be marked with an error (torch.add on w1; queued)"
+    error = errors.RpcTimeout(0.1, "torch.add on w1", "queued")
+    assert str(error).startswith(text)
+    assert "(60000 ms)" in str(errors.RpcTimeout(60))
+    assert "(0.5 ms)" in str(errors.RpcTimeout(0.0005))
+    assert isinstance(error, TimeoutError)
+
+
+def test_unknown_worker_names_who_asked_and_who_there_is() -> None:
+    assert str(errors.UnknownWorker(("w0", 0), "nope", ("w0", "w1"))).startswith(
+        "name:w0,rank:0 could not find destination name nope. The group's workers are: w0, w1."
+    )
+    assert "could not find destination id 7" in str(errors.UnknownWorker(("w0", 0), 7))
+
+
+def test_lost_owner_is_a_lost_worker() -> None:
+    assert isinstance(errors.OwnerLost("w1", "killed"), errors.WorkerLost)
+    assert "went with its owner, worker w1" in str(errors.OwnerLost("w1", "killed"))

@@ -1,0 +1,102 @@
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+
+from telegrad.options import Options, RpcBackendOptions, as_options, option_rows, options_markdown
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, _, variable, _ in option_rows():
+        if variable:
+            monkeypatch.delenv(variable, raising=False)
+
+
+def test_each_option_has_a_default_a_meaning_and_a_variable_of_its_own() -> None:
+    rows = option_rows()
+    variables = [variable for _, _, variable, _ in rows if variable]
+    assert len(set(variables)) == len(variables) == len(rows) - 1  # init_method has none
+    assert all(meaning and default for _, default, _, meaning in rows)
+    assert [row[0] for row in rows] == [field.name for field in dataclasses.fields(Options)]
+    assert options_markdown().count("\n") == len(rows) + 2
+
+
+def test_environment_counts_where_no_argument_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TELEGRAD_SPIN_US", "7")
+    monkeypatch.setenv("TELEGRAD_RPC_TIMEOUT", "2.5")
+    monkeypatch.setenv("TELEGRAD_TRANSPORTS", "tcp, unix")
+    monkeypatch.setenv("TELEGRAD_BIND", "10.0.0.1")
+    options = Options()
+    assert (options.spin_us, options.rpc_timeout, options.transports) == (7, 2.5, ("tcp", "unix"))
+    assert options.bind == "10.0.0.1"
+    assert Options(spin_us=50).spin_us == 50  # even if that is the default
+    assert as_options(RpcBackendOptions(rpc_timeout=3)).spin_us == 7
+
+
+def test_environment_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TELEGRAD_SPIN_US", "much")
+    with pytest.raises(ValueError, match=r"TELEGRAD_SPIN_US should hold a number, but is 'much'"):
+        Options()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        ({"rpc_timeout": -1}, RuntimeError, "RPC Timeout must be non-negative"),
+        ({"rpc_timeout": "1"}, TypeError, "incompatible constructor arguments"),
+        ({"rpc_timeout": float("nan")}, RuntimeError, "RPC Timeout must be non-negative"),
+        ({"init_method": 1}, TypeError, "incompatible constructor arguments"),
+        ({"num_worker_threads": 0}, RuntimeError, "num_worker_threads must be positive, got 0"),
+        ({"num_worker_threads": 1.5}, TypeError, "incompatible constructor arguments"),
+        ({"spin_us": -1}, ValueError, "option spin_us has to be a number of us"),
+        ({"pool_cache_bytes": "big"}, ValueError, "option pool_cache_bytes"),
+        ({"transports": ("pigeon",)}, ValueError, "option transports has to name some of unix, tcp"),
+        ({"transports": ()}, ValueError, "option transports"),
+        ({"secret": "a", "secret_file": "b"}, ValueError, "not both"),
+    ],
+)
+def test_values_that_make_no_sense(wrong: dict[str, object], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_values_are_checked_again_when_a_worker_takes_them() -> None:
+    options = Options()
+    options.spin_us = -1
+    with pytest.raises(ValueError, match="spin_us"):
+        as_options(options)
+
+
+def test_secret_comes_from_either_place_and_is_never_shown(tmp_path: Path) -> None:
+    assert Options().group_secret() is None
+    assert Options(secret="s3").group_secret() == b"s3"
+    assert "s3" not in repr(Options(secret="s3"))
+    file = tmp_path / "secret"
+    file.write_text(" s4\n")
+    assert Options(secret_file=str(file)).group_secret() == b"s4"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        Options(secret_file=str(file)).group_secret()
+
+
+def test_options_of_programs_written_for_torch() -> None:
+    class Theirs(RpcBackendOptions):
+        pass
+
+    theirs = Theirs(rpc_timeout=5, init_method="tcp://h:1")
+    theirs.rpc_timeout = 6
+    ours = as_options(theirs)
+    assert (ours.rpc_timeout, ours.init_method, ours.num_worker_threads) == (6, "tcp://h:1", 16)
+    assert as_options(None).rpc_timeout == 60
+    assert as_options(ours) is ours
+
+
+def test_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(Options(spin_us=3))) == Options(spin_us=3)
+
+
+def test_document_holds_the_table() -> None:
+    document = Path(__file__).parent.parent / "docs" / "options.md"
+    assert document.read_text().endswith("\n" + options_markdown())
