@@ -1,8 +1,9 @@
 // Forks of a process that has engines.
 //
-// A forked child has none of the engines' threads. It must not hold their links open, or a peer would not see the parent
-// die; and it must not say a word on them. The hooks are the C library's, which run while no other code of this thread
-// does: with hooks of the layer above, another thread could take its lock (the GIL) in between and wait for an engine.
+// A forked child has none of the engines' threads. It must not hold their links open, or a peer would not see the
+// parent die; and it must not say a word on them. The hooks are the C library's, which run while no other code of this
+// thread does: with hooks of the layer above, another thread could take its lock (the GIL) in between and wait for an
+// engine.
 #pragma once
 
 namespace telegrad {
