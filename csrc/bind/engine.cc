@@ -8,177 +8,48 @@
 
 #include <system_error>
 
-#include "bind/block.h"
+#include "bind/calls.h"
 #include "bind/engine.h"
+#include "bind/interruption.h"
 #include "bind/keep.h"
+#include "bind/messages.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 
 namespace telegrad::bind {
 namespace {
 
-constexpr std::uint64_t kSmall = 16 << 10;  // up to here a copy is cheaper than letting go of the GIL
-
-std::string_view view(const nb::bytes& b) { return {b.c_str(), b.size()}; }
-
-/// The thread that Python delivers signals to.
-unsigned long main_thread() {
-  static const unsigned long id =
-      nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
-  return id;
-}
-
-/// What the core asks while Python's main thread waits in it. Once a signal handler has raised, the exception is this
-/// thread's: no more may be waited for.
-class Interruption {
- public:
-  std::function<bool()> ask() {
-    if (PyThread_get_thread_ident() != main_thread()) return {};
-    return [this] {
-      nb::gil_scoped_acquire gil;
-      raised_ = raised_ || PyErr_CheckSignals() != 0;
-      return raised_;
-    };
-  }
-  bool raised() const { return raised_; }
-
- private:
-  bool raised_ = false;
-};
-
-/// `segments`: None, or a list of (address, size, owner) or bytes.
-std::unique_ptr<Outgoing> compose(int tag, int flags, const nb::bytes& body, nb::handle segments, bool copy_small) {
-  auto m = std::make_unique<Outgoing>();
-  auto keep = std::make_unique<References>();
-  m->header.tag = static_cast<std::uint8_t>(tag);
-  m->header.flags = static_cast<std::uint16_t>(flags);
-  m->body = view(body);
-  keep->add(body);
-  if (!segments.is_none()) {
-    for (nb::handle s : nb::cast<nb::list>(segments)) {
-      if (PyBytes_CheckExact(s.ptr())) {
-        const auto bytes = nb::borrow<nb::bytes>(s);
-        m->segments.push_back({reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()});
-        keep->add(bytes);
-        continue;
-      }
-      const auto t = nb::cast<nb::tuple>(s);
-      m->segments.push_back(
-          {reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(t[0])), nb::cast<std::uint64_t>(t[1])});
-      keep->add(t[2]);
-    }
-    const std::uint64_t total = m->payload_size();
-    if (copy_small && total <= kSmall) {
-      keep->storage.reserve(total);
-      for (auto& s : m->segments) {
-        const char* at = keep->storage.data() + keep->storage.size();
-        keep->storage.append(reinterpret_cast<const char*>(s.data), s.size);
-        s.data = reinterpret_cast<const std::byte*>(at);
-      }
-    }
-  }
-  m->keep = std::move(keep);
-  return m;
-}
-
-void set_name(Outgoing& m, std::uint32_t id, nb::handle name) {
-  if (id == 0) return;
-  const auto text = nb::cast<nb::bytes>(name);
-  m.header.name_id = id;
-  m.name = view(text);
-  static_cast<References&>(*m.keep).add(text);
-}
-
-nb::tuple outcome_tuple(Outcome&& o) {
-  nb::object why = o.why.empty() ? nb::none() : nb::object(nb::str(o.why.c_str(), o.why.size()));
-  return nb::make_tuple(static_cast<int>(o.status), o.reply.header.tag, o.reply.header.flags,
-                        body_object(std::move(o.reply.body)), segment_list(std::move(o.reply.segments)), o.peer, why);
-}
-
-nb::object name_object(const std::shared_ptr<const Name>& name) {
-  if (!name) return nb::none();
-  if (!name->handle) {  // the GIL guards it
-    auto* keep = new References;
-    keep->add(nb::bytes(name->text.data(), name->text.size()));
-    name->handle = std::shared_ptr<void>(keep, [](void* p) { delete static_cast<References*>(p); });
-  }
-  return nb::borrow(static_cast<References*>(name->handle.get())->front());
-}
-
 Nanos deadline_of(Nanos timeout) { return deadline_after(now(), timeout); }
+
+std::unique_ptr<Keep> keep_of(nb::handle object) {
+  if (object.is_none()) return nullptr;
+  auto keep = std::make_unique<References>();
+  keep->add(object);
+  return keep;
+}
 
 nb::tuple call(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t name_id, nb::handle name,
                const nb::bytes& body, nb::handle segments, Nanos timeout, bool nested, nb::handle linger) {
-  auto m = compose(tag, flags, body, segments, false);
+  auto m = compose(tag, flags, body, segments);
   set_name(*m, name_id, name);
   CallOptions o;
   o.deadline = deadline_of(timeout);
   o.nested = nested;
-  if (!linger.is_none()) {
-    auto keep = std::make_unique<References>();
-    keep->add(linger);
-    o.linger = std::move(keep);
-  }
-  const Nanos deadline = o.deadline;
-  Interruption interruption;
-  const auto interrupted = o.interrupted = interruption.ask();
-  Outcome outcome;
-  WaitEnd end;
-  {
-    nb::gil_scoped_release no_gil;
-    const std::uint64_t id = e.start(peer, std::move(m), std::move(o));
-    end = interruption.raised() ? WaitEnd::kInterrupted : e.wait(id, deadline, interrupted, outcome);
-    if (end != WaitEnd::kDone) e.give_up(id);
-  }
-  release_references();
-  if (end == WaitEnd::kInterrupted) nb::raise_python_error();
-  if (end == WaitEnd::kDeadline) outcome.status = CallStatus::kTimedOut;
-  if (end == WaitEnd::kStopped) outcome.status = CallStatus::kStopped;
-  outcome.peer = peer;
-  return outcome_tuple(std::move(outcome));
+  o.linger = keep_of(linger);
+  return outcome_tuple(call_and_wait(e, peer, std::move(m), std::move(o)));
 }
 
 std::uint64_t start(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t name_id, nb::handle name,
                     const nb::bytes& body, nb::handle segments, Nanos timeout, bool nested, bool never_wait,
                     nb::handle cookie, nb::handle linger) {
-  auto m = compose(tag, flags, body, segments, true);
+  auto m = compose(tag, flags, body, segments);
   set_name(*m, name_id, name);
   CallOptions o;
   o.deadline = deadline_of(timeout);
   o.nested = nested;
-  auto keep = std::make_unique<References>();
-  keep->add(cookie);
-  o.cookie = std::move(keep);
-  if (!linger.is_none()) {
-    keep = std::make_unique<References>();
-    keep->add(linger);
-    o.linger = std::move(keep);
-  }
-  const std::uint64_t size = m->payload_size();
-  const bool small = size <= kSmall;
-  o.never_wait = never_wait || (small && e.may_send_now(peer, size));
-  if (o.never_wait && !small) {  // nobody will wait until the memory has left: take it along
-    auto& storage = static_cast<References&>(*m->keep).storage;
-    storage.reserve(size);
-    for (auto& s : m->segments) {
-      const char* at = storage.data() + storage.size();
-      storage.append(reinterpret_cast<const char*>(s.data), s.size);
-      s.data = reinterpret_cast<const std::byte*>(at);
-    }
-  }
-  std::uint64_t id;
-  Interruption interruption;
-  o.interrupted = interruption.ask();
-  if (o.never_wait) {
-    id = e.start(peer, std::move(m), std::move(o));
-  } else {
-    nb::gil_scoped_release no_gil;
-    id = e.start(peer, std::move(m), std::move(o));
-  }
-  release_references();
-  if (interruption.raised()) nb::raise_python_error();  // the call may be under way; its outcome goes to the pool
-  return id;
+  o.cookie = keep_of(cookie);
+  o.linger = keep_of(linger);
+  return begin_call(e, peer, std::move(m), std::move(o), never_wait);
 }
 
 std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
@@ -198,18 +69,11 @@ std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
 
 void reply(Engine& e, std::uint64_t connection, std::uint64_t call, int tag, int flags, const nb::bytes& body,
            nb::handle segments, Nanos timeout) {
-  auto m = compose(tag, flags, body, segments, true);
-  if (m->payload_size() <= kSmall) {
-    e.reply(connection, call, std::move(m), kNever, false);
-  } else {
-    nb::gil_scoped_release no_gil;
-    e.reply(connection, call, std::move(m), deadline_of(timeout), true);
-  }
-  release_references();
+  send_reply(e, connection, call, compose(tag, flags, body, segments), deadline_of(timeout));
 }
 
 bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& body, nb::handle segments) {
-  auto m = compose(tag, flags, body, segments, false);
+  auto m = compose(tag, flags, body, segments);
   bool sent;
   {
     nb::gil_scoped_release no_gil;
@@ -221,37 +85,8 @@ bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& bod
 
 std::optional<nb::tuple> next(Engine& e, PoolThread& self) {
   Item item;
-  // While there is work, the GIL stays here: letting go of it for a moment can cost a thread its switch interval.
-  release_references();  // what the last item held, before this thread sleeps
-  bool more = e.try_next(self, item);
-  if (!more) {
-    nb::gil_scoped_release no_gil;
-    const WakesForReferences wakes(e);
-    more = e.next(self, item);
-  }
-  release_references();
-  if (!more) return std::nullopt;
-  const int kind = static_cast<int>(item.kind);
-  switch (item.kind) {
-    case ItemKind::kRequest:
-    case ItemKind::kOneway: {
-      const FrameHeader& h = item.message.header;
-      return nb::make_tuple(kind, item.spawn, item.peer, item.connection, h.call_id, h.tag, h.flags,
-                            name_object(item.name), body_object(std::move(item.message.body)),
-                            segment_list(std::move(item.message.segments)),
-                            item.deadline == kNever ? Nanos{0} : item.deadline);
-    }
-    case ItemKind::kOutcome: {
-      nb::object cookie = nb::none();
-      if (item.cookie) cookie = nb::borrow(static_cast<References&>(*item.cookie).front());
-      return nb::make_tuple(kind, item.spawn, cookie, outcome_tuple(std::move(item.outcome)));
-    }
-    case ItemKind::kEvent:
-      return nb::make_tuple(kind, item.spawn, static_cast<int>(item.event), item.peer, item.incarnation, item.text);
-    case ItemKind::kRetire:
-      return nb::make_tuple(kind, item.spawn);
-  }
-  return std::nullopt;
+  if (!next_item(e, self, item)) return std::nullopt;
+  return item_tuple(std::move(item));
 }
 
 void construct(Engine* self, int id, const std::string& name, std::uint64_t incarnation, const std::string& group,

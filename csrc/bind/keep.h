@@ -7,6 +7,7 @@
 
 #include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/engine.h"
@@ -25,6 +26,12 @@ class References final : public Keep {
     objects_.push_back(object.ptr());
   }
   PyObject* front() const { return objects_.front(); }
+  bool empty() const { return objects_.empty(); }
+
+  /// Gives all up at once. With the GIL held and no lock of the core.
+  void release() {
+    for (PyObject* o : std::exchange(objects_, {})) Py_DECREF(o);
+  }
 
   /// Room for bytes that must outlive the call that made the message.
   std::string storage;

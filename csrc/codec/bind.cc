@@ -4,7 +4,7 @@
 
 #include "codec/codec.h"
 
-namespace telegrad {
+namespace telegrad::codec {
 namespace {
 
 // Any object with a simple buffer, for the time of a call.
@@ -68,8 +68,7 @@ nb::object decode(const Codec& codec, nb::handle body, nb::handle segments) {
     memories.push_back(SegmentMemory::of_object(PyTuple_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i))));
     if (!memories.back().valid()) throw nb::python_error();
   }
-  const std::span<PyObject* const> items(reinterpret_cast<PyTupleObject*>(objects.ptr())->ob_item, n);
-  PyObject* result = codec.decode(bytes.get(), memories, items);
+  PyObject* result = codec.decode(bytes.get(), memories);
   if (!result) throw nb::python_error();
   return nb::steal(result);
 }
@@ -104,6 +103,7 @@ nb::tuple buffer_address(nb::handle object) {
 
 void init_codec(nb::module_& m) {
   if (!codec_error()) throw nb::python_error();
+  init_memory(m);
   m.attr("CodecError") = nb::borrow(codec_error());
   m.def("tensor_dtypes", &tensor_dtypes,
         "The element types that tensors may have on the wire: (code, name of the torch dtype).");
@@ -148,4 +148,4 @@ void init_codec(nb::module_& m) {
            "Raises CodecError if body and segments are not what encode makes; what unpack raises is passed on.");
 }
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

@@ -3,13 +3,14 @@
 #include "codec/decoder.h"
 #include "codec/encoder.h"
 
-namespace telegrad {
+namespace telegrad::codec {
 
-Outcome Codec::encode(PyObject* object, Encoded& out) const { return Encoder(*this).run(object, out); }
+Outcome Codec::encode(PyObject* object, Encoded& out) const { return Encoder(*this).run(object, true, out); }
 
-PyObject* Codec::decode(std::string_view body, std::span<SegmentMemory> segments,
-                        std::span<PyObject* const> objects) const {
-  return Decoder(*this, body, segments, objects).run();
+Outcome Codec::encode_basic(PyObject* object, Encoded& out) const { return Encoder(*this).run(object, false, out); }
+
+PyObject* Codec::decode(std::string_view body, std::span<SegmentMemory> segments) const {
+  return Decoder(*this, body, segments).run();
 }
 
 void Codec::add_extension(Extension extension) {
@@ -59,4 +60,4 @@ PyObject* codec_error() {
   return type;
 }
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

@@ -10,7 +10,7 @@
 
 #include "codec/tensor.h"
 
-namespace telegrad {
+namespace telegrad::codec {
 
 /// A type of the layers above that travels as a plain value.
 struct Extension {
@@ -32,10 +32,12 @@ class Codec {
 
   void add_extension(Extension extension);  // throws nb::value_error
   Outcome encode(PyObject* object, Encoded& out) const;
+  /// The same for a value without any extension in it; with one the answer is kNotPlain, and nothing was packed.
+  Outcome encode_basic(PyObject* object, Encoded& out) const;
 
   /// A new reference, or nullptr with a Python error set (CodecError when the bytes are at fault). Segments are moved
-  /// from; `objects[i]` is where `segments[i]` comes from.
-  PyObject* decode(std::string_view body, std::span<SegmentMemory> segments, std::span<PyObject* const> objects) const;
+  /// from.
+  PyObject* decode(std::string_view body, std::span<SegmentMemory> segments) const;
 
   const TensorBridge& tensors() const { return tensors_; }
   int max_depth() const { return max_depth_; }
@@ -56,4 +58,4 @@ PyObject* codec_error();
 
 void init_codec(nb::module_& m);
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

@@ -1,6 +1,6 @@
 #include "codec/decoder.h"
 
-namespace telegrad {
+namespace telegrad::codec {
 namespace {
 
 std::nullptr_t malformed(const char* what) {
@@ -90,17 +90,16 @@ bool Decoder::tensor(Reader& in) {
   if (!spec.measure(numel, span)) return is_malformed("a tensor of more than 63 bits");
 
   SegmentMemory memory;
-  PyObject* object = nullptr;
   if (((flags & kHasMemory) != 0) != (span > 0)) return is_malformed("a tensor whose size and memory differ");
   if (span > 0) {
     if (segments_used_ == segments_.size()) return is_malformed("it has fewer segments than tensors");
-    object = objects_.empty() ? nullptr : objects_[segments_used_];
+
     memory = std::move(segments_[segments_used_++]);
     if (memory.size() < static_cast<std::uint64_t>(span)) return is_malformed("a tensor larger than its segment");
     const std::size_t alignment = spec.dtype->size() < 8 ? spec.dtype->size() : 8;
     if (reinterpret_cast<std::uintptr_t>(memory.data()) % alignment) return is_malformed("a misaligned segment");
   }
-  nb::object made = nb::steal(codec_.tensors().rebuild(spec, std::move(memory), object));
+  nb::object made = nb::steal(codec_.tensors().rebuild(spec, std::move(memory)));
   if (!made) {
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError) ||
         PyErr_ExceptionMatches(PyExc_ValueError))
@@ -242,4 +241,4 @@ PyObject* Decoder::reference(const std::vector<nb::object>& table, std::uint64_t
   return Py_NewRef(table[number].ptr());
 }
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

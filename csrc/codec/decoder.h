@@ -9,13 +9,12 @@
 #include "codec/codec.h"
 #include "codec/reader.h"
 
-namespace telegrad {
+namespace telegrad::codec {
 
 class Decoder {
  public:
-  Decoder(const Codec& codec, std::string_view body, std::span<SegmentMemory> segments,
-          std::span<PyObject* const> objects)
-      : codec_(codec), body_(body), segments_(segments), objects_(objects) {}
+  Decoder(const Codec& codec, std::string_view body, std::span<SegmentMemory> segments)
+      : codec_(codec), body_(body), segments_(segments) {}
 
   PyObject* run();  // a new reference; nullptr with a Python error set, as everywhere below
 
@@ -33,9 +32,8 @@ class Decoder {
   const Codec& codec_;
   std::string_view body_;
   std::span<SegmentMemory> segments_;
-  std::span<PyObject* const> objects_;
   std::size_t segments_used_ = 0;
   std::vector<nb::object> tensors_, extensions_;
 };
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

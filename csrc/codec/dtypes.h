@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace telegrad {
+namespace telegrad::codec {
 
 struct DType {
   std::uint8_t code;     // on the wire; never reused for another type
@@ -62,4 +62,4 @@ inline const DType* dtype_of_dlpack(std::uint8_t dl_code, std::uint8_t bits, std
 /// torch's uint1..uint7 and int1..int7 call themselves 8-bit integers to DLPack.
 inline bool is_ambiguous_to_dlpack(const DType& d) { return d.bits == 8 && d.dl_code <= 1; }
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

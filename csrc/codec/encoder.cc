@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace telegrad {
+namespace telegrad::codec {
 namespace {
 
 // A long string or bytes object is worth remembering: met twice it would be sent twice, which pickle avoids.
@@ -32,8 +32,9 @@ Outcome changed_size(const char* what) {
 
 }  // namespace
 
-Outcome Encoder::run(PyObject* root, Encoded& out) {
+Outcome Encoder::run(PyObject* root, bool extensions, Encoded& out) {
   if (const Outcome outcome = value(root, 1); outcome != Outcome::kOk) return outcome;
+  if (!extensions && !slots_.empty()) return Outcome::kNotPlain;
   if (tensors_.size() == 0 && slots_.empty()) {
     main_.byte(kNoTables);
   } else {
@@ -281,4 +282,4 @@ bool Encoder::tensors_overlap() const {
   return false;
 }
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

@@ -7,12 +7,12 @@
 #include "codec/pointer_index.h"
 #include "codec/writer.h"
 
-namespace telegrad {
+namespace telegrad::codec {
 
 class Encoder {
  public:
   explicit Encoder(const Codec& codec) : codec_(codec) {}
-  Outcome run(PyObject* root, Encoded& out);
+  Outcome run(PyObject* root, bool extensions, Encoded& out);
 
  private:
   enum class Packing : std::uint8_t { kPending, kRunning, kDone };
@@ -49,4 +49,4 @@ class Encoder {
   std::vector<nb::object> alive_;  // whatever an index knows by its address must not be freed before the end
 };
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

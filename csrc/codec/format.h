@@ -24,7 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace telegrad {
+namespace telegrad::codec {
 
 enum Footer : std::uint8_t { kNoTables = 0, kHasTables = 1 };
 
@@ -68,4 +68,4 @@ inline constexpr int kMaxTensorDims = 64;  // torch's own limit
 /// A value has at least so many bytes in the body; what a count claims is checked against it before memory is reserved.
 inline constexpr std::size_t kMinValueBytes = 1, kMinTensorBytes = 3, kMinExtensionBytes = 3;
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

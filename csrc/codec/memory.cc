@@ -2,8 +2,21 @@
 
 #include <new>
 
-namespace telegrad {
+namespace telegrad::codec {
 namespace {
+
+namespace nb = nanobind;
+
+struct Buffer {
+  SegmentMemory memory;
+};
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const SegmentMemory& memory = nb::inst_ptr<Buffer>(self)->memory;
+  return PyBuffer_FillInfo(view, self, memory.data(), static_cast<Py_ssize_t>(memory.size()), 0, flags);
+}
+
+PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
 bool interpreter_is_ending() {
 #if PY_VERSION_HEX >= 0x030d0000
@@ -40,4 +53,10 @@ SegmentMemory SegmentMemory::of_object(PyObject* object) {
   return {static_cast<std::byte*>(view->buf), static_cast<std::size_t>(view->len), view, release_buffer};
 }
 
-}  // namespace telegrad
+nb::object as_buffer(SegmentMemory memory) { return nb::cast(Buffer{std::move(memory)}); }
+
+void init_memory(nb::module_& m) {
+  nb::class_<Buffer>(m, "Buffer", nb::type_slots(slots), "The memory of a received tensor.");
+}
+
+}  // namespace telegrad::codec

@@ -1,12 +1,12 @@
 // Received memory on its way into a tensor.
 #pragma once
 
-#include <Python.h>
+#include <nanobind/nanobind.h>
 
 #include <cstddef>
 #include <utility>
 
-namespace telegrad {
+namespace telegrad::codec {
 
 /// Owns one segment: `release(context)` runs once, on whatever thread drops the last tensor made of it, GIL or not.
 class SegmentMemory {
@@ -47,4 +47,10 @@ class SegmentMemory {
   Release release_ = nullptr;
 };
 
-}  // namespace telegrad
+/// A Python object whose writable buffer the memory is.
+nanobind::object as_buffer(SegmentMemory memory);
+
+/// Its class.
+void init_memory(nanobind::module_& m);
+
+}  // namespace telegrad::codec

@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace telegrad {
+namespace telegrad::codec {
 
 class PointerIndex {
  public:
@@ -48,4 +48,4 @@ class PointerIndex {
   std::unordered_map<const void*, std::size_t> seen_;
 };
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

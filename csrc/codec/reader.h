@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace telegrad {
+namespace telegrad::codec {
 
 class Reader {
  public:
@@ -55,4 +55,4 @@ class Reader {
   const char* end_;
 };
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <new>
 
-namespace telegrad {
+namespace telegrad::codec {
 namespace {
 
 // What a tensor over received memory owns. One allocation: the sizes follow the struct.
@@ -211,14 +211,14 @@ Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segme
   return Outcome::kOk;
 }
 
-PyObject* TensorBridge::rebuild(const TensorSpec& spec, SegmentMemory memory, PyObject* object) const {
+PyObject* TensorBridge::rebuild(const TensorSpec& spec, SegmentMemory memory) const {
   if (api_) {
     const bool had_memory = memory.valid();
     if (PyObject* tensor = rebuild_natively(spec, memory)) return tensor;
     if (!PyErr_ExceptionMatches(PyExc_Exception) || memory.valid() != had_memory) return nullptr;
     PyErr_Clear();  // an element type that this torch knows and its DLPack does not
   }
-  return rebuild_by_hook(spec, object);
+  return rebuild_by_hook(spec, std::move(memory));
 }
 
 PyObject* TensorBridge::rebuild_natively(const TensorSpec& spec, SegmentMemory& memory) const {
@@ -256,7 +256,7 @@ PyObject* TensorBridge::rebuild_natively(const TensorSpec& spec, SegmentMemory& 
   return tensor.release().ptr();
 }
 
-PyObject* TensorBridge::rebuild_by_hook(const TensorSpec& spec, PyObject* object) const {
+PyObject* TensorBridge::rebuild_by_hook(const TensorSpec& spec, SegmentMemory memory) const {
   nb::object shape = nb::steal(PyTuple_New(spec.ndim)), strides = nb::steal(PyTuple_New(spec.ndim));
   if (!shape || !strides) return nullptr;
   for (int i = 0; i < spec.ndim; ++i) {
@@ -266,8 +266,9 @@ PyObject* TensorBridge::rebuild_by_hook(const TensorSpec& spec, PyObject* object
     PyTuple_SET_ITEM(strides.ptr(), i, stride);
     if (!size || !stride) return nullptr;
   }
+  nb::object buffer = memory.valid() ? as_buffer(std::move(memory)) : nb::none();
   return PyObject_CallFunction(decode_.ptr(), "(BOOO)O", spec.dtype->code, spec.requires_grad ? Py_True : Py_False,
-                               shape.ptr(), strides.ptr(), object ? object : Py_None);
+                               shape.ptr(), strides.ptr(), buffer.ptr());
 }
 
 int TensorBridge::traverse(visitproc visit, void* arg) const {
@@ -285,4 +286,4 @@ void TensorBridge::clear() {
   decode_ = nb::object();
 }
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

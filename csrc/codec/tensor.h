@@ -14,7 +14,7 @@
 #include "codec/format.h"
 #include "codec/memory.h"
 
-namespace telegrad {
+namespace telegrad::codec {
 
 namespace nb = nanobind;
 
@@ -58,9 +58,9 @@ class TensorBridge {
   /// Fills `spec` and `segment` (no owner if the tensor has no elements). Reads no element.
   Outcome describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
 
-  /// A new tensor over `memory`, which `spec` must fit in; nullptr with a Python error set. `object` is where `memory`
-  /// comes from, or nullptr for a tensor without elements.
-  PyObject* rebuild(const TensorSpec& spec, SegmentMemory memory, PyObject* object) const;
+  /// A new tensor over `memory`, which `spec` must fit in (none for a tensor without elements); nullptr with a Python
+  /// error set.
+  PyObject* rebuild(const TensorSpec& spec, SegmentMemory memory) const;
 
   int traverse(visitproc visit, void* arg) const;
   void clear();
@@ -69,7 +69,7 @@ class TensorBridge {
   Outcome describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const;
   Outcome describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
   PyObject* rebuild_natively(const TensorSpec& spec, SegmentMemory& memory) const;
-  PyObject* rebuild_by_hook(const TensorSpec& spec, PyObject* object) const;
+  PyObject* rebuild_by_hook(const TensorSpec& spec, SegmentMemory memory) const;
   bool flag(const nb::object& method, PyObject* tensor, bool& out) const;
 
   nb::type_object type_object_;
@@ -81,4 +81,4 @@ class TensorBridge {
   nb::str untyped_storage_, requires_grad_, dtype_;
 };
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <new>
 
-namespace telegrad {
+namespace telegrad::codec {
 
 static_assert(std::endian::native == std::endian::little, "the codec writes numbers as they lie in memory");
 
@@ -110,4 +110,4 @@ class Writer {
   PyObject* spilled_ = nullptr;
 };
 
-}  // namespace telegrad
+}  // namespace telegrad::codec

@@ -131,8 +131,9 @@ class Engine {
   // ---- calls (engine_calls.cc). Any thread.
 
   /// Opens a call and sends its request. May wait (no longer than the deadline) for the peer's window, and for the
-  /// request's segments to leave their memory. Never fails: what goes wrong is the call's outcome.
-  std::uint64_t start(std::int32_t peer, std::unique_ptr<Outgoing> request, CallOptions options);
+  /// request's segments to leave their memory. Never fails: what goes wrong is the call's outcome. A request that has
+  /// left by then is still the caller's, to give up what it keeps.
+  std::uint64_t start(std::int32_t peer, std::unique_ptr<Outgoing>&& request, CallOptions options);
   /// Would a request of this size pass the peer's window without waiting?
   bool may_send_now(std::int32_t peer, std::uint64_t payload) const;
   /// Waits for the outcome of a call. kDone: taken, the call is over. kStopped: there is no such call any more (its
@@ -141,8 +142,8 @@ class Engine {
   /// The caller stops waiting; a late reply is dropped.
   void give_up(std::uint64_t call);
   /// Sends a reply on the connection of the request; dropped when that is gone. Waits until it has left its memory,
-  /// unless `may_wait` is false: then `keep` must own the memory.
-  void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> reply, Nanos deadline,
+  /// unless `may_wait` is false: then `keep` must own the memory. A reply that has left is still the caller's.
+  void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, Nanos deadline,
              bool may_wait);
   /// Sends a message that is never answered. False when the peer is known to be unreachable.
   bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);

@@ -107,7 +107,7 @@ void Engine::expire_calls(Nanos at, Kept& kept) {
 
 // ---- starting and waiting
 
-std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o) {
+std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, CallOptions o) {
   Kept kept;
   const Nanos at = now();
   const bool async = o.cookie != nullptr;
@@ -202,7 +202,7 @@ void Engine::give_up(std::uint64_t id) {
   close_call(id, replied, kept);
 }
 
-void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m, Nanos deadline,
+void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, Nanos deadline,
                    bool may_wait) {
   ConnectionPtr c;
   {

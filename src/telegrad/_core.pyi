@@ -67,6 +67,49 @@ class Engine:
 
     def stats(self) -> dict: ...
 
+class Unusual:
+    """What `PlainCalls.call` returns when there is no plain value to return."""
+
+    @property
+    def outcome(self) -> object:
+        """
+        As `Engine.call` returns it; None: the call is not plain, and not made.
+        """
+
+class PlainCalls:
+    """The short way for calls that carry only plain values."""
+
+    def __init__(self, *, engine: object, codec: object, call: int, value: int, reply_flags: int, max_body: int) -> None: ...
+
+    def call(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool) -> object:
+        """Runs a function on a peer and waits. Its value, or `Unusual`."""
+
+    def start(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, never_wait: bool, future: object) -> int:
+        """
+        Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is not plain, and not made.
+        """
+
+class PlainPool:
+    """
+    What threads of the pool wait on. Does by itself what is plain: requests to run a function on
+    plain values, and replies with a plain value to asynchronous calls.
+    """
+
+    def __init__(self, *, engine: object, codec: object, call: int, value: int, request_flags: int, reply_flags: int, max_body: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, answer: object, complete: object, fail: object) -> None: ...
+
+    def open(self) -> None:
+        """From now on requests may run here; until then all go to Python."""
+
+    def next(self, thread: PoolThread) -> tuple | None:
+        """
+        As `Engine.next`, but only what is not plain; (5 nothing, spawn) means: come again.
+
+        What it raises is an error of Telegrad's own.
+        """
+
+class Buffer:
+    """The memory of a received tensor."""
+
 class CodecError(ValueError):
     """The bytes of a message are not what the codec writes."""
 

@@ -18,7 +18,7 @@ import cloudpickle
 
 from telegrad.serialize.by_value import is_importable
 
-__all__ = ["NameTable", "NotByName", "resolve"]
+__all__ = ["NameTable", "NotByName", "resolve", "resolver"]
 
 _BY_PATH = b"G"  # module and dotted name
 _BY_PICKLE = b"P"  # what pickle makes of it; for torch's builtins, which have odd homes
@@ -134,10 +134,18 @@ def resolve(text: bytes) -> Any:
     Raises:
         AttributeError, ModuleNotFoundError, ...: it is not here.
     """
+    return resolver(text)()
+
+
+def resolver(text: bytes) -> Callable[[], Any]:
+    """What finds it, anew at every call.
+
+    Raises: as `resolve`.
+    """
     found = _resolvers.get(text)
     if found is None:
         found = _resolvers[text] = _resolver(text)
-    return found()
+    return found
 
 
 _resolvers: dict[bytes, Callable[[], Any]] = {}

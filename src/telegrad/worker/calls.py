@@ -17,11 +17,12 @@ from telegrad.worker.future import CallFuture
 from telegrad.worker.messages import Encoded, Messages
 from telegrad.worker.scope import autocast_is_on, caller_flags, caller_state, current, remaining
 
-__all__ = ["Calls", "DroppedMessage", "Request"]
+__all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete"]
 
 _CALL, _VALUE, _ERROR, _CREATED = int(Tag.CALL), int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
-_PREAMBLE, _NOT_PLAIN = int(Flag.PREAMBLE), int(Flag.PREAMBLE | Flag.BODY)
+_PREAMBLE = int(Flag.PREAMBLE)
+NOT_PLAIN_REPLY = int(Flag.PREAMBLE | Flag.BODY)
 _NO_NAME = (0, None)
 FOREVER = 1e9  # s; longer time-outs, infinity too, are none
 _PARTS = ("args", "kwargs")
@@ -45,7 +46,9 @@ class DroppedMessage(TelegradError):
     """A fault injector has dropped a message instead of sending it."""
 
 
-_set_result = torch._C.Future.set_result  # torch.futures.Future's own only calls it
+complete = torch._C.Future.set_result  # torch.futures.Future's own only calls it
+is_grad_enabled = torch.is_grad_enabled
+Unusual = _core.Unusual
 
 
 class Request(NamedTuple):
@@ -98,6 +101,14 @@ class Calls:
         self.messages = messages
         self.name_of = name_of
         self.default_timeout = default_timeout
+        self.plain = _core.PlainCalls(
+            engine=engine,
+            codec=messages.serializer.codec,
+            call=_CALL,
+            value=_VALUE,
+            reply_flags=NOT_PLAIN_REPLY,
+            max_body=messages.limit,
+        )
         self.names = NameTable()
         self.send_filter: Filter | None = None
         self.delay: Callable[[float, Callable[[], None]], None] | None = None
@@ -187,15 +198,19 @@ class Calls:
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
-        prepared = self._prepare(function, args, kwargs)
-        if prepared is None:
-            return self.sync(self.function_call(peer, function, args, kwargs, timeout))
-        (number, text), (body, segments) = prepared
-        flags = 0 if torch.is_grad_enabled() else caller_flags()
-        outcome = self.engine.call(peer, _CALL, flags, number, text, body, segments, timeout, nested, None)
-        if outcome[0] == _REPLIED and outcome[1] == _VALUE and not outcome[2] & _NOT_PLAIN:
-            return self.messages.decode_plain(outcome[3], outcome[4])
-        return self.result(outcome, Sent(peer, name_of(function), timeout))
+        if self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
+            try:
+                number, text = self.names.find(function)
+            except NotByName:
+                pass
+            else:
+                flags = 0 if is_grad_enabled() else caller_flags()
+                value = self.plain.call(peer, flags, number, text, args, kwargs, timeout, nested)
+                if type(value) is not Unusual:
+                    return value
+                if value.outcome is not None:
+                    return self.result(value.outcome, Sent(peer, name_of(function), timeout))
+        return self.sync(self.function_call(peer, function, args, kwargs, timeout))
 
     def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture:
         """Runs a function on a peer; the future of its value."""
@@ -204,30 +219,22 @@ class Calls:
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
-        prepared = self._prepare(function, args, kwargs)
-        if prepared is None:
-            return self.start(self.function_call(peer, function, args, kwargs, timeout))
-        (number, text), (body, segments) = prepared
-        flags = 0 if torch.is_grad_enabled() else caller_flags()
         future = CallFuture()
-        future._calls = self
-        future._request = (peer, function, timeout)
-        future._call = self.engine.start(
-            peer, _CALL, flags, number, text, body, segments, timeout, nested, _get_running_loop() is not None, future,
-            None,
-        )  # fmt: skip
-        return future
-
-    def _prepare(self, function: Any, args: Any, kwargs: Any) -> tuple[tuple[int, bytes], tuple[bytes, Any]] | None:
-        """Name and message of a call that is plain in every respect; else None."""
-        if self.send_filter is not None or self.custom_pickler is not None or autocast_is_on():
-            return None
-        try:
-            name = self.names.find(function)
-        except NotByName:
-            return None
-        coded = self.messages.encode_plain((args, kwargs))
-        return None if coded is None else (name, coded)
+        if self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
+            try:
+                number, text = self.names.find(function)
+            except NotByName:
+                pass
+            else:
+                flags = 0 if is_grad_enabled() else caller_flags()
+                future._calls = self
+                future._request = (peer, function, timeout)
+                future._call = self.plain.start(
+                    peer, flags, number, text, args, kwargs, timeout, nested, _get_running_loop() is not None, future
+                )
+                if future._call:
+                    return future
+        return self.start(self.function_call(peer, function, args, kwargs, timeout), future)
 
     # ---- sending
 
@@ -314,16 +321,18 @@ class Calls:
     def finish(self, future: CallFuture, outcome: tuple[Any, ...]) -> None:
         """Completes a future with what became of its call."""
         try:
-            if outcome[0] == _REPLIED and outcome[1] == _VALUE and not outcome[2] & _NOT_PLAIN:
-                value = self.messages.decode_plain(outcome[3], outcome[4])
-            else:
-                value = self.result(outcome, sent(future._request))
+            value = self.result(outcome, sent(future._request))
         except BaseException as e:
-            future.set_exception(e.with_traceback(None))  # its frames have the future
-            if not isinstance(e, Exception):  # KeyboardInterrupt while unpickling: the future had to end first
-                raise
+            self.fail(future, e)
         else:
-            _set_result(future, value)
+            complete(future, value)
+
+    @staticmethod
+    def fail(future: CallFuture, error: BaseException) -> None:
+        """Completes a future whose value could not be read."""
+        future.set_exception(error.with_traceback(None))  # its frames have the future
+        if not isinstance(error, Exception):  # KeyboardInterrupt while unpickling: the future had to end first
+            raise error
 
     def result(self, outcome: tuple[Any, ...], r: Request | Sent) -> Any:
         """The value that a call's outcome holds, or the exception."""

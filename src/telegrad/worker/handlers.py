@@ -22,16 +22,14 @@ from telegrad.worker.messages import Encoded, Messages, Preamble
 from telegrad.worker.references import References
 from telegrad.worker.scope import Scope, clean_state, current, handler_state
 
-__all__ = ["Handlers"]
+__all__ = ["NOT_PLAIN_REQUEST", "Handlers"]
 
 logger = logging.getLogger("telegrad")
 
 _CALL, _CREATE, _METHOD, _FETCH, _TYPE = (int(t) for t in (Tag.CALL, Tag.CREATE, Tag.METHOD, Tag.FETCH, Tag.TYPE))
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
+NOT_PLAIN_REQUEST = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE)
 _PREAMBLE, _STATE, _MAY_LINGER = int(Flag.PREAMBLE), int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.MAY_LINGER)
-_NOT_PLAIN = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE)
-
-_new_tuple = tuple.__new__  # makes a named tuple in half the time of its constructor
 
 NOT_A_FUTURE = (
     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
@@ -59,7 +57,9 @@ class Handlers:
         messages: Messages,
         references: References,
         loop: EventLoop,
+        opened: Callable[[], None],
     ) -> None:
+        self._opened = opened
         self._worker = worker
         self._me = me
         self._engine = engine
@@ -74,36 +74,35 @@ class Handlers:
         if not self._ready:
             self._worker.ready.wait()  # a member that has joined already may call before we know all of them
             self._ready = True
-        current.set(_new_tuple(Scope, (self._worker, deadline, True, True)))
-        if tag == _CALL and name is not None and not flags & _NOT_PLAIN:
-            self._handle_plain(peer, connection, call, name, body, segments, deadline)
-        else:
-            self._handle(Asked(peer, connection, call, tag, deadline), flags, name, body, segments)
+            self._opened()
+        current.set(Scope(self._worker, deadline, True, True))
+        self._handle(Asked(peer, connection, call, tag, deadline), flags, name, body, segments)
         current.set(None)
 
-    def _handle_plain(
-        self, peer: int, connection: int, call: int, name: bytes, body: Any, segments: Any, deadline: int
+    def answer(
+        self,
+        peer: int,
+        connection: int,
+        call: int,
+        deadline: int,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        error: BaseException | None,
     ) -> None:
-        """The short way, for a request that carries nothing but plain values."""
-        messages = self._messages
+        """Answers a request that the core has run, where the answer is not a plain value."""
+        asked = Asked(peer, connection, call, _CALL, deadline)
         try:
-            function = _found(name)
-            args, kwargs = messages.decode_plain(body, segments)
-            result = run(function, args, kwargs)
-            if type(result) is CoroutineType or hasattr(function, "_wrapped_async_rpc_function"):
-                asked = Asked(peer, connection, call, _CALL, deadline)
+            if error is not None and args is not None and kwargs is not None:
+                result, error = _as_torch_says(function, args, kwargs, error)
+            if error is None and comes_later(function, result):
                 self._answer_later(asked, 0, _NO_PREAMBLE, result, function)
                 return
-            coded = messages.encode_plain(result)
         except BaseException as e:
-            self._settle(Asked(peer, connection, call, _CALL, deadline), None, None, e)
-        else:
-            if coded is None:
-                self._settle(Asked(peer, connection, call, _CALL, deadline), None, result, None)
-            else:
-                self._engine.reply(connection, call, _VALUE, 0, coded[0], coded[1], 0)
-        finally:
-            clean_state()
+            error = e
+        self._settle(asked, None, result, error)
+        clean_state()
 
     def _handle(self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any) -> None:
         tag, peer = asked.tag, asked.peer
@@ -142,7 +141,7 @@ class Handlers:
                     result, function = self._invoke(asked, flags, name, body, segments, preamble)
             else:
                 result, function = self._invoke(asked, flags, name, body, segments, preamble)
-            if type(result) is CoroutineType or hasattr(function, "_wrapped_async_rpc_function"):
+            if comes_later(function, result):
                 self._answer_later(asked, flags, preamble, result, function)
                 return
         except BaseException as e:  # SystemExit too: it must not end a thread of the pool, and the caller must hear
@@ -242,16 +241,36 @@ class Handlers:
         self._engine.reply(asked.connection, asked.call, tag, message.flags | flags, message.body, message.segments, 0)
 
 
+def comes_later(function: Any, result: Any) -> bool:
+    """Is the result one that has to be waited for?"""
+    return type(result) is CoroutineType or hasattr(function, "_wrapped_async_rpc_function")
+
+
 def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls it. A torch operator that is called with wrong arguments says so as it does through torch's own RPC."""
+    """Calls it."""
     try:
         return function(*args, **kwargs)
-    except TypeError:
-        name = find_builtin(function)
-        if name is None:
+    except TypeError as e:
+        result, error = _as_torch_says(function, args, kwargs, e)
+        if error is not None:
             raise
-        operation, _ = torch._C._jit_get_operation(name)
-        return operation(*args, **kwargs)
+        return result
+
+
+def _as_torch_says(function: Any, args: Any, kwargs: Any, error: BaseException) -> tuple[Any, BaseException | None]:
+    """A torch operator that is called with wrong arguments says so as it does through torch's own RPC.
+
+    Returns:
+        The operator's result after all, or the error given.
+
+    Raises:
+        what the operator says.
+    """
+    name = find_builtin(function) if isinstance(error, TypeError) else None
+    if name is None:
+        return None, error
+    operation, _ = torch._C._jit_get_operation(name)
+    return operation(*args, **kwargs), None
 
 
 def _target(preamble: Preamble) -> RRefId:

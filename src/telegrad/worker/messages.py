@@ -54,10 +54,6 @@ class _Passing(threading.local):
 _passing = _Passing()
 
 
-class _HasReferences(RRefNotPicklable):
-    """A reference was met where none was looked for."""
-
-
 class Messages:
     """Writes and reads the messages of one worker.
 
@@ -98,31 +94,14 @@ class Messages:
         """Adds a reference to the message being written: its place among the tickets.
 
         Raises:
-            RRefNotPicklable: no message is being written, or one without references (`encode_plain`).
+            RRefNotPicklable: no message is being written.
         """
         if _passing.peer is None:
-            raise _HasReferences
+            raise RRefNotPicklable
         if _passing.tickets is None:
             _passing.tickets = []
         _passing.tickets.append(self._share(handle, _passing.peer))
         return len(_passing.tickets) - 1
-
-    def encode_plain(self, value: Any) -> tuple[bytes, Segments] | None:
-        """Body and segments of a value that is plain and brings no references, as most are; else None, and nothing has
-        happened: use `encode`."""
-        if _passing.peer is not None:
-            return None  # within the pickling of another message
-        try:
-            coded = self._codec.encode(value)
-        except _HasReferences:
-            return None
-        if coded is not None and (len(coded[0]) > self.limit or (coded[1] and len(coded[1]) > _MOST_SEGMENTS)):
-            return None  # `encode` says why not
-        return coded
-
-    def decode_plain(self, body: Any, segments: list[Any]) -> Any:
-        """Reads what `encode_plain` wrote."""
-        return self._codec.decode(body, segments)
 
     def unpack_handle(self, index: int) -> Any:
         """The reference that came at this place."""

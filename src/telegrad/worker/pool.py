@@ -13,7 +13,7 @@ __all__ = ["ThreadPool"]
 
 logger = logging.getLogger("telegrad")
 
-REQUEST, ONEWAY, OUTCOME, EVENT, RETIRE = range(5)
+REQUEST, ONEWAY, OUTCOME, EVENT, RETIRE, AGAIN = range(6)
 
 
 class ThreadPool:
@@ -21,12 +21,20 @@ class ThreadPool:
 
     Args:
         engine: whose work it does.
+        plain: what does the plain part of it.
         name: of its threads.
         handle: called with each item of `Engine.next`, by the item's kind. May raise: that is logged.
     """
 
-    def __init__(self, engine: _core.Engine, name: str, handle: dict[int, Callable[[tuple[Any, ...]], None]]) -> None:
+    def __init__(
+        self,
+        engine: _core.Engine,
+        plain: _core.PlainPool,
+        name: str,
+        handle: dict[int, Callable[[tuple[Any, ...]], None]],
+    ) -> None:
         self._engine = engine
+        self._plain = plain
         self._name = name
         self._handle = handle
         self._lock = threading.Lock()
@@ -59,16 +67,21 @@ class ThreadPool:
             job(*arguments)
 
     def _serve(self) -> None:
-        engine, handle = self._engine, self._handle
+        plain, handle = self._plain, self._handle
         me = _core.PoolThread()
         try:
-            while (item := engine.next(me)) is not None:
-                if item[1]:
-                    self.start()
-                kind = item[0]
-                if kind == RETIRE:
-                    return
+            while True:
                 try:
+                    item = plain.next(me)
+                    if item is None:
+                        return
+                    kind = item[0]
+                    if kind == AGAIN:
+                        continue
+                    if item[1]:
+                        self.start()
+                    if kind == RETIRE:
+                        return
                     handle[kind](item)
                 except Exception:
                     logger.exception(

@@ -25,19 +25,20 @@ from telegrad.errors import NotInitialized, RRefError, ShutdownTimeout, UnknownW
 from telegrad.options import Options
 from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.protocols.shutdown import GaveUp
+from telegrad.serialize.names import resolver
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import addresses, rendezvous
-from telegrad.worker.calls import Calls, nanoseconds
+from telegrad.worker.calls import NOT_PLAIN_REPLY, Calls, complete, nanoseconds
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.draining import Draining
 from telegrad.worker.future import CallFuture
-from telegrad.worker.handlers import Handlers
+from telegrad.worker.handlers import NOT_PLAIN_REQUEST, Handlers
 from telegrad.worker.messages import Messages
 from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, REQUEST, ThreadPool
 from telegrad.worker.references import References
 from telegrad.worker.rendezvous import Group, Member
-from telegrad.worker.scope import Scope, current
+from telegrad.worker.scope import Scope, clean_state, current
 
 __all__ = ["Worker", "live_workers"]
 
@@ -136,8 +137,28 @@ class Worker:
         )
         self.calls = Calls(self.engine, self.messages, self.name_of, nanoseconds(options.rpc_timeout))
         self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit)
-        self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
+        self.handlers = Handlers(
+            self, info, self.engine, self.messages, self.references, self.loop, lambda: self._plain.open()
+        )
         self._callback_scope = Scope(self, 0, True)
+        self._plain = _core.PlainPool(
+            engine=self.engine,
+            codec=self.messages.serializer.codec,
+            call=Tag.CALL,
+            value=Tag.VALUE,
+            request_flags=NOT_PLAIN_REQUEST,
+            reply_flags=NOT_PLAIN_REPLY,
+            max_body=options.max_header_bytes,
+            worker=self,
+            scope_type=Scope,
+            current=current,
+            callback_scope=self._callback_scope,
+            resolver=resolver,
+            clean_state=clean_state,
+            answer=self.handlers.answer,
+            complete=complete,
+            fail=self.calls.fail,
+        )
         self.calls.delay = self.loop.call_later
         # The group ends in two stages: all work is done, then all references are given up.
         self._stages = tuple(
@@ -148,6 +169,7 @@ class Worker:
         )
         self.pool = ThreadPool(
             self.engine,
+            self._plain,
             info.name,
             {
                 REQUEST: self.handlers.handle,

@@ -1,0 +1,63 @@
+#include "bind/calls.h"
+
+#include <nanobind/nanobind.h>
+
+#include "bind/interruption.h"
+#include "bind/messages.h"
+
+namespace telegrad::bind {
+
+Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o) {
+  const Nanos deadline = o.deadline;
+  Interruption interruption;
+  const auto interrupted = o.interrupted = interruption.ask();
+  Outcome outcome;
+  WaitEnd end;
+  {
+    nb::gil_scoped_release no_gil;
+    const std::uint64_t id = e.start(peer, std::move(m), std::move(o));
+    end = interruption.raised() ? WaitEnd::kInterrupted : e.wait(id, deadline, interrupted, outcome);
+    if (end != WaitEnd::kDone) e.give_up(id);
+  }
+  let_go(m);
+  release_references();
+  if (end == WaitEnd::kInterrupted) nb::raise_python_error();
+  if (end == WaitEnd::kDeadline) outcome.status = CallStatus::kTimedOut;
+  if (end == WaitEnd::kStopped) outcome.status = CallStatus::kStopped;
+  outcome.peer = peer;
+  return outcome;
+}
+
+std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait) {
+  const std::uint64_t size = m->payload_size();
+  const bool small = size <= kSmall;
+  o.never_wait = never_wait || (small && e.may_send_now(peer, size));
+  if (small || never_wait) take_along(*m);  // nobody waits until the memory has left
+  Interruption interruption;
+  o.interrupted = interruption.ask();
+  std::uint64_t id;
+  if (o.never_wait) {
+    id = e.start(peer, std::move(m), std::move(o));
+  } else {
+    nb::gil_scoped_release no_gil;
+    id = e.start(peer, std::move(m), std::move(o));
+  }
+  let_go(m);
+  release_references();
+  if (interruption.raised()) nb::raise_python_error();  // the call may be under way; its outcome goes to the pool
+  return id;
+}
+
+void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m, Nanos deadline) {
+  if (m->payload_size() <= kSmall) {
+    take_along(*m);
+    e.reply(connection, call, std::move(m), kNever, false);
+  } else {
+    nb::gil_scoped_release no_gil;
+    e.reply(connection, call, std::move(m), deadline, true);
+  }
+  let_go(m);
+  release_references();
+}
+
+}  // namespace telegrad::bind

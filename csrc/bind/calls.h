@@ -1,0 +1,20 @@
+// Requests on their way out, as the binding makes them: when to let go of the GIL, signals, what memory must outlive.
+#pragma once
+
+#include <memory>
+
+#include "core/engine.h"
+
+namespace telegrad::bind {
+
+/// Sends a request and waits for its outcome, without the GIL. Raises what a signal handler raises.
+Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o);
+
+/// Sends a request; its outcome goes to the pool with the options' cookie. Unless `never_wait`, a large request's
+/// memory has left when this returns, and the peer's window is waited for.
+std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait);
+
+/// Answers a request.
+void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m, Nanos deadline);
+
+}  // namespace telegrad::bind

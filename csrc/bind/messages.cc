@@ -1,0 +1,149 @@
+#include "bind/messages.h"
+
+#include <nanobind/stl/string.h>
+
+#include "bind/block.h"
+
+namespace telegrad::bind {
+namespace {
+
+References& kept_by(Outgoing& m) { return static_cast<References&>(*m.keep); }
+
+void add_segment(Outgoing& m, const void* data, std::uint64_t size, nb::handle owner) {
+  m.segments.push_back({static_cast<const std::byte*>(data), size});
+  kept_by(m).add(owner);
+}
+
+}  // namespace
+
+std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body) {
+  auto m = std::make_unique<Outgoing>();
+  auto keep = std::make_unique<References>();
+  m->header.tag = static_cast<std::uint8_t>(tag);
+  m->header.flags = static_cast<std::uint16_t>(flags);
+  m->body = {PyBytes_AS_STRING(body.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(body.ptr()))};
+  keep->add(body);
+  m->keep = std::move(keep);
+  return m;
+}
+
+std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body, nb::handle segments) {
+  auto m = compose(tag, flags, body);
+  if (segments.is_none()) return m;
+  for (nb::handle s : nb::cast<nb::list>(segments)) {
+    if (PyBytes_CheckExact(s.ptr())) {
+      const auto bytes = nb::borrow<nb::bytes>(s);
+      add_segment(*m, bytes.c_str(), bytes.size(), bytes);
+    } else {
+      const auto t = nb::cast<nb::tuple>(s);
+      add_segment(*m, reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(t[0])), nb::cast<std::uint64_t>(t[1]),
+                  t[2]);
+    }
+  }
+  return m;
+}
+
+std::unique_ptr<Outgoing> compose(int tag, int flags, codec::Encoded& encoded) {
+  auto m = compose(tag, flags, encoded.body);
+  m->segments.reserve(encoded.segments.size());
+  for (codec::Segment& s : encoded.segments) {
+    add_segment(*m, reinterpret_cast<const void*>(s.address), s.nbytes, s.owner);
+  }
+  return m;
+}
+
+void set_name(Outgoing& m, std::uint32_t id, nb::handle name) {
+  if (id == 0) return;
+  const auto text = nb::cast<nb::bytes>(name);
+  m.header.name_id = id;
+  m.name = view(text);
+  kept_by(m).add(text);
+}
+
+void take_along(Outgoing& m) {
+  if (m.segments.empty()) return;
+  auto& storage = kept_by(m).storage;
+  storage.reserve(m.payload_size());
+  for (auto& s : m.segments) {
+    const char* at = storage.data() + storage.size();
+    storage.append(reinterpret_cast<const char*>(s.data), s.size);
+    s.data = reinterpret_cast<const std::byte*>(at);
+  }
+}
+
+void let_go(std::unique_ptr<Outgoing>& m) {
+  if (!m) return;
+  if (m->keep) kept_by(*m).release();
+  m.reset();
+}
+
+nb::tuple outcome_tuple(Outcome&& o) {
+  nb::object why = o.why.empty() ? nb::none() : nb::object(nb::str(o.why.c_str(), o.why.size()));
+  return nb::make_tuple(static_cast<int>(o.status), o.reply.header.tag, o.reply.header.flags,
+                        body_object(std::move(o.reply.body)), segment_list(std::move(o.reply.segments)), o.peer, why);
+}
+
+nb::tuple item_tuple(Item&& item) {
+  const int kind = static_cast<int>(item.kind);
+  switch (item.kind) {
+    case ItemKind::kRequest:
+    case ItemKind::kOneway: {
+      const FrameHeader& h = item.message.header;
+      return nb::make_tuple(kind, item.spawn, item.peer, item.connection, h.call_id, h.tag, h.flags,
+                            name_object(item.name), body_object(std::move(item.message.body)),
+                            segment_list(std::move(item.message.segments)),
+                            item.deadline == kNever ? Nanos{0} : item.deadline);
+    }
+    case ItemKind::kOutcome: {
+      nb::object cookie = nb::none();
+      if (item.cookie) cookie = nb::borrow(static_cast<References&>(*item.cookie).front());
+      return nb::make_tuple(kind, item.spawn, cookie, outcome_tuple(std::move(item.outcome)));
+    }
+    case ItemKind::kEvent:
+      return nb::make_tuple(kind, item.spawn, static_cast<int>(item.event), item.peer, item.incarnation, item.text);
+    case ItemKind::kRetire:
+      break;
+  }
+  return nb::make_tuple(kind, item.spawn);
+}
+
+NameHandle& handle_of(const Name& name) {
+  if (!name.handle) {
+    auto handle = std::make_shared<NameHandle>();
+    handle->text.add(nb::bytes(name.text.data(), name.text.size()));
+    name.handle = std::move(handle);
+  }
+  return *static_cast<NameHandle*>(name.handle.get());
+}
+
+nb::object name_object(const std::shared_ptr<const Name>& name) {
+  return name ? nb::borrow(handle_of(*name).text.front()) : nb::none();
+}
+
+bool next_item(Engine& e, PoolThread& thread, Item& item, const std::function<void()>& before_sleep) {
+  // While there is work, the GIL stays here: letting go of it for a moment can cost a thread its switch interval.
+  release_references();  // what the last item held, before this thread sleeps
+  bool more = e.try_next(thread, item);
+  if (!more) {
+    before_sleep();
+    nb::gil_scoped_release no_gil;
+    const WakesForReferences wakes(e);
+    more = e.next(thread, item);
+  }
+  release_references();
+  return more;
+}
+
+std::vector<codec::SegmentMemory> memories_of(std::vector<BlockPtr>& segments) {
+  std::vector<codec::SegmentMemory> memories;
+  memories.reserve(segments.size());
+  for (BlockPtr& s : segments) {
+    Block* block = s.release();
+    memories.emplace_back(block->data(), block->size(), block,
+                          [](void* context) noexcept { delete static_cast<Block*>(context); });
+  }
+  segments.clear();
+  return memories;
+}
+
+}  // namespace telegrad::bind

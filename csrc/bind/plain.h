@@ -1,0 +1,38 @@
+// The short way of calls that carry nothing but plain values and tensors, as most do: values are coded and decoded
+// right here, so that a call takes one native call on either side. Whatever is out of the ordinary goes back to Python,
+// to telegrad.worker.calls and telegrad.worker.handlers, which know everything.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "bind/messages.h"
+#include "codec/codec.h"
+#include "core/engine.h"
+
+namespace telegrad::bind {
+
+/// What the short way must know of messages; telegrad.wire has the meaning.
+struct Words {
+  int call = 0;                // the tag of requests to run a function
+  int value = 0;               // the tag of replies with its result
+  int request_flags = 0;       // a request with any of these is not plain
+  int reply_flags = 0;         // nor is a reply with any of these
+  std::uint64_t max_body = 0;  // nor is a longer body
+};
+
+/// Writes a value; null if it is not plain. Throws nb::python_error.
+std::unique_ptr<Outgoing> encode_plain(const codec::Codec& codec, const Words& words, int tag, int flags,
+                                       nb::handle value);
+
+/// Reads one. Throws nb::python_error.
+nb::object decode_plain(const codec::Codec& codec, Incoming& message);
+
+inline bool is_plain_value(const Words& words, const Outcome& o) {
+  return o.status == CallStatus::kReplied && o.reply.header.tag == words.value &&
+         !(o.reply.header.flags & words.reply_flags);
+}
+
+void init_plain_calls(nb::module_& m);
+void init_plain_pool(nb::module_& m);
+
+}  // namespace telegrad::bind

@@ -1,0 +1,103 @@
+// The calling side of the short way.
+#include "bind/calls.h"
+#include "bind/plain.h"
+
+using namespace nanobind::literals;
+
+namespace telegrad::bind {
+namespace {
+
+/// What `PlainCalls.call` returns when there is no plain value to return.
+struct Unusual {
+  nb::object outcome;  // as Engine.call returns it; None: nothing has been sent
+};
+
+class PlainCalls {
+ public:
+  PlainCalls(nb::object engine, nb::object codec, Words words)
+      : engine_object_(std::move(engine)),
+        codec_object_(std::move(codec)),
+        engine_(nb::cast<Engine&>(engine_object_)),
+        codec_(nb::cast<codec::Codec&>(codec_object_)),
+        words_(words) {}
+
+  nb::object call(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
+                  nb::handle kwargs, Nanos timeout, bool nested) {
+    auto m = write(flags, name_id, name, args, kwargs);
+    if (!m) return nb::cast(Unusual{nb::none()});
+    CallOptions o;
+    o.deadline = deadline_after(now(), timeout);
+    o.nested = nested;
+    Outcome outcome = call_and_wait(engine_, peer, std::move(m), std::move(o));
+    if (is_plain_value(words_, outcome)) return decode_plain(codec_, outcome.reply);
+    return nb::cast(Unusual{outcome_tuple(std::move(outcome))});
+  }
+
+  std::uint64_t start(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
+                      nb::handle kwargs, Nanos timeout, bool nested, bool never_wait, nb::handle future) {
+    auto m = write(flags, name_id, name, args, kwargs);
+    if (!m) return 0;
+    CallOptions o;
+    o.deadline = deadline_after(now(), timeout);
+    o.nested = nested;
+    auto cookie = std::make_unique<References>();
+    cookie->add(future);
+    o.cookie = std::move(cookie);
+    return begin_call(engine_, peer, std::move(m), std::move(o), never_wait);
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(engine_object_.ptr());
+    Py_VISIT(codec_object_.ptr());
+    return 0;
+  }
+
+ private:
+  std::unique_ptr<Outgoing> write(int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
+                                  nb::handle kwargs) {
+    const nb::object value = nb::steal(PyTuple_Pack(2, args.ptr(), kwargs.ptr()));
+    if (!value.is_valid()) throw nb::python_error();
+    auto m = encode_plain(codec_, words_, words_.call, flags, value);
+    if (m) set_name(*m, name_id, name);
+    return m;
+  }
+
+  nb::object engine_object_, codec_object_;
+  Engine& engine_;
+  codec::Codec& codec_;
+  const Words words_;
+};
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<PlainCalls>(self)->traverse(visit, arg) : 0;
+}
+
+PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, nullptr}};
+
+}  // namespace
+
+void init_plain_calls(nb::module_& m) {
+  nb::class_<Unusual>(m, "Unusual", "What `PlainCalls.call` returns when there is no plain value to return.")
+      .def_ro("outcome", &Unusual::outcome, "As `Engine.call` returns it; None: the call is not plain, and not made.");
+
+  nb::class_<PlainCalls>(m, "PlainCalls", nb::type_slots(slots),
+                         "The short way for calls that carry only plain values.")
+      .def(
+          "__init__",
+          [](PlainCalls* self, nb::object engine, nb::object codec, int call, int value, int reply_flags,
+             std::uint64_t max_body) {
+            new (self)
+                PlainCalls(std::move(engine), std::move(codec),
+                           Words{.call = call, .value = value, .reply_flags = reply_flags, .max_body = max_body});
+          },
+          nb::kw_only(), "engine"_a, "codec"_a, "call"_a, "value"_a, "reply_flags"_a, "max_body"_a)
+      .def("call", &PlainCalls::call, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
+           "nested"_a, "Runs a function on a peer and waits. Its value, or `Unusual`.")
+      .def("start", &PlainCalls::start, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
+           "nested"_a, "never_wait"_a, "future"_a,
+           "Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is "
+           "not plain, and not made.");
+}
+
+}  // namespace telegrad::bind

@@ -1,0 +1,258 @@
+// The called side of the short way, and where replies to asynchronous calls arrive: what a thread of the pool does.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
+#include "bind/calls.h"
+#include "bind/plain.h"
+
+using namespace nanobind::literals;
+
+namespace telegrad::bind {
+namespace {
+
+constexpr int kAtATime = 16;  // items done here before Python may let another thread have the GIL
+constexpr int kAgain = 5;     // "nothing for you; come again"
+
+/// The Python error that is set, as an exception with its traceback.
+nb::object take_error() {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return nb::steal(value);
+}
+
+struct Hooks {
+  nb::object engine, codec;
+  nb::object worker, scope_type, current, callback_scope;  // see telegrad.worker.scope
+  nb::object resolver;                                     // resolver(name) -> function() -> the function
+  nb::object clean_state;
+  nb::object answer;    // answer(peer, connection, call, deadline, function, args, kwargs, result, error)
+  nb::object complete;  // complete(future, value)
+  nb::object fail;      // fail(future, error)
+};
+
+class PlainPool {
+ public:
+  PlainPool(Hooks hooks, Words words)
+      : hooks_(std::move(hooks)),
+        engine_(nb::cast<Engine&>(hooks_.engine)),
+        codec_(nb::cast<codec::Codec&>(hooks_.codec)),
+        words_(words),
+        async_mark_(nb::steal(PyUnicode_InternFromString("_wrapped_async_rpc_function"))) {}
+
+  std::optional<nb::tuple> next(PoolThread& self) {
+    const Scoped scoped(*this);
+    for (int done = 0; done < kAtATime; ++done) {
+      Item item;
+      if (!next_item(engine_, self, item, [this] { set_scope(nullptr); })) return std::nullopt;
+      if (item.spawn || !(item.kind == ItemKind::kRequest ? run(item) : finish(item))) {
+        set_scope(nullptr);
+        return item_tuple(std::move(item));
+      }
+    }
+    return nb::make_tuple(kAgain, false);
+  }
+
+  /// From now on requests may run.
+  void open() { open_ = true; }
+
+  int traverse(visitproc visit, void* arg) const {
+    for (const nb::object* o :
+         {&hooks_.engine, &hooks_.codec, &hooks_.worker, &hooks_.scope_type, &hooks_.current, &hooks_.callback_scope,
+          &hooks_.resolver, &hooks_.clean_state, &hooks_.answer, &hooks_.complete, &hooks_.fail}) {
+      Py_VISIT(o->ptr());
+    }
+    return 0;
+  }
+  /// No thread is in `next` any more, nor will be: each holds this object.
+  void clear() {
+    const Hooks gone = std::move(hooks_);
+    hooks_ = {};
+  }
+
+ private:
+  /// What this thread's context says runs here; the context is clean when Python has it back.
+  class Scoped {
+   public:
+    explicit Scoped(PlainPool& pool) : pool_(pool) {}
+    ~Scoped() { pool_.set_scope(nullptr); }
+
+   private:
+    PlainPool& pool_;
+  };
+
+  void set_scope(PyObject* scope) {
+    thread_local bool is_set = false;
+    if (!scope && !is_set) return;
+    is_set = scope != nullptr;
+    PyObject* token = PyContextVar_Set(hooks_.current.ptr(), scope ? scope : Py_None);
+    if (!token) PyErr_WriteUnraisable(hooks_.current.ptr());
+    Py_XDECREF(token);
+  }
+
+  /// Scope(worker, deadline, nested=True, request=True), made without its constructor's detours.
+  nb::object request_scope(Nanos deadline) const {
+    auto* type = reinterpret_cast<PyTypeObject*>(hooks_.scope_type.ptr());
+    nb::object scope = nb::steal(type->tp_alloc(type, 4));
+    PyObject* until = PyLong_FromLongLong(deadline);
+    if (!scope.is_valid() || !until) throw nb::python_error();
+    PyTuple_SET_ITEM(scope.ptr(), 0, nb::object(hooks_.worker).release().ptr());
+    PyTuple_SET_ITEM(scope.ptr(), 1, until);
+    PyTuple_SET_ITEM(scope.ptr(), 2, nb::bool_(true).release().ptr());
+    PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
+    return scope;
+  }
+
+  /// The function of a name, as it stands now; not valid if that takes more than a look: then Python finds out.
+  nb::object function_of(const Name& name) const {
+    NameHandle& handle = handle_of(name);
+    nb::object found;
+    if (handle.resolver.empty()) {
+      const nb::object resolver = nb::steal(PyObject_CallOneArg(hooks_.resolver.ptr(), handle.text.front()));
+      if (resolver.is_valid() && handle.resolver.empty()) handle.resolver.add(resolver);
+    }
+    if (!handle.resolver.empty()) found = nb::steal(PyObject_CallNoArgs(handle.resolver.front()));
+    if (!found.is_valid()) PyErr_Clear();
+    return found;
+  }
+
+  /// Runs a request and answers it. False: it is not plain, and nothing has been done.
+  bool run(Item& item) {
+    const FrameHeader& h = item.message.header;
+    if (!open_ || h.tag != words_.call || !item.name || h.flags & words_.request_flags) return false;
+    const nb::object function = function_of(*item.name);
+    if (!function.is_valid()) return false;
+    const Nanos deadline = item.deadline == kNever ? 0 : item.deadline;
+    set_scope(request_scope(deadline).ptr());
+
+    nb::object args, kwargs, result, error;
+    std::unique_ptr<Outgoing> reply;
+    try {
+      invoke(item, function, args, kwargs, result);
+      if (!comes_later(function, result)) reply = encode_plain(codec_, words_, words_.value, 0, result);
+    } catch (nb::python_error& e) {
+      e.restore();
+      error = take_error();
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+      error = take_error();
+    }
+    if (reply) {
+      send_reply(engine_, item.connection, h.call_id, std::move(reply), kNever);
+      call(hooks_.clean_state);
+    } else {
+      call(hooks_.answer, nb::int_(item.peer), nb::int_(item.connection), nb::int_(h.call_id), nb::int_(deadline),
+           function, or_none(args), or_none(kwargs), or_none(result), or_none(error));
+    }
+    return true;
+  }
+
+  void invoke(Item& item, const nb::object& function, nb::object& args, nb::object& kwargs, nb::object& result) {
+    const nb::object both = decode_plain(codec_, item.message);
+    if (!PyTuple_CheckExact(both.ptr()) || PyTuple_GET_SIZE(both.ptr()) != 2) {
+      PyErr_SetString(codec::codec_error(), "a request to run a function has no arguments");
+      throw nb::python_error();
+    }
+    args = nb::borrow(PyTuple_GET_ITEM(both.ptr(), 0));
+    kwargs = nb::borrow(PyTuple_GET_ITEM(both.ptr(), 1));
+    if (!PyTuple_CheckExact(args.ptr())) {
+      args = nb::steal(PySequence_Tuple(args.ptr()));
+      if (!args.is_valid()) throw nb::python_error();
+    }
+    if (!PyDict_CheckExact(kwargs.ptr())) {
+      PyErr_Format(PyExc_TypeError, "keyword arguments must be a dict, not %R", kwargs.type().ptr());
+      throw nb::python_error();
+    }
+    PyObject* named = PyDict_GET_SIZE(kwargs.ptr()) == 0 ? nullptr : kwargs.ptr();
+    result = nb::steal(PyObject_Call(function.ptr(), args.ptr(), named));
+    if (!result.is_valid()) throw nb::python_error();
+  }
+
+  bool comes_later(const nb::object& function, const nb::object& result) const {
+    return PyCoro_CheckExact(result.ptr()) || PyObject_HasAttr(function.ptr(), async_mark_.ptr());
+  }
+
+  /// Completes the future of a call that has returned a plain value. False: it has not, or something else is to be
+  /// done.
+  bool finish(Item& item) {
+    if (item.kind != ItemKind::kOutcome || !item.cookie || !is_plain_value(words_, item.outcome)) return false;
+    set_scope(hooks_.callback_scope.ptr());
+    auto& cookie = static_cast<References&>(*item.cookie);
+    const nb::object future = nb::borrow(cookie.front());
+    cookie.release();
+    nb::object error;
+    try {
+      call(hooks_.complete, future, decode_plain(codec_, item.outcome.reply));
+    } catch (nb::python_error& e) {
+      e.restore();
+      error = take_error();
+    }
+    if (error.is_valid()) call(hooks_.fail, future, error);
+    return true;
+  }
+
+  static nb::object or_none(const nb::object& o) { return o.is_valid() ? o : nb::none(); }
+
+  template <class... Args>
+  static void call(const nb::object& function, const Args&... args) {
+    const nb::object result = nb::steal(PyObject_CallFunctionObjArgs(function.ptr(), args.ptr()..., nullptr));
+    if (!result.is_valid()) throw nb::python_error();
+  }
+
+  Hooks hooks_;
+  Engine& engine_;
+  codec::Codec& codec_;
+  const Words words_;
+  const nb::object async_mark_;
+  bool open_ = false;
+};
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<PlainPool>(self)->traverse(visit, arg) : 0;
+}
+
+int clear(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<PlainPool>(self)->clear();
+  return 0;
+}
+
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)}, {0, nullptr}};
+
+}  // namespace
+
+void init_plain_pool(nb::module_& m) {
+  nb::class_<PlainPool>(
+      m, "PlainPool", nb::type_slots(slots),
+      "What threads of the pool wait on. Does by itself what is plain: requests to run a function on\n"
+      "plain values, and replies with a plain value to asynchronous calls.")
+      .def(
+          "__init__",
+          [](PlainPool* self, nb::object engine, nb::object codec, int call, int value, int request_flags,
+             int reply_flags, std::uint64_t max_body, nb::object worker, nb::object scope_type, nb::object current,
+             nb::object callback_scope, nb::object resolver, nb::object clean_state, nb::object answer,
+             nb::object complete, nb::object fail) {
+            new (self) PlainPool(Hooks{std::move(engine), std::move(codec), std::move(worker), std::move(scope_type),
+                                       std::move(current), std::move(callback_scope), std::move(resolver),
+                                       std::move(clean_state), std::move(answer), std::move(complete), std::move(fail)},
+                                 Words{.call = call,
+                                       .value = value,
+                                       .request_flags = request_flags,
+                                       .reply_flags = reply_flags,
+                                       .max_body = max_body});
+          },
+          nb::kw_only(), "engine"_a, "codec"_a, "call"_a, "value"_a, "request_flags"_a, "reply_flags"_a, "max_body"_a,
+          "worker"_a, "scope_type"_a, "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "answer"_a,
+          "complete"_a, "fail"_a)
+      .def("open", &PlainPool::open, "From now on requests may run here; until then all go to Python.")
+      .def("next", &PlainPool::next, "thread"_a,
+           "As `Engine.next`, but only what is not plain; (5 nothing, spawn) means: come again.\n\n"
+           "What it raises is an error of Telegrad's own.");
+}
+
+}  // namespace telegrad::bind
