@@ -57,9 +57,7 @@ class Handlers:
         messages: Messages,
         references: References,
         loop: EventLoop,
-        opened: Callable[[], None],
     ) -> None:
-        self._opened = opened
         self._worker = worker
         self._me = me
         self._engine = engine
@@ -74,7 +72,7 @@ class Handlers:
         if not self._ready:
             self._worker.ready.wait()  # a member that has joined already may call before we know all of them
             self._ready = True
-            self._opened()
+            self._worker.plain.open()
         current.set(Scope(self._worker, deadline, True, True))
         self._handle(Asked(peer, connection, call, tag, deadline), flags, name, body, segments)
         current.set(None)

@@ -137,11 +137,9 @@ class Worker:
         )
         self.calls = Calls(self.engine, self.messages, self.name_of, nanoseconds(options.rpc_timeout))
         self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit)
-        self.handlers = Handlers(
-            self, info, self.engine, self.messages, self.references, self.loop, lambda: self._plain.open()
-        )
+        self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
         self._callback_scope = Scope(self, 0, True)
-        self._plain = _core.PlainPool(
+        self.plain = _core.PlainPool(
             engine=self.engine,
             codec=self.messages.serializer.codec,
             call=Tag.CALL,
@@ -169,7 +167,7 @@ class Worker:
         )
         self.pool = ThreadPool(
             self.engine,
-            self._plain,
+            self.plain,
             info.name,
             {
                 REQUEST: self.handlers.handle,
