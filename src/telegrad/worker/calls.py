@@ -3,7 +3,7 @@
 import math
 from asyncio import _get_running_loop
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -209,7 +209,7 @@ class Calls:
                 if type(value) is not Unusual:
                     return value
                 if value.outcome is not None:
-                    return self.result(value.outcome, Sent(peer, name_of(function), timeout))
+                    return self.result(cast("tuple[Any, ...]", value.outcome), Sent(peer, name_of(function), timeout))
         return self.sync(self.function_call(peer, function, args, kwargs, timeout))
 
     def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture:
