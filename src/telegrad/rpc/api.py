@@ -54,6 +54,7 @@ _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _agent: Any = None
 _thread_local_var = threading.local()
+_collecting: set[int] = set()  # threads within _wait_all: a look at a thread's own variable costs more than most calls
 _ALL_WORKER_NAMES: set[str] = set()
 
 _LEAST_TIMEOUT = 1.0  # s for the second stage of a shutdown whose first has used up the time
@@ -151,9 +152,7 @@ def _to_worker_info(to: object) -> WorkerInfo:
 # ---- calls
 
 
-def _check(func: Any) -> None:
-    if not callable(func):
-        raise TypeError("function should be callable.")
+NOT_CALLABLE = "function should be callable."
 
 
 def _scripted(func: Any) -> Any:
@@ -186,8 +185,12 @@ def rpc_sync(
         SerializationError: an argument cannot travel.
         what ``func`` raised: as an exception that is of the original type and of RemoteError.
     """
-    _check(func)
-    return _worker().rpc_sync(to, func, args, kwargs, timeout)
+    if not callable(func):
+        raise TypeError(NOT_CALLABLE)
+    worker = current_worker()
+    if worker is None:
+        raise NotInitialized
+    return worker.rpc_sync(to, func, args, kwargs, timeout)
 
 
 def rpc_async(
@@ -201,11 +204,14 @@ def rpc_async(
 
     Args, Raises: as `rpc_sync`; what comes of the call itself is raised by the future.
     """
-    _check(func)
-    future = _worker().rpc_async(to, func, args, kwargs, timeout)
-    collected = getattr(_thread_local_var, "future_list", None)
-    if collected is not None:  # within _wait_all
-        collected.append(future)
+    if not callable(func):
+        raise TypeError(NOT_CALLABLE)
+    worker = current_worker()
+    if worker is None:
+        raise NotInitialized
+    future = worker.rpc_async(to, func, args, kwargs, timeout)
+    if _collecting and threading.get_ident() in _collecting:
+        _thread_local_var.future_list.append(future)
     return future
 
 
@@ -223,7 +229,8 @@ def remote(
     Raises:
         as `rpc_sync`; what comes of the call itself is raised where the reference is used.
     """
-    _check(func)
+    if not callable(func):
+        raise TypeError(NOT_CALLABLE)
     worker = _worker()
     info = worker.info_of(to)
     return create(worker, info.id, func, args or (), kwargs or {}, worker.calls.timeout(timeout))
@@ -244,9 +251,11 @@ for _function in (rpc_sync, rpc_async, remote):
 def _wait_all() -> Iterator[None]:
     """Waits at its end for all calls that were begun with `rpc_async` within."""
     _thread_local_var.future_list = []
+    _collecting.add(threading.get_ident())
     try:
         yield
     finally:
+        _collecting.discard(threading.get_ident())
         try:
             torch.futures.wait_all(_thread_local_var.future_list)
         finally:

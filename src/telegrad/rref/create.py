@@ -7,7 +7,7 @@ from telegrad.rref.rref import RRef
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls import is_scripted
-from telegrad.worker.future import CallFuture
+from telegrad.worker.future import NO_DEVICES, CallFuture
 
 __all__ = ["create"]
 
@@ -30,7 +30,7 @@ def create(worker: Worker, owner: int, func: Any, args: Any, kwargs: Any, timeou
         references.create_failed(rref, e, may_exist=False)
         references.creation_over()
         raise
-    future = CallFuture()
+    future = CallFuture(NO_DEVICES)
     if worker.calls.send_filter is not None:
         handle._scripted = is_scripted(func)
         if owner != worker.info.id:

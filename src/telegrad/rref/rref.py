@@ -10,7 +10,7 @@ from telegrad.protocols.rref import RRefId
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
-from telegrad.worker.future import CallFuture
+from telegrad.worker.future import NO_DEVICES, CallFuture
 
 __all__ = ["RRef"]
 
@@ -198,7 +198,7 @@ class RRef(Generic[T]):
         if self._type is None:
             self._check()
             if self.is_owner():
-                future = CallFuture()
+                future = CallFuture(NO_DEVICES)
                 try:
                     future.set_result(type(self._worker.references.owned(self.id).get()))
                 except Exception as e:

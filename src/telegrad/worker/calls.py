@@ -13,7 +13,7 @@ from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.names import NameTable, NotByName
 from telegrad.wire import Flag, Status, Tag
-from telegrad.worker.future import CallFuture
+from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.messages import Encoded, Messages
 from telegrad.worker.scope import autocast_is_on, caller_flags, caller_state, current, remaining
 
@@ -219,7 +219,7 @@ class Calls:
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
-        future = CallFuture()
+        future = CallFuture(NO_DEVICES)
         if self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
             try:
                 number, text = self.names.find(function)
@@ -256,7 +256,7 @@ class Calls:
     def start(self, r: Request, future: CallFuture | None = None) -> CallFuture:
         """Sends and returns the future of the value."""
         if future is None:
-            future = CallFuture()
+            future = CallFuture(NO_DEVICES)
         if self.send_filter is not None:
             self._start_filtered(r, future)
         else:
@@ -294,7 +294,7 @@ class Calls:
             except Exception as e:
                 inner.set_exception(e)
 
-        inner = CallFuture()
+        inner = CallFuture(NO_DEVICES)
         inner.add_done_callback(lambda done: _settle(future, done))
         if r.timeout:
             self.delay(r.timeout / 1e9, lambda: _fail(future, RpcTimeout(r.timeout / 1e9, self._what(r), "delayed")))

@@ -10,7 +10,9 @@ import torch
 
 from telegrad.serialize.exceptions import afresh
 
-__all__ = ["CallFuture"]
+__all__ = ["NO_DEVICES", "CallFuture"]
+
+NO_DEVICES: list[Any] = []
 
 logger = logging.getLogger("telegrad")
 
@@ -22,12 +24,17 @@ class CallFuture(torch.futures.Future[Any]):
 
     Waiting for it polls the network in the waiting thread, so the result needs no hop between threads. It is completed
     even when nobody waits; callbacks then run on a thread of the worker's pool.
+
+    Made by `CallFuture(NO_DEVICES)`: torch's own constructor, in Python, takes longer than all the rest of it.
     """
 
+    __slots__ = ("_call", "_calls", "_request")  # an instance dictionary costs as much as the future
+    __init__ = torch._C.Future.__init__  # type: ignore[assignment]
+    _call: int  # once it has left: its id,
+    _calls: Any  # whose it is,
+    _request: Any  # and (peer, what was called or its name, time-out in ns)
+
     # On the class, so that a future that nothing special happens to carries little.
-    _calls: Any = None  # whose call it is, once that has left
-    _call: int = 0
-    _request: Any = None  # (peer, what was called or its name, time-out in ns)
     _read = False
     _failure: tuple[BaseException, list[bool]] | None = None  # and whether it was read in torch's own ways
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
@@ -35,10 +42,10 @@ class CallFuture(torch.futures.Future[Any]):
     def wait(self) -> Any:
         """The result; blocks, and raises what the call raised."""
         self._read = True
-        if self._calls is not None and not self.done():
-            outcome = self._calls.engine.wait(self._call, 0)
+        if not self.done() and (calls := getattr(self, "_calls", None)) is not None:
+            outcome = calls.engine.wait(self._call, 0)
             if outcome is not None:
-                self._calls.finish(self, outcome)
+                calls.finish(self, outcome)
         return super().wait()
 
     def value(self) -> Any:
@@ -72,9 +79,10 @@ class CallFuture(torch.futures.Future[Any]):
 
     @property
     def _what(self) -> str:
-        if self._request is None:
+        request = getattr(self, "_request", None)
+        if request is None:
             return "a call"
-        what = self._request[1]
+        what = request[1]
         return str(getattr(what, "__qualname__", what))
 
     def __await__(self) -> Generator[Any, None, Any]:
