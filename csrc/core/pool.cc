@@ -10,14 +10,12 @@ namespace telegrad {
 namespace {
 
 // Size classes: four to each power of two from 4 KiB up, so at most a fifth of a block is slack.
-// Smaller blocks come from malloc, which keeps those warm by itself.
-constexpr int kSmallClass = -1;
+// Smaller blocks are one piece of malloc's, which keeps those warm by itself.
 constexpr std::size_t kSmallest = 4096;
 constexpr int kClasses = 4 * 36;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
 int class_of(std::size_t size) {
-  if (size < kSmallest) return kSmallClass;
   const int power = std::bit_width(size - 1) - 1;  // size in (2^power, 2^(power+1)]
   const std::size_t step = (std::size_t{1} << power) / 4;
   const int quarter = static_cast<int>((size - (std::size_t{1} << power) + step - 1) / step);  // 1..4
@@ -45,6 +43,33 @@ std::byte* obtain(std::size_t capacity) {
 
 }  // namespace
 
+/// Object and memory in one, for messages so short that two more allocations and a lock would be their main cost.
+class SmallBlock final : public Block {
+ public:
+  static BlockPtr make(std::size_t size, std::shared_ptr<Pool> pool) {
+    void* room = std::malloc(sizeof(SmallBlock) + kAlignment + size);
+    if (!room) throw std::bad_alloc();
+    const auto first = reinterpret_cast<std::uintptr_t>(room) + sizeof(SmallBlock);
+    auto* data = reinterpret_cast<std::byte*>((first + kAlignment - 1) / kAlignment * kAlignment);
+    return BlockPtr(new (room) SmallBlock(data, size, std::move(pool)));
+  }
+  ~SmallBlock() override {
+    pool_->small_bytes_.fetch_sub(size(), std::memory_order_relaxed);
+    pool_->small_blocks_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  static void* operator new(std::size_t, void* room) { return room; }
+  static void operator delete(void* room) { std::free(room); }
+
+ private:
+  SmallBlock(std::byte* data, std::size_t size, std::shared_ptr<Pool> pool) : Block(data, size), pool_(std::move(pool)) {
+    pool_->small_bytes_.fetch_add(size, std::memory_order_relaxed);
+    pool_->small_blocks_.fetch_add(1, std::memory_order_relaxed);
+    pool_->small_misses_.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  std::shared_ptr<Pool> pool_;
+};
+
 class PooledBlock final : public Block {
  public:
   PooledBlock(std::byte* memory, std::size_t size, int size_class, std::shared_ptr<Pool> pool)
@@ -63,11 +88,12 @@ Pool::Pool(std::size_t cache_limit) : cache_limit_(cache_limit), free_(kClasses)
 Pool::~Pool() { trim(kNever); }
 
 BlockPtr Pool::allocate(std::size_t size) {
+  if (size < kSmallest) return SmallBlock::make(size, shared_from_this());
   const int size_class = class_of(size);
   std::byte* memory = nullptr;
   {
     std::lock_guard lock(mutex_);
-    if (size_class != kSmallClass && !free_[size_class].empty()) {
+    if (!free_[size_class].empty()) {
       memory = free_[size_class].back().memory;
       free_[size_class].pop_back();
       stats_.cached_blocks -= 1;
@@ -77,11 +103,11 @@ BlockPtr Pool::allocate(std::size_t size) {
       stats_.misses += 1;
     }
   }
-  if (!memory) memory = obtain(size_class == kSmallClass ? std::max(size, kAlignment) : capacity_of(size_class));
+  if (!memory) memory = obtain(capacity_of(size_class));
   {
     std::lock_guard lock(mutex_);
     stats_.live_blocks += 1;
-    stats_.live_bytes += size_class == kSmallClass ? kSmallest : capacity_of(size_class);
+    stats_.live_bytes += capacity_of(size_class);
   }
   return std::make_unique<PooledBlock>(memory, size, size_class, shared_from_this());
 }
@@ -89,10 +115,10 @@ BlockPtr Pool::allocate(std::size_t size) {
 void Pool::give_back(std::byte* memory, int size_class) {
   {
     std::lock_guard lock(mutex_);
-    const std::size_t capacity = size_class == kSmallClass ? kSmallest : capacity_of(size_class);
+    const std::size_t capacity = capacity_of(size_class);
     stats_.live_blocks -= 1;
     stats_.live_bytes -= capacity;
-    if (size_class != kSmallClass && stats_.cached_bytes + capacity <= cache_limit_) {
+    if (stats_.cached_bytes + capacity <= cache_limit_) {
       free_[size_class].push_back({memory, now()});
       stats_.cached_blocks += 1;
       stats_.cached_bytes += capacity;
@@ -120,7 +146,11 @@ void Pool::trim(Nanos before) {
 
 PoolStats Pool::stats() const {
   std::lock_guard lock(mutex_);
-  return stats_;
+  PoolStats all = stats_;
+  all.live_blocks += small_blocks_.load(std::memory_order_relaxed);
+  all.live_bytes += small_bytes_.load(std::memory_order_relaxed);
+  all.misses += small_misses_.load(std::memory_order_relaxed);
+  return all;
 }
 
 }  // namespace telegrad

@@ -4,6 +4,7 @@
 // message of its size class. What is kept is capped, and `trim` gives it back to the system when the worker idles.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -63,6 +64,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
  private:
   friend class PooledBlock;
+  friend class SmallBlock;
   struct Free {
     std::byte* memory;
     Nanos since;
@@ -74,7 +76,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   const std::size_t cache_limit_;
   mutable std::mutex mutex_;
   std::vector<std::vector<Free>> free_;  // by size class, most recently used last
-  PoolStats stats_;
+  PoolStats stats_;  // but for small blocks, which nobody locks for
+  std::atomic<std::size_t> small_blocks_ = 0, small_bytes_ = 0;
+  std::atomic<std::uint64_t> small_misses_ = 0;
 };
 
 }  // namespace telegrad

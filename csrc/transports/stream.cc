@@ -16,6 +16,7 @@ namespace {
 constexpr std::size_t kBuffer = 64 << 10;
 constexpr std::size_t kDirect = 16 << 10;  // a part with this much missing is read straight into place
 constexpr int kVectors = 64;               // iovecs a sendmsg
+constexpr std::size_t kFlat = 1024;        // a frame up to here is copied together and sent as one piece
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
@@ -40,10 +41,31 @@ int gather(const Outgoing& m, iovec* out) {
   return n;
 }
 
-void compose_prefix(Outgoing& m) {
+void complete_header(Outgoing& m) {
   m.header.name_size = static_cast<std::uint32_t>(m.name.size());
   m.header.body_size = m.body.size();
   m.header.segment_count = static_cast<std::uint32_t>(m.segments.size());
+}
+
+/// The whole frame in one piece; its size.
+std::size_t flatten(const Outgoing& m, std::byte* out) {
+  std::byte* at = out;
+  auto add = [&at](const void* data, std::size_t size) {
+    if (size > 0) std::memcpy(at, data, size);
+    at += size;
+  };
+  add(&m.header, sizeof m.header);
+  for (const auto& s : m.segments) {
+    const SegmentHeader h{.size = s.size, .lease = 0};
+    add(&h, sizeof h);
+  }
+  add(m.name.data(), m.name.size());
+  add(m.body.data(), m.body.size());
+  for (const auto& s : m.segments) add(s.data, s.size);
+  return static_cast<std::size_t>(at - out);
+}
+
+void compose_prefix(Outgoing& m) {
   m.prefix.reserve(sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size());
   m.prefix.append(reinterpret_cast<const char*>(&m.header), sizeof m.header);
   for (const auto& s : m.segments) {
@@ -132,7 +154,18 @@ bool StreamLink::finish_connecting() {
 SendState StreamLink::send(Outgoing& m) {
   if (broken_ || send_broken_) return SendState::kBroken;
   if (connecting_ && !finish_connecting()) return broken_ ? SendState::kBroken : SendState::kBlocked;
-  if (m.prefix.empty()) compose_prefix(m);
+  if (m.prefix.empty()) {
+    complete_header(m);
+    const std::uint64_t size = sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size();
+    if (size + m.payload_size() <= kFlat) {
+      std::byte flat[kFlat];
+      const std::size_t whole = flatten(m, flat);
+      const ssize_t n = ::send(socket_.get(), flat, whole, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (n == static_cast<ssize_t>(whole)) return SendState::kSent;
+      if (n > 0) m.sent = static_cast<std::uint64_t>(n);  // the loop below goes on, or finds out what is wrong
+    }
+    compose_prefix(m);
+  }
   const std::uint64_t total = m.prefix.size() + m.payload_size();
   while (m.sent < total) {
     iovec parts[kVectors];
@@ -275,7 +308,8 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
       if (missing > 0) parts[count++] = {direct, std::min(missing, std::max(budget - got, kBuffer))};
       const std::size_t room = kBuffer - end_;
       if (missing == 0 || parts[0].iov_len == missing) parts[count++] = {buffer_.get() + end_, room};
-      const ssize_t n = ::readv(socket_.get(), parts, count);
+      const ssize_t n = count == 1 ? ::recv(socket_.get(), parts[0].iov_base, parts[0].iov_len, MSG_DONTWAIT)
+                                   : ::readv(socket_.get(), parts, count);
       if (n > 0) {
         const std::size_t size = static_cast<std::size_t>(n);
         const std::size_t placed = missing > 0 ? std::min(size, parts[0].iov_len) : 0;
