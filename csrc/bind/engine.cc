@@ -41,12 +41,13 @@ nb::tuple call(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t n
 
 std::uint64_t start(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t name_id, nb::handle name,
                     const nb::bytes& body, nb::handle segments, Nanos timeout, bool nested, bool never_wait,
-                    nb::handle cookie, nb::handle linger) {
+                    bool lazy, nb::handle cookie, nb::handle linger) {
   auto m = compose(tag, flags, body, segments);
   set_name(*m, name_id, name);
   CallOptions o;
   o.deadline = deadline_of(timeout);
   o.nested = nested;
+  o.lazy = lazy;
   o.cookie = keep_of(cookie);
   o.linger = keep_of(linger);
   return begin_call(e, peer, std::move(m), std::move(o), never_wait);
@@ -174,9 +175,9 @@ void init_engine(nb::module_& m) {
            "timeout"_a, "nested"_a, "linger"_a.none(),
            "Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).")
       .def("start", start, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
-           "timeout"_a, "nested"_a, "never_wait"_a, "cookie"_a, "linger"_a.none(),
-           "Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. Returns the "
-           "call's id.")
+           "timeout"_a, "nested"_a, "never_wait"_a, "lazy"_a, "cookie"_a, "linger"_a.none(),
+           "Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it; half a "
+           "millisecond later if `lazy`. Returns the call's id.")
       .def("wait", wait, "call"_a, "timeout"_a, "The outcome of a started call, or None: it went to the pool.")
       .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(), "timeout"_a)
       .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),

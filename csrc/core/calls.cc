@@ -27,7 +27,7 @@ Call* CallTable::find(std::uint64_t id) {
 void CallTable::close(std::uint64_t id) {
   Call* call = find(id);
   clear_deadline(*call);
-  if (call->collected) --async_;
+  if (call->counted) --async_;
   const std::uint32_t generation = call->generation + 1;
   *call = Call{};
   call->generation = generation == 0 ? 1 : generation;

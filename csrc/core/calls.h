@@ -41,6 +41,7 @@ struct Call {
   CallStatus status = CallStatus::kPending;
   bool used = false;
   bool collected = false;  // async: its outcome goes to the pool
+  bool counted = false;    // and somebody may be waiting for it
   bool must_send = false;  // its request is sent even if it is over by then
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
@@ -69,7 +70,10 @@ class CallTable {
 
   std::size_t size() const { return used_; }
   std::size_t waiting_async() const { return async_; }
-  void count_async(int by) { async_ += static_cast<std::size_t>(by); }
+  void count_async(Call& call) {
+    call.counted = true;
+    ++async_;
+  }
 
   template <class F>
   void for_each(F f) {

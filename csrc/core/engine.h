@@ -8,7 +8,8 @@
 // The threads of the pool (threads inside `next`) take it when nobody else has it, spin for a moment, and then park:
 // one of them sleeps in the kernel on `outer_`, which contains `inner_`, which contains every link. A caller that takes
 // the role from a parked thread takes `inner_` out of `outer_`, so that data for the caller does not wake the
-// parked thread; the timekeeper puts it back if nobody has polled for kGrace ("watching").
+// parked thread; the timekeeper puts it back if nobody has polled for kGrace ("watching"). From a thread of the pool that
+// spins a caller takes it between two looks (core/gate.h): it must not sleep while another thread looks out for it.
 //
 // A thread that waits inside user code never runs a request: it queues what it reads and wakes a pool thread. A pool
 // thread that reads a request runs it. When it comes back within kGrace nobody else was woken in vain.
@@ -31,6 +32,7 @@
 
 #include "core/calls.h"
 #include "core/connection.h"
+#include "core/gate.h"
 #include "core/handshake.h"
 #include "core/pool.h"
 #include "core/spin.h"
@@ -105,6 +107,7 @@ enum class WaitEnd : std::uint8_t { kDone, kDeadline, kInterrupted, kStopped };
 struct CallOptions {
   Nanos deadline = kNever;
   bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
+  bool lazy = false;        // nobody waits for its outcome: it may lie for kGrace until somebody polls
   bool never_wait = false;  // wait neither for the window nor for memory to leave; then `keep` must own the memory
   std::function<bool()> interrupted;  // asked now and then while `start` waits: should it stop waiting?
   std::unique_ptr<Keep> cookie;       // given: the outcome goes to the pool unless somebody waits for it
@@ -225,7 +228,7 @@ class Engine {
   enum class For { kReply, kProgress };
   WaitEnd wait_for(For what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
                    const std::function<bool()>& interrupted);
-  bool poll(Spin& spin, Nanos until, bool may_block);
+  bool poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass = Gate::kCaller);
   bool look(int timeout_ms);
   bool read_from(const ConnectionPtr& c);
   void take_role();
@@ -281,6 +284,7 @@ class Engine {
 
   // The scheduler.
   bool role_held_ = false;
+  Gate gate_;                      // how a caller takes the role from the pool
   bool in_outer_ = false;          // inner_ is enabled in outer_
   PoolThread* parked_ = nullptr;   // sleeps on outer_
   std::vector<PoolThread*> idle_;  // sleep on their bells; the last one slept last

@@ -123,7 +123,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     call.cookie = std::move(o.cookie);
     call.linger = std::move(o.linger);
     if (async) {
-      calls_.count_async(1);
+      if (!o.lazy) calls_.count_async(call);
       calls_.set_deadline(id, o.deadline);
       arm_timer(calls_.next_deadline());
     } else if (!role_held_ && in_outer_) {
@@ -159,7 +159,12 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     wait_until_gone(link, ticket, o.deadline, o.interrupted);
   if (async) {
     std::lock_guard lock(mutex_);
-    if (!role_held_) watch();  // the pool must see the reply
+    if (role_held_) return id;
+    if (o.lazy) {
+      arm_timer(now() + kGrace);
+    } else {
+      watch();  // the pool must see the reply
+    }
   }
   return id;
 }

@@ -63,6 +63,7 @@ bool Engine::next(PoolThread& self, Item& out) {
   Lock lock(mutex_);
   arrive(self);
   bool holding = false;
+  Gate::Pass pass = Gate::kCaller;
   while (true) {
     if (stopped_ && !has_urgent()) {
       if (holding) release_role(false);
@@ -74,20 +75,29 @@ bool Engine::next(PoolThread& self, Item& out) {
       break;
     }
     if (holding || !role_held_) {
-      if (!holding) take_role();
-      holding = true;
+      if (!holding) {
+        take_role();
+        pass = gate_.open();
+      }
       lock.unlock();
-      const bool found = poll(self.spin, kNever, false);
+      const bool found = poll(self.spin, kNever, false, pass);
       lock.lock();
+      holding = gate_.holds(pass);
+      if (holding && gate_.wanted()) {
+        holding = false;
+        release_role(false);
+      }
       if (found || has_work() || stopped_) continue;
-      holding = role_held_ = false;
-      if (parked_) {
-        set_outer(true);  // it watches; this thread is one more that idles
-      } else {
-        park(lock, self);
-        continue;
+      if (holding) {
+        holding = role_held_ = false;
+        gate_.shut();
       }
     }
+    if (!parked_) {
+      park(lock, self);
+      continue;
+    }
+    if (!role_held_) set_outer(true);  // the parked one watches; this thread is one more that idles
     if (!idle(lock, self)) {
       --threads_;
       out.kind = ItemKind::kRetire;
@@ -108,10 +118,10 @@ void Engine::leave(Lock& lock, const Item& item) {
   if (c) take_up(c, weight(item.message.payload_size()));
 }
 
-/// Sleeps in the kernel until a link has something, or somebody has work for this thread.
+/// Sleeps in the kernel until somebody has work for this thread, or a link has something and nobody polls.
 void Engine::park(Lock& lock, PoolThread& self) {
   parked_ = &self;
-  set_outer(true);
+  set_outer(!role_held_);
   lock.unlock();
   const Nanos start = now();
   epoll_event events[2];
@@ -130,16 +140,8 @@ bool Engine::idle(Lock& lock, PoolThread& self) {
   idle_.push_back(&self);
   lock.unlock();
   const Nanos start = now();
-  const Nanos stop = start + self.spin.budget();
-  for (std::uint32_t turn = 1; !self.bell.rung() && now() < stop; ++turn) {
-    if (turn % Spin::kYieldEvery == 0 && !Spin::yield()) break;
-  }
-  if (self.bell.rung()) {
-    self.spin.hit(now() - start);
-  } else {
-    self.bell.wait(start + kRetire);
-    self.spin.slept(now() - start);
-  }
+  self.bell.wait(start + kRetire);
+  self.spin.slept(now() - start);
   lock.lock();
   std::erase(idle_, &self);
   return self.bell.rung() || has_work() || stopped_ || threads_ - running_ <= 2;

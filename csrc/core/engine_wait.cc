@@ -39,6 +39,7 @@ void Engine::take_role() {
 /// `to_user_code`: a pool thread goes to run something and will be back; everyone else may not be.
 void Engine::release_role(bool to_user_code) {
   role_held_ = false;
+  gate_.shut();
   released_at_ = now();
   if (!to_user_code && !sleepers_.empty()) {
     Waiter* next = sleepers_.front();
@@ -184,20 +185,28 @@ bool Engine::look(int timeout_ms) {
   return n > 0;
 }
 
-/// Looks until something happens, spinning first if that pays. False: nothing did before `until`.
-bool Engine::poll(Spin& spin, Nanos until, bool may_block) {
-  if (hot_ && hot_->state == Connection::State::kDead) hot_.reset();
+/// Looks until something happens, spinning first if that pays. False: nothing did before `until`, or a caller has taken
+/// the role from the thread of the pool whose pass this is.
+bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
   const Nanos start = now();
   const Nanos stop = std::min(until, start + spin.budget());
   for (std::uint32_t turn = 1; now() < stop; ++turn) {
+    if (!gate_.enter(pass)) return false;
+    if (hot_ && hot_->state == Connection::State::kDead) hot_.reset();
     const bool found = hot_ && (turn < kHotTurns || turn % 4 != 0) ? read_from(hot_) : look(0);
+    gate_.leave(pass);
     if (found) {
       spin.hit(now() - start);
       return true;
     }
     if (turn >= kHotTurns && turn % Spin::kYieldEvery == 0 && !Spin::yield()) break;
   }
-  if (!may_block) return look(0);
+  if (!may_block) {
+    if (!gate_.enter(pass)) return false;
+    const bool found = look(0);
+    gate_.leave(pass);
+    return found;
+  }
   const bool found = look(milliseconds(until));
   if (found) spin.slept(now() - start);
   return found;
@@ -229,7 +238,7 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
     w.bell.reset();
     if (w.promoted) holding = true;
     w.promoted = false;
-    if (!holding && !role_held_ && strangers < kStrangersBeforeHandover) {
+    if (!holding && strangers < kStrangersBeforeHandover && (!role_held_ || gate_.take())) {
       take_role();
       holding = true;
     }

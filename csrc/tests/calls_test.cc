@@ -58,7 +58,7 @@ CASE(a_closed_call_leaves_nothing_behind) {
   const std::uint64_t id = table.open(1);
   Call& call = *table.find(id);
   call.collected = true;
-  table.count_async(1);
+  table.count_async(call);
   call.linger = std::make_unique<Told>(&gone);
   call.outcome.why = "x";
   call.connection = 5;

@@ -77,7 +77,7 @@ class Native:
     def start(
         self, peer: int, cookie: object, tag: int = ECHO, body: bytes = b"", segments: Any = None, linger: Any = None
     ) -> int:
-        return self.engine.start(peer, tag, 0, 0, None, body, segments, 0, False, False, cookie, linger)
+        return self.engine.start(peer, tag, 0, 0, None, body, segments, 0, False, False, False, cookie, linger)
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
         with self.happened:

@@ -19,7 +19,8 @@ from telegrad.worker.scope import autocast_is_on, caller_flags, caller_state, cu
 
 __all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete"]
 
-_CALL, _VALUE, _ERROR, _CREATED = int(Tag.CALL), int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
+_CALL, _CREATE = int(Tag.CALL), int(Tag.CREATE)
+_VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
 _PREAMBLE = int(Flag.PREAMBLE)
 NOT_PLAIN_REPLY = int(Flag.PREAMBLE | Flag.BODY)
@@ -270,7 +271,7 @@ class Calls:
         future._request = (r.peer, r.what, r.timeout)
         future._call = self.engine.start(
             r.peer, r.tag, message.flags, number, text, message.body, message.segments, r.timeout, r.nested,
-            _get_running_loop() is not None, future, r.keep,
+            _get_running_loop() is not None, r.tag == _CREATE, future, r.keep,
         )  # fmt: skip
 
     def _start_filtered(self, r: Request, future: CallFuture) -> None:
