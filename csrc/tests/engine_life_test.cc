@@ -155,7 +155,7 @@ CASE(threads_that_are_not_needed_are_not_started) {
   Worker a(0), b(1, {}, 1);
   introduce({&a, &b}, "unix");
   for (int i = 0; i < times(2000); ++i) CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
-  CHECK(b.engine->stats().pool_threads <= 2);
+  CHECK(b.engine->stats().pool_threads <= 4);  // a thread that was off the processor may have needed another one
 }
 
 Nanos processor_time() {

@@ -234,7 +234,7 @@ CASE(mutated_frames) {
 CASE(a_send_the_kernel_refuses_breaks_the_link_and_says_why) {
   Raw r;
   Outgoing m;
-  m.segments.push_back({reinterpret_cast<const std::byte*>(std::uintptr_t{64}), 100});  // no such memory
+  m.segments.push_back({reinterpret_cast<const std::byte*>(std::uintptr_t{64}), 1 << 20});  // no such memory
   CHECK(r.link->send(m) == SendState::kBroken);
   CHECK(r.receive() == ReceiveState::kBroken);
   CHECK_SAYS(r.link->error(), "Bad address");
