@@ -118,6 +118,15 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
   new (self) Engine(std::move(s));
 }
 
+void add(nb::dict& d, const PoolStats& s) {
+  d["live_blocks"] = s.live_blocks;
+  d["live_bytes"] = s.live_bytes;
+  d["cached_blocks"] = s.cached_blocks;
+  d["cached_bytes"] = s.cached_bytes;
+  d["pool_hits"] = s.hits;
+  d["pool_misses"] = s.misses;
+}
+
 nb::dict stats(const Engine& e) {
   const EngineStats s = e.stats();
   nb::dict d;
@@ -131,14 +140,14 @@ nb::dict stats(const Engine& e) {
   d["replies"] = s.replies;
   d["sent_messages"] = s.sent_messages;
   d["received_messages"] = s.received_messages;
-  d["live_blocks"] = s.memory.live_blocks;
-  d["live_bytes"] = s.memory.live_bytes;
-  d["cached_blocks"] = s.memory.cached_blocks;
-  d["cached_bytes"] = s.memory.cached_bytes;
-  d["pool_hits"] = s.memory.hits;
-  d["pool_misses"] = s.memory.misses;
+  add(d, s.memory);
   return d;
 }
+
+/// `_core.Memory`: what an engine has received, by itself.
+struct Memory {
+  std::shared_ptr<Pool> pool;
+};
 
 }  // namespace
 
@@ -154,6 +163,20 @@ void init_engine(nb::module_& m) {
 
   nb::class_<PoolThread>(m, "PoolThread", "A thread of the pool, for `Engine.next`; used by one thread only.")
       .def(nb::init<>());
+
+  nb::class_<Memory>(m, "Memory", "The memory that an engine hands out with messages. It outlives the engine.")
+      .def(
+          "stats",
+          [](const Memory& memory) {
+            nb::dict d;
+            add(d, memory.pool->stats());
+            return d;
+          },
+          "How much of it is in use, and how much is kept warm.");
+
+  m.def("release", release_references,
+        "Releases Python objects that engines have done with. Every call of an engine does; after the end of the last "
+        "one nobody would.");
 
   nb::class_<Engine>(m, "Engine",
                      "The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a "
@@ -190,7 +213,8 @@ void init_engine(nb::module_& m) {
            "Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any "
            "point.")
       .def("stop", &Engine::stop, "linger"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("stats", stats);
+      .def("stats", stats)
+      .def_prop_ro("memory", [](const Engine& e) { return Memory{e.pool()}; });
 }
 
 }  // namespace telegrad::bind

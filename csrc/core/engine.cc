@@ -1,6 +1,7 @@
 // The engine's life: construction, stopping, fork, statistics.
 #include "core/engine.h"
 
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/timerfd.h>
@@ -43,6 +44,7 @@ Engine::Engine(Settings settings)
   add(outer_, inner_.get(), kInnerToken, 0);
   add(outer_, park_bell_.get(), kParkToken, EPOLLIN);
   timekeeper_ = std::thread([this] { keep_time(); });
+  pthread_setname_np(timekeeper_.native_handle(), "telegrad-time");
   remember_at_forks(this);
 }
 
@@ -56,6 +58,7 @@ Engine::~Engine() {
     arm_timer(1);
   }
   timekeeper_.join();
+  pool_->retire();  // whoever still holds received memory must not keep the rest of it
 }
 
 void Engine::stop(Nanos linger) {

@@ -144,6 +144,14 @@ void Pool::trim(Nanos before) {
   for (std::byte* memory : idle) std::free(memory);
 }
 
+void Pool::retire() {
+  {
+    std::lock_guard lock(mutex_);
+    cache_limit_ = 0;
+  }
+  trim(kNever);
+}
+
 PoolStats Pool::stats() const {
   std::lock_guard lock(mutex_);
   PoolStats all = stats_;

@@ -60,6 +60,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   /// Frees what has been kept warm without use since `before`.
   void trim(Nanos before);
 
+  /// Nobody will ask for memory any more: frees what is kept warm, and from now on whatever comes back. Blocks that are
+  /// out stay valid.
+  void retire();
+
   PoolStats stats() const;
 
  private:
@@ -73,8 +77,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   explicit Pool(std::size_t cache_limit);
   void give_back(std::byte* memory, int size_class);
 
-  const std::size_t cache_limit_;
   mutable std::mutex mutex_;
+  std::size_t cache_limit_;
   std::vector<std::vector<Free>> free_;  // by size class, most recently used last
   PoolStats stats_;  // but for small blocks, which nobody locks for
   std::atomic<std::size_t> small_blocks_ = 0, small_bytes_ = 0;

@@ -108,6 +108,21 @@ CASE(a_block_outlives_who_made_the_pool) {
   fill(*block);
 }
 
+CASE(a_retired_pool_keeps_nothing) {
+  auto pool = Pool::make(10 * kMiB);
+  auto out = pool->allocate(kMiB);
+  pool->allocate(kMiB).reset();
+  CHECK_EQ(pool->stats().cached_blocks, 1u);
+  pool->retire();
+  CHECK_EQ(pool->stats().cached_blocks, 0u);
+  fill(*out);
+  out.reset();
+  const PoolStats s = pool->stats();
+  CHECK_EQ(s.live_blocks, 0u);
+  CHECK_EQ(s.cached_blocks, 0u);
+  CHECK_EQ(s.cached_bytes, 0u);
+}
+
 CASE(absurd_sizes_are_refused) {
   auto pool = Pool::make(kMiB);
   for (const std::size_t size : {SIZE_MAX, SIZE_MAX / 2, std::size_t{1} << 48}) {

@@ -15,6 +15,19 @@ class PoolThread:
 
     def __init__(self) -> None: ...
 
+class Memory:
+    """
+    The memory that an engine hands out with messages. It outlives the engine.
+    """
+
+    def stats(self) -> dict:
+        """How much of it is in use, and how much is kept warm."""
+
+def release() -> None:
+    """
+    Releases Python objects that engines have done with. Every call of an engine does; after the end of the last one nobody would.
+    """
+
 class Engine:
     """
     The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a time-out of 0 is infinite.
@@ -66,6 +79,9 @@ class Engine:
     def stop(self, linger: int) -> None: ...
 
     def stats(self) -> dict: ...
+
+    @property
+    def memory(self) -> Memory: ...
 
 class Unusual:
     """What `PlainCalls.call` returns when there is no plain value to return."""

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -133,6 +135,27 @@ def _use_reference() -> str:
     return failure(lambda: state["rref"].rpc_sync().__len__())[0]
 
 
+def touch_engine_in_child(to: str) -> list[Any]:
+    """What a child may ask of the worker that it inherited, while a call of the parent is under way."""
+    state["future"] = rpc.rpc_async(to, hang, timeout=0)
+    state["agent"] = rpc.api._get_current_rpc_agent()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return [pool.apply(step) for step in (_wait, _count, _close)]
+
+
+def _wait() -> str:
+    return failure(state["future"].wait)[0]
+
+
+def _count() -> str:
+    return str(state["agent"].get_debug_info()["agent.client_active_calls"])
+
+
+def _close() -> str:
+    state["agent"].worker.close()
+    return str(state["agent"].worker.closed)
+
+
 def join_in_child(where: str) -> list[int]:
     """A child may have a worker of its own."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -202,8 +225,35 @@ def test_references_in_a_child(two: list[Actor]) -> None:
     shut_all_down(two)
 
 
+def test_a_child_touches_nothing_of_the_engine(two: list[Actor]) -> None:
+    """The locks of the parent's engine are held for ever in a child."""
+    assert two[0].do(touch_engine_in_child, "w1") == [NotInitialized.__name__, "0", "True"]
+    assert two[0].do(call_many, "w1", 3) == 3
+
+
 def test_child_with_a_worker_of_its_own(two: list[Actor], tmp_path: Path) -> None:
     two[0].do(call_many, "w1", 3)
     assert two[0].do(join_in_child, str(tmp_path / "child")) == [7, 7]
     assert two[0].do(call_many, "w1", 3) == 3
     shut_all_down(two)
+
+
+def test_a_child_that_ends_as_a_program_does(tmp_path: Path) -> None:
+    """At its end the interpreter frees what the child inherited, but not the engine."""
+    program = f"""
+import os, sys
+from telegrad import rpc
+
+rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=rpc.Options(init_method="file://{tmp_path}/store"))
+assert rpc.rpc_sync("w0", abs, (-1,)) == 1
+pid = os.fork()
+if pid == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert rpc.rpc_sync("w0", abs, (-1,)) == 1
+rpc.shutdown()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from telegrad.errors import RpcTimeout, WorkerLost
+from telegrad.errors import NotInitialized, RpcTimeout, WorkerLost
 from telegrad.rref.rref import RRef
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker
@@ -52,5 +52,10 @@ def create(worker: Worker, owner: int, func: Any, args: Any, kwargs: Any, timeou
         references.creation_over()
 
     future.add_done_callback(over)
-    worker.calls.start(request, future)
+    try:
+        worker.calls.start(request, future)
+    except NotInitialized as e:  # another thread has closed the worker meanwhile
+        references.create_failed(rref, e, may_exist=False)
+        references.creation_over()
+        raise
     return handle

@@ -1,8 +1,6 @@
 """Whole groups in one process, for tests that take milliseconds."""
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -104,8 +102,8 @@ def cluster(
         dynamic: join one after the other, as a group whose members come and go.
         current: rank of the worker that `telegrad.rpc` uses within; None for none.
         graceful: False ends them without waiting for work that is under way.
-        check: look for leaks at the end: work that has not ended, threads and child processes, and, when the test holds
-            no worker or reference of the group any more, file descriptors. In a process with other workers only work.
+        check: look for leaks at the end: work that has not ended, threads, child processes and file descriptors. In a
+            process with other workers only work.
 
     Raises:
         LeakError: something was left; only if the body did not raise.
@@ -138,10 +136,7 @@ def cluster(
     else:
         group.close()
     if before is not None:
-        held = [weakref.ref(core) for core in cores]
-        del cores[:]
-        gc.collect()
-        before.assert_not_grown(fds=not any(core() is not None for core in held))
+        before.assert_not_grown()
 
 
 def _join(n: int, options: RpcBackendOptions | None, names: str, store: Any, dynamic: bool) -> list[Worker]:

@@ -13,6 +13,7 @@ from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.names import NameTable, NotByName
 from telegrad.wire import Flag, Status, Tag
+from telegrad.worker.ended import AnyEngine, AnyPlainCalls
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.messages import Encoded, Messages
 from telegrad.worker.scope import autocast_is_on, caller_flags, caller_state, current, remaining
@@ -87,7 +88,7 @@ class Calls:
     """Makes the calls of one worker.
 
     Args:
-        engine: the native engine.
+        engine: the native engine; the worker puts another object in its place when it closes.
         messages: writes and reads messages.
         name_of: a worker's name by its id.
         default_timeout: ns; the worker may change it.
@@ -96,13 +97,13 @@ class Calls:
     custom_pickler: Any = None  # a pickler of the program's own, for the whole process as in torch, and what it pickles
 
     def __init__(
-        self, engine: _core.Engine, messages: Messages, name_of: Callable[[int], str], default_timeout: int
+        self, engine: AnyEngine, messages: Messages, name_of: Callable[[int], str], default_timeout: int
     ) -> None:
         self.engine = engine
         self.messages = messages
         self.name_of = name_of
         self.default_timeout = default_timeout
-        self.plain = _core.PlainCalls(
+        self.plain: AnyPlainCalls = _core.PlainCalls(
             engine=engine,
             codec=messages.serializer.codec,
             call=_CALL,

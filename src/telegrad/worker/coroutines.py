@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import copy_context
 from typing import Any
 
+from telegrad.errors import NotInitialized
 from telegrad.worker.scope import Scope, current
 from telegrad.worker.steps import StepState
 
@@ -43,6 +44,7 @@ class EventLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.pool = pool
 
@@ -54,7 +56,11 @@ class EventLoop:
         autocast: Any,
         ended: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Runs it; on the loop's thread, `ended` gets its result or what it raised."""
+        """Runs it; on the loop's thread, `ended` gets its result or what it raised.
+
+        Raises:
+            NotInitialized: the loop has been stopped.
+        """
         context = copy_context()
         context.run(current.set, scope)
 
@@ -74,16 +80,20 @@ class EventLoop:
             task.add_done_callback(self._tasks.discard)
 
         loop = self._started()
+        if loop is None:
+            coroutine.close()
+            raise NotInitialized
         loop.call_soon_threadsafe(begin, loop)
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
-        """Runs a function on the loop's thread after a while."""
+        """Runs a function on the loop's thread after a while; never, if the loop has been stopped by then."""
         loop = self._started()
-        loop.call_soon_threadsafe(loop.call_later, seconds, function)
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.call_later, seconds, function)
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _started(self) -> asyncio.AbstractEventLoop | None:
         with self._lock:
-            if self._loop is None:
+            if self._loop is None and not self._stopped:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
                 self._thread.start()
@@ -102,6 +112,7 @@ class EventLoop:
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = None
+            self._stopped = True
         if loop is None or thread is None:
             return
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from telegrad.errors import NotInitialized
 from telegrad.serialize.exceptions import afresh
 
 __all__ = ["NO_DEVICES", "CallFuture"]
@@ -43,7 +44,12 @@ class CallFuture(torch.futures.Future[Any]):
         """The result; blocks, and raises what the call raised."""
         self._read = True
         if not self.done() and (calls := getattr(self, "_calls", None)) is not None:
-            outcome = calls.engine.wait(self._call, 0)
+            try:
+                outcome = calls.engine.wait(self._call, 0)
+            except NotInitialized:  # the worker has been closed meanwhile, and has nobody left to bring an outcome
+                outcome = None
+                if not self.done():
+                    raise
             if outcome is not None:
                 calls.finish(self, outcome)
         return super().wait()

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from telegrad import _core
 from telegrad.errors import SerializationError
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import describe_exception, let_go_of_frames, pack_exception
@@ -17,6 +16,7 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker.calls import find_builtin
 from telegrad.worker.coroutines import EventLoop
+from telegrad.worker.ended import AnyEngine
 from telegrad.worker.messages import NO_PREAMBLE as _NO_PREAMBLE
 from telegrad.worker.messages import Encoded, Messages, Preamble
 from telegrad.worker.references import References
@@ -53,14 +53,14 @@ class Handlers:
         self,
         worker: Any,
         me: WorkerInfo,
-        engine: _core.Engine,
+        engine: AnyEngine,
         messages: Messages,
         references: References,
         loop: EventLoop,
     ) -> None:
         self._worker = worker
         self._me = me
-        self._engine = engine
+        self.engine = engine
         self._messages = messages
         self._references = references
         self._loop = loop
@@ -236,7 +236,7 @@ class Handlers:
         error.__traceback__ = None  # whoever keeps the exception must not keep the request and its arguments
 
     def _reply(self, asked: Asked, tag: int, message: Encoded, flags: int) -> None:
-        self._engine.reply(asked.connection, asked.call, tag, message.flags | flags, message.body, message.segments, 0)
+        self.engine.reply(asked.connection, asked.call, tag, message.flags | flags, message.body, message.segments, 0)
 
 
 def comes_later(function: Any, result: Any) -> bool:

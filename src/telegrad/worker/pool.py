@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad import _core
+from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
 
 __all__ = ["ThreadPool"]
 
@@ -28,8 +29,8 @@ class ThreadPool:
 
     def __init__(
         self,
-        engine: _core.Engine,
-        plain: _core.PlainPool,
+        engine: AnyEngine,
+        plain: AnyPlainPool,
         name: str,
         handle: dict[int, Callable[[tuple[Any, ...]], None]],
     ) -> None:
@@ -89,6 +90,8 @@ class ThreadPool:
                     )
                 item = None  # what it holds must not outlive it while this thread waits
         finally:
+            del plain  # a traceback that somebody keeps keeps this frame
+            _core.release()
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
@@ -109,3 +112,8 @@ class ThreadPool:
             others[0].join(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if deadline is not None and time.monotonic() >= deadline:
                 return False
+
+    def end(self, ended: EndedEngine) -> None:
+        """Forgets what was submitted and has not been run, and lets go of the engine."""
+        self._engine = self._plain = ended
+        self._jobs = deque(maxlen=0)

@@ -80,8 +80,10 @@ class References:
         self._nudge = nudge
         self._make_handle = make_handle
 
-    def renew_lock(self) -> None:
-        """In a forked child: whatever thread of the parent had the lock is not there to give it back."""
+    def abandon(self) -> None:
+        """In a forked child: all is dead, and the thread of the parent that had the lock will not give it back."""
+        self.closed = True
+        self.dropped = deque(maxlen=0)  # a handle's end here concerns nobody
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
@@ -347,9 +349,11 @@ class References:
             return self.table.leaks()
 
     def close(self) -> None:
-        """The worker is gone: values are freed, handles are dead."""
+        """The worker is gone: values and what waits here are freed, handles are dead."""
         with self._lock:
             self.closed = True
+            self.dropped = deque(maxlen=0)
+            self._confirmations.clear()
             values, self.values = self.values, {}
             parked = [
                 resume

@@ -4,16 +4,12 @@ This is where native events, the protocols and torch meet; each part has its own
 Nothing here is global: several workers may live in one process.
 """
 
-import atexit
-import hmac
 import itertools
 import logging
-import multiprocessing.util
 import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,22 +21,23 @@ from telegrad.errors import NotInitialized, RRefError, ShutdownTimeout, UnknownW
 from telegrad.options import Options
 from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.protocols.shutdown import GaveUp
-from telegrad.serialize.names import resolver
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
-from telegrad.worker import addresses, rendezvous
-from telegrad.worker.calls import NOT_PLAIN_REPLY, Calls, complete, nanoseconds
+from telegrad.worker import addresses, lifetimes, rendezvous
+from telegrad.worker.calls import Calls, nanoseconds
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.draining import Draining
+from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
 from telegrad.worker.future import CallFuture
-from telegrad.worker.handlers import NOT_PLAIN_REQUEST, Handlers
+from telegrad.worker.handlers import Handlers
 from telegrad.worker.messages import Messages
+from telegrad.worker.native import make_engine, make_plain_pool
 from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, REQUEST, ThreadPool
 from telegrad.worker.references import References
 from telegrad.worker.rendezvous import Group, Member
-from telegrad.worker.scope import Scope, clean_state, current
+from telegrad.worker.scope import Scope, current
 
-__all__ = ["Worker", "live_workers"]
+__all__ = ["Worker"]
 
 logger = logging.getLogger("telegrad")
 
@@ -51,7 +48,6 @@ _DRAIN_STEP = 0.005  # s between two looks at what is still under way
 _JOIN_TIMEOUT = 5.0  # s that a handler may still run at the end before it is left behind
 PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK = range(5)
 
-live_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _numbers = itertools.count()
 _outer: ContextVar[tuple[Scope | None, ...]] = ContextVar("telegrad_outer_scopes", default=())
 
@@ -101,23 +97,7 @@ class Worker:
                 info.name,
                 host,
             )
-        self.engine = _core.Engine(
-            id=info.id,
-            name=info.name,
-            incarnation=self.incarnation,
-            group=group.token,
-            secret=group.secret,
-            hmac=_hmac,
-            spin=options.spin_us * 1000,
-            handlers=options.num_worker_threads,
-            window=options.request_window_bytes,
-            pool_cache=options.pool_cache_bytes,
-            handshake_timeout=int(options.handshake_timeout * _SECOND),
-            connect_timeout=int(options.connect_timeout * _SECOND),
-            max_body=options.max_header_bytes,
-            max_message=options.max_message_bytes,
-            check_uid=True,
-        )
+        self.engine: AnyEngine = make_engine(info, self.incarnation, group, options)
         bound = [self.engine.listen(address) for address in listen]
         self.host = addresses.host_key()
         self.member = Member(info.id, info.name, self.incarnation, addresses.advertised(bound, options), self.host)
@@ -139,24 +119,7 @@ class Worker:
         self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit)
         self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
         self._callback_scope = Scope(self, 0, True)
-        self.plain = _core.PlainPool(
-            engine=self.engine,
-            codec=self.messages.serializer.codec,
-            call=Tag.CALL,
-            value=Tag.VALUE,
-            request_flags=NOT_PLAIN_REQUEST,
-            reply_flags=NOT_PLAIN_REPLY,
-            max_body=options.max_header_bytes,
-            worker=self,
-            scope_type=Scope,
-            current=current,
-            callback_scope=self._callback_scope,
-            resolver=resolver,
-            clean_state=clean_state,
-            answer=self.handlers.answer,
-            complete=complete,
-            fail=self.calls.fail,
-        )
+        self.plain: AnyPlainPool = make_plain_pool(self, self._callback_scope)
         self.calls.delay = self.loop.call_later
         # The group ends in two stages: all work is done, then all references are given up.
         self._stages = tuple(
@@ -177,8 +140,7 @@ class Worker:
             },
         )
         self.pool.start()
-        live_workers.add(self)
-        _close_at_exit()
+        lifetimes.remember(self)
 
     def __repr__(self) -> str:
         return f"Worker(name={self.info.name!r}, id={self.info.id}, group of {len(self.infos())})"
@@ -453,60 +415,32 @@ class Worker:
             stage.stop()
         self.references.closed = True
         self.engine.stop(int(_STOP_LINGER * _SECOND))
-        self.loop.stop()
-        if not self.pool.join(_JOIN_TIMEOUT):
-            logger.warning("worker %s shut down while a handler still ran; it was left behind", self.info.name)
-        self.references.close()
-        live_workers.discard(self)
+        try:
+            self.loop.stop()
+            if not self.pool.join(_JOIN_TIMEOUT):
+                logger.warning("worker %s shut down while a handler still ran; it was left behind", self.info.name)
+        finally:
+            self.references.close()
+            assert isinstance(self.engine, _core.Engine)
+            self._replace_engine(EndedEngine(self.engine))
+            _core.release()
+            lifetimes.live_workers.discard(self)
+
+    def abandon(self) -> AnyEngine:
+        """In a forked child: here the worker, which is the parent's, is as good as closed. Returns the parent's engine,
+        which must neither be used nor freed."""
+        self.closed = True
+        self.references.abandon()
+        engine = self.engine
+        self._replace_engine(EndedEngine(None))
+        return engine
+
+    def _replace_engine(self, ended: EndedEngine) -> None:
+        """Lets go of the engine: it ends with the last thread that is inside one of its methods."""
+        self.engine = self.plain = self.calls.engine = self.calls.plain = self.handlers.engine = ended
+        self.pool.end(ended)
 
     def require_open(self) -> None:
         """Raises NotInitialized after `close`."""
         if self.closed:
             raise NotInitialized
-
-
-def _hmac(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, "sha256")
-
-
-# ---- exit: whoever ends without a shutdown says goodbye, and ends its threads before the interpreter does.
-
-
-def close_all() -> None:
-    """Closes every worker of this process."""
-    for worker in list(live_workers):
-        worker.close()
-
-
-def _close_at_exit() -> None:
-    """Called by the first worker of a process: children of multiprocessing do not run atexit, but this."""
-    if os.getpid() not in _exits:
-        _exits.add(os.getpid())
-        multiprocessing.util.Finalize(None, close_all, exitpriority=100)
-
-
-_exits: set[int] = set()
-atexit.register(close_all)
-
-
-# ---- fork: the child has none of the threads, so it has no worker. (The core closes what it inherits of the links.)
-
-
-_abandoned: list[Any] = []
-
-
-def _after_fork_in_child() -> None:
-    for worker in list(live_workers):
-        worker.closed = True
-        worker.references.closed = True
-        worker.references.let_go = _ignore  # type: ignore[method-assign, assignment]
-        worker.references.renew_lock()
-        _abandoned.append(worker)  # never freed: its locks and threads are the parent's
-    live_workers.clear()
-
-
-def _ignore(*_: object) -> None:
-    """A handle's end in a forked child concerns nobody."""
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
