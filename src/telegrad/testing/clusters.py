@@ -17,6 +17,8 @@ __all__ = ["Cluster", "cluster"]
 
 T = TypeVar("T")
 
+_BEYOND_TIMEOUT = 15.0  # s that a shutdown which has given up may take to end: last words, handlers that still run
+
 
 class Cluster:
     """The workers of a group in this process, in the order of their ranks: ``c[0]``, ``len(c)``, ``for worker in c``.
@@ -67,11 +69,15 @@ class Cluster:
     def shutdown(self, timeout: float = 20.0) -> None:
         """Shuts all down gracefully, at the same time, and forgets them.
 
+        Args:
+            timeout: seconds that they may wait for work under way; more than 0.
+
         Raises:
             RuntimeError: what a shutdown raises.
         """
         workers, self.workers = self.workers, []
-        run_all([lambda worker=worker: worker.shutdown(timeout=timeout) for worker in workers], 2 * timeout)  # type: ignore[misc]
+        limit = 2 * timeout + _BEYOND_TIMEOUT
+        run_all([lambda worker=worker: worker.shutdown(timeout=timeout) for worker in workers], limit)  # type: ignore[misc]
 
     def close(self) -> None:
         """Ends all at once, as if they had died in an orderly way, and forgets them."""

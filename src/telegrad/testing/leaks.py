@@ -19,8 +19,8 @@ _BEFORE_COLLECTING = 0.1  # s
 _THREADS_OF_TELEGRAD = "telegrad-"
 
 # Of `RRefStats`: what must be zero when nobody refers to anything, and what must be zero in any case.
-_ALL_GONE = ("owners", "users", "handles")
-_ALL_QUIET = ("expected", "forks", "pending_users", "pins", "queued", "strays")
+_ALL_GONE = ("owners", "forks", "users", "handles")
+_ALL_QUIET = ("expected", "pending_users", "pins", "queued", "strays")
 
 
 class LeakError(AssertionError):
@@ -85,7 +85,7 @@ class Footprint:
     def now(cls) -> Self:
         """Of this moment."""
         return cls(
-            frozenset(int(name) for name in os.listdir(_FD_FOLDER)),
+            _open_fds(),
             frozenset(t for t in threading.enumerate() if t.name.startswith(_THREADS_OF_TELEGRAD)),
             frozenset(child.pid for child in active_children() if child.pid is not None),
         )
@@ -117,6 +117,11 @@ class Footprint:
         if now.children - self.children:
             grown.append(f"child processes {', '.join(map(str, sorted(now.children - self.children)))}")
         return grown
+
+
+def _open_fds() -> frozenset[int]:
+    # The folder itself is open while it is read, but not any more when its entries are looked at.
+    return frozenset(int(name) for name in os.listdir(_FD_FOLDER) if os.path.lexists(_FD_FOLDER / name))
 
 
 def _describe_fd(fd: int) -> str:
