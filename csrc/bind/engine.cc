@@ -40,8 +40,8 @@ nb::tuple call(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t n
 }
 
 std::uint64_t start(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t name_id, nb::handle name,
-                    const nb::bytes& body, nb::handle segments, Nanos timeout, bool nested, bool never_wait,
-                    bool lazy, nb::handle cookie, nb::handle linger) {
+                    const nb::bytes& body, nb::handle segments, Nanos timeout, bool nested, bool never_wait, bool lazy,
+                    nb::handle cookie, nb::handle linger) {
   auto m = compose(tag, flags, body, segments);
   set_name(*m, name_id, name);
   CallOptions o;

@@ -8,8 +8,9 @@
 // The threads of the pool (threads inside `next`) take it when nobody else has it, spin for a moment, and then park:
 // one of them sleeps in the kernel on `outer_`, which contains `inner_`, which contains every link. A caller that takes
 // the role from a parked thread takes `inner_` out of `outer_`, so that data for the caller does not wake the
-// parked thread; the timekeeper puts it back if nobody has polled for kGrace ("watching"). From a thread of the pool that
-// spins a caller takes it between two looks (core/gate.h): it must not sleep while another thread looks out for it.
+// parked thread; the timekeeper puts it back if nobody has polled for kGrace ("watching"). From a thread of the pool
+// that spins a caller takes it between two looks (core/gate.h): it must not sleep while another thread looks out for
+// it.
 //
 // A thread that waits inside user code never runs a request: it queues what it reads and wakes a pool thread. A pool
 // thread that reads a request runs it. When it comes back within kGrace nobody else was woken in vain.

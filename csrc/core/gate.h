@@ -1,9 +1,9 @@
 // How a caller takes the polling role from a thread of the pool that spins.
 //
-// That thread holds the role for as long as it spins, but links are read only within a look, and the thread may be off the
-// processor between two. So it goes through a gate for each look, and whoever shuts the gate between two looks has the
-// role. A pass is good for one holding of the role: a thread that comes back late finds its own gate shut, whoever has
-// opened another one since.
+// That thread holds the role for as long as it spins, but links are read only within a look, and the thread may be off
+// the processor between two. So it goes through a gate for each look, and whoever shuts the gate between two looks has
+// the role. A pass is good for one holding of the role: a thread that comes back late finds its own gate shut, whoever
+// has opened another one since.
 #pragma once
 
 #include <atomic>
@@ -28,8 +28,8 @@ class Gate {
   /// It gives the role up.
   void shut() { state_.store(kShut, std::memory_order_release); }
 
-  /// A caller wants the role. True: it has it. False: nobody of the pool holds it, or one is amid a look and will give it
-  /// up after that.
+  /// A caller wants the role. True: it has it. False: nobody of the pool holds it, or one is amid a look and will give
+  /// it up after that.
   bool take() {
     std::uint64_t s = state_.load(std::memory_order_acquire);
     while (true) {

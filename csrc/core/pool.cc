@@ -61,7 +61,8 @@ class SmallBlock final : public Block {
   static void operator delete(void* room) { std::free(room); }
 
  private:
-  SmallBlock(std::byte* data, std::size_t size, std::shared_ptr<Pool> pool) : Block(data, size), pool_(std::move(pool)) {
+  SmallBlock(std::byte* data, std::size_t size, std::shared_ptr<Pool> pool)
+      : Block(data, size), pool_(std::move(pool)) {
     pool_->small_bytes_.fetch_add(size, std::memory_order_relaxed);
     pool_->small_blocks_.fetch_add(1, std::memory_order_relaxed);
     pool_->small_misses_.fetch_add(1, std::memory_order_relaxed);

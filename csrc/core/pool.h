@@ -80,7 +80,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   mutable std::mutex mutex_;
   std::size_t cache_limit_;
   std::vector<std::vector<Free>> free_;  // by size class, most recently used last
-  PoolStats stats_;  // but for small blocks, which nobody locks for
+  PoolStats stats_;                      // but for small blocks, which nobody locks for
   std::atomic<std::size_t> small_blocks_ = 0, small_bytes_ = 0;
   std::atomic<std::uint64_t> small_misses_ = 0;
 };

@@ -49,9 +49,9 @@ class Engine:
         Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).
         """
 
-    def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, cookie: object, linger: object | None) -> int:
+    def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, lazy: bool, cookie: object, linger: object | None) -> int:
         """
-        Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. Returns the call's id.
+        Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it; half a millisecond later if `lazy`. Returns the call's id.
         """
 
     def wait(self, call: int, timeout: int) -> tuple | None:

@@ -221,7 +221,7 @@ class Calls:
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
-        future = CallFuture(NO_DEVICES)
+        future: CallFuture = CallFuture(NO_DEVICES)
         if self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
             try:
                 number, text = self.names.find(function)

@@ -30,7 +30,7 @@ class CallFuture(torch.futures.Future[Any]):
     """
 
     __slots__ = ("_call", "_calls", "_request")  # an instance dictionary costs as much as the future
-    __init__ = torch._C.Future.__init__  # type: ignore[assignment]
+    __init__ = torch._C.Future.__init__
     _call: int  # once it has left: its id,
     _calls: Any  # whose it is,
     _request: Any  # and (peer, what was called or its name, time-out in ns)
