@@ -145,7 +145,8 @@ class Options(RpcBackendOptions):
     )
     advertise: str | None = _option(
         None,
-        "the address that other hosts are told to connect to; without one, the address listened on",
+        "the address that other hosts are told to connect to; without one, the address listened on, or where that is"
+        " 0.0.0.0 or ::, that by which the store is reached",
         env="TELEGRAD_ADVERTISE",
     )
     transports: tuple[str, ...] = _option(

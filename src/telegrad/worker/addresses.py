@@ -47,10 +47,10 @@ def is_loopback(host: str) -> bool:
         return host in ("localhost", "")
 
 
-def _own_address(towards: str) -> str:
-    """The address of the interface by which a host is reached."""
+def _own_address(towards: str, wanted: int = socket.AF_UNSPEC) -> str:
+    """The address of the interface by which a host is reached, of the wanted family."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(towards, 9, wanted, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as s:
             s.connect(address)  # sends nothing: it only chooses a route
             return str(s.getsockname()[0])
@@ -73,7 +73,7 @@ def _bracketed(host: str) -> str:
 
 def listen_addresses(options: Options, store_at: str, name: str) -> tuple[list[str], str]:
     """What to listen on, and the host among it."""
-    host = options.bind
+    host = options.bind or None
     if host is None and os.environ.get("TP_SOCKET_IFNAME"):
         host = _interface_address(os.environ["TP_SOCKET_IFNAME"])
     if host is None:
@@ -87,18 +87,33 @@ def listen_addresses(options: Options, store_at: str, name: str) -> tuple[list[s
     return addresses, host
 
 
-def advertised(bound: list[str], options: Options) -> list[str]:
-    """What the others are told."""
-    if options.advertise is None:
-        return bound
-    try:
-        host = str(socket.getaddrinfo(options.advertise, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as e:
-        raise RuntimeError(f"option advertise names {options.advertise}, which cannot be resolved: {e}") from e
-    return [
-        f"tcp:{_bracketed(host)}:{address.rpartition(':')[2]}" if address.startswith("tcp:") else address
-        for address in bound
-    ]
+def advertised(bound: list[str], options: Options, store_at: str) -> list[str]:
+    """What the others are told. A wildcard address leads nowhere: they get the one that leads to the store's host."""
+    told = None
+    if options.advertise is not None:
+        try:
+            told = str(socket.getaddrinfo(options.advertise, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as e:
+            raise RuntimeError(f"option advertise names {options.advertise}, which cannot be resolved: {e}") from e
+    addresses = []
+    for address in bound:
+        scheme, _, rest = address.partition(":")
+        if scheme != "tcp":
+            addresses.append(address)
+            continue
+        host, _, port = rest.rpartition(":")
+        addresses.append(f"tcp:{_bracketed(told or _without_wildcard(host, store_at))}:{port}")
+    return addresses
+
+
+def _without_wildcard(host: str, store_at: str) -> str:
+    own = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    if not own.is_unspecified:
+        return host
+    if is_loopback(store_at):
+        return "127.0.0.1" if own.version == 4 else "::1"
+    # A socket on :: takes IPv4 as well; one on 0.0.0.0 takes nothing else.
+    return _own_address(store_at, socket.AF_INET if own.version == 4 else socket.AF_UNSPEC)
 
 
 def candidates(addresses: list[str], same_host: bool, transports: tuple[str, ...]) -> list[str]:

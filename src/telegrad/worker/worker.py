@@ -100,7 +100,9 @@ class Worker:
         self.engine: AnyEngine = make_engine(info, self.incarnation, group, options)
         bound = [self.engine.listen(address) for address in listen]
         self.host = addresses.host_key()
-        self.member = Member(info.id, info.name, self.incarnation, addresses.advertised(bound, options), self.host)
+        self.member = Member(
+            info.id, info.name, self.incarnation, addresses.advertised(bound, options, store_at), self.host
+        )
         to_self = self.engine.listen(f"inproc:{os.getpid()}-{next(_numbers)}-{info.name}")
         self.engine.set_peer(info.id, info.name, self.incarnation, [to_self])
 

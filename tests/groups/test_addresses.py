@@ -1,0 +1,72 @@
+"""What a worker listens on, and what it tells the others."""
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from telegrad.options import Options
+from telegrad.rpc import Worker
+from telegrad.worker import addresses
+
+ELSEWHERE = "192.0.2.1"  # of a network that exists only in documents
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """By which the route to a host leads, and the routes asked for."""
+    asked: list[tuple[str, int]] = []
+
+    def own_address(towards: str, wanted: int = socket.AF_UNSPEC) -> str:
+        asked.append((towards, wanted))
+        return "10.1.2.3"
+
+    monkeypatch.setattr(addresses, "_own_address", own_address)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("bound", "store_at", "told"),
+    [
+        ("tcp:0.0.0.0:7", ELSEWHERE, "tcp:10.1.2.3:7"),
+        ("tcp:[::]:7", ELSEWHERE, "tcp:10.1.2.3:7"),
+        ("tcp:0.0.0.0:7", "127.0.0.1", "tcp:127.0.0.1:7"),
+        ("tcp:0.0.0.0:7", "", "tcp:127.0.0.1:7"),
+        ("tcp:[::]:7", "localhost", "tcp:[::1]:7"),
+        ("tcp:127.0.0.2:7", ELSEWHERE, "tcp:127.0.0.2:7"),
+        ("tcp:[fd00::2]:7", ELSEWHERE, "tcp:[fd00::2]:7"),
+        ("tcp:[fe80::2%eth0]:7", ELSEWHERE, "tcp:[fe80::2%eth0]:7"),
+        ("unix:@name", ELSEWHERE, "unix:@name"),
+    ],
+)
+def test_nobody_is_told_a_wildcard(routes: list[tuple[str, int]], bound: str, store_at: str, told: str) -> None:
+    assert addresses.advertised([bound], Options(), store_at) == [told]
+    if "10.1.2.3" in told:
+        assert routes == [(store_at, socket.AF_INET if "0.0.0.0" in bound else socket.AF_UNSPEC)]
+
+
+def test_what_is_to_be_advertised_is(routes: list[tuple[str, int]]) -> None:
+    options = Options(advertise="10.9.9.9")
+    assert addresses.advertised(["tcp:0.0.0.0:7", "unix:@a"], options, ELSEWHERE) == ["tcp:10.9.9.9:7", "unix:@a"]
+    assert routes == []
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
+def test_worker_that_listens_everywhere_is_called(wildcard: str) -> None:
+    options = Options(bind=wildcard, transports=("tcp",), secret="s")
+    store = dist.HashStore()
+    first = Worker("a", store=store, options=options)
+    second = Worker("b", store=store, options=options)
+    for worker in (first, second):
+        (address,) = worker._worker.member.addresses
+        assert address.startswith(("tcp:127.0.0.1:", "tcp:[::1]:"))
+    assert first.rpc_sync("b", abs, (-1,)) == 1
+    second.shutdown()
+    first.shutdown()
+
+
+def test_an_empty_bind_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TELEGRAD_BIND", "")
+    listen, host = addresses.listen_addresses(Options(), "127.0.0.1", "a")
+    assert host == "127.0.0.1"
+    assert "tcp:127.0.0.1:0" in listen
