@@ -1,28 +1,25 @@
 """Joining a group: ``init_rpc``, and workers as objects."""
 
 import logging
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from telegrad.errors import TelegradError
 from telegrad.options import Options, RpcBackendOptions, as_options
-from telegrad.rpc import api, backend_registry
+from telegrad.rpc import api, backend_registry, stores
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker as _Worker
 from telegrad.worker import addresses, membership, rendezvous
-from telegrad.worker.calls import FOREVER
 
 __all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
 
 logger = logging.getLogger("telegrad")
 
 _groups = [0]  # static groups are told apart on one store by the order in which a process joins them
-_rendezvous: list[Any] = []  # kept alive: some stores end with their iterator
 
 
 def is_available() -> bool:
@@ -44,10 +41,12 @@ def init_rpc(
     Args:
         name: of this worker, unique in the group: letters, digits, ``_``, ``-`` and ``:``, under 128 of them.
         backend: a member of ``backend_registry.BackendType``; there is no need to give one.
-        rank: of this worker, unique, from 0. May be left to the environment (RANK) with ``env://``.
+        rank: of this worker, unique, from 0. May be left to the environment (RANK) with ``env://``. A worker of a
+            dynamic group that has none gets the lowest that is free; whoever of those gets the port of ``tcp://`` or
+            ``env://`` first hosts the store.
         world_size: how many workers there will be. Without it the group is dynamic: workers come and go.
         rpc_backend_options: ``telegrad.rpc.Options``, or torch's ``TensorPipeRpcBackendOptions``.
-        store: a c10d store to meet at, instead of ``init_method``. Then ``rank`` may be left out of a dynamic group.
+        store: a c10d store to meet at, instead of ``init_method``.
 
     Raises:
         RuntimeError: this process has joined already, a name or rank is taken, the numbers of workers differ, or
@@ -64,7 +63,7 @@ def init_rpc(
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     if store is None:
-        store, rank, world_size = _meet(rpc_backend_options, rank, world_size)
+        store, rank, world_size = stores.meet(rpc_backend_options, rank, world_size)
     _init_rpc_backend(backend, part_of(store, world_size), name, rank, world_size, rpc_backend_options)
 
 
@@ -87,25 +86,6 @@ def _infer_backend(options: RpcBackendOptions | None) -> Any:
             )
             return candidate
     raise TypeError(f"Could not infer backend for options {options}")
-
-
-def _meet(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[Any, int, int | None]:
-    """The store that the options name. It shares MASTER_PORT with ``init_process_group``."""
-    if not world_size:
-        from torch.distributed.rendezvous import _create_store_from_options
-
-        store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
-    else:
-        meeting = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
-        _rendezvous[:] = [meeting]
-        store, rank, world_size = next(meeting)
-    store.set_timeout(timedelta(seconds=_patience(options)))
-    return store, rank, world_size
-
-
-def _patience(options: RpcBackendOptions) -> float:
-    """How long to wait for the other workers, in seconds: as long as for a call, unless that is for ever."""
-    return options.rpc_timeout if 0 < options.rpc_timeout < FOREVER else 300.0
 
 
 def part_of(store: Any, world_size: int | None) -> Any:
@@ -155,7 +135,7 @@ def join(store: Any, name: str, rank: int, world_size: int | None, options: Opti
     if static and rank >= (world_size or 0):
         raise ValueError(f"worker {name} has rank {rank}, but ranks go from 0 to {(world_size or 0) - 1}.")
     WorkerInfo(name, max(rank, 0))  # checks the name before anything happens
-    timeout = _patience(options)
+    timeout = stores.patience(options)
     try:
         group = rendezvous.agree(store, options.group_secret(), static, world_size or 0)
     except RuntimeError as e:
@@ -206,7 +186,7 @@ class Worker:
     ) -> None:
         chosen = as_options(options)
         if store is None:
-            store, rank, world_size = _meet(chosen, rank, world_size)
+            store, rank, world_size = stores.meet(chosen, rank, world_size)
             store = part_of(store, world_size)
         self._worker = join(store, name, rank, world_size, chosen)
         self.info = self._worker.info

@@ -1,5 +1,6 @@
 """Joining and leaving a dynamic group, whose members come and go."""
 
+import logging
 import secrets
 from typing import Any
 
@@ -8,11 +9,13 @@ from telegrad.options import Options
 from telegrad.protocols import membership as protocol
 from telegrad.types import WorkerInfo
 from telegrad.worker import rendezvous
-from telegrad.worker.rendezvous import Group, Member
+from telegrad.worker.rendezvous import Group, Member, StoreGone
 from telegrad.worker.scope import current
 from telegrad.worker.worker import Worker
 
 __all__ = ["join_dynamic", "leave_dynamic"]
+
+logger = logging.getLogger("telegrad")
 
 _PATIENCE = 60.0  # s
 _IDS_PER_LIFE = 1 << 32  # of references: so many for each time a name has joined
@@ -104,17 +107,32 @@ def leave_dynamic(worker: Worker, timeout: float) -> None:
     """Has the others make no more calls to this worker, ends what is under way (for no longer than `timeout` seconds;
     0 is a minute), and parts from them. Nobody joins or leaves meanwhile."""
     timeout = timeout or _PATIENCE
-    with rendezvous.membership(worker.store, worker.info.name, joining=False):
-        members = [m for m in rendezvous.read_members(worker.store) if m.id != worker.info.id]
-        rendezvous.write_members(worker.store, members)
-        _tell(worker, members, _leaving, timeout)
-        worker.drain(timeout)
-        _tell(worker, members, _left, timeout)
+    parted = False
+    try:
+        with rendezvous.membership(worker.store, worker.info.name, joining=False):
+            members = [m for m in rendezvous.read_members(worker.store) if m.id != worker.info.id]
+            rendezvous.write_members(worker.store, members)
+            _part(worker, {m.id for m in members}, timeout)
+            parted = True
+    except StoreGone as e:
+        logger.warning(
+            "worker %s leaves its group without the store, which is gone with its host: %s. Nobody can join any more.",
+            worker.info.name,
+            str(e).partition("\n")[0],
+        )
+        if not parted:
+            _part(worker, worker.member_ids(), timeout)
 
 
-def _tell(worker: Worker, members: list[Member], what: Any, timeout: float) -> None:
-    others = worker.member_ids()
-    for told in [worker.internal(m.id, what, (worker.info.id,), timeout) for m in members if m.id in others]:
+def _part(worker: Worker, members: set[int], timeout: float) -> None:
+    _tell(worker, members, _leaving, timeout)
+    worker.drain(timeout)
+    _tell(worker, members, _left, timeout)
+
+
+def _tell(worker: Worker, members: set[int], what: Any, timeout: float) -> None:
+    present = sorted(members & worker.member_ids())
+    for told in [worker.internal(member, what, (worker.info.id,), timeout) for member in present]:
         try:
             told.wait()
         except RuntimeError:

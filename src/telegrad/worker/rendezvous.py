@@ -13,16 +13,31 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from telegrad.errors import TelegradError
 from telegrad.protocols import membership as protocol
 from telegrad.protocols.membership import GroupView
 
-__all__ = ["Group", "Member", "agree", "check_members", "gather_static", "membership", "read_members", "write_members"]
+__all__ = [
+    "Group",
+    "Member",
+    "StoreGone",
+    "agree",
+    "check_members",
+    "gather_static",
+    "membership",
+    "read_members",
+    "write_members",
+]
 
 logger = logging.getLogger("telegrad")
 
 STATIC_AND_DYNAMIC = "RPC group mixes statically and dynamically initialized members which is not supported."
 _LOCK = "RpcGroupManagementToken"
+
+StoreGone: type[RuntimeError] = dist.DistNetworkError
+"""What using a store raises whose host has gone."""
 
 
 class Member(NamedTuple):
@@ -140,6 +155,8 @@ def membership(store: Any, name: str, joining: bool) -> Iterator[None]:
             break
         try:
             store.wait([held])
+        except StoreGone:
+            raise
         except RuntimeError as e:
             raise TelegradError(f"{name} waited for {held}, which does not give the group's lock back") from e
     try:

@@ -219,10 +219,15 @@ class Worker:
 
     def _look_in_store(self) -> None:
         """A dynamic group may have a member of which the news has not come yet."""
-        if self.store is not None:
-            for member in rendezvous.read_members(self.store):
-                if member.id not in self._members:
-                    self.add_member(member)
+        if self.store is None:
+            return
+        try:
+            members = rendezvous.read_members(self.store)
+        except rendezvous.StoreGone:  # with its host: nobody can have joined
+            return
+        for member in members:
+            if member.id not in self._members:
+                self.add_member(member)
 
     def name_of(self, worker_id: int) -> str:
         """For messages: a worker's name, whoever it is."""

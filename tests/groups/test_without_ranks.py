@@ -1,0 +1,134 @@
+"""Groups whose members have neither rank nor world size: who hosts the store, and what becomes of it."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from actors import PATIENCE, Actor, actors, call_many, free_port
+
+from telegrad import rpc
+from telegrad.errors import UnknownWorker
+from telegrad.rpc import Options, stores
+
+# ---- steps
+
+
+def set_address(port: int) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def join(name: str, where: str) -> int:
+    rpc.init_rpc(name, rpc_backend_options=Options(init_method=where, rpc_timeout=PATIENCE))
+    return rpc.get_worker_info().id
+
+
+def leave() -> None:
+    rpc.shutdown(timeout=PATIENCE)
+
+
+def ask_for_nobody() -> None:
+    with pytest.raises(UnknownWorker):
+        rpc.get_worker_info("nobody")
+
+
+def process_group_beside(name: str) -> None:
+    """On the port that this worker's store has."""
+    rpc.init_rpc(name)
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    dist.barrier()
+    dist.destroy_process_group()
+    assert rpc.rpc_sync(name, abs, (-1,)) == 1
+    leave()
+
+
+def talk(company: list[Actor]) -> None:
+    for actor in company:
+        for other in company:
+            assert actor.do(call_many, other.name, 2) == 2
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Actor]]:
+    with actors(3, tmp_path, method="none") as company:
+        yield company
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
+def test_all_come_at_once_again_and_again(three: list[Actor], tmp_path: Path, scheme: str) -> None:
+    port = free_port()
+    for actor in three:
+        actor.do(set_address, port)
+    where = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meeting", "env": "env://"}[scheme]
+    for _ in range(2):
+        steps = [actor.begin(join, actor.name, where) for actor in three]
+        assert sorted(step.result() for step in steps) == [0, 1, 2]
+        talk(three)
+        for actor in three:  # the host's worker among them: its store stays
+            actor.do(leave)
+
+
+def test_those_who_are_there_go_on_without_the_host(three: list[Actor]) -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    for actor in three:
+        actor.do(join, actor.name, where)
+    talk(three)
+    three[0].end()
+    talk(three[1:])
+    three[1].do(ask_for_nobody)
+    three[1].do(leave)
+    assert three[2].do(call_many, "w2", 2) == 2
+    three[2].do(leave)
+    assert "leaves its group without the store" in three[1].stderr()
+
+
+def test_a_process_group_shares_the_port(three: list[Actor]) -> None:
+    three[0].do(set_address, free_port())
+    three[0].do(process_group_beside, "w0")
+
+
+@pytest.mark.parametrize("where", ["tcp://127.0.0.1:1", "file:///no/such/folder/x", "env://"])
+def test_a_world_size_needs_a_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"rank parameter missing|environment variable RANK expected"):
+        rpc.init_rpc("a", world_size=2, rpc_backend_options=Options(init_method=where))
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("tcp://127.0.0.1", "lacks a host or a port"),
+        ("tcp://:80", "lacks a host or a port"),
+        ("file://", "names no file"),
+        ("env://", "environment variable MASTER_ADDR expected"),
+    ],
+)
+def test_address_that_lacks_something(where: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=text):
+        rpc.init_rpc("a", rpc_backend_options=Options(init_method=where))
+
+
+def test_who_listens() -> None:
+    """Only on the machine that the address names, on loopback where that was asked for, and one at a time."""
+    assert stores._listen("192.0.2.1", 0) is None
+    with stores._listen("127.0.0.1", 0) as first:  # type: ignore[union-attr]
+        host, port = first.getsockname()
+        assert host == "127.0.0.1"
+        assert stores._listen("127.0.0.1", port) is None
+    with socket.create_server(("127.0.0.1", port)):
+        assert stores._listen("127.0.0.1", port) is None
+
+
+def test_torchruns_agent_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert stores._agent_hosts("127.0.0.1", 29500)
+    assert not stores._agent_hosts("127.0.0.1", 29501)
