@@ -4,10 +4,24 @@ import threading
 
 import pytest
 import torch
-from things import PATIENCE, fail, freed, greet, make, make_when_open, own_when_open, ping, started
+from things import (
+    PATIENCE,
+    Thing,
+    fail,
+    fail_when_open,
+    freed,
+    greet,
+    make,
+    make_when_open,
+    own_when_open,
+    ping,
+    started,
+)
 
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.rpc import Options, RRef, rpc_async
+from telegrad.rpc.functions import async_execution
+from telegrad.rref import create
 from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
 
 SOON = 0.05  # s; of calls that are meant to time out
@@ -85,6 +99,74 @@ def test_remote_method_makes_a_reference_of_its_own(w: Cluster) -> None:
     assert freed("parent").wait(PATIENCE)
     del child
     assert freed("child").wait(PATIENCE)
+
+
+class Slow:
+    """Made only when its gate opens."""
+
+    def __init__(self, gate: Gate) -> None:
+        gate.enter()
+
+    def plain(self, a: int, *, b: int = 0) -> int:
+        return a + b
+
+    def add_length(self, other: RRef[str]) -> int:
+        return len(other.to_here())
+
+    @async_execution
+    def later(self, x: int) -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        future.set_result(x + 1)
+        return future
+
+    async def coroutine(self, x: int) -> int:
+        return x * 3
+
+    def again(self) -> "Slow":
+        return self
+
+
+@pytest.mark.parametrize("owner", ["w0", "w1"])
+def test_methods_of_what_is_still_being_made_wait_at_the_owner(w: Cluster, owner: str) -> None:
+    """`remote` returns while nothing has been made yet: the gate opens only afterwards."""
+    gate = Gate()
+    rref = w[0].remote(owner, Slow, (gate,))
+    text = w[0].remote("w2", greet, (w[0].rref(Thing("argument")),))
+    proxy = rref.remote()
+    results = [proxy.plain(1, b=2), proxy.later(4), proxy.coroutine(5), proxy.again().remote().plain(7)]
+    results.append(proxy.add_length(text))
+    unknown = proxy.nope()
+    gate.wait_for()
+    gate.open()
+    assert [result.to_here() for result in results] == [3, 5, 15, 7, len("argument greets you")]
+    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+        unknown.to_here()
+    with pytest.raises(AttributeError, match="type object 'Slow' has no attribute 'nope'"):
+        rref.remote().nope()  # now the type can be known
+
+
+@pytest.mark.parametrize("owner", ["w0", "w1"])
+def test_methods_of_what_is_never_made(w: Cluster, owner: str) -> None:
+    gate = Gate()
+    rref = w[0].remote(owner, fail_when_open, ("no such thing", gate))
+    result = rref.remote().greet("x")
+    gate.open()
+    with pytest.raises(LookupError, match="no such thing"):
+        result.to_here()
+
+
+def test_method_with_a_time_of_its_own(w: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch it waits for the value so long; what that took is not given to the method again."""
+    gate = Gate()
+    rref = w[0].remote("w1", Slow, (gate,))
+    with pytest.raises(RpcTimeout):
+        rref.remote(timeout=SOON).plain(1)
+    gate.open()
+    rref._creation.wait()  # type: ignore[union-attr]
+    times = []
+    monkeypatch.setattr(create, "create_by_method", lambda *args: times.append(args[-1]))
+    rref.remote(timeout=PATIENCE).plain(1)
+    assert 0 < times[0] < PATIENCE * 1e9
 
 
 def test_dropped_before_it_is_made(w: Cluster) -> None:

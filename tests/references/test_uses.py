@@ -1,5 +1,6 @@
 """What a reference says about itself, what it refuses, its proxies, and what is left of it at the end."""
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -164,8 +165,21 @@ def test_proxies(methods: RRef[Methods], kind: str) -> None:
 
 
 def test_unknown_method_of_remote_is_an_error_of_the_caller(methods: RRef[Methods]) -> None:
+    """Once the value is known to be there."""
+    methods._creation.wait()  # type: ignore[union-attr]
     with pytest.raises(AttributeError, match="type object 'Methods' has no attribute 'nope'"):
         methods.remote().nope()
+
+
+def test_what_has_answered_is_there(w: Cluster) -> None:
+    """The word of the creation may be read later than the answer of a method."""
+    for use in ("plain", "nope"):
+        for _ in range(20):
+            rref = w[0].remote("w1", Methods)
+            with contextlib.suppress(AttributeError):
+                getattr(rref.rpc_sync(), use)(1)
+            with pytest.raises(AttributeError):
+                rref.remote().nope()
 
 
 def test_type_is_asked_for_before_and_after_use(methods: RRef[Methods]) -> None:

@@ -65,6 +65,11 @@ def fail(text: str) -> None:
     raise LookupError(text)
 
 
+def fail_when_open(text: str, gate: Gate) -> None:
+    gate.enter()
+    raise LookupError(text)
+
+
 def ping() -> str:
     return "pong"
 

@@ -1,10 +1,11 @@
 """Calls of a referenced value's methods, on its owner."""
 
+import time
 from typing import Any
 
 import torch
 
-from telegrad.rref.rref import RRef
+from telegrad.rref.rref import UNSET, RRef
 from telegrad.wire import Tag
 
 __all__ = ["RRefProxy"]
@@ -46,31 +47,28 @@ class _Method:
         if self._kind == "remote":
             return self._remote(args, kwargs, timeout)
         request = rref._request(Tag.METHOD, timeout, self._name, method=self._name, body=(args, kwargs))
-        return calls.sync(request) if self._kind == "sync" else calls.start(request)
+        if self._kind != "sync":
+            return calls.start(request)
+        try:
+            result = calls.sync(request)
+        except AttributeError:  # of the value, or of what its method does
+            rref._exists = True
+            raise
+        rref._exists = True
+        return result
 
     def _remote(self, args: Any, kwargs: Any, timeout: int) -> RRef[Any]:
-        from telegrad.rref.create import create
+        from telegrad.rref.create import create_by_method
 
         rref = self._rref
-        # As in torch, a method that does not exist is an error here and now. The type is asked for once.
-        kind = rref._get_type(self._timeout, blocking=False).wait()
-        if not issubclass(kind, torch.jit.ScriptModule):
-            method = getattr(kind, self._name)
-            if hasattr(method, "_wrapped_async_rpc_function"):
-                return create(
-                    rref._worker, rref.owner_id, call_method_async, (rref, self._name, args, kwargs), {}, timeout
-                )
-        return create(rref._worker, rref.owner_id, call_method, (rref, self._name, args, kwargs), {}, timeout)
-
-
-def call_method(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Runs on the owner."""
-    return getattr(rref.local_value(), name)(*args, **kwargs)
-
-
-def call_method_async(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Runs on the owner; the method returns a future."""
-    return getattr(rref.local_value(), name)(*args, **kwargs)
-
-
-call_method_async._wrapped_async_rpc_function = call_method_async  # type: ignore[attr-defined]
+        start = time.monotonic_ns()
+        # Whoever gives it a time hears here, as in torch, that the value has not been made within it.
+        kind = rref._get_type(self._timeout) if self._timeout not in (UNSET, 0) else rref._known_type()
+        if kind is not None:
+            # As in torch, a method that does not exist is an error here and now; of a value that is still being made,
+            # the reference made here says so when it is used.
+            if not issubclass(kind, torch.jit.ScriptModule):
+                getattr(kind, self._name)
+            if timeout:
+                timeout = max(timeout - (time.monotonic_ns() - start), 1)
+        return create_by_method(rref, self._name, args, kwargs, timeout)

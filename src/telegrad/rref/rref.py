@@ -38,8 +38,8 @@ class RRef(Generic[T]):
     """
 
     __slots__ = (
-        "__orig_class__", "__weakref__", "_creation", "_fork", "_generation", "_profiling", "_scripted", "_type",
-        "_worker", "id", "owner_id",
+        "__orig_class__", "__weakref__", "_creation", "_exists", "_fork", "_generation", "_profiling", "_scripted",
+        "_type", "_worker", "id", "owner_id",
     )  # fmt: skip
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -69,6 +69,7 @@ class RRef(Generic[T]):
         self._generation = worker.references.generation
         self._fork: int | None = None if owner == worker.info.id else worker.references.new_id()
         self._creation: CallFuture | None = None
+        self._exists = False  # it is known here that there is a value, whether the word of its creation has come or not
         self._type: Any = None
         self._profiling: Any = None
         self._scripted = False
@@ -127,6 +128,7 @@ class RRef(Generic[T]):
         references = self._worker.references
         confirmed = references.confirmed(self.id)
         fetched: T = self._ask(Tag.FETCH, timeout, "to_here").wait()
+        self._exists = True
         if not confirmed:
             references.created(self.id)  # what has a value has been created, though the word of that may come later
         return fetched
@@ -165,7 +167,11 @@ class RRef(Generic[T]):
         return RRefProxy(self, "async", timeout)
 
     def remote(self, timeout: float = UNSET) -> Any:
-        """As `rpc_sync`, but methods return references to their results, which stay on the owner."""
+        """As `rpc_sync`, but methods return references to their results, which stay on the owner.
+
+        They return at once, also where the value is still being made, unless a time-out is given: then they wait for
+        the value, for no longer, and a method that it does not have raises `AttributeError` here.
+        """
         from telegrad.rref.proxy import RRefProxy
 
         return RRefProxy(self, "remote", timeout)
@@ -218,6 +224,20 @@ class RRef(Generic[T]):
         else:
             future = self._type
         return future.wait() if blocking else future
+
+    def _known_type(self) -> Any:
+        """The value's type if there is a value for all that is known here, asked for if need be; else None."""
+        known = self._type
+        if known is None:
+            if self.is_owner():
+                self._exists = self._worker.references.owned(self.id).ready
+            elif self._creation is not None and self._creation.done():
+                self._exists = True
+            if not self._exists:
+                return None
+        elif not known.done():
+            return None
+        return self._get_type()
 
     def _get_future(self) -> CallFuture:
         """The future of the creating call."""

@@ -18,6 +18,7 @@ class Tag(IntEnum):
     METHOD = 3  # run the named method of the value that the preamble's reference names: body is (args, kwargs)
     FETCH = 4  # send the value that the preamble's reference names; no body
     TYPE = 5  # send its type; no body
+    CREATE_METHOD = 6  # as METHOD, of the value that the first ticket names, and keep the result as CREATE does
 
     # Replies
     VALUE = 16  # body is the result

@@ -20,7 +20,8 @@ from telegrad.worker.scope import autocast_is_on, caller_flags, caller_state, cu
 
 __all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete"]
 
-_CALL, _CREATE = int(Tag.CALL), int(Tag.CREATE)
+_CALL = int(Tag.CALL)
+_CREATES = (int(Tag.CREATE), int(Tag.CREATE_METHOD))
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
 _PREAMBLE = int(Flag.PREAMBLE)
@@ -272,16 +273,16 @@ class Calls:
         future._request = (r.peer, r.what, r.timeout)
         future._call = self.engine.start(
             r.peer, r.tag, message.flags, number, text, message.body, message.segments, r.timeout, r.nested,
-            _get_running_loop() is not None, r.tag == _CREATE, future, r.keep,
+            _get_running_loop() is not None, r.tag in _CREATES, future, r.keep,
         )  # fmt: skip
 
     def _start_filtered(self, r: Request, future: CallFuture) -> None:
         """As `_start`, past a fault injector (rpc._testing)."""
         assert self.send_filter is not None
         assert self.delay is not None
-        kinds = {Tag.CALL: "call", Tag.CREATE: "remote", Tag.FETCH: "fetch", Tag.METHOD: "call", Tag.TYPE: "call"}
+        kinds = {Tag.CREATE: "remote", Tag.CREATE_METHOD: "remote", Tag.FETCH: "fetch"}
         try:
-            seconds = self.send_filter(kinds[Tag(r.tag)], r.scripted, r.peer)
+            seconds = self.send_filter(kinds.get(Tag(r.tag), "call"), r.scripted, r.peer)
         except DroppedMessage as e:
             self.messages.take_back(r.peer, r.message)
             future.set_exception(e)

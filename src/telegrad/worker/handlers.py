@@ -27,6 +27,8 @@ __all__ = ["NOT_PLAIN_REQUEST", "Handlers"]
 logger = logging.getLogger("telegrad")
 
 _CALL, _CREATE, _METHOD, _FETCH, _TYPE = (int(t) for t in (Tag.CALL, Tag.CREATE, Tag.METHOD, Tag.FETCH, Tag.TYPE))
+_CREATE_METHOD = int(Tag.CREATE_METHOD)
+_CREATES = (_CREATE, _CREATE_METHOD)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 NOT_PLAIN_REQUEST = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE)
 _PREAMBLE, _STATE, _MAY_LINGER = int(Flag.PREAMBLE), int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.MAY_LINGER)
@@ -110,7 +112,7 @@ class Handlers:
             self.fail(asked, e)
             return
         target = preamble.target
-        if tag == _CREATE:
+        if tag in _CREATES:
             assert target is not None
             owned = self._references.accept_create(target, peer)
             owned.scripted = False
@@ -123,7 +125,8 @@ class Handlers:
 
             if preamble.handles and self._references.when_confirmed([h.id for h in preamble.handles], resume):
                 return
-            if tag not in (_CALL, _CREATE) and target is not None and self._references.park(target, resume):
+            subject = _subject(tag, preamble)
+            if subject is not None and self._references.park(subject, resume):
                 return
         self._run(asked, flags, name, body, segments, preamble)
 
@@ -161,12 +164,17 @@ class Handlers:
             else:
                 function, args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
         else:
-            value = self._references.owned(_target(preamble)).get()
+            subject = _subject(tag, preamble)
+            if subject is None:
+                raise SerializationError(
+                    "a request about a reference came without the reference; do all workers run one version?"
+                )
+            value = self._references.owned(subject).get()
             if tag == _FETCH:
                 return value, None
             if tag == _TYPE:
                 return type(value), None
-            if tag != _METHOD:
+            if tag not in (_METHOD, _CREATE_METHOD):
                 raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
             function = getattr(value, resolve(name or b"M"))
             args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
@@ -203,7 +211,7 @@ class Handlers:
         """The request has its answer."""
         if error is not None:
             self._report(error)
-        if asked.tag == _CREATE and target is not None:
+        if asked.tag in _CREATES and target is not None:
             if error is not None:
                 let_go_of_frames(error, self._me)
             self._references.settle(target, value, error)
@@ -271,11 +279,12 @@ def _as_torch_says(function: Any, args: Any, kwargs: Any, error: BaseException) 
     return operation(*args, **kwargs), None
 
 
-def _target(preamble: Preamble) -> RRefId:
-    if preamble.target is None:
-        raise SerializationError(
-            "a request about a reference came without the reference; do all workers run one version?"
-        )
+def _subject(tag: int, preamble: Preamble) -> RRefId | None:
+    """The reference whose value a request needs."""
+    if tag in (_CALL, _CREATE):
+        return None
+    if tag == _CREATE_METHOD:
+        return preamble.handles[0].id if preamble.handles else None
     return preamble.target
 
 
