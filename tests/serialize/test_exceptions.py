@@ -27,10 +27,16 @@ class CustomKeyError(KeyError):
     pass
 
 
-class NotRebuildable(Exception):
+class OtherArgs(Exception):
     def __init__(self, flag: bool, text: str) -> None:
         self.flag = flag
-        super().__init__(text)
+        super().__init__(f"{text}!")
+
+
+class OtherArgsOfAnOSError(PermissionError):
+    def __init__(self, path: str, user: str) -> None:
+        super().__init__(f"{user} may not read {path}")
+        self.path = path
 
 
 class BrokenRepr(Exception):
@@ -129,10 +135,24 @@ def test_a_third_worker_passes_the_type_on_and_both_are_named() -> None:
     assert "worker w1" in str(arrived)
 
 
+def test_constructor_that_takes_other_arguments_than_args() -> None:
+    error = OtherArgs(True, "foo")
+    for arrived in (sent(error), sent(sent(error), FURTHER), pickle.loads(pickle.dumps(sent(error)))):
+        assert isinstance(arrived, OtherArgs)
+        assert isinstance(arrived, RemoteError)
+        assert arrived.args == ("foo!",)
+        assert arrived.flag is True
+        assert str(arrived).startswith("On WorkerInfo(")
+        assert "missing 1 required positional argument" in str(arrived)
+        assert f"Original exception on remote side was {__name__}.OtherArgs" in str(arrived)
+    denied = sent(OtherArgsOfAnOSError("/x", "me"))
+    assert isinstance(denied, OtherArgsOfAnOSError)
+    assert (denied.args, denied.path) == (("me may not read /x",), "/x")
+
+
 @pytest.mark.parametrize(
     ("error", "why"),
     [
-        (NotRebuildable(True, "foo"), "missing 1 required positional argument"),
         (type("Local", (Exception,), {})("foo"), "could not be pickled there"),
         (ValueError(lambda: 0, "foo"), "could not be pickled there"),
         (MadeElsewhere("foo"), "cannot be raised at a distance"),

@@ -12,6 +12,7 @@ import io
 import pickle
 import re
 import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from telegrad.errors import RemoteError
@@ -146,14 +147,21 @@ def unpack_exception(data: bytes) -> BaseException:
     packed = _Packed(*pickle.loads(data))
     text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
     try:
-        exc = _made_again(packed)
+        exc = _made_again(packed, _remote_class)
     except Exception as e:
         why = packed.why_not or f"{type(e).__name__}: {e}"
-        exc = RemoteError(packed.shown)
-        text = (
-            f"Failed to create original exception type. Error msg was {why}"
-            f" Original exception on remote side was {text}"
-        )
+        try:
+            exc = _made_again(packed, _without_constructor)
+            text += (
+                f"Made without its constructor, which takes other arguments than its args ({why})."
+                f" Original exception on remote side was {packed.type_name}.\n"
+            )
+        except Exception:
+            exc = RemoteError(packed.shown)
+            text = (
+                f"Failed to create original exception type. Error msg was {why}"
+                f" Original exception on remote side was {text}"
+            )
     exc.__dict__.pop(_TRACEBACK, None)
     exc.worker = packed.worker
     exc.worker_id = packed.worker_id
@@ -166,23 +174,37 @@ def unpack_exception(data: bytes) -> BaseException:
 
 
 class _ClassUnpickler(pickle.Unpickler):
-    """Unpickles an exception, but makes it of the class that is also a RemoteError."""
+    """Unpickles an exception, but makes it by what `maker_of` gives for its class."""
 
-    def __init__(self, data: bytes, type_name: str) -> None:
+    def __init__(self, data: bytes, type_name: str, maker_of: Callable[[type[Exception]], Callable[..., Any]]) -> None:
         super().__init__(io.BytesIO(data))
         self._type_name = type_name
+        self._maker_of = maker_of
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         if isinstance(found, type) and issubclass(found, Exception) and _type_name(found) == self._type_name:
-            return _remote_class(found)  # type: ignore[arg-type]  # types are hashable
+            return self._maker_of(found)
         return found
 
 
-def _made_again(packed: _Packed) -> RemoteError:
+def _without_constructor(original: type[Exception]) -> Callable[..., RemoteError]:
+    """Makes an exception of args that its constructor does not take: ``__init__(self, a, b)`` that gives one text to
+    ``super().__init__``, say. Its attributes come with its ``__dict__``."""
+    made = _remote_class(original)  # type: ignore[arg-type]  # types are hashable
+
+    def make(*args: Any) -> RemoteError:
+        exc = made.__new__(made, *args)
+        exc.args = args
+        return exc
+
+    return make
+
+
+def _made_again(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
     if packed.pickled is None:
         raise TypeError(packed.why_not)
-    exc = _ClassUnpickler(packed.pickled, packed.type_name).load()
+    exc = _ClassUnpickler(packed.pickled, packed.type_name, maker_of).load()
     if isinstance(exc, Exception) and not isinstance(exc, RemoteError):  # a function has made it, not its class
         exc.__class__ = _remote_class(type(exc))  # type: ignore[arg-type]  # types are hashable
     if not isinstance(exc, RemoteError):
