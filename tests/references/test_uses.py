@@ -99,6 +99,11 @@ class Methods:
 
     def __init__(self) -> None:
         self.me = weakref.ref(self)
+        self.of_instance = lambda x: [x]
+
+    @property
+    def broken(self) -> None:
+        raise AttributeError("of the property")
 
     def plain(self, a: int, *, b: int = 0) -> int:
         return a + b
@@ -158,8 +163,12 @@ def test_proxies(methods: RRef[Methods], kind: str) -> None:
     assert call("__call__", 8) == "called with 8"
     with pytest.raises(ZeroDivisionError, match="of the method"):
         call("fails")
-    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+    if kind != "remote":  # which looks at the type first, as torch does
+        assert call("of_instance", 6) == [6]
+    with pytest.raises(AttributeError, match="type object 'Methods' has no attribute 'nope'"):
         call("nope")
+    with pytest.raises(AttributeError, match="of the property"):
+        call("broken")
     with pytest.raises(TypeError, match=r"plain\(\) got an unexpected keyword argument 'c'"):
         call("plain", 1, c=2)
 

@@ -176,7 +176,7 @@ class Handlers:
                 return type(value), None
             if tag not in (_METHOD, _CREATE_METHOD):
                 raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
-            function = getattr(value, resolve(name or b"M"))
+            function = _method(value, resolve(name or b"M"))
             args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
         return run(function, args, kwargs), function
 
@@ -286,6 +286,20 @@ def _subject(tag: int, preamble: Preamble) -> RRefId | None:
     if tag == _CREATE_METHOD:
         return preamble.handles[0].id if preamble.handles else None
     return preamble.target
+
+
+def _method(value: Any, name: str) -> Any:
+    """A method of a referenced value.
+
+    Raises:
+        AttributeError: it has none of this name, in torch's words.
+    """
+    try:
+        return getattr(value, name)
+    except AttributeError:
+        if hasattr(type(value), name):  # a property that raised it
+            raise
+        raise AttributeError(f"type object {type(value).__name__!r} has no attribute {name!r}") from None
 
 
 def _found(name: bytes) -> Any:
