@@ -8,6 +8,7 @@ The facts are kept as attributes too, so that a program need not read them out o
 from typing import Any, Self
 
 __all__ = [
+    "DeviceNotMapped",
     "HandshakeError",
     "NotInitialized",
     "OwnerLost",
@@ -133,6 +134,10 @@ class OwnerLost(WorkerLost):
 
 class SerializationError(TelegradError):
     """An argument, a result or a function could not be put into a message, or not taken out of one."""
+
+
+class DeviceNotMapped(SerializationError):
+    """A tensor lies on a device from which it cannot be sent."""
 
 
 class HandshakeError(TelegradError):

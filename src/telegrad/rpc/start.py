@@ -13,7 +13,7 @@ from telegrad.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker as _Worker
-from telegrad.worker import addresses, membership, rendezvous
+from telegrad.worker import addresses, devices, membership, rendezvous
 
 __all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
 
@@ -124,11 +124,14 @@ def _init_rpc_backend(
 
 def start_agent(store: Any, name: str, rank: int, world_size: int | None, options: Any) -> Agent:
     """Joins the group on this store (the handler of the backend)."""
-    return Agent(join(store, name, rank, world_size, as_options(options)))
+    return Agent(join(store, name, rank, world_size, options))
 
 
-def join(store: Any, name: str, rank: int, world_size: int | None, options: Options) -> _Worker:
+def join(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
+) -> _Worker:
     """Makes the worker, and waits for the others of a static group."""
+    options, mine = as_options(rpc_backend_options), devices.devices_of(rpc_backend_options)
     static = bool(world_size)
     if static and rank < 0:
         raise ValueError(f"rank parameter missing: worker {name} was given a world_size of {world_size} but no rank.")
@@ -151,8 +154,10 @@ def join(store: Any, name: str, rank: int, world_size: int | None, options: Opti
             rendezvous.give_up(store, rank, str(e))
             raise
         try:
-            members = rendezvous.gather_static(store, worker.member, world_size or 0, timeout)
+            member = worker.member._replace(devices=tuple(mine))
+            members = rendezvous.gather_static(store, member, world_size or 0, timeout)
             rendezvous.check_members(members, world_size)
+            devices.check({member.name: devices.Devices(*member.devices) for member in members}, True)
             for member in members:
                 worker.add_member(member)
             worker.expect([member.id for member in members if member.id != rank])
@@ -162,6 +167,7 @@ def join(store: Any, name: str, rank: int, world_size: int | None, options: Opti
             raise
         worker.store = store
         return worker
+    devices.check({name: mine}, False)
     return membership.join_dynamic(store, name, rank, group, options, store_at, RRef, timeout)
 
 
@@ -184,11 +190,10 @@ class Worker:
         *,
         store: Any = None,
     ) -> None:
-        chosen = as_options(options)
         if store is None:
-            store, rank, world_size = stores.meet(chosen, rank, world_size)
+            store, rank, world_size = stores.meet(as_options(options), rank, world_size)
             store = part_of(store, world_size)
-        self._worker = join(store, name, rank, world_size, chosen)
+        self._worker = join(store, name, rank, world_size, options)
         self.info = self._worker.info
 
     def __enter__(self) -> "Worker":

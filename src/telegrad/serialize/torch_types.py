@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import SerializationError
+from telegrad.errors import DeviceNotMapped, SerializationError
 from telegrad.serialize.tensors import span_of
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -23,7 +23,7 @@ CPU_ONLY = (
 def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
     """A tensor that is more than elements in CPU memory. Its dense parts are tensors again, and travel as such."""
     if tensor.device.type not in ("cpu", "meta"):
-        raise SerializationError(CPU_ONLY.format(tensor.device))
+        raise DeviceNotMapped(CPU_ONLY.format(tensor.device))
     if tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_conj() or tensor.is_neg()):
         # Lazy conjugation and negation are carried out; values are what a message is about.
         plain = tensor.detach().resolve_conj().resolve_neg()
@@ -76,7 +76,7 @@ def _reduce_quantized(tensor: torch.Tensor) -> Reduced:
 def reduce_untyped_storage(storage: torch.UntypedStorage) -> Reduced:
     """As the tensor of its bytes, so that it travels out of band and stays shared with the tensors over it."""
     if storage.device.type != "cpu":
-        raise SerializationError(CPU_ONLY.format(storage.device))
+        raise DeviceNotMapped(CPU_ONLY.format(storage.device))
     return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(storage),)
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from telegrad.errors import RRefNotPicklable, SerializationError
+from telegrad.errors import DeviceNotMapped, RRefNotPicklable, SerializationError
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.pickling import Serializer
 from telegrad.types import WorkerInfo
@@ -63,6 +63,7 @@ class Messages:
         unshare: takes back a ticket that did not leave.
         receive: makes references of tickets that came from a peer.
         limit: bytes that a body may have; a peer that gets more cuts the link.
+        name_of: a worker's name by its id, for errors.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Messages:
         unshare: Callable[[Ticket, int], None],
         receive: Callable[[list[Ticket], int], list[Any]],
         limit: int,
+        name_of: Callable[[int], str],
     ) -> None:
         self.limit = limit
+        self._name_of = name_of
         self._share = share
         self._unshare = unshare
         self._receive = receive
@@ -154,8 +157,11 @@ class Messages:
                 return Encoded(flags, body, segments, ())
             segments = [*(segments or ()), self._preamble(tickets or (), target, autocast)]
             return Encoded(flags | Flag.PREAMBLE, body, segments, tuple(tickets or ()))
-        except BaseException:
+        except BaseException as e:
             self._take_back(peer, keep=None)
+            if isinstance(e, DeviceNotMapped):
+                to = self._name_of(peer)
+                raise type(e)(f"{e} Request device mapping is not available for destination {to}.") from e
             raise
         finally:
             passing.peer, passing.tickets = outer

@@ -48,6 +48,7 @@ class Member(NamedTuple):
     incarnation: int
     addresses: list[str]
     host: str  # see addresses.host_key
+    devices: tuple[Any, ...] = (0, (), {})  # see devices.Devices; as a static group exchanges them
 
 
 class Group(NamedTuple):

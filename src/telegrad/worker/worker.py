@@ -115,7 +115,12 @@ class Worker:
             lambda rref, owner: handle_type.of(self, rref, owner),
         )
         self.messages = Messages(
-            handle_type, self._share, self.references.unshare, self.references.receive, options.max_header_bytes
+            handle_type,
+            self._share,
+            self.references.unshare,
+            self.references.receive,
+            options.max_header_bytes,
+            self.name_of,
         )
         self.calls = Calls(self.engine, self.messages, self.name_of, nanoseconds(options.rpc_timeout))
         self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit)
