@@ -16,6 +16,7 @@ import telegrad.compat.rpc
 import telegrad.rpc
 from telegrad import compat
 from telegrad.compat.redirect import MODULES
+from telegrad.testing import cluster
 
 SUBMODULES = ("api", "backend_registry", "constants", "functions", "internal", "options")
 
@@ -49,6 +50,35 @@ def test_every_way_to_the_module_leads_to_ours() -> None:
     ours = telegrad.compat.rpc
     assert torch.distributed.rpc is renamed is rpc is ours  # type: ignore[comparison-overlap]
     assert sys.modules["torch.distributed.rpc"] is importlib.import_module("torch.distributed.rpc") is ours
+
+
+@pytest.mark.usefixtures("installed")
+def test_modules_that_torchs_package_has_loaded_are_there() -> None:
+    for leaf in ("rref_proxy", "server_process_global_profiler", "_utils"):
+        module = getattr(torch.distributed.rpc, leaf)
+        assert module is importlib.import_module(f"torch.distributed.rpc.{leaf}")
+        assert module.__name__ == f"telegrad.compat.rpc.{leaf}"
+    with pytest.raises(NotImplementedError, match="no RPC profiler yet"):
+        torch.distributed.rpc.server_process_global_profiler._server_process_global_profile()
+    with pytest.raises(NotImplementedError, match="tell each other who joins"):
+        torch.distributed.rpc._utils._update_group_membership(None, [], {}, True)
+    store = torch.distributed.HashStore()
+    for _ in range(2):
+        with torch.distributed.rpc._utils._group_membership_management(store, "a", True):
+            assert store.get("RpcGroupManagementToken").startswith(b"Token_for_a_join")
+
+
+@pytest.mark.usefixtures("installed")
+def test_proxies_as_torch_makes_them() -> None:
+    from torch.distributed.rpc.rref_proxy import RRefProxy, _invoke_rpc
+
+    with cluster(2) as w:
+        rref = w[0].remote("w1", complex, (3, 4))
+        assert isinstance(rref.rpc_sync(), RRefProxy)
+        assert RRefProxy(rref, torch_rpc.rpc_sync).conjugate() == 3 - 4j
+        assert RRefProxy(rref, torch_rpc.rpc_async, 10).conjugate().wait() == 3 - 4j
+        assert _invoke_rpc(rref, torch_rpc.remote, "conjugate", -1.0).to_here() == 3 - 4j
+        del rref
 
 
 @pytest.mark.usefixtures("installed")

@@ -1,6 +1,7 @@
 """Calls of a referenced value's methods, on its owner."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,15 +11,23 @@ from telegrad.wire import Tag
 
 __all__ = ["RRefProxy"]
 
+_KINDS = {"rpc_sync": "sync", "rpc_async": "async", "remote": "remote"}
+
 
 class RRefProxy:
-    """Every attribute is a function that runs the method of that name on the owner; see `RRef.rpc_sync`."""
+    """Every attribute is a function that runs the method of that name on the owner; see `RRef.rpc_sync`.
+
+    Args:
+        rref: refers to the value.
+        kind: "sync", "async" or "remote"; or, as in torch, ``rpc_sync``, ``rpc_async`` or ``remote`` itself.
+        timeout: seconds; -1 is the default of the worker.
+    """
 
     __slots__ = ("_kind", "_rref", "_timeout")
 
-    def __init__(self, rref: RRef[Any], kind: str, timeout: float) -> None:
+    def __init__(self, rref: RRef[Any], kind: str | Callable[..., Any], timeout: float = UNSET) -> None:
         self._rref = rref
-        self._kind = kind
+        self._kind = kind if type(kind) is str else _KINDS[kind.__name__]  # type: ignore[union-attr]
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> "_Method":

@@ -5,6 +5,7 @@ The public names are those of :mod:`telegrad.rpc`, the very same objects, and so
 are the names of torch, most of them private, that programs and torch's own tests use.
 """
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any, Final, NoReturn
@@ -54,6 +55,9 @@ _ADDED: Final[dict[str, tuple[ModuleType, str]]] = {
 }
 """Torch's names, and where ours are. They are looked up at each use: some change, and programs patch them."""
 
+_SUBMODULES: Final = ("_utils", "rref_proxy", "server_process_global_profiler")
+"""Those that torch's package has loaded by itself, and ours loads when they are asked for."""
+
 _UNBUILT: Final = ("RemoteProfilerManager", "_server_process_global_profile")
 
 __all__ = sorted({*_public.__all__, *(name for name in _ADDED if name[0] != "_")})  # noqa: PLE0605  # a list, in the end
@@ -72,6 +76,8 @@ def __getattr__(name: str) -> Any:
     if name in _ADDED:
         module, theirs = _ADDED[name]
         return getattr(module, theirs)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name in _UNBUILT:
         return unbuilt(__name__, "RPC profiler")(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
