@@ -1,11 +1,15 @@
 """The faulty agent's table: torch's names, our messages."""
 
+import threading
+import weakref
+
 import pytest
 
 from telegrad.compat.rpc._testing import FaultyTensorPipeRpcBackendOptions
-from telegrad.compat.rpc._testing.faults import KINDS, RESEND_AFTER, Faults
+from telegrad.compat.rpc._testing.faults import KINDS, Faults
 from telegrad.protocols.rref import Accept, Add, Release
-from telegrad.rpc import backend_registry
+from telegrad.rpc import RRef, backend_registry
+from telegrad.testing import cluster
 from telegrad.worker.calls import DroppedMessage
 
 
@@ -18,11 +22,54 @@ def test_calls_are_lost_each_time() -> None:
     assert faults("call", False, 2) is None
 
 
-def test_messages_that_are_sent_again_come_late() -> None:
-    faults = Faults(["RREF_USER_DELETE"], {"SCRIPT_CALL": 1.5}, 3)
-    assert faults(Release.__name__, False, 2) == pytest.approx(3 * RESEND_AFTER)
+def test_messages_that_are_sent_again_are_lost_so_often() -> None:
+    faults = Faults(["RREF_USER_DELETE"], {"SCRIPT_CALL": 1.5, "RREF_USER_DELETE": 0.5}, 3)
+    for attempt in range(3):
+        with pytest.raises(DroppedMessage):
+            faults(Release.__name__, False, 2, attempt)
+    assert faults(Release.__name__, False, 2, 3) == 0.5
     assert faults("call", True, 2) == 1.5
     assert faults("call", False, 2) is None
+
+
+_freed = threading.Event()
+
+
+class Value:
+    """Something whose end is seen."""
+
+    def __init__(self) -> None:
+        weakref.finalize(self, _freed.set)
+
+    def answer(self) -> int:
+        return 42
+
+
+def ask(rref: RRef[Value]) -> int:
+    answer: int = rref.rpc_sync().answer()
+    return answer
+
+
+def test_references_bear_the_loss_of_each_of_their_messages() -> None:
+    lost: list[tuple[str, int]] = []
+    faults = Faults(["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"], {}, 2)
+
+    def losing(kind: str, scripted: bool, peer: int, attempt: int) -> float | None:
+        try:
+            return faults(kind, scripted, peer, attempt)
+        except DroppedMessage:
+            lost.append((kind, attempt))
+            raise
+
+    with cluster(3) as w:
+        for worker in w:
+            worker._worker.calls.send_filter = losing
+        rref = w[0].remote("w1", Value)
+        assert w[0].rpc_sync("w2", ask, (rref,)) == 42
+        del rref
+        assert _freed.wait(20)
+    assert {(kind.__name__, attempt) for kind in (Add, Accept, Release) for attempt in range(2)} <= set(lost)
+    assert max(attempt for _, attempt in lost) == 1
 
 
 def test_no_failures_means_none() -> None:

@@ -82,7 +82,7 @@ def sent(request: tuple[int, Any, int]) -> Sent:
     return Sent(peer, what if isinstance(what, str) else name_of(what), timeout)
 
 
-Filter = Callable[[str, bool, int], float | None]
+Filter = Callable[[str, bool, int, int], float | None]  # see telegrad.compat.rpc._testing.faults.Faults
 
 
 class Calls:
@@ -282,7 +282,7 @@ class Calls:
         assert self.delay is not None
         kinds = {Tag.CREATE: "remote", Tag.CREATE_METHOD: "remote", Tag.FETCH: "fetch"}
         try:
-            seconds = self.send_filter(kinds.get(Tag(r.tag), "call"), r.scripted, r.peer)
+            seconds = self.send_filter(kinds.get(Tag(r.tag), "call"), r.scripted, r.peer, 0)
         except DroppedMessage as e:
             self.messages.take_back(r.peer, r.message)
             future.set_exception(e)
@@ -305,12 +305,12 @@ class Calls:
 
     def filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], None], attempt: int = 0) -> None:
         """Sends a one-way message, past a fault injector if there is one. Such a message must arrive, so a dropped one
-        is sent again."""
+        is sent again, each time later than the last."""
         if self.send_filter is None or self.delay is None:
             send()
             return
         try:
-            seconds = self.send_filter(kind, scripted, peer)
+            seconds = self.send_filter(kind, scripted, peer, attempt)
         except DroppedMessage:
             self.delay(0.01 * 2**attempt, lambda: self.filtered(kind, scripted, peer, send, attempt + 1))
             return

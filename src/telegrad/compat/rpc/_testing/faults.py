@@ -1,14 +1,14 @@
 """Which messages are lost or late, by torch's names for them."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from telegrad.worker.calls import DroppedMessage
 
-__all__ = ["KINDS", "RESEND_AFTER", "Faults", "Kind"]
+__all__ = ["KINDS", "Faults", "Kind"]
 
-RESEND_AFTER: Final = 0.1
-"""Seconds until a lost message of the reference protocol is sent again."""
+_ALWAYS: Final = sys.maxsize
 
 
 class Kind(NamedTuple):
@@ -39,7 +39,7 @@ class Faults:
     Args:
         fail: torch's names of the messages that are lost.
         delay: torch's names of messages, and by how many seconds each is late.
-        failures: how often one that is sent again is lost before it gets through.
+        failures: how often each one that is sent again is lost before it gets through; the others are lost each time.
 
     Raises:
         ValueError: a name that is not in the table.
@@ -50,19 +50,18 @@ class Faults:
         if unknown:
             raise ValueError(f"no such messages: {', '.join(sorted(unknown))}. There are {', '.join(KINDS)}.")
         self._delay = {KINDS[name][:2]: seconds for name, seconds in delay.items()}
-        self._lost = set()
-        for kind in (KINDS[name] for name in fail if failures > 0):
-            if kind.resent:
-                self._delay[kind[:2]] = self._delay.get(kind[:2], 0.0) + failures * RESEND_AFTER
-            else:
-                self._lost.add(kind[:2])
+        lost = [KINDS[name] for name in fail if failures > 0]
+        self._lost = {kind[:2]: failures if kind.resent else _ALWAYS for kind in lost}
 
-    def __call__(self, kind: str, scripted: bool, peer: int) -> float | None:
+    def __call__(self, kind: str, scripted: bool, peer: int, attempt: int = 0) -> float | None:
         """Asked before each message leaves: by how many seconds is it late?
+
+        Args:
+            attempt: how often this message has been lost before.
 
         Raises:
             DroppedMessage: it is lost.
         """
-        if (kind, scripted) in self._lost:
+        if attempt < self._lost.get((kind, scripted), 0):
             raise DroppedMessage(f"a message ({kind}) to worker {peer} was lost on purpose, as rpc._testing was told")
         return self._delay.get((kind, scripted))
