@@ -81,6 +81,16 @@ def test_secret_comes_from_either_place_and_is_never_shown(tmp_path: Path) -> No
         Options(secret_file=str(file)).group_secret()
 
 
+@pytest.mark.parametrize("name", ["secret", "secret_file"])
+def test_empty_secret_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not silently count as none."""
+    with pytest.raises(ValueError, match=f"option {name} .* is empty"):
+        Options(**{name: ""})  # type: ignore[arg-type]
+    monkeypatch.setenv(f"TELEGRAD_{name.upper()}", "")
+    with pytest.raises(ValueError, match=f"TELEGRAD_{name.upper()}"):
+        as_options(None)
+
+
 def test_options_of_programs_written_for_torch() -> None:
     class Theirs(RpcBackendOptions):
         pass

@@ -223,6 +223,12 @@ class Options(RpcBackendOptions):
             raise ValueError(
                 f"option transports has to name some of {', '.join(TRANSPORTS)}, not {', '.join(self.transports)!r}"
             )
+        for name in ("secret", "secret_file"):
+            if getattr(self, name) == "":
+                raise ValueError(
+                    f"option {name} (TELEGRAD_{name.upper()}) is empty, which would leave the group without a secret."
+                    " Give one, or leave the option out."
+                )
         if self.secret and self.secret_file:
             raise ValueError("give either secret or secret_file (TELEGRAD_SECRET, TELEGRAD_SECRET_FILE), not both")
 
