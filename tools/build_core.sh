@@ -14,9 +14,16 @@ if command -v flock >/dev/null; then
   flock 9
 fi
 
-quietly() { "$@" >"$folder/log" 2>&1 || { tail -n 60 "$folder/log" >&2; exit 1; }; }
+. tools/check_compiler.sh
+quietly() {
+  "$@" >"$folder/log" 2>&1 && return
+  check_compiler # it may have gone since the folder was configured
+  tail -n 60 "$folder/log" >&2
+  exit 1
+}
 
 if [ ! -f "$folder/build.ninja" ]; then
+  check_compiler
   quietly cmake -S . -B "$folder" -G Ninja -DPython_EXECUTABLE="$bin/python" -DTELEGRAD_WERROR=ON \
     -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
 fi

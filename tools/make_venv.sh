@@ -23,10 +23,8 @@ find_python() {
   die "needs Python 3.11 or later; found $("${PYTHON:-python3}" --version 2>&1 || true). Set PYTHON=/path/to/python3.11."
 }
 
-compiler=${CXX:-g++}
-command -v "$compiler" >/dev/null || die "needs a C++20 compiler, but there is no '$compiler'. On Debian: apt install g++"
-printf '#include <latch>\nint main() {}\n' | "$compiler" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
-  die "needs a C++20 compiler; '$compiler' ($("$compiler" -dumpfullversion 2>/dev/null)) is too old. g++ 11 is enough."
+. tools/check_compiler.sh
+check_compiler
 
 if [ ! -x "$venv/bin/python" ] || ! new_enough "$venv/bin/python"; then
   python=$(find_python)

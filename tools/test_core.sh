@@ -14,6 +14,8 @@ if command -v flock >/dev/null; then
 fi
 
 if [ ! -f "$folder/build.ninja" ]; then
+  . tools/check_compiler.sh
+  check_compiler
   cmake -S . -B "$folder" -G Ninja -DTELEGRAD_BUILD_PYTHON=OFF -DTELEGRAD_BUILD_TESTS=ON \
     -DTELEGRAD_SANITIZE="$sanitizers" -DTELEGRAD_WERROR=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
     -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null

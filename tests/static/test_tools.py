@@ -1,0 +1,58 @@
+"""The tools say in one line what the machine lacks."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def compiler_is(compiler: str, path: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", "set -euo pipefail; . tools/check_compiler.sh; check_compiler"],
+        cwd=ROOT,
+        env={**os.environ, "CXX": compiler, "PATH": path + os.pathsep + os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+
+
+def test_compiler_may_have_arguments(tmp_path: Path) -> None:
+    program(tmp_path / "launcher", 'exec "$@"\n')
+    program(tmp_path / "compiler", "cat >/dev/null\n")
+    assert compiler_is("launcher compiler", str(tmp_path)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("compiler", "text"),
+    [("no-such-compiler", "there is no 'no-such-compiler'"), ("launcher old", "'launcher old' (9.1.0) is too old")],
+)
+def test_compiler_that_will_not_do(tmp_path: Path, compiler: str, text: str) -> None:
+    program(tmp_path / "launcher", 'exec "$@"\n')
+    program(tmp_path / "old", 'test "$1" = -dumpfullversion && echo 9.1.0\n')
+    said = compiler_is(compiler, str(tmp_path))
+    assert said.returncode == 1
+    assert text in said.stderr
+    assert said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", ["build_core.sh .venv {}", "test_core.sh .venv {} thread", "make_venv.sh {}"])
+def test_tools_that_compile_look_for_a_compiler_first(tmp_path: Path, tool: str) -> None:
+    said = subprocess.run(
+        ["bash", "-c", "tools/" + tool.format(tmp_path / "folder")],
+        cwd=ROOT,
+        env={**os.environ, "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 1
+    assert said.stderr.startswith("telegrad: needs a C++20 compiler, but there is no 'no-such-compiler'")
