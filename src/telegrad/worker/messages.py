@@ -17,7 +17,7 @@ from telegrad.wire import BodyKind, Flag
 
 __all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble"]
 
-_BODY = int(Flag.BODY)
+_BODY, _PREAMBLE, _CODEC = int(Flag.BODY), int(Flag.PREAMBLE), int(BodyKind.CODEC)  # enumerations are slow
 Segments = list[Any]  # (address, size in bytes, owner), or bytes
 
 
@@ -156,7 +156,7 @@ class Messages:
             if tickets is None and target is None and autocast is None:
                 return Encoded(flags, body, segments, ())
             segments = [*(segments or ()), self._preamble(tickets or (), target, autocast)]
-            return Encoded(flags | Flag.PREAMBLE, body, segments, tuple(tickets or ()))
+            return Encoded(flags | _PREAMBLE, body, segments, tuple(tickets or ()))
         except BaseException as e:
             self._take_back(peer, keep=None)
             if isinstance(e, DeviceNotMapped):
@@ -197,7 +197,7 @@ class Messages:
 
     def preamble(self, peer: int, flags: int, segments: list[Any]) -> Preamble:
         """Reads and removes the preamble, and takes up the references that came with it."""
-        if not flags & Flag.PREAMBLE:
+        if not flags & _PREAMBLE:
             return NO_PREAMBLE
         preamble: Any = self._codec.decode(segments.pop(), [])
         plain, target, autocast = preamble
@@ -215,7 +215,7 @@ class Messages:
         outer = passing.handles
         passing.handles = handles
         try:
-            if kind == BodyKind.CODEC:
+            if kind == _CODEC:
                 return self._codec.decode(body, segments)
             value = self.serializer.loads(body, segments)
             return self.load_custom(*value) if kind == BodyKind.CUSTOM else value
