@@ -42,6 +42,7 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
     nb::gil_scoped_release no_gil;
     id = e.start(peer, std::move(m), std::move(o));
   }
+  if (e.stopping() && e.withdraw(id)) id = 0;
   let_go(m);
   release_references();
   if (interruption.raised()) nb::raise_python_error();  // the call may be under way; its outcome goes to the pool

@@ -11,7 +11,8 @@ namespace telegrad::bind {
 Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o);
 
 /// Sends a request; its outcome goes to the pool with the options' cookie. Unless `never_wait`, a large request's
-/// memory has left when this returns, and the peer's window is waited for.
+/// memory has left when this returns, and the peer's window is waited for. 0: the engine has been stopped, and nothing
+/// will come of the call.
 std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait);
 
 /// Answers a request.

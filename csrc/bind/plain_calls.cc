@@ -97,7 +97,7 @@ void init_plain_calls(nb::module_& m) {
       .def("start", &PlainCalls::start, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
            "nested"_a, "never_wait"_a, "future"_a,
            "Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is "
-           "not plain, and not made.");
+           "not plain, or the engine has been stopped, and it is not made.");
 }
 
 }  // namespace telegrad::bind

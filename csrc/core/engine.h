@@ -145,6 +145,9 @@ class Engine {
   WaitEnd wait(std::uint64_t call, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out);
   /// The caller stops waiting; a late reply is dropped.
   void give_up(std::uint64_t call);
+  /// Takes back an outcome that has been put down for the pool; false if the pool has it, or will. After `stop`, when
+  /// there may be nobody left in the pool.
+  bool withdraw(std::uint64_t call);
   /// Sends a reply on the connection of the request; dropped when that is gone. Waits until it has left its memory,
   /// unless `may_wait` is false: then `keep` must own the memory. A reply that has left is still the caller's.
   void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, Nanos deadline,

@@ -54,6 +54,7 @@ void Engine::settle(std::uint64_t id, Outcome&& outcome, Kept& kept) {
     Item item;
     item.kind = ItemKind::kOutcome;
     item.peer = call->peer;
+    item.message.header.call_id = id;  // for `withdraw`
     item.cookie = std::move(call->cookie);
     item.outcome = std::move(outcome);
     close_call(id, replied, kept);
@@ -205,6 +206,18 @@ void Engine::give_up(std::uint64_t id) {
     wake_for_work();
   }
   close_call(id, replied, kept);
+}
+
+bool Engine::withdraw(std::uint64_t id) {
+  Item item;
+  std::lock_guard lock(mutex_);
+  auto found = std::find_if(urgent_.begin(), urgent_.end(), [&](const Item& i) {
+    return i.kind == ItemKind::kOutcome && i.cookie && i.message.header.call_id == id;
+  });
+  if (found == urgent_.end()) return false;
+  item = std::move(*found);
+  urgent_.erase(found);
+  return true;
 }
 
 void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, Nanos deadline,

@@ -51,7 +51,7 @@ class Engine:
 
     def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, lazy: bool, cookie: object, linger: object | None) -> int:
         """
-        Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it; half a millisecond later if `lazy`. Returns the call's id.
+        Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it; half a millisecond later if `lazy`. Returns the call's id; 0 if the engine has been stopped.
         """
 
     def wait(self, call: int, timeout: int) -> tuple | None:
@@ -102,7 +102,7 @@ class PlainCalls:
 
     def start(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, never_wait: bool, future: object) -> int:
         """
-        Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is not plain, and not made.
+        Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is not plain, or the engine has been stopped, and it is not made.
         """
 
 class PlainPool:

@@ -208,3 +208,16 @@ def test_an_hmac_that_raises() -> None:
     assert "no hash today" in a.events[0][1]
     a.stop()
     b.stop()
+
+
+def test_a_call_that_comes_after_the_end_is_not_made(pair: tuple[Native, Native]) -> None:
+    """There is no thread of the pool left that could bring its outcome."""
+    a, _ = pair
+    a.stop()
+    cookie = threading.Event()
+    gone = weakref.ref(cookie)
+    assert a.start(1, cookie) == 0
+    assert a.start(1, cookie, segments=[bytes(1 << 20)]) == 0
+    del cookie
+    assert gone() is None
+    assert a.outcomes == []

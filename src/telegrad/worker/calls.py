@@ -275,6 +275,8 @@ class Calls:
             r.peer, r.tag, message.flags, number, text, message.body, message.segments, r.timeout, r.nested,
             _get_running_loop() is not None, r.tag in _CREATES, future, r.keep,
         )  # fmt: skip
+        if not future._call:
+            raise NotInitialized
 
     def _start_filtered(self, r: Request, future: CallFuture) -> None:
         """As `_start`, past a fault injector (rpc._testing)."""
