@@ -51,7 +51,7 @@ enum class ReceiveState {
 };
 
 struct Credentials {
-  pid_t pid;
+  pid_t pid;  // 0: not known
   uid_t uid;
 };
 
@@ -82,7 +82,8 @@ class Link {
   /// Why the link broke; "" for a plain end of stream. Meaningful after kBroken.
   virtual std::string error() const = 0;
 
-  /// The process at the other end, when the kernel vouches for it (same host).
+  /// The process at the other end, when it is on the same host and the kernel tells. Asked for in the handshake; may
+  /// cost a few system calls.
   virtual std::optional<Credentials> credentials() const = 0;
 
   /// "unix", "tcp 10.0.0.1:5000 -> 10.0.0.2:6000", for logs and errors.

@@ -13,13 +13,15 @@
 namespace telegrad::test {
 namespace {
 
+std::optional<Credentials> nobody(int) { return std::nullopt; }
+
 /// A stream link whose other end is a bare socket.
 struct Raw {
   Raw() {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
     socket = Descriptor(ends[0]);
-    link = std::make_unique<StreamLink>(Descriptor(ends[1]), "test", false, std::nullopt);
+    link = std::make_unique<StreamLink>(Descriptor(ends[1]), "test", false, nobody);
   }
   void write(std::string_view bytes) {
     while (!bytes.empty()) {

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "transports/peer_user.h"
 #include "transports/stream.h"
 #include "transports/transports.h"
 
@@ -43,7 +44,13 @@ void tune(int fd, bool tcp) {
   }
 }
 
-std::optional<Credentials> credentials_of(int fd) {
+std::optional<Credentials> local_tcp_peer(int fd) {
+  const auto user = user_of_local_peer(fd);
+  if (!user) return std::nullopt;
+  return Credentials{.pid = 0, .uid = *user};
+}
+
+std::optional<Credentials> unix_peer(int fd) {
   ucred c;
   socklen_t size = sizeof c;
   if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &size) != 0) return std::nullopt;
@@ -63,8 +70,7 @@ class SocketListener final : public Listener {
     if (!s && (errno == EMFILE || errno == ENFILE)) turn_one_away();
     if (!s) return nullptr;
     tune(s.get(), tcp_);
-    auto credentials = tcp_ ? std::nullopt : credentials_of(s.get());
-    return std::make_unique<StreamLink>(std::move(s), address_, false, credentials);
+    return std::make_unique<StreamLink>(std::move(s), address_, false, tcp_ ? local_tcp_peer : unix_peer);
   }
 
  private:
@@ -100,8 +106,7 @@ class UnixTransport final : public Transport {
     tune(s.get(), false);
     auto [name, size] = parse(address);
     if (::connect(s.get(), reinterpret_cast<sockaddr*>(&name), size) != 0) raise(errno, "cannot reach " + address);
-    auto credentials = credentials_of(s.get());
-    return std::make_unique<StreamLink>(std::move(s), address, false, credentials);
+    return std::make_unique<StreamLink>(std::move(s), address, false, unix_peer);
   }
 
  private:
@@ -151,7 +156,7 @@ class TcpTransport final : public Transport {
     tune(s.get(), true);
     const bool at_once = ::connect(s.get(), r.list->ai_addr, r.list->ai_addrlen) == 0;
     if (!at_once && errno != EINPROGRESS) raise(errno, "cannot reach " + address);
-    return std::make_unique<StreamLink>(std::move(s), address, !at_once, std::nullopt);
+    return std::make_unique<StreamLink>(std::move(s), address, !at_once, local_tcp_peer);
   }
 
  private:

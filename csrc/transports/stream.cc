@@ -96,10 +96,10 @@ int Descriptor::release() {
 }
 
 StreamLink::StreamLink(Descriptor socket, std::string description, bool connecting,
-                       std::optional<Credentials> credentials)
+                       std::optional<Credentials> (*credentials_of)(int fd))
     : socket_(std::move(socket)),
       description_(std::move(description)),
-      credentials_(credentials),
+      credentials_of_(credentials_of),
       connecting_(connecting),
       buffer_(new std::byte[kBuffer]) {}
 

@@ -25,8 +25,9 @@ class Descriptor {
 
 class StreamLink final : public Link {
  public:
-  /// `connecting`: the socket's connect() is still under way.
-  StreamLink(Descriptor socket, std::string description, bool connecting, std::optional<Credentials> credentials);
+  /// `connecting`: the socket's connect() is still under way. `credentials_of`: who is at a socket's other end.
+  StreamLink(Descriptor socket, std::string description, bool connecting,
+             std::optional<Credentials> (*credentials_of)(int fd));
   ~StreamLink() override;
 
   int fd() const override { return socket_.get(); }
@@ -35,7 +36,7 @@ class StreamLink final : public Link {
   void set_limits(const Limits& limits) override { limits_ = limits; }
   void close() override;
   std::string error() const override;
-  std::optional<Credentials> credentials() const override { return credentials_; }
+  std::optional<Credentials> credentials() const override { return credentials_of_(socket_.get()); }
   std::string describe() const override { return description_; }
 
  private:
@@ -54,7 +55,7 @@ class StreamLink final : public Link {
 
   Descriptor socket_;
   const std::string description_;
-  std::optional<Credentials> credentials_;
+  std::optional<Credentials> (*const credentials_of_)(int fd);
   std::atomic<bool> connecting_;
   Limits limits_;
 
