@@ -32,9 +32,10 @@ test-python: build
 test-core: $(READY)
 	tools/test_core.sh $(VENV) $(BUILD)/asan address,undefined
 
-test-slow: build ## the slow tests: stress and soak in Python, and the core under the thread sanitizer
+test-slow: build ## the slow tests: stress and soak in Python, the core and the bindings under sanitizers
 	$(PY) -m pytest -q -m slow --timeout 600 $(ARGS)
 	tools/test_core.sh $(VENV) $(BUILD)/tsan thread
+	tools/test_bindings_sanitized.sh $(VENV) $(BUILD)/asan-python
 
 conformance: build ## PyTorch's own RPC test-suite, run over Telegrad
 	$(PY) tests/conformance/conformance.py --package telegrad --set tests/conformance/stage.txt \
