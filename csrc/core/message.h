@@ -86,6 +86,9 @@ class Keep {
 struct OutSegment {
   const std::byte* data;
   std::uint64_t size;
+  // 0, or the lease under which the link lent this memory (`Link::lend`): then the link hands the memory over instead
+  // of its bytes. A link to which the lease means nothing sends the bytes.
+  std::uint64_t lease = 0;
 };
 
 /// A message on its way out. Its body and segments point into memory that `keep` holds.

@@ -9,10 +9,15 @@
 // (Stopping, which waits, is the engine's business: it closes links and waits for its threads.)
 //
 // Memory. A link sends straight from the memory an Outgoing names and holds no pointer to it after kSent. It fills
-// blocks it got from `Inbox::allocate`, or, if it shares memory with its peer, delivers blocks of its own: a
-// SegmentHeader with a lease names a region that the receiver maps, and the destructor of that block gives the lease
-// back (in a batch with the link's next frame, or in a frame of its own), on whatever thread it runs. A sender whose
-// leases do not come back must fall back to sending bytes; it never waits for them.
+// blocks it got from `Inbox::allocate`.
+//
+// A link that shares memory with its peer may lend some to its sender (`Link::lend`). A segment that names its lease
+// (OutSegment::lease) is not copied: the link sends the lease (SegmentHeader::lease), and the receiver maps the region
+// and delivers it as a block of its own. There are two holders then, the sender's block and the receiver's; each
+// destructor lets go, on whatever thread it runs, the receiver's by giving the lease back (in a batch with the link's
+// next frame, or in a frame of its own). When nobody holds it, the region can be lent again. Blocks stay readable when
+// the link is closed and gone. What is lent is bounded: where leases do not come back, `lend` gives nothing, and the
+// sender sends bytes; it never waits for them.
 #pragma once
 
 #include <sys/types.h>
@@ -55,6 +60,12 @@ struct Credentials {
   uid_t uid;
 };
 
+/// Memory that a link lends its sender.
+struct Lent {
+  std::uint64_t lease;  // not 0, and the link's own; OutSegment::lease names it
+  BlockPtr memory;      // to be written before the message that names it is sent, and not after
+};
+
 class Link {
  public:
   virtual ~Link() = default;
@@ -67,6 +78,10 @@ class Link {
   /// caller serializes); may run at the same time as `receive`. After kBlocked the next send must be of the same
   /// message. Never throws.
   virtual SendState send(Outgoing& message) = 0;
+
+  /// Memory of the link's own for `size` bytes, or null: most links have none, and what they have may be lent out. Any
+  /// thread; never blocks, never throws.
+  virtual std::optional<Lent> lend([[maybe_unused]] std::size_t size) { return std::nullopt; }
 
   /// Reads what is there without blocking, about `budget` bytes at most, into memory from `inbox`. One thread at a
   /// time. A frame beyond the limits, or one that is not a frame, breaks the link before anything is allocated for

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <system_error>
 #include <thread>
 
@@ -141,6 +142,131 @@ void sends_while_it_receives(Scheme scheme) {
     check_same(sent[i], at_a.messages[i]);
     check_same(sent[i], at_b.messages[i]);
   }
+}
+
+// ---- memory that the link lends
+
+/// Does this link lend any? Those that do not are left out: the contract asks nothing else of them.
+bool lends(Scheme scheme) { return Ends(scheme).a->lend(1).has_value(); }
+
+/// A message whose segments lie in memory that the link has lent, filled with `fill`.
+struct LentMessage {
+  LentMessage(Link& link, const std::vector<std::size_t>& sizes, char fill) {
+    original.header.type = FrameType::kRequest;
+    for (std::size_t size : sizes) {
+      auto lent = link.lend(size);
+      CHECK(lent && lent->lease != 0 && lent->memory->size() == size);
+      CHECK_EQ(reinterpret_cast<std::uintptr_t>(lent->memory->data()) % kAlignment, 0u);
+      std::memset(lent->memory->data(), fill, size);
+      original.segments.push_back(std::string(size, fill));
+      out.segments.push_back({lent->memory->data(), size, lent->lease});
+      blocks.push_back(std::move(lent->memory));
+    }
+    out.header = original.header;
+  }
+  Message original;
+  Outgoing out;
+  std::vector<BlockPtr> blocks;
+};
+
+void lent_memory_is_handed_over(Scheme scheme) {
+  if (!lends(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  LentMessage m(*e.a, {0, 1, 64, 3 * kMiB + 7}, 'a');
+  const std::string bytes(5000, 'b');  // beside one that is not lent
+  m.original.segments.push_back(bytes);
+  m.out.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()});
+  CHECK(e.a->send(m.out) == SendState::kSent);
+  m.blocks.clear();  // the receiver holds it now
+  receive_until(*e.b, inbox, 1);
+  check_same(m.original, inbox.messages[0]);
+  CHECK_EQ(inbox.allocations, 1);
+}
+
+void lent_memory_outlives_the_link(Scheme scheme) {
+  if (!lends(scheme)) return;
+  Collector inbox;
+  std::optional<LentMessage> m, unsent;
+  {
+    Ends e(scheme);
+    m.emplace(*e.a, std::vector<std::size_t>{1000}, 'c');
+    unsent.emplace(*e.a, std::vector<std::size_t>{1000}, 'd');
+    CHECK(e.a->send(m->out) == SendState::kSent);
+    receive_until(*e.b, inbox, 1);
+    e.a->close();
+  }
+  m->blocks.clear();
+  check_same(m->original, inbox.messages[0]);
+  CHECK(static_cast<char>(unsent->blocks[0]->data()[999]) == 'd');
+}
+
+void leases_come_back(Scheme scheme) {
+  if (!lends(scheme)) return;
+  Ends e(scheme);
+  std::size_t most = kMiB;  // more than half of all that it lends
+  while (e.a->lend(2 * most)) most *= 2;
+  for (bool sent : {true, false, true}) {
+    Collector inbox;
+    {
+      LentMessage m(*e.a, {most}, 'e');
+      if (sent) CHECK(e.a->send(m.out) == SendState::kSent);
+      CHECK(!e.a->lend(most));
+    }
+    if (sent) {
+      CHECK(!e.a->lend(most));  // on its way
+      receive_until(*e.b, inbox, 1);
+      CHECK(!e.a->lend(most));  // the receiver has it
+      std::thread elsewhere([&] { inbox.messages.clear(); });
+      elsewhere.join();
+    }
+    // It may come with the link's next frame.
+    Collector at_a;
+    while (!e.a->lend(most)) e.a->receive(at_a, kAnyBudget);
+  }
+}
+
+void nothing_to_lend_means_bytes(Scheme scheme) {
+  if (!lends(scheme)) return;
+  Ends e(scheme);
+  std::vector<Lent> all;
+  std::size_t size = 256 * kMiB;
+  for (; size >= kKiB; size /= 2) {
+    while (auto lent = e.a->lend(size)) all.push_back(std::move(*lent));
+  }
+  Collector inbox;
+  Random random(17);
+  const Message m = random_message(random, 10, {3000});
+  send_whole(*e.a, m, *e.b, inbox);
+  receive_until(*e.b, inbox, 1);
+  check_same(m, inbox.messages[0]);
+}
+
+/// A lease of another link, or of none.
+void a_strange_lease_means_bytes(Scheme scheme) {
+  Ends e(scheme), other(scheme);
+  Collector inbox;
+  Random random(18);
+  const Message m = random_message(random, 10, {3000, 100});
+  Outgoing out = m.outgoing();
+  const auto lent = other.a->lend(3000);
+  out.segments[0].lease = lent ? lent->lease : 1;
+  out.segments[1].lease = 1234567;
+  CHECK(e.a->send(out) == SendState::kSent);
+  receive_until(*e.b, inbox, 1);
+  check_same(m, inbox.messages[0]);
+}
+
+void limits_hold_for_lent_memory(Scheme scheme) {
+  if (!lends(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  e.b->set_limits({.body = 100, .message = 50, .segments = 3, .name = 10});
+  LentMessage m(*e.a, {30, 21}, 'f');
+  CHECK(e.a->send(m.out) == SendState::kSent);
+  receive_until_broken(*e.b, inbox);
+  CHECK(inbox.messages.empty());
+  CHECK_SAYS(e.b->error(), "limit");
 }
 
 // ---- blocking
@@ -498,6 +624,12 @@ const Row kSuite[] = {
     ROW(both_ways_in_order),
     ROW(memory_is_free_after_sent),
     ROW(sends_while_it_receives),
+    ROW(lent_memory_is_handed_over),
+    ROW(lent_memory_outlives_the_link),
+    ROW(leases_come_back),
+    ROW(nothing_to_lend_means_bytes),
+    ROW(a_strange_lease_means_bytes),
+    ROW(limits_hold_for_lent_memory),
     ROW(blocks_and_resumes),
     ROW(both_ends_full_at_once),
     ROW(budget_gives_others_a_turn),

@@ -1,11 +1,13 @@
 // Links within one process: a worker's calls to itself, and tests. Two queues, with the same bounded room, blocking and
-// end-of-stream behaviour as a socket.
+// end-of-stream behaviour as a socket, and memory to lend.
 #include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -17,7 +19,8 @@
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kRoom = 4 << 20;  // bytes queued in one direction before a sender is told to wait
+constexpr std::size_t kRoom = 4 << 20;       // bytes queued in one direction before a sender is told to wait
+constexpr std::size_t kLendable = 16 << 20;  // bytes that one link lends at most
 
 /// A descriptor that polls readable and writable as it is told: one end of a socket pair whose other end we hold. A
 /// byte sent from there makes it readable; filling the way there makes it unwritable.
@@ -70,16 +73,81 @@ class Doorbell {
   bool writable_ = true;
 };
 
+/// The memory that one link lends. Each lease has as many holders as there are blocks over it.
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  /// Null when there is not so much left.
+  std::optional<Lent> lend(std::size_t size) {
+    std::lock_guard lock(mutex_);
+    if (size > kLendable - lent_) return std::nullopt;
+    const std::size_t rounded = (std::max(size, kAlignment) + kAlignment - 1) / kAlignment * kAlignment;
+    auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded));
+    if (!memory) return std::nullopt;
+    const std::uint64_t lease = next_++;
+    regions_.emplace(lease, Region{.memory = memory, .size = size, .holders = 0});
+    lent_ += size;
+    return Lent{.lease = lease, .memory = hold(lease)};
+  }
+
+  /// One more block over a lease; null when it means nothing here, or something else.
+  BlockPtr share(const OutSegment& s) {
+    std::lock_guard lock(mutex_);
+    const auto found = s.lease ? regions_.find(s.lease) : regions_.end();
+    if (found == regions_.end() || found->second.memory != s.data || found->second.size != s.size) return nullptr;
+    return hold(s.lease);
+  }
+
+ private:
+  struct Region {
+    std::byte* memory;
+    std::size_t size;
+    int holders;
+  };
+
+  class Holder final : public Block {
+   public:
+    Holder(const Region& region, std::uint64_t lease, std::shared_ptr<Arena> arena)
+        : Block(region.memory, region.size), lease_(lease), arena_(std::move(arena)) {}
+    ~Holder() override { arena_->give_back(lease_); }
+
+   private:
+    const std::uint64_t lease_;
+    const std::shared_ptr<Arena> arena_;
+  };
+
+  BlockPtr hold(std::uint64_t lease) {
+    Region& region = regions_.at(lease);
+    auto block = std::make_unique<Holder>(region, lease, shared_from_this());
+    ++region.holders;
+    return block;
+  }
+
+  void give_back(std::uint64_t lease) {
+    std::lock_guard lock(mutex_);
+    const auto found = regions_.find(lease);
+    if (--found->second.holders > 0) return;
+    lent_ -= found->second.size;
+    std::free(found->second.memory);
+    regions_.erase(found);
+  }
+
+  std::mutex mutex_;
+  std::map<std::uint64_t, Region> regions_;
+  std::uint64_t next_ = 1;
+  std::size_t lent_ = 0;
+};
+
 struct Parcel {
   FrameHeader header;
   std::string name;
   std::string body;
-  std::vector<std::unique_ptr<std::byte[]>> segments;
+  std::vector<std::unique_ptr<std::byte[]>> segments;  // null where memory is handed over
+  std::vector<BlockPtr> handed_over;
   std::vector<std::size_t> sizes;
-  std::size_t total = 0;
+  std::size_t total = 0;  // bytes that are copied
 };
 
-Parcel pack(const Outgoing& m) {
+Parcel pack(const Outgoing& m, Arena& arena) {
   Parcel p;
   p.header = m.header;
   p.header.name_size = static_cast<std::uint32_t>(m.name.size());
@@ -89,9 +157,15 @@ Parcel pack(const Outgoing& m) {
   p.body = m.body;
   p.total = m.payload_size() + m.name.size() + sizeof p.header;
   for (const auto& s : m.segments) {
-    p.segments.push_back(std::unique_ptr<std::byte[]>(new std::byte[s.size]));
-    if (s.size > 0) std::memcpy(p.segments.back().get(), s.data, s.size);
     p.sizes.push_back(s.size);
+    p.handed_over.push_back(arena.share(s));
+    p.segments.emplace_back();
+    if (p.handed_over.back()) {
+      p.total -= s.size;
+      continue;
+    }
+    p.segments.back().reset(new std::byte[s.size]);
+    if (s.size > 0) std::memcpy(p.segments.back().get(), s.data, s.size);
   }
   return p;
 }
@@ -109,6 +183,7 @@ struct Shared {
   Pipe pipe[2];
   bool closed = false;
   Doorbell bell[2];
+  const std::shared_ptr<Arena> arena = std::make_shared<Arena>();
 };
 
 class InprocLink final : public Link {
@@ -128,7 +203,7 @@ class InprocLink final : public Link {
       return SendState::kBlocked;
     }
     try {
-      pipe.queue.push_back(pack(m));
+      pipe.queue.push_back(pack(m, *shared_->arena));
     } catch (const std::bad_alloc&) {
       error_ = "no memory for a message";
       close_locked();
@@ -137,6 +212,14 @@ class InprocLink final : public Link {
     pipe.bytes += pipe.queue.back().total;
     shared_->bell[other].set_readable(true);
     return SendState::kSent;
+  }
+
+  std::optional<Lent> lend(std::size_t size) override {
+    try {
+      return shared_->arena->lend(size);
+    } catch (const std::bad_alloc&) {
+      return std::nullopt;
+    }
   }
 
   ReceiveState receive(Inbox& inbox, std::size_t budget) override {
@@ -212,6 +295,10 @@ class InprocLink final : public Link {
         std::memcpy(m.body->data(), p.body.data(), p.body.size());
       }
       for (std::size_t i = 0; i < p.sizes.size(); ++i) {
+        if (p.handed_over[i]) {
+          m.segments.push_back(std::move(p.handed_over[i]));
+          continue;
+        }
         m.segments.push_back(inbox.allocate(p.sizes[i]));
         if (p.sizes[i] > 0) std::memcpy(m.segments.back()->data(), p.segments[i].get(), p.sizes[i]);
       }
