@@ -201,7 +201,9 @@ void init_engine(nb::module_& m) {
            "timeout"_a, "nested"_a, "never_wait"_a, "lazy"_a, "cookie"_a, "linger"_a.none(),
            "Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it; half a "
            "millisecond later if `lazy`. Returns the call's id; 0 if the engine has been stopped.")
-      .def("wait", wait, "call"_a, "timeout"_a, "The outcome of a started call, or None: it went to the pool.")
+      .def("wait", wait, "call"_a, "timeout"_a,
+           "The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an "
+           "outcome that has come by then waits for the next call of this, which must follow.")
       .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(), "timeout"_a)
       .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
            "Sends a message that is never answered. False: the peer is known to be gone.")

@@ -141,7 +141,8 @@ class Engine {
   /// Would a request of this size pass the peer's window without waiting?
   bool may_send_now(std::int32_t peer, std::uint64_t payload) const;
   /// Waits for the outcome of a call. kDone: taken, the call is over. kStopped: there is no such call any more (its
-  /// outcome went to the pool). After kDeadline the call goes on until `give_up`.
+  /// outcome went to the pool). After kDeadline the call goes on until `give_up`. So it does after kInterrupted; if it
+  /// has ended meanwhile, its outcome waits for the next `wait` or `give_up`.
   WaitEnd wait(std::uint64_t call, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out);
   /// The caller stops waiting; a late reply is dropped.
   void give_up(std::uint64_t call);

@@ -189,7 +189,7 @@ WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool(
   std::lock_guard lock(mutex_);
   Call* call = calls_.find(id);
   call->waiter = nullptr;
-  if (call->status == CallStatus::kPending) return end;
+  if (call->status == CallStatus::kPending || end == WaitEnd::kInterrupted) return end;
   out = std::move(call->outcome);
   close_call(id, out.status == CallStatus::kReplied, kept);
   return WaitEnd::kDone;

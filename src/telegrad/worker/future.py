@@ -44,12 +44,18 @@ class CallFuture(torch.futures.Future[Any]):
         """The result; blocks, and raises what the call raised."""
         self._read = True
         if not self.done() and (calls := getattr(self, "_calls", None)) is not None:
+            engine = calls.engine
             try:
-                outcome = calls.engine.wait(self._call, 0)
+                outcome = engine.wait(self._call, 0)
             except NotInitialized:  # the worker has been closed meanwhile, and has nobody left to bring an outcome
                 outcome = None
                 if not self.done():
                     raise
+            except BaseException:  # a signal handler's
+                came_meanwhile = engine.wait(self._call, 1)
+                if came_meanwhile is not None:
+                    calls.finish(self, came_meanwhile)
+                raise
             if outcome is not None:
                 calls.finish(self, outcome)
         return super().wait()

@@ -1,0 +1,104 @@
+"""Signal handlers that raise while the main thread waits for a call."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.testing import Cluster, Gate, eventually
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+class Alarm(Exception):
+    """What the handler raises."""
+
+
+@pytest.fixture
+def raise_once(two: Cluster) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Runs something in the main thread, with another thread polling, and has a signal arrive while it waits for a
+    call: the handler lets the call end, and raises once the reply has come."""
+
+    def replies() -> int:
+        return int(two[0]._worker.engine.stats()["replies"])
+
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def attempt(begin: Callable[[Gate], Callable[[], Any]]) -> bool:
+        """Did the reply come while the handler ran? (Only if another thread had the polling role.)"""
+        elsewhere, mine = Gate(), Gate()
+        poller = threading.Thread(target=two[0].rpc_sync, args=("w1", elsewhere.enter))
+        poller.start()
+        elsewhere.wait_for()
+        came = False
+
+        def on_signal(*_: object) -> None:
+            nonlocal came
+            so_far = replies()
+            mine.open()
+            try:
+                eventually(lambda: replies() > so_far, 1)
+            except AssertionError:
+                return
+            came = True
+            raise Alarm
+
+        signal.signal(signal.SIGUSR1, on_signal)
+
+        def send_signal() -> None:
+            mine.wait_for()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+        sender = threading.Thread(target=send_signal)
+        wait = begin(mine)
+        sender.start()
+        try:
+            if came_of(wait):
+                assert came
+        finally:
+            sender.join()
+            elsewhere.open()
+            poller.join()
+        return came
+
+    def came_of(wait: Callable[[], Any]) -> bool:
+        try:
+            wait()
+        except Alarm:
+            return True
+        return False
+
+    def until_it_comes(begin: Callable[[Gate], Callable[[], Any]]) -> None:
+        assert any(attempt(begin) for _ in range(10)), "the main thread has always polled"
+
+    yield until_it_comes
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_reply_comes_before_the_handler_raises(raise_once: Any) -> None:
+    raise_once(lambda gate: lambda: rpc.rpc_sync("w1", gate.enter, (5,)))
+    assert rpc.rpc_sync("w1", abs, (-1,)) == 1
+
+
+def test_a_future_keeps_the_reply_that_comes_before_the_handler_raises(raise_once: Any) -> None:
+    futures = []
+
+    def begin(gate: Gate) -> Any:
+        futures.append(rpc.rpc_async("w1", gate.enter, (5,)))
+        return futures[-1].wait
+
+    raise_once(begin)
+    assert futures[-1].done()
+    assert [future.wait() for future in futures] == [5] * len(futures)
+
+
+def test_references_in_a_reply_that_nobody_waits_for_any_more_are_given_up(raise_once: Any) -> None:
+    raise_once(lambda gate: lambda: rpc.rpc_sync("w1", makes_a_reference, (gate,)))  # `clean` looks for it
+
+
+def makes_a_reference(gate: Gate) -> Any:
+    gate.enter()
+    return rpc.RRef(5)
