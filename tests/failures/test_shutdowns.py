@@ -1,9 +1,11 @@
 """Shutdowns that somebody does not take part in, or that come at an odd moment."""
 
+import asyncio
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +247,30 @@ def test_programs_that_never_shut_down_end_quietly(tmp_path: Path, end: str, cod
     else:
         assert said[0][1].strip().endswith("KeyboardInterrupt")
     assert (both[1].returncode, said[1]) == (0, ("came to its end\n", ""))
+
+
+async def blocks_the_loop(gate: Gate) -> None:
+    gate.enter()
+
+
+async def is_not_to_be_stopped(gate: Gate) -> None:
+    gate.entered.release()
+    while not gate.is_open():
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("handler", [blocks_the_loop, is_not_to_be_stopped])
+def test_shutdown_leaves_coroutines_behind_that_do_not_end(
+    handler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("telegrad.worker.worker._JOIN_TIMEOUT", SOON)
+    gate = Gate()
+    with cluster(2, graceful=False) as w:
+        call = w[0].rpc_async("w1", handler, (gate,))
+        gate.wait_for()
+        run_all([lambda: w[1].shutdown(graceful=False)], timeout=5)  # the gate alone would take 10
+        assert "a handler still ran; it was left behind" in caplog.text
+        gate.open()  # then its thread ends too
+        with pytest.raises(WorkerLost):
+            call.wait()

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -107,14 +108,15 @@ class EventLoop:
         finally:
             loop.close()
 
-    def stop(self) -> None:
-        """Cancels what runs and ends the thread. Blocks until it has ended."""
+    def stop(self, timeout: float) -> bool:
+        """Cancels what runs and ends the thread; nothing runs here afterwards. False: a coroutine has not let go of it
+        in `timeout` seconds. The thread, a daemon, then ends when it can."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = None
             self._stopped = True
         if loop is None or thread is None:
-            return
+            return True
 
         async def end() -> None:
             tasks = list(self._tasks)
@@ -124,8 +126,22 @@ class EventLoop:
             await loop.shutdown_asyncgens()
             loop.stop()
 
+        late = False
+
+        def begin_to_end() -> None:
+            if late:
+                loop.stop()
+            else:
+                loop.create_task(end())
+
         if thread is threading.current_thread():  # a handler shuts its own worker down
             loop.call_soon(loop.stop)
-            return
-        loop.call_soon_threadsafe(lambda: loop.create_task(end()))
-        thread.join()
+            return True
+        loop.call_soon_threadsafe(begin_to_end)
+        thread.join(timeout)
+        if not thread.is_alive():
+            return True
+        late = True
+        with suppress(RuntimeError):  # the loop has been closed just now
+            loop.call_soon_threadsafe(loop.stop)
+        return False

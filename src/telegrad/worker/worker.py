@@ -45,7 +45,7 @@ _SECOND = 1_000_000_000
 _RELEASE_DELAY = 1_000_000  # ns that releases of references wait for others to travel with
 _STOP_LINGER = 2.0  # s that bytes already sent may take to leave at the end
 _DRAIN_STEP = 0.005  # s between two looks at what is still under way
-_JOIN_TIMEOUT = 5.0  # s that a handler may still run at the end before it is left behind
+_JOIN_TIMEOUT = 5.0  # s that handlers may still run at the end before they are left behind
 PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK = range(5)
 
 _numbers = itertools.count()
@@ -428,8 +428,9 @@ class Worker:
         self.references.closed = True
         self.engine.stop(int(_STOP_LINGER * _SECOND))
         try:
-            self.loop.stop()
-            if not self.pool.join(_JOIN_TIMEOUT):
+            until = time.monotonic() + _JOIN_TIMEOUT
+            no_coroutine_is_left = self.loop.stop(_JOIN_TIMEOUT)
+            if not (self.pool.join(max(0.0, until - time.monotonic())) and no_coroutine_is_left):
                 logger.warning("worker %s shut down while a handler still ran; it was left behind", self.info.name)
         finally:
             self.references.close()
