@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
-from telegrad.errors import NotInitialized, ShutdownTimeout, WorkerLost
+from telegrad.errors import NotInitialized, ShutdownTimeout, TelegradError, WorkerLost
 from telegrad.rpc import Options
 from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
+from telegrad.worker import rendezvous
+from telegrad.worker.budget import Budget
 from telegrad.worker.scope import current
 
 SOON = 0.2  # s; of shutdowns that are meant to give up
@@ -54,6 +57,43 @@ def test_timeout_is_an_option_too() -> None:
         pytest.raises(ShutdownTimeout, match="missing: w1"),
     ):
         w[0].shutdown()
+
+
+def test_one_limit_for_all_that_a_shutdown_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def release_all(self: Any, timeout: float) -> bool:
+        limits.append(timeout)
+        return True
+
+    monkeypatch.setattr("telegrad.worker.references.References.release_all", release_all)
+    with cluster(2) as w:
+        w.shutdown(timeout=5)
+    assert len(limits) == 2
+    assert all(0 < limit <= 5 for limit in limits)
+
+
+def test_a_member_that_leaves_waits_for_others_no_longer_than_its_limit() -> None:
+    store = HashStore()
+    with cluster(1, store=store, dynamic=True, graceful=False) as w, rendezvous.membership(store, "slow", joining=True):
+        with pytest.raises(TelegradError, match="does not give the group's lock back"):
+            run_all([lambda: w[0].shutdown(timeout=SOON)], timeout=10)
+        assert w[0]._worker.closed
+
+
+def test_steps_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("telegrad.worker.budget.time.monotonic", lambda: now)
+    assert Budget(0).left() == 0
+    short, long = Budget(0.5), Budget(60)
+    assert (short.left(), long.left()) == (0.5, 60)
+    now = 159.8
+    assert long.left() == 1  # it begins late, and has a second all the same
+    now = 160.6
+    assert long.left() == pytest.approx(0.4)  # but all together have no more than that one
+    now = 1000.0
+    assert 0 < long.left() < 0.01
+    assert 0 < short.left() < 0.01
 
 
 def test_graceful_shutdown_waits_for_work_of_others() -> None:

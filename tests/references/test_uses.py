@@ -253,7 +253,7 @@ def test_graceful_shutdown_frees_values_though_handles_live() -> None:
 
 def test_leaks_are_reported_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_ignore_rref_leak", False)
-    monkeypatch.setattr(api, "_delete_all_user_and_unforked_owner_rrefs", lambda: None)
+    monkeypatch.setattr(api, "_delete_all_user_and_unforked_owner_rrefs", lambda *_: None)
     with cluster(2, check=False) as w:
         leaked = w[0].rref(Thing("leaked"))
         kept = w[0].rpc_sync("w1", keep, (leaked,))

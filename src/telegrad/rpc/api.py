@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -27,6 +26,7 @@ from telegrad.rref.create import create
 from telegrad.rref.rref import current_worker, set_default_worker
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
+from telegrad.worker.budget import Budget
 from telegrad.worker.calls import Calls, nanoseconds
 from telegrad.worker.future import CallFuture
 from telegrad.worker.membership import leave_dynamic
@@ -57,7 +57,7 @@ _thread_local_var = threading.local()
 _collecting: set[int] = set()  # threads within _wait_all: a look at a thread's own variable costs more than most calls
 _ALL_WORKER_NAMES: set[str] = set()
 
-_LEAST_TIMEOUT = 1.0  # s for the second stage of a shutdown whose first has used up the time
+_LEAVE_TIMEOUT = 60.0  # s to leave a dynamic group where no limit is given
 _RELEASE_TIMEOUT = timedelta(seconds=100)
 
 # ---- the worker
@@ -332,7 +332,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     Args:
         graceful: wait until all workers of the group have called this and all their work is done. Workers that have
             died are not waited for.
-        timeout: seconds to wait; 0 is no limit.
+        timeout: seconds to wait, for all that this waits for together; 0 is no limit.
 
     Raises:
         RuntimeError: this process has not joined; or, after it has left all the same, some workers did not come in
@@ -367,18 +367,20 @@ def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
 def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
     try:
         if graceful and worker.static:
-            deadline = time.monotonic() + timeout
+            budget = Budget(timeout)
             # All who live are here, and agree on who does not. A gathering alone could not tell.
             worker.finish(timeout, last=False)
             try:
-                _wait_all_workers(timeout)
+                _wait_all_workers(budget.left())
             except LostWhileGathering:
                 logger.warning("worker %s goes on shutting down without whom it lost", worker.info.name)
-            _delete_all_user_and_unforked_owner_rrefs()
-            worker.finish(max(deadline - time.monotonic(), _LEAST_TIMEOUT) if timeout else 0, last=True)
+            left = budget.left()
+            _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
+            worker.finish(budget.left(), last=True)
         elif graceful:
-            leave_dynamic(worker, timeout)
-            worker.references.release_all(min(timeout or 10.0, 10.0))
+            budget = Budget(timeout or _LEAVE_TIMEOUT)
+            leave_dynamic(worker, budget)
+            worker.references.release_all(min(budget.left(), 10.0))
     finally:
         try:
             _destroy_rref_context(_ignore_rref_leak, worker)

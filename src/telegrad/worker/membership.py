@@ -9,6 +9,7 @@ from telegrad.options import Options
 from telegrad.protocols import membership as protocol
 from telegrad.types import WorkerInfo
 from telegrad.worker import rendezvous
+from telegrad.worker.budget import Budget
 from telegrad.worker.rendezvous import Group, Member, StoreGone
 from telegrad.worker.scope import current
 from telegrad.worker.worker import Worker
@@ -16,8 +17,6 @@ from telegrad.worker.worker import Worker
 __all__ = ["join_dynamic", "leave_dynamic"]
 
 logger = logging.getLogger("telegrad")
-
-_PATIENCE = 60.0  # s
 _IDS_PER_LIFE = 1 << 32  # of references: so many for each time a name has joined
 
 
@@ -103,16 +102,15 @@ def _are_you_there() -> None:
     """Runs on a member whose name or rank another one wants."""
 
 
-def leave_dynamic(worker: Worker, timeout: float) -> None:
-    """Has the others make no more calls to this worker, ends what is under way (for no longer than `timeout` seconds;
-    0 is a minute), and parts from them. Nobody joins or leaves meanwhile."""
-    timeout = timeout or _PATIENCE
+def leave_dynamic(worker: Worker, budget: Budget) -> None:
+    """Has the others make no more calls to this worker, ends what is under way, and parts from them. Nobody joins or
+    leaves meanwhile."""
     parted = False
     try:
-        with rendezvous.membership(worker.store, worker.info.name, joining=False):
+        with rendezvous.membership(worker.store, worker.info.name, joining=False, budget=budget):
             members = [m for m in rendezvous.read_members(worker.store) if m.id != worker.info.id]
             rendezvous.write_members(worker.store, members)
-            _part(worker, {m.id for m in members}, timeout)
+            _part(worker, {m.id for m in members}, budget)
             parted = True
     except StoreGone as e:
         logger.warning(
@@ -121,13 +119,13 @@ def leave_dynamic(worker: Worker, timeout: float) -> None:
             str(e).partition("\n")[0],
         )
         if not parted:
-            _part(worker, worker.member_ids(), timeout)
+            _part(worker, worker.member_ids(), budget)
 
 
-def _part(worker: Worker, members: set[int], timeout: float) -> None:
-    _tell(worker, members, _leaving, timeout)
-    worker.drain(timeout)
-    _tell(worker, members, _left, timeout)
+def _part(worker: Worker, members: set[int], budget: Budget) -> None:
+    _tell(worker, members, _leaving, budget.left())
+    worker.drain(budget.left())
+    _tell(worker, members, _left, budget.left())
 
 
 def _tell(worker: Worker, members: set[int], what: Any, timeout: float) -> None:

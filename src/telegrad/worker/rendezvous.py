@@ -18,6 +18,7 @@ import torch.distributed as dist
 from telegrad.errors import TelegradError
 from telegrad.protocols import membership as protocol
 from telegrad.protocols.membership import GroupView
+from telegrad.worker.budget import Budget
 
 __all__ = [
     "Group",
@@ -147,15 +148,22 @@ def check_members(members: list[Member], world_size: int | None) -> GroupView:
 
 
 @contextmanager
-def membership(store: Any, name: str, joining: bool) -> Iterator[None]:
-    """Nobody else joins or leaves meanwhile."""
+def membership(store: Any, name: str, joining: bool, budget: Budget | None = None) -> Iterator[None]:
+    """Nobody else joins or leaves meanwhile.
+
+    Args:
+        budget: how long others who join or leave may take; by default each as long as the store waits.
+
+    Raises:
+        TelegradError: they take longer.
+    """
     mine = f"Token_for_{name}_{'join' if joining else 'leave'}_{secrets.token_hex(4)}"
     while True:
         held = bytes(store.compare_set(_LOCK, "", mine)).decode()
         if held == mine:
             break
         try:
-            store.wait([held])
+            store.wait([held], *(() if budget is None else (timedelta(seconds=budget.left()),)))
         except StoreGone:
             raise
         except RuntimeError as e:
