@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 
 #include <optional>
+#include <utility>
 
 #include "bind/calls.h"
 #include "bind/plain.h"
@@ -45,12 +46,13 @@ class PlainPool {
         async_mark_(nb::steal(PyUnicode_InternFromString("_wrapped_async_rpc_function"))) {}
 
   std::optional<nb::tuple> next(PoolThread& self) {
-    const Scoped scoped(*this);
+    Scoped scoped(*this);
     for (int done = 0; done < kAtATime; ++done) {
       Item item;
-      if (!next_item(engine_, self, item, [this] { set_scope(nullptr); })) return std::nullopt;
-      if (item.spawn || !(item.kind == ItemKind::kRequest ? run(item) : finish(item))) {
-        set_scope(nullptr);
+      if (!next_item(engine_, self, item, [&scoped] { scoped.leave(); })) return std::nullopt;
+      if (item.kind == ItemKind::kRequest) scoped.undo_callbacks();
+      if (item.spawn || !(item.kind == ItemKind::kRequest ? run(item) : finish(item, scoped))) {
+        scoped.leave();
         return item_tuple(std::move(item));
       }
     }
@@ -75,14 +77,33 @@ class PlainPool {
   }
 
  private:
-  /// What this thread's context says runs here; the context is clean when Python has it back.
+  /// What this thread's context says runs here, and torch's state that callbacks have left in the thread; both are
+  /// clean when Python has it back.
   class Scoped {
    public:
     explicit Scoped(PlainPool& pool) : pool_(pool) {}
-    ~Scoped() { pool_.set_scope(nullptr); }
+    Scoped(const Scoped&) = delete;
+    Scoped& operator=(const Scoped&) = delete;
+    ~Scoped() { leave(); }
+
+    void leave() {
+      undo_callbacks();
+      pool_.set_scope(nullptr);
+    }
+    void callbacks_have_run() { callbacks_ = true; }
+    /// Once for all that ran in a row, since nearly none leaves anything.
+    void undo_callbacks() {
+      if (!std::exchange(callbacks_, false)) return;
+      if (PyObject* done = PyObject_CallNoArgs(pool_.hooks_.clean_state.ptr())) {
+        Py_DECREF(done);
+      } else {
+        PyErr_WriteUnraisable(pool_.hooks_.clean_state.ptr());
+      }
+    }
 
    private:
     PlainPool& pool_;
+    bool callbacks_ = false;
   };
 
   void set_scope(PyObject* scope) {
@@ -178,9 +199,10 @@ class PlainPool {
 
   /// Completes the future of a call that has returned a plain value. False: it has not, or something else is to be
   /// done.
-  bool finish(Item& item) {
+  bool finish(Item& item, Scoped& scoped) {
     if (item.kind != ItemKind::kOutcome || !item.cookie || !is_plain_value(words_, item.outcome)) return false;
     set_scope(hooks_.callback_scope.ptr());
+    scoped.callbacks_have_run();
     auto& cookie = static_cast<References&>(*item.cookie);
     const nb::object future = nb::borrow(cookie.front());
     cookie.release();

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Gate, cluster
+from telegrad.testing import Cluster, Gate, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
 
@@ -183,3 +184,57 @@ def test_callbacks_run_in_the_default_state() -> None:
     with torch.no_grad():
         chained = rpc.rpc_async("w1", state).then(lambda done: (done.value(), state()))
     assert chained.wait()[0] == MODES["no_grad"][1]
+
+
+def fail_there() -> None:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
+@pytest.mark.parametrize("function", [state, fail_there], ids=["value", "error"])
+def test_what_a_callback_leaves_switched_is_undone(one_thread: Cluster, what: str, function: Any) -> None:
+    """The thread that runs the callback also runs the request that follows it, or one thread more is started: then the
+    state of all of them is looked at."""
+    states: list[Any] = []
+    ran = threading.Event()
+
+    def callback(_: Any) -> None:
+        leave(what)
+        ran.set()
+
+    with one_thread[0]:
+        for _ in range(20):
+            ran.clear()
+            gate = Gate()
+            future = rpc.rpc_async("w1", Then(gate, function).enter)
+            future.add_done_callback(callback)  # before it ends, so that it runs in the pool
+            gate.open()
+            assert ran.wait(10)
+            later = rpc.rpc_async("w0", state)
+            eventually(later.done)  # this thread does not poll, so the pool's does
+            states.append(later.value())
+            assert future.done()
+    assert set(states) == {DEFAULT}
+
+
+class Then:
+    def __init__(self, gate: Gate, function: Any) -> None:
+        self.gate, self.function = gate, function
+
+    def enter(self) -> Any:
+        self.gate.enter()
+        return self.function()
+
+
+@rpc.functions.async_execution
+def leave_and_answer_later(what: str) -> torch.futures.Future[Any]:
+    leave(what)
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(None)
+    return future
+
+
+@pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
+def test_what_a_handler_leaves_that_answers_later_is_undone(what: str) -> None:
+    rpc.rpc_sync("w1", leave_and_answer_later, (what,))
+    assert rpc.rpc_sync("w1", state) == DEFAULT

@@ -98,6 +98,7 @@ class Handlers:
                 result, error = _as_torch_says(function, args, kwargs, error)
             if error is None and comes_later(function, result):
                 self._answer_later(asked, 0, _NO_PREAMBLE, result, function)
+                clean_state()
                 return
         except BaseException as e:
             error = e

@@ -9,6 +9,7 @@ from typing import Any
 
 from telegrad import _core
 from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
+from telegrad.worker.scope import clean_state
 
 __all__ = ["ThreadPool"]
 
@@ -89,6 +90,7 @@ class ThreadPool:
                         "a pool thread of %s met an error that is Telegrad's own; please report it", self._name
                     )
                 item = None  # what it holds must not outlive it while this thread waits
+                clean_state()  # nor what callbacks and finalizers have switched
         finally:
             del plain  # a traceback that somebody keeps keeps this frame
             _core.release()
