@@ -56,8 +56,7 @@ class Engine:
 
     def wait(self, call: int, timeout: int) -> tuple | None:
         """
-        The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an outcome
-        that has come by then waits for the next call of this, which must follow.
+        The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an outcome that has come by then waits for the next call of this, which must follow.
         """
 
     def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None, timeout: int) -> None: ...
