@@ -7,11 +7,12 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from telegrad import rpc
 from telegrad.errors import RpcTimeout
 from telegrad.rpc import api
-from telegrad.testing import Cluster, Gate, cluster, eventually
+from telegrad.testing import Cluster, Gate, Local, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
 
@@ -207,3 +208,38 @@ def test_many_time_outs_at_once(gate: Gate) -> None:
             future.wait()
     gate.open()
     assert rpc.rpc_sync("w1", echo, (1,)) == 1
+
+
+@rpc.functions.async_execution
+def calls_on_in_a_callback(way: str, gate: Gate, seen: Any) -> Any:
+    def callback(_: Any) -> None:
+        gate.enter()
+        try:
+            rpc.rpc_sync("w0", never_ends, (gate,), timeout=0)
+        except RpcTimeout:
+            seen.value.append("ended")
+
+    future = rpc.rpc_async("w0", abs, (-1,))
+    if way == "then":
+        return future.then(callback)
+    future.add_done_callback(callback)
+    return torch.futures.Future()
+
+
+def never_ends(gate: Gate) -> None:
+    never.wait(20)
+
+
+never = threading.Event()
+
+
+@pytest.mark.parametrize("way", ["then", "add_done_callback"])
+def test_calls_in_a_callback_end_with_the_request_that_they_are_made_for(way: str, gate: Gate) -> None:
+    never.clear()
+    seen = Local([])
+    gate.open()
+    with contextlib.suppress(RpcTimeout):  # its answer comes just then
+        rpc.rpc_sync("w1", calls_on_in_a_callback, (way, gate, seen), timeout=0.3)
+    gate.wait_for()
+    eventually(lambda: seen.value == ["ended"])
+    never.set()

@@ -89,6 +89,12 @@ def caught(done: Any) -> Exception | None:
     return None
 
 
+def test_what_is_no_callback() -> None:
+    for add in (call().then, call().add_done_callback):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            add(None)
+
+
 def test_callbacks_run_on_threads_of_the_pool_and_may_call_on() -> None:
     gate = Gate()
     chained = rpc.rpc_async("w1", gate.enter, (5,)).then(
@@ -192,6 +198,21 @@ def test_await() -> None:
     assert asyncio.run(main()) == (1, list(range(50)), "done before")
 
 
+def test_await_what_a_callback_returns() -> None:
+    async def main() -> Any:
+        chained = call(echo, 1).then(lambda done: done.value() + 1)
+        assert isinstance(chained, torch.futures.Future)
+        again = chained.then(lambda done: done.value() * 10)
+        with pytest.raises(ValueError, match="on purpose"):
+            await call(fail).then(lambda done: done.value())
+        with pytest.raises(RuntimeError, match="when running the callback: KeyError: 'mine'") as caught_error:
+            await call().then(lambda _: {}["mine"])
+        assert isinstance(caught_error.value.__cause__, KeyError)
+        return await chained, await again, torch.futures.wait_all([again])
+
+    assert asyncio.run(main()) == (2, 20, [20])
+
+
 def test_the_loop_runs_while_a_call_is_awaited() -> None:
     gate = Gate()
 
@@ -269,6 +290,46 @@ def test_an_unread_failure_is_logged(logged: Any) -> None:
 def test_an_unread_failure_of_a_call_that_nobody_kept_is_logged(logged: Any) -> None:
     rpc.rpc_async("w1", fail, ("dropped at once",))
     eventually(lambda: any("dropped at once" in m for m in logged()))
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: call(fail).then(lambda done: done.value()),
+        lambda: call(fail).then(lambda _: None),
+        lambda: call(fail).add_done_callback(lambda _: None),
+        lambda: call().then(lambda _: fail()),
+        lambda: rpc.remote("w1", fail),
+    ],
+    ids=["then reads", "then does not", "callback", "callback fails", "remote"],
+)
+def test_a_failure_is_logged_wherever_nobody_looks(logged: Any, begin: Any) -> None:
+    begin()
+    eventually(logged)
+    (message,) = logged()
+    assert "on purpose" in message or message.startswith("fail failed, and nobody used its reference")
+
+
+def use(rref: Any) -> Any:
+    with pytest.raises(ValueError, match="on purpose"):
+        rref.to_here()
+
+
+@pytest.mark.parametrize(
+    "see",
+    [
+        use,
+        lambda rref: rpc.rpc_sync("w1", use, (rref,)),
+        lambda rref: caught(rref._get_future()),
+    ],
+    ids=["use", "use elsewhere", "its future"],
+)
+def test_a_failure_of_a_reference_that_is_used_is_not_logged(logged: Any, see: Any) -> None:
+    rref = rpc.remote("w1", fail)
+    see(rref)
+    eventually(rref._get_future().done)
+    del rref
+    assert logged() == []
 
 
 async def awaits(future: Any) -> None:

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from telegrad.errors import NotInitialized, RpcTimeout, WorkerLost
 from telegrad.protocols.rref import RRefId
 from telegrad.rref.rref import RRef
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls import Request, is_scripted
-from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.future import NO_DEVICES, CreationFuture
 
 __all__ = ["create", "create_by_method"]
 
@@ -62,12 +64,11 @@ def _create(worker: Worker, owner: int, request_for: Callable[[RRefId], Request]
         references.create_failed(rref, e, may_exist=False)
         references.creation_over()
         raise
-    future = CallFuture(NO_DEVICES)
+    future = CreationFuture(NO_DEVICES)
     if worker.calls.send_filter is not None:
         handle._scripted = scripted
         if owner != worker.info.id:
             future._late = lambda: references.created(rref)
-    future._read = True  # whoever uses the reference hears of a failure
     handle._creation = future
 
     def over(_: Any) -> None:
@@ -83,7 +84,7 @@ def _create(worker: Worker, owner: int, request_for: Callable[[RRefId], Request]
             references.created(rref)
         references.creation_over()
 
-    future.add_done_callback(over)
+    torch.futures.Future.add_done_callback(future, over)
     try:
         worker.calls.start(request, future)
     except NotInitialized as e:  # another thread has closed the worker meanwhile

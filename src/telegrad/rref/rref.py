@@ -150,7 +150,13 @@ class RRef(Generic[T]):
         return value
 
     def _check(self) -> None:
+        self._used()
         self._worker.references.check(self.id, self.owner_id)
+
+    def _used(self) -> None:
+        """Whoever uses it, here or elsewhere, hears of a failure to make the value."""
+        if self._creation is not None:
+            self._creation._read = True
 
     # ---- calls on the value
 

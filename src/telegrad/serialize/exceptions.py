@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 from telegrad.errors import RemoteError
 from telegrad.types import WorkerInfo
 
-__all__ = ["RemoteTraceback", "describe_exception", "pack_exception", "unpack_exception"]
+__all__ = [
+    "RemoteTraceback",
+    "afresh",
+    "describe_exception",
+    "forget_frames",
+    "let_go_of_frames",
+    "pack_exception",
+    "unpack_exception",
+]
 
 
 class _Packed(NamedTuple):
@@ -67,10 +75,19 @@ def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
     text = exc.__dict__[_TRACEBACK] = _formatted(exc)
     if exc.__cause__ is None:
         exc.__cause__ = RemoteTraceback(worker.name, worker.id, text)
-    one: BaseException | None = exc
-    while one is not None and one.__traceback__ is not None:
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
+    forget_frames(exc)
+
+
+def forget_frames(exc: BaseException) -> None:
+    """Takes the tracebacks of an exception and of those that led to it."""
+    todo: list[BaseException | None] = [exc]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            todo += (one.__cause__, one.__context__)
 
 
 def afresh(exc: BaseException) -> BaseException:

@@ -39,6 +39,7 @@ class Flag(IntFlag):
     NO_GRAD = 1 << 3  # the caller had switched gradients off
     INFERENCE = 1 << 4  # the caller was in inference mode
     INTERNAL = 1 << 5  # not the program's own call: not counted as work that a shutdown waits for
+    FAILED = 1 << 6  # of CREATED: it is the exception that is in place
 
     MAY_LINGER = 1 << 14  # core: a reply to be looked at, a request to be sent, even if the caller has given up
     NESTED = 1 << 15  # core: made from inside a handler

@@ -24,7 +24,7 @@ _CALL = int(Tag.CALL)
 _CREATES = (int(Tag.CREATE), int(Tag.CREATE_METHOD))
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
-_PREAMBLE = int(Flag.PREAMBLE)
+_PREAMBLE, _FAILED = int(Flag.PREAMBLE), int(Flag.FAILED)
 NOT_PLAIN_REPLY = int(Flag.PREAMBLE | Flag.BODY)
 _NO_NAME = (0, None)
 FOREVER = 1e9  # s; longer time-outs, infinity too, are none
@@ -330,6 +330,8 @@ class Calls:
         except BaseException as e:
             self.fail(future, e)
         else:
+            if outcome[2] & _FAILED:
+                future._failed_there = True
             complete(future, value)
 
     @staticmethod

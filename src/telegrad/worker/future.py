@@ -3,15 +3,17 @@ can be awaited, and complains when it failed and nobody ever looked."""
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
 
 from telegrad.errors import NotInitialized
-from telegrad.serialize.exceptions import afresh
+from telegrad.serialize.exceptions import afresh, forget_frames
+from telegrad.worker.scope import Scope, current
 
-__all__ = ["NO_DEVICES", "CallFuture"]
+__all__ = ["NO_DEVICES", "CallFuture", "CreationFuture"]
 
 NO_DEVICES: list[Any] = []
 
@@ -37,6 +39,8 @@ class CallFuture(torch.futures.Future[Any]):
 
     # On the class, so that a future that nothing special happens to carries little.
     _read = False
+    _failed_there = False  # a creation: the owner has kept an exception instead of a value
+    _unread = "read its future"
     _failure: tuple[BaseException, list[bool]] | None = None  # and whether it was read in torch's own ways
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
 
@@ -68,13 +72,25 @@ class CallFuture(torch.futures.Future[Any]):
         """What it ended with, if that is an exception. Does not count as reading it."""
         return None if self._failure is None else self._failure[0]
 
-    def then(self, callback: Callable[[torch.futures.Future[Any]], T]) -> torch.futures.Future[T]:
-        self._read = True
-        return super().then(callback)
+    def then(self, callback: Callable[[torch.futures.Future[Any]], T]) -> "CallFuture":
+        """The future of what the callback returns. It may be awaited too, and complains likewise."""
+        child: CallFuture = CallFuture(NO_DEVICES)
+        child._request = (-1, callback, 0)
+        callback = in_scope(callback)
+
+        def run(done: torch.futures.Future[Any]) -> None:
+            try:
+                value = callback(done)
+            except BaseException as e:
+                child.set_exception(_of_callback(e))
+            else:
+                child.set_result(value)
+
+        super().add_done_callback(run)
+        return child
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
-        self._read = True
-        super().add_done_callback(callback)
+        super().add_done_callback(in_scope(callback))
 
     def set_exception(self, result: T) -> None:
         if not isinstance(result, BaseException):
@@ -111,7 +127,7 @@ class CallFuture(torch.futures.Future[Any]):
             except RuntimeError:  # the loop has been closed: nobody awaits this any more
                 pass
 
-        self.add_done_callback(finished)
+        super().add_done_callback(finished)
         yield from waiting.__await__()
         try:
             return self.value()
@@ -120,4 +136,56 @@ class CallFuture(torch.futures.Future[Any]):
 
     def __del__(self) -> None:
         if self._failure is not None and not self._read and not self._failure[1][0]:
-            logger.warning("%s failed, and nobody read its future: %s", self._what, self._failure[0])
+            logger.warning("%s failed, and nobody %s: %s", self._what, self._unread, self._failure[0])
+
+
+class CreationFuture(CallFuture):
+    """Of a call whose value stays where it is. Who uses the reference to it hears of a failure."""
+
+    __slots__ = ()
+    _unread = "used its reference"
+
+    def __del__(self) -> None:
+        if self._failed_there and not self._read:
+            logger.warning("%s failed, and nobody used its reference; its owner has printed the error", self._what)
+        super().__del__()
+
+
+def in_scope(callback: Callable[[Any], T]) -> Callable[[Any], T]:
+    """The callback, as part of what runs here: its calls end with the same request, and go through the same worker,
+    in whichever thread it runs.
+
+    Raises:
+        TypeError: it cannot be called; in torch's words.
+    """
+    if not callable(callback):
+        raise TypeError(f"incompatible function arguments. A callback has to be callable, which {callback!r} is not.")
+    scope = current.get()
+    if scope is None:
+        return callback
+
+    def run(done: Any) -> T:
+        here = current.get()
+        if here is scope:
+            return callback(done)
+        nested = scope.nested or (here is not None and here.nested)
+        token = current.set(Scope(scope.worker, scope.deadline, nested))
+        try:
+            return callback(done)
+        finally:
+            current.reset(token)
+
+    return run
+
+
+def _of_callback(error: BaseException) -> RuntimeError:
+    """The error, as in torch a RuntimeError, of the future that a callback was to complete. It tells where that was,
+    but holds no frames: they have the future, and the garbage collector does not see what a future holds."""
+    where = "".join(traceback.format_tb(error.__traceback__)[-2:])
+    forget_frames(error)
+    if not isinstance(error, RuntimeError):
+        cause, kind = error, type(error).__qualname__
+        error = RuntimeError(f"Got the following error when running the callback: {kind}: {cause}")
+        error.__cause__ = cause
+    error.add_note(f"in a callback of a future:\n{where}")
+    return error

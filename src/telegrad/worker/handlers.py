@@ -31,7 +31,8 @@ _CREATE_METHOD = int(Tag.CREATE_METHOD)
 _CREATES = (_CREATE, _CREATE_METHOD)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 NOT_PLAIN_REQUEST = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE)
-_PREAMBLE, _STATE, _MAY_LINGER = int(Flag.PREAMBLE), int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.MAY_LINGER)
+_PREAMBLE, _STATE = int(Flag.PREAMBLE), int(Flag.NO_GRAD | Flag.INFERENCE)
+_MAY_LINGER, _FAILED = int(Flag.MAY_LINGER), int(Flag.FAILED)
 
 NOT_A_FUTURE = (
     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
@@ -216,7 +217,8 @@ class Handlers:
             if error is not None:
                 let_go_of_frames(error, self._me)
             self._references.settle(target, value, error)
-            self._reply(asked, _CREATED, self._messages.encode(asked.peer, tuple(target)), _MAY_LINGER)
+            flags = _MAY_LINGER if error is None else _MAY_LINGER | _FAILED
+            self._reply(asked, _CREATED, self._messages.encode(asked.peer, tuple(target)), flags)
         elif error is not None:
             self.fail(asked, error)
         else:

@@ -335,6 +335,7 @@ class Worker:
                 f"{handle!r} belongs to another group, that of worker {holder.info.name}; it cannot travel in"
                 f" calls of worker {self.info.name}. Send its value instead."
             )
+        handle._used()
         return self.references.share(handle.id, handle.owner_id, peer)
 
     def _send_reference_message(self, peer: int, plain: Any, kind: str) -> None:
