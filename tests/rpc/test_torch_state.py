@@ -14,7 +14,7 @@ from telegrad.testing import Cluster, Gate, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
 
-DEFAULT = (True, False, False, torch.bfloat16)
+DEFAULT = (True, False, False, torch.bfloat16, True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,6 +30,7 @@ def state() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
     )
 
 
@@ -54,10 +55,14 @@ class Owned:
 
 MODES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "default": (contextlib.nullcontext, DEFAULT),
-    "no_grad": (torch.no_grad, (False, False, False, torch.bfloat16)),
-    "inference": (torch.inference_mode, (False, True, False, torch.bfloat16)),
-    "autocast": (lambda: torch.autocast("cpu"), (True, False, True, torch.bfloat16)),
-    "autocast to half": (lambda: torch.autocast("cpu", dtype=torch.float16), (True, False, True, torch.float16)),
+    "no_grad": (torch.no_grad, (False, False, False, torch.bfloat16, True)),
+    "inference": (torch.inference_mode, (False, True, False, torch.bfloat16, True)),
+    "autocast": (lambda: torch.autocast("cpu"), (True, False, True, torch.bfloat16, True)),
+    "autocast to half": (lambda: torch.autocast("cpu", dtype=torch.float16), (True, False, True, torch.float16, True)),
+    "autocast without cache": (
+        lambda: torch.autocast("cpu", cache_enabled=False),
+        (True, False, True, torch.bfloat16, False),
+    ),
 }
 
 
@@ -90,7 +95,7 @@ def leave(what: str) -> None:
         kept.append(torch.inference_mode())
         kept[-1].__enter__()
     else:
-        kept.append(torch.autocast("cpu", dtype=torch.float16))
+        kept.append(torch.autocast("cpu", dtype=torch.float16, cache_enabled=False))
         kept[-1].__enter__()
 
 

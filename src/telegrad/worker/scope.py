@@ -18,6 +18,7 @@ from telegrad.wire import Flag
 __all__ = [
     "Scope",
     "autocast_is_on",
+    "autocast_of",
     "caller_flags",
     "caller_state",
     "clean_state",
@@ -41,6 +42,7 @@ current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None)
 AUTOCAST_DEVICES = ("cpu", "cuda")
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)  # what torch begins with
+_NO_CACHE = ("cache", "off")  # among the (device, dtype) pairs of a message
 
 
 def remaining(timeout: int, scope: Scope | None) -> int:
@@ -66,33 +68,43 @@ def caller_flags() -> int:
 
 
 def caller_state() -> tuple[tuple[str, str], ...] | None:
-    """Autocast of the calling thread as (device, dtype) pairs; None when it is off, as nearly always."""
+    """Autocast of the calling thread as (device, dtype) pairs, and one more if it keeps no casts of weights; None when
+    it is off, as nearly always."""
     if not autocast_is_on():
         return None
-    return tuple(
+    devices = tuple(
         (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
         for device in AUTOCAST_DEVICES
         if torch.is_autocast_enabled(device)
     )
+    return devices if torch.is_autocast_cache_enabled() else (*devices, _NO_CACHE)
+
+
+def autocast_of(pairs: tuple[tuple[str, str], ...] | None) -> tuple[dict[str, torch.dtype], bool]:
+    """What `caller_state` says: the type by device, and whether casts are kept."""
+    on = {device: getattr(torch, dtype) for device, dtype in pairs or () if device != _NO_CACHE[0]}
+    return on, _NO_CACHE not in (pairs or ())
 
 
 @contextmanager
 def handler_state(flags: int, autocast: tuple[tuple[str, str], ...] | None) -> Iterator[None]:
     """The caller's state, for as long as its handler runs."""
     with ExitStack() as stack:
-        stack.callback(_default_dtypes)
+        stack.callback(_default_details)
         if flags & Flag.INFERENCE:
             stack.enter_context(torch.inference_mode())
         elif flags & Flag.NO_GRAD:
             stack.enter_context(torch.inference_mode(False))  # puts everything back at its end, no_grad only one thing
             torch.set_grad_enabled(False)
-        for device, dtype in autocast or ():
-            stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
+        on, cache = autocast_of(autocast)
+        for device, dtype in on.items():
+            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cache))
         yield
 
 
-def _default_dtypes() -> None:
-    """Autocast's types stay when it is switched off, for the next one to find."""
+def _default_details() -> None:
+    """Autocast's types, and whether it keeps casts, stay when it is switched off, for the next one to find."""
+    torch.set_autocast_cache_enabled(True)
     for device, dtype in zip(AUTOCAST_DEVICES, _AUTOCAST_DTYPES, strict=True):
         if torch.get_autocast_dtype(device) != dtype:
             torch.set_autocast_dtype(device, dtype)
@@ -110,7 +122,7 @@ def clean_state() -> None:
     if autocast_is_on():
         for device in AUTOCAST_DEVICES:
             torch.set_autocast_enabled(device, False)
-        _default_dtypes()
+        _default_details()
         torch.clear_autocast_cache()
 
 

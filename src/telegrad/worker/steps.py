@@ -10,19 +10,22 @@ from typing import Any, Self
 import torch
 
 from telegrad.wire import Flag
-from telegrad.worker.scope import AUTOCAST_DEVICES
+from telegrad.worker.scope import AUTOCAST_DEVICES, autocast_of
 
 __all__ = ["StepState"]
 
-_Autocast = tuple[tuple[bool, torch.dtype], ...]
+_Autocast = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # by device; are casts of weights kept?
 
 
 def _autocast() -> _Autocast:
-    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES)
+    devices = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES)
+    return devices, torch.is_autocast_cache_enabled()
 
 
 def _set_autocast(state: _Autocast) -> None:
-    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, state, strict=True):
+    devices, cache = state
+    torch.set_autocast_cache_enabled(cache)
+    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, devices, strict=True):
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
@@ -38,11 +41,12 @@ class StepState:
     def __init__(self, flags: int, autocast: tuple[tuple[str, str], ...] | None) -> None:
         self._inference = bool(flags & Flag.INFERENCE)
         self._grad = not flags & (Flag.NO_GRAD | Flag.INFERENCE)
-        on = dict(autocast or ())
-        self._autocast: _Autocast = tuple(
-            (True, getattr(torch, on[device])) if device in on else (False, torch.get_autocast_dtype(device))
+        on, cache = autocast_of(autocast)
+        devices = tuple(
+            (True, on[device]) if device in on else (False, torch.get_autocast_dtype(device))
             for device in AUTOCAST_DEVICES
         )
+        self._autocast: _Autocast = (devices, cache)
         self._threads: list[tuple[Any, _Autocast]] = []
 
     def __enter__(self) -> Self:
