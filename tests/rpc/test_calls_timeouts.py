@@ -144,6 +144,28 @@ def test_creation_and_use_of_references(gate: Gate) -> None:
     late.open()
 
 
+def test_use_of_a_reference_on_its_owner(gate: Gate) -> None:
+    rref = rpc.remote("w0", gate.enter, ("value",))
+    gate.wait_for()
+    with pytest.raises(RpcTimeout, match=r"\(50 ms\).*the making of OwnerRRef"):
+        rref.to_here(timeout=0.05)
+    for use in ("to_here", "local_value"):
+        seen = Local([])
+        with contextlib.suppress(RpcTimeout):
+            rpc.rpc_sync("w0", use_here, (rref, use, seen), timeout=0.1)
+        eventually(lambda seen=seen: seen.value)
+        assert isinstance(seen.value[0], RpcTimeout)
+    gate.open()
+    assert rref.to_here() == rref.local_value() == "value"
+
+
+def use_here(rref: Any, use: str, seen: Any) -> None:
+    try:
+        getattr(rref, use)()
+    except RuntimeError as e:
+        seen.value.append(e.with_traceback(None))
+
+
 # ---- deadlines
 
 

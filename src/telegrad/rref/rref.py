@@ -5,12 +5,13 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from telegrad.errors import NotInitialized, RRefDeleted, RRefError, RRefNotPicklable
+from telegrad.errors import NotInitialized, RpcTimeout, RRefDeleted, RRefError, RRefNotPicklable
 from telegrad.protocols.rref import RRefId
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
 from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.scope import remaining
 
 __all__ = ["RRef"]
 
@@ -114,7 +115,7 @@ class RRef(Generic[T]):
         """The value: itself on the owner, elsewhere a copy. Blocks until there is one.
 
         Args:
-            timeout: seconds; -1 is the default of the worker, 0 no limit. Only for a value that is elsewhere.
+            timeout: seconds; -1 is the default of the worker, 0 no limit. On the owner, for the value to be made.
 
         Raises:
             RuntimeError: the creation of the value or this call timed out, or the reference has been given up.
@@ -123,8 +124,7 @@ class RRef(Generic[T]):
         """
         self._check()
         if self.is_owner():
-            value: T = self._worker.references.owned(self.id).get()
-            return value
+            return self._local(self._worker.calls.timeout(timeout))
         references = self._worker.references
         confirmed = references.confirmed(self.id)
         fetched: T = self._ask(Tag.FETCH, timeout, "to_here").wait()
@@ -134,10 +134,10 @@ class RRef(Generic[T]):
         return fetched
 
     def local_value(self) -> T:
-        """The value itself, on its owner. Blocks while it is being made.
+        """The value itself, on its owner. Blocks while it is being made, in a handler no longer than its caller waits.
 
         Raises:
-            RuntimeError: this is not the owner.
+            RuntimeError: this is not the owner, or the time is over.
         """
         if not self.is_owner():
             fork = _global_id(self._worker.info.id, self._fork or 0)
@@ -146,7 +146,17 @@ class RRef(Generic[T]):
                 f" {self._worker.info}. Call it on owner {self.owner()}"
             )
         self._check()
-        value: T = self._worker.references.owned(self.id).get()
+        return self._local(0)
+
+    def _local(self, timeout: int) -> T:
+        """The value on its owner; waits for it no longer than `timeout` ns (0: no limit) and what the running request
+        has left."""
+        owned = self._worker.references.owned(self.id)
+        if not owned.ready:
+            timeout = remaining(timeout, current.get())
+            if not owned.wait(timeout / 1e9 if timeout else None):
+                raise RpcTimeout(timeout / 1e9, f"the making of {self!r}")
+        value: T = owned.get()
         return value
 
     def _check(self) -> None:
