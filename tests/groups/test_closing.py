@@ -318,8 +318,8 @@ def test_no_loop_starts_after_the_end(monkeypatch: pytest.MonkeyPatch, capfd: py
         gate.wait_for()
     gate.open()
     eventually(lambda: not core.pool.threads(), PATIENCE)
-    core.loop.call_later(0.0, lambda: ran.value.append(2))
-    assert not [t for t in threading.enumerate() if t.name == "telegrad-w1-loop"]
+    core.timers.later(0.0, lambda: ran.value.append(2))
+    assert not [t for t in threading.enumerate() if t.name in ("telegrad-w1-loop", "telegrad-w1-timers")]
     assert ran.value == []
     with pytest.raises(NotInitialized):
         kept.wait()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Gate, cluster
+from telegrad.testing import Cluster, Gate, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
 
@@ -215,3 +215,50 @@ async def waits_at(gate: Gate) -> str:
     while not gate.is_open():
         await asyncio.sleep(0.001)
     return "went on"
+
+
+# ---- coroutines that wait without await
+
+
+async def calls_back(to: str, path: list[str], way: str) -> str:
+    """Leads back to the worker whose loop waits for it."""
+    if not path:
+        return "end"
+    arguments = (path[0], calls_back, (path[0], path[1:], way))
+    if way == "sync":
+        return str(rpc.rpc_sync(*arguments))
+    if way == "wait":
+        return str(rpc.rpc_async(*arguments).wait())
+    return str(rpc.remote(*arguments).to_here())
+
+
+@pytest.mark.parametrize("way", ["sync", "wait", "to_here"])
+def test_what_a_coroutine_waits_for_may_need_another_one(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(2) as group:
+        path = ["w1", "w0", "w1", "w1", "w0"]
+        assert group[0].rpc_sync("w1", calls_back, ("w1", path, way), timeout=20) == "end"
+        assert group[0].rpc_sync("w1", thread_and_worker)[0] == "telegrad-w1-loop"  # and not a further one
+        said = [r.getMessage() for r in caplog.records]
+        assert sorted(text.split(":")[0] for text in said) == [f"telegrad-w{i}-loop is held up" for i in range(2)]
+        caplog.clear()
+        eventually(lambda: not any(t.name.startswith("telegrad-w1-loop-") for t in threading.enumerate()))
+
+
+def test_what_came_before_the_wait_goes_on_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls that were on their way when the coroutine began to wait."""
+    with cluster(2) as group:
+        assert group[0].rpc_sync("w1", starts_and_waits, timeout=20) == [2] * 20
+        caplog.clear()
+
+
+async def starts_and_waits() -> list[int]:
+    gate = Gate()
+    calls = [rpc.rpc_async("w0", bounces, (gate,)) for _ in range(20)]
+    gate.wait_for(20)
+    gate.open()
+    return [call.wait() for call in calls]
+
+
+def bounces(gate: Gate) -> int:
+    gate.enter()
+    return int(rpc.rpc_sync("w1", double, (1,)))

@@ -10,6 +10,7 @@ from telegrad.protocols.rref import RRefId
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
+from telegrad.worker.coroutines import holding_up
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.scope import remaining
 
@@ -154,7 +155,9 @@ class RRef(Generic[T]):
         owned = self._worker.references.owned(self.id)
         if not owned.ready:
             timeout = remaining(timeout, current.get())
-            if not owned.wait(timeout / 1e9 if timeout else None):
+            with holding_up():
+                in_time = owned.wait(timeout / 1e9 if timeout else None)
+            if not in_time:
                 raise RpcTimeout(timeout / 1e9, f"the making of {self!r}")
         value: T = owned.get()
         return value

@@ -13,6 +13,7 @@ from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.names import NameTable, NotByName
 from telegrad.wire import Flag, Status, Tag
+from telegrad.worker.coroutines import holding_up
 from telegrad.worker.ended import AnyEngine, AnyPlainCalls
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.messages import Encoded, Messages
@@ -201,6 +202,8 @@ class Calls:
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
+            if _get_running_loop() is not None:
+                return self.sync(self.function_call(peer, function, args, kwargs, timeout))
         if self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
             try:
                 number, text = self.names.find(function)
@@ -249,6 +252,12 @@ class Calls:
         """
         if self.send_filter is not None:
             return self.start(r).wait()
+        if _get_running_loop() is not None:
+            with holding_up():
+                return self._sync(r)
+        return self._sync(r)
+
+    def _sync(self, r: Request) -> Any:
         message = r.message
         number, text = r.name
         outcome = self.engine.call(

@@ -1,17 +1,30 @@
-"""``async def`` handlers: they run on the worker's event loop, each in the state of its caller."""
+"""``async def`` handlers: they run on the worker's event loop, each in the state of its caller.
+
+A coroutine that waits without ``await`` holds up its loop. What it waits for may need another coroutine of this worker,
+for a call that leads back here. So whoever waits says so (`holding_up`), and if that takes long, coroutines that have
+yet to begin do so on a further loop.
+"""
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import suppress
-from contextvars import copy_context
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import Context, copy_context
+from typing import Any, NamedTuple
 
 from telegrad.errors import NotInitialized
 from telegrad.worker.scope import Scope, current
 from telegrad.worker.steps import StepState
 
-__all__ = ["EventLoop"]
+__all__ = ["EventLoop", "holding_up"]
+
+logger = logging.getLogger("telegrad")
+
+_PATIENCE = 0.005  # s that coroutines wait for a loop that is held up
+_here = threading.local()  # .loop: (EventLoop, _LoopThread), in the threads of loops
 
 
 class _Stepped:
@@ -37,17 +50,108 @@ class _Stepped:
                 value, step = e, self._coroutine.throw
 
 
-class EventLoop:
-    """The loop of one worker, in a thread that starts at the first coroutine."""
+class _Job(NamedTuple):
+    """A coroutine that is to begin."""
 
-    def __init__(self, name: str, pool: Callable[..., None]) -> None:
+    coroutine: Coroutine[Any, Any, Any]
+    state: StepState
+    context: Context
+    ended: Callable[[Any, BaseException | None], None]
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            value = await _Stepped(self.coroutine, self.state)
+        except asyncio.CancelledError as e:  # because the worker shuts down, or user code raised it
+            self.ended(None, RuntimeError(f"the handler was stopped: {e!r}"))
+        except BaseException as e:  # SystemExit too: it must not end the loop, and the caller must hear
+            if loop.is_closed():  # it was left behind, and is garbage now
+                raise
+            self.ended(None, e)
+        else:
+            self.ended(value, None)
+
+    def refuse(self) -> None:
+        self.coroutine.close()
+        self.ended(None, RuntimeError("the handler was not run: its worker shuts down"))
+
+
+class _LoopThread:
+    """A loop and its thread, which sets `_here`. The last three are guarded by the lock of the `EventLoop`."""
+
+    def __init__(self, owner: "EventLoop", name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.to_begin: deque[_Job] = deque()
+        self.load = 0  # coroutines that have not ended, whether begun or not
+        self.waits = 0  # is it held up? A wait may be inside another: a signal handler's
+        self._thread = threading.Thread(target=self._serve, args=(owner,), name=name, daemon=True)
+        self._late = False
+        self._thread.start()
+
+    def _serve(self, owner: "EventLoop") -> None:
+        _here.loop = (owner, self)
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+            del _here.loop
+
+    def end(self) -> None:
+        """Cancels what runs; then the thread ends."""
+
+        async def end() -> None:
+            tasks = list(self.tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.loop.shutdown_asyncgens()
+            self.loop.stop()
+
+        def begin_to_end() -> None:
+            if self._late:
+                self.loop.stop()
+            else:
+                self.loop.create_task(end())
+
+        if self._thread is threading.current_thread():  # a handler shuts its own worker down
+            self.loop.call_soon(self.loop.stop)
+        else:
+            self.loop.call_soon_threadsafe(begin_to_end)
+
+    def join(self, timeout: float) -> bool:
+        """Has the thread ended? Waits for it `timeout` seconds; afterwards it ends when it can."""
+        if self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        if not self._thread.is_alive():
+            return True
+        self._late = True
+        with suppress(RuntimeError):  # the loop has been closed just now
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        return False
+
+
+class EventLoop:
+    """The loop of one worker, in a thread that starts at the first coroutine; and further ones while it is held up.
+
+    Args:
+        name: of the thread.
+        pool: runs a function on a thread of the worker's pool.
+        later: runs a function after some seconds.
+    """
+
+    def __init__(
+        self, name: str, pool: Callable[..., None], later: Callable[[float, Callable[[], None]], None]
+    ) -> None:
         self._name = name
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-        self._tasks: set[asyncio.Task[None]] = set()
         self.pool = pool
+        self._later = later
+        self._lock = threading.Lock()
+        self._threads: list[_LoopThread] = []  # the first one stays, others end with their last coroutine
+        self._stopped = False
+        self._warned = False
 
     def run(
         self,
@@ -64,84 +168,109 @@ class EventLoop:
         """
         context = copy_context()
         context.run(current.set, scope)
-
-        async def finish() -> None:
-            try:
-                value = await _Stepped(coroutine, StepState(flags, autocast))
-            except asyncio.CancelledError as e:  # because the worker shuts down, or user code raised it
-                ended(None, RuntimeError(f"the handler was stopped: {e!r}"))
-            except BaseException as e:  # SystemExit too: it must not end the loop, and the caller must hear
-                ended(None, e)
-            else:
-                ended(value, None)
-
-        def begin(loop: asyncio.AbstractEventLoop) -> None:
-            task = loop.create_task(finish(), context=context)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        loop = self._started()
-        if loop is None:
-            coroutine.close()
-            raise NotInitialized
-        loop.call_soon_threadsafe(begin, loop)
-
-    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
-        """Runs a function on the loop's thread after a while; never, if the loop has been stopped by then."""
-        loop = self._started()
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.call_later, seconds, function)
-
-    def _started(self) -> asyncio.AbstractEventLoop | None:
         with self._lock:
-            if self._loop is None and not self._stopped:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
-            return self._loop
-
-    @staticmethod
-    def _serve(loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
+            if not self._stopped:
+                self._add(_Job(coroutine, StepState(flags, autocast), context, ended))
+                return
+        coroutine.close()
+        raise NotInitialized
 
     def stop(self, timeout: float) -> bool:
-        """Cancels what runs and ends the thread; nothing runs here afterwards. False: a coroutine has not let go of it
-        in `timeout` seconds. The thread, a daemon, then ends when it can."""
+        """Cancels what runs and ends the threads; nothing runs here afterwards. False: a coroutine has not let go of
+        its thread in `timeout` seconds. That thread, a daemon, then ends when it can."""
         with self._lock:
-            loop, thread = self._loop, self._thread
-            self._loop = None
             self._stopped = True
-        if loop is None or thread is None:
-            return True
+            threads, self._threads = self._threads, []
+            refused = [job for thread in threads for job in thread.to_begin]
+            for thread in threads:
+                thread.to_begin.clear()
+                thread.end()
+        for job in refused:
+            job.refuse()
+        until = time.monotonic() + timeout
+        in_time = [thread.join(max(0.0, until - time.monotonic())) for thread in threads]
+        return all(in_time)
 
-        async def end() -> None:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await loop.shutdown_asyncgens()
-            loop.stop()
+    # ---- with the lock held
 
-        late = False
+    def _add(self, job: _Job) -> None:
+        thread = next((t for t in self._threads if not t.waits), None)
+        if thread is None:
+            thread = self._threads[0] if self._threads else self._start()
+        self._give(thread, job)
+        if thread.waits:
+            self._later(_PATIENCE, lambda: self._relieve(thread))
 
-        def begin_to_end() -> None:
-            if late:
-                loop.stop()
-            else:
-                loop.create_task(end())
+    def _start(self) -> _LoopThread:
+        more = f"-{len(self._threads) + 1}" if self._threads else ""
+        thread = _LoopThread(self, self._name + more)
+        self._threads.append(thread)
+        return thread
 
-        if thread is threading.current_thread():  # a handler shuts its own worker down
-            loop.call_soon(loop.stop)
-            return True
-        loop.call_soon_threadsafe(begin_to_end)
-        thread.join(timeout)
-        if not thread.is_alive():
-            return True
-        late = True
-        with suppress(RuntimeError):  # the loop has been closed just now
-            loop.call_soon_threadsafe(loop.stop)
-        return False
+    def _give(self, thread: _LoopThread, job: _Job) -> None:
+        thread.load += 1
+        thread.to_begin.append(job)
+        thread.loop.call_soon_threadsafe(self._begin, thread)
+
+    # ---- on the loop's thread
+
+    def _begin(self, thread: _LoopThread) -> None:
+        with self._lock:
+            if not thread.to_begin:  # it has begun elsewhere
+                return
+            job = thread.to_begin.popleft()
+        task = thread.loop.create_task(job.run(), context=job.context)
+        thread.tasks.add(task)
+        task.add_done_callback(lambda done: self._ended(thread, done))
+
+    def _ended(self, thread: _LoopThread, task: "asyncio.Task[None]") -> None:
+        thread.tasks.discard(task)
+        with self._lock:
+            thread.load -= 1
+            if not thread.load and thread in self._threads[1:]:
+                self._threads.remove(thread)
+                thread.loop.stop()
+
+    # ---- loops that are held up
+
+    def hold_up(self, thread: _LoopThread) -> None:
+        with self._lock:
+            thread.waits += 1
+            if thread.to_begin:
+                self._later(_PATIENCE, lambda: self._relieve(thread))
+
+    def go_on(self, thread: _LoopThread) -> None:
+        with self._lock:
+            thread.waits -= 1
+
+    def _relieve(self, thread: _LoopThread) -> None:
+        """If it is held up still, what has yet to begin there begins elsewhere."""
+        with self._lock:
+            if self._stopped or not thread.waits or not thread.to_begin:
+                return
+            free = next((t for t in self._threads if not t.waits), None) or self._start()
+            while thread.to_begin:
+                thread.load -= 1
+                self._give(free, thread.to_begin.popleft())
+            warn, self._warned = not self._warned, True
+        if warn:
+            logger.warning(
+                "%s is held up: a coroutine waits without await (rpc_sync, wait, to_here). Coroutines that have yet to"
+                " begin run on a further loop meanwhile; those that have begun wait for it. Await rpc_async there.",
+                self._name,
+            )
+
+
+@contextmanager
+def holding_up() -> Iterator[None]:
+    """Around a wait that holds up its thread, for the case that it is a loop's."""
+    here: tuple[EventLoop, _LoopThread] | None = getattr(_here, "loop", None)
+    if here is None:
+        yield
+        return
+    owner, thread = here
+    owner.hold_up(thread)
+    try:
+        yield
+    finally:
+        owner.go_on(thread)

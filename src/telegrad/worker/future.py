@@ -11,6 +11,7 @@ import torch
 
 from telegrad.errors import NotInitialized
 from telegrad.serialize.exceptions import afresh, forget_frames
+from telegrad.worker.coroutines import holding_up
 from telegrad.worker.scope import Scope, current
 
 __all__ = ["NO_DEVICES", "CallFuture", "CreationFuture"]
@@ -47,22 +48,33 @@ class CallFuture(torch.futures.Future[Any]):
     def wait(self) -> Any:
         """The result; blocks, and raises what the call raised."""
         self._read = True
-        if not self.done() and (calls := getattr(self, "_calls", None)) is not None:
-            engine = calls.engine
-            try:
-                outcome = engine.wait(self._call, 0)
-            except NotInitialized:  # the worker has been closed meanwhile, and has nobody left to bring an outcome
-                outcome = None
-                if not self.done():
-                    raise
-            except BaseException:  # a signal handler's
-                came_meanwhile = engine.wait(self._call, 1)
-                if came_meanwhile is not None:
-                    calls.finish(self, came_meanwhile)
-                raise
-            if outcome is not None:
-                calls.finish(self, outcome)
+        if not self.done():
+            if asyncio._get_running_loop() is not None:
+                with holding_up():
+                    self._drive()
+                    return super().wait()
+            self._drive()
         return super().wait()
+
+    def _drive(self) -> None:
+        """Polls the network until the outcome is here, or the pool's."""
+        calls = getattr(self, "_calls", None)
+        if calls is None:
+            return
+        engine = calls.engine
+        try:
+            outcome = engine.wait(self._call, 0)
+        except NotInitialized:  # the worker has been closed meanwhile, and has nobody left to bring an outcome
+            outcome = None
+            if not self.done():
+                raise
+        except BaseException:  # a signal handler's
+            came_meanwhile = engine.wait(self._call, 1)
+            if came_meanwhile is not None:
+                calls.finish(self, came_meanwhile)
+            raise
+        if outcome is not None:
+            calls.finish(self, outcome)
 
     def value(self) -> Any:
         self._read = True

@@ -36,6 +36,7 @@ from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, REQUEST, ThreadPool
 from telegrad.worker.references import References
 from telegrad.worker.rendezvous import Group, Member
 from telegrad.worker.scope import Scope, current
+from telegrad.worker.timers import Timers
 
 __all__ = ["Worker"]
 
@@ -123,15 +124,16 @@ class Worker:
             self.name_of,
         )
         self.calls = Calls(self.engine, self.messages, self.name_of, nanoseconds(options.rpc_timeout))
-        self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit)
+        self.timers = Timers(f"telegrad-{info.name}-timers")
+        self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
         self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
         self._callback_scope = Scope(self, 0, True)
         self.plain: AnyPlainPool = make_plain_pool(self, self._callback_scope)
-        self.calls.delay = self.loop.call_later
+        self.calls.delay = self.timers.later
         # The group ends in two stages: all work is done, then all references are given up.
         self._stages = tuple(
             Draining(
-                info.id, self._greet, partial(self._send_shutdown_message, stage), self.loop.call_later, self._activity
+                info.id, self._greet, partial(self._send_shutdown_message, stage), self.timers.later, self._activity
             )
             for stage in range(2)
         )
@@ -430,8 +432,8 @@ class Worker:
         self.engine.stop(int(_STOP_LINGER * _SECOND))
         try:
             until = time.monotonic() + _JOIN_TIMEOUT
-            no_coroutine_is_left = self.loop.stop(_JOIN_TIMEOUT)
-            if not (self.pool.join(max(0.0, until - time.monotonic())) and no_coroutine_is_left):
+            ends = (self.timers.stop, self.loop.stop, self.pool.join)
+            if False in [end(max(0.0, until - time.monotonic())) for end in ends]:
                 logger.warning("worker %s shut down while a handler still ran; it was left behind", self.info.name)
         finally:
             self.references.close()
