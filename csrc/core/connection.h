@@ -55,6 +55,8 @@ struct Connection {
   // Flow control: request bytes that we sent and the peer has not taken up; that we took up and have not told.
   std::atomic<std::int64_t> outstanding = 0;
   std::atomic<std::int64_t> credit_due = 0;
+  std::atomic<std::int64_t> past_window = 0;  // request bytes sent since the window closed, by those who do not wait
+  std::atomic<bool> told_of_window = false;   // and it has been said that they are many
 };
 
 using ConnectionPtr = std::shared_ptr<Connection>;

@@ -218,6 +218,7 @@ class Engine {
   void flush(const ConnectionPtr& c);
   void watch_writable(Connection& c, bool on);
   bool window_open(const Connection& c, std::int64_t size) const;
+  void pass_window(Connection& c, std::int32_t peer, std::int64_t size);
   void take_up(const ConnectionPtr& c, std::int64_t size);
   void wait_until_gone(const ConnectionPtr& c, std::uint64_t ticket, Nanos deadline,
                        const std::function<bool()>& interrupted = {});

@@ -8,6 +8,7 @@
 namespace telegrad {
 namespace {
 
+constexpr std::int64_t kFarPast = 4;     // windows' worth of requests that did not wait for it
 constexpr std::size_t kCreditShare = 4;  // credit is told on its own when a window's fourth is due
 
 void make_credit_known(Connection& c, FrameHeader& header) {
@@ -143,14 +144,18 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   m->header.timeout = o.deadline == kNever ? 0 : std::max<Nanos>(o.deadline - at, 1);
   if (o.nested) m->header.flags |= kNested;
 
-  if (link && !o.nested && !o.never_wait && !window_open(*link, size)) {
-    Waiter w;
-    const WaitEnd end = wait_for(
-        For::kProgress, w, [&] { return window_open(*link, size) || link->state == Connection::State::kDead; },
-        o.deadline, o.interrupted);
-    if (end == WaitEnd::kDeadline || end == WaitEnd::kInterrupted) {  // then it is not made
-      std::lock_guard lock(mutex_);
-      settle(id, Outcome{.status = CallStatus::kTimedOut}, kept);
+  if (link && !window_open(*link, size)) {
+    if (o.nested || o.never_wait) {
+      pass_window(*link, peer, size);
+    } else {
+      Waiter w;
+      const WaitEnd end = wait_for(
+          For::kProgress, w, [&] { return window_open(*link, size) || link->state == Connection::State::kDead; },
+          o.deadline, o.interrupted);
+      if (end == WaitEnd::kDeadline || end == WaitEnd::kInterrupted) {  // then it is not made
+        std::lock_guard lock(mutex_);
+        settle(id, Outcome{.status = CallStatus::kTimedOut}, kept);
+      }
     }
   }
   const bool borrowed = !m->segments.empty();
@@ -363,6 +368,20 @@ bool Engine::may_send_now(std::int32_t peer, std::uint64_t payload) const {
   return found == peers_.end() || !found->second.link || window_open(*found->second.link, weight(payload));
 }
 
+/// A request goes that does not wait for the window, which is closed. Says so once if that goes far.
+void Engine::pass_window(Connection& c, std::int32_t peer, std::int64_t size) {
+  const std::int64_t past = c.past_window.fetch_add(size, std::memory_order_relaxed) + size;
+  if (past / kFarPast < settings_.window || c.told_of_window.exchange(true, std::memory_order_relaxed)) return;
+  std::lock_guard lock(mutex_);
+  const auto found = peers_.find(peer);
+  const std::string name = found == peers_.end() ? "a worker" : found->second.identity.name;
+  log("requests to " + name + " pile up: " + std::to_string(c.outstanding.load(std::memory_order_relaxed)) +
+      " bytes wait there, and more keep coming. Calls on a running event loop, in handlers and in callbacks do not "
+      "wait "
+      "for the other end to keep up (request_window_bytes): await some results before making more.");
+  wake_for_work();
+}
+
 /// A request has been taken up: its bytes no longer count against the sender.
 void Engine::take_up(const ConnectionPtr& c, std::int64_t size) {
   const std::int64_t due = c->credit_due.fetch_add(size, std::memory_order_relaxed) + size;
@@ -383,6 +402,7 @@ void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
   if (c->state != Connection::State::kOpen) return lost(c, "it sent a message before it had proven who it is");
   if (m.header.credit) {
     c->outstanding.fetch_sub(static_cast<std::int64_t>(m.header.credit), std::memory_order_relaxed);
+    if (c->past_window.load(std::memory_order_relaxed) > 0 && window_open(*c, 0)) c->past_window = 0;
     if (progress_waiters_.load(std::memory_order_acquire) > 0) {
       std::lock_guard lock(mutex_);
       ring_progress();

@@ -79,6 +79,29 @@ CASE(what_is_never_held_back) {
   }
 }
 
+CASE(it_is_said_once_that_requests_pile_up) {
+  for (const bool nested : {true, false}) {
+    Stage s;
+    int calls = 0;
+    auto more = [&](std::int64_t bytes) {
+      for (std::int64_t sent = 0; sent < bytes; sent += static_cast<std::int64_t>(kSome.size())) {
+        s.a.start(1, ++calls, {.body = kSome, .nested = nested, .never_wait = !nested});
+        s.p.receive();
+      }
+    };
+    more(4 * kWindow);
+    s.grant(static_cast<std::uint64_t>(calls) * weight(kSome.size()));  // it has kept up by now
+    const auto credit_is_here = [&] { return s.a.engine->may_send_now(1, kMost.size()); };
+    while (!credit_is_here()) std::this_thread::yield();
+    more(4 * kWindow);
+    CHECK_EQ(s.a.event_count.value(), 0);
+    more(8 * kWindow);
+    CHECK(s.a.wait_for_event(EventKind::kLog).find("requests to w1 pile up") != std::string::npos);
+    more(8 * kWindow);
+    CHECK_EQ(s.a.event_count.value(), 1);
+  }
+}
+
 CASE(a_request_larger_than_the_window_passes) {
   Stage s;
   const std::string huge(3 * kWindow, 'z');
