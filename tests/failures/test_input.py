@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +200,22 @@ def test_wrong_world_size_is_told_to_all_at_once(store: Any) -> None:
     assert "world_size=2" in first + second
     assert "world_size=3" in first + second
     assert "failed to join" in first or "failed to join" in second
+
+
+@pytest.mark.parametrize("first", [(1, 3), (0, 2)])
+def test_whoever_was_first_does_not_wait_for_ranks_that_cannot_come(store: Any, first: tuple[int, int]) -> None:
+    """Not for rank 2 either, when rank 0 has failed."""
+    second = (0, 2) if first == (1, 3) else (1, 3)
+
+    def late() -> Worker:
+        store.wait([f"member/{first[0]}"])
+        return Worker("late", *second, PATIENT, store=store)
+
+    began = time.monotonic()
+    told, failed = texts(together(lambda: Worker("early", *first, PATIENT, store=store), late))
+    assert f"rank {second[0]} failed to join" in told
+    assert f"world_size={first[1]}" in failed
+    assert time.monotonic() - began < 15
 
 
 def test_worker_that_does_not_come_is_named(store: Any) -> None:

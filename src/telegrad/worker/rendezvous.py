@@ -108,8 +108,16 @@ def take_rank(store: Any, rank: int, name: str) -> None:
 
 
 def give_up(store: Any, rank: int, why: str) -> None:
-    """Tells those who wait for this rank that it will not come, unless another worker has it."""
-    store.compare_set(f"member/{rank}", "", json.dumps({"failed": why}))
+    """Tells those who wait that this rank will not come, unless another worker has it.
+
+    It is put down for every rank that has not come: who waits for several must not wait for the others of them first.
+    """
+    failure = json.dumps({"failed": why, "rank": rank})
+    agreed = int(store.get("world_size")) if store.check(["world_size"]) else 0
+    if json.loads(store.compare_set(f"member/{rank}", "", failure)).get("rank") != rank:
+        return
+    for other in range(agreed):
+        store.compare_set(f"member/{other}", "", failure)
 
 
 def gather_static(store: Any, me: Member, world_size: int, timeout: float) -> list[Member]:
@@ -131,7 +139,7 @@ def gather_static(store: Any, me: Member, world_size: int, timeout: float) -> li
     for rank in range(world_size):
         facts = json.loads(store.get(f"member/{rank}"))
         if "failed" in facts:
-            raise TelegradError(f"the worker with rank {rank} failed to join: {facts['failed']}")
+            raise TelegradError(f"the worker with rank {facts['rank']} failed to join: {facts['failed']}")
         members.append(Member(**facts))
     return members
 
