@@ -86,7 +86,7 @@ def test_steps_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telegrad.worker.budget.time.monotonic", lambda: now)
     assert Budget(0).left() == 0
     short, long = Budget(0.5), Budget(60)
-    assert (short.left(), long.left()) == (0.5, 60)
+    assert (short.left(), long.left()) == (1, 60)
     now = 159.8
     assert long.left() == 1  # it begins late, and has a second all the same
     now = 160.6

@@ -371,7 +371,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             # All who live are here, and agree on who does not. A gathering alone could not tell.
             worker.finish(timeout, last=False)
             try:
-                _wait_all_workers(budget.left())
+                _wait_all_workers(min(timeout, budget.left()))
             except LostWhileGathering:
                 logger.warning("worker %s goes on shutting down without whom it lost", worker.info.name)
             left = budget.left()

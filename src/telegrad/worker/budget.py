@@ -26,4 +26,4 @@ class Budget:
         if not self._seconds:
             return 0.0
         left = self._deadline - time.monotonic()
-        return min(self._seconds, max(left, min(_MORE, left + _MORE), 0.001))
+        return max(left, min(_MORE, left + _MORE), 0.001)
