@@ -170,13 +170,19 @@ class ShutdownTimeout(TelegradError):
     Args:
         timeout: the time-out in seconds.
         missing: names of the workers that did not come.
+        gave_up: they did come, but gave up, and left before this worker came.
     """
 
-    def __init__(self, timeout: float, missing: tuple[str, ...] = ()) -> None:
+    def __init__(self, timeout: float, missing: tuple[str, ...] = (), gave_up: bool = False) -> None:
         self.timeout = timeout
         self.missing = missing
-        who = f"; still missing: {', '.join(missing)}" if missing else ""
-        super().__init__(f"graceful shutdown gave up after {timeout:g} s{who}. This worker is shut down all the same.")
+        self.gave_up = gave_up
+        if gave_up:
+            what = f"graceful shutdown failed: when this worker came, some had given up and left ({', '.join(missing)})"
+        else:
+            who = f"; still missing: {', '.join(missing)}" if missing else ""
+            what = f"graceful shutdown gave up after {timeout:g} s{who}"
+        super().__init__(f"{what}. This worker is shut down all the same.")
 
 
 class RRefError(TelegradError):

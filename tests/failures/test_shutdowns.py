@@ -201,6 +201,17 @@ def test_shutdown_without_grace_ends_calls_on_both_sides(two_alone: Cluster) -> 
     assert not end.is_alive()
 
 
+def test_whoever_comes_when_others_have_given_up_hears_of_it() -> None:
+    """It finds itself alone, and could end well; but the group has not ended as one."""
+    with cluster(3, graceful=False) as w:
+        for worker in w[:2]:
+            with pytest.raises(ShutdownTimeout, match=r"gave up after 0\.\d+ s"):
+                worker.shutdown(timeout=SOON)
+        with pytest.raises(ShutdownTimeout, match=r"some had given up and left \(w0, w1\)"):
+            w[2].shutdown()
+        assert all(worker._worker.closed for worker in w)
+
+
 def test_shutdown_from_two_threads_at_once() -> None:
     with cluster(2) as w:
         run_all([w[0].shutdown, w[0].shutdown, w[1].shutdown])

@@ -15,7 +15,7 @@ __all__ = ["AllGatherStates", "Gathering", "LostWhileGathering", "gather", "gath
 
 
 class LostWhileGathering(TelegradError):
-    """A worker that was needed died."""
+    """A worker that was needed died. (Of one that left, as after a time-out of its own, all hear as of an error.)"""
 
 
 class AllGatherStates:
@@ -134,6 +134,11 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
     if set(state.gathered_objects) >= names:
         return
     lost = worker.lost_names() & needed
+    left = worker.left_names() & lost
+    if left:
+        raise TelegradError(
+            f"workers {', '.join(sorted(left))} left before the whole group had gathered; their own error says why"
+        )
     if lost:
         raise LostWhileGathering(f"workers {', '.join(sorted(lost))} were lost while the group gathered")
     if not arrived:

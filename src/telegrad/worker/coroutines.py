@@ -94,6 +94,11 @@ class _LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)  # of a loop that was left behind, or is ended by one of them
+            for task in left:
+                task.cancel()
+            if left:
+                self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         finally:
             self.loop.close()
             del _here.loop

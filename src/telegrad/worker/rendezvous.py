@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -150,6 +150,20 @@ def check_members(members: list[Member], world_size: int | None) -> GroupView:
     for member in members:
         view.join(protocol.Member(member.name, member.id, 0, world_size, str(member.incarnation)))
     return view
+
+
+def abandon(store: Any) -> None:
+    """This worker's time is up, so it leaves the group before the others: no worker of it can end with all."""
+    with suppress(RuntimeError):  # the store has gone: then so have those who would look
+        store.set("abandoned", "1")
+
+
+def is_abandoned(store: Any) -> bool:
+    """Has a worker left the group because its time was up?"""
+    try:
+        return bool(store.check(["abandoned"]))
+    except RuntimeError:
+        return False
 
 
 # ---- dynamic groups

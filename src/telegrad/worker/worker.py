@@ -77,7 +77,8 @@ class Worker:
         self.closed = False
         self._finishing = False
         self.ready = threading.Event()  # all members are known: requests may run
-        self.lost: dict[int, str] = {}  # workers that died, and why
+        self.lost: dict[int, str] = {}  # workers that are gone, and why
+        self.left: set[int] = set()  # those of them who said goodbye
         self.gone: set[int] = set()  # those of them on whom the whole group agreed when it began to shut down
         self.extras: dict[str, Any] = {}  # what the layers above keep for this worker
         self._loss_listeners: list[Callable[[], Any]] = []
@@ -315,6 +316,8 @@ class Worker:
         elif event in (PEER_LOST, PEER_LEFT):
             if event == PEER_LOST:
                 logger.warning("worker %s is lost to %s: %s", self.name_of(peer), self.info.name, text)
+            if event == PEER_LEFT:
+                self.left.add(peer)
             self.lost[peer] = text
             if not (self._finishing and event == PEER_LEFT):  # then what it still holds is a leak to report
                 self.references.peer_lost(peer, text)
@@ -324,6 +327,7 @@ class Worker:
                 listener()
         elif event == PEER_BACK:
             self.lost.pop(peer, None)
+            self.left.discard(peer)
             self.references.peer_joined(peer)
         else:
             logger.warning("%s: %s", self.info.name, text)
@@ -362,6 +366,10 @@ class Worker:
         finally:
             self._loss_listeners.remove(listener)
 
+    def left_names(self) -> set[str]:
+        """Names of those who said goodbye."""
+        return {self.name_of(peer) for peer in list(self.left)}
+
     def lost_names(self) -> set[str]:
         """Names of the workers that are gone."""
         return {self.name_of(peer) for peer in list(self.lost)}
@@ -394,14 +402,18 @@ class Worker:
             last: once more, when all have given up their references; then this worker leaves.
 
         Raises:
-            ShutdownTimeout: some did not come in time.
+            ShutdownTimeout: some did not come in time, or gave up and left.
         """
         self._finishing = last
         end = self._stages[last].run(timeout, last)
         if self.closed:
             raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut the worker down meanwhile.)")
         if isinstance(end, GaveUp):
+            rendezvous.abandon(self.store)
             raise ShutdownTimeout(timeout, tuple(self.name_of(worker) for worker in end.missing))
+        gone = (*end.lost, *end.left)
+        if gone and not last and rendezvous.is_abandoned(self.store):
+            raise ShutdownTimeout(timeout, tuple(map(self.name_of, gone)), gave_up=True)
         self.gone.update(end.lost, end.left)
         for worker in end.lost if last else ():
             logger.warning(
