@@ -32,11 +32,10 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   const std::uint64_t size = m->payload_size();
   const bool small = size <= kSmall;
   o.never_wait = never_wait || (small && e.may_send_now(peer, size));
-  if (small || never_wait) take_along(*m);  // nobody waits until the memory has left
   Interruption interruption;
   o.interrupted = interruption.ask();
   std::uint64_t id;
-  if (o.never_wait) {
+  if (small && o.never_wait) {
     id = e.start(peer, std::move(m), std::move(o));
   } else {
     nb::gil_scoped_release no_gil;
@@ -51,7 +50,6 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
 
 void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m, Nanos deadline) {
   if (m->payload_size() <= kSmall) {
-    take_along(*m);
     e.reply(connection, call, std::move(m), kNever, false);
   } else {
     nb::gil_scoped_release no_gil;

@@ -6,7 +6,6 @@
 #include <nanobind/nanobind.h>
 
 #include <initializer_list>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,9 +31,6 @@ class References final : public Keep {
   void release() {
     for (PyObject* o : std::exchange(objects_, {})) Py_DECREF(o);
   }
-
-  /// Room for bytes that must outlive the call that made the message.
-  std::string storage;
 
  private:
   std::vector<PyObject*> objects_;

@@ -60,20 +60,9 @@ void set_name(Outgoing& m, std::uint32_t id, nb::handle name) {
   kept_by(m).add(text);
 }
 
-void take_along(Outgoing& m) {
-  if (m.segments.empty()) return;
-  auto& storage = kept_by(m).storage;
-  storage.reserve(m.payload_size());
-  for (auto& s : m.segments) {
-    const char* at = storage.data() + storage.size();
-    storage.append(reinterpret_cast<const char*>(s.data), s.size);
-    s.data = reinterpret_cast<const std::byte*>(at);
-  }
-}
-
 void let_go(std::unique_ptr<Outgoing>& m) {
   if (!m) return;
-  if (m->keep) kept_by(*m).release();
+  if (m->keep && !m->owned) kept_by(*m).release();
   m.reset();
 }
 

@@ -29,9 +29,6 @@ std::unique_ptr<Outgoing> compose(int tag, int flags, codec::Encoded& encoded);
 
 void set_name(Outgoing& m, std::uint32_t id, nb::handle name);
 
-/// Copies the segments, so that the message no longer needs their memory.
-void take_along(Outgoing& m);
-
 /// The message has left (or never will): gives up what it held.
 void let_go(std::unique_ptr<Outgoing>& m);
 

@@ -59,6 +59,13 @@ struct Connection {
   std::atomic<bool> told_of_window = false;   // and it has been said that they are many
 };
 
+/// What became of a message that was kept until there was a link. Under the engine's mutex.
+struct Departure {
+  std::shared_ptr<Connection> via;  // it is in this link's queue
+  std::uint64_t ticket = 0;
+  bool gone = false;  // it has left, or been dropped
+};
+
 using ConnectionPtr = std::shared_ptr<Connection>;
 
 }  // namespace telegrad

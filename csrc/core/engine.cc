@@ -83,8 +83,8 @@ void Engine::stop(Nanos linger) {
     if (c->state != Connection::State::kOpen) continue;
     auto m = std::make_unique<Outgoing>();
     m->header.type = FrameType::kGoodbye;
-    std::uint64_t ticket = 0;
-    if (transmit(c, m, &ticket) == Sent::kQueued) wait_until_gone(c, ticket, deadline);
+    Passage p{.via = c};
+    if (transmit(c, m, p) == Sent::kQueued) wait_until_gone(c->peer, p, deadline, {});
   }
   for (auto& c : open) lost(c, "this worker has been shut down");
   Kept kept;

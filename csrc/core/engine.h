@@ -109,7 +109,7 @@ struct CallOptions {
   Nanos deadline = kNever;
   bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
   bool lazy = false;        // nobody waits for its outcome: it may lie for kGrace until somebody polls
-  bool never_wait = false;  // wait neither for the window nor for memory to leave; then `keep` must own the memory
+  bool never_wait = false;  // wait neither for the window nor for segments to leave: what does not leave is copied
   std::function<bool()> interrupted;  // asked now and then while `start` waits: should it stop waiting?
   std::unique_ptr<Keep> cookie;       // given: the outcome goes to the pool unless somebody waits for it
   std::unique_ptr<Keep> linger;
@@ -153,7 +153,8 @@ class Engine {
   /// unless `may_wait` is false: then `keep` must own the memory. A reply that has left is still the caller's.
   void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, Nanos deadline,
              bool may_wait);
-  /// Sends a message that is never answered. False when the peer is known to be unreachable.
+  /// Sends a message that is never answered; copies what does not leave at once, and never waits. False when the peer
+  /// is known to be unreachable.
   bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);
 
   // ---- the pool (engine_wait.cc)
@@ -210,18 +211,30 @@ class Engine {
   void expire_handshakes(Lock& lock, Nanos at);
   void remind(Nanos at);
 
-  // engine_calls.cc
+  // engine_send.cc
   enum class Sent { kGone, kQueued, kBroken };
-  Sent transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, std::uint64_t* ticket);
-  Sent transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, std::uint64_t* ticket);
-  Sent route(std::int32_t peer, std::unique_ptr<Outgoing>& m, ConnectionPtr* via, std::uint64_t* ticket);
+  struct Passage {     // how a message goes, and where it has got to
+    bool own = false;  // what does not leave at once is copied; else `departure` is made for what waits for a link
+    ConnectionPtr via;
+    std::uint64_t ticket = 0;
+    std::shared_ptr<Departure> departure;
+    std::unique_ptr<Keep> spent;  // what kept memory that has been copied
+  };
+  Sent transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p);
+  Sent transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m);
+  Sent transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p);
+  Sent route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Passage& p);
+  void depart(const ConnectionPtr& c, std::deque<std::unique_ptr<Outgoing>>& waiting);
   void flush(const ConnectionPtr& c);
   void watch_writable(Connection& c, bool on);
   bool window_open(const Connection& c, std::int64_t size) const;
   void pass_window(Connection& c, std::int32_t peer, std::int64_t size);
   void take_up(const ConnectionPtr& c, std::int64_t size);
-  void wait_until_gone(const ConnectionPtr& c, std::uint64_t ticket, Nanos deadline,
-                       const std::function<bool()>& interrupted = {});
+  void wait_until_gone(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted);
+  bool wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted);
+  void own(const ConnectionPtr& c, std::uint64_t ticket);
+
+  // engine_calls.cc
   void settle(std::uint64_t id, Outcome&& outcome, Kept& kept);
   void orphan(std::int32_t peer, Incoming&& m);
   void close_call(std::uint64_t id, bool replied, Kept& kept);

@@ -1,6 +1,4 @@
-// Calls and messages: starting, sending, matching replies, flow control.
-#include <sys/epoll.h>
-
+// Calls: starting, waiting, matching replies; and what arrives.
 #include <algorithm>
 
 #include "core/engine.h"
@@ -8,12 +6,7 @@
 namespace telegrad {
 namespace {
 
-constexpr std::int64_t kFarPast = 4;     // windows' worth of requests that did not wait for it
-constexpr std::size_t kCreditShare = 4;  // credit is told on its own when a window's fourth is due
-
-void make_credit_known(Connection& c, FrameHeader& header) {
-  header.credit = static_cast<std::uint64_t>(c.credit_due.exchange(0, std::memory_order_relaxed));
-}
+constexpr std::int64_t kLarge = 64 << 10;  // more than this is not copied under a lock
 
 }  // namespace
 
@@ -158,11 +151,11 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
       }
     }
   }
-  const bool borrowed = !m->segments.empty();
-  std::uint64_t ticket = 0;
-  const Sent sent = route(peer, m, &link, &ticket);
-  if (sent == Sent::kQueued && borrowed && link && !o.never_wait)
-    wait_until_gone(link, ticket, o.deadline, o.interrupted);
+  const bool lent = !m->segments.empty();
+  Passage p{.own = o.never_wait};
+  if (lent && o.never_wait && size > kLarge) p.spent = own_memory(*m);  // here, where no lock is held
+  const Sent sent = route(peer, m, p);
+  if (sent == Sent::kQueued && lent && !p.own) wait_until_gone(peer, p, o.deadline, o.interrupted);
   if (async) {
     std::lock_guard lock(mutex_);
     if (role_held_) return id;
@@ -236,160 +229,15 @@ void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
   }
   m->header.type = FrameType::kReply;
   m->header.call_id = call;
-  const bool borrowed = may_wait && !m->segments.empty();
-  std::uint64_t ticket = 0;
-  if (transmit(c, m, &ticket) == Sent::kQueued && borrowed) wait_until_gone(c, ticket, deadline);
+  const bool lent = !m->segments.empty();
+  Passage p{.own = !may_wait, .via = c};
+  if (transmit(c, m, p) == Sent::kQueued && lent && may_wait) wait_until_gone(c->peer, p, deadline, {});
 }
 
 bool Engine::send(std::int32_t peer, std::unique_ptr<Outgoing> m) {
   m->header.type = FrameType::kOneway;
-  const bool borrowed = !m->segments.empty();
-  ConnectionPtr link;
-  std::uint64_t ticket = 0;
-  const Sent sent = route(peer, m, &link, &ticket);
-  if (sent == Sent::kQueued && borrowed && link) wait_until_gone(link, ticket, kNever);
-  return sent != Sent::kBroken;
-}
-
-// ---- sending
-
-/// Sends on the peer's link, or keeps the message until there is one. `m` is empty if it was queued.
-Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, ConnectionPtr* via, std::uint64_t* ticket) {
-  Kept kept;
-  {
-    Lock lock(mutex_);
-    const std::uint64_t id = m->header.type == FrameType::kRequest ? m->header.call_id : 0;
-    Call* call = id ? calls_.find(id) : nullptr;
-    const bool pending = call && call->status == CallStatus::kPending;
-    if (id && !pending && !(m->header.flags & kMayLinger)) return Sent::kGone;  // over before it began
-    if (stopping()) {
-      if (id) settle(id, Outcome{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, kept);
-      stop_lingering(id, kept);
-      return Sent::kBroken;
-    }
-    auto found = peers_.find(peer);
-    if (found == peers_.end() || found->second.forgotten) {
-      const std::string why = found == peers_.end() ? "no such worker" : found->second.last_error;
-      if (id) settle(id, Outcome{.status = CallStatus::kUnreachable, .why = why}, kept);
-      stop_lingering(id, kept);
-      return Sent::kBroken;
-    }
-    Peer& p = found->second;
-    *via = p.link;
-    if (!p.link) {
-      p.waiting.push_back(std::move(m));
-      if (!p.connecting) connect(lock, p);
-      return Sent::kQueued;
-    }
-    if (call) call->connection = p.link->id;
-    if (auto late = lingering_.find(id); late != lingering_.end()) late->second.connection = p.link->id;
-  }
-  return transmit(*via, m, ticket);
-}
-
-/// kBroken says only that this message is gone: what the peer sent before it went, its goodbye above all, is still to
-/// be read, and then whoever polls finds the link's end and settles its calls.
-Engine::Sent Engine::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, std::uint64_t* ticket) {
-  std::lock_guard lock(c->send_mutex);
-  return transmit_locked(c, m, ticket);
-}
-
-/// With the connection's send_mutex held.
-Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, std::uint64_t* ticket) {
-  if (m->header.type == FrameType::kRequest) {
-    c->outstanding.fetch_add(weight(m->payload_size()), std::memory_order_relaxed);
-  }
-  sent_messages_.fetch_add(1, std::memory_order_relaxed);
-  if (c->state == Connection::State::kDead) return Sent::kBroken;
-  if (const std::uint32_t name = m->header.name_id) {
-    if (c->names_sent.size() <= name) c->names_sent.resize(name + 64);
-    if (c->names_sent[name]) m->name = {};
-    c->names_sent[name] = true;
-  }
-  if (!is_handshake(m->header.type)) make_credit_known(*c, m->header);
-  if (c->queue.empty()) {
-    const SendState state = c->link->send(*m);
-    if (state == SendState::kSent) return Sent::kGone;
-    if (state == SendState::kBroken) return Sent::kBroken;
-  }
-  c->queue.push_back(std::move(m));
-  *ticket = ++c->queued;
-  watch_writable(*c, true);
-  return Sent::kQueued;
-}
-
-/// The link takes bytes again.
-void Engine::flush(const ConnectionPtr& c) {
-  std::vector<std::unique_ptr<Outgoing>> gone;
-  {
-    std::lock_guard lock(c->send_mutex);
-    while (!c->queue.empty()) {
-      if (c->link->send(*c->queue.front()) != SendState::kSent) break;  // if broken, the reader will hear of it
-      gone.push_back(std::move(c->queue.front()));
-      c->queue.pop_front();
-      c->flushed.fetch_add(1, std::memory_order_release);
-    }
-    if (c->queue.empty()) watch_writable(*c, false);
-  }
-  if (!gone.empty()) {
-    std::lock_guard lock(mutex_);
-    ring_progress();
-  }
-}
-
-/// Waits until a queued message has left the memory it was sent from.
-void Engine::wait_until_gone(const ConnectionPtr& c, std::uint64_t ticket, Nanos deadline,
-                             const std::function<bool()>& interrupted) {
-  Waiter w;
-  auto gone = [&] {
-    return c->flushed.load(std::memory_order_acquire) >= ticket || c->state == Connection::State::kDead;
-  };
-  wait_for(For::kProgress, w, gone, deadline, interrupted);
-}
-
-/// With the connection's send_mutex held.
-void Engine::watch_writable(Connection& c, bool on) {
-  if (c.watching_writable == on) return;
-  c.watching_writable = on;
-  epoll_event event{.events = on ? std::uint32_t{EPOLLIN} | std::uint32_t{EPOLLOUT} : std::uint32_t{EPOLLIN},
-                    .data = {.u64 = c.id}};
-  epoll_ctl(inner_.get(), EPOLL_CTL_MOD, c.link->fd(), &event);
-}
-
-/// May a request of `size` bytes go? Half the window is open to a request of any size, so that large ones pass.
-bool Engine::window_open(const Connection& c, std::int64_t size) const {
-  const std::int64_t out = c.outstanding.load(std::memory_order_relaxed);
-  return out <= settings_.window / 2 || out + size <= settings_.window;
-}
-
-bool Engine::may_send_now(std::int32_t peer, std::uint64_t payload) const {
-  std::lock_guard lock(mutex_);
-  auto found = peers_.find(peer);
-  return found == peers_.end() || !found->second.link || window_open(*found->second.link, weight(payload));
-}
-
-/// A request goes that does not wait for the window, which is closed. Says so once if that goes far.
-void Engine::pass_window(Connection& c, std::int32_t peer, std::int64_t size) {
-  const std::int64_t past = c.past_window.fetch_add(size, std::memory_order_relaxed) + size;
-  if (past / kFarPast < settings_.window || c.told_of_window.exchange(true, std::memory_order_relaxed)) return;
-  std::lock_guard lock(mutex_);
-  const auto found = peers_.find(peer);
-  const std::string name = found == peers_.end() ? "a worker" : found->second.identity.name;
-  log("requests to " + name + " pile up: " + std::to_string(c.outstanding.load(std::memory_order_relaxed)) +
-      " bytes wait there, and more keep coming. Calls on a running event loop, in handlers and in callbacks do not "
-      "wait "
-      "for the other end to keep up (request_window_bytes): await some results before making more.");
-  wake_for_work();
-}
-
-/// A request has been taken up: its bytes no longer count against the sender.
-void Engine::take_up(const ConnectionPtr& c, std::int64_t size) {
-  const std::int64_t due = c->credit_due.fetch_add(size, std::memory_order_relaxed) + size;
-  if (due < settings_.window / static_cast<std::int64_t>(kCreditShare)) return;
-  auto m = std::make_unique<Outgoing>();
-  m->header.type = FrameType::kCredit;
-  std::uint64_t ticket = 0;
-  transmit(c, m, &ticket);
+  Passage p{.own = true};
+  return route(peer, m, p) != Sent::kBroken;
 }
 
 // ---- receiving

@@ -83,8 +83,7 @@ void Engine::part_from(std::int32_t id, const std::string& why) {
     c->goodbye = true;
     auto m = std::make_unique<Outgoing>();
     m->header.type = FrameType::kGoodbye;
-    std::uint64_t ticket = 0;
-    transmit(c, m, &ticket);  // if it does not leave at once, the peer hears of a lost connection
+    transmit(c, std::move(m));  // if it does not leave at once, the peer hears of a lost connection
   }
   forget_peer(id, why);
 }
@@ -128,9 +127,7 @@ void Engine::connect(Lock& lock, Peer& peer) {
       auto c = add_connection(std::move(link), std::move(handshake), true);
       c->peer = peer.identity.id;
       lock.unlock();
-      auto m = frame(hello);
-      std::uint64_t ticket = 0;
-      transmit(c, m, &ticket);  // whoever polls hears if it failed
+      transmit(c, frame(hello));  // whoever polls hears if it failed
       lock.lock();
       if (!role_held_) watch();
       return;
@@ -163,6 +160,7 @@ void Engine::unreachable(Peer& peer, const std::string& why, Kept& kept) {
       settle(m->header.call_id, Outcome{.status = CallStatus::kUnreachable, .why = why}, kept);
       stop_lingering(m->header.call_id, kept);
     }
+    if (m->departure) m->departure->gone = true;
     auto keep = std::make_unique<Message>();
     keep->m = std::move(m);
     kept.push_back(std::move(keep));
@@ -206,9 +204,7 @@ void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vi
     return lost(c, e.what());
   }
   if (step.send) {
-    auto m = frame(step);
-    std::uint64_t ticket = 0;
-    if (transmit(c, m, &ticket) == Sent::kBroken) return;
+    if (transmit(c, frame(step)) == Sent::kBroken) return;
   }
   if (!step.failed.empty()) return lost(c, step.failed);
   if (step.open) opened(c);  // after the welcome has gone: it must come first on the link
@@ -253,6 +249,7 @@ void Engine::opened(const ConnectionPtr& c) {
           if (call) call->connection = c->id;
           if (auto l = lingering_.find(m->header.call_id); l != lingering_.end()) l->second.connection = c->id;
           if (call || m->header.flags & kMayLinger) return false;
+          if (m->departure) m->departure->gone = true;
           late.push_back(std::move(m));  // its caller has given up: it is not made
           return true;
         });
@@ -263,10 +260,7 @@ void Engine::opened(const ConnectionPtr& c) {
     std::lock_guard lock(mutex_);
     ring_progress();
   }
-  for (auto& m : waiting) {
-    std::uint64_t ticket = 0;
-    transmit_locked(c, m, &ticket);
-  }
+  depart(c, waiting);
   sending.unlock();
   if (stale) lost(c, "worker id " + std::to_string(c->handshake.peer().id) + " is taken by another name");
 }

@@ -91,6 +91,8 @@ struct OutSegment {
   std::uint64_t lease = 0;
 };
 
+struct Departure;  // see connection.h
+
 /// A message on its way out. Its body and segments point into memory that `keep` holds.
 struct Outgoing {
   FrameHeader header;
@@ -98,8 +100,10 @@ struct Outgoing {
   std::string_view body;
   std::vector<OutSegment> segments;
   std::unique_ptr<Keep> keep;
+  bool owned = false;                    // nobody else can change its bytes: see `own_memory`
+  std::shared_ptr<Departure> departure;  // told what becomes of a message that waits for its link
 
-  // Owned by the link that sends it: how many bytes of the frame have left.
+  // Owned by the link that sends it: how many bytes have left, of the prefix, the body and the segments in that order.
   std::uint64_t sent = 0;
   std::string prefix;  // header, segment headers and name, as sent
 
@@ -109,6 +113,11 @@ struct Outgoing {
     return n;
   }
 };
+
+/// Copies what has not been sent yet into memory of the message's own, so that whoever lent it may change it. Not while
+/// the link sends it. Returns what kept the lent memory, to be let go where no lock is held; null if nothing is lent,
+/// or if there is no memory for a copy: then it stays lent.
+std::unique_ptr<Keep> own_memory(Outgoing& message);
 
 /// What a request counts against a peer's window.
 inline std::int64_t weight(std::uint64_t payload) { return static_cast<std::int64_t>(sizeof(FrameHeader) + payload); }

@@ -197,6 +197,66 @@ CASE(borrowed_memory_is_free_when_start_returns) {
   caller.join();
 }
 
+/// A message of one segment that lies in `segment`.
+std::unique_ptr<Outgoing> lending(const std::string& segment, std::uint16_t flags = 0) {
+  auto m = std::make_unique<Outgoing>();
+  m->header.flags = flags;
+  m->segments.push_back({reinterpret_cast<const std::byte*>(segment.data()), segment.size()});
+  m->keep = std::make_unique<Bytes>();
+  return m;
+}
+
+CASE(memory_lent_before_there_is_a_link_is_free_when_start_returns) {
+  Worker a(0);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  std::string segment(2 << 20, 'a');
+  Event returned;
+  std::thread caller([&] {
+    a.engine->start(1, lending(segment), {.cookie = std::make_unique<Bytes>("1")});
+    segment.assign(segment.size(), 'b');
+    returned.set();
+  });
+  p.accept();
+  CHECK(!returned.is_set());
+  CHECK(text_of(p.receive().segments[0]) == std::string(2 << 20, 'a'));
+  caller.join();
+}
+
+/// Who must not wait, or no longer does, has the memory copied: before there is a link, and when the link is full.
+CASE(memory_of_a_message_that_nobody_waits_for_is_copied) {
+  for (const std::size_t size : {100u, 100u << 10, 8u << 20}) {
+    for (const bool never_wait : {true, false}) {
+      Worker a(0);
+      Puppet p(1);
+      a.engine->set_peer(p.address());
+      const std::string want(size, 'a');
+      auto send = [&](int cookie) {
+        std::string segment = want;
+        CallOptions o{.never_wait = never_wait, .cookie = std::make_unique<Bytes>(std::to_string(cookie))};
+        if (!never_wait) o.deadline = now() + 5 * kMillisecond;
+        a.engine->start(1, lending(segment, kMayLinger), std::move(o));
+        segment.assign(segment.size(), 'b');
+      };
+      send(1);
+      p.accept();
+      send(2);
+      send(3);
+      for (int i = 0; i < 3; ++i) CHECK(text_of(p.receive().segments[0]) == want);
+    }
+  }
+}
+
+CASE(memory_lent_to_a_worker_that_cannot_be_reached_is_free_at_once) {
+  Worker a(0);
+  PeerAddress nobody{.identity = Worker::settings_of(1).credo.me, .addresses = {"unix:@telegrad-test-nobody"}};
+  a.engine->set_peer(nobody);
+  std::string segment(2 << 20, 'a');
+  a.engine->start(1, lending(segment), {.cookie = std::make_unique<Bytes>("1")});
+  a.outcome_count.wait_for(1);
+  CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
+}
+
 CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace

@@ -222,6 +222,18 @@ def test_a_tensor_may_be_changed_once_the_call_has_left(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 20_000, 4_000_000])
+def test_a_tensor_may_be_changed_once_the_first_call_has_left(size: int) -> None:
+    """The first call to a worker finds no connection yet."""
+    with cluster(3) as fresh:
+        tensor = torch.ones(size)
+        future = fresh[0].rpc_async("w1", echo, (tensor,))
+        rref = fresh[0].remote("w2", echo, (tensor,))
+        tensor.zero_()
+        assert future.wait().sum() == rref.to_here().sum() == size
+        del rref
+
+
+@pytest.mark.parametrize("size", [10, 20_000, 4_000_000])
 def test_what_a_reply_holds_may_be_changed_afterwards(size: int) -> None:
     """The handler's reply has left its memory when the caller has it."""
     owner = rpc.remote("w1", torch.zeros, (size,))

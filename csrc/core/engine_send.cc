@@ -1,0 +1,230 @@
+// Sending: the way to a peer, messages that wait for their link, memory that is lent until it has left, flow control.
+#include <sys/epoll.h>
+
+#include <algorithm>
+
+#include "core/engine.h"
+
+namespace telegrad {
+namespace {
+
+constexpr std::int64_t kFarPast = 4;     // windows' worth of requests that did not wait for it
+constexpr std::size_t kCreditShare = 4;  // credit is told on its own when a window's fourth is due
+
+void make_credit_known(Connection& c, FrameHeader& header) {
+  header.credit = static_cast<std::uint64_t>(c.credit_due.exchange(0, std::memory_order_relaxed));
+}
+
+}  // namespace
+
+/// Sends on the peer's link, or keeps the message until there is one. `m` is empty if it was queued.
+Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Passage& passage) {
+  Kept kept;
+  {
+    Lock lock(mutex_);
+    const std::uint64_t id = m->header.type == FrameType::kRequest ? m->header.call_id : 0;
+    Call* call = id ? calls_.find(id) : nullptr;
+    const bool pending = call && call->status == CallStatus::kPending;
+    if (id && !pending && !(m->header.flags & kMayLinger)) return Sent::kGone;  // over before it began
+    if (stopping()) {
+      if (id) settle(id, Outcome{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, kept);
+      stop_lingering(id, kept);
+      return Sent::kBroken;
+    }
+    auto found = peers_.find(peer);
+    if (found == peers_.end() || found->second.forgotten) {
+      const std::string why = found == peers_.end() ? "no such worker" : found->second.last_error;
+      if (id) settle(id, Outcome{.status = CallStatus::kUnreachable, .why = why}, kept);
+      stop_lingering(id, kept);
+      return Sent::kBroken;
+    }
+    Peer& p = found->second;
+    passage.via = p.link;
+    if (!p.link) {
+      if (passage.own) {
+        if (auto spent = own_memory(*m)) passage.spent = std::move(spent);
+      } else if (!m->segments.empty() && !m->owned) {
+        passage.departure = m->departure = std::make_shared<Departure>();
+      }
+      p.waiting.push_back(std::move(m));
+      if (!p.connecting) connect(lock, p);
+      return Sent::kQueued;
+    }
+    if (call) call->connection = p.link->id;
+    if (auto late = lingering_.find(id); late != lingering_.end()) late->second.connection = p.link->id;
+  }
+  return transmit(passage.via, m, passage);
+}
+
+/// kBroken says only that this message is gone: what the peer sent before it went, its goodbye above all, is still to
+/// be read, and then whoever polls finds the link's end and settles its calls.
+Engine::Sent Engine::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p) {
+  std::lock_guard lock(c->send_mutex);
+  return transmit_locked(c, m, p);
+}
+
+/// For what lends no memory.
+Engine::Sent Engine::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m) {
+  Passage p;
+  return transmit(c, m, p);
+}
+
+/// With the connection's send_mutex held.
+Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p) {
+  if (m->header.type == FrameType::kRequest) {
+    c->outstanding.fetch_add(weight(m->payload_size()), std::memory_order_relaxed);
+  }
+  sent_messages_.fetch_add(1, std::memory_order_relaxed);
+  if (c->state == Connection::State::kDead) return Sent::kBroken;
+  if (const std::uint32_t name = m->header.name_id) {
+    if (c->names_sent.size() <= name) c->names_sent.resize(name + 64);
+    if (c->names_sent[name]) m->name = {};
+    c->names_sent[name] = true;
+  }
+  if (!is_handshake(m->header.type)) make_credit_known(*c, m->header);
+  if (c->queue.empty()) {
+    const SendState state = c->link->send(*m);
+    if (state == SendState::kSent) return Sent::kGone;
+    if (state == SendState::kBroken) return Sent::kBroken;
+  }
+  if (p.own) {
+    if (auto spent = own_memory(*m)) p.spent = std::move(spent);
+  }
+  c->queue.push_back(std::move(m));
+  p.ticket = ++c->queued;
+  watch_writable(*c, true);
+  return Sent::kQueued;
+}
+
+/// With the connection's send_mutex held: what has waited for a link goes, and who lent its memory hears of it.
+void Engine::depart(const ConnectionPtr& c, std::deque<std::unique_ptr<Outgoing>>& waiting) {
+  bool told = false;
+  for (auto& m : waiting) {
+    const auto departure = m->departure;
+    Passage p;
+    const Sent sent = transmit_locked(c, m, p);
+    if (!departure) continue;
+    std::lock_guard lock(mutex_);
+    departure->gone = sent != Sent::kQueued;
+    departure->via = c;
+    departure->ticket = p.ticket;
+    told = true;
+  }
+  if (!told) return;
+  std::lock_guard lock(mutex_);
+  ring_progress();
+}
+
+/// The link takes bytes again.
+void Engine::flush(const ConnectionPtr& c) {
+  std::vector<std::unique_ptr<Outgoing>> gone;
+  {
+    std::lock_guard lock(c->send_mutex);
+    while (!c->queue.empty()) {
+      if (c->link->send(*c->queue.front()) != SendState::kSent) break;  // if broken, the reader will hear of it
+      gone.push_back(std::move(c->queue.front()));
+      c->queue.pop_front();
+      c->flushed.fetch_add(1, std::memory_order_release);
+    }
+    if (c->queue.empty()) watch_writable(*c, false);
+  }
+  if (!gone.empty()) {
+    std::lock_guard lock(mutex_);
+    ring_progress();
+  }
+}
+
+/// Waits until a message has left the memory it was sent from. Who stops waiting before that has it copied, for the
+/// message may leave all the same.
+void Engine::wait_until_gone(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted) {
+  if (p.departure && !wait_for_link(peer, p, deadline, interrupted)) return;
+  Waiter w;
+  auto gone = [&] {
+    return p.via->flushed.load(std::memory_order_acquire) >= p.ticket || p.via->state == Connection::State::kDead;
+  };
+  if (wait_for(For::kProgress, w, gone, deadline, interrupted) != WaitEnd::kDone) own(p.via, p.ticket);
+}
+
+/// Waits until a message that waits for a link is in the queue of one. False: it has left, or been dropped, or it does
+/// not need the memory any more.
+bool Engine::wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted) {
+  Waiter w;
+  auto moved = [&] { return p.departure->gone || p.departure->via; };
+  if (wait_for(For::kProgress, w, moved, deadline, interrupted) != WaitEnd::kDone) {
+    std::unique_ptr<Outgoing> m;
+    {
+      std::lock_guard lock(mutex_);
+      auto& waiting = peers_[peer].waiting;
+      auto found = std::find_if(waiting.begin(), waiting.end(), [&](auto& o) { return o->departure == p.departure; });
+      if (found != waiting.end()) {
+        m = std::move(*found);
+        waiting.erase(found);
+      }
+    }
+    if (m) {
+      const std::unique_ptr<Keep> spent = own_memory(*m);
+      Passage again;
+      route(peer, m, again);
+      return false;
+    }
+    wait_for(For::kProgress, w, moved, kNever, {});  // it is being put into the queue of a fresh link
+  }
+  std::lock_guard lock(mutex_);
+  p.via = p.departure->via;
+  p.ticket = p.departure->ticket;
+  return !p.departure->gone && p.via;
+}
+
+/// What is left of a queued message no longer needs the memory it was lent.
+void Engine::own(const ConnectionPtr& c, std::uint64_t ticket) {
+  std::unique_ptr<Keep> spent;
+  std::lock_guard lock(c->send_mutex);
+  const std::uint64_t flushed = c->flushed.load(std::memory_order_relaxed);
+  if (ticket > flushed && ticket - flushed <= c->queue.size()) spent = own_memory(*c->queue[ticket - flushed - 1]);
+}
+
+/// With the connection's send_mutex held.
+void Engine::watch_writable(Connection& c, bool on) {
+  if (c.watching_writable == on) return;
+  c.watching_writable = on;
+  epoll_event event{.events = on ? std::uint32_t{EPOLLIN} | std::uint32_t{EPOLLOUT} : std::uint32_t{EPOLLIN},
+                    .data = {.u64 = c.id}};
+  epoll_ctl(inner_.get(), EPOLL_CTL_MOD, c.link->fd(), &event);
+}
+
+/// May a request of `size` bytes go? Half the window is open to a request of any size, so that large ones pass.
+bool Engine::window_open(const Connection& c, std::int64_t size) const {
+  const std::int64_t out = c.outstanding.load(std::memory_order_relaxed);
+  return out <= settings_.window / 2 || out + size <= settings_.window;
+}
+
+bool Engine::may_send_now(std::int32_t peer, std::uint64_t payload) const {
+  std::lock_guard lock(mutex_);
+  auto found = peers_.find(peer);
+  return found == peers_.end() || !found->second.link || window_open(*found->second.link, weight(payload));
+}
+
+/// A request goes that does not wait for the window, which is closed. Says so once if that goes far.
+void Engine::pass_window(Connection& c, std::int32_t peer, std::int64_t size) {
+  const std::int64_t past = c.past_window.fetch_add(size, std::memory_order_relaxed) + size;
+  if (past / kFarPast < settings_.window || c.told_of_window.exchange(true, std::memory_order_relaxed)) return;
+  std::lock_guard lock(mutex_);
+  const auto found = peers_.find(peer);
+  const std::string name = found == peers_.end() ? "a worker" : found->second.identity.name;
+  log("requests to " + name + " pile up: " + std::to_string(c.outstanding.load(std::memory_order_relaxed)) +
+      " bytes wait there, and more keep coming. Calls on a running event loop, in handlers and in callbacks do not "
+      "wait "
+      "for the other end to keep up (request_window_bytes): await some results before making more.");
+  wake_for_work();
+}
+
+/// A request has been taken up: its bytes no longer count against the sender.
+void Engine::take_up(const ConnectionPtr& c, std::int64_t size) {
+  const std::int64_t due = c->credit_due.fetch_add(size, std::memory_order_relaxed) + size;
+  if (due < settings_.window / static_cast<std::int64_t>(kCreditShare)) return;
+  auto m = std::make_unique<Outgoing>();
+  m->header.type = FrameType::kCredit;
+  transmit(c, std::move(m));
+}
+
+}  // namespace telegrad

@@ -1,0 +1,58 @@
+#include "core/message.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace telegrad {
+
+std::unique_ptr<Keep> own_memory(Outgoing& m) {
+  struct Copy final : Keep {
+    std::unique_ptr<std::byte[]> bytes;
+    std::unique_ptr<Keep> lease;  // memory of the link's own, which nobody changes, is not copied
+  };
+  if (m.owned || m.segments.empty()) return nullptr;
+  const bool begun = !m.prefix.empty();
+  const bool leased = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
+  // What has left of body and segments need not be copied; where leases leave in their place, it is not known.
+  std::uint64_t gone = begun && !leased && m.sent > m.prefix.size() ? m.sent - m.prefix.size() : 0;
+  const std::uint64_t size = (begun ? 0 : m.name.size()) + m.payload_size() - gone;
+  auto copy = std::make_unique<Copy>();
+  copy->bytes.reset(new (std::nothrow) std::byte[size]);
+  if (!copy->bytes) return nullptr;
+  std::byte* at = copy->bytes.get();
+  auto copied = [&at](const void* from, std::uint64_t n) {
+    if (n > 0) std::memcpy(at, from, n);
+    return std::exchange(at, at + n);
+  };
+  auto rest = [&gone](auto* data, std::uint64_t n) {
+    const std::uint64_t skip = std::min(gone, n);
+    gone -= skip;
+    return std::pair(data + skip, n - skip);
+  };
+  auto text = [&](std::string_view s) {
+    return std::string_view(reinterpret_cast<const char*>(copied(s.data(), s.size())), s.size());
+  };
+  m.name = begun ? std::string_view() : text(m.name);  // once begun, it is in the prefix
+  const auto [body, body_size] = rest(m.body.data(), m.body.size());
+  m.body = text({body, body_size});
+  std::vector<OutSegment> segments;
+  segments.reserve(m.segments.size());
+  for (const OutSegment& s : m.segments) {
+    const auto [data, n] = rest(s.data, s.size);
+    if (s.lease != 0) {
+      segments.push_back(s);
+    } else if (n > 0 || !begun || leased) {
+      segments.push_back({copied(data, n), n});
+    }
+  }
+  m.segments = std::move(segments);
+  if (!leased) m.sent = std::min<std::uint64_t>(m.sent, m.prefix.size());
+  m.owned = true;
+  if (leased) copy->lease = std::move(m.keep);
+  auto spent = std::exchange(m.keep, std::move(copy));
+  return spent;
+}
+
+}  // namespace telegrad
