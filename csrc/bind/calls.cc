@@ -48,12 +48,12 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   return id;
 }
 
-void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m, Nanos deadline) {
+void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m) {
   if (m->payload_size() <= kSmall) {
-    e.reply(connection, call, std::move(m), kNever, false);
+    e.reply(connection, call, std::move(m), false);
   } else {
     nb::gil_scoped_release no_gil;
-    e.reply(connection, call, std::move(m), deadline, true);
+    e.reply(connection, call, std::move(m), true);
   }
   let_go(m);
   release_references();

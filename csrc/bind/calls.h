@@ -16,6 +16,6 @@ Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m,
 std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait);
 
 /// Answers a request.
-void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m, Nanos deadline);
+void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m);
 
 }  // namespace telegrad::bind

@@ -69,8 +69,8 @@ std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
 }
 
 void reply(Engine& e, std::uint64_t connection, std::uint64_t call, int tag, int flags, const nb::bytes& body,
-           nb::handle segments, Nanos timeout) {
-  send_reply(e, connection, call, compose(tag, flags, body, segments), deadline_of(timeout));
+           nb::handle segments) {
+  send_reply(e, connection, call, compose(tag, flags, body, segments));
 }
 
 bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& body, nb::handle segments) {
@@ -204,7 +204,8 @@ void init_engine(nb::module_& m) {
       .def("wait", wait, "call"_a, "timeout"_a,
            "The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an "
            "outcome that has come by then waits for the next call of this, which must follow.")
-      .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(), "timeout"_a)
+      .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
+           "Answers a request. The segments' memory may change once this has returned.")
       .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
            "Sends a message that is never answered. False: the peer is known to be gone.")
       .def("next", next, "thread"_a,

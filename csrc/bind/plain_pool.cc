@@ -163,7 +163,7 @@ class PlainPool {
       error = take_error();
     }
     if (reply) {
-      send_reply(engine_, item.connection, h.call_id, std::move(reply), kNever);
+      send_reply(engine_, item.connection, h.call_id, std::move(reply));
       call(hooks_.clean_state);
     } else {
       call(hooks_.answer, nb::int_(item.peer), nb::int_(item.connection), nb::int_(h.call_id), nb::int_(deadline),

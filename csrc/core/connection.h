@@ -51,6 +51,8 @@ struct Connection {
   bool watching_writable = false;
   std::uint64_t queued = 0;
   std::atomic<std::uint64_t> flushed = 0;
+  std::atomic<std::uint64_t> progress = 0;  // grows whenever something of the queue has left
+  std::atomic<bool> stalled = false;        // the peer has not read for a while: nobody waits for it to
 
   // Flow control: request bytes that we sent and the peer has not taken up; that we took up and have not told.
   std::atomic<std::int64_t> outstanding = 0;

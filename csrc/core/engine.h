@@ -86,6 +86,8 @@ struct Item {
 
 /// A thread of the pool, from its first `next` to its last.
 struct PoolThread {
+  ~PoolThread();
+
   Bell bell;
   bool idle = false;
   bool known = false;
@@ -93,6 +95,7 @@ struct PoolThread {
   bool running = false;
   ItemKind kind{};  // of what it runs
   Spin spin{0};
+  const void* engine = nullptr;  // whose pool it belongs to
 };
 
 struct EngineStats {
@@ -149,10 +152,10 @@ class Engine {
   /// Takes back an outcome that has been put down for the pool; false if the pool has it, or will. After `stop`, when
   /// there may be nobody left in the pool.
   bool withdraw(std::uint64_t call);
-  /// Sends a reply on the connection of the request; dropped when that is gone. Waits until it has left its memory,
-  /// unless `may_wait` is false: then `keep` must own the memory. A reply that has left is still the caller's.
-  void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, Nanos deadline,
-             bool may_wait);
+  /// Sends a reply on the connection of the request; dropped when that is gone. A thread of the pool waits until it has
+  /// left its memory, as long as the peer reads; other threads, and whoever says that it may not wait, never do. What
+  /// has not left by then is copied. A reply that has left is still the caller's.
+  void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, bool may_wait);
   /// Sends a message that is never answered; copies what does not leave at once, and never waits. False when the peer
   /// is known to be unreachable.
   bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);
@@ -232,6 +235,7 @@ class Engine {
   void take_up(const ConnectionPtr& c, std::int64_t size);
   void wait_until_gone(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted);
   bool wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted);
+  void wait_while_it_leaves(PoolThread& self, const Passage& p);
   void own(const ConnectionPtr& c, std::uint64_t ticket);
 
   // engine_calls.cc
@@ -259,6 +263,7 @@ class Engine {
   bool pop(PoolThread& self, Item& out);
   void park(Lock& lock, PoolThread& self);
   bool idle(Lock& lock, PoolThread& self);
+  PoolThread* this_thread() const;
   void arrive(PoolThread& self);
   void leave(Lock& lock, const Item& item);
   void push(Item&& item);

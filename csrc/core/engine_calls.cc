@@ -218,8 +218,7 @@ bool Engine::withdraw(std::uint64_t id) {
   return true;
 }
 
-void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, Nanos deadline,
-                   bool may_wait) {
+void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait) {
   ConnectionPtr c;
   {
     std::lock_guard lock(mutex_);
@@ -229,9 +228,10 @@ void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
   }
   m->header.type = FrameType::kReply;
   m->header.call_id = call;
-  const bool lent = !m->segments.empty();
-  Passage p{.own = !may_wait, .via = c};
-  if (transmit(c, m, p) == Sent::kQueued && lent && may_wait) wait_until_gone(c->peer, p, deadline, {});
+  PoolThread* self = may_wait && !m->segments.empty() && !c->stalled ? this_thread() : nullptr;
+  Passage p{.own = !self, .via = c};
+  if (p.own && weight(m->payload_size()) > kLarge) p.spent = own_memory(*m);
+  if (transmit(c, m, p) == Sent::kQueued && self) wait_while_it_leaves(*self, p);
 }
 
 bool Engine::send(std::int32_t peer, std::unique_ptr<Outgoing> m) {

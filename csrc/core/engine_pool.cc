@@ -12,7 +12,16 @@ namespace {
 constexpr Nanos kRetire = 10 * kSecond;  // a pool thread that nobody needed for this long goes home
 constexpr Nanos kTrim = 10 * kSecond;    // memory kept warm for longer than this is given back
 
+thread_local PoolThread* current = nullptr;
+
 }  // namespace
+
+PoolThread::~PoolThread() {
+  if (current == this) current = nullptr;
+}
+
+/// The calling thread, if it belongs to the pool.
+PoolThread* Engine::this_thread() const { return current && current->engine == this ? current : nullptr; }
 
 bool Engine::pop(PoolThread& self, Item& out) {
   std::deque<Item>* queue = has_urgent() ? &urgent_ : !nested_.empty() ? &nested_ : has_work() ? &top_ : nullptr;
@@ -37,6 +46,8 @@ bool Engine::pop(PoolThread& self, Item& out) {
 void Engine::arrive(PoolThread& self) {
   if (!self.known) {
     self.known = true;
+    self.engine = this;
+    current = &self;
     self.spin = Spin(settings_.spin);
     ++threads_;
     spawning_ = false;

@@ -2,6 +2,7 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "core/engine.h"
 
@@ -9,7 +10,8 @@ namespace telegrad {
 namespace {
 
 constexpr std::int64_t kFarPast = 4;     // windows' worth of requests that did not wait for it
-constexpr std::size_t kCreditShare = 4;  // credit is told on its own when a window's fourth is due
+constexpr Nanos kStall = 100 * kMillisecond;  // a peer that has read nothing for so long is not waited for
+constexpr std::size_t kCreditShare = 4;       // credit is told on its own when a window's fourth is due
 
 void make_credit_known(Connection& c, FrameHeader& header) {
   header.credit = static_cast<std::uint64_t>(c.credit_due.exchange(0, std::memory_order_relaxed));
@@ -121,7 +123,13 @@ void Engine::flush(const ConnectionPtr& c) {
   {
     std::lock_guard lock(c->send_mutex);
     while (!c->queue.empty()) {
-      if (c->link->send(*c->queue.front()) != SendState::kSent) break;  // if broken, the reader will hear of it
+      const std::uint64_t before = c->queue.front()->sent;
+      const SendState state = c->link->send(*c->queue.front());
+      if (state == SendState::kSent || c->queue.front()->sent != before) {
+        c->progress.fetch_add(1, std::memory_order_relaxed);
+        c->stalled.store(false, std::memory_order_relaxed);
+      }
+      if (state != SendState::kSent) break;  // if broken, the reader will hear of it
       gone.push_back(std::move(c->queue.front()));
       c->queue.pop_front();
       c->flushed.fetch_add(1, std::memory_order_release);
@@ -167,12 +175,43 @@ bool Engine::wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const 
       route(peer, m, again);
       return false;
     }
-    wait_for(For::kProgress, w, moved, kNever, {});  // it is being put into the queue of a fresh link
+    Waiter again;
+    wait_for(For::kProgress, again, moved, kNever, {});  // it is being put into the queue of a fresh link
   }
   std::lock_guard lock(mutex_);
   p.via = p.departure->via;
   p.ticket = p.departure->ticket;
   return !p.departure->gone && p.via;
+}
+
+/// A thread of the pool waits for a queued reply, without counting as one that runs a request: whoever does not read
+/// its replies must not keep others from having theirs.
+void Engine::wait_while_it_leaves(PoolThread& self, const Passage& p) {
+  bool counted;
+  {
+    std::lock_guard lock(mutex_);
+    counted = std::exchange(self.top_level, false);
+    if (counted) --running_top_;
+    if (counted && !top_.empty()) wake_for_work();
+  }
+  auto gone = [&] {
+    return p.via->flushed.load(std::memory_order_acquire) >= p.ticket || p.via->state == Connection::State::kDead;
+  };
+  WaitEnd end;
+  std::uint64_t before;
+  do {
+    Waiter w;
+    before = p.via->progress.load(std::memory_order_relaxed);
+    end = wait_for(For::kProgress, w, gone, now() + kStall, {});
+  } while (end == WaitEnd::kDeadline && p.via->progress.load(std::memory_order_relaxed) != before);
+  if (end != WaitEnd::kDone) {
+    p.via->stalled.store(true, std::memory_order_relaxed);
+    own(p.via, p.ticket);
+  }
+  if (!counted) return;
+  std::lock_guard lock(mutex_);
+  self.top_level = true;
+  ++running_top_;
 }
 
 /// What is left of a queued message no longer needs the memory it was lent.

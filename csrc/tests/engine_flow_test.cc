@@ -257,6 +257,46 @@ CASE(memory_lent_to_a_worker_that_cannot_be_reached_is_free_at_once) {
   CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
 }
 
+/// A worker asked for two large replies by a peer that does not read, one of which a thread of the pool gives.
+CASE(a_peer_that_does_not_read_its_replies_keeps_nobody_else_waiting) {
+  const std::string want(8 << 20, 'a');
+  Settings one;
+  one.handlers = 1;
+  Worker a(0, one), b(1);
+  introduce({&a, &b}, "unix");
+  auto give = [&](std::uint64_t connection, std::uint64_t call) {
+    std::string segment = want;
+    a.engine->reply(connection, call, lending(segment), true);
+    segment.assign(segment.size(), 'b');
+  };
+  Event asked;
+  std::uint64_t connection = 0, other = 0;
+  Event given;
+  a.on_custom = [&](Item& item) {
+    if (item.message.header.flags == 1) {
+      connection = item.connection;
+      other = item.message.header.call_id;
+      return asked.set();
+    }
+    give(item.connection, item.message.header.call_id);
+    given.set();
+  };
+  Puppet p(2);
+  p.connect(a.address());
+  for (const std::uint16_t flags : {1, 0}) {
+    Message m = message(FrameType::kRequest, {}, flags + 1u);
+    m.header.tag = kCustom;
+    m.header.flags = flags;
+    p.send(m);
+  }
+  asked.wait();
+  CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
+  given.wait();
+  give(connection, other);  // from a thread that is not the pool's: this waits for nothing
+  CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
+  for (int i = 0; i < 2; ++i) CHECK(text_of(p.receive().segments[0]) == want);
+}
+
 CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace

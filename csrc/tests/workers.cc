@@ -163,7 +163,7 @@ void Worker::bounce(Item& item) {
 void Worker::answer(const Item& request, std::string body, std::vector<std::string> segments, std::uint16_t flags) {
   if (request.kind != ItemKind::kRequest) return;
   Request r{.body = std::move(body), .segments = std::move(segments), .flags = flags};
-  engine->reply(request.connection, request.message.header.call_id, compose(r), kNever, true);
+  engine->reply(request.connection, request.message.header.call_id, compose(r), true);
 }
 
 Outcome Worker::call(int peer, Request r) {

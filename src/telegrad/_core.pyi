@@ -59,7 +59,10 @@ class Engine:
         The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an outcome that has come by then waits for the next call of this, which must follow.
         """
 
-    def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None, timeout: int) -> None: ...
+    def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None) -> None:
+        """
+        Answers a request. The segments' memory may change once this has returned.
+        """
 
     def send(self, peer: int, tag: int, flags: int, body: bytes, segments: object | None) -> bool:
         """

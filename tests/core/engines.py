@@ -129,7 +129,7 @@ class Native:
             self.release.wait()
         if tag == FORK:
             self.fork()
-        self.engine.reply(connection, call, 0, 0, bytes(body), [bytes(s) for s in segments], 0)
+        self.engine.reply(connection, call, 0, 0, bytes(body), [bytes(s) for s in segments])
 
     def fork(self) -> None:
         """A child that stays, with everything that it has inherited, until its parent's standard input ends."""

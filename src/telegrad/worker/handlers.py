@@ -247,7 +247,7 @@ class Handlers:
         error.__traceback__ = None  # whoever keeps the exception must not keep the request and its arguments
 
     def _reply(self, asked: Asked, tag: int, message: Encoded, flags: int) -> None:
-        self.engine.reply(asked.connection, asked.call, tag, message.flags | flags, message.body, message.segments, 0)
+        self.engine.reply(asked.connection, asked.call, tag, message.flags | flags, message.body, message.segments)
 
 
 def comes_later(function: Any, result: Any) -> bool:
