@@ -91,21 +91,13 @@ std::optional<nb::tuple> next(Engine& e, PoolThread& self) {
 }
 
 void construct(Engine* self, int id, const std::string& name, std::uint64_t incarnation, const std::string& group,
-               const nb::bytes& secret, const nb::callable& hmac, Nanos spin, std::size_t handlers, std::int64_t window,
-               std::size_t pool_cache, Nanos handshake_timeout, Nanos connect_timeout, std::uint64_t max_body,
-               std::uint64_t max_message, bool check_uid) {
+               const nb::bytes& secret, Nanos spin, std::size_t handlers, std::int64_t window, std::size_t pool_cache,
+               Nanos handshake_timeout, Nanos connect_timeout, std::uint64_t max_body, std::uint64_t max_message,
+               bool check_uid) {
   Settings s;
   s.credo.me = {.id = id, .name = name, .incarnation = incarnation};
   s.credo.group = group;
   s.credo.secret = std::string(view(secret));
-  // Python's own HMAC. Called by whichever thread polls, which has let go of the GIL and holds no lock of the core.
-  auto* function = new nb::callable(hmac);  // lives as long as the process: an engine may be abandoned in a fork
-  s.credo.hmac = [function](std::string_view key, std::string_view message) {
-    nb::gil_scoped_acquire gil;
-    nb::bytes mac =
-        nb::cast<nb::bytes>((*function)(nb::bytes(key.data(), key.size()), nb::bytes(message.data(), message.size())));
-    return std::string(view(mac));
-  };
   s.spin = spin;
   s.handlers = handlers;
   s.window = window;
@@ -181,8 +173,8 @@ void init_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine",
                      "The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a "
                      "time-out of 0 is infinite.")
-      .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "hmac"_a,
-           "spin"_a, "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "max_body"_a,
+      .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
+           "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "max_body"_a,
            "max_message"_a, "check_uid"_a)
       .def("listen", &Engine::listen, "address"_a, "Listens on an address; returns what peers connect to.")
       .def(

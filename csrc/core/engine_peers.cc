@@ -200,7 +200,7 @@ void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vi
   Handshake::Step step;
   try {
     step = c->handshake.on_frame(type, body);
-  } catch (const std::exception& e) {  // the injected HMAC is not ours
+  } catch (const std::exception& e) {  // no random bytes
     return lost(c, e.what());
   }
   if (step.send) {

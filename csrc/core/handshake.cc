@@ -5,6 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "core/sha256.h"
+
 namespace telegrad {
 namespace {
 
@@ -180,7 +182,7 @@ Handshake::Step Handshake::fail(std::string why) {
 }
 
 std::string Handshake::mac(std::string_view label, std::string_view transcript) const {
-  return credo_->hmac(credo_->secret, std::string(label) + std::string(transcript));
+  return hmac_sha256(credo_->secret, std::string(label) + std::string(transcript));
 }
 
 }  // namespace telegrad

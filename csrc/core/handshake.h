@@ -12,7 +12,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -27,14 +26,10 @@ struct Identity {
   std::uint64_t incarnation = 0;
 };
 
-/// HMAC-SHA256(key, message). Injected, so that the core carries no cryptography of its own.
-using Hmac = std::function<std::string(std::string_view key, std::string_view message)>;
-
 struct Credo {  // what this worker goes into every handshake with
   Identity me;
   std::string group;
   std::string secret;
-  Hmac hmac;
 };
 
 class Handshake {

@@ -119,20 +119,6 @@ CASE_ON_EVERY_SCHEME(the_wrong_secret) {
   CHECK_EQ(body_of(a.call(2, {.body = "x"})), "x");
 }
 
-CASE(an_hmac_that_throws) {
-  Settings broken = Worker::settings_of(1);
-  broken.credo.hmac = [](std::string_view, std::string_view) -> std::string {
-    throw std::runtime_error("no hash today");
-  };
-  Worker a(0), b(1, broken), c(2);
-  introduce({&a, &b, &c}, "unix");
-  CHECK(a.call(1, {}).status == CallStatus::kUnreachable);
-  CHECK_SAYS(b.wait_for_event(EventKind::kLog), "no hash today");
-  const Outcome o = b.call(2, {});
-  CHECK(o.status == CallStatus::kUnreachable);
-  CHECK_EQ(body_of(a.call(2, {.body = "x"})), "x");
-}
-
 CASE(more_strangers_than_fit) {
   Stage s;
   std::vector<std::unique_ptr<Link>> crowd;

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/sha256.h"
 #include "tests/workers.h"
 
 namespace telegrad::test {
@@ -14,7 +15,7 @@ const Identity kAlice{.id = 1, .name = "alice", .incarnation = 11};
 const Identity kBob{.id = 2, .name = "bob", .incarnation = 22};
 
 Credo credo(const Identity& me, std::string secret = "secret", std::string group = "group") {
-  return {.me = me, .group = std::move(group), .secret = std::move(secret), .hmac = toy_hmac};
+  return {.me = me, .group = std::move(group), .secret = std::move(secret)};
 }
 
 struct Frame {
@@ -175,7 +176,7 @@ CASE(a_member_in_place_of_another) {
   auto text = [&](const std::string& s) { return number(static_cast<std::uint32_t>(s.size())) + s; };
   auto answer = [&](const Identity& me, const std::string& hello) {
     const std::string mine = number(me.id) + text(me.name) + number(me.incarnation) + text(std::string(32, 'n'));
-    return text(mine) + text(toy_hmac("secret", "acceptor" + text(hello) + text(mine)));
+    return text(mine) + text(hmac_sha256("secret", "acceptor" + text(hello) + text(mine)));
   };
   Talk t;
   const Frame hello = frame_of(t.alice.begin());

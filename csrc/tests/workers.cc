@@ -4,22 +4,6 @@
 
 namespace telegrad::test {
 
-std::string toy_hmac(std::string_view key, std::string_view message) {
-  std::string out;
-  for (std::uint64_t lane = 1; lane <= 4; ++lane) {
-    std::uint64_t h = 0xcbf29ce484222325 * lane;
-    auto mix = [&](std::string_view s) {
-      for (const char c : s) h = (h ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-      h = (h ^ s.size()) * 0x100000001b3;
-    };
-    mix(key);
-    mix(message);
-    mix(key);
-    out.append(reinterpret_cast<const char*>(&h), sizeof h);
-  }
-  return out;
-}
-
 std::atomic<int> Bytes::live = 0;
 
 Bytes::Bytes(std::string b, std::vector<std::string> s, std::function<void()> g)
@@ -55,12 +39,11 @@ Settings Worker::settings_of(int id) {
   s.credo.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(1000 + id)};
   s.credo.group = "tests";
   s.credo.secret = "a secret";
-  s.credo.hmac = toy_hmac;
   return s;
 }
 
 Worker::Worker(int id, Settings settings, int pool_threads) : id(id) {
-  if (!settings.credo.hmac) settings.credo = settings_of(id).credo;
+  if (settings.credo.me.id < 0) settings.credo = settings_of(id).credo;
   engine = std::make_unique<Engine>(std::move(settings));
   add_threads(pool_threads);
 }

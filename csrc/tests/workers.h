@@ -14,9 +14,6 @@
 
 namespace telegrad::test {
 
-/// A keyed hash that stands in for HMAC-SHA256: 32 bytes, deterministic, and different for every key and message.
-std::string toy_hmac(std::string_view key, std::string_view message);
-
 /// What the handlers of a Worker do, by tag.
 enum Tag : std::uint8_t {
   kEcho = 1,  // the same body and segments back

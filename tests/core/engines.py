@@ -5,8 +5,6 @@ Run as a program it is such a worker in a process of its own: it prints a line w
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import signal
 import subprocess
@@ -26,10 +24,6 @@ ECHO, NEVER, HOLD, FORK, WINDOW = 1, 2, 3, 4, 5
 SECOND = 1_000_000_000
 
 
-def sha256(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, hashlib.sha256)
-
-
 class Native:
     """One engine with `threads` pool threads (and more when the engine asks for them)."""
 
@@ -46,7 +40,6 @@ class Native:
             "incarnation": 1,
             "group": "tests",
             "secret": b"a secret",
-            "hmac": sha256,
             "spin": 50_000,
             "handlers": 16,
             "window": 64 << 20,

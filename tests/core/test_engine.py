@@ -197,19 +197,6 @@ def test_a_hostile_byte_stream(pair: tuple[Native, Native]) -> None:
     assert len(os.listdir("/proc/self/fd")) <= fds + 1
 
 
-def test_an_hmac_that_raises() -> None:
-    def broken(key: bytes, message: bytes) -> bytes:
-        raise ValueError("no hash today")
-
-    a, b = Native(0, hmac=broken), Native(1)
-    b.meet(0, a.address)
-    assert b.call(0)[0] == UNREACHABLE
-    a.wait_for(lambda: a.events)
-    assert "no hash today" in a.events[0][1]
-    a.stop()
-    b.stop()
-
-
 def test_a_call_that_comes_after_the_end_is_not_made(pair: tuple[Native, Native]) -> None:
     """There is no thread of the pool left that could bring its outcome."""
     a, _ = pair

@@ -1,6 +1,5 @@
 """The native engine of a worker, and the native half of its thread pool, told what they need of Python."""
 
-import hmac
 from typing import Any
 
 from telegrad import _core
@@ -26,7 +25,6 @@ def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Optio
         incarnation=incarnation,
         group=group.token,
         secret=group.secret,
-        hmac=_hmac,
         spin=options.spin_us * 1000,
         handlers=options.num_worker_threads,
         window=options.request_window_bytes,
@@ -59,7 +57,3 @@ def make_plain_pool(worker: Any, callback_scope: Scope) -> _core.PlainPool:
         complete=complete,
         fail=worker.calls.fail,
     )
-
-
-def _hmac(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, "sha256")
