@@ -42,6 +42,7 @@ struct Connection {
 
   // Under the engine's mutex.
   Nanos handshake_deadline = kNever;
+  bool late = false;    // it has not met that
   bool opened = false;  // it has been a link to `peer`, whatever the state is now
 
   // Sending, under send_mutex. Messages leave in the order of the queue; `flushed` counts those that have left.

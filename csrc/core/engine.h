@@ -54,7 +54,7 @@ struct Settings {
   std::int64_t window = 64 << 20;  // request bytes a peer may have waiting here
   std::size_t pool_cache = std::size_t{1} << 30;
   Nanos handshake_timeout = 10 * kSecond;
-  Nanos connect_timeout = 30 * kSecond;
+  Nanos connect_timeout = 30 * kSecond;  // how long a call may wait for a link; 0: for ever
   Limits limits;
   bool check_uid = true;  // refuse same-host peers of another user
 };
@@ -104,6 +104,8 @@ struct EngineStats {
   std::uint64_t requests = 0, replies = 0, sent_messages = 0, received_messages = 0;
   PoolStats memory;
 };
+
+inline constexpr const char* kForked = "this process is a fork of its worker's, which cannot use its calls";
 
 enum class WaitEnd : std::uint8_t { kDone, kDeadline, kInterrupted, kStopped };
 
@@ -167,6 +169,9 @@ class Engine {
   /// The same if there is something at once; else false, and nothing has changed. Never blocks.
   bool try_next(PoolThread& self, Item& out);
 
+  /// The thread that an item asked for with `spawn` could not be started; a later item asks again.
+  void not_spawned();
+
   /// Asks for one kNudge event in the pool after `delay`, however often it is called until then. Takes no lock and
   /// never waits, so a finalizer may call it at any point.
   void nudge(Nanos delay);
@@ -180,7 +185,8 @@ class Engine {
   EngineStats stats() const;
   const std::shared_ptr<Pool>& pool() const { return pool_; }
 
-  /// Around fork(), called by forks.cc: holds the lock, and in the child closes every descriptor without a word.
+  /// Around fork(), called by forks.cc: holds the locks, and in the child closes every descriptor without a word. From
+  /// then on the child's engine is a stopped one.
   void before_fork();
   void after_fork_in_parent();
   void after_fork_in_child();
@@ -190,14 +196,19 @@ class Engine {
     Identity identity;
     std::vector<std::string> addresses;
     std::size_t next_address = 0;
-    Nanos connect_deadline = kNever;  // while connecting
-    Nanos retry_at = kNever;
     bool connecting = false;
+    bool slow = false;      // an address tried in this round may lead to it yet
+    Nanos retry_after = 0;  // the pause before the next round
+    Nanos retry_at = kNever;
     bool forgotten = false;
     bool was_lost = false;
     std::string last_error;
-    ConnectionPtr link;                             // where requests go
-    std::deque<std::unique_ptr<Outgoing>> waiting;  // until there is one
+    ConnectionPtr link;  // where requests go
+    struct Waiting {
+      std::unique_ptr<Outgoing> message;
+      Nanos until;  // kNever for what its protocol relies on: that waits until the peer is reached or known to be dead
+    };
+    std::deque<Waiting> waiting;  // until there is one
   };
   using Kept = std::vector<std::unique_ptr<Keep>>;
   using Lock = std::unique_lock<std::mutex>;
@@ -207,6 +218,8 @@ class Engine {
   ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator);
   void connect(Lock& lock, Peer& peer);
   void unreachable(Peer& peer, const std::string& why, Kept& kept);
+  void drop(Peer::Waiting&& waiting, const std::string& why, Kept& kept);
+  void expire_waiting(Peer& peer, Nanos at, Kept& kept);
   void on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body);
   void opened(const ConnectionPtr& c);
   void lost(const ConnectionPtr& c, std::string why);
@@ -227,7 +240,7 @@ class Engine {
   Sent transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m);
   Sent transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p);
   Sent route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Passage& p);
-  void depart(const ConnectionPtr& c, std::deque<std::unique_ptr<Outgoing>>& waiting);
+  void depart(const ConnectionPtr& c, std::deque<Peer::Waiting>& waiting);
   void flush(const ConnectionPtr& c);
   void watch_writable(Connection& c, bool on);
   bool window_open(const Connection& c, std::int64_t size) const;
@@ -319,7 +332,7 @@ class Engine {
   Nanos timer_at_ = kNever;
   Nanos trim_at_ = 0;
   Spin caller_spin_;  // the polling caller's
-  bool leaving_ = false, stopped_ = false, quit_ = false;
+  bool leaving_ = false, stopped_ = false, quit_ = false, forked_ = false;
   std::atomic<int> progress_waiters_ = 0;
 
   // The polling thread's.

@@ -12,10 +12,22 @@
 namespace telegrad {
 namespace {
 
-constexpr Nanos kRetry = 5 * kMillisecond;   // a listener whose backlog is full: try again
+constexpr Nanos kRetry = 5 * kMillisecond;  // before an address is tried again, at first
+constexpr Nanos kSlowestRetry = 500 * kMillisecond;
 constexpr std::size_t kMaxStrangers = 1024;  // connections that may be inside the handshake at once
 
-bool busy(const std::system_error& e) { return e.code().value() == EAGAIN; }
+/// Why a worker may be there all the same: it is busy, or the way to it is. Everything else, a refusal above all, says
+/// that it is not where it was.
+constexpr int kPassing[] = {EAGAIN,     EINTR,        ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, EHOSTDOWN, ENETDOWN,
+                            ECONNRESET, ECONNABORTED, EPIPE,     EMFILE,       ENFILE,      ENOBUFS,   ENOMEM};
+
+bool passing(int error) { return std::find(std::begin(kPassing), std::end(kPassing), error) != std::end(kPassing); }
+
+/// The same of what a link says; a plain end says nothing.
+bool passing(const std::string& why) {
+  return why.empty() || std::any_of(std::begin(kPassing), std::end(kPassing),
+                                    [&](int error) { return why.ends_with(std::generic_category().message(error)); });
+}
 
 std::unique_ptr<Outgoing> frame(const Handshake::Step& step) {
   auto m = std::make_unique<Outgoing>();
@@ -108,8 +120,9 @@ void Engine::connect(Lock& lock, Peer& peer) {
   const Nanos at = now();
   if (!peer.connecting) {
     peer.connecting = true;
+    peer.slow = false;
     peer.next_address = 0;
-    peer.connect_deadline = at + settings_.connect_timeout;
+    peer.retry_after = kRetry;
     peer.last_error = peer.addresses.empty() ? "no address of it is known" : "";
   }
   Kept kept;
@@ -133,13 +146,17 @@ void Engine::connect(Lock& lock, Peer& peer) {
       return;
     } catch (const std::system_error& e) {
       peer.last_error = e.what();
-      if (busy(e) && at < peer.connect_deadline) {
-        --peer.next_address;
-        peer.retry_at = at + kRetry;
-        remind(peer.retry_at);
-        return;
-      }
+      peer.slow = peer.slow || passing(e.code().value());
     }
+  }
+  if (peer.slow) {
+    peer.connecting = !peer.waiting.empty();
+    if (!peer.connecting) return;
+    peer.slow = false;
+    peer.next_address = 0;
+    peer.retry_at = at + peer.retry_after;
+    peer.retry_after = std::min(2 * peer.retry_after, kSlowestRetry);
+    return remind(peer.retry_at);
   }
   unreachable(peer, peer.last_error, kept);
   lock.unlock();
@@ -147,24 +164,12 @@ void Engine::connect(Lock& lock, Peer& peer) {
   lock.lock();
 }
 
-/// With the mutex held: there is no way to the peer; whatever waits for one fails.
+/// With the mutex held: the peer is not where it was, or given up; whatever waits for a way to it fails.
 void Engine::unreachable(Peer& peer, const std::string& why, Kept& kept) {
-  struct Message final : Keep {
-    std::unique_ptr<Outgoing> m;
-  };
   peer.connecting = false;
   peer.retry_at = kNever;
   auto waiting = std::exchange(peer.waiting, {});
-  for (auto& m : waiting) {
-    if (m->header.type == FrameType::kRequest) {
-      settle(m->header.call_id, Outcome{.status = CallStatus::kUnreachable, .why = why}, kept);
-      stop_lingering(m->header.call_id, kept);
-    }
-    if (m->departure) m->departure->gone = true;
-    auto keep = std::make_unique<Message>();
-    keep->m = std::move(m);
-    kept.push_back(std::move(keep));
-  }
+  for (auto& w : waiting) drop(std::move(w), why, kept);
   if (!waiting.empty() && !peer.link && !peer.forgotten && !stopping()) {
     peer.was_lost = true;
     Item item;
@@ -178,9 +183,42 @@ void Engine::unreachable(Peer& peer, const std::string& why, Kept& kept) {
   ring_progress();
 }
 
+/// With the mutex held: a message will not be sent.
+void Engine::drop(Peer::Waiting&& waiting, const std::string& why, Kept& kept) {
+  struct Message final : Keep {
+    std::unique_ptr<Outgoing> m;
+  };
+  auto keep = std::make_unique<Message>();
+  keep->m = std::move(waiting.message);
+  if (keep->m->header.type == FrameType::kRequest) {
+    settle(keep->m->header.call_id, Outcome{.status = CallStatus::kUnreachable, .why = why}, kept);
+    stop_lingering(keep->m->header.call_id, kept);
+  }
+  if (keep->m->departure) keep->m->departure->gone = true;
+  kept.push_back(std::move(keep));
+}
+
+/// With the mutex held: what has waited long enough for a link fails. The peer may be there all the same.
+void Engine::expire_waiting(Peer& peer, Nanos at, Kept& kept) {
+  std::deque<Peer::Waiting> late;
+  std::erase_if(peer.waiting, [&](Peer::Waiting& w) {
+    if (w.until > at) remind(w.until);
+    if (w.until <= at) late.push_back(std::move(w));
+    return !w.message;
+  });
+  if (late.empty()) return;
+  if (peer.waiting.empty() && std::exchange(peer.retry_at, kNever) != kNever) peer.connecting = false;
+  const std::string why = "no connection to worker " + peer.identity.name + " within connect_timeout: " +
+                          (peer.last_error.empty() ? "it does not answer" : peer.last_error);
+  for (auto& w : late) drop(std::move(w), why, kept);
+  ring_progress();
+}
+
 void Engine::accept_from(Listener& listener) {
-  while (auto link = listener.accept()) {
-    std::lock_guard lock(mutex_);
+  while (true) {
+    std::lock_guard lock(mutex_);  // also while it is accepted: a fork must find it among the connections
+    auto link = listener.accept();
+    if (!link) return;
     if (strangers_ >= kMaxStrangers || stopping()) continue;  // closes it
     add_connection(std::move(link), Handshake::accept(settings_.credo), false);
   }
@@ -211,7 +249,7 @@ void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vi
 }
 
 void Engine::opened(const ConnectionPtr& c) {
-  std::deque<std::unique_ptr<Outgoing>> waiting, late;
+  std::deque<Peer::Waiting> waiting, late;
   bool stale = false;
   std::unique_lock sending(c->send_mutex);  // what has waited goes first, before the first that finds the link
   {
@@ -243,14 +281,15 @@ void Engine::opened(const ConnectionPtr& c) {
         peer.link = c;
         peer.connecting = false;
         waiting = std::exchange(peer.waiting, {});
-        std::erase_if(waiting, [&](auto& m) {
+        std::erase_if(waiting, [&](auto& w) {
+          auto& m = w.message;
           if (m->header.type != FrameType::kRequest) return false;
           Call* call = calls_.find(m->header.call_id);
           if (call) call->connection = c->id;
           if (auto l = lingering_.find(m->header.call_id); l != lingering_.end()) l->second.connection = c->id;
           if (call || m->header.flags & kMayLinger) return false;
           if (m->departure) m->departure->gone = true;
-          late.push_back(std::move(m));  // its caller has given up: it is not made
+          late.push_back(std::move(w));  // its caller has given up: it is not made
           return true;
         });
       }
@@ -272,16 +311,19 @@ void Engine::remind(Nanos at) {
 
 void Engine::expire_handshakes(Lock& lock, Nanos at) {
   std::vector<ConnectionPtr> late;
+  Kept kept;
   handshakes_at_ = kNever;
   for (auto& [token, c] : connections_) {
     if (c->state != Connection::State::kHandshaking) continue;
     if (c->handshake_deadline <= at) {
+      c->late = true;
       late.push_back(c);
     } else {
       remind(c->handshake_deadline);
     }
   }
   for (auto& [id, peer] : peers_) {
+    expire_waiting(peer, at, kept);
     if (peer.retry_at <= at) {
       peer.retry_at = kNever;
       connect(lock, peer);
@@ -289,8 +331,9 @@ void Engine::expire_handshakes(Lock& lock, Nanos at) {
       remind(peer.retry_at);
     }
   }
-  if (late.empty()) return;
+  if (late.empty() && kept.empty()) return;
   lock.unlock();
+  kept.clear();
   for (auto& c : late) lost(c, "the handshake took too long");
   lock.lock();
 }
@@ -315,6 +358,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
     const bool was_open = c->opened;
     epoll_ctl(inner_.get(), EPOLL_CTL_DEL, c->link->fd(), nullptr);
     if (!was_open) --strangers_;
+    const bool may_be_there = c->late || passing(why);
     const bool gone = why.empty() || why == std::generic_category().message(ECONNRESET);
     auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
     const bool parted = c->goodbye && found != peers_.end() && found->second.forgotten;
@@ -327,6 +371,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
       } else if (found != peers_.end()) {
         Peer& peer = found->second;
         peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;
+        peer.slow = peer.slow || may_be_there;
         if (peer.connecting && !stopping()) {
           connect(lock, peer);
         } else {

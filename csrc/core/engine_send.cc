@@ -48,7 +48,10 @@ Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Pass
       } else if (!m->segments.empty() && !m->owned) {
         passage.departure = m->departure = std::make_shared<Departure>();
       }
-      p.waiting.push_back(std::move(m));
+      const bool must_go = !id || m->header.flags & kMayLinger;
+      const Nanos until = must_go ? kNever : deadline_after(now(), settings_.connect_timeout);
+      p.waiting.push_back({.message = std::move(m), .until = until});
+      remind(until);
       if (!p.connecting) connect(lock, p);
       return Sent::kQueued;
     }
@@ -99,9 +102,9 @@ Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Out
 }
 
 /// With the connection's send_mutex held: what has waited for a link goes, and who lent its memory hears of it.
-void Engine::depart(const ConnectionPtr& c, std::deque<std::unique_ptr<Outgoing>>& waiting) {
+void Engine::depart(const ConnectionPtr& c, std::deque<Peer::Waiting>& waiting) {
   bool told = false;
-  for (auto& m : waiting) {
+  for (auto& [m, until] : waiting) {
     const auto departure = m->departure;
     Passage p;
     const Sent sent = transmit_locked(c, m, p);
@@ -163,9 +166,10 @@ bool Engine::wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const 
     {
       std::lock_guard lock(mutex_);
       auto& waiting = peers_[peer].waiting;
-      auto found = std::find_if(waiting.begin(), waiting.end(), [&](auto& o) { return o->departure == p.departure; });
+      auto found =
+          std::find_if(waiting.begin(), waiting.end(), [&](auto& o) { return o.message->departure == p.departure; });
       if (found != waiting.end()) {
-        m = std::move(*found);
+        m = std::move(found->message);
         waiting.erase(found);
       }
     }

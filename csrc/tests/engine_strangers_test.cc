@@ -93,6 +93,7 @@ CASE(a_silent_stranger_is_sent_away) {
 CASE(a_peer_that_never_answers_the_greeting) {
   Settings s;
   s.handshake_timeout = 20 * kMillisecond;
+  s.connect_timeout = 50 * kMillisecond;
   Worker a(0, s);
   Puppet p(1);  // listens, and that is all
   a.engine->set_peer(p.address());
@@ -102,6 +103,63 @@ CASE(a_peer_that_never_answers_the_greeting) {
   a.start(1, 1, {});
   a.outcome_count.wait_for(1);
   CHECK_SAYS(a.outcomes.at(1).why, "took too long");
+}
+
+void check_not_lost(Worker& w) {
+  std::lock_guard lock(w.mutex);
+  for (const Item& e : w.events) CHECK(e.event != EventKind::kPeerLost);
+}
+
+/// Takes a connection and says nothing until the other end gives it up.
+void ignore_one(Puppet& p, bool patiently = true) {
+  Collector inbox;
+  do {
+    readable(p.listener->fd());
+    p.link = p.listener->accept();
+  } while (!p.link);
+  if (patiently) receive_until_broken(*p.link, inbox);
+  p.link.reset();
+}
+
+CASE(a_peer_that_is_slow_to_answer_is_reached_all_the_same) {
+  Settings s;
+  s.handshake_timeout = 20 * kMillisecond;
+  Worker a(0, s);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  std::string got;
+  std::thread caller([&] { got = body_of(a.call(1, {.body = "x"})); });
+  for (const bool patiently : {true, false, true}) ignore_one(p, patiently);
+  p.accept();
+  p.reply(p.receive(), "yes");
+  caller.join();
+  CHECK_EQ(got, "yes");
+  check_not_lost(a);
+}
+
+/// A call fails when it has waited for a link long enough; what protocols rely on is kept until there is one.
+CASE(a_peer_that_is_not_reached_in_time_is_not_lost) {
+  Settings s;
+  s.handshake_timeout = 20 * kMillisecond;
+  s.connect_timeout = 5 * kMillisecond;
+  Worker a(0, s);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  Request news{.body = "news"};
+  CHECK(a.engine->send(1, compose(news)));
+  a.start(1, 1, {.body = "must", .flags = kMayLinger});
+  const Outcome o = a.call(1, {.body = "may"});
+  CHECK(o.status == CallStatus::kUnreachable);
+  CHECK_SAYS(o.why, "no connection to worker w1");
+  ignore_one(p);
+  p.accept();
+  CHECK_EQ(std::string(p.receive().body_view()), "news");
+  const Incoming must = p.receive();
+  CHECK_EQ(std::string(must.body_view()), "must");
+  p.reply(must, "done");
+  a.outcome_count.wait_for(1);
+  CHECK_EQ(body_of(a.outcomes.at(1)), "done");
+  check_not_lost(a);
 }
 
 CASE_ON_EVERY_SCHEME(the_wrong_secret) {

@@ -185,7 +185,10 @@ class Options(RpcBackendOptions):
         unit="bytes",
     )
     connect_timeout: float = _option(
-        30.0, "how long to keep trying to connect to a worker", env="TELEGRAD_CONNECT_TIMEOUT", unit="s"
+        30.0,
+        "how long a call may wait for a connection to its worker; 0 is no limit",
+        env="TELEGRAD_CONNECT_TIMEOUT",
+        unit="s",
     )
     handshake_timeout: float = _option(
         10.0,
