@@ -204,6 +204,7 @@ void init_engine(nb::module_& m) {
            "The next thing to do, by a pool thread: blocks; None when the engine has stopped.\n"
            "(0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
            "(2 outcome, spawn, cookie, outcome), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).")
+      .def("not_spawned", &Engine::not_spawned, "The thread that an item asked for could not be started.")
       .def("nudge", &Engine::nudge, "delay"_a,
            "Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any "
            "point.")

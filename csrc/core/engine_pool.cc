@@ -61,6 +61,11 @@ void Engine::arrive(PoolThread& self) {
   }
 }
 
+void Engine::not_spawned() {
+  std::lock_guard lock(mutex_);
+  spawning_ = false;
+}
+
 bool Engine::try_next(PoolThread& self, Item& out) {
   Lock lock(mutex_);
   if (!self.known) return false;

@@ -76,6 +76,9 @@ class Engine:
         (2 outcome, spawn, cookie, outcome), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).
         """
 
+    def not_spawned(self) -> None:
+        """The thread that an item asked for could not be started."""
+
     def nudge(self, delay: int) -> None:
         """
         Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any point.

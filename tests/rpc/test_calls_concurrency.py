@@ -1,6 +1,7 @@
 """Calls from many threads, to many workers, within each other, and more of them than anybody has room for."""
 
 import os
+import sys
 import threading
 from typing import Any
 
@@ -15,6 +16,60 @@ pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("erro
 
 def echo(x: Any) -> Any:
     return x
+
+
+class ExitsWhenRead:
+    """A result whose unpickling raises what ends a thread."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def make_exits_when_read() -> ExitsWhenRead:
+    return ExitsWhenRead()
+
+
+def test_a_result_that_exits_when_it_is_read_ends_no_thread(two: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    engine = two[0]._worker.engine
+    for _ in range(20):
+        future = two[0].rpc_async("w1", make_exits_when_read)
+        done = threading.Event()
+        future.add_done_callback(lambda _, done=done: done.set())  # so that a thread of the pool reads it
+        assert done.wait(10)
+        assert isinstance(future.failure(), SystemExit)
+    assert two[0].rpc_async("w1", echo, (1,)).wait() == 1
+    eventually(lambda: engine.stats()["running_handlers"] == 0)
+    assert engine.stats()["pool_threads"] == len(two[0]._worker.pool.threads())
+    assert "SystemExit" in caplog.text
+    caplog.clear()
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The request runs all the same, and a later one asks again."""
+    tried = threading.Event()
+
+    def fail(thread: threading.Thread) -> None:
+        tried.set()
+        raise RuntimeError("can't start new thread")
+
+    with cluster(2) as fresh:
+        engine = fresh[1]._worker.engine
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            few = Gate()
+            futures = [fresh[0].rpc_async("w1", few.enter, (i,)) for i in range(4)]
+            assert tried.wait(10)
+            few.wait_for(1)
+        few.open()
+        assert [future.wait() for future in futures] == [0, 1, 2, 3]
+        many = Gate()
+        futures = [fresh[0].rpc_async("w1", many.enter, (i,)) for i in range(8)]
+        many.wait_for(8)
+        many.open()
+        assert [future.wait() for future in futures] == list(range(8))
+        assert engine.stats()["pool_threads"] == len(fresh[1]._worker.pool.threads())
+    assert "cannot start another thread" in caplog.text
+    caplog.clear()
 
 
 def test_eight_threads_call_at_once(clean: Cluster) -> None:

@@ -42,6 +42,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._count = 0
+        self._short = False  # of threads, and it has been said
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
     def start(self) -> None:
@@ -50,7 +51,11 @@ class ThreadPool:
             self._count += 1
             thread = threading.Thread(target=self._serve, name=f"telegrad-{self._name}-{self._count}", daemon=True)
             self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                self._threads.discard(thread)
+                raise
 
     def submit(self, job: Callable[..., None], *arguments: Any) -> None:
         """Runs something on a thread of the pool, soon."""
@@ -81,11 +86,11 @@ class ThreadPool:
                     if kind == AGAIN:
                         continue
                     if item[1]:
-                        self.start()
+                        self._start_another()
                     if kind == RETIRE:
                         return
                     handle[kind](item)
-                except Exception:
+                except BaseException:  # what user code raises while it is unpickled must not end the thread either
                     logger.exception(
                         "a pool thread of %s met an error that is Telegrad's own; please report it", self._name
                     )
@@ -96,6 +101,24 @@ class ThreadPool:
             _core.release()
             with self._lock:
                 self._threads.discard(threading.current_thread())
+
+    def _start_another(self) -> None:
+        """Starts one more thread, if the machine has one; else the core asks again with a later item."""
+        try:
+            self.start()
+            self._short = False
+        except Exception as e:
+            self._engine.not_spawned()
+            if self._short:
+                return
+            self._short = True
+            logger.error(
+                "worker %s cannot start another thread (%s): requests run on the %d threads it has. Raise the limit on"
+                " threads (ulimit -u, or the container's) or lower num_worker_threads.",
+                self._name,
+                e,
+                len(self._threads),
+            )
 
     def threads(self) -> list[threading.Thread]:
         """Those that run."""
