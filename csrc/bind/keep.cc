@@ -3,6 +3,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "core/forks.h"
+
 namespace telegrad::bind {
 namespace {
 
@@ -16,6 +18,8 @@ PutAside& put_aside() {
   static auto* p = new PutAside;  // never destroyed: threads may outlive static destruction
   return *p;
 }
+
+[[maybe_unused]] const bool held = hold_at_forks(put_aside().mutex);
 
 thread_local Engine* wakes = nullptr;
 

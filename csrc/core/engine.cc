@@ -57,7 +57,7 @@ Engine::~Engine() {
     timer_at_ = kNever;
     arm_timer(1);
   }
-  timekeeper_.join();
+  if (timekeeper_.joinable()) timekeeper_.join();  // a forked child has none
   pool_->retire();  // whoever still holds received memory must not keep the rest of it
 }
 
@@ -122,15 +122,49 @@ EngineStats Engine::stats() const {
   return s;
 }
 
-void Engine::before_fork() { mutex_.lock(); }
+void Engine::before_fork() {
+  mutex_.lock();
+  pool_->before_fork();
+}
 
-void Engine::after_fork_in_parent() { mutex_.unlock(); }
+void Engine::after_fork_in_parent() {
+  pool_->after_fork();
+  mutex_.unlock();
+}
 
-/// The object itself is abandoned, not destroyed.
+/// The child's engine is one that has been stopped: it has no threads, and its links are the parent's. What other
+/// threads of the parent had in their hands is left alone, for it may be half done: links and their locks, threads and
+/// their stacks.
 void Engine::after_fork_in_child() {
   for (auto& [token, c] : connections_) ::close(c->link->fd());
   for (auto& [token, l] : listeners_) ::close(l->fd());
-  for (const Descriptor* d : {&inner_, &outer_, &kick_, &park_bell_, &timer_, &nudge_}) ::close(d->get());
+  for (Descriptor* d : {&inner_, &outer_, &kick_, &park_bell_, &timer_, &nudge_}) ::close(d->release());
+  struct Abandoned {  // never destroyed
+    decltype(connections_) connections;
+    decltype(listeners_) listeners;
+    decltype(peers_) peers;
+    std::thread timekeeper;
+  };
+  new Abandoned{std::move(connections_), std::move(listeners_), std::move(peers_), std::move(timekeeper_)};
+  connections_.clear();
+  listeners_.clear();
+  peers_.clear();
+  idle_.clear();
+  sleepers_.clear();
+  progress_.clear();
+  parked_ = nullptr;
+  role_held_ = false;
+  gate_.shut();
+  forked_ = leaving_ = stopped_ = quit_ = true;
+  stopping_ = true;
+  calls_.for_each([](std::uint64_t, Call& call) {
+    call.waiter = nullptr;
+    if (call.status != CallStatus::kPending) return;
+    call.status = CallStatus::kStopped;
+    call.outcome = {.status = CallStatus::kStopped, .peer = call.peer, .why = kForked};
+  });
+  pool_->after_fork();
+  mutex_.unlock();
 }
 
 }  // namespace telegrad

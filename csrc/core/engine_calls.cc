@@ -173,6 +173,10 @@ WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool(
   {
     std::lock_guard lock(mutex_);
     Call* call = calls_.find(id);
+    if (!call && forked_) {  // its outcome went to a pool that is the parent's
+      out = {.status = CallStatus::kStopped, .why = kForked};
+      return WaitEnd::kDone;
+    }
     if (!call || call->waiter) return WaitEnd::kStopped;
     call->waiter = &w;
   }

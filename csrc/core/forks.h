@@ -6,6 +6,8 @@
 // engine.
 #pragma once
 
+#include <mutex>
+
 namespace telegrad {
 
 class Engine;
@@ -13,5 +15,9 @@ class Engine;
 /// From now on forks respect this engine; `forget_at_forks` ends it.
 void remember_at_forks(Engine* engine);
 void forget_at_forks(Engine* engine);
+
+/// Forks wait for this lock, so that a child never finds it taken by a thread that it does not have. It may be taken
+/// while an engine's is held, but not the other way round. Returns true; for static initializers.
+bool hold_at_forks(std::mutex& mutex);
 
 }  // namespace telegrad

@@ -66,6 +66,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   PoolStats stats() const;
 
+  /// Around fork(): holds the lock.
+  void before_fork() { mutex_.lock(); }
+  void after_fork() { mutex_.unlock(); }
+
  private:
   friend class PooledBlock;
   friend class SmallBlock;

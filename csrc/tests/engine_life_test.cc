@@ -1,5 +1,6 @@
 // Engines start and stop: nobody is left behind, nothing is left open, and an idle one does nothing.
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "tests/workers.h"
@@ -149,6 +150,50 @@ CASE(a_lost_peer_leaves_nothing_open) {
   const int before = open_descriptors();
   for (int i = 0; i < 5; ++i) come_and_go();
   CHECK(open_descriptors() <= before + 1);  // polling may still know one dead link
+}
+
+/// What a child can do with its parent's engine: hear at once that it is stopped, whatever the parent was at.
+CASE(a_forked_child_has_a_stopped_engine) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  const std::uint64_t waited_for = a.start(1, 1, {.tag = kHold});
+  std::atomic<bool> enough = false;
+  std::vector<std::thread> busy;
+  busy.emplace_back([&] {
+    Outcome o;
+    CHECK(a.engine->wait(waited_for, kNever, {}, o) == WaitEnd::kDone);
+  });
+  for (int i = 0; i < 2; ++i) {
+    busy.emplace_back([&] {
+      while (!enough) a.call(1, {.body = "y", .segments = {std::string(5000, 's')}});
+    });
+  }
+  for (int i = 0; i < times(40); ++i) {
+    const std::uint64_t call = a.start(1, 100 + i, {.tag = kHold});
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);
+      Outcome o, p, q;
+      const bool stopped = a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone && o.status == CallStatus::kStopped &&
+                           a.engine->wait(waited_for, kNever, {}, p) == WaitEnd::kDone &&
+                           p.status == CallStatus::kStopped && a.engine->wait(12345, kNever, {}, q) == WaitEnd::kDone &&
+                           q.why == kForked;
+      const bool refused = a.call(1, {}).status == CallStatus::kStopped;
+      a.engine->nudge(0);
+      a.engine->stats();
+      a.engine->stop(kSecond);
+      a.engine.reset();
+      _exit(stopped ? refused ? 0 : 2 : 1);
+    }
+    int status = 0;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+  }
+  enough = true;
+  b.release.set();
+  for (auto& t : busy) t.join();
+  a.outcome_count.wait_for(times(40));
 }
 
 CASE(threads_that_are_not_needed_are_not_started) {

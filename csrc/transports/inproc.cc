@@ -13,6 +13,7 @@
 #include <map>
 #include <system_error>
 
+#include "core/forks.h"
 #include "transports/stream.h"
 #include "transports/transports.h"
 
@@ -324,9 +325,11 @@ struct Names {
 };
 
 Names& names() {
-  static Names n;
-  return n;
+  static auto* n = new Names;  // never destroyed: forks hold its lock
+  return *n;
 }
+
+[[maybe_unused]] const bool held = hold_at_forks(names().mutex);
 
 class InprocListener final : public Listener {
  public:
