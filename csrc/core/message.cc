@@ -49,6 +49,8 @@ std::unique_ptr<Keep> own_memory(Outgoing& m) {
   }
   m.segments = std::move(segments);
   if (!leased) m.sent = std::min<std::uint64_t>(m.sent, m.prefix.size());
+  m.segment = 0;
+  m.passed = m.total = 0;
   m.owned = true;
   if (leased) copy->lease = std::move(m.keep);
   auto spent = std::exchange(m.keep, std::move(copy));

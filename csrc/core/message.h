@@ -105,7 +105,10 @@ struct Outgoing {
 
   // Owned by the link that sends it: how many bytes have left, of the prefix, the body and the segments in that order.
   std::uint64_t sent = 0;
-  std::string prefix;  // header, segment headers and name, as sent
+  std::uint64_t total = 0;   // bytes of the frame, once it has been begun
+  std::size_t segment = 0;   // those before it have left,
+  std::uint64_t passed = 0;  // which are so many bytes
+  std::string prefix;        // header, segment headers and name, as sent
 
   std::uint64_t payload_size() const {
     std::uint64_t n = body.size();

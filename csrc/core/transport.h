@@ -44,7 +44,8 @@ class Inbox {
 
 enum class SendState {
   kSent,     // the whole message has left; its memory may change now
-  kBlocked,  // the peer must take something first: call again with the same message when the link is writable
+  kBlocked,  // the peer must take something first, or a good part has left and it is others' turn: call again with the
+             // same message when the link is writable
   kBroken,   // the link has failed. `receive` still delivers what had arrived before it says so too: leave it the last
              // word
 };

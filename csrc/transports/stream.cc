@@ -15,28 +15,33 @@ namespace {
 
 constexpr std::size_t kBuffer = 64 << 10;
 constexpr std::size_t kDirect = 16 << 10;  // a part with this much missing is read straight into place
+constexpr std::uint64_t kTurn = 4 << 20;   // bytes of a message sent before other threads have their turn
 constexpr int kVectors = 64;               // iovecs a sendmsg
 constexpr std::size_t kFlat = 1024;        // a frame up to here is copied together and sent as one piece
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
-/// The pieces of a frame after its first `sent` bytes, as iovecs; stops after kVectors of them.
-int gather(const Outgoing& m, iovec* out) {
+/// The pieces of a frame after its first `sent` bytes, as iovecs: kVectors of them, and `most` bytes, at most.
+int gather(Outgoing& m, iovec* out, std::uint64_t most) {
   int n = 0;
-  std::uint64_t skip = m.sent;
+  std::uint64_t begin = 0;  // of the piece, in the frame
   auto add = [&](const void* data, std::uint64_t size) {
-    if (skip >= size) {
-      skip -= size;
-      return;
-    }
-    if (n < kVectors) out[n++] = {static_cast<char*>(const_cast<void*>(data)) + skip, size - skip};
-    skip = 0;
+    const std::uint64_t skip = m.sent > begin ? std::min(m.sent - begin, size) : 0;
+    const std::uint64_t taken = std::min(size - skip, most);
+    if (taken > 0) out[n++] = {static_cast<char*>(const_cast<void*>(data)) + skip, taken};
+    most -= taken;
+    begin += size;
   };
   add(m.prefix.data(), m.prefix.size());
   add(m.body.data(), m.body.size());
-  for (const auto& s : m.segments) {
-    if (n == kVectors) break;
-    add(s.data, s.size);
+  begin += m.passed;
+  for (std::size_t i = m.segment; i < m.segments.size() && n < kVectors && most > 0; ++i) {
+    const std::uint64_t size = m.segments[i].size;
+    if (i == m.segment && begin + size <= m.sent) {
+      ++m.segment;
+      m.passed += size;
+    }
+    add(m.segments[i].data, size);
   }
   return n;
 }
@@ -166,12 +171,14 @@ SendState StreamLink::send(Outgoing& m) {
     }
     compose_prefix(m);
   }
-  const std::uint64_t total = m.prefix.size() + m.payload_size();
-  while (m.sent < total) {
+  if (m.total == 0) m.total = m.prefix.size() + m.payload_size();
+  const std::uint64_t turn = m.sent + kTurn;
+  while (m.sent < m.total) {
+    if (m.sent >= turn) return SendState::kBlocked;
     iovec parts[kVectors];
     msghdr message{};
     message.msg_iov = parts;
-    message.msg_iovlen = static_cast<std::size_t>(gather(m, parts));
+    message.msg_iovlen = static_cast<std::size_t>(gather(m, parts, turn - m.sent));
     const ssize_t n = ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n >= 0) {
       m.sent += static_cast<std::uint64_t>(n);
