@@ -6,6 +6,27 @@
 #include "bind/messages.h"
 
 namespace telegrad::bind {
+namespace {
+
+/// What is sent with the GIL held lets go of it before it would wait for another thread's sending.
+class GilUntilBlocked {
+ public:
+  GilUntilBlocked() = default;
+  ~GilUntilBlocked() {
+    if (released_) PyEval_RestoreThread(released_);
+  }
+  GilUntilBlocked(const GilUntilBlocked&) = delete;
+  GilUntilBlocked& operator=(const GilUntilBlocked&) = delete;
+
+  std::function<void()> before_blocking() {
+    return [this] { released_ = PyEval_SaveThread(); };
+  }
+
+ private:
+  PyThreadState* released_ = nullptr;
+};
+
+}  // namespace
 
 Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o) {
   const Nanos deadline = o.deadline;
@@ -36,6 +57,8 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   o.interrupted = interruption.ask();
   std::uint64_t id;
   if (small && o.never_wait) {
+    GilUntilBlocked gil;
+    o.before_blocking = gil.before_blocking();
     id = e.start(peer, std::move(m), std::move(o));
   } else {
     nb::gil_scoped_release no_gil;
@@ -50,7 +73,8 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
 
 void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m) {
   if (m->payload_size() <= kSmall) {
-    e.reply(connection, call, std::move(m), false);
+    GilUntilBlocked gil;
+    e.reply(connection, call, std::move(m), false, gil.before_blocking());
   } else {
     nb::gil_scoped_release no_gil;
     e.reply(connection, call, std::move(m), true);

@@ -115,8 +115,9 @@ struct CallOptions {
   bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
   bool lazy = false;        // nobody waits for its outcome: it may lie for kGrace until somebody polls
   bool never_wait = false;  // wait neither for the window nor for segments to leave: what does not leave is copied
-  std::function<bool()> interrupted;  // asked now and then while `start` waits: should it stop waiting?
-  std::unique_ptr<Keep> cookie;       // given: the outcome goes to the pool unless somebody waits for it
+  std::function<bool()> interrupted;      // asked now and then while `start` waits: should it stop waiting?
+  std::function<void()> before_blocking;  // called before `start` waits for another thread that sends to the same peer
+  std::unique_ptr<Keep> cookie;           // given: the outcome goes to the pool unless somebody waits for it
   std::unique_ptr<Keep> linger;
 };
 
@@ -157,7 +158,8 @@ class Engine {
   /// Sends a reply on the connection of the request; dropped when that is gone. A thread of the pool waits until it has
   /// left its memory, as long as the peer reads; other threads, and whoever says that it may not wait, never do. What
   /// has not left by then is copied. A reply that has left is still the caller's.
-  void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, bool may_wait);
+  void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, bool may_wait,
+             const std::function<void()>& before_blocking = {});
   /// Sends a message that is never answered; copies what does not leave at once, and never waits. False when the peer
   /// is known to be unreachable.
   bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);
@@ -231,6 +233,7 @@ class Engine {
   enum class Sent { kGone, kQueued, kBroken };
   struct Passage {     // how a message goes, and where it has got to
     bool own = false;  // what does not leave at once is copied; else `departure` is made for what waits for a link
+    const std::function<void()>* before_blocking = nullptr;
     ConnectionPtr via;
     std::uint64_t ticket = 0;
     std::shared_ptr<Departure> departure;

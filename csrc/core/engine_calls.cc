@@ -152,7 +152,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     }
   }
   const bool lent = !m->segments.empty();
-  Passage p{.own = o.never_wait};
+  Passage p{.own = o.never_wait, .before_blocking = &o.before_blocking};
   if (lent && o.never_wait && size > kLarge) p.spent = own_memory(*m);  // here, where no lock is held
   const Sent sent = route(peer, m, p);
   if (sent == Sent::kQueued && lent && !p.own) wait_until_gone(peer, p, o.deadline, o.interrupted);
@@ -222,7 +222,8 @@ bool Engine::withdraw(std::uint64_t id) {
   return true;
 }
 
-void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait) {
+void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait,
+                   const std::function<void()>& before_blocking) {
   ConnectionPtr c;
   {
     std::lock_guard lock(mutex_);
@@ -233,7 +234,7 @@ void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
   m->header.type = FrameType::kReply;
   m->header.call_id = call;
   PoolThread* self = may_wait && !m->segments.empty() && !c->stalled ? this_thread() : nullptr;
-  Passage p{.own = !self, .via = c};
+  Passage p{.own = !self, .before_blocking = &before_blocking, .via = c};
   if (p.own && weight(m->payload_size()) > kLarge) p.spent = own_memory(*m);
   if (transmit(c, m, p) == Sent::kQueued && self) wait_while_it_leaves(*self, p);
 }

@@ -64,7 +64,11 @@ Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Pass
 /// kBroken says only that this message is gone: what the peer sent before it went, its goodbye above all, is still to
 /// be read, and then whoever polls finds the link's end and settles its calls.
 Engine::Sent Engine::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p) {
-  std::lock_guard lock(c->send_mutex);
+  std::unique_lock lock(c->send_mutex, std::try_to_lock);
+  if (!lock) {
+    if (p.before_blocking && *p.before_blocking) (*p.before_blocking)();
+    lock.lock();
+  }
   return transmit_locked(c, m, p);
 }
 
