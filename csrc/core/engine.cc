@@ -58,7 +58,7 @@ Engine::~Engine() {
     arm_timer(1);
   }
   if (timekeeper_.joinable()) timekeeper_.join();  // a forked child has none
-  pool_->retire();  // whoever still holds received memory must not keep the rest of it
+  pool_->retire();                                 // whoever still holds received memory must not keep the rest of it
 }
 
 void Engine::stop(Nanos linger) {

@@ -215,9 +215,12 @@ class Engine {
   using Kept = std::vector<std::unique_ptr<Keep>>;
   using Lock = std::unique_lock<std::mutex>;
 
-  // engine_peers.cc
+  // engine_doors.cc
   void accept_from(Listener& listener);
   ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator);
+  void log_refusal(const Connection& c, const std::string& why);
+
+  // engine_peers.cc
   void connect(Lock& lock, Peer& peer);
   void unreachable(Peer& peer, const std::string& why, Kept& kept);
   void drop(Peer::Waiting&& waiting, const std::string& why, Kept& kept);
@@ -304,7 +307,9 @@ class Engine {
   std::uint64_t next_token_ = kFirstToken;  // links and listeners
   std::unordered_map<std::uint64_t, ConnectionPtr> connections_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Listener>> listeners_;
-  std::size_t strangers_ = 0;     // connections that have not authenticated
+  std::size_t strangers_ = 0;  // connections that have not authenticated
+  Nanos refusals_since_ = 0;   // strangers that were refused, and how many of them have been logged
+  std::size_t refusals_ = 0;
   Nanos handshakes_at_ = kNever;  // when a handshake or a retry is due
 
   std::map<std::int32_t, Peer> peers_;

@@ -14,7 +14,6 @@ namespace {
 
 constexpr Nanos kRetry = 5 * kMillisecond;  // before an address is tried again, at first
 constexpr Nanos kSlowestRetry = 500 * kMillisecond;
-constexpr std::size_t kMaxStrangers = 1024;  // connections that may be inside the handshake at once
 
 /// Why a worker may be there all the same: it is busy, or the way to it is. Everything else, a refusal above all, says
 /// that it is not where it was.
@@ -43,19 +42,6 @@ std::unique_ptr<Outgoing> frame(const Handshake::Step& step) {
 }
 
 }  // namespace
-
-std::string Engine::listen(const std::string& address) {
-  Transport* transport = find_transport(address);
-  if (!transport) throw std::system_error(EPROTONOSUPPORT, std::generic_category(), "cannot listen on " + address);
-  auto listener = transport->listen(address);
-  const std::string bound = listener->address();
-  std::lock_guard lock(mutex_);
-  const std::uint64_t token = next_token_++;
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
-  epoll_ctl(inner_.get(), EPOLL_CTL_ADD, listener->fd(), &event);
-  listeners_.emplace(token, std::move(listener));
-  return bound;
-}
 
 void Engine::set_peer(PeerAddress address) {
   std::lock_guard lock(mutex_);
@@ -214,16 +200,6 @@ void Engine::expire_waiting(Peer& peer, Nanos at, Kept& kept) {
   ring_progress();
 }
 
-void Engine::accept_from(Listener& listener) {
-  while (true) {
-    std::lock_guard lock(mutex_);  // also while it is accepted: a fork must find it among the connections
-    auto link = listener.accept();
-    if (!link) return;
-    if (strangers_ >= kMaxStrangers || stopping()) continue;  // closes it
-    add_connection(std::move(link), Handshake::accept(settings_.credo), false);
-  }
-}
-
 // ---- the handshake
 
 void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body) {
@@ -367,7 +343,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
     if (!was_open) {
       if (!c->initiator) {
         // One that only came and went (it may have been shut down meanwhile) is not worth a line.
-        if (!stopping() && !gone) log("refused a connection at " + c->link->describe() + ": " + why);
+        if (!stopping() && !gone) log_refusal(*c, why);
       } else if (found != peers_.end()) {
         Peer& peer = found->second;
         peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;

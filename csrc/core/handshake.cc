@@ -86,6 +86,23 @@ bool equal_in_constant_time(std::string_view a, std::string_view b) {
   return difference == 0;
 }
 
+/// Text of a stranger's, fit for a log: printable characters, and not too many.
+std::string printable(std::string_view text) {
+  constexpr std::size_t kMost = 200;
+  std::string out;
+  for (const char c : text.substr(0, kMost)) {
+    if (c >= ' ' && c <= '~') {
+      out += c;
+    } else {
+      const auto byte = static_cast<unsigned char>(c);
+      out += "\\x";
+      out += "0123456789abcdef"[byte >> 4];
+      out += "0123456789abcdef"[byte & 15];
+    }
+  }
+  return text.size() > kMost ? out + "..." : out;
+}
+
 constexpr std::string_view kWrongSecret = "the group's secret does not match";
 
 }  // namespace
@@ -107,7 +124,7 @@ Handshake::Step Handshake::begin() {
 
 Handshake::Step Handshake::on_frame(FrameType type, std::string_view body) {
   if (type == FrameType::kRefuse) {
-    return fail("refused by the peer: " + Reader(body).text());
+    return fail("refused by the peer: " + printable(Reader(body).text()));
   }
   if (state_ == State::kStart && type == FrameType::kHello) return on_hello(body);
   if (state_ == State::kSentHello && type == FrameType::kChallenge) return on_challenge(body);
@@ -134,7 +151,7 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   if (group != credo_->group) return refuse("this worker belongs to another group");
   if (wanted.id != credo_->me.id || wanted.name != credo_->me.name ||
       (wanted.incarnation != 0 && wanted.incarnation != credo_->me.incarnation)) {
-    return refuse("worker " + wanted.name + " (id " + std::to_string(wanted.id) + ") is not here, this is " +
+    return refuse("worker " + printable(wanted.name) + " (id " + std::to_string(wanted.id) + ") is not here, this is " +
                   credo_->me.name + " (id " + std::to_string(credo_->me.id) + ")");
   }
   hello_ = body;
@@ -155,7 +172,7 @@ Handshake::Step Handshake::on_challenge(std::string_view body) {
   transcript_ = Writer().text(hello_).text(theirs).done();
   if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse(std::string(kWrongSecret));
   if (peer.id != peer_.id || peer.name != peer_.name) {
-    return refuse("worker " + peer.name + " answered in place of " + peer_.name);
+    return refuse("worker " + printable(peer.name) + " answered in place of " + peer_.name);
   }
   peer_ = peer;
   state_ = State::kSentProof;

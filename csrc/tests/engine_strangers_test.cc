@@ -189,6 +189,30 @@ CASE(more_strangers_than_fit) {
   s.check_well();
 }
 
+/// A crowd that says nothing cannot keep a member out: those who came first go.
+CASE(a_crowd_of_strangers_keeps_no_member_out) {
+  rlimit old;
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &old), 0);
+  rlimit many = old;
+  many.rlim_cur = std::min<rlim_t>(old.rlim_max, 8192);
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &many), 0);
+  Stage s;
+  std::vector<std::unique_ptr<Link>> crowd;
+  for (int i = 0; i < 1100; ++i) crowd.push_back(s.knock());
+  Worker c(2);
+  c.meet(s.a);
+  CHECK_EQ(body_of(c.call(0, {.body = "x"})), "x");
+  Collector inbox;
+  receive_until_broken(*crowd.front(), inbox);
+  CHECK_SAYS(s.a.wait_for_event(EventKind::kLog), "too many others");
+  crowd.clear();
+  s.check_well();
+  s.a.stop();
+  std::lock_guard lock(s.a.mutex);
+  CHECK(s.a.events.size() <= 20);  // not one for each of them
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &old), 0);
+}
+
 CASE(no_descriptor_left_for_a_stranger) {
   Stage s;
   Collector inbox, rehearsal;

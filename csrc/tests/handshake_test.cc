@@ -189,6 +189,19 @@ CASE(a_member_in_place_of_another) {
   }
 }
 
+/// What a stranger says is logged by its peer.
+CASE(text_of_strangers_is_made_harmless) {
+  auto text = [](const std::string& s) {
+    const auto n = static_cast<std::uint32_t>(s.size());
+    return std::string(reinterpret_cast<const char*>(&n), sizeof n) + s;
+  };
+  Talk t;
+  frame_of(t.alice.begin());
+  const auto step = t.alice.on_frame(FrameType::kRefuse, text("red\n\x1b[31m \xff" + std::string(1000, 'x')));
+  CHECK_SAYS(step.failed, "refused by the peer: red\\x0a\\x1b[31m \\xffxxx");
+  CHECK(step.failed.size() < 300);
+}
+
 CASE(every_frame_out_of_order_fails) {
   const std::vector<FrameType> types = {
       FrameType{0},        FrameType::kHello, FrameType::kChallenge, FrameType::kProof,   FrameType::kWelcome,
