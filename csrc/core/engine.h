@@ -93,7 +93,8 @@ struct PoolThread {
   bool known = false;
   bool top_level = false;  // runs a request that counts against Settings::handlers
   bool running = false;
-  ItemKind kind{};  // of what it runs
+  ItemKind kind{};     // of what it runs
+  bool tells = false;  // it runs news of a peer
   Spin spin{0};
   const void* engine = nullptr;  // whose pool it belongs to
 };
@@ -287,6 +288,8 @@ class Engine {
   void leave(Lock& lock, const Item& item);
   void push(Item&& item);
   bool has_work() const;
+  void tell(Item&& news);
+  void told();
   bool has_requests() const;
   bool has_urgent() const;
   void arm_timer(Nanos at);
@@ -323,6 +326,8 @@ class Engine {
   // Work for the pool.
   std::deque<Item> urgent_;  // outcomes, one-way messages, events
   std::deque<Item> nested_;
+  bool telling_ = false;     // news of a peer are in there, or under way:
+  std::deque<Item> news_;    // further ones wait, so that the loss of a peer is over before its return begins
   std::deque<Item> top_;
   std::size_t running_top_ = 0, running_ = 0, running_requests_ = 0, finishing_ = 0, threads_ = 0;
   bool spawning_ = false;

@@ -164,7 +164,7 @@ void Engine::unreachable(Peer& peer, const std::string& why, Kept& kept) {
     item.peer = peer.identity.id;
     item.incarnation = peer.identity.incarnation;
     item.text = why;
-    push(std::move(item));
+    tell(std::move(item));
   }
   ring_progress();
 }
@@ -247,7 +247,7 @@ void Engine::opened(const ConnectionPtr& c) {
         item.event = EventKind::kPeerBack;
         item.peer = who.id;
         item.incarnation = who.incarnation;
-        push(std::move(item));
+        tell(std::move(item));
       }
       peer.identity = who;
       c->peer = who.id;
@@ -385,7 +385,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
           item.peer = c->peer;
           item.incarnation = c->handshake.peer().incarnation;
           item.text = why;
-          push(std::move(item));
+          tell(std::move(item));
         }
       }
     }

@@ -36,6 +36,7 @@ bool Engine::pop(PoolThread& self, Item& out) {
   self.kind = out.kind;
   if (self.kind == ItemKind::kRequest) ++running_requests_;
   if (self.kind == ItemKind::kOutcome) ++finishing_;
+  self.tells = self.kind == ItemKind::kEvent && out.event != EventKind::kNudge && out.event != EventKind::kLog;
   out.spawn = running_ >= threads_ && !spawning_;
   if (out.spawn) spawning_ = true;
   if (has_work()) arm_timer(now() + kGrace);
@@ -58,7 +59,27 @@ void Engine::arrive(PoolThread& self) {
     if (self.top_level) --running_top_;
     if (self.kind == ItemKind::kRequest) --running_requests_;
     if (self.kind == ItemKind::kOutcome) --finishing_;
+    if (self.tells) told();
   }
+}
+
+/// With the mutex held: news of a peer for the pool, one after the other.
+void Engine::tell(Item&& news) {
+  if (telling_) {
+    news_.push_back(std::move(news));
+  } else {
+    telling_ = true;
+    push(std::move(news));
+  }
+}
+
+/// With the mutex held: somebody has taken up the news, and comes back.
+void Engine::told() {
+  telling_ = false;
+  if (news_.empty()) return;
+  Item next = std::move(news_.front());
+  news_.pop_front();
+  tell(std::move(next));
 }
 
 void Engine::not_spawned() {

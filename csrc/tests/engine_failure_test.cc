@@ -197,6 +197,40 @@ CASE(a_peer_comes_back) {
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
 }
 
+/// The loss of a peer is over before its return begins, though there is another thread to take it up.
+CASE(news_of_a_peer_come_one_after_the_other) {
+  Engine e(Worker::settings_of(0));
+  const PeerAddress self{.identity = Worker::settings_of(0).credo.me, .addresses = {e.listen(fresh_address("unix"))}};
+  std::thread peer([&] {
+    Puppet p(1);
+    p.connect(self);
+    p.link->close();
+  });
+  PoolThread one;
+  Item item;
+  CHECK(e.next(one, item));
+  CHECK(item.event == EventKind::kPeerLost);
+  peer.join();
+  Event asked;
+  std::atomic<bool> over = false;
+  std::thread other([&] {
+    PoolThread two;
+    Item i;
+    while (e.next(two, i)) {
+      if (i.kind == ItemKind::kRequest) asked.set();
+      if (i.kind == ItemKind::kEvent) CHECK(over);
+    }
+  });
+  Puppet p(1);
+  p.connect(self);
+  p.send(message(FrameType::kRequest, "x", 1));
+  asked.wait();
+  over = true;
+  e.stop(0);
+  while (e.next(one, item)) CHECK(item.event != EventKind::kPeerLost);
+  other.join();
+}
+
 // ---- no way to a peer
 
 CASE(a_worker_that_was_never_there) {
