@@ -132,3 +132,9 @@ def test_torchruns_agent_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert stores._agent_hosts("127.0.0.1", 29500)
     assert not stores._agent_hosts("127.0.0.1", 29501)
+
+
+@pytest.mark.parametrize("where", ["tcp://127.0.0.1:1", "file:///nowhere/file"])
+def test_torchs_own_options_need_a_rank_as_in_torch(where: str) -> None:
+    with pytest.raises(ValueError, match="rank parameter missing"):
+        rpc.init_rpc("w", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=where))

@@ -43,7 +43,7 @@ def init_rpc(
         backend: a member of ``backend_registry.BackendType``; there is no need to give one.
         rank: of this worker, unique, from 0. May be left to the environment (RANK) with ``env://``. A worker of a
             dynamic group that has none gets the lowest that is free; whoever of those gets the port of ``tcp://`` or
-            ``env://`` first hosts the store.
+            ``env://`` first hosts the store. With torch's own options it must have one, as in torch.
         world_size: how many workers there will be. Without it the group is dynamic: workers come and go.
         rpc_backend_options: ``telegrad.rpc.Options``, or torch's ``TensorPipeRpcBackendOptions``.
         store: a c10d store to meet at, instead of ``init_method``.
@@ -60,10 +60,11 @@ def init_rpc(
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     if backend is None:
         backend = _infer_backend(rpc_backend_options)
+    as_torch = isinstance(rpc_backend_options, TensorPipeRpcBackendOptions)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     if store is None:
-        store, rank, world_size = stores.meet(rpc_backend_options, rank, world_size)
+        store, rank, world_size = stores.meet(rpc_backend_options, rank, world_size, ranks_needed=as_torch)
     _init_rpc_backend(backend, part_of(store, world_size), name, rank, world_size, rpc_backend_options)
 
 

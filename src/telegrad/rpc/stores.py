@@ -30,8 +30,13 @@ def patience(options: RpcBackendOptions) -> float:
     return options.rpc_timeout if 0 < options.rpc_timeout < FOREVER else 300.0
 
 
-def meet(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[Any, int, int | None]:
+def meet(
+    options: RpcBackendOptions, rank: int, world_size: int | None, ranks_needed: bool = False
+) -> tuple[Any, int, int | None]:
     """The store that the options name, with the rank and the world size that its address may add.
+
+    Args:
+        ranks_needed: a worker of a group whose members come and go must have a rank too, as with torch's own options.
 
     Raises:
         ValueError: the address lacks something, or the rank of a static group is missing.
@@ -43,7 +48,7 @@ def meet(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple
         _rendezvous[:] = [meeting]
         store, rank, world_size = next(meeting)
     else:
-        store = _without_rank(options.init_method, timeout) if rank < 0 else None
+        store = None if ranks_needed or rank >= 0 else _without_rank(options.init_method, timeout)
         if store is None:
             from torch.distributed.rendezvous import _create_store_from_options
 
