@@ -60,6 +60,8 @@ struct Connection {
   std::atomic<std::int64_t> credit_due = 0;
   std::atomic<std::int64_t> past_window = 0;  // request bytes sent since the window closed, by those who do not wait
   std::atomic<bool> told_of_window = false;   // and it has been said that they are many
+  std::atomic<bool> window_known = false;     // the peer knows our window,
+  std::atomic<std::int64_t> peer_window = INT64_MAX;  // and we its own, if it has had to wait
 };
 
 /// What became of a message that was kept until there was a link. Under the engine's mutex.

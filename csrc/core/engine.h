@@ -218,10 +218,10 @@ class Engine {
 
   // engine_doors.cc
   void accept_from(Listener& listener);
-  ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator);
   void log_refusal(const Connection& c, const std::string& why);
 
   // engine_peers.cc
+  ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator);
   void connect(Lock& lock, Peer& peer);
   void unreachable(Peer& peer, const std::string& why, Kept& kept);
   void drop(Peer::Waiting&& waiting, const std::string& why, Kept& kept);
@@ -252,6 +252,7 @@ class Engine {
   void watch_writable(Connection& c, bool on);
   bool window_open(const Connection& c, std::int64_t size) const;
   void pass_window(Connection& c, std::int32_t peer, std::int64_t size);
+  void tell_window(const ConnectionPtr& c);
   void take_up(const ConnectionPtr& c, std::int64_t size);
   void wait_until_gone(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted);
   bool wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted);
@@ -287,9 +288,9 @@ class Engine {
   void arrive(PoolThread& self);
   void leave(Lock& lock, const Item& item);
   void push(Item&& item);
-  bool has_work() const;
   void tell(Item&& news);
   void told();
+  bool has_work() const;
   bool has_requests() const;
   bool has_urgent() const;
   void arm_timer(Nanos at);
@@ -325,9 +326,9 @@ class Engine {
 
   // Work for the pool.
   std::deque<Item> urgent_;  // outcomes, one-way messages, events
-  std::deque<Item> nested_;
   bool telling_ = false;     // news of a peer are in there, or under way:
   std::deque<Item> news_;    // further ones wait, so that the loss of a peer is over before its return begins
+  std::deque<Item> nested_;
   std::deque<Item> top_;
   std::size_t running_top_ = 0, running_ = 0, running_requests_ = 0, finishing_ = 0, threads_ = 0;
   bool spawning_ = false;

@@ -141,6 +141,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     if (o.nested || o.never_wait) {
       pass_window(*link, peer, size);
     } else {
+      tell_window(link);
       Waiter w;
       const WaitEnd end = wait_for(
           For::kProgress, w, [&] { return window_open(*link, size) || link->state == Connection::State::kDead; },
@@ -288,7 +289,10 @@ void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
       return push(std::move(item));
     }
     case FrameType::kCredit:
-      return;
+      if (m.header.call_id == 0) return;
+      c->peer_window.store(static_cast<std::int64_t>(std::min<std::uint64_t>(m.header.call_id, INT64_MAX)),
+                           std::memory_order_relaxed);
+      return take_up(c, 0);
     case FrameType::kGoodbye: {  // for all links to it: one of them may not have got as far as a goodbye
       std::lock_guard lock(mutex_);
       for (auto& [token, other] : connections_) {

@@ -9,7 +9,7 @@
 namespace telegrad {
 namespace {
 
-constexpr std::int64_t kFarPast = 4;     // windows' worth of requests that did not wait for it
+constexpr std::int64_t kFarPast = 4;          // windows' worth of requests that did not wait for it
 constexpr Nanos kStall = 100 * kMillisecond;  // a peer that has read nothing for so long is not waited for
 constexpr std::size_t kCreditShare = 4;       // credit is told on its own when a window's fourth is due
 
@@ -265,10 +265,20 @@ void Engine::pass_window(Connection& c, std::int32_t peer, std::int64_t size) {
   wake_for_work();
 }
 
+/// This worker is about to wait for the peer, whose own window may be so large that it would not tell of so little.
+void Engine::tell_window(const ConnectionPtr& c) {
+  if (c->window_known.exchange(true, std::memory_order_relaxed)) return;
+  auto m = std::make_unique<Outgoing>();
+  m->header.type = FrameType::kCredit;
+  m->header.call_id = static_cast<std::uint64_t>(settings_.window);
+  transmit(c, std::move(m));
+}
+
 /// A request has been taken up: its bytes no longer count against the sender.
 void Engine::take_up(const ConnectionPtr& c, std::int64_t size) {
   const std::int64_t due = c->credit_due.fetch_add(size, std::memory_order_relaxed) + size;
-  if (due < settings_.window / static_cast<std::int64_t>(kCreditShare)) return;
+  const std::int64_t window = std::min(settings_.window, c->peer_window.load(std::memory_order_relaxed));
+  if (due == 0 || due < window / static_cast<std::int64_t>(kCreditShare)) return;
   auto m = std::make_unique<Outgoing>();
   m->header.type = FrameType::kCredit;
   transmit(c, std::move(m));

@@ -32,7 +32,7 @@ enum class FrameType : std::uint8_t {
   kRequest = 16,   // answered by exactly one kReply with the same call_id
   kReply = 17,
   kOneway = 18,   // never answered
-  kCredit = 19,   // carries nothing but `credit`
+  kCredit = 19,   // carries nothing but `credit`, and as call_id the window of a sender that waits
   kGoodbye = 20,  // orderly end: what follows is end of stream
 };
 

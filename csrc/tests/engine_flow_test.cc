@@ -139,6 +139,14 @@ CASE(who_waits_at_the_window_is_sent_home_by_stop) {
   CHECK(o.status == CallStatus::kStopped);
 }
 
+/// The far end's window is so much larger that it would never tell of what it has taken up here.
+CASE(windows_may_differ) {
+  Worker a(0, with_window(20'000)), b(1);
+  introduce({&a, &b}, "unix");
+  for (int i = 0; i < 50; ++i) a.start(1, i, {.tag = kNoAnswer, .body = std::string(5'000, 'x')});
+  b.handled.wait_for(50);
+}
+
 CASE_ON_EVERY_SCHEME(many_callers_share_a_small_window) {
   Worker a(0, with_window(50'000)), b(1, with_window(50'000));
   introduce({&a, &b}, scheme);

@@ -225,8 +225,11 @@ void Puppet::shake(Handshake handshake, bool begins) {
 }
 
 Incoming Puppet::receive() {
-  receive_until(*link, inbox_, read_ + 1);
-  return std::move(inbox_.messages[read_++]);
+  while (true) {
+    receive_until(*link, inbox_, read_ + 1);
+    Incoming& m = inbox_.messages[read_++];
+    if (m.header.type != FrameType::kCredit) return std::move(m);
+  }
 }
 
 void Puppet::send(const Message& m) {
