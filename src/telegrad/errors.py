@@ -121,6 +121,11 @@ class WorkerLost(TelegradError):
             " not repeat them. Look at that worker's own output for the cause."
         )
 
+    @property
+    def left(self) -> bool:
+        """Did it say goodbye (and not die)?"""
+        return self.why == "it shut down"  # the core's words, csrc/core/engine_peers.cc
+
 
 class OwnerLost(WorkerLost):
     """The value behind a remote reference is gone, because the worker that owned it is."""

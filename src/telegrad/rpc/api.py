@@ -19,7 +19,7 @@ from telegrad.errors import NotInitialized, RRefError, TelegradError
 from telegrad.rpc import internal
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from telegrad.rpc.group import AllGatherStates, LostWhileGathering, gather, gathering_of
+from telegrad.rpc.group import AllGatherStates, LeftAfterGathering, LostWhileGathering, gather, gathering_of
 from telegrad.rpc.internal import PythonUDF, _internal_rpc_pickler
 from telegrad.rref import RRef
 from telegrad.rref.create import create
@@ -308,6 +308,8 @@ def _barrier(worker_names: set[str]) -> None:
     """Waits until all these workers are here. A failure is only logged, as in torch."""
     try:
         _all_gather(None, set(worker_names))
+    except LeftAfterGathering:  # everybody has been here
+        logger.debug("Some workers left right after a barrier", exc_info=True)
     except RuntimeError:
         logger.exception("Failed to complete barrier")
 

@@ -7,15 +7,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.errors import TelegradError
+from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.worker import Worker
 
-__all__ = ["AllGatherStates", "Gathering", "LostWhileGathering", "gather", "gathering_of"]
+__all__ = ["AllGatherStates", "Gathering", "LeftAfterGathering", "LostWhileGathering", "gather", "gathering_of"]
 
 
 class LostWhileGathering(TelegradError):
     """A worker that was needed died. (Of one that left, as after a time-out of its own, all hear as of an error.)"""
+
+
+class LeftAfterGathering(TelegradError):
+    """All had come, but some left before they had answered that they know."""
 
 
 class AllGatherStates:
@@ -118,7 +122,9 @@ def gather(
             except RuntimeError as e:
                 errors.append((name, e))
         if errors:
-            raise TelegradError(
+            left = all(isinstance(error, WorkerLost) and error.left for _, error in errors)
+            kind = LeftAfterGathering if left else TelegradError
+            raise kind(
                 f"Followers {[name for name, _ in errors]} timed out in _all_gather after {rpc_timeout:.2f} seconds."
                 f" The first exception is {errors[0][1]}"
             )
