@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kMaxStrangers = 1024;     // connections that may be inside the handshake at once
 constexpr Nanos kRefusalPeriod = 10 * kSecond;  // in which at most
-constexpr std::size_t kRefusalLines = 10;       // lines are about refused strangers
+constexpr std::size_t kRefusalLines = 100;      // lines are about refused strangers
 
 }  // namespace
 
