@@ -147,7 +147,9 @@ class CallFuture(torch.futures.Future[Any]):
             raise RuntimeError(f"{self._what} raised StopIteration") from e
 
     def __del__(self) -> None:
-        if self._failure is not None and not self._read and not self._failure[1][0]:
+        if self._failure is None or self._read or self._failure[1][0]:
+            return
+        if not isinstance(self._failure[0], NotInitialized):  # what this program ended itself is no news to it
             logger.warning("%s failed, and nobody %s: %s", self._what, self._unread, self._failure[0])
 
 
