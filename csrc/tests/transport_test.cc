@@ -274,7 +274,8 @@ void limits_hold_for_lent_memory(Scheme scheme) {
 void blocks_and_resumes(Scheme scheme) {
   Ends e(scheme);
   Collector inbox;
-  Clogged c = clog(*e.a, 300 * kKiB);
+  // So large that what is left of the last one fits nowhere: a socket takes a little more than it says.
+  Clogged c = clog(*e.a, 12 * kMiB);
   Outgoing& last = *c.sent.back();
   CHECK(e.a->send(last) == SendState::kBlocked);
   CHECK(!writable(e.a->fd(), 0));
