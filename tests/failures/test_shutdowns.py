@@ -266,6 +266,10 @@ other = f"w{1 - rank}"
 rpc.rpc_sync(other, abs, (-1,))
 rref = rpc.remote(other, dict)
 future = rpc.rpc_async(other, abs, (-1,))
+done = threading.Event()
+future.add_done_callback(lambda _: done.set())
+assert done.wait(30)
+rref.to_here()  # what the other's end would cut off would rightly be complained of
 rpc.api._barrier({"w0", "w1"})
 if rank == 0:
     END
