@@ -1,7 +1,7 @@
 """Calls, references, and the end: what `telegrad.rpc` offers once a worker has joined its group.
 
 Names with an underscore are torch's private ones. They are here, and looked up here at every use, because programs and
-torch's own tests replace them in this module.
+torch's own tests replace them in this module; which is why it is longer than our files are.
 """
 
 import contextlib

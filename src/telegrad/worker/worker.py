@@ -19,7 +19,7 @@ from typing import Any
 from telegrad import _core
 from telegrad.errors import NotInitialized, RRefError, ShutdownTimeout, UnknownWorker
 from telegrad.options import Options
-from telegrad.protocols.rref import RRefId, Ticket
+from telegrad.protocols.rref import Ticket
 from telegrad.protocols.shutdown import GaveUp
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
@@ -30,6 +30,7 @@ from telegrad.worker.draining import Draining
 from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
 from telegrad.worker.future import CallFuture
 from telegrad.worker.handlers import Handlers
+from telegrad.worker.incoming import Incoming
 from telegrad.worker.messages import Messages
 from telegrad.worker.native import make_engine, make_plain_pool
 from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, REQUEST, ThreadPool
@@ -47,7 +48,6 @@ _RELEASE_DELAY = 1_000_000  # ns that releases of references wait for others to 
 _STOP_LINGER = 2.0  # s that bytes already sent may take to leave at the end
 _DRAIN_STEP = 0.005  # s between two looks at what is still under way
 _JOIN_TIMEOUT = 5.0  # s that handlers may still run at the end before they are left behind
-PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK = range(5)
 
 _numbers = itertools.count()
 _outer: ContextVar[tuple[Scope | None, ...]] = ContextVar("telegrad_outer_scopes", default=())
@@ -75,13 +75,13 @@ class Worker:
         self.static = True
         self.store: Any = None
         self.closed = False
-        self._finishing = False
+        self.finishing = False
         self.ready = threading.Event()  # all members are known: requests may run
         self.lost: dict[int, str] = {}  # workers that are gone, and why
         self.left: set[int] = set()  # those of them who said goodbye
         self.gone: set[int] = set()  # those of them on whom the whole group agreed when it began to shut down
         self.extras: dict[str, Any] = {}  # what the layers above keep for this worker
-        self._loss_listeners: list[Callable[[], Any]] = []
+        self.loss_listeners: list[Callable[[], Any]] = []
         self._infos: dict[str | int, WorkerInfo] = {info.name: info, info.id: info}
         self._members: dict[int, Member] = {}
         self._gone: set[int] = set()  # ids whose workers have left the group
@@ -128,25 +128,26 @@ class Worker:
         self.timers = Timers(f"telegrad-{info.name}-timers")
         self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
         self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
-        self._callback_scope = Scope(self, 0, True)
-        self.plain: AnyPlainPool = make_plain_pool(self, self._callback_scope)
+        self.callback_scope = Scope(self, 0, True)
+        self.plain: AnyPlainPool = make_plain_pool(self, self.callback_scope)
         self.calls.delay = self.timers.later
         # The group ends in two stages: all work is done, then all references are given up.
-        self._stages = tuple(
+        self.stages = tuple(
             Draining(
                 info.id, self._greet, partial(self._send_shutdown_message, stage), self.timers.later, self._activity
             )
             for stage in range(2)
         )
+        self.incoming = Incoming(self)
         self.pool = ThreadPool(
             self.engine,
             self.plain,
             info.name,
             {
                 REQUEST: self.handlers.handle,
-                ONEWAY: self._on_oneway,
-                OUTCOME: self._on_outcome,
-                EVENT: self._on_event,
+                ONEWAY: self.incoming.on_oneway,
+                OUTCOME: self.incoming.on_outcome,
+                EVENT: self.incoming.on_event,
             },
         )
         self.pool.start()
@@ -191,7 +192,7 @@ class Worker:
         self.retire_member(worker_id)
         self.engine.part_from(worker_id, why)
         self.references.peer_lost(worker_id, why)
-        for listener in list(self._loss_listeners):
+        for listener in list(self.loss_listeners):
             listener()
 
     def member_ids(self) -> set[int]:
@@ -283,55 +284,6 @@ class Worker:
         _outer.set(tuple(others))
         current.set(outer)
 
-    # ---- what comes in
-
-    def _on_oneway(self, item: tuple[Any, ...]) -> None:
-        _, _, peer, _, _, tag, flags, _, body, segments, _ = item
-        if tag == Tag.REFERENCES:
-            self.references.on_message(peer, self.messages.decode(flags, body, segments, []))
-        elif tag == Tag.SHUTDOWN:
-            self.ready.wait()  # one that has joined already may be done already, too
-            stage, plain = self.messages.decode(flags, body, segments, [])
-            self._stages[stage].on_message(peer, plain)
-        elif tag != Tag.GREETING:
-            logger.error("worker %s sent a one-way message of unknown tag %d", self.name_of(peer), tag)
-
-    def _on_outcome(self, item: tuple[Any, ...]) -> None:
-        _, _, future, outcome = item
-        if future is not None:
-            current.set(self._callback_scope)
-            self.calls.finish(future, outcome)
-            return
-        # A reply that nobody waits for any more, but that brought something: take it up, and let it go.
-        _, tag, flags, body, segments, peer, _ = outcome
-        self.messages.preamble(peer, flags, segments)
-        if tag == Tag.CREATED:
-            self.references.created(RRefId(*self.messages.decode(flags & ~Flag.PREAMBLE, body, segments, [])))
-
-    def _on_event(self, item: tuple[Any, ...]) -> None:
-        _, _, event, peer, _, text = item
-        if event == NUDGE:
-            self.references.collect()
-            self.pool.run_jobs()
-        elif event in (PEER_LOST, PEER_LEFT):
-            if event == PEER_LOST:
-                logger.warning("worker %s is lost to %s: %s", self.name_of(peer), self.info.name, text)
-            if event == PEER_LEFT:
-                self.left.add(peer)
-            self.lost[peer] = text
-            if not (self._finishing and event == PEER_LEFT):  # then what it still holds is a leak to report
-                self.references.peer_lost(peer, text)
-            for stage in self._stages:
-                stage.peer_gone(peer, event == PEER_LEFT)
-            for listener in list(self._loss_listeners):
-                listener()
-        elif event == PEER_BACK:
-            self.lost.pop(peer, None)
-            self.left.discard(peer)
-            self.references.peer_joined(peer)
-        else:
-            logger.warning("%s: %s", self.info.name, text)
-
     # ---- references
 
     def _share(self, handle: Any, peer: int) -> Ticket:
@@ -360,11 +312,11 @@ class Worker:
     @contextmanager
     def on_loss(self, listener: Callable[[], Any]) -> Iterator[None]:
         """Within, `listener` is called when a worker is lost or leaves. It must not block."""
-        self._loss_listeners.append(listener)
+        self.loss_listeners.append(listener)
         try:
             yield
         finally:
-            self._loss_listeners.remove(listener)
+            self.loss_listeners.remove(listener)
 
     def left_names(self) -> set[str]:
         """Names of those who said goodbye."""
@@ -391,7 +343,7 @@ class Worker:
 
     def expect(self, members: Sequence[int]) -> None:
         """The other workers of a static group. Called before anybody can shut down."""
-        for stage in self._stages:
+        for stage in self.stages:
             stage.expect(members)
 
     def finish(self, timeout: float, last: bool) -> None:
@@ -404,8 +356,8 @@ class Worker:
         Raises:
             ShutdownTimeout: some did not come in time, or gave up and left.
         """
-        self._finishing = last
-        end = self._stages[last].run(timeout, last)
+        self.finishing = last
+        end = self.stages[last].run(timeout, last)
         if self.closed:
             raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut the worker down meanwhile.)")
         if isinstance(end, GaveUp):
@@ -438,7 +390,7 @@ class Worker:
                 return
             self.closed = True
         self.ready.set()
-        for stage in self._stages:
+        for stage in self.stages:
             stage.stop()
         self.references.closed = True
         self.engine.stop(int(_STOP_LINGER * _SECOND))
