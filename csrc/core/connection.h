@@ -21,6 +21,23 @@ struct Name {
   mutable std::shared_ptr<void> handle;
 };
 
+/// Tells a burst of messages, each following the last at once, from single ones.
+class Burst {
+ public:
+  /// Is the message at hand one of a burst that has gone on for a while?
+  bool goes_on(Nanos at) {
+    length_ = at - last_ < kAtOnce ? length_ + 1 : 0;
+    last_ = at;
+    return length_ >= kLong;
+  }
+
+ private:
+  static constexpr Nanos kAtOnce = 20 * kMicrosecond;
+  static constexpr int kLong = 16;
+  Nanos last_ = 0;
+  int length_ = 0;
+};
+
 struct Connection {
   enum class State { kHandshaking, kOpen, kDead };
 
@@ -50,6 +67,9 @@ struct Connection {
   std::deque<std::unique_ptr<Outgoing>> queue;
   std::vector<bool> names_sent;
   bool watching_writable = false;
+  Burst burst;             // of asynchronous requests
+  std::size_t held = 0;    // messages that the link holds
+  bool gathering = false;  // the engine knows of them
   std::uint64_t queued = 0;
   std::atomic<std::uint64_t> flushed = 0;
   std::atomic<std::uint64_t> progress = 0;  // grows whenever something of the queue has left

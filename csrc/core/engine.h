@@ -15,6 +15,9 @@
 // A thread that waits inside user code never runs a request: it queues what it reads and wakes a pool thread. A pool
 // thread that reads a request runs it. When it comes back within kGrace nobody else was woken in vain.
 //
+// Bursts. Small messages that follow each other at once are held by the link and leave together (`gather`); who waits,
+// who polls and the timekeeper see to it that none stays behind.
+//
 // Locks: mutex_ guards the scheduler, calls, peers and queues; each connection's send_mutex guards its sending. Neither
 // is held while anything blocks, nor while memory of the layer above is freed, and no lock of the layer above (the GIL)
 // is taken under them. send_mutex may be taken first, then mutex_; never the other way round.
@@ -44,6 +47,8 @@ namespace telegrad {
 
 /// How long links may go unread, or work unstarted, before another thread is woken for it.
 inline constexpr Nanos kGrace = 500 * kMicrosecond;
+/// How long a message of a burst may wait for others to leave with.
+inline constexpr Nanos kGather = 50 * kMicrosecond;
 /// The same for finished calls that wait while a thread is at others.
 inline constexpr Nanos kOutcomeGrace = 20 * kMillisecond;
 
@@ -237,6 +242,7 @@ class Engine {
   enum class Sent { kGone, kQueued, kBroken };
   struct Passage {     // how a message goes, and where it has got to
     bool own = false;  // what does not leave at once is copied; else `departure` is made for what waits for a link
+    bool may_gather = false;  // it is one of a burst perhaps, and may leave with others
     const std::function<void()>* before_blocking = nullptr;
     ConnectionPtr via;
     std::uint64_t ticket = 0;
@@ -249,6 +255,8 @@ class Engine {
   Sent route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Passage& p);
   void depart(const ConnectionPtr& c, std::deque<Peer::Waiting>& waiting);
   void flush(const ConnectionPtr& c);
+  bool gather(const ConnectionPtr& c, const Outgoing& m, bool more);
+  void release_gathered();
   void watch_writable(Connection& c, bool on);
   bool window_open(const Connection& c, std::int64_t size) const;
   void pass_window(Connection& c, std::int32_t peer, std::int64_t size);
@@ -265,7 +273,8 @@ class Engine {
   void close_call(std::uint64_t id, bool replied, Kept& kept);
   void stop_lingering(std::uint64_t id, Kept& kept);
   void on_message(const ConnectionPtr& c, Incoming&& m);
-  void on_reply(const ConnectionPtr& c, Incoming&& m);
+  void take_in_answers(const ConnectionPtr& c);
+  void on_reply(const ConnectionPtr& c, Incoming&& m, Kept& kept);
   void expire_calls(Nanos at, Kept& kept);
 
   // engine_wait.cc
@@ -323,6 +332,8 @@ class Engine {
     std::unique_ptr<Keep> keep;
   };
   std::unordered_map<std::uint64_t, Lingering> lingering_;  // by id of a call that ended without its reply
+  std::vector<ConnectionPtr> gathering_;                    // whose links hold messages
+  std::atomic<Nanos> gathering_since_ = kNever;             // the first of them
 
   // Work for the pool.
   std::deque<Item> urgent_;  // outcomes, one-way messages, events
@@ -334,13 +345,13 @@ class Engine {
   bool spawning_ = false;
 
   // The scheduler.
-  bool role_held_ = false;
-  Gate gate_;                      // how a caller takes the role from the pool
-  bool in_outer_ = false;          // inner_ is enabled in outer_
-  PoolThread* parked_ = nullptr;   // sleeps on outer_
-  std::vector<PoolThread*> idle_;  // sleep on their bells; the last one slept last
-  std::list<Waiter*> sleepers_;    // callers asleep
-  std::list<Waiter*> progress_;    // those of them who wait for credit or for bytes to leave
+  std::atomic<bool> role_held_ = false;  // written under the mutex
+  Gate gate_;                            // how a caller takes the role from the pool
+  bool in_outer_ = false;                // inner_ is enabled in outer_
+  PoolThread* parked_ = nullptr;         // sleeps on outer_
+  std::vector<PoolThread*> idle_;        // sleep on their bells; the last one slept last
+  std::list<Waiter*> sleepers_;          // callers asleep
+  std::list<Waiter*> progress_;          // those of them who wait for credit or for bytes to leave
   Nanos released_at_ = 0;
   Nanos popped_at_ = 0;  // when a pool thread last took something
   Nanos timer_at_ = kNever;
@@ -352,6 +363,7 @@ class Engine {
   // The polling thread's.
   ConnectionPtr hot_;
   std::uint64_t arrivals_ = 0;
+  std::vector<Incoming> answers_;  // replies read and not taken in yet, of the link being read
 
   std::atomic<std::uint64_t> sent_messages_ = 0, received_messages_ = 0;
   std::uint64_t requests_ = 0, replies_ = 0;

@@ -71,9 +71,19 @@ void Engine::orphan(std::int32_t peer, Incoming&& m) {
   push(std::move(item));
 }
 
-void Engine::on_reply(const ConnectionPtr& c, Incoming&& m) {
+/// Replies that were read at once are taken in at once: one lock for all.
+void Engine::take_in_answers(const ConnectionPtr& c) {
+  if (answers_.empty()) return;
   Kept kept;
-  std::lock_guard lock(mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    for (Incoming& m : answers_) on_reply(c, std::move(m), kept);
+  }
+  answers_.clear();
+}
+
+/// With the mutex held.
+void Engine::on_reply(const ConnectionPtr& c, Incoming&& m, Kept& kept) {
   ++replies_;
   const std::uint64_t id = m.header.call_id;
   if (Call* call = calls_.find(id)) {
@@ -109,6 +119,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   const std::int64_t size = weight(m->payload_size());
   std::uint64_t id;
   ConnectionPtr link;
+  bool straight = false;  // to the link, without a further look at the peer
   {
     std::lock_guard lock(mutex_);
     id = calls_.open(peer);
@@ -131,13 +142,17 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     }
     auto found = peers_.find(peer);
     if (found != peers_.end()) link = found->second.link;
+    if (link && window_open(*link, size)) {
+      straight = true;
+      call.connection = link->id;
+    }
   }
   m->header.type = FrameType::kRequest;
   m->header.call_id = id;
   m->header.timeout = o.deadline == kNever ? 0 : std::max<Nanos>(o.deadline - at, 1);
   if (o.nested) m->header.flags |= kNested;
 
-  if (link && !window_open(*link, size)) {
+  if (link && !straight) {
     if (o.nested || o.never_wait) {
       pass_window(*link, peer, size);
     } else {
@@ -153,11 +168,12 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     }
   }
   const bool lent = !m->segments.empty();
-  Passage p{.own = o.never_wait, .before_blocking = &o.before_blocking};
+  Passage p{.own = o.never_wait, .may_gather = async, .before_blocking = &o.before_blocking};
   if (lent && o.never_wait && size > kLarge) p.spent = own_memory(*m);  // here, where no lock is held
-  const Sent sent = route(peer, m, p);
+  if (straight) p.via = link;
+  const Sent sent = straight ? transmit(link, m, p) : route(peer, m, p);
   if (sent == Sent::kQueued && lent && !p.own) wait_until_gone(peer, p, o.deadline, o.interrupted);
-  if (async) {
+  if (async && !role_held_) {  // who holds the role sees the call when it lets go
     std::lock_guard lock(mutex_);
     if (role_held_) return id;
     if (o.lazy) {
@@ -226,16 +242,18 @@ bool Engine::withdraw(std::uint64_t id) {
 void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait,
                    const std::function<void()>& before_blocking) {
   ConnectionPtr c;
+  bool more;  // to be answered
   {
     std::lock_guard lock(mutex_);
     auto found = connections_.find(connection);
     if (found == connections_.end()) return;  // the caller is gone
     c = found->second;
+    more = has_requests();
   }
   m->header.type = FrameType::kReply;
   m->header.call_id = call;
   PoolThread* self = may_wait && !m->segments.empty() && !c->stalled ? this_thread() : nullptr;
-  Passage p{.own = !self, .before_blocking = &before_blocking, .via = c};
+  Passage p{.own = !self, .may_gather = more, .before_blocking = &before_blocking, .via = c};
   if (p.own && weight(m->payload_size()) > kLarge) p.spent = own_memory(*m);
   if (transmit(c, m, p) == Sent::kQueued && self) wait_while_it_leaves(*self, p);
 }
@@ -271,9 +289,9 @@ void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
     if (found == c->names.end()) return lost(c, "it used a name that it never defined");
     name = found->second;
   }
+  if (type == FrameType::kReply) return answers_.push_back(std::move(m));
+  take_in_answers(c);  // what came first counts first
   switch (type) {
-    case FrameType::kReply:
-      return on_reply(c, std::move(m));
     case FrameType::kRequest:
     case FrameType::kOneway: {
       Item item;

@@ -232,7 +232,11 @@ void Engine::tick(Lock& lock) {
     arm_timer(trim_at_);
   }
   arm_timer(calls_.next_deadline());
+  const Nanos since = gathering_since_.load(std::memory_order_relaxed);
+  const bool gathered = at >= since && at - since >= kGrace;
+  if (since != kNever && !gathered) arm_timer(since + kGrace);
   lock.unlock();
+  if (gathered) release_gathered();
   kept.clear();
 }
 

@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::int64_t kFarPast = 4;          // windows' worth of requests that did not wait for it
 constexpr Nanos kStall = 100 * kMillisecond;  // a peer that has read nothing for so long is not waited for
+constexpr std::size_t kTogether = 16;         // messages of a burst that leave as one
 constexpr std::size_t kCreditShare = 4;       // credit is told on its own when a window's fourth is due
 
 void make_credit_known(Connection& c, FrameHeader& header) {
@@ -92,6 +93,8 @@ Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Out
   }
   if (!is_handshake(m->header.type)) make_credit_known(*c, m->header);
   if (c->queue.empty()) {
+    if ((p.may_gather || c->held > 0) && gather(c, *m, p.may_gather)) return Sent::kGone;
+    c->held = 0;
     const SendState state = c->link->send(*m);
     if (state == SendState::kSent) return Sent::kGone;
     if (state == SendState::kBroken) return Sent::kBroken;
@@ -129,7 +132,8 @@ void Engine::flush(const ConnectionPtr& c) {
   std::vector<std::unique_ptr<Outgoing>> gone;
   {
     std::lock_guard lock(c->send_mutex);
-    while (!c->queue.empty()) {
+    const bool held = c->link->release() == SendState::kBlocked;
+    while (!held && !c->queue.empty()) {
       const std::uint64_t before = c->queue.front()->sent;
       const SendState state = c->link->send(*c->queue.front());
       if (state == SendState::kSent || c->queue.front()->sent != before) {
@@ -141,11 +145,46 @@ void Engine::flush(const ConnectionPtr& c) {
       c->queue.pop_front();
       c->flushed.fetch_add(1, std::memory_order_release);
     }
-    if (c->queue.empty()) watch_writable(*c, false);
+    if (!held && c->queue.empty()) watch_writable(*c, false);
   }
   if (!gone.empty()) {
     std::lock_guard lock(mutex_);
     ring_progress();
+  }
+}
+
+/// With the connection's send_mutex held: leaves a message of a burst with the link, to go with others that follow.
+/// The last one takes them along. False: it is to be sent by itself.
+bool Engine::gather(const ConnectionPtr& c, const Outgoing& m, bool more) {
+  const Nanos at = more ? now() : 0;
+  if ((more && !c->burst.goes_on(at)) || !c->link->hold(m)) return false;
+  if (++c->held >= kTogether || !more) {
+    c->held = 0;
+    if (c->link->release() == SendState::kBlocked) watch_writable(*c, true);
+    return true;
+  }
+  if (std::exchange(c->gathering, true)) return true;
+  std::lock_guard lock(mutex_);
+  gathering_.push_back(c);
+  if (gathering_since_.load(std::memory_order_relaxed) == kNever) {
+    gathering_since_.store(at, std::memory_order_relaxed);
+    arm_timer(at + kGrace);
+  }
+  return true;
+}
+
+/// What has been held for others to leave with leaves. Without locks.
+void Engine::release_gathered() {
+  std::vector<ConnectionPtr> holding;
+  {
+    std::lock_guard lock(mutex_);
+    holding.swap(gathering_);
+    gathering_since_.store(kNever, std::memory_order_relaxed);
+  }
+  for (const auto& c : holding) {
+    std::lock_guard lock(c->send_mutex);
+    c->gathering = false;
+    if (std::exchange(c->held, 0) > 0 && c->link->release() == SendState::kBlocked) watch_writable(*c, true);
   }
 }
 

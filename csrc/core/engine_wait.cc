@@ -138,6 +138,7 @@ bool Engine::read_from(const ConnectionPtr& c) {
   const std::uint64_t before = arrivals_;
   Arrivals arrivals(*this, c);
   const ReceiveState state = c->link->receive(arrivals, kBudget);
+  take_in_answers(c);
   if (state == ReceiveState::kBroken) {
     lost(c, c->link->error());
     return true;
@@ -190,7 +191,10 @@ bool Engine::look(int timeout_ms) {
 bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
   const Nanos start = now();
   const Nanos stop = std::min(until, start + spin.budget());
-  for (std::uint32_t turn = 1; now() < stop; ++turn) {
+  for (std::uint32_t turn = 1;; ++turn) {
+    const Nanos at = now();
+    if (at >= stop) break;
+    if (at - gathering_since_.load(std::memory_order_relaxed) >= kGather) release_gathered();
     if (!gate_.enter(pass)) return false;
     if (hot_ && hot_->state == Connection::State::kDead) hot_.reset();
     const bool found = hot_ && (turn < kHotTurns || turn % 4 != 0) ? read_from(hot_) : look(0);
@@ -201,6 +205,7 @@ bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
     }
     if (turn >= kHotTurns && turn % Spin::kYieldEvery == 0 && !Spin::yield()) break;
   }
+  if (gathering_since_.load(std::memory_order_relaxed) != kNever) release_gathered();
   if (!may_block) {
     if (!gate_.enter(pass)) return false;
     const bool found = look(0);
@@ -218,6 +223,7 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
                          const std::function<bool()>& interrupted) {
   bool holding = false;
   int strangers = 0;
+  if (gathering_since_.load(std::memory_order_relaxed) != kNever) release_gathered();
   Lock lock(mutex_);
   WaitEnd end = WaitEnd::kDone;
   if (what == For::kProgress) {

@@ -80,6 +80,13 @@ class Link {
   /// message. Never throws.
   virtual SendState send(Outgoing& message) = 0;
 
+  /// Takes a copy of a small message, to leave with what follows it: with the next `send`, or by `release`. False: not
+  /// taken (it is too large, or enough is held already), and to be sent. As `send`, one thread at a time. Never throws.
+  virtual bool hold([[maybe_unused]] const Outgoing& message) { return false; }
+
+  /// Sends what is held. kBlocked: as after `send`, call again when the link is writable.
+  virtual SendState release() { return SendState::kSent; }
+
   /// Memory of the link's own for `size` bytes, or null: most links have none, and what they have may be lent out. Any
   /// thread; never blocks, never throws.
   virtual std::optional<Lent> lend([[maybe_unused]] std::size_t size) { return std::nullopt; }

@@ -46,6 +46,16 @@ CASE_ON_EVERY_SCHEME(a_call_runs_out_of_time) {
   CHECK_EQ(body_of(a.call(1, {.body = "the link is well"})), "the link is well");
 }
 
+CASE(a_burst_leaves_though_nobody_polls_and_nothing_follows) {
+  Stage s;
+  for (int length = 1; length <= 60; ++length) {
+    for (int n = 0; n < length; ++n) {
+      s.a.start(1, n, {.tag = kNoAnswer, .body = std::to_string(n), .never_wait = true});
+    }
+    for (int n = 0; n < length; ++n) CHECK_EQ(std::string(s.p.receive().body_view()), std::to_string(n));
+  }
+}
+
 CASE(a_deadline_that_has_passed_already) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");

@@ -144,6 +144,84 @@ void sends_while_it_receives(Scheme scheme) {
   }
 }
 
+// ---- messages that leave with others
+
+/// Does this link hold any? Those that do not are left out: the contract asks nothing else of them.
+bool holds(Scheme scheme) {
+  const Message m;
+  return Ends(scheme).a->hold(m.outgoing());
+}
+
+void held_messages_leave_in_order(Scheme scheme) {
+  if (!holds(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  Random random(21);
+  std::vector<Message> sent;
+  for (std::size_t i = 0; i < 7; ++i) sent.push_back(random_message(random, 10 * i, {i, 3}, i));
+  auto hold = [&](std::size_t i) { CHECK(e.a->hold(sent[i].outgoing())); };
+  auto send = [&](std::size_t i) { send_whole(*e.a, sent[i], *e.b, inbox); };
+  hold(0);
+  hold(1);
+  CHECK(!polls(e.b->fd(), POLLIN, 0));
+  send(2);  // takes them along
+  send(3);
+  hold(4);
+  CHECK(e.a->release() == SendState::kSent);
+  hold(5);
+  sent[6] = random_message(random, 0, {300000});
+  send(6);
+  receive_until(*e.b, inbox, sent.size());
+  for (std::size_t i = 0; i < sent.size(); ++i) check_same(sent[i], inbox.messages[i]);
+}
+
+void what_is_held_is_a_copy(Scheme scheme) {
+  if (!holds(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  Random random(22);
+  Message m = random_message(random, 50, {100}, 30);
+  const Message original = m;
+  CHECK(e.a->hold(m.outgoing()));
+  std::ranges::fill(m.body, 'x');
+  std::ranges::fill(m.name, 'x');
+  std::ranges::fill(m.segments[0], 'x');
+  CHECK(e.a->release() == SendState::kSent);
+  receive_until(*e.b, inbox, 1);
+  check_same(original, inbox.messages[0]);
+}
+
+void little_is_held(Scheme scheme) {
+  if (!holds(scheme)) return;
+  Ends e(scheme);
+  Random random(23);
+  CHECK(!e.a->hold(random_message(random, kMiB).outgoing()));
+  const Message m = random_message(random, 100);
+  std::size_t count = 0;
+  while (e.a->hold(m.outgoing())) CHECK(++count < kMiB / 100);
+  Collector inbox;
+  CHECK(e.a->release() == SendState::kSent);
+  receive_until(*e.b, inbox, count);
+}
+
+void held_messages_wait_for_a_peer_that_does_not_read(Scheme scheme) {
+  if (!holds(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  Random random(24);
+  const Message small = random_message(random, 700), last = random_message(random, 5, {7});
+  std::size_t count = 0;
+  do {
+    while (e.a->hold(small.outgoing())) ++count;
+  } while (e.a->release() == SendState::kSent);
+  Outgoing out = last.outgoing();
+  CHECK(e.a->send(out) == SendState::kBlocked);
+  while (e.a->send(out) == SendState::kBlocked) e.b->receive(inbox, kAnyBudget);
+  receive_until(*e.b, inbox, count + 1);
+  for (std::size_t i = 0; i < count; ++i) check_same(small, inbox.messages[i]);
+  check_same(last, inbox.messages[count]);
+}
+
 // ---- memory that the link lends
 
 /// Does this link lend any? Those that do not are left out: the contract asks nothing else of them.
@@ -625,6 +703,10 @@ const Row kSuite[] = {
     ROW(both_ways_in_order),
     ROW(memory_is_free_after_sent),
     ROW(sends_while_it_receives),
+    ROW(held_messages_leave_in_order),
+    ROW(what_is_held_is_a_copy),
+    ROW(little_is_held),
+    ROW(held_messages_wait_for_a_peer_that_does_not_read),
     ROW(lent_memory_is_handed_over),
     ROW(lent_memory_outlives_the_link),
     ROW(leases_come_back),

@@ -18,6 +18,7 @@ constexpr std::size_t kDirect = 16 << 10;  // a part with this much missing is r
 constexpr std::uint64_t kTurn = 4 << 20;   // bytes of a message sent before other threads have their turn
 constexpr int kVectors = 64;               // iovecs a sendmsg
 constexpr std::size_t kFlat = 1024;        // a frame up to here is copied together and sent as one piece
+constexpr std::size_t kHeld = 8 << 10;     // bytes of such frames that wait for others to leave with
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
@@ -46,20 +47,24 @@ int gather(Outgoing& m, iovec* out, std::uint64_t most) {
   return n;
 }
 
-void complete_header(Outgoing& m) {
-  m.header.name_size = static_cast<std::uint32_t>(m.name.size());
-  m.header.body_size = m.body.size();
-  m.header.segment_count = static_cast<std::uint32_t>(m.segments.size());
+void complete(FrameHeader& h, const Outgoing& m) {
+  h.name_size = static_cast<std::uint32_t>(m.name.size());
+  h.body_size = m.body.size();
+  h.segment_count = static_cast<std::uint32_t>(m.segments.size());
+}
+
+std::uint64_t frame_size(const Outgoing& m) {
+  return sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size() + m.payload_size();
 }
 
 /// The whole frame in one piece; its size.
-std::size_t flatten(const Outgoing& m, std::byte* out) {
+std::size_t flatten(const Outgoing& m, const FrameHeader& header, std::byte* out) {
   std::byte* at = out;
   auto add = [&at](const void* data, std::size_t size) {
     if (size > 0) std::memcpy(at, data, size);
     at += size;
   };
-  add(&m.header, sizeof m.header);
+  add(&header, sizeof header);
   for (const auto& s : m.segments) {
     const SegmentHeader h{.size = s.size, .lease = 0};
     add(&h, sizeof h);
@@ -159,12 +164,15 @@ bool StreamLink::finish_connecting() {
 SendState StreamLink::send(Outgoing& m) {
   if (broken_ || send_broken_) return SendState::kBroken;
   if (connecting_ && !finish_connecting()) return broken_ ? SendState::kBroken : SendState::kBlocked;
+  if (held_end_ > 0) {
+    const SendState state = release();
+    if (state != SendState::kSent) return state;
+  }
   if (m.prefix.empty()) {
-    complete_header(m);
-    const std::uint64_t size = sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size();
-    if (size + m.payload_size() <= kFlat) {
+    complete(m.header, m);
+    if (frame_size(m) <= kFlat) {
       std::byte flat[kFlat];
-      const std::size_t whole = flatten(m, flat);
+      const std::size_t whole = flatten(m, m.header, flat);
       const ssize_t n = ::send(socket_.get(), flat, whole, MSG_DONTWAIT | MSG_NOSIGNAL);
       if (n == static_cast<ssize_t>(whole)) return SendState::kSent;
       if (n > 0) m.sent = static_cast<std::uint64_t>(n);  // the loop below goes on, or finds out what is wrong
@@ -188,6 +196,36 @@ SendState StreamLink::send(Outgoing& m) {
       return fail_to_send(errno);
     }
   }
+  return SendState::kSent;
+}
+
+bool StreamLink::hold(const Outgoing& m) {
+  const std::uint64_t size = frame_size(m);
+  if (size > kFlat || held_end_ + size > kHeld || broken_ || send_broken_ || connecting_) return false;
+  if (!held_) {
+    held_.reset(new (std::nothrow) std::byte[kHeld]);
+    if (!held_) return false;
+  }
+  FrameHeader header = m.header;
+  complete(header, m);
+  held_end_ += flatten(m, header, held_.get() + held_end_);
+  return true;
+}
+
+SendState StreamLink::release() {
+  if (broken_ || send_broken_) return SendState::kBroken;
+  while (held_begin_ < held_end_) {
+    const ssize_t n =
+        ::send(socket_.get(), held_.get() + held_begin_, held_end_ - held_begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n >= 0) {
+      held_begin_ += static_cast<std::size_t>(n);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      return SendState::kBlocked;
+    } else if (errno != EINTR) {
+      return fail_to_send(errno);
+    }
+  }
+  held_begin_ = held_end_ = 0;
   return SendState::kSent;
 }
 

@@ -32,6 +32,8 @@ class StreamLink final : public Link {
 
   int fd() const override { return socket_.get(); }
   SendState send(Outgoing& message) override;
+  bool hold(const Outgoing& message) override;
+  SendState release() override;
   ReceiveState receive(Inbox& inbox, std::size_t budget) override;
   void set_limits(const Limits& limits) override { limits_ = limits; }
   void close() override;
@@ -63,7 +65,12 @@ class StreamLink final : public Link {
   std::string error_;
   std::string send_error_;  // why nothing can be sent, unless it is that the other end has gone
   std::atomic<bool> broken_ = false;
-  bool send_broken_ = false;  // the sending thread's
+
+  // The sending thread's.
+  bool send_broken_ = false;
+  std::unique_ptr<std::byte[]> held_;  // frames that have not left: bytes [held_begin_, held_end_)
+  std::size_t held_begin_ = 0;
+  std::size_t held_end_ = 0;
 
   // Bytes read and not yet understood: buffer_[begin_, end_).
   std::unique_ptr<std::byte[]> buffer_;
