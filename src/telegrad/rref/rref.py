@@ -11,7 +11,7 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
 from telegrad.worker.coroutines import holding_up
-from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.future import NO_DEVICES, CallFuture, CreationFuture
 from telegrad.worker.scope import remaining
 
 __all__ = ["RRef"]
@@ -70,7 +70,7 @@ class RRef(Generic[T]):
         self.owner_id = owner
         self._generation = worker.references.generation
         self._fork: int | None = None if owner == worker.info.id else worker.references.new_id()
-        self._creation: CallFuture | None = None
+        self._creation: CreationFuture | None = None
         self._exists = False  # it is known here that there is a value, whether the word of its creation has come or not
         self._type: Any = None
         self._profiling: Any = None
@@ -169,7 +169,7 @@ class RRef(Generic[T]):
     def _used(self) -> None:
         """Whoever uses it, here or elsewhere, hears of a failure to make the value."""
         if self._creation is not None:
-            self._creation._read = True
+            self._creation.used()
 
     # ---- calls on the value
 

@@ -23,6 +23,23 @@ logger = logging.getLogger("telegrad")
 T = TypeVar("T")
 
 
+class _Failure:
+    """What a future ended with. Complains when it goes, with its future, and nobody has read it: so only futures that
+    failed pay for a finalizer."""
+
+    __slots__ = ("error", "how", "read", "request")
+
+    def __init__(self, error: BaseException, read: bool, request: Any, how: str) -> None:
+        self.error = error
+        self.read = read
+        self.request = request
+        self.how = how
+
+    def __del__(self) -> None:
+        if not self.read and not isinstance(self.error, NotInitialized):  # what this program ended itself is no news
+            logger.warning("%s failed, and nobody %s: %s", _what(self.request), self.how, self.error)
+
+
 class CallFuture(torch.futures.Future[Any]):
     """Made by ``rpc_async`` and its kin.
 
@@ -39,15 +56,14 @@ class CallFuture(torch.futures.Future[Any]):
     _request: Any  # and (peer, what was called or its name, time-out in ns)
 
     # On the class, so that a future that nothing special happens to carries little.
-    _read = False
     _failed_there = False  # a creation: the owner has kept an exception instead of a value
+    _read = False  # a creation: its reference was used
     _unread = "read its future"
-    _failure: tuple[BaseException, list[bool]] | None = None  # and whether it was read in torch's own ways
+    _failure: _Failure | None = None
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
 
     def wait(self) -> Any:
         """The result; blocks, and raises what the call raised."""
-        self._read = True
         if not self.done():
             if asyncio._get_running_loop() is not None:
                 with holding_up():
@@ -76,13 +92,9 @@ class CallFuture(torch.futures.Future[Any]):
         if outcome is not None:
             calls.finish(self, outcome)
 
-    def value(self) -> Any:
-        self._read = True
-        return super().value()
-
     def failure(self) -> BaseException | None:
         """What it ended with, if that is an exception. Does not count as reading it."""
-        return None if self._failure is None else self._failure[0]
+        return None if self._failure is None else self._failure.error
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], T]) -> "CallFuture":
         """The future of what the callback returns. It may be awaited too, and complains likewise."""
@@ -107,23 +119,14 @@ class CallFuture(torch.futures.Future[Any]):
     def set_exception(self, result: T) -> None:
         if not isinstance(result, BaseException):
             raise TypeError(f"{result} is of type {type(result)}, not an Exception.")
-        read = [False]
-        self._failure = (result, read)
+        failure = self._failure = _Failure(result, self._read, getattr(self, "_request", None), self._unread)
 
         def fail(error: BaseException) -> None:
-            read[0] = True  # also when collect_all or wait_all reads it, which know only torch's own class
+            failure.read = True  # also when collect_all or wait_all reads it, which know only torch's own class
             raise afresh(error)
 
         super()._set_unwrap_func(fail)
         super().set_result(result)
-
-    @property
-    def _what(self) -> str:
-        request = getattr(self, "_request", None)
-        if request is None:
-            return "a call"
-        what = request[1]
-        return str(getattr(what, "__qualname__", what))
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -144,13 +147,7 @@ class CallFuture(torch.futures.Future[Any]):
         try:
             return self.value()
         except StopIteration as e:  # a coroutine cannot raise it
-            raise RuntimeError(f"{self._what} raised StopIteration") from e
-
-    def __del__(self) -> None:
-        if self._failure is None or self._read or self._failure[1][0]:
-            return
-        if not isinstance(self._failure[0], NotInitialized):  # what this program ended itself is no news to it
-            logger.warning("%s failed, and nobody %s: %s", self._what, self._unread, self._failure[0])
+            raise RuntimeError(f"{_what(getattr(self, '_request', None))} raised StopIteration") from e
 
 
 class CreationFuture(CallFuture):
@@ -159,10 +156,34 @@ class CreationFuture(CallFuture):
     __slots__ = ()
     _unread = "used its reference"
 
+    def wait(self) -> Any:
+        self.used()
+        return super().wait()
+
+    def value(self) -> Any:
+        self.used()
+        return super().value()
+
+    def used(self) -> None:
+        """Its reference is used: whoever does so hears of a failure."""
+        self._read = True
+        if self._failure is not None:
+            self._failure.read = True
+
     def __del__(self) -> None:
         if self._failed_there and not self._read:
-            logger.warning("%s failed, and nobody used its reference; its owner has printed the error", self._what)
-        super().__del__()
+            logger.warning(
+                "%s failed, and nobody used its reference; its owner has printed the error",
+                _what(getattr(self, "_request", None)),
+            )
+
+
+def _what(request: Any) -> str:
+    """What was called, for messages."""
+    if request is None:
+        return "a call"
+    what = request[1]
+    return str(getattr(what, "__qualname__", what))
 
 
 def in_scope(callback: Callable[[Any], T]) -> Callable[[Any], T]:
