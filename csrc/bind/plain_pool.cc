@@ -118,13 +118,14 @@ class PlainPool {
   /// Scope(worker, deadline, nested=True, request=True), made without its constructor's detours.
   nb::object request_scope(Nanos deadline) const {
     auto* type = reinterpret_cast<PyTypeObject*>(hooks_.scope_type.ptr());
-    nb::object scope = nb::steal(type->tp_alloc(type, 4));
+    nb::object scope = nb::steal(type->tp_alloc(type, 5));
     PyObject* until = PyLong_FromLongLong(deadline);
     if (!scope.is_valid() || !until) throw nb::python_error();
     PyTuple_SET_ITEM(scope.ptr(), 0, nb::object(hooks_.worker).release().ptr());
     PyTuple_SET_ITEM(scope.ptr(), 1, until);
     PyTuple_SET_ITEM(scope.ptr(), 2, nb::bool_(true).release().ptr());
     PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
+    PyTuple_SET_ITEM(scope.ptr(), 4, nb::none().release().ptr());
     return scope;
   }
 

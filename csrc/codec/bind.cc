@@ -30,16 +30,12 @@ class BytesView {
   std::string_view view_;
 };
 
-nb::object encode(const Codec& codec, nb::handle object) {
-  Encoded encoded;
-  switch (codec.encode(object.ptr(), encoded)) {
-    case Outcome::kNotPlain:
-      return nb::none();
-    case Outcome::kError:
-      throw nb::python_error();
-    case Outcome::kOk:
-      break;
-  }
+bool is_plain(Outcome outcome) {
+  if (outcome == Outcome::kError) throw nb::python_error();
+  return outcome == Outcome::kOk;
+}
+
+nb::object segment_list(Encoded& encoded) {
   nb::object segments = nb::steal(PyList_New(static_cast<Py_ssize_t>(encoded.segments.size())));
   if (!segments) throw nb::python_error();
   for (std::size_t i = 0; i < encoded.segments.size(); ++i) {
@@ -49,14 +45,24 @@ nb::object encode(const Codec& codec, nb::handle object) {
     if (!entry) throw nb::python_error();
     PyList_SET_ITEM(segments.ptr(), static_cast<Py_ssize_t>(i), entry);
   }
-  PyObject* result = PyTuple_New(2);
-  if (!result) throw nb::python_error();
-  PyTuple_SET_ITEM(result, 0, encoded.body.release().ptr());
-  PyTuple_SET_ITEM(result, 1, segments.release().ptr());
-  return nb::steal(result);
+  return segments;
 }
 
-nb::object decode(const Codec& codec, nb::handle body, nb::handle segments) {
+nb::object encode(const Codec& codec, nb::handle object) {
+  Encoded encoded;
+  if (!is_plain(codec.encode(object.ptr(), encoded))) return nb::none();
+  return nb::make_tuple(encoded.body, segment_list(encoded));
+}
+
+nb::object encode_recorded(const Codec& codec, nb::handle object) {
+  Encoded encoded;
+  if (!is_plain(codec.encode_recorded(object.ptr(), encoded))) return nb::none();
+  nb::list recorded;
+  for (const nb::object& tensor : encoded.recorded) recorded.append(tensor);
+  return nb::make_tuple(encoded.body, segment_list(encoded), recorded);
+}
+
+nb::object decode(const Codec& codec, nb::handle body, nb::handle segments, nb::handle wrap) {
   const BytesView bytes(body);
   // A copy: the caller's list may change while Python code runs.
   nb::object objects = nb::steal(PySequence_Tuple(segments.ptr()));
@@ -68,7 +74,7 @@ nb::object decode(const Codec& codec, nb::handle body, nb::handle segments) {
     memories.push_back(SegmentMemory::of_object(PyTuple_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i))));
     if (!memories.back().valid()) throw nb::python_error();
   }
-  PyObject* result = codec.decode(bytes.get(), memories);
+  PyObject* result = codec.decode(bytes.get(), memories, wrap.is_none() ? nullptr : wrap.ptr());
   if (!result) throw nb::python_error();
   return nb::steal(result);
 }
@@ -119,14 +125,14 @@ void init_codec(nb::module_& m) {
       .def(
           "__init__",
           [](Codec* self, nb::type_object tensor_type, nb::object exchange_api, nb::object encode_tensor,
-             nb::object decode_tensor, int max_depth, nb::tuple byte_types) {
+             nb::object decode_tensor, int max_depth, nb::tuple byte_types, nb::object parameter_type) {
             if (max_depth < 1 || max_depth > 1000) throw nb::value_error("max_depth must be from 1 to 1000");
             new (self) Codec(TensorBridge(std::move(tensor_type), std::move(exchange_api), std::move(encode_tensor),
-                                          std::move(decode_tensor), std::move(byte_types)),
+                                          std::move(decode_tensor), std::move(byte_types), std::move(parameter_type)),
                              max_depth);
           },
           nb::arg("tensor_type"), nb::arg("exchange_api").none(), nb::arg("encode_tensor"), nb::arg("decode_tensor"),
-          nb::arg("max_depth") = 64, nb::arg("byte_types") = nb::tuple())
+          nb::arg("max_depth") = 64, nb::arg("byte_types") = nb::tuple(), nb::arg("parameter_type") = nb::none())
       .def(
           "register",
           [](Codec& self, nb::type_object type, std::uint64_t code, nb::object pack, nb::object unpack) {
@@ -141,10 +147,18 @@ void init_codec(nb::module_& m) {
            "The body and the segments (address, size in bytes, owner) of `object`; None if it is not plain.\n\n"
            "Also None if plain bytes would lose what is shared: a container met twice, tensors over the same memory.\n"
            "The memory of a segment must not be read after its owner is dropped. What pack raises is passed on.")
-      .def("decode", &decode, nb::arg("body"), nb::arg("segments"),
-           nb::sig("def decode(self, body: bytes | bytearray | memoryview, segments: collections.abc.Sequence[object]) "
-                   "-> object"),
+      .def("encode_recorded", &encode_recorded, nb::arg("object").none(),
+           nb::sig("def encode_recorded(self, object: object) -> "
+                   "tuple[bytes, list[tuple[int, int, object]], list[object]] | None"),
+           "As `encode`, and the tensors in it that require grad, in the order in which `decode` wraps them.\n\n"
+           "Objects of exactly `parameter_type` that require grad are encoded as such tensors.")
+      .def("decode", &decode, nb::arg("body"), nb::arg("segments"), nb::arg("wrap") = nb::none(),
+           nb::sig("def decode(self, body: bytes | bytearray | memoryview, segments: collections.abc.Sequence[object], "
+                   "wrap: collections.abc.Callable[..., collections.abc.Sequence[object]] "
+                   "| None = None) -> object"),
            "What `encode` was given. Segments are writable buffers that become the memory of the tensors.\n\n"
+           "With `wrap`, the tensors that require grad are made without, given to wrap all at once (if there are\n"
+           "any), and what it returns stands in their place.\n\n"
            "Raises CodecError if body and segments are not what encode makes; what unpack raises is passed on.");
 }
 

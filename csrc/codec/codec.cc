@@ -5,12 +5,18 @@
 
 namespace telegrad::codec {
 
-Outcome Codec::encode(PyObject* object, Encoded& out) const { return Encoder(*this).run(object, true, out); }
+Outcome Codec::encode(PyObject* object, Encoded& out) const { return Encoder(*this, Mode::kFull).run(object, out); }
 
-Outcome Codec::encode_basic(PyObject* object, Encoded& out) const { return Encoder(*this).run(object, false, out); }
+Outcome Codec::encode_basic(PyObject* object, Encoded& out) const {
+  return Encoder(*this, Mode::kBasic).run(object, out);
+}
 
-PyObject* Codec::decode(std::string_view body, std::span<SegmentMemory> segments) const {
-  return Decoder(*this, body, segments).run();
+Outcome Codec::encode_recorded(PyObject* object, Encoded& out) const {
+  return Encoder(*this, Mode::kRecorded).run(object, out);
+}
+
+PyObject* Codec::decode(std::string_view body, std::span<SegmentMemory> segments, PyObject* wrap) const {
+  return Decoder(*this, body, segments, wrap).run();
 }
 
 void Codec::add_extension(Extension extension) {

@@ -23,6 +23,14 @@ struct Extension {
 struct Encoded {
   nb::object body;  // bytes
   std::vector<Segment> segments;
+  std::vector<nb::object> recorded;  // of `encode_recorded`
+};
+
+/// What may be in an encoded value, and what is told of it.
+enum class Mode : std::uint8_t {
+  kBasic,     // no extensions
+  kFull,      // everything that the codec knows
+  kRecorded,  // the same, and parameters as tensors; the tensors that require grad are told
 };
 
 /// Not thread-safe by itself: the GIL guards it. Re-entrant, since packing may encode another message.
@@ -34,10 +42,14 @@ class Codec {
   Outcome encode(PyObject* object, Encoded& out) const;
   /// The same for a value without any extension in it; with one the answer is kNotPlain, and nothing was packed.
   Outcome encode_basic(PyObject* object, Encoded& out) const;
+  /// As `encode`, and `out.recorded` gets the tensors that require grad, in the order in which `decode` makes them.
+  /// Parameters that require grad are encoded as such tensors.
+  Outcome encode_recorded(PyObject* object, Encoded& out) const;
 
   /// A new reference, or nullptr with a Python error set (CodecError when the bytes are at fault). Segments are moved
-  /// from.
-  PyObject* decode(std::string_view body, std::span<SegmentMemory> segments) const;
+  /// from. With `wrap`, tensors that require grad are made as if they did not, all are given to wrap(list) at once
+  /// (unless there are none), and what it returns, as many again, stands in their place.
+  PyObject* decode(std::string_view body, std::span<SegmentMemory> segments, PyObject* wrap = nullptr) const;
 
   const TensorBridge& tensors() const { return tensors_; }
   int max_depth() const { return max_depth_; }

@@ -59,6 +59,7 @@ bool Decoder::tables(Reader in) {
   tensors_.reserve(count);
   while (count--)
     if (!tensor(in)) return false;
+  if (!to_wrap_.empty() && !wrap()) return false;
 
   if (!in.varint(count)) return is_malformed(kCut);
   if (count > in.left() / kMinExtensionBytes) return is_malformed("a count beyond its size");
@@ -99,6 +100,10 @@ bool Decoder::tensor(Reader& in) {
     const std::size_t alignment = spec.dtype->size() < 8 ? spec.dtype->size() : 8;
     if (reinterpret_cast<std::uintptr_t>(memory.data()) % alignment) return is_malformed("a misaligned segment");
   }
+  if (wrap_ && spec.requires_grad) {
+    spec.requires_grad = false;
+    to_wrap_.push_back(tensors_.size());
+  }
   nb::object made = nb::steal(codec_.tensors().rebuild(spec, std::move(memory)));
   if (!made) {
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError) ||
@@ -107,6 +112,25 @@ bool Decoder::tensor(Reader& in) {
     return false;
   }
   tensors_.push_back(std::move(made));
+  return true;
+}
+
+bool Decoder::wrap() {
+  const auto n = static_cast<Py_ssize_t>(to_wrap_.size());
+  nb::object list = nb::steal(PyList_New(n));
+  if (!list) return false;
+  for (Py_ssize_t i = 0; i < n; ++i)
+    PyList_SET_ITEM(list.ptr(), i, tensors_[to_wrap_[static_cast<std::size_t>(i)]].release().ptr());
+  nb::object wrapped = nb::steal(PyObject_CallOneArg(wrap_, list.ptr()));
+  if (!wrapped) return false;
+  wrapped = nb::steal(PySequence_Tuple(wrapped.ptr()));
+  if (!wrapped) return false;
+  if (PyTuple_GET_SIZE(wrapped.ptr()) != n) {
+    PyErr_SetString(PyExc_ValueError, "wrap has returned another number of tensors than it was given");
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < n; ++i)
+    tensors_[to_wrap_[static_cast<std::size_t>(i)]] = nb::borrow(PyTuple_GET_ITEM(wrapped.ptr(), i));
   return true;
 }
 

@@ -13,14 +13,15 @@ namespace telegrad::codec {
 
 class Decoder {
  public:
-  Decoder(const Codec& codec, std::string_view body, std::span<SegmentMemory> segments)
-      : codec_(codec), body_(body), segments_(segments) {}
+  Decoder(const Codec& codec, std::string_view body, std::span<SegmentMemory> segments, PyObject* wrap)
+      : codec_(codec), body_(body), segments_(segments), wrap_(wrap) {}
 
   PyObject* run();  // a new reference; nullptr with a Python error set, as everywhere below
 
  private:
   bool tables(Reader in);
   bool tensor(Reader& in);
+  bool wrap();
   bool extension(Reader& in);
   PyObject* value(Reader& in, int depth);
   PyObject* sequence(Reader& in, std::uint64_t count, int depth, bool is_tuple);
@@ -32,7 +33,9 @@ class Decoder {
   const Codec& codec_;
   std::string_view body_;
   std::span<SegmentMemory> segments_;
+  PyObject* wrap_;  // borrowed; may be null
   std::size_t segments_used_ = 0;
+  std::vector<std::size_t> to_wrap_;  // numbers of tensors
   std::vector<nb::object> tensors_, extensions_;
 };
 

@@ -11,8 +11,8 @@ namespace telegrad::codec {
 
 class Encoder {
  public:
-  explicit Encoder(const Codec& codec) : codec_(codec) {}
-  Outcome run(PyObject* root, bool extensions, Encoded& out);
+  Encoder(const Codec& codec, Mode mode) : codec_(codec), mode_(mode) {}
+  Outcome run(PyObject* root, Encoded& out);
 
  private:
   enum class Packing : std::uint8_t { kPending, kRunning, kDone };
@@ -38,6 +38,7 @@ class Encoder {
   bool tensors_overlap() const;
 
   const Codec& codec_;
+  const Mode mode_;
   Writer main_;
   Writer tensor_table_;
   Writer extension_table_;
@@ -46,6 +47,7 @@ class Encoder {
   PointerIndex containers_, tensors_, extensions_;
   std::vector<Slot> slots_;
   std::vector<Segment> segments_;
+  std::vector<nb::object> recorded_;
   std::vector<nb::object> alive_;  // whatever an index knows by its address must not be freed before the end
 };
 

@@ -79,12 +79,13 @@ bool TensorSpec::set_contiguous() {
 }
 
 TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
-                           nb::tuple byte_types)
+                           nb::tuple byte_types, nb::object parameter_type)
     : type_object_(std::move(tensor_type)),
       type_(reinterpret_cast<PyTypeObject*>(type_object_.ptr())),
       encode_(std::move(encode)),
       decode_(std::move(decode)),
       byte_types_(std::move(byte_types)),
+      parameter_type_(std::move(parameter_type)),
       untyped_storage_(nb::steal<nb::str>(PyUnicode_InternFromString("untyped_storage"))),
       requires_grad_(nb::steal<nb::str>(PyUnicode_InternFromString("requires_grad"))),
       dtype_(nb::steal<nb::str>(PyUnicode_InternFromString("dtype"))) {
@@ -276,6 +277,7 @@ int TensorBridge::traverse(visitproc visit, void* arg) const {
   Py_VISIT(encode_.ptr());
   Py_VISIT(decode_.ptr());
   Py_VISIT(byte_types_.ptr());
+  Py_VISIT(parameter_type_.ptr());
   Py_VISIT(is_neg_.ptr());
   Py_VISIT(is_conj_.ptr());
   return 0;

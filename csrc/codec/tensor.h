@@ -48,11 +48,15 @@ struct TensorSpec {
 class TensorBridge {
  public:
   /// `exchange_api`: the capsule, or None. `byte_types`: the torch dtypes that DLPack's 8-bit integers stand for (it
-  /// does not tell torch.uint4 from torch.uint8). Throws nb::python_error.
+  /// does not tell torch.uint4 from torch.uint8). `parameter_type`: torch's class of parameters, or None. Throws
+  /// nb::python_error.
   TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
-               nb::tuple byte_types);
+               nb::tuple byte_types, nb::object parameter_type);
 
   bool is_tensor(PyObject* object) const { return Py_TYPE(object) == type_; }
+  bool is_parameter(PyObject* object) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter_type_.ptr();
+  }
   bool is_native() const { return api_ != nullptr; }
 
   /// Fills `spec` and `segment` (no owner if the tensor has no elements). Reads no element.
@@ -77,6 +81,7 @@ class TensorBridge {
   const dlpack::ExchangeApi* api_ = nullptr;
   nb::object encode_, decode_;
   nb::tuple byte_types_;
+  nb::object parameter_type_;
   nb::object is_neg_, is_conj_;
   nb::str untyped_storage_, requires_grad_, dtype_;
 };

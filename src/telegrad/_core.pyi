@@ -1,6 +1,6 @@
 """Telegrad's native core."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class Block:
@@ -155,7 +155,7 @@ class Codec:
     the registered types, all of exactly that type.
     """
 
-    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple = ()) -> None: ...
+    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple = (), parameter_type: object | None = None) -> None: ...
 
     def register(self, type: type, code: int, pack: object, unpack: object) -> None:
         """
@@ -173,9 +173,19 @@ class Codec:
         The memory of a segment must not be read after its owner is dropped. What pack raises is passed on.
         """
 
-    def decode(self, body: bytes | bytearray | memoryview, segments: Sequence[object]) -> object:
+    def encode_recorded(self, object: object) -> tuple[bytes, list[tuple[int, int, object]], list[object]] | None:
+        """
+        As `encode`, and the tensors in it that require grad, in the order in which `decode` wraps them.
+
+        Objects of exactly `parameter_type` that require grad are encoded as such tensors.
+        """
+
+    def decode(self, body: bytes | bytearray | memoryview, segments: Sequence[object], wrap: Callable[..., Sequence[object]] | None = None) -> object:
         """
         What `encode` was given. Segments are writable buffers that become the memory of the tensors.
+
+        With `wrap`, the tensors that require grad are made without, given to wrap all at once (if there are
+        any), and what it returns stands in their place.
 
         Raises CodecError if body and segments are not what encode makes; what unpack raises is passed on.
         """

@@ -113,12 +113,10 @@ def test_what_is_not_there_says_so() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_parts_that_are_not_built_import_and_refuse_use() -> None:
-    from torch.distributed import autograd
     from torch.distributed.nn.api.remote_module import RemoteModule
     from torch.distributed.optim import DistributedOptimizer
 
-    assert autograd.__name__ == "telegrad.compat.autograd"
-    for use in (autograd.context, lambda: autograd.backward(1, []), DistributedOptimizer, RemoteModule):
+    for use in (DistributedOptimizer, RemoteModule):
         with pytest.raises(NotImplementedError, match=r"Telegrad has no .* yet"):
             use()  # type: ignore[operator]
     assert torch.distributed.nn.RemoteModule is RemoteModule

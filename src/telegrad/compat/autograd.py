@@ -1,20 +1,29 @@
-"""What ``torch.distributed.autograd`` points at in a drop-in. There are no contexts yet, hence none to report."""
+"""What ``torch.distributed.autograd`` points at in a drop-in: `telegrad.autograd`, and torch's private names."""
 
-from telegrad.compat.unbuilt import unbuilt
+from telegrad.autograd import DistAutogradContext, backward, context, get_gradients, is_available
+from telegrad.autograd.api import (
+    _current_context,
+    _get_debug_info,
+    _get_max_id,
+    _init,
+    _is_valid_context,
+    _new_context,
+    _release_context,
+    _retrieve_context,
+)
 
-__all__: list[str] = []
-
-__getattr__ = unbuilt(__name__, "distributed autograd")
-
-
-def is_available() -> bool:
-    """Whether there is a distributed autograd at all: the question that programs ask of a torch built without it."""
-    return True
-
-
-def _init(worker_id: int) -> None:
-    """Called by ``init_rpc`` in torch."""
-
-
-def _get_debug_info() -> dict[str, str]:
-    return {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
+__all__ = [
+    "DistAutogradContext",
+    "_current_context",
+    "_get_debug_info",
+    "_get_max_id",
+    "_init",
+    "_is_valid_context",
+    "_new_context",
+    "_release_context",
+    "_retrieve_context",
+    "backward",
+    "context",
+    "get_gradients",
+    "is_available",
+]

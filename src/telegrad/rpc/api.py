@@ -23,11 +23,11 @@ from telegrad.rpc.group import AllGatherStates, LeftAfterGathering, LostWhileGat
 from telegrad.rpc.internal import PythonUDF, _internal_rpc_pickler
 from telegrad.rref import RRef
 from telegrad.rref.create import create
-from telegrad.rref.rref import current_worker, set_default_worker
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
 from telegrad.worker.budget import Budget
 from telegrad.worker.calls import Calls, nanoseconds
+from telegrad.worker.default import current_worker, set_default_worker
 from telegrad.worker.future import CallFuture
 from telegrad.worker.membership import leave_dynamic
 from telegrad.worker.messages import Messages

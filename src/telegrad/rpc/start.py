@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from telegrad.autograd.service import Autograd
 from telegrad.errors import TelegradError
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc import api, backend_registry, stores
@@ -14,11 +15,13 @@ from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker as _Worker
 from telegrad.worker import addresses, devices, membership, rendezvous
+from telegrad.worker.recorder import Layers
 
 __all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
 
 logger = logging.getLogger("telegrad")
 
+_LAYERS = Layers(RRef, Autograd)
 _groups = [0]  # static groups are told apart on one store by the order in which a process joins them
 
 
@@ -150,7 +153,7 @@ def join(
     if static:
         rendezvous.take_rank(store, rank, name)
         try:
-            worker = _Worker(WorkerInfo(name, rank), group, options, store_at, 0, RRef)
+            worker = _Worker(WorkerInfo(name, rank), group, options, store_at, 0, _LAYERS)
         except Exception as e:
             rendezvous.give_up(store, rank, str(e))
             raise
@@ -169,7 +172,7 @@ def join(
         worker.store = store
         return worker
     devices.check({name: mine}, False)
-    return membership.join_dynamic(store, name, rank, group, options, store_at, RRef, timeout)
+    return membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
 
 
 class Worker:

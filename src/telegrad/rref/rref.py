@@ -11,6 +11,7 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
 from telegrad.worker.coroutines import holding_up
+from telegrad.worker.default import current_worker
 from telegrad.worker.future import NO_DEVICES, CallFuture, CreationFuture
 from telegrad.worker.scope import remaining
 
@@ -297,20 +298,3 @@ class RRef(Generic[T]):
 
     def __deepcopy__(self, _: object) -> NoReturn:
         raise RRefNotPicklable
-
-
-_default: list[Worker | None] = [None]
-
-
-def current_worker() -> Worker | None:
-    """The worker of this context, else the process's default one; None if there is none."""
-    scope = current.get()
-    if scope is not None and not scope.worker.closed:
-        worker: Worker = scope.worker
-        return worker
-    return _default[0]
-
-
-def set_default_worker(worker: Worker | None) -> None:
-    """What `init_rpc` made."""
-    _default[0] = worker

@@ -11,13 +11,17 @@ are packed last, when the rest is known to be picklable: packing may have effect
 
 Segments are the islands of tensor memory (see `telegrad.serialize.sharing`), then the buffers that objects such as
 numpy arrays give to pickle.
+
+In a recorded message the tensors that require grad can be replaced by others, all at once, before anything is unpickled
+that holds them. Those that are more than elements in memory (sparse ones, say), and bare parameters, are therefore
+pickled by themselves; they have the negative indices.
 """
 
 import io
 import pickle
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -42,6 +46,9 @@ NOT_FOUND_HINT = """ Default RPC pickler does not serialize
 LENGTH = struct.Struct("<Q")
 
 
+Wrap: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
 class Extension(NamedTuple):
     """A type that travels as a plain value: None, numbers, str, bytes, tuples, lists, dicts."""
 
@@ -56,6 +63,7 @@ class Tables(NamedTuple):
     places: list[Place]
     tensor_segments: int
     extensions: list[tuple[int, bytes]]  # code, pickled packed value
+    specials: Sequence[bytes] = ()  # recorded tensors that are pickled by themselves, without their requiring grad
 
 
 class Serializer:
@@ -91,12 +99,16 @@ class Serializer:
         """
         self.reducers.setdefault(kind, reduce)
 
-    def dumps(self, value: object, name: str | tuple[str, ...] = "value") -> tuple[bytes, list[Segment]]:
+    def dumps(
+        self, value: object, name: str | tuple[str, ...] = "value", recorded: list[torch.Tensor] | None = None
+    ) -> tuple[bytes, list[Segment]]:
         """Pickles `value`.
 
         Args:
             value: what to send.
             name: what an error calls it; of a tuple, what it calls each part.
+            recorded: gets the tensors that require grad, in the order in which `loads` wraps them. Parameters are
+                among them where nothing but tuples, lists and dicts is around them.
 
         Returns:
             The body, and the segments as (address, size in bytes, owner); a segment must not be read after its owner
@@ -107,17 +119,28 @@ class Serializer:
                 the type that pickle raised, such as TypeError. What the value's own methods raise is passed on.
         """
         message = _Outgoing(self)
+        if recorded is not None:
+            message.specials = []
+            message.bare = bare_parameters(value)
         body = io.BytesIO()
         message.pickle_value(value, name, body)
         length = body.tell()
         extensions = message.pickle_extensions()
-        places, segments = place(message.tensors)
-        pickle.dump(tuple(Tables(places, len(segments), extensions)), body, 5)
+        specials = message.pickle_specials()
+        places, segments = place(message.tensors, recorded=recorded is not None)
+        if recorded is not None:
+            recorded += [tensor for tensor in message.tensors if tensor.requires_grad]
+            recorded += message.specials or ()
+        pickle.dump(tuple(Tables(places, len(segments), extensions, specials)), body, 5)
         body.write(LENGTH.pack(length))
         return body.getvalue(), segments + message.buffers
 
-    def loads(self, body: bytes | bytearray | memoryview, segments: Sequence[Buffer]) -> Any:
+    def loads(self, body: bytes | bytearray | memoryview, segments: Sequence[Buffer], wrap: Wrap | None = None) -> Any:
         """What `dumps` was given. Segments are writable buffers that become the memory of tensors and arrays.
+
+        Args:
+            wrap: gets the tensors that require grad, made as if they did not, all at once (if there are any); what it
+                returns, as many again, stands in their place.
 
         Raises:
             SerializationError: the body is not what `dumps` makes, or it names a function or class that does not
@@ -126,7 +149,10 @@ class Serializer:
         """
         with memoryview(body) as view:
             value, tables = _split(view)
-            return _Incoming(self, tables, segments).load(value)
+            message = _Incoming(self, tables, segments, recorded=wrap is not None)
+            if wrap is not None or tables.specials:
+                message.take_recorded(wrap)
+            return message.load(value)
 
     def dumps_with_tensors(self, value: object) -> tuple[bytes, list[torch.Tensor]]:
         """As `dumps`, but with the tensors themselves in place of their memory, and nothing else out of band."""
@@ -155,6 +181,8 @@ class _Outgoing:
         self.extended: list[object] = []
         self.number_extended: dict[int, int] = {}  # id of an object in the list: its index
         self.buffers: list[Segment] = []
+        self.specials: list[torch.Tensor] | None = None  # of a recorded message
+        self.bare: frozenset[int] = frozenset()  # of a recorded message: ids of the parameters that travel as tensors
 
     def pickle_value(self, value: object, name: str | tuple[str, ...], file: io.BytesIO) -> None:
         keep_buffer = self._keep_buffer if self.out_of_band else None
@@ -174,6 +202,23 @@ class _Outgoing:
             Pickler(self, file, None).dump(extension.pack(obj))
             rows.append((extension.code, file.getvalue()))
         return rows
+
+    def pickle_specials(self) -> list[bytes]:
+        rows = []
+        for tensor in self.specials or ():
+            file = io.BytesIO()
+            Pickler(self, file, None).dump(tensor.detach())
+            rows.append(file.getvalue())
+        return rows
+
+    def special(self, obj: Any) -> int | None:
+        """The index of a tensor that is recorded and pickled by itself; None: it is not."""
+        if self.specials is None or not obj.requires_grad:
+            return None
+        if type(obj) is not torch.Tensor and id(obj) not in self.bare:
+            return None
+        self.specials.append(obj)
+        return -len(self.specials)
 
     def extend(self, obj: object) -> int:
         """Notes an object of a registered type. Its number is the same whichever of the message's picklers meets it."""
@@ -225,10 +270,14 @@ class Pickler(ByValuePickler):
         if reduce is not None:
             return reduce(obj)
         if kind is torch.Tensor:
-            if not is_plain(obj):
-                return reduce_special_tensor(obj)
-            self.message.tensors.append(obj)
-            return _tensor, (len(self.message.tensors) - 1,)
+            if is_plain(obj):
+                self.message.tensors.append(obj)
+                return _tensor, (len(self.message.tensors) - 1,)
+            special = self.message.special(obj)
+            return reduce_special_tensor(obj) if special is None else (_tensor, (special,))
+        if kind is torch.nn.Parameter:
+            special = self.message.special(obj)
+            return super().reducer_override(obj) if special is None else (_tensor, (special,))
         if isinstance(obj, torch.jit.ScriptModule):
             return reduce_script_module(obj)
         return super().reducer_override(obj)
@@ -243,14 +292,31 @@ class _Incoming:
         tables: Tables,
         segments: Sequence[Buffer],
         tensors: list[torch.Tensor] | None = None,
+        *,
+        recorded: bool = False,
     ) -> None:
         if tables.tensor_segments > len(segments):
             raise SerializationError(f"a message came with {len(segments)} of {tables.tensor_segments} segments")
         self.serializer = serializer
-        self.tensors = restore(tables.places, segments) if tensors is None else tensors
+        self.tables = tables
+        self.tensors = restore(tables.places, segments, recorded=recorded) if tensors is None else tensors
         self.buffers = list(segments[tables.tensor_segments :])
         self.packed = tables.extensions
         self.unpacked: dict[int, object] = {}
+
+    def take_recorded(self, wrap: Wrap | None) -> None:
+        """Makes those that are pickled by themselves, and replaces all; without `wrap` they are leaves."""
+        specials = [Unpickler(self, memoryview(row), ()).load() for row in self.tables.specials]
+        self.tensors += reversed(specials)
+        if wrap is None:
+            for tensor in specials:
+                tensor.requires_grad_(True)
+            return
+        indices = [index for index, row in enumerate(self.tables.places) if row.requires_grad]
+        indices += [-1 - index for index in range(len(specials))]
+        if indices:
+            for index, tensor in zip(indices, wrap([self.tensors[index] for index in indices]), strict=True):
+                self.tensors[index] = tensor
 
     def load(self, value: memoryview) -> Any:
         try:
@@ -290,6 +356,22 @@ class Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         except (AttributeError, ImportError) as error:
             raise _also(type(error))(f"{error}{NOT_FOUND_HINT}") from error
+
+
+def bare_parameters(value: object) -> frozenset[int]:
+    """Ids of the parameters in a value that are reached through nothing but tuples, lists and dicts."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    left: list[Any] = [value]
+    while left:
+        item = left.pop()
+        kind = type(item)
+        if kind is torch.nn.Parameter:
+            found.add(id(item))
+        elif kind in (tuple, list, dict) and id(item) not in seen:
+            seen.add(id(item))
+            left += item.values() if kind is dict else item
+    return frozenset(found)
 
 
 def _tensor(index: int) -> NoReturn:

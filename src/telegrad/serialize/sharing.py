@@ -47,18 +47,22 @@ class _Member(NamedTuple):
     tensor: torch.Tensor
 
 
-def place(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], list[Segment]]:
+def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[list[Place], list[Segment]]:
     """Says where each tensor is to be found in which segments.
 
     Args:
         tensors: plain ones, see `telegrad.serialize.tensors.is_plain`.
+        recorded: those that require grad get a segment each. They arrive as results of one autograd function, which
+            would not know that writing to one of them changes another.
     """
     places: dict[int, Place] = {}
     segments: list[Segment] = []
     by_storage: dict[int, list[_Member]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         nbytes = span_of(tuple(tensor.shape), tensor.stride(), tensor.element_size())
-        if nbytes:
+        if nbytes and recorded and tensor.requires_grad:
+            _send_alone([_Member(0, nbytes, index, tensor)], places, segments)
+        elif nbytes:
             begin = tensor.data_ptr()
             by_storage[tensor.untyped_storage().data_ptr()].append(_Member(begin, begin + nbytes, index, tensor))
         else:
@@ -69,8 +73,11 @@ def place(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], list[Segment]]:
     return [places[index] for index in range(len(tensors))], segments
 
 
-def restore(places: Sequence[Place], segments: Sequence[Buffer]) -> list[torch.Tensor]:
+def restore(places: Sequence[Place], segments: Sequence[Buffer], *, recorded: bool = False) -> list[torch.Tensor]:
     """The tensors that `place` was given, over `segments`.
+
+    Args:
+        recorded: none of them requires grad yet.
 
     Raises TypeError if this torch does not know an element type.
     """
@@ -86,7 +93,7 @@ def restore(places: Sequence[Place], segments: Sequence[Buffer]) -> list[torch.T
             if segment not in storages:
                 storages[segment] = storage_over(segments[segment])
             tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[segment], offset, shape, strides)
-        tensors.append(tensor.requires_grad_(True) if requires_grad else tensor)
+        tensors.append(tensor.requires_grad_(True) if requires_grad and not recorded else tensor)
     return tensors
 
 

@@ -103,4 +103,5 @@ def make_codec(max_depth: int = 64) -> _core.Codec:
         decode_tensor,
         max_depth,
         byte_types=(torch.uint8, torch.int8),
+        parameter_type=torch.nn.Parameter,
     )

@@ -19,6 +19,7 @@ class Tag(IntEnum):
     FETCH = 4  # send the value that the preamble's reference names; no body
     TYPE = 5  # send its type; no body
     CREATE_METHOD = 6  # as METHOD, of the value that the first ticket names, and keep the result as CREATE does
+    GRADIENTS = 7  # messages of a backward pass
 
     # Replies
     VALUE = 16  # body is the result
@@ -28,6 +29,7 @@ class Tag(IntEnum):
     # One-way
     REFERENCES = 32  # body is a message of the reference protocol
     SHUTDOWN = 33  # body is a message of the shutdown protocol
+    CONTEXT_ENDED = 35  # body is (id of the autograd context, how many requests the sender made in it)
     GREETING = 34  # nothing: from now on there is a link, so the end of either end is seen
 
 

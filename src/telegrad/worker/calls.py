@@ -16,7 +16,7 @@ from telegrad.wire import Flag, Status, Tag
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.ended import AnyEngine, AnyPlainCalls
 from telegrad.worker.future import NO_DEVICES, CallFuture
-from telegrad.worker.messages import Encoded, Messages
+from telegrad.worker.messages import NO_PREAMBLE, Encoded, Messages
 from telegrad.worker.scope import autocast_is_on, caller_flags, caller_state, current, remaining
 
 __all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete"]
@@ -25,7 +25,7 @@ _CALL = int(Tag.CALL)
 _CREATES = (int(Tag.CREATE), int(Tag.CREATE_METHOD))
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
-_PREAMBLE, _FAILED = int(Flag.PREAMBLE), int(Flag.FAILED)
+_PREAMBLE, _FAILED, _INTERNAL = int(Flag.PREAMBLE), int(Flag.FAILED), int(Flag.INTERNAL)
 NOT_PLAIN_REPLY = int(Flag.PREAMBLE | Flag.BODY)
 _NO_NAME = (0, None)
 FOREVER = 1e9  # s; longer time-outs, infinity too, are none
@@ -156,7 +156,10 @@ class Calls:
                 name = _NO_NAME
                 body = (function, args, kwargs)
         parts = _PARTS if len(body) == 2 else _PARTS_BY_VALUE
-        message = self.messages.encode(peer, body, target, caller_state(), None, pickler, parts)
+        context = None if scope is None or flags & _INTERNAL else scope.autograd
+        message = self.messages.encode(
+            peer, body, target, caller_state(), None, pickler, parts, context, context is not None
+        )
         flags |= message.flags | caller_flags()
         return Request(
             peer, tag, name, message._replace(flags=flags), timeout, nested, None,
@@ -186,7 +189,10 @@ class Calls:
         """
         scope = current.get()
         nested = scope is not None and scope.nested
-        message = self.messages.encode(peer, body, target, caller_state(), ticket, None, _PARTS)
+        context = None if scope is None or flags & _INTERNAL else scope.autograd
+        message = self.messages.encode(
+            peer, body, target, caller_state(), ticket, None, _PARTS, context, context is not None
+        )
         flags |= message.flags | caller_flags()
         name: tuple[int, bytes | None] = self.names.method(method) if method else _NO_NAME
         return Request(
@@ -202,7 +208,7 @@ class Calls:
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
-            if _get_running_loop() is not None:
+            if scope.autograd is not None or _get_running_loop() is not None:
                 return self.sync(self.function_call(peer, function, args, kwargs, timeout))
         if self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
             try:
@@ -221,12 +227,13 @@ class Calls:
     def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture:
         """Runs a function on a peer; the future of its value."""
         scope = current.get()
-        nested = False
+        nested = recorded = False
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
+            recorded = scope.autograd is not None
         future: CallFuture = CallFuture(NO_DEVICES)
-        if self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
+        if not recorded and self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
             try:
                 number, text = self.names.find(function)
             except NotByName:
@@ -355,9 +362,9 @@ class Calls:
         status, tag, flags, body, segments, _, why = outcome
         if status == _REPLIED:
             messages = self.messages
-            handles = messages.preamble(r.peer, flags, segments).handles if flags & _PREAMBLE else []
+            preamble = messages.preamble(r.peer, flags, segments) if flags & _PREAMBLE else NO_PREAMBLE
             if tag == _VALUE:
-                return messages.decode(flags, body, segments, handles)
+                return messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
             if tag == _ERROR:
                 raise unpack_exception(body)
             if tag == _CREATED:

@@ -204,7 +204,7 @@ def in_scope(callback: Callable[[Any], T]) -> Callable[[Any], T]:
         if here is scope:
             return callback(done)
         nested = scope.nested or (here is not None and here.nested)
-        token = current.set(Scope(scope.worker, scope.deadline, nested))
+        token = current.set(Scope(scope.worker, scope.deadline, nested, autograd=scope.autograd))
         try:
             return callback(done)
         finally:

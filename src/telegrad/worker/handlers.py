@@ -47,6 +47,7 @@ class Asked(NamedTuple):
     call: int
     tag: int
     deadline: int
+    context: Any = None  # the autograd context in which its tensors and those of the reply are recorded
 
 
 class Handlers:
@@ -76,8 +77,17 @@ class Handlers:
             self._worker.ready.wait()  # a member that has joined already may call before we know all of them
             self._ready = True
             self._worker.plain.open()
-        current.set(Scope(self._worker, deadline, True, True))
-        self._handle(Asked(peer, connection, call, tag, deadline), flags, name, body, segments)
+        preamble = _NO_PREAMBLE
+        if flags & _PREAMBLE:
+            try:
+                preamble = self._messages.preamble(peer, flags, segments, request=True)
+            except Exception as e:
+                self.fail(Asked(peer, connection, call, tag, deadline), e)
+                return
+        context = preamble.context
+        current.set(Scope(self._worker, deadline, True, True, context))
+        asked = Asked(peer, connection, call, tag, deadline, None if flags & _STATE else context)
+        self._handle(asked, flags, name, body, segments, preamble)
         current.set(None)
 
     def answer(
@@ -106,17 +116,14 @@ class Handlers:
         self._settle(asked, None, result, error)
         clean_state()
 
-    def _handle(self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any) -> None:
-        tag, peer = asked.tag, asked.peer
-        try:
-            preamble = self._messages.preamble(peer, flags, segments)
-        except Exception as e:
-            self.fail(asked, e)
-            return
+    def _handle(
+        self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any, preamble: Preamble
+    ) -> None:
+        tag = asked.tag
         target = preamble.target
         if tag in _CREATES:
             assert target is not None
-            owned = self._references.accept_create(target, peer)
+            owned = self._references.accept_create(target, asked.peer)
             owned.scripted = False
         if flags & _PREAMBLE:
             # What it needs may still be on its way: then the request waits there, and no thread with it.
@@ -133,7 +140,7 @@ class Handlers:
         self._run(asked, flags, name, body, segments, preamble)
 
     def _run_parked(self, *arrived: Any) -> None:
-        current.set(Scope(self._worker, arrived[0].deadline, True, True))
+        current.set(Scope(self._worker, arrived[0].deadline, True, True, arrived[-1].context))
         self._run(*arrived)
         current.set(None)
 
@@ -162,9 +169,9 @@ class Handlers:
         if tag in (_CALL, _CREATE):
             if name is not None:
                 function = _found(name)
-                args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
+                args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
             else:
-                function, args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
+                function, args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
         else:
             subject = _subject(tag, preamble)
             if subject is None:
@@ -179,7 +186,7 @@ class Handlers:
             if tag not in (_METHOD, _CREATE_METHOD):
                 raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
             function = _method(value, resolve(name or b"M"))
-            args, kwargs = self._messages.decode(flags, body, segments, preamble.handles)
+            args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
         return run(function, args, kwargs), function
 
     # ---- results that come later
@@ -223,7 +230,7 @@ class Handlers:
             self.fail(asked, error)
         else:
             try:
-                message = self._messages.encode(asked.peer, value)
+                message = self._messages.encode(asked.peer, value, context=asked.context)
             except Exception as e:
                 self._report(e)
                 self.fail(asked, e)

@@ -33,6 +33,8 @@ class Incoming:
             worker.ready.wait()  # one that has joined already may be done already, too
             stage, plain = worker.messages.decode(flags, body, segments, [])
             worker.stages[stage].on_message(peer, plain)
+        elif tag == Tag.CONTEXT_ENDED:
+            worker.autograd.on_ended(peer, worker.messages.decode(flags, body, segments, []))
         elif tag != Tag.GREETING:
             logger.error("worker %s sent a one-way message of unknown tag %d", worker.name_of(peer), tag)
 
@@ -65,6 +67,7 @@ class Incoming:
             worker.lost[peer] = text
             if not (worker.finishing and event == PEER_LEFT):  # then what it still holds is a leak to report
                 worker.references.peer_lost(peer, text)
+            worker.autograd.peer_lost(peer, text)
             for stage in worker.stages:
                 stage.peer_gone(peer, event == PEER_LEFT)
             for listener in list(worker.loss_listeners):

@@ -10,6 +10,7 @@ from telegrad.protocols import membership as protocol
 from telegrad.types import WorkerInfo
 from telegrad.worker import rendezvous
 from telegrad.worker.budget import Budget
+from telegrad.worker.recorder import Layers
 from telegrad.worker.rendezvous import Group, Member, StoreGone
 from telegrad.worker.scope import current
 from telegrad.worker.worker import Worker
@@ -27,7 +28,7 @@ def join_dynamic(
     group: Group,
     options: Options,
     store_at: str,
-    handle_type: Any,
+    layers: Layers,
     timeout: float,
 ) -> Worker:
     """Joins; the members that are there know of it when this returns.
@@ -38,7 +39,7 @@ def join_dynamic(
     with rendezvous.membership(store, name, joining=True):
         members = rendezvous.read_members(store)
         in_the_way = [member for member in members if name == member.name or rank == member.id]
-        for dead in _dead_of(in_the_way, members, group, options, store_at, handle_type, timeout):
+        for dead in _dead_of(in_the_way, members, group, options, store_at, layers, timeout):
             members.remove(dead)
         view = rendezvous.check_members(members, None)
         if rank < 0:
@@ -46,7 +47,7 @@ def join_dynamic(
         # Refuses a name or a rank that is taken, before anything is made.
         view.join(protocol.Member(name, rank, process="the one that joins"))
         life = rendezvous.ordinal(store, name)
-        worker = Worker(WorkerInfo(name, rank), group, options, store_at, life * _IDS_PER_LIFE, handle_type)
+        worker = Worker(WorkerInfo(name, rank), group, options, store_at, life * _IDS_PER_LIFE, layers)
         worker.static = False
         worker.store = store
         try:
@@ -73,14 +74,14 @@ def _dead_of(
     group: Group,
     options: Options,
     store_at: str,
-    handle_type: Any,
+    layers: Layers,
     timeout: float,
 ) -> list[Member]:
     """Which of these members cannot be reached: they died without leaving, and another may have their place."""
     if not suspects:
         return []
     free = rendezvous.check_members(members, None).free_id()
-    asker = Worker(WorkerInfo(f"asker-{secrets.token_hex(8)}", free), group, options, store_at, 0, handle_type)
+    asker = Worker(WorkerInfo(f"asker-{secrets.token_hex(8)}", free), group, options, store_at, 0, layers)
     try:
         for member in suspects:
             asker.add_member(member)

@@ -2,18 +2,23 @@
 
 A message that carries references has a preamble: a last segment with their tickets (so that they can be honoured even
 if the body cannot be read), the reference it is about, and the caller's autocast state. The body then names a reference
-by its place among the tickets.
+by its place among the tickets. A request made in an autograd context names it there, and a message that carries tensors
+which require grad has an id of its own, under which both ends record it.
 """
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from telegrad.errors import DeviceNotMapped, RRefNotPicklable, SerializationError
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
-from telegrad.serialize.pickling import Serializer
+from telegrad.serialize.pickling import Serializer, Wrap
 from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
+from telegrad.worker.recorder import Recorder
 
 __all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble"]
 
@@ -28,6 +33,7 @@ class Encoded(NamedTuple):
     body: bytes
     segments: Segments | None
     tickets: tuple[Ticket, ...]
+    recorded: tuple[Any, int] | None = None  # the autograd context that it was made in, and its id there (0: none)
 
 
 class Preamble(NamedTuple):
@@ -36,8 +42,11 @@ class Preamble(NamedTuple):
     handles: list[Any]  # the references that came, as objects
     target: RRefId | None
     autocast: tuple[tuple[str, str], ...] | None
+    context: Any = None  # the autograd context that it was made in
+    wrap: Wrap | None = None  # what records the tensors that came
 
 
+is_grad_enabled = torch.is_grad_enabled
 _MOST_SEGMENTS = (1 << 20) - 1  # of csrc/core/message.h, less the preamble
 NO_PREAMBLE = Preamble([], None, None)
 
@@ -62,6 +71,7 @@ class Messages:
         share: makes the ticket that carries a reference to a peer; raises if it may not travel.
         unshare: takes back a ticket that did not leave.
         receive: makes references of tickets that came from a peer.
+        recorder: what knows the autograd contexts.
         limit: bytes that a body may have; a peer that gets more cuts the link.
         name_of: a worker's name by its id, for errors.
     """
@@ -72,6 +82,7 @@ class Messages:
         share: Callable[[Any, int], Ticket],
         unshare: Callable[[Ticket, int], None],
         receive: Callable[[list[Ticket], int], list[Any]],
+        recorder: Recorder,
         limit: int,
         name_of: Callable[[int], str],
     ) -> None:
@@ -80,6 +91,7 @@ class Messages:
         self._share = share
         self._unshare = unshare
         self._receive = receive
+        self._recorder = recorder
         self.serializer = Serializer()
         self._codec = self.serializer.codec
         self.serializer.register(handle_type, 1, self.pack_handle, self.unpack_handle)
@@ -119,6 +131,8 @@ class Messages:
         ticket: Ticket | None = None,
         custom: Any = None,
         parts: str | tuple[str, ...] = "result",
+        context: Any = None,
+        request: bool = False,
     ) -> Encoded:
         """Writes a message's body and preamble.
 
@@ -130,6 +144,8 @@ class Messages:
             ticket: one that must travel though no reference to it is in the body.
             custom: a pickler of the program's own.
             parts: what an error calls the value, or the parts of one that is a tuple.
+            context: the autograd context in which the message is sent.
+            request: then it says so, and has its tensors recorded only if grad mode is on; a reply's always are.
 
         Raises:
             what pickling the value raises; the tickets made so far are taken back.
@@ -138,25 +154,21 @@ class Messages:
         outer = passing.peer, passing.tickets
         passing.peer, passing.tickets = peer, None if ticket is None else [ticket]
         try:
-            segments: Segments | None
-            if custom is not None:
-                body, segments = self.serializer.dumps(custom.serialize(value))
-                flags = int(BodyKind.CUSTOM)
-            else:
-                coded = self._codec.encode(value)
-                if coded is not None:
-                    body, segments = coded
-                    flags = 0
-                else:
-                    self._take_back(peer, keep=ticket)
-                    body, segments = self.serializer.dumps(value, parts)
-                    flags = int(BodyKind.PICKLE)
+            recorded: list[Any] | None = None  # tensors
+            if context is not None and not (request and not is_grad_enabled()):
+                recorded = []
+            flags, body, segments = self._body(peer, value, ticket, custom, parts, recorded)
             self._check_size(body, segments)
             tickets = passing.tickets
-            if tickets is None and target is None and autocast is None:
+            message = None
+            if request or recorded:
+                message = self._recorder.carry(context, peer, recorded or (), request)
+            if tickets is None and target is None and autocast is None and message is None:
                 return Encoded(flags, body, segments, ())
-            segments = [*(segments or ()), self._preamble(tickets or (), target, autocast)]
-            return Encoded(flags | _PREAMBLE, body, segments, tuple(tickets or ()))
+            in_context = (None, 0) if message is None else (context.id, message)
+            segments = [*(segments or ()), self._preamble(tickets or (), target, autocast, *in_context)]
+            made_in = None if message is None else (context, message)
+            return Encoded(flags | _PREAMBLE, body, segments, tuple(tickets or ()), made_in)
         except BaseException as e:
             self._take_back(peer, keep=None)
             if isinstance(e, DeviceNotMapped):
@@ -165,6 +177,31 @@ class Messages:
             raise
         finally:
             passing.peer, passing.tickets = outer
+
+    def _body(
+        self,
+        peer: int,
+        value: Any,
+        ticket: Ticket | None,
+        custom: Any,
+        parts: str | tuple[str, ...],
+        recorded: list[Any] | None,
+    ) -> tuple[int, bytes, Segments | None]:
+        """A BodyKind, the body, and its segments; `recorded` gets the tensors that require grad."""
+        if custom is not None:
+            return int(BodyKind.CUSTOM), *self.serializer.dumps(custom.serialize(value), recorded=recorded)
+        if recorded is None:
+            coded = self._codec.encode(value)
+            if coded is not None:
+                return _CODEC, *coded
+        else:
+            known = self._codec.encode_recorded(value)
+            if known is not None:
+                body, segments, tensors = known
+                recorded += tensors
+                return _CODEC, body, segments
+        self._take_back(peer, keep=ticket)
+        return int(BodyKind.PICKLE), *self.serializer.dumps(value, parts, recorded)
 
     def _check_size(self, body: bytes, segments: Segments | None) -> None:
         if len(body) > self.limit:
@@ -188,24 +225,40 @@ class Messages:
         """The message did not leave."""
         for ticket in message.tickets:
             self._unshare(ticket, peer)
+        if message.recorded is not None:
+            self._recorder.take_back(*message.recorded, peer)
 
-    def _preamble(self, tickets: Any, target: Any, autocast: Any) -> bytes:
+    def _preamble(self, tickets: Any, target: Any, autocast: Any, context: int | None, message: int) -> bytes:
         plain = [(*t.rref, t.owner, int(t.kind), t.transfer) for t in tickets]
-        coded = self._codec.encode((plain, None if target is None else tuple(target), autocast))
+        coded = self._codec.encode((plain, None if target is None else tuple(target), autocast, context, message))
         assert coded is not None
         return coded[0]
 
-    def preamble(self, peer: int, flags: int, segments: list[Any]) -> Preamble:
-        """Reads and removes the preamble, and takes up the references that came with it."""
+    def preamble(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> Preamble:
+        """Reads and removes the preamble, and takes up the references that came with it.
+
+        Args:
+            request: an autograd context that is new here begins with it.
+        """
         if not flags & _PREAMBLE:
             return NO_PREAMBLE
         preamble: Any = self._codec.decode(segments.pop(), [])
-        plain, target, autocast = preamble
+        plain, target, autocast, context_id, message = preamble
         tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer in plain]
-        return Preamble(self._receive(tickets, peer), None if target is None else RRefId(*target), autocast)
+        handles = self._receive(tickets, peer) if tickets else []
+        context = wrap = None
+        if context_id is not None:
+            recorder = self._recorder
+            context = recorder.arrived(context_id, peer) if request else recorder.find(context_id)
+            if context is not None and message:
+                wrap = partial(recorder.receive, context, peer, message)
+        return Preamble(handles, None if target is None else RRefId(*target), autocast, context, wrap)
 
-    def decode(self, flags: int, body: Any, segments: list[Any], handles: list[Any]) -> Any:
+    def decode(self, flags: int, body: Any, segments: list[Any], handles: list[Any], wrap: Wrap | None = None) -> Any:
         """Reads a body.
+
+        Args:
+            handles, wrap: what the preamble brought.
 
         Raises:
             what unpickling raises.
@@ -216,8 +269,8 @@ class Messages:
         passing.handles = handles
         try:
             if kind == _CODEC:
-                return self._codec.decode(body, segments)
-            value = self.serializer.loads(body, segments)
+                return self._codec.decode(body, segments, wrap)
+            value = self.serializer.loads(body, segments, wrap)
             return self.load_custom(*value) if kind == BodyKind.CUSTOM else value
         finally:
             passing.handles = outer

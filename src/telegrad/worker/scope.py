@@ -35,6 +35,7 @@ class Scope(NamedTuple):
     deadline: int  # monotonic ns by which the running request's caller gives up; 0: never
     nested: bool  # inside a handler, or a callback of the pool
     request: bool = False  # in the thread that runs a request
+    autograd: Any = None  # the autograd context (telegrad.autograd.context.Context) that it belongs to
 
 
 current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)

@@ -34,6 +34,7 @@ from telegrad.worker.incoming import Incoming
 from telegrad.worker.messages import Messages
 from telegrad.worker.native import make_engine, make_plain_pool
 from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, REQUEST, ThreadPool
+from telegrad.worker.recorder import Layers
 from telegrad.worker.references import References
 from telegrad.worker.rendezvous import Group, Member
 from telegrad.worker.scope import Scope, current
@@ -62,11 +63,11 @@ class Worker:
         options: see `telegrad.options`.
         store_at: the host of the store, which decides the address to listen on.
         first_id: where ids of references start.
-        handle_type: the class of references; made by ``handle_type.of(worker, id, owner id)``.
+        layers: what the layers above bring.
     """
 
     def __init__(
-        self, info: WorkerInfo, group: Group, options: Options, store_at: str, first_id: int, handle_type: Any
+        self, info: WorkerInfo, group: Group, options: Options, store_at: str, first_id: int, layers: Layers
     ) -> None:
         self.info = info
         self.group = group
@@ -114,13 +115,15 @@ class Worker:
             self.name_of,
             self._send_reference_message,
             lambda: self.engine.nudge(_RELEASE_DELAY),
-            lambda rref, owner: handle_type.of(self, rref, owner),
+            lambda rref, owner: layers.handle.of(self, rref, owner),
         )
+        self.autograd = layers.recorder(self, first_id)
         self.messages = Messages(
-            handle_type,
+            layers.handle,
             self._share,
             self.references.unshare,
             self.references.receive,
+            self.autograd,
             options.max_header_bytes,
             self.name_of,
         )
@@ -171,7 +174,9 @@ class Worker:
             was_here = member.id in self._gone
             self._gone.discard(member.id)
         if known is not None and known.incarnation != member.incarnation:
-            self.references.peer_lost(member.id, "a new worker has taken its place")
+            why = "a new worker has taken its place"
+            self.references.peer_lost(member.id, why)
+            self.autograd.peer_lost(member.id, why)
             was_here = True
         if was_here:
             self.references.peer_joined(member.id)
@@ -192,6 +197,7 @@ class Worker:
         self.retire_member(worker_id)
         self.engine.part_from(worker_id, why)
         self.references.peer_lost(worker_id, why)
+        self.autograd.peer_lost(worker_id, why)
         for listener in list(self.loss_listeners):
             listener()
 
@@ -276,7 +282,12 @@ class Worker:
         outer = current.get()
         _outer.set((*_outer.get(), outer))
         # Within a handler it stays one: calls through any worker end with the request that they are made for.
-        current.set(Scope(self, 0, False) if outer is None else outer._replace(worker=self))
+        if outer is None:
+            current.set(Scope(self, 0, False))
+        elif outer.worker is self:
+            current.set(outer)
+        else:  # an autograd context is one worker's
+            current.set(outer._replace(worker=self, autograd=None))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -400,6 +411,7 @@ class Worker:
             if False in [end(max(0.0, until - time.monotonic())) for end in ends]:
                 logger.warning("worker %s shut down while a handler still ran; it was left behind", self.info.name)
         finally:
+            self.autograd.close()
             self.references.close()
             assert isinstance(self.engine, _core.Engine)
             self._replace_engine(EndedEngine(self.engine))
@@ -411,6 +423,7 @@ class Worker:
         which must neither be used nor freed."""
         self.closed = True
         self.references.abandon()
+        self.autograd.abandon()
         engine = self.engine
         self._replace_engine(EndedEngine(None))
         return engine

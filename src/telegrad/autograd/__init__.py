@@ -1,0 +1,13 @@
+"""Distributed autograd: the API of ``torch.distributed.autograd``.
+
+::
+
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", forward, args=(x,)).sum()
+        autograd.backward(context_id, [loss])
+        gradients = autograd.get_gradients(context_id)
+"""
+
+from telegrad.autograd.api import DistAutogradContext, backward, context, get_gradients, is_available
+
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]

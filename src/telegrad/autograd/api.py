@@ -1,0 +1,250 @@
+"""What programs call: contexts, the backward pass, gradients. Names with an underscore are torch's private ones."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.contexts import ID_BITS
+from telegrad.autograd.service import Autograd
+from telegrad.errors import NotInitialized, TelegradError
+from telegrad.worker import Scope, Worker, current
+from telegrad.worker.default import current_worker
+
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+
+NESTED = "Already have an autograd context id for this thread."
+NO_CONTEXT = (
+    "Current thread doesn't have a valid autograd context. Please wrap your code using: `with"
+    " torch.distributed.autograd.context() as context_id` to generate a valid context"
+)
+NO_WORKER = "Need to initialize distributed autograd using torch.distributed.autograd.init(): call rpc.init_rpc first."
+
+
+def is_available() -> bool:
+    """Whether this package can be used: always."""
+    return True
+
+
+class context:
+    """Around a forward pass and the backward pass through it; ``with context() as context_id:``.
+
+    Calls that are made within, by this thread or coroutine and by the handlers that they run elsewhere, record the
+    tensors that travel and require grad. Its gradients are its own: `backward` never touches ``.grad``, and many
+    contexts, of any workers, may be open over the same parameters at once. Leaving it frees what was recorded and the
+    gradients, on every worker that took part. Opening and leaving one within which nothing was called sends nothing.
+
+    Raises:
+        RuntimeError: this process has not joined a group, or there is a context already in this thread or coroutine.
+    """
+
+    __slots__ = ("_context", "_inner", "_outer", "_service")
+
+    def __enter__(self) -> int:
+        """The context's id, the same on all workers."""
+        self._outer = current.get()
+        self._service, self._inner = _enter(self._outer)
+        opened: Context = self._inner.autograd
+        self._context = opened
+        return opened.id
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if current.get() is self._inner:
+            current.set(self._outer)
+        else:
+            _leave(self._context)
+        self._service.contexts.end(self._context)
+
+
+def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+    """Computes the gradients of the sum of some scalars with respect to the leaves of their graph, on all workers.
+
+    They are added up in the context, at the worker of each leaf; see `get_gradients`. Returns when all are in place.
+    Waits no longer than the worker's rpc time-out, and in a handler no longer than its caller does.
+
+    Args:
+        context_id: what `context` gave.
+        roots: tensors of this worker with one element each, each the result of some operation.
+        retain_graph: keep what operations have saved, so that there can be another pass over them.
+
+    Raises:
+        RuntimeError: there is no such context, a root is not as it should be, a worker was lost, or the time is over;
+            or what a backward function or a hook raised, on whichever worker, see `telegrad.errors.RemoteError`.
+        TypeError: roots is not a sequence of tensors.
+    """
+    if not _is_id(context_id) or not _are_tensors(roots):
+        raise TypeError(
+            "backward(): incompatible function arguments. It takes a context's id, a list of tensors, and whether to"
+            f" retain the graph; got {context_id!r} and {type(roots).__name__}."
+        )
+    service = _service()
+    found = _find(service, context_id)
+    _check(roots)
+    service.backward(found, list(roots), retain_graph)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients that a context has on this worker, by leaf: a copy of the table, not of the gradients.
+
+    Args:
+        context_id: what `context` gave, here or elsewhere.
+
+    Raises:
+        RuntimeError: there is no such context here.
+    """
+    found = _find(_service(), context_id)
+    with found.lock:
+        return dict(found.gradients)
+
+
+# ---- contexts in the thread
+
+
+def _enter(scope: Scope | None) -> tuple[Autograd, Scope]:
+    """Opens a context, and makes it that of what runs here, which has this scope: the new one."""
+    service = _service()
+    if scope is None:
+        inner = Scope(service.worker, 0, False, False, service.contexts.open())
+    else:
+        if scope.autograd is not None and not scope.autograd.ended:
+            raise RuntimeError(NESTED)
+        _, deadline, nested, request, _ = scope
+        inner = Scope(service.worker, deadline, nested, request, service.contexts.open())
+    current.set(inner)
+    return service, inner
+
+
+def _leave(left: Context) -> None:
+    """If it is that of what runs here, there is none any more."""
+    scope = current.get()
+    if scope is not None and scope.autograd is left:
+        current.set(scope._replace(autograd=None))
+
+
+def _service() -> Autograd:
+    worker: Worker | None = current_worker()
+    if worker is None or worker.closed:
+        raise NotInitialized(NO_WORKER)
+    service: Autograd = worker.autograd  # type: ignore[assignment]
+    return service
+
+
+def _find(service: Autograd, context_id: int) -> Context:
+    found = service.contexts.find(context_id)
+    if found is None:
+        raise TelegradError(
+            f"Could not find autograd context with id: {context_id}. It has been left, or no call that was made in it"
+            " has come to this worker."
+        )
+    return found
+
+
+# ---- roots
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+def _are_tensors(roots: Any) -> bool:
+    return isinstance(roots, (list, tuple)) and all(isinstance(root, Tensor) for root in roots)
+
+
+def _check(roots: Sequence[Tensor]) -> None:
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for number, root in enumerate(roots):
+        which = f"root {number} of shape {tuple(root.shape)}"
+        if not root.requires_grad:
+            raise RuntimeError(f"requires_grad not set on root ({which}): no tensor that it was made of requires grad.")
+        if root.numel() != 1:
+            raise RuntimeError(f"{which} is not a scalar, all roots need to be scalar. Sum it up, for example.")
+        if root.grad_fn is None:
+            raise RuntimeError(f"{which} does not have a valid gradient function. It has to be an operation's result.")
+
+
+# ---- torch's private names
+
+
+class _SendFunction:
+    """Stands for a node of torch's: what a message with tensors hangs on to."""
+
+    def __init__(self, next_functions: tuple[tuple[Node, int], ...]) -> None:
+        self.next_functions = next_functions
+
+    def name(self) -> str:
+        return "SendRpcBackward"
+
+
+class DistAutogradContext:
+    """A context as torch's tests look at it."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def _context_id(self) -> int:
+        return self._context.id
+
+    def _send_functions(self) -> dict[int, _SendFunction]:
+        with self._context.lock:
+            sends = list(self._context.sends.values())
+        return {
+            sent.id: _SendFunction(tuple((edge.node, edge.output_nr) for edge in sent.edges if edge is not None))
+            for sent in sends
+        }
+
+    def _recv_functions(self) -> dict[int, Node]:
+        with self._context.lock:
+            return {received.id: received.node for received in self._context.receipts.values()}
+
+    def _known_worker_ids(self) -> set[int]:
+        with self._context.lock:
+            return set(self._context.asked)
+
+
+def _new_context() -> DistAutogradContext:
+    """Opens a context, and makes it that of this thread."""
+    return DistAutogradContext(_enter(current.get())[1].autograd)
+
+
+def _release_context(context_id: int) -> None:
+    """Leaves a context."""
+    service = _service()
+    left = _find(service, context_id)
+    _leave(left)
+    service.contexts.end(left)
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return DistAutogradContext(_find(_service(), context_id))
+
+
+def _current_context() -> DistAutogradContext:
+    scope = current.get()
+    if scope is None or scope.autograd is None or scope.autograd.ended:
+        raise RuntimeError(NO_CONTEXT)
+    return DistAutogradContext(scope.autograd)
+
+
+def _is_valid_context(context_id: int) -> None:
+    """Raises if it is not, as in torch."""
+    _find(_service(), context_id)
+
+
+def _get_max_id() -> int:
+    return _service().contexts.max_id
+
+
+def _get_debug_info() -> dict[str, str]:
+    return {key: str(count) for key, count in _service().stats().items()}
+
+
+def _init(worker_id: int) -> None:
+    """Called by ``init_rpc`` in torch; here there is nothing to do."""
+    if not 0 <= worker_id < 1 << (64 - ID_BITS):
+        raise ValueError(f"worker_id needs to be in the range [0, {(1 << (64 - ID_BITS)) - 1}], but got {worker_id}")

@@ -1,0 +1,81 @@
+"""Distributed autograd of one worker: its contexts, and the backward passes that run in them.
+
+What the worker calls (`telegrad.worker.recorder.Recorder`) ends up here. Messages: the word that a context has ended is
+sent one way; the messages of a pass are requests, see `telegrad.autograd.running`.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.contexts import Contexts
+from telegrad.wire import Tag
+
+__all__ = ["Autograd"]
+
+_CONTEXT_ENDED = int(Tag.CONTEXT_ENDED)
+
+
+class Autograd:
+    """Everything of one worker.
+
+    Args:
+        worker: the worker.
+        first_id: see `Contexts`.
+    """
+
+    def __init__(self, worker: Any, first_id: int) -> None:
+        self.worker = worker
+        self.contexts = Contexts(worker.info.id, first_id, self._tell, self._ended)
+        self.carry = self.contexts.carry
+        self.take_back = self.contexts.take_back
+        self.arrived = self.contexts.arrived
+        self.find = self.contexts.find
+        self.receive = self.contexts.receive
+
+    # ---- contexts
+
+    def _tell(self, peer: int, ended: tuple[int, int]) -> None:
+        worker = self.worker
+        message = worker.messages.encode(peer, ended)
+
+        def send() -> None:
+            worker.engine.send(peer, _CONTEXT_ENDED, message.flags, message.body, message.segments)
+
+        worker.calls.filtered("Cleanup", False, peer, send)
+
+    def on_ended(self, peer: int, plain: Any) -> None:
+        """A peer says that a context has ended."""
+        context_id, requests = plain
+        self.contexts.on_ended(peer, context_id, requests)
+
+    def _ended(self, context: Context, why: str) -> None:
+        """A context has ended here: so do its passes."""
+
+    # ---- passes
+
+    def backward(self, context: Context, roots: list[Tensor], retain_graph: bool) -> None:
+        """Runs a pass; see `telegrad.autograd.backward`."""
+        raise NotImplementedError
+
+    def on_request(self, peer: int, connection: int, call: int, flags: int, body: Any, segments: Any) -> None:
+        """A peer sends messages of a pass."""
+
+    # ---- the group
+
+    def peer_lost(self, peer: int, why: str) -> None:
+        """A worker is gone."""
+        self.contexts.peer_lost(peer)
+
+    def close(self) -> None:
+        """The worker is closed."""
+        self.contexts.close()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self.contexts.abandon()
+
+    def stats(self) -> dict[str, int]:
+        """How many there are now, under torch's names."""
+        return {"num_current_backward_passes": 0, "num_autograd_contexts": len(self.contexts.table)}
