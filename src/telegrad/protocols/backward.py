@@ -1,0 +1,405 @@
+"""The schedule of one backward pass at one worker: a pure machine, `Part` (theory: README.md and docs/autograd.md).
+
+A worker's local graph begins at *sources*, the sends recorded there (and at one worker the root, the call of
+`backward`), and ends at *recvs* and leaves. A gradient arrives at a source; the graph runs in *stages*; each recv
+reports one complete gradient to the worker that sent the message, where it arrives at that message's send.
+
+- A recv is complete when every source that reaches it has arrived, or is known never to arrive. Recvs with the same
+  sources are a *group*; a group runs as soon as it is complete. Which groups there are depends on the graph alone, not
+  on the order of arrival.
+- The *final* stage runs what leads to no group: when all sources have arrived, or when the root says that no more will.
+- A source that the roots do not reach never gets a gradient. A group that waits for one is *blocked*. When nothing else
+  moves, the root starts the *marking wave*: sends reached from it are marked, they mark what they reach, and when the
+  wave has ended, what is not marked is known never to arrive. Without blocked groups there is no wave.
+
+**The end.** Whoever has processed a message reports to the root which tokens it consumed and which it produced, all of
+one event in one report (on a gradient to the root, where there is one). The root keeps produced minus consumed, begun
+with what it sent itself (`backward_root.Ledger`).
+
+How to drive it. One thread at a time. Every method returns effects, to be carried out in order. After `Run` carry the
+stage out and call `ran`, or `failed`, before anything else; its gradients leave with the `Gradients` that `ran`
+returns. Any order of delivery is fine; a message arrives at most once, and is lost only with a worker, which `lost`
+tells.
+
+Invariants, by name (checked by tests/protocols/backward_world.py after every step):
+
+- **E1** each stage runs at most once, and not before all sources that reach it have arrived or cannot arrive;
+- **E2** each source gets at most one gradient, and gets one if and only if the root reaches it;
+- **T1** `Finished` without error comes when no message is in flight, no stage is running, and none is left to run;
+- **T2** when nothing is left to happen, the root is `Finished`: never a hang, whoever died on the way;
+- **T3** the ledger's counts are produced minus consumed of the reports that came, each in {-1, 0, 1};
+- **L1** a worker that a live worker has sent to is watched by it until the pass is over there.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from .backward_messages import (
+    FINAL,
+    ROOT,
+    Abort,
+    Dropped,
+    Effect,
+    Failed,
+    Finish,
+    Finished,
+    Gradients,
+    Layout,
+    Lost,
+    Mark,
+    Marked,
+    Message,
+    Report,
+    Run,
+    Send,
+    Token,
+    TokenKind,
+)
+from .backward_root import Ledger
+
+__all__ = ["Part", "UnknownSend"]
+
+GRADIENT, MARK, MARKED, FINISH = map(int, TokenKind)
+
+
+class UnknownSend(LookupError):
+    """A gradient, or a mark, came for a send that the walk of the local graph did not see."""
+
+    def __init__(self, send: int, why: str) -> None:
+        super().__init__(f"message {send} has {why}")
+        self.send = send
+
+
+class Part:
+    """One worker's part in one pass.
+
+    `layout`: called once, when the local graph is first needed. `pending`: whether gradients are left that only the
+    final stage would take up.
+    """
+
+    def __init__(self, me: int, root: int, layout: Callable[[], Layout], pending: Callable[[], bool]) -> None:
+        self.me = me
+        self.root = root
+        self.over: Finished | Dropped | None = None
+        self.watched: set[int] = set()  # whom I have sent something to
+        self.ledger = Ledger() if me == root else None
+        self._make_layout = layout
+        self._pending = pending
+        self._layout: Layout | None = None
+        self._arrived = 0  # sources, by bit
+        self._expected = 0  # sources that may still arrive, or have: all of them, or the marked ones once that is known
+        self._marked = 0
+        self._wave_is_over = False
+        self._finishing = False
+        self._final_ran = False
+        self._reached: list[list[int]] = []  # bit -> the groups that it reaches
+        self._ready: list[int] = []  # a heap of groups
+        self._done: set[int] = set()  # groups that have run, or are ready
+        self._partly: set[int] = set()  # groups that wait for more
+        self._marks_sent: set[int] = set()  # groups (or FINAL) whose recvs the wave has passed
+        self._gone: dict[int, Any] = {}
+        self._event = 0
+        self._consumed: list[Token] = []  # in the running event
+        self._produced: list[tuple[Token, int]] = []
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> Sequence[Effect]:
+        """At the root: the gradients of the roots are in place."""
+        self._arrive((ROOT,))
+        return self._advance()
+
+    def handle(self, sender: int, message: Message) -> Sequence[Effect]:
+        """A message from another worker's part. Raises UnknownSend (then call `failed`)."""
+        if self.over is not None:
+            return self._after_the_end(sender, message)
+        if isinstance(message, Gradients):
+            if message.report is not None:
+                self._take_report(sender, message.report)
+            self._learn_layout()
+            self._arrive(message.sends)
+            self._consumed += [(GRADIENT, send) for send in message.sends]
+            if message.marked:
+                self._wave_ended()
+            return self._advance()
+        if isinstance(message, Report):
+            self._take_report(sender, message)
+            return self._judge()
+        if isinstance(message, Mark):
+            self._learn_layout()
+            self._consumed += [(MARK, send) for send in message.sends]
+            sends = self._pass_marks(message.sends)
+            return self._close(sends)
+        if isinstance(message, Marked):
+            self._consumed.append((MARKED, self.me))
+            self._wave_ended()
+            return self._advance()
+        if isinstance(message, Finish):
+            self._consumed.append((FINISH, self.me))
+            self._finishing = True
+            return self._advance()
+        if isinstance(message, Abort):
+            return self._end(Dropped(message.why))
+        return self.abort(message.why)  # Failed, Lost
+
+    def ran(self, stage: int) -> Sequence[Effect]:
+        """The stage that `Run` asked for has run, and the gradients of its recvs are at hand; those of messages to
+        myself are in place at their sends already."""
+        layout = self._layout
+        assert layout is not None
+        if stage == FINAL:
+            self._final_ran = True
+            recvs = layout.final
+        else:
+            recvs = layout.groups[stage].recvs
+        by_peer: dict[int, list[int]] = {}
+        for send, peer in recvs:
+            by_peer.setdefault(peer, []).append(send)
+        effects: list[Effect] = []
+        mine = by_peer.pop(self.me, None)
+        if mine is not None:
+            self._arrive(mine)
+        for peer, sends in by_peer.items():
+            self._produced += [((GRADIENT, send), peer) for send in sends]
+            effects += self._send(peer, Gradients(tuple(sends), self._wave_is_over))
+        return self._advance(effects)
+
+    def failed(self, why: Any) -> Sequence[Effect]:
+        """A stage, or anything else of my part, raised `why`."""
+        if self.over is not None:
+            return ()
+        if self.me == self.root:
+            return self.abort(why)
+        return [Send(self.root, Failed(why)), *self._end(Dropped(why))]
+
+    def abort(self, why: Any) -> Sequence[Effect]:
+        """The pass is to end with `why` as its error; at another worker than the root, that is told."""
+        if self.over is not None:
+            return ()
+        if self.ledger is None:
+            return self.failed(why)
+        everybody = (self.ledger.known | self.watched) - self._gone.keys() - {self.me}
+        return [*(Send(peer, Abort(why)) for peer in sorted(everybody)), *self._end(Finished(why))]
+
+    def lost(self, peer: int, why: Any) -> Sequence[Effect]:
+        """Worker `peer` is gone. `why` becomes the error of the pass, if `peer` took part."""
+        self._gone[peer] = why
+        if self.over is not None:
+            return ()
+        if peer == self.root:
+            return self._end(Dropped(why))
+        if self.ledger is not None:
+            return self.abort(why) if peer in self.ledger.known | self.watched else ()
+        return [Send(self.root, Lost(peer, why))] if peer in self.watched else ()
+
+    # ---- progress ----------------------------------------------------------------------------------------------------
+
+    @property
+    def blocked(self) -> bool:
+        """Some recv has part of its gradient, and waits for a source that has not arrived."""
+        if self._partly:
+            return True
+        layout = self._layout
+        return bool(
+            layout is not None
+            and layout.final
+            and self._arrived
+            and not self._final_ran
+            and self._expected & ~self._arrived
+        )
+
+    @property
+    def deferred(self) -> bool:
+        """Gradients are left for the final stage."""
+        return bool(self._arrived) and not self._final_ran and self._pending()
+
+    @property
+    def complete(self) -> bool:
+        """All sources that will arrive have, and nothing is left to run."""
+        return bool(
+            self._layout is not None
+            and self._arrived
+            and (self._finishing or not self._expected & ~self._arrived)
+            and not self._ready
+            and not self._partly
+            and (self._final_ran or not (self._layout.final or self._pending()))
+        )
+
+    def _learn_layout(self) -> Layout:
+        if self._layout is None:
+            layout = self._layout = self._make_layout()
+            self._expected = (1 << len(layout.sources)) - 1
+            self._reached = [[] for _ in layout.sources]
+            for number, group in enumerate(layout.groups):
+                mask = group.mask
+                while mask:
+                    low = mask & -mask
+                    self._reached[low.bit_length() - 1].append(number)
+                    mask ^= low
+        return self._layout
+
+    def _arrive(self, sends: Iterable[int]) -> None:
+        sources = self._learn_layout().sources
+        for send in sends:
+            bit = sources.get(send)
+            if bit is None:
+                raise UnknownSend(send, "sent no tensors from here, or did so after backward began")
+            if self._arrived >> bit & 1:
+                raise UnknownSend(send, "had its gradient already")
+            self._arrived |= 1 << bit
+            self._marked |= 1 << bit
+            self._look_at(self._reached[bit])
+
+    def _look_at(self, groups: Iterable[int]) -> None:
+        """Some of their sources have arrived: which are complete?"""
+        layout = self._learn_layout()
+        for number in groups:
+            if number in self._done:
+                continue
+            if layout.groups[number].mask & self._expected & ~self._arrived:
+                self._partly.add(number)
+            else:
+                self._partly.discard(number)
+                self._done.add(number)
+                heappush(self._ready, number)
+
+    def _wave_ended(self) -> None:
+        if not self._wave_is_over:
+            self._learn_layout()
+            self._wave_is_over = True
+            self._expected = self._marked
+            self._look_at(sorted(self._partly))
+
+    def _advance(self, effects: Iterable[Effect] = ()) -> Sequence[Effect]:
+        """Goes on to the next stage, or closes the event. `effects`: what the last stage has sent."""
+        if self._ready:
+            return [*effects, Run(heappop(self._ready))]
+        layout = self._learn_layout()
+        if (
+            not self._final_ran
+            and self._arrived
+            and not self._partly
+            and (self._finishing or not self._expected & ~self._arrived)
+            and (layout.final or self._pending())
+        ):
+            return [*effects, Run(FINAL)]
+        return self._close(effects)
+
+    def _close(self, effects: Iterable[Effect]) -> Sequence[Effect]:
+        """The event is over: reports it."""
+        self._event += 1
+        report = Report(self._event, tuple(self._consumed), tuple(self._produced), self.blocked, self.deferred)
+        self._consumed, self._produced = [], []
+        sent = list(effects)
+        if self.ledger is not None:
+            self.ledger.enter(self.me, report)
+            sent += self._judge()
+        else:
+            for place in range(len(sent) - 1, -1, -1):
+                effect = sent[place]
+                if isinstance(effect, Send) and effect.to == self.root and isinstance(effect.message, Gradients):
+                    sent.append(Send(self.root, effect.message._replace(report=report)))
+                    del sent[place]
+                    break
+            else:
+                sent.append(Send(self.root, report))
+        return sent
+
+    def _send(self, peer: int, message: Message) -> list[Effect]:
+        self.watched.add(peer)
+        if peer not in self._gone:
+            return [Send(peer, message)]
+        # Nobody would ever report it. The root sees that in its books, and `_judge` aborts.
+        return [] if self.ledger is not None else [Send(self.root, Lost(peer, self._gone[peer]))]
+
+    def _pass_marks(self, sends: Iterable[int]) -> list[Effect]:
+        """Marks these sources of mine, and what they reach."""
+        layout = self._learn_layout()
+        found: dict[int, list[int]] = {}
+        todo = list(sends)
+        while todo:
+            send = todo.pop()
+            bit = layout.sources.get(send)
+            if bit is None:
+                raise UnknownSend(send, "sent no tensors from here, or did so after backward began")
+            self._marked |= 1 << bit
+            recvs: list[tuple[int, int]] = []
+            for number in (FINAL, *self._reached[bit]):
+                if number not in self._marks_sent:
+                    self._marks_sent.add(number)
+                    recvs += layout.final if number == FINAL else layout.groups[number].recvs
+            for number, peer in recvs:
+                if peer == self.me:
+                    todo.append(number)
+                else:
+                    found.setdefault(peer, []).append(number)
+        for peer, marks in found.items():
+            self._produced += [((MARK, send), peer) for send in marks]
+        return [effect for peer, marks in found.items() for effect in self._send(peer, Mark(tuple(marks)))]
+
+    # ---- the root's part ---------------------------------------------------------------------------------------------
+
+    def _take_report(self, worker: int, report: Report) -> None:
+        if self.ledger is None:
+            raise LookupError(f"worker {worker} takes worker {self.me} for the root of its pass, which is {self.root}")
+        self.ledger.enter(worker, report)
+
+    def _judge(self) -> Sequence[Effect]:
+        """At the root, between events: is anything in flight? If not, what comes next?"""
+        ledger = self.ledger
+        assert ledger is not None
+        if self.over is not None:
+            return ()
+        for peer, why in self._gone.items():
+            if peer in ledger.known or peer in self.watched:  # it was lost before I heard that it takes part
+                return self.abort(why)
+        if ledger.outstanding:
+            return ()
+        blocked = ledger.blocked()
+        if blocked:
+            if not ledger.wave_begun:
+                ledger.wave_begun = True
+                return self._close(self._pass_marks((ROOT,)))
+            told = blocked & ledger.told
+            assert not told, f"workers {sorted(told)} are blocked though everything that will arrive has arrived"
+            return self._tell(blocked, MARKED, Marked(), self._wave_ended)
+        deferred = ledger.deferred()
+        if deferred and not ledger.finishing:
+            ledger.finishing = True
+            return self._tell(deferred, FINISH, Finish(), self._finish)
+        assert not deferred, f"workers {sorted(deferred)} keep gradients after the last stage"
+        return self._end(Finished())
+
+    def _tell(self, workers: set[int], kind: int, message: Message, here: Callable[[], None]) -> Sequence[Effect]:
+        assert self.ledger is not None
+        sends: list[Effect] = []
+        self.ledger.told |= workers
+        for worker in sorted(workers - {self.me}):
+            self._produced.append(((kind, worker), worker))
+            sends += self._send(worker, message)
+        if self.me in workers:
+            here()
+        return self._advance(sends)
+
+    def _finish(self) -> None:
+        self._finishing = True
+
+    def _end(self, how: Finished | Dropped) -> Sequence[Effect]:
+        self.over = how
+        self._ready.clear()
+        self._partly.clear()
+        return [how]
+
+    def _after_the_end(self, sender: int, message: Message) -> Sequence[Effect]:
+        """At a root that aborted: those that are heard of only now must be told, too."""
+        ledger = self.ledger
+        if ledger is None or not isinstance(self.over, Finished) or self.over.why is None:
+            return ()
+        before = ledger.known | self.watched | self._gone.keys() | {self.me}
+        report = message.report if isinstance(message, Gradients) else message
+        if isinstance(report, Report):
+            ledger.enter(sender, report)
+        fresh = (ledger.known | {sender}) - before
+        self.watched |= fresh
+        return [Send(peer, Abort(self.over.why)) for peer in sorted(fresh)]

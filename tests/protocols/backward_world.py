@@ -1,0 +1,329 @@
+"""Backward passes over small recorded programs, modelled: every part is real, its local graph and the network are not.
+
+A program is a list of sends in the order in which the forward pass made them. Each names the earlier messages whose
+tensors went into it. So each worker's recvs and sources are known, and which of them the roots reach.
+"""
+
+import copy
+import random
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from telegrad.protocols.backward import Part
+from telegrad.protocols.backward_messages import (
+    FINAL,
+    ROOT,
+    Finished,
+    Gradients,
+    Group,
+    Layout,
+    Run,
+    Send,
+)
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def check(holds: object, name: str, what: str) -> None:
+    if not holds:
+        raise Broken(f"{name}: {what}")
+
+
+class Sent(NamedTuple):
+    src: int
+    dst: int
+    uses: tuple[int, ...] = ()  # numbers of earlier sends, all received by src
+    leaf: bool = False  # a parameter of src went into it, too
+
+
+class Program(NamedTuple):
+    workers: int
+    sends: tuple[Sent, ...]
+    root: int
+    loss: tuple[int, ...]  # the sends received by `root` that the loss uses
+    leaf: bool = False  # a parameter of the root went into the loss
+    mortal: tuple[int, ...] = ()  # one of them may die
+    failing: tuple[tuple[int, int], ...] = ()  # (worker, stage): the stage raises
+
+    def takes_part(self) -> frozenset[int]:
+        found: set[int] = set()
+        todo = list(self.loss)
+        while todo:
+            send = todo.pop()
+            if send not in found:
+                found.add(send)
+                todo += self.sends[send].uses
+        return frozenset(found)
+
+
+class Local:
+    """A worker's local graph: just enough of it for the schedule."""
+
+    def __init__(self, program: Program, me: int) -> None:
+        uses = {number: sent.uses for number, sent in enumerate(program.sends) if sent.src == me}
+        leafy = {number for number in uses if program.sends[number].leaf}
+        if me == program.root:
+            uses[ROOT] = program.loss
+            if program.leaf:
+                leafy.add(ROOT)
+        self.sources = {send: bit for bit, send in enumerate(sorted(uses))}
+        self.leafy = sum(1 << self.sources[send] for send in leafy)
+        masks: dict[int, list[tuple[int, int]]] = {}
+        for number, sent in enumerate(program.sends):
+            mask = sum(1 << bit for send, bit in self.sources.items() if number in uses[send])
+            if sent.dst == me and mask:
+                masks.setdefault(mask, []).append((number, sent.src))
+        full = (1 << len(self.sources)) - 1
+        self.final = tuple(masks.pop(full, ()))
+        self.groups = tuple(
+            Group(mask, tuple(recvs)) for mask, recvs in sorted(masks.items(), key=lambda i: (i[0].bit_count(), i[0]))
+        )
+        self.arrived = 0
+        self.ran: list[int] = []
+
+    def layout(self) -> Layout:
+        return Layout(self.sources, self.groups, self.final)
+
+    def pending(self) -> bool:
+        return bool(self.arrived & self.leafy)
+
+
+Action = tuple[Any, ...]
+
+
+class World:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.locals = {w: Local(program, w) for w in range(program.workers)}
+        self.parts = {w: Part(w, program.root, local.layout, local.pending) for w, local in self.locals.items()}
+        self.taking_part = program.takes_part()
+        self.net: list[tuple[int, int, Any]] = []
+        self.dead: int | None = None
+        self.noticed: set[int] = set()
+        # Who hears of whose death: who has sent something to the other, in the program or in the pass.
+        self.links = {pair for sent in program.sends for pair in ((sent.src, sent.dst), (sent.dst, sent.src))}
+        self.reports: list[Any] = []  # those that the root has processed
+        self.started = False
+
+    def copy(self) -> "World":
+        return copy.deepcopy(self)
+
+    # ---- what can happen ---------------------------------------------------------------------------------------------
+
+    def actions(self) -> list[Action]:
+        if not self.started:
+            return [("start",)]
+        found: list[Action] = [("deliver", *packet) for packet in dict.fromkeys(self.net)]
+        if self.dead is None:
+            found += [("kill", w) for w in self.program.mortal]
+        else:
+            found += [("notice", w) for w in self.parts if w not in self.noticed and (w, self.dead) in self.links]
+        return found
+
+    def do(self, action: Action) -> None:
+        getattr(self, action[0])(*action[1:])
+
+    def start(self) -> None:
+        self.started = True
+        root = self.program.root
+        self.locals[root].arrived |= 1 << self.locals[root].sources[ROOT]
+        self.carry_out(root, self.parts[root].start())
+
+    def deliver(self, src: int, dst: int, message: Any) -> None:
+        self.net.remove((src, dst, message))
+        part, local = self.parts[dst], self.locals[dst]
+        if part.over is None and isinstance(message, Gradients):
+            self.take(dst, message.sends)
+        if part.over is None and part.ledger is not None:
+            report = message.report if isinstance(message, Gradients) else message
+            if type(report).__name__ == "Report":
+                self.reports.append(report)
+        effects = part.handle(src, message)
+        self.carry_out(dst, effects)
+        check(part.over or not local.arrived or part._layout, "E1", "an arrival needs the graph")
+
+    def take(self, worker: int, sends: Iterable[int]) -> None:
+        local = self.locals[worker]
+        for send in sends:
+            check(send in self.taking_part, "E2", f"send {send} got a gradient, and the loss does not use it")
+            bit = 1 << local.sources[send]
+            check(not local.arrived & bit, "E2", f"send {send} got two gradients")
+            local.arrived |= bit
+
+    def kill(self, worker: int) -> None:
+        self.dead = worker
+        del self.parts[worker], self.locals[worker]
+        self.net = [packet for packet in self.net if packet[1] != worker]
+
+    def notice(self, worker: int) -> None:
+        self.noticed.add(worker)
+        self.net = [packet for packet in self.net if packet[:2] != (self.dead, worker)]
+        self.carry_out(worker, self.parts[worker].lost(self.dead, f"lost {self.dead}"))
+
+    def carry_out(self, worker: int, effects: Any) -> None:
+        todo = list(effects)
+        local, part = self.locals[worker], self.parts[worker]
+        while todo:
+            effect = todo.pop(0)
+            if isinstance(effect, Send):
+                check(effect.to != self.dead or worker not in self.noticed, "L1", "nothing is sent to the dead")
+                self.links |= {(worker, effect.to), (effect.to, worker)}
+                if effect.to in self.parts:
+                    self.net.append((worker, effect.to, effect.message))
+            elif isinstance(effect, Run):
+                check(not todo, "E1", "Run is the last effect")
+                if (worker, effect.stage) in self.program.failing:
+                    todo += part.failed(f"stage {effect.stage} of {worker}")
+                    continue
+                self.run(worker, local, effect.stage)
+                recvs = local.final if effect.stage == FINAL else local.groups[effect.stage].recvs
+                self.take(worker, [send for send, peer in recvs if peer == worker])
+                todo += part.ran(effect.stage)
+            elif isinstance(effect, Finished) and effect.why is None:
+                check(worker == self.program.root, "T1", "only the root finishes")
+                self.finished()
+
+    def run(self, worker: int, local: Local, stage: int) -> None:
+        check(stage not in local.ran, "E1", f"stage {stage} ran twice")
+        local.ran.append(stage)
+        mask = (1 << len(local.sources)) - 1 if stage == FINAL else local.groups[stage].mask
+        check(mask & local.arrived, "E1", f"stage {stage} ran without a gradient")
+        waiting = self.expected(local) & mask & ~local.arrived
+        check(not waiting, "E1", f"stage {stage} of {worker} did not wait for {waiting:b}")
+        if stage == FINAL:
+            local.leafy = 0
+
+    def expected(self, local: Local) -> int:
+        """The sources that will get a gradient, by bit."""
+        return sum(1 << bit for send, bit in local.sources.items() if send == ROOT or send in self.taking_part)
+
+    # ---- what must hold ----------------------------------------------------------------------------------------------
+
+    def finished(self) -> None:
+        known = self.dead if self.program.root in self.noticed else None  # else it may have died when it was done
+        check(known not in self.involved(), "T1", "a worker died, and nobody minds")
+        live = [packet for packet in self.net if type(packet[2]).__name__ != "Lost"]
+        check(not live, "T1", f"in flight: {live}")
+        for worker, local in self.locals.items():
+            expected = self.expected(local)
+            check(local.arrived == expected, "E2", f"{worker} got {local.arrived:b} instead of {expected:b}")
+            for number, group in enumerate(local.groups):
+                check((number in local.ran) == bool(group.mask & expected), "T1", f"group {number} of {worker}")
+            check(not local.pending(), "T1", f"the last stage of {worker} did not run")
+            check(not (local.final and expected) or FINAL in local.ran, "T1", f"the last recvs of {worker}")
+
+    def involved(self) -> set[int]:
+        return {self.program.sends[send].src for send in self.taking_part} | {self.program.root}
+
+    def verify(self) -> None:
+        root = self.parts.get(self.program.root)
+        if root is not None and root.ledger is not None:
+            for token, count in root.ledger.outstanding.items():
+                check(count in (-1, 1), "T3", f"{token} counts {count}")
+
+    def settled(self) -> None:
+        """Nothing is left to happen."""
+        root = self.parts.get(self.program.root)
+        check(root is None or root.over, "T2", "the root waits for ever")
+        for worker, part in self.parts.items():
+            quiet = isinstance(root.over, Finished) and root.over.why is None if root is not None else False
+            check(quiet or part.over or not self.locals[worker].arrived, "T2", f"{worker} does not hear of the end")
+
+    def fingerprint(self) -> str:
+        parts = [
+            (
+                w,
+                [
+                    (k, v)
+                    for k, v in sorted(vars(part).items())
+                    if k not in ("_layout", "_make_layout", "_pending", "ledger", "_reached")
+                ],
+                part.ledger and sorted(vars(part.ledger).items()).__repr__(),
+            )
+            for w, part in self.parts.items()
+        ]
+        local = [(w, x.arrived, sorted(x.ran)) for w, x in self.locals.items()]
+        return repr(
+            (
+                parts,
+                local,
+                sorted(map(repr, self.net)),
+                self.dead,
+                sorted(self.noticed),
+                self.started,
+                sorted(self.links),
+            )
+        )
+
+
+class Counterexample(AssertionError):
+    """An invariant broke; `trace` is the way there."""
+
+    def __init__(self, broken: Exception, trace: list[Action], title: object) -> None:
+        super().__init__(f"{broken!r}\n{title}\ntrace = [\n" + "".join(f"    {a!r},\n" for a in trace) + "]")
+
+
+def explore(program: Program, limit: int = 200_000) -> int:
+    """Visits every state that can be reached; returns how many there are."""
+    start = World(program)
+    seen = {start.fingerprint()}
+    frontier: list[tuple[World, list[Action]]] = [(start, [])]
+    while frontier:
+        world, trace = frontier.pop()
+        actions = world.actions()
+        action: Action = ()
+        try:
+            if all(action[0] == "kill" for action in actions):
+                world.settled()
+            for action in actions:
+                after = world.copy()
+                after.do(action)
+                after.verify()
+                mark = after.fingerprint()
+                if mark not in seen:
+                    seen.add(mark)
+                    frontier.append((after, [*trace, action]))
+        except (AssertionError, LookupError) as broken:
+            raise Counterexample(broken, [*trace, action], program) from broken
+        assert len(seen) <= limit, f"more than {limit} states: make the program smaller"
+    return len(seen)
+
+
+def wander(program: Program, seed: int) -> int:
+    """One random schedule to its end; returns its length."""
+    rng = random.Random(f"schedule {seed}")
+    taste = {"deliver": 1.0, "kill": 4.0 ** rng.uniform(-4, -1), "notice": 4.0 ** rng.uniform(-3, 1), "start": 1.0}
+    world = World(program)
+    trace: list[Action] = []
+    try:
+        while actions := world.actions():
+            if all(action[0] == "kill" for action in actions):
+                world.settled()
+                break
+            action = rng.choices(actions, [taste[action[0]] for action in actions])[0]
+            trace.append(action)
+            world.do(action)
+            world.verify()
+        world.settled()
+    except (AssertionError, LookupError) as broken:
+        raise Counterexample(broken, trace, f"seed {seed} of {program}") from broken
+    return len(trace)
+
+
+def random_program(seed: int, losses: bool = False, failures: bool = False) -> Program:
+    rng = random.Random(f"program {seed}")
+    workers = rng.randint(1, 5)
+    sends: list[Sent] = []
+    here: dict[int, list[int]] = {w: [] for w in range(workers)}  # messages received
+    for number in range(rng.randint(0, 14)):
+        src, dst = rng.randrange(workers), rng.randrange(workers)
+        uses = tuple(x for x in here[src] if rng.random() < rng.choice((0.3, 0.7)))
+        sends.append(Sent(src, dst, uses, rng.random() < 0.4))
+        here[dst].append(number)
+    root = rng.randrange(workers)
+    loss = tuple(x for x in here[root] if rng.random() < 0.6)
+    failing = tuple((rng.randrange(workers), rng.randint(-1, 2)) for _ in range(rng.randint(0, 3))) if failures else ()
+    mortal = tuple(range(workers)) if losses and workers > 1 else ()
+    return Program(workers, tuple(sends), root, loss, rng.random() < 0.5, mortal, failing)

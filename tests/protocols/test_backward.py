@@ -1,0 +1,191 @@
+"""The schedule of a backward pass: every order of delivery over small programs, random larger ones, deaths, errors."""
+
+import pytest
+from backward_world import Counterexample, Program, Sent, World, explore, random_program, wander
+
+from telegrad.protocols import backward, backward_root
+from telegrad.protocols.backward import Part
+from telegrad.protocols.backward_messages import Gradients, Report
+
+# One call: 0 sends an argument, 1 sends the reply that used it.
+CALL = (Sent(0, 1, leaf=True), Sent(1, 0, uses=(0,), leaf=True))
+
+SMALL = {
+    "nothing sent": Program(1, (), 0, ()),
+    "one call": Program(2, CALL, 0, (1,)),
+    "a reply that nobody uses": Program(2, CALL, 0, (), leaf=True),
+    "two replies, one unused": Program(2, (*CALL, Sent(0, 1), Sent(1, 0, uses=(2, 0), leaf=True)), 0, (1,)),
+    "two values, one unused": Program(2, (Sent(1, 0, leaf=True), Sent(1, 0, leaf=True)), 0, (0,)),
+    "two ways to one": Program(3, (Sent(1, 2), Sent(1, 0, leaf=True), Sent(1, 0), Sent(2, 0, (0,))), 0, (1, 3)),
+    "blocked by an unused send": Program(3, (Sent(0, 1), Sent(1, 0, uses=(0,)), Sent(1, 2, uses=(0,))), 0, (1,)),
+    "diamond": Program(
+        3, (Sent(0, 1, leaf=True), Sent(0, 2), Sent(1, 0, (0,)), Sent(2, 0, (1,))), 0, (2, 3), leaf=True
+    ),
+    "one value to two": Program(
+        3, (Sent(1, 0, leaf=True), Sent(1, 2), Sent(0, 2, (0,)), Sent(2, 0, (1, 2))), 0, (3, 0)
+    ),
+    "there and back": Program(2, (Sent(0, 1), Sent(1, 0, (0,)), Sent(0, 1, (1,)), Sent(1, 0, (2, 0))), 0, (3, 1)),
+    "to itself": Program(2, (Sent(0, 0, leaf=True), Sent(0, 1, (0,)), Sent(1, 0, (1,)), Sent(0, 0, (2,))), 0, (3, 0)),
+    "a chain of three": Program(3, (Sent(0, 1), Sent(1, 2, (0,)), Sent(2, 1, (1,)), Sent(1, 0, (2,), True)), 0, (3,)),
+    "unused all along": Program(
+        3, (Sent(0, 1), Sent(1, 2, (0,)), Sent(2, 1, (1,)), Sent(1, 0, (0,)), Sent(1, 0, (0, 2), True)), 0, (3,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_order_of_delivery(name: str) -> None:
+    assert explore(SMALL[name]) >= 2
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_death_at_every_moment(name: str) -> None:
+    program = SMALL[name]
+    if program.workers > 1:
+        assert explore(program._replace(mortal=tuple(range(program.workers)))) > 5
+
+
+@pytest.mark.parametrize("stage", [-1, 0, 1])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_failing_stage(name: str, stage: int) -> None:
+    program = SMALL[name]
+    for worker in range(program.workers):
+        explore(program._replace(failing=((worker, stage),)))
+
+
+@pytest.mark.parametrize("losses", [False, True], ids=["all live", "deaths"])
+@pytest.mark.parametrize("failures", [False, True], ids=["no errors", "errors"])
+def test_random_programs(losses: bool, failures: bool) -> None:
+    steps = sum(wander(random_program(seed, losses, failures), seed) for seed in range(300))
+    assert steps > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("losses", [False, True], ids=["all live", "deaths"])
+@pytest.mark.parametrize("failures", [False, True], ids=["no errors", "errors"])
+def test_thousands_of_random_programs(losses: bool, failures: bool) -> None:
+    for seed in range(1000, 21000):
+        wander(random_program(seed, losses, failures), seed)
+
+
+def messages_of(program: Program) -> list[str]:
+    """What is sent in a pass in which messages arrive in the order in which they left."""
+    world = World(program)
+    world.do(("start",))
+    names = []
+    while world.net:
+        src, dst, message = world.net[0]
+        names.append(f"{src}>{dst} {type(message).__name__}")
+        world.deliver(src, dst, message)
+    world.settled()
+    return names
+
+
+def test_a_call_takes_two_messages() -> None:
+    assert messages_of(SMALL["one call"]) == ["0>1 Gradients", "1>0 Gradients"]
+
+
+def test_a_diamond_needs_no_wave_and_no_end() -> None:
+    names = messages_of(SMALL["diamond"])
+    assert sorted(names) == ["0>1 Gradients", "0>2 Gradients", "1>0 Gradients", "2>0 Gradients"]
+
+
+def test_only_what_is_blocked_costs_a_wave() -> None:
+    names = messages_of(SMALL["blocked by an unused send"])
+    assert {"1>0 Report", "0>1 Marked"} <= set(names)
+    assert not any(name.startswith("2>") or ">2" in name for name in names), "worker 2 does not take part"
+
+
+def test_the_books_name_what_is_outstanding() -> None:
+    world = World(SMALL["a chain of three"])
+    world.do(("start",))
+    ledger = world.parts[0].ledger
+    assert ledger is not None
+    assert {ledger.where[token] for token in ledger.outstanding} == {1}
+
+
+def test_a_send_that_the_walk_did_not_see_is_an_error() -> None:
+    world = World(SMALL["one call"])
+    with pytest.raises(backward.UnknownSend, match="message 7"):
+        world.parts[1].handle(0, Gradients((7,), False))
+
+
+# ---- each rule is needed: without it the explorer finds a counterexample ---------------------------------------------
+
+
+def deaf_to_marks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Part, "_wave_ended", lambda self: None)
+
+
+def runs_too_early(patch: pytest.MonkeyPatch) -> None:
+    look_at = Part._look_at
+
+    def hasty(self, groups):
+        self._expected = self._arrived
+        look_at(self, groups)
+
+    patch.setattr(Part, "_look_at", hasty)
+
+
+def reports_consumption_first(patch: pytest.MonkeyPatch) -> None:
+    """What was consumed is told in one report, what came of it in another."""
+    close = Part._close
+
+    def split(self, effects):
+        if self.ledger is None and self._produced:
+            first = Report(self._event, tuple(self._consumed), (), self.blocked, self.deferred)
+            self._consumed = []
+            return [backward.Send(self.root, first), *close(self, effects)]
+        return close(self, effects)
+
+    patch.setattr(Part, "_close", split)
+
+
+def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(backward_root.Ledger, "deferred", lambda self: set())
+
+
+def watches_nobody(patch: pytest.MonkeyPatch) -> None:
+    lost = Part.lost
+
+    def only_the_root(self, peer, why):
+        if self.root in (peer, self.me):
+            return lost(self, peer, why)
+        self._gone[peer] = why
+        return ()
+
+    patch.setattr(Part, "lost", only_the_root)
+
+
+def tells_only_those_it_sent_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Part, "_after_the_end", lambda self, sender, message: ())
+
+
+def believes_old_reports(patch: pytest.MonkeyPatch) -> None:
+    enter = backward_root.Ledger.enter
+
+    def latest_to_come(self, worker, report):
+        self._states.pop(worker, None)
+        enter(self, worker, report)
+
+    patch.setattr(backward_root.Ledger, "enter", latest_to_come)
+
+
+MORTAL = (0, 1, 2)
+MUTANTS = [
+    (deaf_to_marks, "blocked", SMALL["blocked by an unused send"]),
+    (runs_too_early, "E1", SMALL["one value to two"]),
+    (reports_consumption_first, "T1|E2", SMALL["a chain of three"]),
+    (forgets_what_is_left, "T1", SMALL["two values, one unused"]),
+    (watches_nobody, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
+    (tells_only_those_it_sent_to, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
+    (believes_old_reports, "T1", SMALL["two ways to one"]),
+]
+
+
+@pytest.mark.parametrize(("mutate", "invariant", "program"), MUTANTS, ids=[m[0].__name__ for m in MUTANTS])
+def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, mutate, invariant: str, program: Program) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Counterexample, match=invariant):
+        explore(program)
