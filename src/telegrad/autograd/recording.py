@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction as FunctionNode
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Received, Sent
+from telegrad.autograd.graph import mark_recv
 
 __all__ = ["NOT_BY_ITSELF", "Recv", "received", "sent"]
 
@@ -25,6 +26,7 @@ NOT_BY_ITSELF = (
 _anchor = torch.zeros((), requires_grad=True)
 
 
+@mark_recv
 class Recv(torch.autograd.Function):
     """Makes the tensors of one message: what they hold has come already, their gradients go back to the sender.
 

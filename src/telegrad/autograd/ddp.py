@@ -1,0 +1,96 @@
+"""Leaves whose AccumulateGrad node must run: parameters under DDP, and leaves with post-accumulate hooks.
+
+Elsewhere a leaf's gradient is captured as an output of the engine, and `.grad` is not touched. DDP's reducer, and hooks
+that belong to `.grad`, see nothing of that. So for them the node runs, with `.grad` put aside, and what it leaves in
+`.grad` is moved to the context; then `.grad` is what it was.
+
+While that happens another thread that reads `.grad` of these leaves sees the context's gradient; passes of this process
+wait for each other. That is the one place where user code (those hooks) runs under a lock of ours, because `.grad` is
+one place, too. The lock is re-entrant; a hook must not wait for a backward pass of another thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+__all__ = ["accumulate_beside", "any_reduced", "aside", "has_accumulate_hooks"]
+
+_grad_lock = threading.RLock()
+_replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
+
+
+def _notice(module: torch.nn.Module, name: str, submodule: Any) -> None:
+    """DDP has registered the module that it replicates: the first thing that it does."""
+    if isinstance(module, DistributedDataParallel) and submodule is not None:
+        _replicas[module] = frozenset(id(p) for p in submodule.parameters())
+
+
+register_module_module_registration_hook(_notice)
+if torch.distributed.is_available() and torch.distributed.is_initialized():
+    for found in gc.get_objects():  # those made before this module was imported
+        if isinstance(found, DistributedDataParallel):
+            _notice(found, "module", found.module)
+    del found
+
+
+def any_reduced(leaves: Sequence[Tensor]) -> bool:
+    """Whether a reducer of DDP waits for the gradient of one of these leaves."""
+    return bool(_replicas) and any(id(leaf) in ids for ids in list(_replicas.values()) for leaf in leaves)
+
+
+def has_accumulate_hooks(leaf: Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was used on it."""
+    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+@contextmanager
+def aside(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Takes `.grad` off the leaves; at the end, unless there is an error, gives what is there then to `put`. `.grad` is
+    restored."""
+    with _grad_lock:
+        before = [leaf.grad for leaf in leaves]
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            yield
+            for leaf in leaves:
+                grad = leaf.grad
+                if grad is not None:
+                    leaf.grad = None
+                    put(leaf, _own(grad))
+        finally:
+            for leaf, grad in zip(leaves, before, strict=True):
+                leaf.grad = grad
+
+
+def _own(grad: Tensor) -> Tensor:
+    """A tensor that nobody else will write to: a reducer may have made `.grad` a view of its buckets."""
+    if grad.layout is torch.strided and grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
+        return grad.clone()
+    return grad
+
+
+def accumulate_beside(leaf: Tensor, node: Node, grad: Tensor, so_far: Tensor | None) -> Tensor | None:
+    """Runs the AccumulateGrad node of a leaf with post-accumulate hooks (its tensor hooks have run). As in local
+    training the hooks see `grad` added to what there is so far, in `.grad`. Returns what they leave there."""
+    with _grad_lock:
+        before = leaf.grad
+        try:
+            leaf.grad = so_far
+            node(grad)  # type: ignore[operator]  # typed as an abstract class
+            return leaf.grad
+        finally:
+            leaf.grad = before

@@ -1,0 +1,152 @@
+"""Workers in one process that record sends and run real passes, over a network that delivers in any order.
+
+`Group` does what a worker's glue does around `Pass`, so that the passes can be tried without one: tensors are copied
+from worker to worker, messages wait in one list, and `deliver` takes them in the order that its random numbers say.
+When no message is left and `backward` has not returned, it hangs: that is an error here.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.autograd import recording
+from telegrad.autograd.context import Context
+from telegrad.autograd.passes import Pass
+from telegrad.types import WorkerInfo
+
+PLAIN = (int, bytes, str, bool, type(None))
+
+
+class Hang(AssertionError):
+    """Nothing is in flight, and `backward` waits."""
+
+
+def check_plain(message: Any, depth: int = 0) -> None:
+    """A message holds what the codec takes, and tensors only in lists."""
+    if type(message) is tuple:
+        for item in message:
+            check_plain(item, depth + 1)
+    elif type(message) is list:
+        assert all(t is None or type(t) is Tensor for t in message), message
+    else:
+        assert type(message) in PLAIN, f"{type(message)} in a message"
+
+
+class Group:
+    """`size` workers, and one context that spans them."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self.rng = random.Random(f"network {seed}")
+        self.contexts = [Context(id=7) for _ in range(size)]
+        self.passes: dict[tuple[int, int], Pass] = {}  # (worker, number)
+        self.net: list[tuple[int, int, int, Any]] = []  # (number, from, to, message)
+        self.sent = [0] * size
+        self.numbers = 0
+        self.dead: set[int] = set()
+        self.results: dict[int, list[BaseException | None]] = {}
+        self.delivered = 0
+        self.on_send: Callable[[int, int, Any], None] = lambda src, dst, message: None
+
+    # ---- the forward pass --------------------------------------------------------------------------------------------
+
+    def transfer(self, src: int, dst: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sends tensors in one message, and returns what is received."""
+        copies = [tensor.detach().clone() for tensor in tensors]
+        wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+        if wanted:
+            self.sent[src] += 1
+            message = src << 48 | self.sent[src]
+            self.contexts[src].sends[message] = recording.sent(message, dst, [tensors[n] for n in wanted])
+            record, made = recording.received(message, src, [copies[n] for n in wanted])
+            self.contexts[dst].receipts[message] = record
+            for number, tensor in zip(wanted, made, strict=True):
+                copies[number] = tensor
+        return copies
+
+    # ---- the backward pass -------------------------------------------------------------------------------------------
+
+    def pass_of(self, worker: int, number: int, root: int) -> Pass:
+        made = self.passes.get((worker, number))
+        if made is None:
+
+            def send(to: int, message: tuple[Any, ...]) -> None:
+                assert to != worker, "messages to oneself stay inside"
+                assert to not in self.dead or worker in self.dead or not self.noticed(worker, to), "sent to the dead"
+                check_plain(message)
+                self.on_send(worker, to, message)
+                if to not in self.dead:
+                    self.net.append((number, worker, to, copied(message)))
+
+            made = self.passes[worker, number] = Pass(
+                WorkerInfo(f"w{worker}", worker),
+                self.contexts[worker],
+                (7, number),
+                root,
+                send,
+                lambda error: self.results.setdefault(number, []).append(error),
+                lambda peer: f"w{peer}",
+            )
+        return made
+
+    def noticed(self, worker: int, dead: int) -> bool:
+        return (worker, dead) in self._noticed
+
+    _noticed: set[tuple[int, int]] = set()
+
+    def begin(self, root: int, roots: Sequence[Tensor], retain_graph: bool = False) -> int:
+        self.numbers += 1
+        number = self.numbers
+        self.roots = {**getattr(self, "roots", {}), number: root}
+        self.pass_of(root, number, root).start(roots, retain_graph)
+        return number
+
+    def backward(self, root: int, roots: Sequence[Tensor], retain_graph: bool = False) -> int:
+        """Returns how many messages it took. Raises what the pass raises, or Hang."""
+        before = self.delivered
+        number = self.begin(root, roots, retain_graph)
+        self.settle()
+        self.result(number)
+        return self.delivered - before
+
+    def result(self, number: int) -> None:
+        results = self.results.get(number, [])
+        if not results:
+            raise Hang(self.passes[self.roots[number], number].waiting_for())
+        assert len(results) == 1, "finished twice"
+        if results[0] is not None:
+            raise results[0]
+
+    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
+        """Delivers messages in random order until there are none."""
+        while self.net:
+            self.deliver()
+            watch()
+
+    def deliver(self) -> None:
+        place = self.rng.randrange(len(self.net))
+        number, src, dst, message = self.net.pop(place)
+        self.delivered += 1
+        self.pass_of(dst, number, self.roots[number]).on_message(src, message)
+
+    def kill(self, worker: int) -> None:
+        self.dead.add(worker)
+        self.net = [packet for packet in self.net if packet[2] != worker]
+
+    def notice(self, worker: int, dead: int) -> None:
+        self._noticed = {*self._noticed, (worker, dead)}
+        self.net = [packet for packet in self.net if packet[1:3] != (dead, worker)]
+        for (owner, _), made in list(self.passes.items()):
+            if owner == worker:
+                made.peer_lost(dead, "its process died")
+
+
+def copied(message: Any) -> Any:
+    """As a network copies it: no tensor is shared, each is whole."""
+    if type(message) is tuple:
+        return tuple(copied(item) for item in message)
+    if type(message) is list:
+        return [None if t is None else t.detach().clone() for t in message]
+    return message
