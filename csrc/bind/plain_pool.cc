@@ -59,8 +59,8 @@ class PlainPool {
     return nb::make_tuple(kAgain, false);
   }
 
-  /// From now on requests may run.
-  void open() { open_ = true; }
+  /// From now on requests may run, or may not.
+  void open(bool open) { open_ = open; }
 
   int traverse(visitproc visit, void* arg) const {
     for (const nb::object* o :
@@ -272,7 +272,11 @@ void init_plain_pool(nb::module_& m) {
           nb::kw_only(), "engine"_a, "codec"_a, "call"_a, "value"_a, "request_flags"_a, "reply_flags"_a, "max_body"_a,
           "worker"_a, "scope_type"_a, "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "answer"_a,
           "complete"_a, "fail"_a)
-      .def("open", &PlainPool::open, "From now on requests may run here; until then all go to Python.")
+      .def(
+          "open", [](PlainPool& self) { self.open(true); },
+          "From now on requests may run here; until then all go to Python.")
+      .def(
+          "close", [](PlainPool& self) { self.open(false); }, "From now on all requests go to Python.")
       .def("next", &PlainPool::next, "thread"_a,
            "As `Engine.next`, but only what is not plain; (5 nothing, spawn) means: come again.\n\n"
            "What it raises is an error of Telegrad's own.");

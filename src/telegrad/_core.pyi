@@ -124,6 +124,9 @@ class PlainPool:
     def open(self) -> None:
         """From now on requests may run here; until then all go to Python."""
 
+    def close(self) -> None:
+        """From now on all requests go to Python."""
+
     def next(self, thread: PoolThread) -> tuple | None:
         """
         As `Engine.next`, but only what is not plain; (5 nothing, spawn) means: come again.

@@ -3,6 +3,7 @@
 A program written for that package runs with ``import telegrad.rpc as rpc`` in place of its import.
 """
 
+import telegrad.observe  # noqa: F401  # shows calls in profiles
 from telegrad.rpc import api, backend_registry, constants, functions, options
 from telegrad.rpc.api import (
     AllGatherStates,

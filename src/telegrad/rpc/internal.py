@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from telegrad.observe import call_key
+
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
 _tables = threading.local()  # .send and .recv: the table of the message being pickled in this thread
@@ -144,4 +146,4 @@ def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
     """The name under which a call appears in a profile."""
-    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
+    return call_key(exec_type.value, func_name, current_worker_name, dst_worker_name)

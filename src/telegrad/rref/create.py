@@ -28,7 +28,7 @@ def create(worker: Worker, owner: int, func: Any, args: Any, kwargs: Any, timeou
 
     def request(rref: RRefId) -> Request:
         return worker.calls.function_call(
-            owner, func, args, kwargs, timeout, tag=int(Tag.CREATE), flags=_MAY_LINGER, target=rref
+            owner, func, args, kwargs, timeout, tag=int(Tag.CREATE), flags=_MAY_LINGER, target=rref, mode="remote"
         )
 
     return _create(worker, owner, request, worker.calls.send_filter is not None and is_scripted(func))
@@ -47,7 +47,7 @@ def create_by_method(on: RRef[Any], method: str, args: Any, kwargs: Any, timeout
         ticket = worker.references.share(on.id, owner, owner)
         return worker.calls.about(
             owner, Tag.CREATE_METHOD, rref, ticket, timeout, None, method,
-            method=method, body=(args, kwargs), flags=_MAY_LINGER,
+            method=method, body=(args, kwargs), flags=_MAY_LINGER, mode="remote",
         )  # fmt: skip
 
     return _create(worker, owner, request, False)
@@ -70,6 +70,8 @@ def _create(worker: Worker, owner: int, request_for: Callable[[RRefId], Request]
         if owner != worker.info.id:
             future._late = lambda: references.created(rref)
     handle._creation = future
+    if request.span is not None:
+        handle._profiling = future
 
     def over(_: Any) -> None:
         failure = future.failure()

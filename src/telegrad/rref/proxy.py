@@ -55,7 +55,9 @@ class _Method:
         timeout = calls.timeout(self._timeout)
         if self._kind == "remote":
             return self._remote(args, kwargs, timeout)
-        request = rref._request(Tag.METHOD, timeout, self._name, method=self._name, body=(args, kwargs))
+        request = rref._request(
+            Tag.METHOD, timeout, self._name, method=self._name, body=(args, kwargs), mode=self._kind
+        )
         if self._kind != "sync":
             return calls.start(request)
         try:

@@ -129,7 +129,7 @@ class RRef(Generic[T]):
             return self._local(self._worker.calls.timeout(timeout))
         references = self._worker.references
         confirmed = references.confirmed(self.id)
-        fetched: T = self._ask(Tag.FETCH, timeout, "to_here").wait()
+        fetched: T = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
         self._exists = True
         if not confirmed:
             references.created(self.id)  # what has a value has been created, though the word of that may come later
@@ -230,7 +230,8 @@ class RRef(Generic[T]):
                 except Exception as e:
                     future.set_exception(e.with_traceback(None))
             else:
-                future = self._ask(Tag.TYPE, timeout, "the type of a value", flags=int(Flag.INTERNAL))
+                internal = int(Flag.INTERNAL)
+                future = self._ask(Tag.TYPE, timeout, "the type of a value", flags=internal, mode="type")
             self._type = future
             mine = weakref.ref(self)
 

@@ -13,11 +13,12 @@ from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.names import NameTable, NotByName
 from telegrad.wire import Flag, Status, Tag
+from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.ended import AnyEngine, AnyPlainCalls
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.messages import NO_PREAMBLE, Encoded, Messages
-from telegrad.worker.scope import autocast_is_on, caller_flags, caller_state, current, remaining
+from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 
 __all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete"]
 
@@ -67,6 +68,7 @@ class Request(NamedTuple):
     keep: Any  # kept alive until the reply is here
     what: str  # for errors: "f on worker1"
     scripted: bool
+    span: profiling.Span | None = None  # of it in a profile
 
 
 class Sent(NamedTuple):
@@ -93,17 +95,19 @@ class Calls:
         engine: the native engine; the worker puts another object in its place when it closes.
         messages: writes and reads messages.
         name_of: a worker's name by its id.
+        me: the id of the worker itself.
         default_timeout: ns; the worker may change it.
     """
 
     custom_pickler: Any = None  # a pickler of the program's own, for the whole process as in torch, and what it pickles
 
     def __init__(
-        self, engine: AnyEngine, messages: Messages, name_of: Callable[[int], str], default_timeout: int
+        self, engine: AnyEngine, messages: Messages, name_of: Callable[[int], str], me: int, default_timeout: int
     ) -> None:
         self.engine = engine
         self.messages = messages
         self.name_of = name_of
+        self.me = me
         self.default_timeout = default_timeout
         self.plain: AnyPlainCalls = _core.PlainCalls(
             engine=engine,
@@ -136,8 +140,14 @@ class Calls:
         tag: int = _CALL,
         flags: int = 0,
         target: RRefId | None = None,
+        mode: str = "",
     ) -> Request:
-        """The request to run a function on a peer."""
+        """The request to run a function on a peer.
+
+        Args:
+            mode: how a profile calls it: sync, async or remote; empty for what no profile shows.
+        """
+        span = profiling.observer.begin(self, peer, mode, function) if mode and profiling.observer.on else None
         scope = current.get()
         nested = scope is not None and scope.nested
         if scope is not None:
@@ -158,12 +168,12 @@ class Calls:
         parts = _PARTS if len(body) == 2 else _PARTS_BY_VALUE
         context = None if scope is None or flags & _INTERNAL else scope.autograd
         message = self.messages.encode(
-            peer, body, target, caller_state(), None, pickler, parts, context, context is not None
+            peer, body, target, caller_state(), None, pickler, parts, context, context is not None, span
         )
         flags |= message.flags | caller_flags()
         return Request(
             peer, tag, name, message._replace(flags=flags), timeout, nested, None,
-            name_of(function), is_scripted(function) if self.send_filter else False,
+            name_of(function), is_scripted(function) if self.send_filter else False, span,
         )  # fmt: skip
 
     def about(
@@ -180,24 +190,28 @@ class Calls:
         body: Any = None,
         flags: int = 0,
         scripted: bool = False,
+        mode: str = "",
     ) -> Request:
         """A request about a reference, to its owner: its value, its type, or a method of it.
 
         Args:
             ticket: carries the reference if its owner may not know it yet.
             keep: the reference itself otherwise, kept until the reply so that the owner keeps the value.
+            mode: as of `function_call`, and to_here.
         """
+        span = profiling.observer.begin(self, peer, mode, method or what) if mode and profiling.observer.on else None
         scope = current.get()
         nested = scope is not None and scope.nested
         context = None if scope is None or flags & _INTERNAL else scope.autograd
         message = self.messages.encode(
-            peer, body, target, caller_state(), ticket, None, _PARTS, context, context is not None
+            peer, body, target, caller_state(), ticket, None, _PARTS, context, context is not None, span
         )
         flags |= message.flags | caller_flags()
         name: tuple[int, bytes | None] = self.names.method(method) if method else _NO_NAME
         return Request(
-            peer, int(tag), name, message._replace(flags=flags), remaining(timeout, scope), nested, keep, what, scripted
-        )
+            peer, int(tag), name, message._replace(flags=flags), remaining(timeout, scope), nested, keep, what,
+            scripted, span,
+        )  # fmt: skip
 
     # ---- the short way, for calls that carry nothing but plain values
 
@@ -209,8 +223,8 @@ class Calls:
             nested = scope.nested
             timeout = remaining(timeout, scope)
             if scope.autograd is not None or _get_running_loop() is not None:
-                return self.sync(self.function_call(peer, function, args, kwargs, timeout))
-        if self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
+                return self.sync(self.function_call(peer, function, args, kwargs, timeout, mode="sync"))
+        if self.send_filter is None and self.custom_pickler is None and not profiling.unusual():
             try:
                 number, text = self.names.find(function)
             except NotByName:
@@ -222,7 +236,7 @@ class Calls:
                     return value
                 if value.outcome is not None:
                     return self.result(cast("tuple[Any, ...]", value.outcome), Sent(peer, name_of(function), timeout))
-        return self.sync(self.function_call(peer, function, args, kwargs, timeout))
+        return self.sync(self.function_call(peer, function, args, kwargs, timeout, mode="sync"))
 
     def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture:
         """Runs a function on a peer; the future of its value."""
@@ -233,7 +247,7 @@ class Calls:
             timeout = remaining(timeout, scope)
             recorded = scope.autograd is not None
         future: CallFuture = CallFuture(NO_DEVICES)
-        if not recorded and self.send_filter is None and self.custom_pickler is None and not autocast_is_on():
+        if not recorded and self.send_filter is None and self.custom_pickler is None and not profiling.unusual():
             try:
                 number, text = self.names.find(function)
             except NotByName:
@@ -247,7 +261,7 @@ class Calls:
                 )
                 if future._call:
                     return future
-        return self.start(self.function_call(peer, function, args, kwargs, timeout), future)
+        return self.start(self.function_call(peer, function, args, kwargs, timeout, mode="async"), future)
 
     # ---- sending
 
@@ -257,6 +271,11 @@ class Calls:
         Raises:
             RpcTimeout, WorkerLost, RemoteError: what became of the call instead.
         """
+        if r.span is not None:
+            try:
+                return self.sync(r._replace(span=None))
+            finally:
+                r.span.end()
         if self.send_filter is not None:
             return self.start(r).wait()
         if _get_running_loop() is not None:
@@ -276,6 +295,10 @@ class Calls:
         """Sends and returns the future of the value."""
         if future is None:
             future = CallFuture(NO_DEVICES)
+        span = r.span
+        if span is not None:
+            future._span = span
+            torch.futures.Future.add_done_callback(future, lambda _: span.end())
         if self.send_filter is not None:
             self._start_filtered(r, future)
         else:
@@ -344,8 +367,12 @@ class Calls:
         try:
             value = self.result(outcome, sent(future._request))
         except BaseException as e:
+            if future._span is not None:
+                future._span.end()
             self.fail(future, e)
         else:
+            if future._span is not None:
+                future._span.end()  # before whoever waits goes on
             if outcome[2] & _FAILED:
                 future._failed_there = True
             complete(future, value)
@@ -363,6 +390,8 @@ class Calls:
         if status == _REPLIED:
             messages = self.messages
             preamble = messages.preamble(r.peer, flags, segments) if flags & _PREAMBLE else NO_PREAMBLE
+            if preamble.profile is not None:
+                profiling.observer.arrived(preamble.profile)
             if tag == _VALUE:
                 return messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
             if tag == _ERROR:

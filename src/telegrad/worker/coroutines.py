@@ -16,6 +16,7 @@ from contextvars import Context, copy_context
 from typing import Any, NamedTuple
 
 from telegrad.errors import NotInitialized
+from telegrad.worker.profiling import Recording
 from telegrad.worker.scope import Scope, current
 from telegrad.worker.steps import StepState
 
@@ -164,6 +165,7 @@ class EventLoop:
         scope: Scope | None,
         flags: int,
         autocast: Any,
+        recording: Recording | None,
         ended: Callable[[Any, BaseException | None], None],
     ) -> None:
         """Runs it; on the loop's thread, `ended` gets its result or what it raised.
@@ -175,7 +177,7 @@ class EventLoop:
         context.run(current.set, scope)
         with self._lock:
             if not self._stopped:
-                self._add(_Job(coroutine, StepState(flags, autocast), context, ended))
+                self._add(_Job(coroutine, StepState(flags, autocast, recording), context, ended))
                 return
         coroutine.close()
         raise NotInitialized

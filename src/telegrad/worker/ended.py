@@ -46,7 +46,7 @@ class EndedEngine:
     def _ignore(self, *_: Any) -> None:
         """Nothing is left to do."""
 
-    next = open = reply = nudge = stop = part_from = forget_peer = not_spawned = _ignore
+    next = open = close = reply = nudge = stop = part_from = forget_peer = not_spawned = _ignore
 
     def send(self, *_: Any) -> bool:
         """False: every peer is gone."""

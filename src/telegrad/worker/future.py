@@ -11,6 +11,7 @@ import torch
 
 from telegrad.errors import NotInitialized
 from telegrad.serialize.exceptions import afresh, forget_frames
+from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.scope import Scope, current
 
@@ -60,6 +61,7 @@ class CallFuture(torch.futures.Future[Any]):
     _read = False  # a creation: its reference was used
     _unread = "read its future"
     _failure: _Failure | None = None
+    _span: profiling.Span | None = None  # in a profile
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
 
     def wait(self) -> Any:
@@ -198,6 +200,8 @@ def in_scope(callback: Callable[[Any], T]) -> Callable[[Any], T]:
     scope = current.get()
     if scope is None:
         return callback
+    if profiling.observer.on and (recording := profiling.recording.get()) is not None:
+        callback = profiling.within(recording, callback)
 
     def run(done: Any) -> T:
         here = current.get()

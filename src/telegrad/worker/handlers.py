@@ -14,6 +14,7 @@ from telegrad.serialize.exceptions import describe_exception, let_go_of_frames, 
 from telegrad.serialize.names import resolve
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
+from telegrad.worker import profiling
 from telegrad.worker.calls import find_builtin
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
@@ -48,6 +49,7 @@ class Asked(NamedTuple):
     tag: int
     deadline: int
     context: Any = None  # the autograd context in which its tensors and those of the reply are recorded
+    recording: profiling.Recording | None = None  # of what runs for it
 
 
 class Handlers:
@@ -76,7 +78,7 @@ class Handlers:
         if not self._ready:
             self._worker.ready.wait()  # a member that has joined already may call before we know all of them
             self._ready = True
-            self._worker.plain.open()
+            self.admit_plain()
         preamble = _NO_PREAMBLE
         if flags & _PREAMBLE:
             try:
@@ -89,6 +91,13 @@ class Handlers:
         asked = Asked(peer, connection, call, tag, deadline, None if flags & _STATE else context)
         self._handle(asked, flags, name, body, segments, preamble)
         current.set(None)
+
+    def admit_plain(self) -> None:
+        """The core may run plain requests by itself, unless they are to be recorded."""
+        if profiling.observer.serving:
+            self._worker.plain.close()
+        elif self._ready:
+            self._worker.plain.open()
 
     def answer(
         self,
@@ -145,6 +154,8 @@ class Handlers:
         current.set(None)
 
     def _run(self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any, preamble: Preamble) -> None:
+        if preamble.profile is not None or profiling.observer.serving:
+            asked = asked._replace(recording=profiling.observer.record(self._me.id, preamble.profile))
         try:
             if flags & _STATE or preamble.autocast:
                 with handler_state(flags, preamble.autocast):
@@ -187,6 +198,9 @@ class Handlers:
                 raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
             function = _method(value, resolve(name or b"M"))
             args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
+        if asked.recording is not None:
+            with asked.recording:
+                return run(function, args, kwargs), function
         return run(function, args, kwargs), function
 
     # ---- results that come later
@@ -198,6 +212,7 @@ class Handlers:
                 current.get(),
                 flags,
                 preamble.autocast,
+                asked.recording,
                 lambda value, error: self._settle(asked, preamble.target, value, error),
             )
             return
@@ -254,6 +269,10 @@ class Handlers:
         error.__traceback__ = None  # whoever keeps the exception must not keep the request and its arguments
 
     def _reply(self, asked: Asked, tag: int, message: Encoded, flags: int) -> None:
+        if asked.recording is not None:
+            report = asked.recording.report()
+            if report is not None:
+                message = self._messages.with_report(message, report)
         self.engine.reply(asked.connection, asked.call, tag, message.flags | flags, message.body, message.segments)
 
 

@@ -3,13 +3,14 @@
 A message that carries references has a preamble: a last segment with their tickets (so that they can be honoured even
 if the body cannot be read), the reference it is about, and the caller's autocast state. The body then names a reference
 by its place among the tickets. A request made in an autograd context names it there, and a message that carries tensors
-which require grad has an id of its own, under which both ends record it.
+which require grad has an id of its own, under which both ends record it. A preamble also says what a profiler asks for,
+and brings it what was recorded.
 """
 
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -18,6 +19,7 @@ from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.pickling import Serializer, Wrap
 from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
+from telegrad.worker.profiling import Span
 from telegrad.worker.recorder import Recorder
 
 __all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble"]
@@ -44,6 +46,7 @@ class Preamble(NamedTuple):
     autocast: tuple[tuple[str, str], ...] | None
     context: Any = None  # the autograd context that it was made in
     wrap: Wrap | None = None  # what records the tensors that came
+    profile: Any = None  # of a request: what to record of it; of a reply: what was (telegrad.worker.profiling)
 
 
 is_grad_enabled = torch.is_grad_enabled
@@ -133,6 +136,7 @@ class Messages:
         parts: str | tuple[str, ...] = "result",
         context: Any = None,
         request: bool = False,
+        span: Span | None = None,
     ) -> Encoded:
         """Writes a message's body and preamble.
 
@@ -146,6 +150,7 @@ class Messages:
             parts: what an error calls the value, or the parts of one that is a tuple.
             context: the autograd context in which the message is sent.
             request: then it says so, and has its tensors recorded only if grad mode is on; a reply's always are.
+            span: of the call in a profile; it ends if this fails.
 
         Raises:
             what pickling the value raises; the tickets made so far are taken back.
@@ -163,13 +168,17 @@ class Messages:
             message = None
             if request or recorded:
                 message = self._recorder.carry(context, peer, recorded or (), request)
-            if tickets is None and target is None and autocast is None and message is None:
+            asked = None if span is None else span.asked
+            if tickets is None and target is None and autocast is None and message is None and asked is None:
                 return Encoded(flags, body, segments, ())
-            in_context = (None, 0) if message is None else (context.id, message)
-            segments = [*(segments or ()), self._preamble(tickets or (), target, autocast, *in_context)]
+            context_id = None if message is None else context.id
+            preamble = self._preamble(tickets or (), target, autocast, context_id, message or 0, asked)
+            segments = [*(segments or ()), preamble]
             made_in = None if message is None else (context, message)
             return Encoded(flags | _PREAMBLE, body, segments, tuple(tickets or ()), made_in)
         except BaseException as e:
+            if span is not None:
+                span.end()
             self._take_back(peer, keep=None)
             if isinstance(e, DeviceNotMapped):
                 to = self._name_of(peer)
@@ -228,11 +237,26 @@ class Messages:
         if message.recorded is not None:
             self._recorder.take_back(*message.recorded, peer)
 
-    def _preamble(self, tickets: Any, target: Any, autocast: Any, context: int | None, message: int) -> bytes:
+    def _preamble(
+        self, tickets: Any, target: Any, autocast: Any, context: int | None, message: int, profile: Any
+    ) -> bytes:
         plain = [(*t.rref, t.owner, int(t.kind), t.transfer) for t in tickets]
-        coded = self._codec.encode((plain, None if target is None else tuple(target), autocast, context, message))
+        return self._plain((plain, None if target is None else tuple(target), autocast, context, message, profile))
+
+    def _plain(self, value: Any) -> bytes:
+        coded = self._codec.encode(value)
         assert coded is not None
         return coded[0]
+
+    def with_report(self, message: Encoded, report: Any) -> Encoded:
+        """A reply that also brings what was recorded of its request."""
+        segments = list(message.segments or ())
+        if message.flags & _PREAMBLE:
+            *before, _ = cast("tuple[Any, ...]", self._codec.decode(segments.pop(), []))
+            segments.append(self._plain((*before, report)))
+        else:
+            segments.append(self._preamble((), None, None, None, 0, report))
+        return message._replace(flags=message.flags | _PREAMBLE, segments=segments)
 
     def preamble(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> Preamble:
         """Reads and removes the preamble, and takes up the references that came with it.
@@ -243,7 +267,7 @@ class Messages:
         if not flags & _PREAMBLE:
             return NO_PREAMBLE
         preamble: Any = self._codec.decode(segments.pop(), [])
-        plain, target, autocast, context_id, message = preamble
+        plain, target, autocast, context_id, message, profile = preamble
         tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer in plain]
         handles = self._receive(tickets, peer) if tickets else []
         context = wrap = None
@@ -252,7 +276,7 @@ class Messages:
             context = recorder.arrived(context_id, peer) if request else recorder.find(context_id)
             if context is not None and message:
                 wrap = partial(recorder.receive, context, peer, message)
-        return Preamble(handles, None if target is None else RRefId(*target), autocast, context, wrap)
+        return Preamble(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)
 
     def decode(self, flags: int, body: Any, segments: list[Any], handles: list[Any], wrap: Wrap | None = None) -> Any:
         """Reads a body.

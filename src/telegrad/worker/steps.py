@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from telegrad.wire import Flag
+from telegrad.worker.profiling import Recording
 from telegrad.worker.scope import AUTOCAST_DEVICES, autocast_of
 
 __all__ = ["StepState"]
@@ -36,9 +37,13 @@ class StepState:
     Args:
         flags: of the request, for the state that it begins in.
         autocast: the caller's (device, dtype) pairs.
+        recording: what records each step, if the caller is being profiled.
     """
 
-    def __init__(self, flags: int, autocast: tuple[tuple[str, str], ...] | None) -> None:
+    def __init__(
+        self, flags: int, autocast: tuple[tuple[str, str], ...] | None, recording: Recording | None = None
+    ) -> None:
+        self._recording = recording
         self._inference = bool(flags & Flag.INFERENCE)
         self._grad = not flags & (Flag.NO_GRAD | Flag.INFERENCE)
         on, cache = autocast_of(autocast)
@@ -57,9 +62,13 @@ class StepState:
         torch.set_grad_enabled(self._grad)
         if self._autocast != before:
             _set_autocast(self._autocast)
+        if self._recording is not None:
+            self._recording.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
         self._autocast = _autocast()

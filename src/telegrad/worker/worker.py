@@ -127,7 +127,7 @@ class Worker:
             options.max_header_bytes,
             self.name_of,
         )
-        self.calls = Calls(self.engine, self.messages, self.name_of, nanoseconds(options.rpc_timeout))
+        self.calls = Calls(self.engine, self.messages, self.name_of, info.id, nanoseconds(options.rpc_timeout))
         self.timers = Timers(f"telegrad-{info.name}-timers")
         self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
         self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)

@@ -10,10 +10,10 @@ import sys
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
+from telegrad import observe as _observe
 from telegrad import rpc as _public
 from telegrad.compat import autograd as _autograd
 from telegrad.compat.futures import install_wait_all
-from telegrad.compat.unbuilt import unbuilt
 from telegrad.errors import NotInitialized
 from telegrad.rpc import *  # noqa: F403
 from telegrad.rpc import agent as _agent
@@ -52,13 +52,12 @@ _ADDED: Final[dict[str, tuple[ModuleType, str]]] = {
     "_DEFAULT_RPC_TIMEOUT_SEC": (constants, "DEFAULT_RPC_TIMEOUT_SEC"),
     "_UNSET_RPC_TIMEOUT": (constants, "UNSET_RPC_TIMEOUT"),
     "_init_rpc_backend": (_start, "_init_rpc_backend"),
+    "_server_process_global_profile": (_observe, "ServerProfile"),
 }
 """Torch's names, and where ours are. They are looked up at each use: some change, and programs patch them."""
 
 _SUBMODULES: Final = ("_utils", "rref_proxy", "server_process_global_profiler")
 """Those that torch's package has loaded by itself, and ours loads when they are asked for."""
-
-_UNBUILT: Final = ("RemoteProfilerManager", "_server_process_global_profile")
 
 __all__ = sorted({*_public.__all__, *(name for name in _ADDED if name[0] != "_")})  # noqa: PLE0605  # a list, in the end
 
@@ -78,9 +77,16 @@ def __getattr__(name: str) -> Any:
         return getattr(module, theirs)
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _UNBUILT:
-        return unbuilt(__name__, "RPC profiler")(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class RemoteProfilerManager:
+    """Torch's way to name a call in a profile."""
+
+    @staticmethod
+    def set_current_profiling_key(key: str) -> None:
+        """The next call that this thread makes under a profiler has this name there."""
+        _observe.name_next_call(key)
 
 
 def rpc_init(name: str, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,5 @@
-"""Torch's module of the profiler of all threads that run requests, which Telegrad does not have yet."""
+"""Torch's module of the profiler of all threads that run requests."""
 
-from telegrad.compat.unbuilt import unbuilt
+from telegrad.observe import ServerProfile as _server_process_global_profile
 
-__getattr__ = unbuilt(__name__, "RPC profiler")
+__all__ = ["_server_process_global_profile"]

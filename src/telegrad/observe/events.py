@@ -1,0 +1,117 @@
+"""What a profile knows of one operator, in a form that travels: torch's own events cannot leave their process."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from telegrad.observe.torchs import EventList, FunctionEvent
+
+__all__ = ["REMOTE_OP", "Event", "clock_offset", "combined"]
+
+REMOTE_OP = "#remote_op: "  # between the name of a call and that of what its callee did; torch's own
+_THREADS_OF_A_NODE = 1_000_000
+
+
+class Event(NamedTuple):
+    """One operator, or one call."""
+
+    name: str
+    node: int  # id of the worker that it ran on
+    thread: int
+    start: int  # ns since the epoch
+    end: int
+    is_async: bool = False
+    scope: int = 0  # an at::RecordScope
+    shapes: Any = None  # of its tensors, where they were to be recorded
+    stack: Any = None
+    cpu_memory: int = 0  # bytes
+    device_memory: int = 0
+    flops: int = 0
+    kernels: Any = ()  # (name, device, duration in us)
+
+    @classmethod
+    def of(cls, event: Any, node: int, base: int) -> "Event":
+        """Of torch's event. `base` is the moment, in ns since the epoch, from which its times count."""
+        return cls(
+            event.name,
+            node,
+            event.thread,
+            base + int(event.time_range.start * 1000),
+            base + int(event.time_range.end * 1000),
+            event.is_async,
+            event.scope,
+            _lists(event.input_shapes),
+            list(event.stack or ()),
+            event.cpu_memory_usage,
+            event.device_memory_usage,
+            event.flops or 0,
+            [tuple(kernel) for kernel in event.kernels],
+        )
+
+    def seen_by_caller(self, call: str, offset: int) -> "Event":
+        """As what a callee did in a call, by the caller's clock."""
+        return self._replace(name=f"{call}{REMOTE_OP}{self.name}", start=self.start - offset, end=self.end - offset)
+
+    def as_function_event(self, base: int) -> Any:
+        """As torch's event, its times counted from `base`."""
+        event = FunctionEvent(
+            id=0,
+            node_id=self.node,
+            name=self.name,
+            trace_name=self.name,
+            # Threads of different workers have the same small numbers, and torch tells events apart by them.
+            thread=self.thread + (self.node + 1) * _THREADS_OF_A_NODE,
+            start_us=(self.start - base) / 1000,
+            end_us=(self.end - base) / 1000,
+            input_shapes=self.shapes,
+            stack=self.stack,
+            scope=0,  # a backward pass elsewhere has no forward operators here to be tied to
+            cpu_memory_usage=self.cpu_memory,
+            device_memory_usage=self.device_memory,
+            is_async=self.is_async,
+            is_remote=True,
+            is_legacy=True,
+            flops=self.flops,
+        )
+        for name, device, duration in self.kernels:
+            event.append_kernel(name, device, duration)
+        return event
+
+
+def _lists(shapes: Any) -> Any:
+    return [_lists(shape) if isinstance(shape, (list, tuple)) else shape for shape in shapes or ()]
+
+
+def clock_offset(sent: int, received: int, replied: int, returned: int) -> int:
+    """By how many ns the callee's clock is ahead of the caller's.
+
+    The two are taken as one clock (0) as far as what they say is possible: no message arrives before it was sent.
+    Otherwise the way there is taken to have been as long as the way back, as NTP does.
+
+    Args:
+        sent, returned: by the caller's clock.
+        received, replied: by the callee's.
+    """
+    if sent <= received <= replied <= returned:
+        return 0
+    return ((received - sent) + (replied - returned)) // 2
+
+
+def combined(local: Any, remote: Iterable[Event], base: int) -> Any:
+    """A profile's events, those of other workers among them, in the order of their beginnings.
+
+    Args:
+        local: torch's, with its tree of parents and children, which stays.
+        remote: to be added, with a tree of their own.
+        base: ns since the epoch from which torch's times count.
+    """
+    options = {
+        "use_device": local._use_device,
+        "profile_memory": local._profile_memory,
+        "with_flops": local._with_flops,
+    }
+    others = EventList((event.as_function_event(base) for event in remote), **options)
+    others._build_tree()
+    events = sorted([*local, *others], key=lambda event: (event.time_range.start, -event.time_range.end))
+    both = EventList(events, **options)
+    both._tree_built = True
+    return both

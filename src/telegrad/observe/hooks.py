@@ -1,0 +1,93 @@
+"""Where torch's profilers tell of their start and end, and show what other workers did.
+
+Torch has no place to register for this, so methods of its two profiler classes are wrapped; each wrapper calls what it
+wraps. A profiler under which no call is made shows what it would show without.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.observe import recording, torchs, trace
+from telegrad.observe.profiler import profiler
+from telegrad.observe.recording import Option
+from telegrad.observe.sessions import Session
+
+__all__ = ["install", "session_of"]
+
+_SESSION = "_telegrad_session"
+
+
+def session_of(profile: Any) -> Session | None:
+    """That of one of torch's profilers; None if it has not been started since Telegrad was imported."""
+    session: Session | None = getattr(getattr(profile, "profiler", None) or profile, _SESSION, None)
+    return session
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, functools.partial(original, self, *args, **kwargs), *args)
+
+    setattr(owner, name, wrapped)
+
+
+def _start(self: Any, start: Callable[[], Any], *_: Any) -> Any:
+    recording.pause()
+    before = time.time_ns()
+    try:
+        result = start()
+    except BaseException:
+        recording.go_on()
+        raise
+    session = Session(Option.of(self), not isinstance(self, torchs.Kineto), before)
+    profiler.open(session)
+    setattr(self, _SESSION, session)
+    return result
+
+
+def _end(self: Any, end: Callable[[], Any], *_: Any) -> Any:
+    session = session_of(self) if self.enabled else None
+    if session is None or session.closed:
+        return end()
+    profiler.close(session)
+    try:
+        return end()
+    finally:
+        recording.go_on()
+
+
+def _end_legacy(self: Any, end: Callable[[], Any], *args: Any) -> Any:
+    result = _end(self, end, *args)
+    session = session_of(self) if self.enabled else None
+    if session is not None:
+        self.function_events = session.completed(self.function_events)
+    return result
+
+
+def _parse(self: Any, parse: Callable[[], Any], result: Any, *_: Any) -> Any:
+    session = session_of(self)
+    events = parse()
+    return events if session is None else session.extended(events, result.trace_start_ns())
+
+
+def _export(self: Any, export: Callable[[], Any], path: Any, *_: Any) -> Any:
+    result = export()
+    session = session_of(self)
+    if session is not None and session.calls:
+        trace.add(path, session)
+    return result
+
+
+def install() -> None:
+    """Wraps them."""
+    _wrap(torchs.Kineto, "_start_trace", _start)
+    _wrap(torchs.Kineto, "__exit__", _end)
+    _wrap(torchs.Kineto, "_parse_kineto_results", _parse)
+    _wrap(torchs.Kineto, "export_chrome_trace", _export)
+    if torchs.legacy is not None:
+        _wrap(torchs.Legacy, "_start_trace", _start)
+        _wrap(torchs.Legacy, "__exit__", _end_legacy)

@@ -1,0 +1,158 @@
+"""What the call path asks: who profiles, and what is to be recorded. One for the process, as torch's profilers are."""
+
+import itertools
+import threading
+from typing import Any
+
+from telegrad.observe import torchs
+from telegrad.observe.events import Event
+from telegrad.observe.recording import Option, Recording
+from telegrad.observe.sessions import Session
+from telegrad.observe.spans import RecordedSpan, SessionSpan, Span, call_key, function_name
+from telegrad.worker import live_workers, profiling
+from telegrad.worker.calls import Calls
+from telegrad.worker.profiling import Asked, Report
+from telegrad.worker.scope import autocast_is_on
+
+__all__ = ["Profiler", "profiler"]
+
+
+class _Key(threading.local):
+    """The name that this thread has chosen for its next call."""
+
+    chosen: str | None = None
+
+
+def _unusual() -> bool:
+    return autocast_is_on() or torchs.profiler_enabled() or profiling.recording.get() is not None
+
+
+class Profiler:
+    """See `telegrad.worker.profiling.Observer`."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.serving = False
+        self._lock = threading.Lock()
+        self._active = 0  # sessions, recordings and servers' profiles
+        self._sessions: list[Session] = []
+        self._servers: tuple[Any, ...] = ()  # profiles of all that this process answers
+        self._numbers = itertools.count(1)
+        self._spans: dict[int, Span] = {}  # those whose calls are under way, by number
+        self._key = _Key()
+
+    # ---- the caller's side
+
+    def begin(self, calls: Calls, peer: int, mode: str, function: Any) -> Span | None:
+        recording = profiling.recording.get()
+        session = self._session(recording is None) if torchs.profiler_enabled() else None
+        if session is None and not isinstance(recording, Recording):
+            return None
+        to = calls.name_of(peer)
+        asked: Asked | None = None
+        if mode == "type":
+            mode, function = "async", "_rref_typeof_on_owner"
+        elif mode != "to_here":
+            options = session.options if session is not None else recording.options  # type: ignore[union-attr]
+            asked = (next(self._numbers), int(options))
+        key, self._key.chosen = self._key.chosen, None
+        if key is None:
+            key = call_key(mode, function_name(function), calls.name_of(calls.me), to)
+        span: Span
+        if session is not None:
+            session.called_by(calls.me, calls.name_of)
+            span = SessionSpan(session, mode, key, (peer, to), asked, self._over)
+        else:
+            assert isinstance(recording, Recording)
+            span = RecordedSpan(recording, key, (peer, to), asked, self._over)
+        if asked is not None:
+            self._spans[asked[0]] = span
+        return span
+
+    def arrived(self, report: Report) -> None:
+        number, received, replied, events = report
+        span = self._spans.get(number)
+        if span is not None:
+            span.arrived(received, replied, [Event(*event) for event in events])
+
+    def _over(self, asked: Asked) -> None:
+        self._spans.pop(asked[0], None)
+
+    def name_next_call(self, key: str) -> None:
+        """The next call that this thread makes under a profiler has this name there."""
+        self._key.chosen = key
+
+    # ---- the callee's side
+
+    def record(self, node: int, asked: Asked | None) -> Recording:
+        options = Option(asked[1]) if asked is not None else Option(0)
+        for server in self._servers:
+            options |= server.options
+        self._count(1)
+        return Recording(self, node, asked, options)
+
+    def recorded(self, recording: Recording) -> None:
+        """One has ended."""
+        self._count(-1)
+        for server in self._servers:
+            server.took(recording.events)
+
+    # ---- who profiles
+
+    def open(self, session: Session) -> None:
+        """A profiler of the program's has started in this thread."""
+        with self._lock:
+            self._sessions.append(session)
+        self._count(1)
+
+    def close(self, session: Session) -> None:
+        """It has ended."""
+        with self._lock:
+            if session.closed:
+                return
+            session.close()
+            self._sessions.remove(session)
+        self._count(-1)
+
+    def _session(self, or_latest: bool) -> Session | None:
+        """The one that this thread is being profiled for: its own; else the latest, if that is wanted, because torch
+        takes a profiler along to the threads of its engine."""
+        me = threading.get_ident()
+        sessions = self._sessions
+        for session in reversed(sessions):
+            if session.thread == me:
+                return session
+        return sessions[-1] if or_latest and sessions else None
+
+    def serve(self, server: Any) -> None:
+        """All requests that this process answers from now on are to be recorded, for a server's profile too."""
+        with self._lock:
+            self._servers = (*self._servers, server)
+            self.serving = True
+        self._count(1)
+        self._admit()
+
+    def served(self, server: Any) -> None:
+        """No more for this one."""
+        with self._lock:
+            if server not in self._servers:
+                return
+            self._servers = tuple(other for other in self._servers if other is not server)
+            self.serving = bool(self._servers)
+        self._count(-1)
+        self._admit()
+
+    @staticmethod
+    def _admit() -> None:
+        for worker in list(live_workers):
+            worker.handlers.admit_plain()
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._active += change
+            self.on = self._active > 0
+            profiling.unusual = _unusual if self.on else autocast_is_on
+
+
+profiler = Profiler()
+profiling.observer = profiler

@@ -1,0 +1,72 @@
+"""Profiles of all that a process answers, whoever calls."""
+
+import itertools
+import time
+from typing import Any, Self
+
+from telegrad.observe.events import Event
+from telegrad.observe.profiler import profiler
+from telegrad.observe.recording import Option
+from telegrad.observe.torchs import EventList, Legacy
+
+__all__ = ["ServerProfile"]
+
+_Base: Any = object if Legacy is None else Legacy
+
+
+class ServerProfile(_Base):  # type: ignore[misc]
+    """A profiler of every request that this process answers while it is on, on all threads and for all callers. Code
+    that runs outside of requests is not in it. Several may be on at once, one inside another or not.
+
+    Args: as of ``torch.autograd.profiler_legacy.profile``: enabled, use_cuda, record_shapes, with_flops,
+        profile_memory, with_stack, with_modules.
+
+    Attributes:
+        function_events: all events, an ``EventList``; from the end on.
+        process_global_function_events: a list of ``FunctionEvent`` for each request; from the end on.
+
+    Raises:
+        RuntimeError: torch no longer has its legacy profiler, which does the work; or it is entered again.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if Legacy is None:
+            raise RuntimeError("a profile of a server needs torch.autograd.profiler_legacy, which this torch has not.")
+        self.entered = False
+        super().__init__(*args, **kwargs)
+        self._requests: list[list[Event]] = []
+
+    @property
+    def options(self) -> Option:
+        """What is noted."""
+        return Option.of(self)
+
+    def took(self, events: list[Event]) -> None:
+        """A request has been answered."""
+        self._requests.append(events)
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            if self.entered:
+                raise RuntimeError("autograd profiler traces are not reentrant")
+            self.entered = True
+            self._began = time.time_ns()
+            profiler.serve(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.enabled:
+            return
+        profiler.served(self)
+        self.process_global_function_events = [self._function_events(events) for events in self._requests]
+        self.function_events = EventList(
+            itertools.chain.from_iterable(self.process_global_function_events),
+            use_device="cuda" if self.use_cuda else None,
+            profile_memory=self.profile_memory,
+            with_flops=self.with_flops,
+        )
+        self.function_events._build_tree()
+
+    def _function_events(self, events: list[Event]) -> list[Any]:
+        found = [event.as_function_event(self._began) for event in events]
+        return sorted(found, key=lambda event: (event.time_range.start, -event.time_range.end))

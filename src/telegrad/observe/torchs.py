@@ -1,0 +1,40 @@
+"""What is needed of torch's profilers and is not public, in one place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import profiler, profiler_util
+
+__all__ = [
+    "EventList",
+    "FunctionEvent",
+    "Kineto",
+    "Legacy",
+    "ProfilerConfig",
+    "ProfilerState",
+    "disable_legacy",
+    "enable_legacy",
+    "legacy",
+    "profiler_enabled",
+    "record_function",
+]
+
+FunctionEvent: Any = profiler_util.FunctionEvent
+EventList: Any = profiler_util.EventList
+record_function: Any = profiler.record_function
+Kineto: Any = profiler.profile
+ProfilerConfig: Any = torch._C._profiler.ProfilerConfig
+ProfilerState: Any = torch._C._profiler.ProfilerState
+
+_native: Any = torch._C._autograd
+profiler_enabled: Callable[[], bool] = _native._profiler_enabled  # of either kind, in the calling thread
+
+legacy: Any  # the module; None where torch has removed it, as it has announced
+try:
+    from torch.autograd import profiler_legacy as legacy
+except ImportError:  # then calls are shown all the same, the operators of their callees are not
+    legacy = None
+Legacy: Any = getattr(legacy, "profile", None)
+enable_legacy: Any = getattr(_native, "_enable_profiler_legacy", None)
+disable_legacy: Any = getattr(_native, "_disable_profiler_legacy", None)

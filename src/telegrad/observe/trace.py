@@ -1,0 +1,82 @@
+"""Chrome traces: Kineto writes those of its own process; the processes that it called are added here.
+
+Each called worker becomes a process of the trace, and an arrow leads from every call to what its callee did.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from telegrad.observe.events import REMOTE_OP
+from telegrad.observe.sessions import RemoteCall, Session
+
+__all__ = ["add"]
+
+_HEAD = 1 << 20  # bytes of a file in which its list of events begins
+_LIST = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
+
+
+def add(path: str | Path, session: Session) -> None:
+    """Adds to a trace that Kineto has written what other workers did meanwhile. Another kind of file stays as it is."""
+    head = _head_of(path)
+    begin = _LIST.search(head)
+    if begin is None:
+        return
+    base = _BASE.search(head)
+    events = list(_events(session, int(base.group(1)) if base else 0))
+    added = ",\n".join(json.dumps(event) for event in events).encode()
+    partial = f"{path}.part"
+    with open(path, "rb") as old, open(partial, "wb") as new:
+        new.write(old.read(begin.end()))
+        new.write(b"\n" + added)
+        rest = old.read(_HEAD)
+        if not rest.lstrip().startswith(b"]"):
+            new.write(b",\n")
+        new.write(rest)
+        shutil.copyfileobj(old, new)
+    os.replace(partial, path)
+
+
+def _head_of(path: str | Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(_HEAD)
+
+
+def _events(session: Session, base: int) -> Iterator[dict[str, Any]]:
+    """In Chrome's form: times in us since `base` ns."""
+
+    def us(ns: int) -> float:
+        return (ns - base) / 1000
+
+    for node, name in sorted(session.names.items()):
+        about = {"ph": "M", "name": "process_name", "pid": _process(node), "tid": 0, "ts": 0}
+        yield about | {"args": {"name": f"worker {name}"}}
+    for number, call in enumerate(session.calls):
+        thread = _thread(call)
+        yield {
+            "ph": "X", "cat": "rpc", "name": call.key, "pid": _process(call.node), "tid": thread,
+            "ts": us(call.received), "dur": us(call.replied) - us(call.received), "args": {},
+        }  # fmt: skip
+        flow = {"cat": "rpc", "name": "rpc", "id": number}
+        yield {**flow, "ph": "s", "pid": session.process, "tid": call.thread, "ts": us(call.sent)}
+        yield {**flow, "ph": "f", "bp": "e", "pid": _process(call.node), "tid": thread, "ts": us(call.received)}
+        for event in call.events:
+            yield {
+                "ph": "X", "cat": "cpu_op", "name": event.name.rpartition(REMOTE_OP)[2], "pid": _process(event.node),
+                "tid": event.thread, "ts": us(event.start), "dur": us(event.end) - us(event.start),
+                "args": {"Call": event.name.rpartition(REMOTE_OP)[0], "Input Dims": event.shapes},
+            }  # fmt: skip
+
+
+def _process(node: int) -> str:
+    return f"rpc worker {node}"
+
+
+def _thread(call: RemoteCall) -> int:
+    """The callee's thread that ran the function; calls that ran nothing of torch's have a line of their own."""
+    return next((event.thread for event in call.events if event.node == call.node and not event.is_async), 0)

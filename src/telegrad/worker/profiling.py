@@ -1,0 +1,95 @@
+"""Where a profiler looks into calls.
+
+Worker code knows no profiler. `telegrad.observe` puts one here and switches it on while somebody profiles. Switched
+off, it costs a plain call nothing: the call asks `unusual`, which is then torch's look at autocast and nothing else.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from telegrad.worker.scope import autocast_is_on
+
+if TYPE_CHECKING:
+    from telegrad.worker.calls import Calls
+
+__all__ = ["Asked", "Observer", "Recording", "Report", "Span", "recording", "within"]
+
+T = TypeVar("T")
+
+Asked = tuple[int, int]  # what a request says: number of its span, options
+Report = tuple[Any, ...]  # what its reply says: plain values
+
+
+class Span(Protocol):
+    """The time that a call takes, in somebody's profile."""
+
+    asked: Asked | None  # for the request, where the callee is to record what it does
+
+    def end(self) -> None:
+        """The call is over. Called again, it does nothing."""
+
+
+class Recording(Protocol):
+    """What is recorded of a request on its callee. Whatever runs inside it belongs to it; any thread may enter it."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def report(self) -> Report | None:
+        """Ends it; what the caller has asked for."""
+
+
+class Observer(Protocol):
+    """What `telegrad.observe` offers to the call path."""
+
+    on: bool  # does anybody profile calls in this process?
+    serving: bool  # are all requests to be recorded that this process answers?
+
+    def begin(self, calls: "Calls", peer: int, mode: str, function: Any) -> Span | None:
+        """A call begins; None where the calling thread is not being profiled.
+
+        Args:
+            calls: whose it is.
+            peer: whom it goes to.
+            mode: sync, async, remote or to_here.
+            function: what is called, or its name.
+        """
+
+    def record(self, node: int, asked: Asked | None) -> Recording:
+        """A request is about to run on the worker with this id."""
+
+    def arrived(self, report: Report) -> None:
+        """A reply has brought this."""
+
+
+class _Nobody:
+    """What stands in its place until `telegrad.observe` is imported."""
+
+    on = False
+    serving = False
+
+    def begin(self, *_: Any) -> None:
+        return None
+
+    def arrived(self, _: Any) -> None:
+        return None
+
+
+observer: Any = _Nobody()  # an Observer; asked for more than `on` and `serving` only where these, or a message, say so
+unusual: Callable[[], bool] = autocast_is_on  # may a call of this thread be more than a plain one?
+recording: ContextVar[Recording | None] = ContextVar("telegrad_recording", default=None)
+
+
+def within(inner: Recording, callback: Callable[[Any], T]) -> Callable[[Any], T]:
+    """The callback, as part of the request that a recording is of."""
+
+    def run(done: Any) -> T:
+        with inner:
+            return callback(done)
+
+    return run

@@ -1,0 +1,220 @@
+"""Torch's profilers show calls, and what they do on other workers, under torch's own names."""
+
+import threading
+from typing import Any
+
+import profiled
+import pytest
+import torch
+from profiled import FEW, MANY, Box, double, events, named, only
+from torch.autograd import profiler_legacy
+
+from telegrad import observe, rpc
+from telegrad.testing import Cluster, Gate, run_all
+
+X = torch.ones(2)
+
+
+def test_calls_of_every_kind_and_their_operators_are_shown(profile: Any) -> None:
+    with profile() as prof:
+        rpc.rpc_sync("w1", double, (X,))
+        rpc.rpc_async("w1", torch.add, (X, X)).wait()
+        rref = rpc.remote("w1", torch.mul, (X, X))
+        rref.to_here()
+        rref._get_profiling_future().wait()
+    for call, operator in (
+        ("rpc_sync#double(w0 -> w1)", "aten::add"),
+        ("rpc_async#aten::add(w0 -> w1)", "aten::add"),
+        ("rpc_remote#aten::mul(w0 -> w1)", "aten::mul"),
+    ):
+        local, remote = only(prof, call), only(prof, f"{call}#remote_op: {operator}")
+        assert (local.node_id, local.is_remote) == (0, False)
+        assert (remote.node_id, remote.is_remote) == (1, True)
+        assert local.time_range.start <= remote.time_range.start < remote.time_range.end <= local.time_range.end
+    assert only(prof, "to_here#(w0)->(w1)").node_id == 0
+    assert {event.name for event in observe.remote_events(prof)} == {e.name for e in events(prof) if e.is_remote}
+    assert "rpc_sync#double" in prof.key_averages().table(max_name_column_width=100)
+
+
+def test_methods_of_referenced_values_are_shown_by_their_names(profile: Any) -> None:
+    rref = rpc.remote("w1", Box)
+    rref.to_here()
+    with profile() as prof:
+        rref.rpc_sync().get()
+        rref.rpc_async().get().wait()
+        rref.remote().get()._get_profiling_future().wait()
+    for mode in ("sync", "async", "remote"):
+        assert only(prof, f"rpc_{mode}#get(w0 -> w1)#remote_op: aten::add").node_id == 1
+    assert only(prof, "rpc_async#_rref_typeof_on_owner(w0 -> w1)").node_id == 0  # for `remote`, once
+
+
+@pytest.mark.parametrize("function", [profiled.relay, profiled.relay_later, profiled.relay_in_coroutine])
+def test_what_a_callee_calls_in_turn_is_shown_under_both_names(profile: Any, function: Any) -> None:
+    with profile() as prof:
+        rpc.rpc_sync("w1", function, ("w2", X))
+    outer = f"rpc_sync#{function.__name__}(w0 -> w1)"
+    mode = "sync" if function is profiled.relay else "async"
+    inner = f"{outer}#remote_op: rpc_{mode}#double(w1 -> w2)"
+    assert only(prof, inner).node_id == 1
+    operator = only(prof, f"{inner}#remote_op: aten::add")
+    assert operator.node_id == 2
+    call = only(prof, outer).time_range
+    assert call.start <= operator.time_range.start < operator.time_range.end <= call.end
+
+
+def test_steps_of_a_coroutine_and_callbacks_of_a_future_are_recorded(profile: Any) -> None:
+    with profile() as prof:
+        rpc.rpc_sync("w1", profiled.relay_in_coroutine, ("w2", X))
+        rpc.rpc_sync("w1", profiled.relay_later, ("w2", X))
+    for name in ("aten::mul", "aten::sub"):
+        assert only(prof, f"rpc_sync#relay_in_coroutine(w0 -> w1)#remote_op: {name}").node_id == 1
+    assert only(prof, "rpc_sync#relay_later(w0 -> w1)#remote_op: aten::mul").node_id == 1
+
+
+def test_a_call_that_fails_is_shown_with_what_it_did(profile: Any) -> None:
+    with profile() as prof:
+        with pytest.raises(ValueError, match="on purpose"):
+            rpc.rpc_sync("w1", profiled.fail, (X,))
+        with pytest.raises(ValueError, match="on purpose"):
+            rpc.rpc_async("w1", profiled.fail, (X,)).wait()
+        with pytest.raises(Exception, match="lock"):
+            rpc.rpc_sync("w1", double, (threading.Lock(),))
+    for mode in ("sync", "async"):
+        only(prof, f"rpc_{mode}#fail(w0 -> w1)#remote_op: aten::add")
+
+
+def test_a_call_that_times_out_is_shown_and_its_late_report_concerns_nobody(profile: Any) -> None:
+    gate = Gate()
+    with profile() as prof:
+        with pytest.raises(RuntimeError, match="ran for more than"):
+            rpc.rpc_sync("w1", gate.enter, timeout=0.01)
+        future = rpc.rpc_async("w1", gate.enter, timeout=0.01)
+        with pytest.raises(RuntimeError, match="ran for more than"):
+            future.wait()
+    gate.open()
+    names = [event.name for event in events(prof)]
+    assert sum("rpc_sync#" in name for name in names) == 1
+    assert sum("rpc_async#" in name for name in names) == 1
+
+
+def test_a_call_that_outlives_the_profiler_completes_as_ever(profile: Any) -> None:
+    gate = Gate()
+    with profile() as prof:
+        future = rpc.rpc_async("w1", gate.enter)
+    gate.open()
+    future.wait()
+    assert not observe.remote_calls(prof)
+
+
+def test_calls_of_one_name_in_a_row_are_all_shown(profile: Any) -> None:
+    with profile() as prof:
+        torch.futures.wait_all([rpc.rpc_async("w1", double, (X,)) for _ in range(5)])
+    assert len(named(prof, "rpc_async#double(w0 -> w1)")) == 5
+    assert len(named(prof, "rpc_async#double(w0 -> w1)#remote_op: aten::add")) == 5
+    assert not any("telegrad" in event.name for event in events(prof))
+
+
+def test_a_call_within_a_range_of_the_programs_own_lies_in_it(profile: Any) -> None:
+    with profile() as prof, torch.profiler.record_function("mine"):
+        rpc.rpc_sync("w1", double, (X,))
+    mine, call = only(prof, "mine"), only(prof, "rpc_sync#double(w0 -> w1)")
+    assert call.cpu_parent is mine
+    assert mine.cpu_children == [call]
+
+
+def test_what_is_noted_of_operators_is_noted_elsewhere_too(profile: Any) -> None:
+    def remote_add(**options: bool) -> Any:
+        with profile(**options) as prof:
+            rpc.rpc_sync("w1", double, (torch.ones(3, 4),))
+        return only(prof, "rpc_sync#double(w0 -> w1)#remote_op: aten::add")
+
+    assert remote_add().input_shapes == []
+    assert remote_add().cpu_memory_usage == 0
+    assert remote_add(record_shapes=True).input_shapes[:2] == [[3, 4], [3, 4]]
+    assert remote_add(profile_memory=True).cpu_memory_usage == 3 * 4 * 4
+    assert remote_add(with_flops=True).flops > 0
+
+
+def test_operators_of_a_callee_form_a_tree_of_their_own(profile: Any) -> None:
+    with profile() as prof:
+        rpc.rpc_sync("w1", double, (torch.ones(2, dtype=torch.int64),))
+        rpc.rpc_sync("w1", torch.relu, (X,))
+    relu = only(prof, "rpc_sync#aten::relu(w0 -> w1)#remote_op: aten::relu")
+    assert [child.name for child in relu.cpu_children] == ["rpc_sync#aten::relu(w0 -> w1)#remote_op: aten::clamp_min"]
+
+
+def test_other_threads_are_not_shown(profile: Any, three: Cluster) -> None:
+    with profile() as prof:
+        run_all([lambda: three[0].rpc_sync("w1", double, (X,))])
+    assert not [event for event in events(prof) if "rpc_" in event.name]
+
+
+def test_profilers_of_two_threads_see_their_own_calls(three: Cluster) -> None:
+    """Kineto is one for the process; the legacy profiler is a thread's."""
+    both = threading.Barrier(2)
+
+    def run(to: str, operator: Any) -> Any:
+        with profiler_legacy.profile() as prof:
+            both.wait(10)
+            three[0].rpc_sync(to, operator, (X, X))
+            both.wait(10)
+        return sorted(event.name for event in events(prof) if event.is_remote)
+
+    first, second = run_all([lambda: run("w1", torch.mul), lambda: run("w2", torch.sub)])
+    assert first == ["rpc_sync#aten::mul(w0 -> w1)#remote_op: aten::mul"]
+    assert second == ["rpc_sync#aten::sub(w0 -> w2)#remote_op: aten::sub"]
+
+
+def test_a_callee_may_profile_itself_meanwhile(profile: Any) -> None:
+    with profile() as prof:
+        assert rpc.rpc_sync("w1", profiled.profile_yourself, (X,)) == ["aten::mul"]
+    for name in ("aten::add", "aten::sub"):
+        only(prof, f"rpc_sync#profile_yourself(w0 -> w1)#remote_op: {name}")
+
+
+def test_calls_to_this_worker_are_shown_as_any(profile: Any) -> None:
+    with profile() as prof:
+        rpc.rpc_sync("w0", double, (X,))
+    assert only(prof, "rpc_sync#double(w0 -> w0)#remote_op: aten::add").node_id == 0
+
+
+def test_the_next_call_may_be_given_a_name(profile: Any) -> None:
+    with profile() as prof:
+        observe.name_next_call("my own name")
+        rpc.rpc_sync("w1", double, (X,))
+        rpc.rpc_sync("w1", double, (X,))
+    only(prof, "my own name#remote_op: aten::add")
+    only(prof, "rpc_sync#double(w0 -> w1)#remote_op: aten::add")
+
+
+def test_internal_calls_are_not_shown(profile: Any, three: Cluster) -> None:
+    core = three[0]._worker
+    with profile() as prof:
+        core.internal(1, double, (X,), 10.0).wait()
+    assert not [event for event in events(prof) if "rpc_" in event.name]
+
+
+def test_a_profiler_with_a_schedule_shows_each_cycle() -> None:
+    seen = []
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=2),
+        on_trace_ready=lambda prof: seen.append(len(named(prof, "rpc_sync#double(w0 -> w1)#remote_op: aten::add"))),
+    ) as prof:
+        for _ in range(6):
+            rpc.rpc_sync("w1", double, (X,))
+            prof.step()
+    assert seen == [1, 1]
+
+
+def test_without_a_profiler_calls_take_the_short_way(long_way: list[Any], three: Cluster) -> None:
+    def call() -> None:
+        for _ in range(MANY):
+            three[0].rpc_sync("w1", double, (X,))
+
+    call()
+    assert len(long_way) <= FEW
+    with profiler_legacy.profile():
+        run_all([call])  # nor do those of threads that are not profiled
+        assert len(long_way) <= 2 * FEW
+        call()
+    assert len(long_way) >= MANY

@@ -1,0 +1,92 @@
+"""A server's profile has all requests that its process answers, whoever makes them."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from profiled import FEW, MANY, double, relay_in_coroutine
+from torch.autograd import profiler_legacy
+
+from telegrad import observe, rpc
+from telegrad.compat import rpc as compat_rpc
+from telegrad.testing import Cluster, run_all
+
+X = torch.ones(2)
+
+
+def names(profile: Any) -> list[str]:
+    return [event.name for event in profile.function_events]
+
+
+def test_every_request_is_recorded_for_all_profiles_that_are_on() -> None:
+    with observe.ServerProfile() as outer:
+        rpc.rpc_sync("w1", torch.add, (X, X))
+        with observe.ServerProfile() as inner:
+            rpc.rpc_sync("w1", torch.sub, (X, X))
+        rpc.rpc_sync("w1", torch.mul, (X, X))
+    rpc.rpc_sync("w1", torch.div, (X, X))
+    assert names(inner) == ["aten::sub"]
+    assert names(outer) == ["aten::add", "aten::sub", "aten::mul"]
+    assert [[event.name for event in events] for events in outer.process_global_function_events] == [
+        ["aten::add"],
+        ["aten::sub"],
+        ["aten::mul"],
+    ]
+    assert "aten::sub" in outer.key_averages().table()
+
+
+def test_callers_of_all_threads_and_coroutines_are_in_it(three: Cluster) -> None:
+    with observe.ServerProfile(record_shapes=True) as profile:
+        run_all([lambda: three[0].rpc_sync("w1", double, (X,)), lambda: three[2].rpc_sync("w1", double, (X,))])
+        rpc.rpc_sync("w1", relay_in_coroutine, ("w2", X))
+    found = names(profile)
+    assert found.count("aten::add") == 3  # two for w1, and one for w2, which is of this process too
+    assert {"aten::mul", "aten::sub", "rpc_async#double(w1 -> w2)"} <= set(found)
+    assert all(event.input_shapes[0] == [2] for event in profile.function_events if "::add" in event.name)
+
+
+def test_a_caller_that_profiles_has_its_report_as_well(profile: Any) -> None:
+    with observe.ServerProfile() as served, profile() as mine:
+        rpc.rpc_sync("w1", double, (X,))
+    assert names(served) == ["aten::add"]
+    assert [event.name for event in observe.remote_events(mine)] == ["rpc_sync#double(w0 -> w1)#remote_op: aten::add"]
+
+
+def test_it_is_driven_remotely_as_torchs_own(three: Cluster) -> None:
+    made = rpc.remote("w1", compat_rpc._server_process_global_profile)
+    made.rpc_sync().__enter__()
+    rpc.rpc_sync("w1", torch.add, (X, X))
+    made.rpc_sync().__exit__(None, None, None)
+    assert "aten::add" in str(made.rpc_sync().key_averages())
+    assert names(made.to_here()) == ["aten::add"]
+
+
+def test_afterwards_requests_take_the_short_way_again(long_way: list[Any]) -> None:
+    with observe.ServerProfile():
+        for _ in range(MANY):
+            rpc.rpc_sync("w1", double, (X,))
+    assert len(long_way) == MANY
+    long_way.clear()
+    for _ in range(MANY):
+        rpc.rpc_sync("w1", double, (X,))
+    assert len(long_way) <= FEW
+
+
+def test_one_that_is_switched_off_or_entered_twice() -> None:
+    with observe.ServerProfile(enabled=False):
+        rpc.rpc_sync("w1", double, (X,))
+    profile = observe.ServerProfile()
+    with profile, pytest.raises(RuntimeError, match="not reentrant"):
+        profile.__enter__()
+    assert pickle.loads(pickle.dumps(profile)).function_events == []
+
+
+def test_torchs_names_lead_here() -> None:
+    from telegrad.compat.rpc import server_process_global_profiler
+
+    assert server_process_global_profiler._server_process_global_profile is observe.ServerProfile
+    with profiler_legacy.profile() as prof:
+        compat_rpc.RemoteProfilerManager.set_current_profiling_key("named")
+        rpc.rpc_sync("w1", double, (X,))
+    assert [event.name for event in observe.remote_events(prof)] == ["named#remote_op: aten::add"]
