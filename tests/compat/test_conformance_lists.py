@@ -16,7 +16,6 @@ BUILT = (
 NOT_YET = {
     "TensorPipeRpcTest.test_owner_rref_backward",  # distributed autograd
     "TensorPipeRpcTest.test_user_rref_backward",  # distributed autograd
-    "TensorPipeRpcTest.test_profiler_with_autograd_context",  # distributed autograd
 }
 
 
