@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
-from telegrad.worker.default import current_worker
 from telegrad.rref import RRef
 from telegrad.testing.clusters import cluster
+from telegrad.worker.default import current_worker
 
 __all__ = ["GradcheckError", "RemotePart", "gradcheck"]
 
