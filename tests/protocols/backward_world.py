@@ -46,6 +46,7 @@ class Program(NamedTuple):
     leaf: bool = False  # a parameter of the root went into the loss
     mortal: tuple[int, ...] = ()  # one of them may die
     failing: tuple[tuple[int, int], ...] = ()  # (worker, stage): the stage raises
+    shared: bool = True  # all that goes out of one worker uses the same parameter
 
     def takes_part(self) -> frozenset[int]:
         found: set[int] = set()
@@ -80,6 +81,10 @@ class Local:
         self.groups = tuple(
             Group(mask, tuple(recvs)) for mask, recvs in sorted(masks.items(), key=lambda i: (i[0].bit_count(), i[0]))
         )
+        self.forest = len(self.sources) > 1 and not self.final and all(g.mask.bit_count() == 1 for g in self.groups)
+        if self.forest:  # every source is a group, with or without recvs
+            recvs = {group.mask: group.recvs for group in self.groups}
+            self.groups = tuple(Group(1 << bit, recvs.get(1 << bit, ())) for bit in range(len(self.sources)))
         self.arrived = 0
         self.ran: list[int] = []
 
@@ -194,6 +199,8 @@ class World:
         check(not waiting, "E1", f"stage {stage} of {worker} did not wait for {waiting:b}")
         if stage == FINAL:
             local.leafy = 0
+        elif local.forest and not self.program.shared:
+            local.leafy &= ~mask  # all that was left for it
 
     def expected(self, local: Local) -> int:
         """The sources that will get a gradient, by bit."""
@@ -210,7 +217,8 @@ class World:
             expected = self.expected(local)
             check(local.arrived == expected, "E2", f"{worker} got {local.arrived:b} instead of {expected:b}")
             for number, group in enumerate(local.groups):
-                check((number in local.ran) == bool(group.mask & expected), "T1", f"group {number} of {worker}")
+                reached = bool(group.mask & expected)
+                check((number in local.ran) == reached, "T1", f"group {number} of {worker}")
             check(not local.pending(), "T1", f"the last stage of {worker} did not run")
             check(not (local.final and expected) or FINAL in local.ran, "T1", f"the last recvs of {worker}")
 
@@ -326,4 +334,4 @@ def random_program(seed: int, losses: bool = False, failures: bool = False) -> P
     loss = tuple(x for x in here[root] if rng.random() < 0.6)
     failing = tuple((rng.randrange(workers), rng.randint(-1, 2)) for _ in range(rng.randint(0, 3))) if failures else ()
     mortal = tuple(range(workers)) if losses and workers > 1 else ()
-    return Program(workers, tuple(sends), root, loss, rng.random() < 0.5, mortal, failing)
+    return Program(workers, tuple(sends), root, loss, rng.random() < 0.5, mortal, failing, rng.random() < 0.5)

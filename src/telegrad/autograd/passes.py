@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.graph import LocalGraph, drain_graveyard
+from telegrad.autograd.deep import drain_graveyard
+from telegrad.autograd.graph import LocalGraph
 from telegrad.autograd.stages import Stages
 from telegrad.errors import RemoteError, WorkerLost
 from telegrad.protocols.backward import Part, UnknownSend
@@ -172,7 +173,7 @@ class Pass:
                     count = stages.edges_of(send)
                     stages.add(send, tensors[place : place + count])
                     place += count
-            del tensors, message
+            tensors.clear()  # they are in the stages now, and nobody else's
             return self._part.handle(peer, Gradients(sends, marked, report and _report(report)))
         return self._part.handle(peer, _received(message))
 
@@ -186,7 +187,8 @@ class Pass:
             sources: list[tuple[int, Sequence[GradientEdge | None]]] = [(sent.id, sent.edges) for sent in sends]
             if self._roots is not None:
                 sources.insert(0, (ROOT, self._roots))
-            self._stages = Stages(self._context, LocalGraph(sources, receipts), self._retain_graph)
+            self._stages = Stages(self._context, LocalGraph(sources, receipts))
+            self._stages.retain_graph = self._retain_graph
         return self._stages
 
     def _layout(self) -> Layout:

@@ -39,11 +39,26 @@ __all__ = ["Stages"]
 
 Label = tuple[int, ...]  # (0, bit of the source), or (1, rank of the cell, number of the crossing)
 Report = tuple["Received", Sequence[Tensor | None]]
+Waiting = dict[tuple["Node", int], list[tuple[Label, Tensor]]]
 
 _engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _python_function: type = getattr(torch._C, "_FunctionBase", torch.autograd.Function)
 _use_count = getattr(Tensor, "_use_count", None)
-_IN_A_TUPLE = sys.getrefcount(object()) + 2  # of a tensor that only a tuple and a loop variable hold
+
+
+def _references(thing: object) -> int:
+    return sys.getrefcount(thing)
+
+
+def _references_at_rest() -> tuple[int, int]:
+    """What `_references` gives for what one variable holds, and for what a tuple holds and a loop looks at."""
+    alone = object()
+    for inside in (object(),):
+        return _references(alone), _references(inside)
+    raise AssertionError
+
+
+_ALONE, _ALONE_IN_TUPLE = _references_at_rest()
 
 
 def _gradients(
@@ -61,79 +76,103 @@ def _gradients(
 class Stages:
     """The local graph of one pass at work. One thread at a time."""
 
-    def __init__(self, context: Context, graph: LocalGraph, retain_graph: bool) -> None:
+    def __init__(self, context: Context, graph: LocalGraph) -> None:
         self.graph = graph
+        self.retain_graph = False
         self._context = context
-        self.retain_graph = retain_graph
         self._done: set[Cell] = set()
         self._arrived = 0
-        self._bits = {source: bit for bit, source in enumerate(graph.sources)}
-        # cell (None: final) -> edge -> [(label, gradient)]
-        self._pending: dict[Cell | None, dict[tuple[Node, int], list[tuple[Label, Tensor]]]] = {}
-
-    def add(self, source: int, grads: Iterable[Tensor | None]) -> None:
-        """The gradients of a source have arrived, one for each of its edges."""
-        bit = self._bits[source]
-        self._arrived |= 1 << bit
-        for edge, grad in zip(self.graph.sources[source], grads, strict=True):
-            if edge is not None and grad is not None:
-                self._put(edge.node, edge.output_nr, (0, bit), grad)
+        # where (see LocalGraph.home; None: the final stage) -> edge -> [(label, gradient)]
+        self._pending: dict[Any, dict[tuple[Node, int], list[tuple[Label, Tensor]]]] = {}
 
     def edges_of(self, source: int) -> int:
         """How many gradients a source gets. Raises UnknownSend."""
         edges = self.graph.sources.get(source)
         if edges is None:
             raise UnknownSend(source, "sent no tensors from here, or did so after backward began")
-        if self._arrived >> self._bits[source] & 1:
+        if self._arrived >> self.graph.bits[source] & 1:
             raise UnknownSend(source, "had its gradient already")
         return len(edges)
 
+    def add(self, source: int, grads: Iterable[Tensor | None]) -> None:
+        """The gradients of a source have arrived, one for each of its edges."""
+        graph = self.graph
+        bit = graph.bits[source]
+        self._arrived |= 1 << bit
+        label = (0, bit)
+        for edge, grad in zip(graph.sources[source], grads, strict=True):
+            if edge is not None and grad is not None:
+                self._put(bit, edge.node, edge.output_nr, label, grad)
+
     def pending(self) -> bool:
         """Whether gradients wait that only the final stage takes up."""
-        return bool(self._pending.get(None))
+        graph = self.graph
+        return bool(self._pending.get(0 if len(graph.bits) == 1 and graph.is_forest else None))
 
     def run(self, group: int) -> list[Report]:
         """Runs the stage of a group, or FINAL, and returns what its recvs report: an undefined gradient is None.
 
         Raises what hooks and functions raise, and Foreign.
         """
-        for _, mask in self.graph.foreign:
-            if mask & self._arrived:
-                raise Foreign(
-                    "The gradient reaches a tensor that was received in another autograd context. Gradients do not"
-                    " flow from one context into another: detach() the tensor, or fetch it again inside this context."
-                )
-        stage = self.graph.stage(group, self._done)
-        if group == FINAL:
-            return self._run_final(stage)
-        self._done.update(stage.cells)
-        waiting = [item for cell in stage.cells for item in self._pending.pop(cell, {}).items()]
+        graph = self.graph
+        if graph.foreign and any(mask & self._arrived for _, mask in graph.foreign):
+            raise Foreign(
+                "The gradient reaches a tensor that was received in another autograd context. Gradients do not"
+                " flow from one context into another: detach() the tensor, or fetch it again inside this context."
+            )
+        stage = graph.stage(group, self._done)
+        if stage.cells:
+            self._done.update(stage.cells)
+            waiting = {edge: parts for cell in stage.cells for edge, parts in self._pending.pop(cell, {}).items()}
+        else:
+            home = None if group == FINAL else group
+            if home is None and graph.is_forest and len(graph.bits) == 1:
+                home = 0
+            waiting = self._pending.pop(home, {})
+            if group == FINAL and any_reduced([leaf.variable for leaf in stage.whole]):  # type: ignore[attr-defined]
+                return self._run_reduced(stage, waiting)
+        inputs: list[Any] = [
+            GradientEdge(received.node, place) for received in stage.recvs for place in range(received.outputs)
+        ]
+        if not stage.crossings and all(type(node) is ACCUMULATE and not has_hooks(node) for node, _ in waiting):
+            self._land_directly(waiting)
+            return _reports(stage.recvs, (None,) * len(inputs))
+        recvs = len(inputs)
+        whole = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
+        inputs += whole
+        inputs += [leaf.variable for leaf in stage.parts]  # type: ignore[attr-defined]
         outputs, grads = _in_order(waiting)
-        captured = [leaf.variable for leaf in stage.leaves]  # type: ignore[attr-defined]
-        inputs = [*_edges(stage.recvs), *captured]
+        del waiting
         if stage.crossings:
             found = self._run_crossing(stage, outputs, grads, inputs)
         else:
             found = self._engine_call(outputs, grads, inputs, self.retain_graph)
-        place = len(inputs) - len(captured)
-        rank = stage.cells[-1].rank
-        for number, (leaf, grad) in enumerate(zip(stage.leaves, found[place:], strict=True)):
-            if grad is not None:
-                self._put(leaf, 0, (1, rank, -1, number), grad)
-        return _reports(stage.recvs, found)
+        del outputs, grads, inputs
+        reports = _reports(stage.recvs, found)
+        if stage.parts:
+            for number, (leaf, grad) in enumerate(zip(stage.parts, found[recvs + len(whole) :], strict=True)):
+                if grad is not None:
+                    self._put(-1, leaf, 0, (1, stage.rank, -1, number), grad)
+        if whole:
+            found = found[recvs : recvs + len(whole)]
+            for leaf, variable, grad in zip(stage.whole, whole, found, strict=True):
+                if grad is not None:
+                    alone = _references(grad) <= _ALONE_IN_TUPLE
+                    self._land(leaf, variable, grad if alone and _fits(variable, grad) else _copied(variable, grad))
+        return reports
 
-    # ---- one engine call ---------------------------------------------------------------------------------------------
+    # ---- one engine call -------------------------------------------------------------------------------------------
 
     def _engine_call(
         self, outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Any], retain_graph: bool
-    ) -> Sequence[Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         if not outputs or not inputs:  # all gradients undefined; or nothing wants one
             return (None,) * len(inputs)
         return _gradients(outputs, grads, inputs, retain_graph)
 
     def _run_crossing(
         self, stage: Stage, outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Any]
-    ) -> Sequence[Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         """One engine call of a stage with crossings, whose gradients are put where they lead."""
         seen: dict[Node, tuple[Any, Any]] = {}
         nodes = dict.fromkeys(crossing.node for crossing in stage.crossings)
@@ -160,57 +199,19 @@ class Stages:
                     leaf: Tensor = target.variable  # type: ignore[attr-defined]
                     grad = grad.sum_to_size(leaf.shape).to(leaf.dtype)
             if grad is not None:
-                cell = self.graph.cell_of.get(node)
-                self._put(target, place, (1, cell.rank if cell else 0, number), grad)
+                self._put(-1, target, place, (1, self.graph.cell_of[node].rank, number), grad)
         return found
 
-    def _put(self, node: Node, place: int, label: Label, grad: Tensor) -> None:
-        cell = self.graph.cell_of.get(node)
-        self._pending.setdefault(cell, {}).setdefault((node, place), []).append((label, grad))
+    def _put(self, source: int, node: Node, place: int, label: Label, grad: Tensor) -> None:
+        """Lets a gradient wait. `source`: the bit of the source for which it came, or -1 if a stage made it."""
+        home = self.graph.home(source, node)
+        self._pending.setdefault(home, {}).setdefault((node, place), []).append((label, grad))
 
-    # ---- the final stage ---------------------------------------------------------------------------------------------
-
-    def _run_final(self, stage: Stage) -> list[Report]:
-        waiting = self._pending.pop(None, {})
-        leaves: list[Tensor] = [leaf.variable for leaf in stage.leaves]  # type: ignore[attr-defined]
-        if any_reduced(leaves):
-            return self._run_reduced(stage, leaves, waiting)
-        beside: dict[Any, list[tuple[Label, Tensor]]] = {}
-        inner: list[tuple[tuple[Node, int], list[tuple[Label, Tensor]]]] = []
-        for item in waiting.items():
-            node = item[0][0]
-            if type(node) is ACCUMULATE and not has_hooks(node):
-                beside[node] = item[1]
-            else:
-                inner.append(item)
-        outputs, grads = _in_order(inner)
-        edges = _edges(stage.recvs)
-        inputs: list[Any] = [*edges, *leaves] if inner else edges
-        found = self._engine_call(outputs, grads, inputs, self.retain_graph)
-        place = len(edges)
-        del waiting, inner, outputs, grads, inputs
-        for leaf_node, leaf, grad in zip(stage.leaves, leaves, found[place:] or (None,) * len(leaves), strict=True):
-            parts = beside.pop(leaf_node, None) if beside else None
-            if parts is not None:
-                parts.sort(key=_label)
-                own = False
-                total = parts[0][1]
-                for _, part in parts[1:]:
-                    total, own = _sum(total, part, own), True
-                if grad is not None:
-                    total, own = _sum(total, grad, own), True
-                self._land(leaf_node, leaf, total if own else _copied(leaf, total))
-            elif grad is not None:
-                if _is_ours(leaf, grad):
-                    self._land(leaf_node, leaf, grad)
-                else:
-                    self._land(leaf_node, leaf, _copied(leaf, grad))
-        return _reports(stage.recvs, found)
-
-    def _run_reduced(self, stage: Stage, leaves: list[Tensor], waiting: dict[Any, Any]) -> list[Report]:
+    def _run_reduced(self, stage: Stage, waiting: Waiting) -> list[Report]:
         """The final stage where DDP's reducer waits for some leaf: AccumulateGrad runs, and so do the recvs' nodes,
         which give their gradients to `report`."""
-        outputs, grads = _in_order(waiting.items())
+        outputs, grads = _in_order(waiting)
+        leaves: list[Tensor] = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
         seen: dict[Node, Any] = {}
         nodes: list[Any] = [received.node for received in stage.recvs]
         inputs: list[Any] = [*leaves, *(GradientEdge(node, 0) for node in nodes)]
@@ -218,40 +219,53 @@ class Stages:
             node.report = partial(seen.__setitem__, node)
         try:
             if outputs:
-                with aside(leaves, self._move):
-                    torch.autograd.backward(
-                        outputs,
-                        grads,
-                        retain_graph=self.retain_graph,
-                        inputs=inputs,
-                    )
+                with aside(leaves, self._add_up):
+                    torch.autograd.backward(outputs, grads, retain_graph=self.retain_graph, inputs=inputs)
         finally:
             for node in nodes:
                 node.report = None
         return [(received, seen.get(received.node) or (None,) * received.outputs) for received in stage.recvs]
 
-    def _move(self, leaf: Tensor, grad: Tensor) -> None:
-        with self._context.lock:
-            self._add_up(leaf, grad)
+    # ---- gradients of leaves ---------------------------------------------------------------------------------------
+
+    def _land_directly(self, waiting: Waiting) -> None:
+        """Gradients that wait at leaves need no engine."""
+        storages: set[int] = set()
+        for (node, _), parts in waiting.items():
+            leaf: Tensor = node.variable  # type: ignore[attr-defined]
+            if len(parts) == 1:
+                grad = parts.pop()[1]
+                alone = _references(grad) <= _ALONE and grad.layout is torch.strided
+                if alone and len(waiting) > 1:  # tensors of one message may share their memory
+                    storage = grad.untyped_storage().data_ptr()
+                    alone = storage not in storages
+                    storages.add(storage)
+                self._land(node, leaf, grad if alone and _fits(leaf, grad) else _copied(leaf, grad))
+                continue
+            parts.sort(key=_label)
+            total = _sum(parts[0][1], parts[1][1], False)
+            for _, part in parts[2:]:
+                total = _sum(total, part, True)
+            self._land(node, leaf, total)
 
     def _land(self, node: Node, leaf: Tensor, grad: Tensor) -> None:
         """Adds to the context. `grad` is nobody else's."""
-        context = self._context
-        if has_accumulate_hooks(leaf):
-            result = accumulate_beside(leaf, node, grad, context.gradients.get(leaf))
-            with context.lock:
-                if result is None:
-                    context.gradients.pop(leaf, None)
-                else:
-                    context.gradients[leaf] = result
-            return
-        with context.lock:
+        if not has_accumulate_hooks(leaf):
             self._add_up(leaf, grad)
+            return
+        context = self._context
+        result = accumulate_beside(leaf, node, grad, context.gradients.get(leaf))
+        with context.lock:
+            if result is None:
+                context.gradients.pop(leaf, None)
+            else:
+                context.gradients[leaf] = result
 
     def _add_up(self, leaf: Tensor, grad: Tensor) -> None:
         gradients = self._context.gradients
-        before = gradients.get(leaf)
-        gradients[leaf] = grad if before is None else _sum(before, grad, True)
+        with self._context.lock:
+            before = gradients.get(leaf)
+            gradients[leaf] = grad if before is None else _sum(before, grad, False)
 
 
 def _see(seen: dict[Any, tuple[Any, Any]], node: Any, grad_inputs: Any, grad_outputs: Any) -> None:
@@ -262,13 +276,11 @@ def _label(item: tuple[Label, Tensor]) -> Label:
     return item[0]
 
 
-def _in_order(
-    waiting: Iterable[tuple[tuple[Node, int], list[tuple[Label, Tensor]]]],
-) -> tuple[list[GradientEdge], list[Tensor]]:
+def _in_order(waiting: Waiting) -> tuple[list[GradientEdge], list[Tensor]]:
     """Edges and gradients for the engine."""
     outputs: list[GradientEdge] = []
     grads: list[Tensor] = []
-    for (node, place), parts in waiting:
+    for (node, place), parts in waiting.items():
         edge = GradientEdge(node, place)
         if len(parts) > 1:
             parts.sort(key=_label)
@@ -276,10 +288,6 @@ def _in_order(
             outputs.append(edge)
             grads.append(grad)
     return outputs, grads
-
-
-def _edges(recvs: Iterable[Received]) -> list[Any]:
-    return [GradientEdge(received.node, place) for received in recvs for place in range(received.outputs)]
 
 
 def _reports(recvs: Iterable[Received], found: Sequence[Tensor | None]) -> list[Report]:
@@ -300,11 +308,10 @@ def _sum(total: Tensor, part: Tensor, own: bool) -> Tensor:
     return total + part
 
 
-def _is_ours(leaf: Tensor, grad: Tensor) -> bool:
-    """Whether nobody else has this tensor, and its strides are those of the leaf: torch's own rule for `.grad`."""
-    if sys.getrefcount(grad) > _IN_A_TUPLE + 1 or _use_count is None or _use_count(grad) > 1:
-        return False
-    return grad.is_sparse or grad.stride() == leaf.stride()
+def _fits(leaf: Tensor, grad: Tensor) -> bool:
+    """Whether no other tensor object of torch's is this one, and its strides are those of the leaf: together with the
+    count of Python's references torch's own rule for when `.grad` may be the very tensor that came."""
+    return _use_count is not None and _use_count(grad) <= 1 and (grad.is_sparse or grad.stride() == leaf.stride())
 
 
 def _copied(leaf: Tensor, grad: Tensor) -> Tensor:

@@ -1,0 +1,176 @@
+"""Plans the stages of a local graph in which sources meet.
+
+Every node has a *mask*, the set of sources that reach it, and the recvs with equal masks are a group (see
+protocols/backward.py). Recvs that all sources reach belong to the final stage. A group's stage runs its recvs'
+ancestors, as far as no other stage has run them. Nodes that are always run by the same stage are a *cell*: those whose
+smallest groups (by mask; a larger one cannot be complete earlier) are the same. A cell with one smallest group is run
+by that group, whatever arrives when, so sums are made in the same order in every run; one with several, which do not
+contain each other, is run by the first of them.
+
+An edge that leaves a stage for a node that runs later is a *crossing*, unless it leads to a leaf that can be captured
+as an engine input: one without hooks, which cannot be reached from the stage by way of a crossing (or else the engine
+would run the nodes between on part of their gradient). For each leaf `taint` has the pairs of cells whose crossings
+lead to it.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+from telegrad.autograd.deep import DEEP, hold_deep
+from telegrad.autograd.graph import LEAF, RECV, Cell, Crossing, LocalGraph, by_id, has_hooks, kinds, topological
+from telegrad.protocols.backward_messages import Group
+
+if TYPE_CHECKING:
+    from telegrad.autograd.context import Received
+
+__all__ = ["plan"]
+
+
+def plan(graph: LocalGraph) -> None:
+    """Fills in the groups, cells and final stage of a graph that is no forest."""
+    _Planner(graph)
+
+
+class _Planner:
+    """Four passes over the nodes, in order: masks, needs, cells, crossings."""
+
+    def __init__(self, graph: LocalGraph) -> None:
+        self.graph = graph
+        self.order, self.after = topological(graph.sources.values())
+        self._masks()
+        if self.graph.groups:
+            self._cells(self._needs())
+            self._crossings()
+        graph.final.whole.extend(self.leaves)
+        if len(self.order) > DEEP:
+            hold_deep(self.order, self.after)
+
+    def _masks(self) -> None:
+        """Pushes sources down, and groups the recvs."""
+        graph = self.graph
+        mask: dict[Any, int] = {}
+        get = mask.get
+        for bit, edges in enumerate(graph.sources.values()):
+            for edge in edges:
+                if edge is not None:
+                    mask[edge.node] = get(edge.node, 0) | 1 << bit
+        after = self.after
+        for node in self.order:
+            here = mask[node]
+            for target, _ in after[node]:
+                if target is not None:
+                    mask[target] = get(target, 0) | here
+        self.mask = mask
+        self.leaves = [node for node in mask if kinds[type(node)] == LEAF]
+        full = (1 << len(graph.sources)) - 1
+        by_mask: dict[int, list[Received]] = {}
+        for node, reached in mask.items():
+            if kinds[type(node)] == RECV:
+                received = graph.recvs.get(node)
+                if received is None:
+                    graph.foreign.append((node, reached))
+                else:
+                    by_mask.setdefault(reached, []).append(received)
+        graph.final.recvs.extend(sorted(by_mask.pop(full, ()), key=by_id))
+        for group in sorted(by_mask, key=lambda m: (m.bit_count(), m)):
+            recvs = sorted(by_mask[group], key=by_id)
+            graph.groups.append(Group(group, tuple((r.id, r.peer) for r in recvs)))
+            graph.recvs_of.append(recvs)
+
+    def _needs(self) -> dict[Any, int]:
+        """Node -> the groups that it is an ancestor of, by bit."""
+        need: dict[Any, int] = {}
+        for number, recvs in enumerate(self.graph.recvs_of):
+            for received in recvs:
+                need[received.node] = 1 << number
+        after, get = self.after, need.get
+        for node in reversed(self.order):
+            here = 0
+            for target, _ in after[node]:
+                here |= get(target, 0)
+            if here:
+                need[node] = here
+        return need
+
+    def _cells(self, need: dict[Any, int]) -> None:
+        """Gives each node that a group needs its cell."""
+        graph = self.graph
+        masks = [group.mask for group in graph.groups]
+        cells: dict[tuple[int, ...], Cell] = {}
+        by_need: dict[int, Cell] = {}
+        graph.cells_of = [[] for _ in masks]
+        for node, groups in need.items():
+            cell = by_need.get(groups)
+            if cell is None:
+                smallest: list[int] = []
+                for number in _bits(groups):  # smaller masks come first
+                    if not any(masks[small] & ~masks[number] == 0 for small in smallest):
+                        smallest.append(number)
+                key = tuple(smallest)
+                cell = cells.get(key)
+                if cell is None:
+                    cell = cells[key] = Cell(key, len(cells))
+                    for number in key:
+                        graph.cells_of[number].append(cell)
+                by_need[groups] = cell
+            graph.cell_of[node] = cell
+        self.cells = list(cells.values())
+
+    def _crossings(self) -> None:
+        """Finds the edges that leave a cell, and by which of them each leaf can be reached."""
+        graph, after = self.graph, self.after
+        cell_of, pairs, leaves = graph.cell_of, graph.pairs, set(self.leaves)
+        taint: dict[Any, int] = {}
+        get = taint.get
+        for node in self.order:
+            cell = cell_of.get(node)
+            above = get(node, 0)
+            if cell is None and not above:
+                continue
+            for output, (target, number) in enumerate(after[node]):
+                if target is None:
+                    continue
+                passed = above
+                if cell is not None:
+                    if target in leaves:
+                        cell.leaves.append(Crossing(node, output, target, number))
+                    elif (there := cell_of.get(target)) is not cell:
+                        cell.crossings.setdefault(there, []).append(Crossing(node, output, target, number))
+                        passed |= pairs.setdefault((cell, there), 1 << len(pairs))
+                if passed:
+                    taint[target] = get(target, 0) | passed
+        graph.taint = {leaf: taint[leaf] for leaf in self.leaves if leaf in taint}
+        graph.hooked = {edge.target for cell in self.cells for edge in cell.leaves if has_hooks(edge.target)}
+        self._rank()
+
+    def _rank(self) -> None:
+        """Orders the cells: each before those that it leads to, else by key."""
+        before = dict.fromkeys(self.cells, 0)
+        for cell in self.cells:
+            for target in cell.crossings:
+                if target is not None:
+                    before[target] += 1
+        free = [(cell.key, cell.number, cell) for cell, count in before.items() if not count]
+        heapify(free)
+        rank = 0
+        while free:
+            cell = heappop(free)[-1]
+            cell.rank = rank
+            rank += 1
+            for target in cell.crossings:
+                if target is not None:
+                    before[target] -= 1
+                    if not before[target]:
+                        heappush(free, (target.key, target.number, target))
+        assert rank == len(self.cells), "the cells lead to each other in a circle"
+
+
+def _bits(mask: int) -> list[int]:
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found
