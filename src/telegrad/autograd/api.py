@@ -41,7 +41,7 @@ class context:
         RuntimeError: this process has not joined a group, or there is a context already in this thread or coroutine.
     """
 
-    __slots__ = ("_context", "_inner", "_outer", "_service")
+    __slots__ = ("_context", "_guard", "_inner", "_outer", "_service")
 
     def __enter__(self) -> int:
         """The context's id, the same on all workers."""
@@ -49,11 +49,16 @@ class context:
         self._service, self._inner = _enter(self._outer)
         opened: Context = self._inner.autograd
         self._context = opened
+        self._guard = self._service.within(opened)
+        if self._guard is not None:
+            self._guard.__enter__()
         return opened.id
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._guard is not None:
+            self._guard.__exit__()
         if current.get() is self._inner:
             current.set(self._outer)
         else:

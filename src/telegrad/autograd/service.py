@@ -10,6 +10,7 @@ from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.versions import body, gate_of, handler_run
 from telegrad.wire import Tag
 
 __all__ = ["Autograd"]
@@ -61,6 +62,18 @@ class Autograd:
 
     def on_request(self, peer: int, connection: int, call: int, flags: int, body: Any, segments: Any) -> None:
         """A peer sends messages of a pass."""
+
+    # ---- code that runs in a context
+
+    def running(self, context: Context) -> handler_run | None:
+        """Around the run of a handler; see `telegrad.autograd.versions`."""
+        gate = gate_of(self.worker)
+        return None if gate is None else handler_run(gate, context.id)
+
+    def within(self, context: Context) -> body | None:
+        """Around other code."""
+        gate = gate_of(self.worker)
+        return None if gate is None else body(gate, context.id)
 
     # ---- the group
 

@@ -177,7 +177,7 @@ class EventLoop:
         context.run(current.set, scope)
         with self._lock:
             if not self._stopped:
-                self._add(_Job(coroutine, StepState(flags, autocast, recording), context, ended))
+                self._add(_Job(coroutine, StepState(flags, autocast, scope, recording), context, ended))
                 return
         coroutine.close()
         raise NotInitialized

@@ -209,8 +209,12 @@ def in_scope(callback: Callable[[Any], T]) -> Callable[[Any], T]:
             return callback(done)
         nested = scope.nested or (here is not None and here.nested)
         token = current.set(Scope(scope.worker, scope.deadline, nested, autograd=scope.autograd))
+        guard = None if scope.autograd is None else scope.worker.autograd.within(scope.autograd)
         try:
-            return callback(done)
+            if guard is None:
+                return callback(done)
+            with guard:
+                return callback(done)
         finally:
             current.reset(token)
 

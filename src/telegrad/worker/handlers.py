@@ -156,6 +156,16 @@ class Handlers:
     def _run(self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any, preamble: Preamble) -> None:
         if preamble.profile is not None or profiling.observer.serving:
             asked = asked._replace(recording=profiling.observer.record(self._me.id, preamble.profile))
+        guard = None if preamble.context is None else self._worker.autograd.running(preamble.context)
+        if guard is None:
+            self._run_now(asked, flags, name, body, segments, preamble)
+        else:
+            with guard:
+                self._run_now(asked, flags, name, body, segments, preamble)
+
+    def _run_now(
+        self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any, preamble: Preamble
+    ) -> None:
         try:
             if flags & _STATE or preamble.autocast:
                 with handler_state(flags, preamble.autocast):

@@ -1,6 +1,7 @@
 """What the worker needs of distributed autograd, which stands on it (`telegrad.autograd.service`)."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Layers", "Recorder"]
@@ -42,6 +43,14 @@ class Recorder(Protocol):
 
     def on_request(self, peer: int, connection: int, call: int, flags: int, body: Any, segments: Any) -> None:
         """A peer sends gradients; to be answered in time, whatever becomes of them."""
+
+    # ---- code that runs in a context
+
+    def running(self, context: Any) -> AbstractContextManager[None] | None:
+        """To be entered around the run of a handler; None: there is nothing to do."""
+
+    def within(self, context: Any) -> AbstractContextManager[None] | None:
+        """To be entered around other code, such as a step of a coroutine; None: there is nothing to do."""
 
     # ---- the group
 

@@ -1,0 +1,206 @@
+"""Gradients of the values that operations used, whatever happens to the parameters afterwards."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from telegrad.autograd import versions
+from telegrad.autograd.gate import StepGate
+from telegrad.autograd.versions import handler_run, put, renew
+
+
+class OneWorker:
+    """What `versions` wants of a worker."""
+
+    def __init__(self) -> None:
+        self.extras: dict[str, Any] = {}
+
+
+@pytest.fixture
+def gate() -> StepGate:
+    return StepGate()
+
+
+W = torch.arange(1.0, 10.0).reshape(3, 3)
+X = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda w: w * w,
+    "elementwise": lambda w: (w * X[0]) * w.sum(),
+    "matmul": lambda w: X @ w @ w,
+    "transposed": lambda w: F.linear(X, w) * F.linear(X, w.t()),
+    "detached": lambda w: w * w.detach(),
+    "view of a view": lambda w: w.view(9)[2:5].exp() * w[0],
+    "output saved": lambda w: w.tanh() * w.exp(),
+    "convolution": lambda w: F.conv1d(X.reshape(1, 2, 3), w.reshape(1, 9)[:, :6].reshape(1, 2, 3)) * w,
+    "embedding": lambda w: F.embedding(torch.tensor([0, 2, 2]), w).pow(2),
+    "twice": lambda w: (w * 2).mul(w).mul(w),
+}
+
+
+def gradient(use: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    leaf = at.clone().requires_grad_()
+    (result,) = torch.autograd.grad(use(leaf).sum(), [leaf])
+    return result
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("moves", [1, 2, 5])
+def test_gradients_are_those_of_the_values_used(gate: StepGate, use: Callable[[Tensor], Tensor], moves: int) -> None:
+    w = nn.Parameter(W.clone())
+    with handler_run(gate, 1):
+        y = use(w).sum()
+    for _ in range(moves):
+        put(w, w.data * 2 + 1)
+    (got,) = torch.autograd.grad(y, [w], retain_graph=True)
+    assert torch.equal(got, gradient(use, W))
+    put(w, w.data * 2 + 1)
+    (again,) = torch.autograd.grad(y, [w])
+    assert torch.equal(again, got)
+
+
+def test_without_protection_they_are_not() -> None:
+    """What is guarded against: torch's own way, silently wrong for what has saved the parameter itself."""
+    w = nn.Parameter(W.clone())
+    y = USES["itself"](w).sum()
+    w.data = w.data * 2
+    (got,) = torch.autograd.grad(y, [w])
+    assert not torch.equal(got, gradient(USES["itself"], W))
+
+
+def test_two_contexts_over_two_values(gate: StepGate) -> None:
+    w = nn.Parameter(W.clone())
+    with handler_run(gate, 1):
+        y1 = USES["matmul"](w).sum()
+    put(w, W + 1)
+    with handler_run(gate, 2):
+        y2 = USES["matmul"](w).sum()
+    put(w, W + 2)
+    assert torch.equal(torch.autograd.grad(y2, [w])[0], gradient(USES["matmul"], W + 1))
+    assert torch.equal(torch.autograd.grad(y1, [w])[0], gradient(USES["matmul"], W))
+
+
+def test_an_in_place_change_by_the_program_raises(gate: StepGate) -> None:
+    w = nn.Parameter(W.clone())
+    with handler_run(gate, 1):
+        y = USES["itself"](w).sum()
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*changed by the program itself"):
+        torch.autograd.grad(y, [w])
+
+
+def test_one_before_the_memory_was_replaced_raises_too(gate: StepGate) -> None:
+    w = nn.Parameter(W.clone())
+    with handler_run(gate, 1):
+        y = USES["itself"](w).sum()
+    with torch.no_grad():
+        w.add_(1)
+    put(w, W)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, [w])
+
+
+def test_one_afterwards_does_not(gate: StepGate) -> None:
+    w = nn.Parameter(W.clone())
+    with handler_run(gate, 1):
+        y = USES["itself"](w).sum()
+    put(w, W + 1)
+    with torch.no_grad():
+        w.add_(1)
+    assert torch.equal(torch.autograd.grad(y, [w])[0], gradient(USES["itself"], W))
+
+
+def test_an_activation_changed_in_place_raises(gate: StepGate) -> None:
+    w = nn.Parameter(W.clone())
+    with handler_run(gate, 1):
+        hidden = w * 2
+        y = (hidden * hidden).sum()
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, [w])
+
+
+def test_a_graph_outside_of_contexts_notices() -> None:
+    w = nn.Parameter(W.clone())
+    for use in (USES["itself"], USES["matmul"]):
+        y = use(w).sum()
+        put(w, W + 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def test_memory_that_is_used_again_is_checked_again(gate: StepGate) -> None:
+    w = nn.Parameter(W.clone())
+    old = put(w, W + 1)
+    renew(old)
+    put(w, old)
+    with handler_run(gate, 1):
+        y = USES["itself"](w).sum()
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, [w])
+
+
+def test_nothing_is_kept_alive(gate: StepGate) -> None:
+    w = nn.Parameter(W.clone())
+    gc.disable()  # the alias of a result must make no circle with its node
+    try:
+        before = sum(type(thing) is Tensor for thing in gc.get_objects())
+        with handler_run(gate, 1):
+            y = USES["output saved"](w).sum()
+        assert sum(type(thing) is Tensor for thing in gc.get_objects()) > before
+        del y
+        assert sum(type(thing) is Tensor for thing in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+def test_second_derivatives(gate: StepGate) -> None:
+    w = nn.Parameter(W.clone())
+    with handler_run(gate, 1):
+        (first,) = torch.autograd.grad((w**3).sum(), [w], create_graph=True)
+        y = first.sum()
+    put(w, W * 5)
+    (second,) = torch.autograd.grad(y, [w])
+    assert torch.allclose(second, 6 * W)
+
+
+def test_a_worker_without_an_optimizer_pays_nothing() -> None:
+    idle = OneWorker()
+    assert versions.gate_of(idle) is None
+    with versions.between_steps(idle):
+        pass
+    assert not idle.extras
+
+
+def test_functional_transforms_want_to_be_unprotected(gate: StepGate) -> None:
+    def slope() -> Tensor:
+        return torch.func.grad(lambda x: (x * x).sum())(X)
+
+    with handler_run(gate, 1):
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            slope()
+        with versions.unprotected():
+            assert torch.equal(slope(), 2 * X)
+        w = nn.Parameter(W.clone())
+        y = (w * w).sum()
+    put(w, W + 1)
+    assert torch.equal(torch.autograd.grad(y, [w])[0], 2 * W)
+
+
+def test_memory_shared_with_other_processes_is_copied(gate: StepGate) -> None:
+    gate.copies_shared = True
+    w = nn.Parameter(W.clone())
+    w.share_memory_()
+    with versions.body(gate, 1):
+        y = USES["matmul"](w).sum()
+    with torch.no_grad():
+        w.add_(1)
+    assert torch.equal(torch.autograd.grad(y, [w])[0], gradient(USES["matmul"], W))
