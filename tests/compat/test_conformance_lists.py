@@ -12,6 +12,9 @@ BUILT = (
     "TensorPipeParameterServerTest",
     "TensorPipeReinforcementLearningRpcTest",
     "FaultyFaultyAgentRpcTest",
+    "TensorPipeDistOptimizerTest",
+    "TensorPipeRemoteModuleTest",
+    "TensorPipeThreeWorkersRemoteModuleTest",
 )
 NOT_YET = {
     "TensorPipeRpcTest.test_owner_rref_backward",  # distributed autograd

@@ -13,6 +13,8 @@ import torch.distributed.optim
 import torch.distributed.rpc as torch_rpc
 
 import telegrad.compat.rpc
+import telegrad.nn
+import telegrad.optim.local
 import telegrad.rpc
 from telegrad import compat
 from telegrad.compat.redirect import MODULES
@@ -112,15 +114,18 @@ def test_what_is_not_there_says_so() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_parts_that_are_not_built_import_and_refuse_use() -> None:
-    from torch.distributed.nn.api.remote_module import RemoteModule
-    from torch.distributed.optim import DistributedOptimizer
+def test_optimizer_and_remote_module_are_ours_and_the_rest_of_their_packages_is_torchs() -> None:
+    from torch.distributed.nn.api.remote_module import RemoteModule, _RemoteModule
+    from torch.distributed.optim import DistributedOptimizer, ZeroRedundancyOptimizer
+    from torch.distributed.optim.optimizer import _LocalOptimizer
 
-    for use in (DistributedOptimizer, RemoteModule):
-        with pytest.raises(NotImplementedError, match=r"Telegrad has no .* yet"):
-            use()  # type: ignore[operator]
+    assert DistributedOptimizer is telegrad.optim.DistributedOptimizer  # type: ignore[comparison-overlap]
+    assert _LocalOptimizer is telegrad.optim.local.LocalOptimizer  # type: ignore[comparison-overlap]
+    assert issubclass(RemoteModule, telegrad.nn.RemoteModule)
+    assert issubclass(RemoteModule, _RemoteModule)
     assert torch.distributed.nn.RemoteModule is RemoteModule
-    assert torch.distributed.nn.functional.all_reduce is not None  # the rest of it is torch's
+    assert torch.distributed.nn.functional.all_reduce is not None
+    assert telegrad.optim.ZeroRedundancyOptimizer is ZeroRedundancyOptimizer
 
 
 def test_all_comes_back() -> None:

@@ -1,7 +1,172 @@
-"""What ``torch.distributed.nn.api.remote_module`` points at in a drop-in."""
+"""What ``torch.distributed.nn.api.remote_module`` points at in a drop-in.
 
-from telegrad.compat.unbuilt import unbuilt
+Programs written for torch may rely on what its `RemoteModule` refuses, and on what its objects hold once they have
+been sent; so this one refuses and holds the same. What a larger module asks of the modules that it is made of is
+answered, so that its own ``parameters()``, ``state_dict()`` and so on work where torch's fail.
+"""
 
-__all__: list[str] = []
+import types
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any, Final, NoReturn
 
-__getattr__ = unbuilt(__name__, "RemoteModule")
+from torch import nn
+
+from telegrad.nn import remote_module as _ours
+from telegrad.rref import RRef
+from telegrad.worker.messages import being_written
+
+__all__ = ["RemoteModule"]
+
+_REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "generated_methods",
+    "module_rref",
+)
+
+_SerializedRemoteModule = namedtuple("_SerializedRemoteModule", _REMOTE_MODULE_PICKLED_ATTRIBUTES)  # type: ignore[misc]
+
+_REFUSED: Final = (
+    *("register_buffer", "register_parameter", "add_module", "apply", "cuda", "ipu", "xpu", "cpu", "type", "float"),
+    *("double", "half", "bfloat16", "to", "register_backward_hook", "register_forward_pre_hook"),
+    *("register_forward_hook", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers"),
+    *("children", "named_children", "modules", "requires_grad_", "zero_grad", "share_memory", "extra_repr"),
+)
+
+
+def forward_async(self: "_RemoteModule", *args: Any, **kwargs: Any) -> Any:
+    """The module's `forward`, as a future."""
+    return _ours.RemoteModule.forward_async(self, *args, **kwargs)
+
+
+def forward(self: "_RemoteModule", *args: Any, **kwargs: Any) -> Any:
+    """The module's `forward`."""
+    return _ours.RemoteModule.forward(self, *args, **kwargs)
+
+
+_GENERATED: Final = [forward_async, forward]
+
+
+class _RemoteModule(_ours.RemoteModule):
+    """`telegrad.nn.RemoteModule`, as torch has it.
+
+    Args:
+        remote_device, module_cls, args, kwargs: as there.
+        _module_interface_cls: a TorchScript interface; the remote module is scripted then. This object is not.
+    """
+
+    # One that has been sent has nothing of its own but what torch's has; the rest is as in a module without hooks.
+    training = True
+    for _name in (
+        *("_parameters", "_buffers", "_modules", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks"),
+        *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+        *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
+        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    ):
+        locals()[_name] = types.MappingProxyType({})
+    del _name
+    _non_persistent_buffers_set = frozenset[str]()  # type: ignore[assignment]
+    _is_full_backward_hook = None
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Any,
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self._place(remote_device)
+        interface = _module_interface_cls
+        if interface is not None and not getattr(interface, "__torch_script_interface__", False):
+            raise ValueError(
+                f"module_interface_cls {interface} must be a type object decorated by @torch.jit.interface"
+            )
+        self._make(module_cls, args, kwargs, interface)
+        self._generate()
+
+    def _generate(self) -> None:
+        self.generated_methods = _GENERATED
+        for method in _GENERATED:
+            self.__dict__[method.__name__] = types.MethodType(method, self)
+
+    @staticmethod
+    def init_from_module_rref(  # type: ignore[override]
+        remote_device: str, module_rref: RRef[Any], _module_interface_cls: Any = None
+    ) -> "RemoteModule":
+        """As `telegrad.nn.RemoteModule.init_from_module_rref`."""
+        made = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(made)
+        made._adopt(remote_device, module_rref)
+        made._generate()
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        # As in torch, nothing of the remote module but what its RRef's proxies give.
+        return nn.Module.__getattr__(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not being_written():
+            raise RuntimeError(_ours.PICKLE)
+        return _remote_module_receiver, tuple(self.__dict__[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            "a RemoteModule cannot be scripted: TorchScript makes no remote calls through Telegrad. Call it from"
+            " Python."
+        )
+
+    # ---- refused to the program, answered to the module that this one is part of
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        if kwargs.get("destination") is None:
+            _raise_not_supported("state_dict")
+        return super().state_dict(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Refused."""
+        if memo is None:
+            _raise_not_supported("named_modules")
+        answered: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
+        return answered
+
+
+def _raise_not_supported(name: str) -> NoReturn:
+    _ours.refuse(name)
+
+
+def _refusing(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _raise_not_supported(name)
+
+    method.__name__ = name
+    return method
+
+
+for _name in _REFUSED:
+    setattr(_RemoteModule, _name, _refusing(_name))
+
+
+class RemoteModule(_RemoteModule):
+    """A module on another worker; see `telegrad.nn.RemoteModule` for what it can do without torch's limits."""
+
+    def __init__(
+        self, remote_device: str, module_cls: Any, args: Any = None, kwargs: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(remote_device, module_cls, args, kwargs)
+
+
+def _remote_module_receiver(*sent: Any) -> RemoteModule:
+    made = RemoteModule.__new__(RemoteModule)
+    made.__dict__.update(_SerializedRemoteModule._make(sent)._asdict())
+    made.generated_methods = _GENERATED
+    for method in _GENERATED:
+        made.__dict__[method.__name__] = types.MethodType(method, made)
+    return made

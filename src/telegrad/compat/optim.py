@@ -1,7 +1,8 @@
 """What ``torch.distributed.optim.optimizer`` points at in a drop-in."""
 
-from telegrad.compat.unbuilt import unbuilt
+from telegrad.optim.distributed import DistributedOptimizer
+from telegrad.optim.local import LocalOptimizer as _LocalOptimizer
 
-__all__: list[str] = []
+__all__ = ["DistributedOptimizer"]
 
-__getattr__ = unbuilt(__name__, "distributed optimizer")
+_ScriptLocalOptimizer = _LocalOptimizer  # one for all classes: none is compiled by TorchScript

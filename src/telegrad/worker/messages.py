@@ -22,7 +22,7 @@ from telegrad.wire import BodyKind, Flag
 from telegrad.worker.profiling import Span
 from telegrad.worker.recorder import Recorder
 
-__all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble"]
+__all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble", "being_written"]
 
 _BODY, _PREAMBLE, _CODEC = int(Flag.BODY), int(Flag.PREAMBLE), int(BodyKind.CODEC)  # enumerations are slow
 Segments = list[Any]  # (address, size in bytes, owner), or bytes
@@ -64,6 +64,11 @@ class _Passing(threading.local):
 
 
 _passing = _Passing()
+
+
+def being_written() -> bool:
+    """Is this thread writing a message? Then references can be pickled."""
+    return _passing.peer is not None
 
 
 class Messages:

@@ -1,0 +1,32 @@
+"""Modules that live on other workers: the API of ``torch.distributed.nn``.
+
+`RemoteModule` is Telegrad's own; the differentiable collectives that ``torch.distributed.nn`` offers beside it are
+torch's, loaded when they are first asked for.
+"""
+
+import importlib
+from typing import Any
+
+from telegrad.nn.remote_module import RemoteModule
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)
+
+__all__ = ["RemoteModule", "functional", *_COLLECTIVES]  # noqa: PLE0604  # strings, all of them
+
+
+def __getattr__(name: str) -> Any:
+    # Late: torch's package imports torch's own RPC as well, where that is not redirected.
+    if name == "functional" or name in _COLLECTIVES:
+        functional = importlib.import_module("torch.distributed.nn.functional")
+        return functional if name == "functional" else getattr(functional, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

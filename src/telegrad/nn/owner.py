@@ -1,0 +1,145 @@
+"""What runs on the owner of a remote module. Each function takes a reference to the module, which is here."""
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from telegrad.autograd.versions import between_steps
+from telegrad.rref import RRef
+
+__all__ = [
+    "Member",
+    "change",
+    "forward_on_device",
+    "load_state",
+    "make_module",
+    "parameters_of",
+    "read_member",
+    "state_of",
+    "submodule_of",
+]
+
+_CPU = torch.device("cpu")
+
+
+def make_module(
+    module_cls: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: str, interface: Any = None
+) -> nn.Module:
+    """Makes a module, on a device.
+
+    Args:
+        interface: a TorchScript interface that it is to be scripted for; None leaves it as it is.
+    """
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    module.to(device)
+    return module if interface is None else torch.jit.script(module)
+
+
+def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs the module with its tensors moved to its device, and gives the results.
+
+    Args:
+        keep: leave the results there (a device map lets them travel); else they are moved to the CPU.
+    """
+    there = torch.device(device)
+    result = module.local_value()(*moved(args, there), **moved(kwargs, there))
+    return result if keep else moved(result, _CPU)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A value with all tensors in its tuples, lists and dicts on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)((key, moved(item, device)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(moved(item, device) for item in value)
+    return value
+
+
+def parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    """References to its parameters."""
+    return [RRef(parameter) for parameter in module.local_value().parameters(recurse)]
+
+
+def submodule_of(module: RRef[nn.Module], target: str) -> RRef[nn.Module]:
+    """A reference to a module within it."""
+    return RRef(module.local_value().get_submodule(target))
+
+
+def change(module: RRef[nn.Module], method: str, args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Calls a method that changes it. Returns the device of its first parameter or buffer."""
+    value = module.local_value()
+    getattr(value, method)(*args, **kwargs)
+    first = next((t for tensors in (value.parameters(), value.buffers()) for t in tensors), None)
+    return None if first is None else str(first.device)
+
+
+def state_of(module: RRef[nn.Module], keep: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Its state, all of one moment, and the state's metadata.
+
+    Args:
+        keep: leave tensors on their device; else they are moved to the CPU.
+    """
+    with between_steps(module.worker):
+        state = module.local_value().state_dict()
+        # Copies: what is sent leaves when this function has returned, and steps may come then.
+        plain = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+    return plain if keep else moved(plain, _CPU), {key: dict(v) for key, v in getattr(state, "_metadata", {}).items()}
+
+
+def load_state(
+    module: RRef[nn.Module], state: dict[str, Any], metadata: dict[str, Any] | None, assign: bool
+) -> tuple[list[str], list[str], str]:
+    """Sets its state. Returns the keys that are missing, those that are unexpected, and what else went wrong."""
+    value = module.local_value()
+    given = _WithMetadata(state)
+    if metadata is not None:
+        given._metadata = metadata
+    try:
+        result = value.load_state_dict(given, strict=False, assign=assign)
+    except RuntimeError as e:  # all that fits has been loaded
+        return [], [], str(e)
+    return list(result.missing_keys), list(result.unexpected_keys), ""
+
+
+class _WithMetadata(dict[str, Any]):
+    _metadata: dict[str, Any]
+
+
+class Member(IntEnum):
+    """What a name is on a module."""
+
+    MISSING = 0
+    METHOD = 1
+    TENSOR = 2
+    MODULE = 3
+    VALUE = 4
+
+
+def read_member(module: RRef[nn.Module], name: str) -> tuple[int, Any]:
+    """What a name is on it, and its value if it is a plain one."""
+    value = module.local_value()
+    try:
+        member = getattr(value, name)
+    except AttributeError:
+        if hasattr(type(value), name):  # a property that raised it
+            raise
+        return Member.MISSING, type(value).__name__
+    if isinstance(member, nn.Module):
+        return Member.MODULE, None
+    if isinstance(member, Tensor):
+        return Member.TENSOR, None
+    if callable(member) and not isinstance(member, type):
+        return Member.METHOD, None
+    return Member.VALUE, member

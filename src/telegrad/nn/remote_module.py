@@ -1,0 +1,389 @@
+"""A module that lives on another worker, used as if it were here."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from telegrad import rpc
+from telegrad.nn import owner
+from telegrad.nn.owner import Member
+from telegrad.nn.placement import placement_of
+from telegrad.rref import RRef
+from telegrad.worker import Worker
+from telegrad.worker.default import current_worker
+from telegrad.worker.future import CallFuture
+from telegrad.worker.messages import being_written
+
+__all__ = ["PICKLE", "RemoteModule", "refuse"]
+
+PICKLE = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+_REFUSED = "Method ``{}`` not supported for RemoteModule"
+_INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
+_METADATA = "of the remote module"
+_SENT = ("on", "device", "is_device_map_set", "is_scriptable", "training", "module_rref")
+
+
+def refuse(name: str, why: str = "") -> NoReturn:
+    """Raises the known error.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(_REFUSED.format(name) + (_INSTEAD.get(name) or (f". {why}" if why else "")))
+
+
+def _changing(name: str) -> Any:
+    """A method of modules that returns them."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._change(name, *args, **kwargs)
+
+    return _like_torchs(method, name)
+
+
+def _doing(name: str) -> Any:
+    """A method of modules that returns nothing."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._change(name, *args, **kwargs)
+
+    return _like_torchs(method, name)
+
+
+def _like_torchs(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    method.__name__, method.__qualname__ = name, f"RemoteModule.{name}"
+    method.__doc__ = f"``nn.Module.{name}``, on the remote module."
+    return method
+
+
+class RemoteModule(nn.Module):
+    """A module that is made, lives and runs on another worker. Here it is an ``nn.Module`` without parameters of its
+    own, which can be part of a larger one; calling it runs the remote module and records for distributed autograd.
+
+    Any method of the remote module can be called on it. Those that torch defines for modules do what they do, over
+    there: `to`, `double`, `train`, `requires_grad_`, `apply` ... return this object; arguments are copied there. Hooks
+    that are registered here run here, around the call. Methods that would give out parameters, buffers or modules
+    raise ``ValueError``: `remote_parameters` gives references, `state_dict` copies, `get_submodule` remote modules.
+
+    It travels in remote calls, and refers to the same remote module there; hooks and attributes of the program's own
+    stay behind. Elsewhere it cannot be pickled.
+
+    Args:
+        remote_device: ``"<worker>/<device>"``, ``"rank:<rank>/<device>"``, either without device (the CPU then), or
+            a device of this worker.
+        module_cls: what makes the module there: a class, or any other callable that can travel.
+        args, kwargs: its arguments, copied there.
+
+    Attributes:
+        on: name or rank of the worker.
+        device: the device, as text.
+        is_device_map_set: whether calls between the two workers carry tensors of other devices than the CPU.
+        is_scriptable: False; TorchScript cannot make remote calls through Telegrad.
+        training: what `train` and `eval` set last through this object.
+        module_rref: the reference to the module.
+
+    Raises:
+        AssertionError: this process has not joined a group.
+        ValueError, RuntimeError: remote_device is no place. What making the module raises comes with its first use.
+    """
+
+    is_scriptable: bool
+    is_device_map_set: bool
+    module_rref: RRef[nn.Module]
+
+    def __init__(
+        self,
+        remote_device: str | torch.device,
+        module_cls: Callable[..., nn.Module],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._place(remote_device)
+        self._make(module_cls, args, kwargs, None)
+
+    def _place(self, remote_device: str | torch.device) -> None:
+        worker = _worker()
+        place = placement_of(remote_device)
+        self.on = worker.info.name if place.on is None else place.on
+        self.device = str(place.device)
+        maps = getattr(worker.options, "device_maps", None) or {}
+        self.is_device_map_set = bool(maps.get(worker.info_of(self.on).name))
+        self.is_scriptable = False
+
+    def _make(self, module_cls: Any, args: Any, kwargs: dict[str, Any] | None, interface: Any) -> None:
+        arguments = (module_cls, args or (), kwargs or {}, self.device, interface)
+        self.module_rref = rpc.remote(self.on, owner.make_module, arguments)
+
+    @classmethod
+    def init_from_module_rref(cls, remote_device: str | torch.device, module_rref: RRef[Any]) -> Self:
+        """A remote module of a module that exists already.
+
+        Args:
+            remote_device: where it is: as for the class. It is not moved.
+            module_rref: a reference to it.
+
+        Raises:
+            ValueError: remote_device names another worker than the reference's owner.
+        """
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._adopt(remote_device, module_rref)
+        return made
+
+    def _adopt(self, remote_device: str | torch.device, module_rref: RRef[Any]) -> None:
+        self._place(remote_device)
+        named, real = _worker().info_of(self.on), module_rref.owner()
+        if named.id != real.id:
+            raise ValueError(f"the module of {module_rref!r} is on worker {real.name}, not on {named.name}")
+        self.module_rref = module_rref
+
+    # ---- running it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the remote module, its hooks included, and waits for what it returns.
+
+        Raises:
+            what the module raises, or what making it raised.
+        """
+        return self.forward_async(*args, **kwargs).wait()
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
+        """As `forward`, but returns the future of its result. (Hooks registered here are run by calling the module, not
+        by this.)"""
+        if torch.device(self.device).type in ("cpu", "meta"):
+            future: CallFuture = self.module_rref.rpc_async().__call__(*args, **kwargs)
+            return future
+        return self._async(owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
+
+    def _async(self, function: Callable[..., Any], *args: Any) -> CallFuture:
+        return rpc.rpc_async(self.module_rref.owner_id, function, (self.module_rref, *args))
+
+    def _sync(self, function: Callable[..., Any], *args: Any) -> Any:
+        return rpc.rpc_sync(self.module_rref.owner_id, function, (self.module_rref, *args))
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other attribute is that of the remote module: methods to be called, plain values as copies."""
+        if name.startswith("__") or "module_rref" not in self.__dict__:
+            return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)  # a module or parameter that was set here
+        except AttributeError:
+            kind, value = self._sync(owner.read_member, name)
+        if kind == Member.METHOD:
+            return _Method(self, name)
+        if kind == Member.VALUE:
+            return value
+        mine = type(self).__name__
+        if kind == Member.MISSING:
+            raise AttributeError(f"neither {mine!r} nor the remote {value!r} has an attribute {name!r}")
+        instead = "get_submodule" if kind == Member.MODULE else "remote_parameters or state_dict"
+        raise AttributeError(f"{name!r} is a {_KINDS[kind]} of the remote module, not of this {mine}: use {instead}")
+
+    # ---- what it consists of
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """References to its parameters, in the order of ``parameters()``, for a `DistributedOptimizer`.
+
+        Args:
+            recurse: those of its submodules too.
+        """
+        references: list[RRef[nn.Parameter]] = self._sync(owner.parameters_of, recurse)
+        return references
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """The reference to the module."""
+        return self.module_rref
+
+    def get_submodule(self, target: str) -> "RemoteModule":
+        """A module within it, as a remote module.
+
+        Args:
+            target: its path, as for ``nn.Module.get_submodule``.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        if not target:
+            return self
+        made = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(made)
+        made.__dict__.update({name: getattr(self, name) for name in _SENT})
+        made.module_rref = self._sync(owner.submodule_of, target)
+        return made
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Not those of the remote module: raises `ValueError`. (With ``recurse=False`` there are none: so a module
+        that this one is part of can collect its own.)"""
+        return self._nothing("parameters", recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `parameters`."""
+        return self._nothing("named_parameters", recurse)
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """As `parameters`."""
+        return self._nothing("buffers", recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `parameters`."""
+        return self._nothing("named_buffers", recurse)
+
+    @staticmethod
+    def _nothing(name: str, recurse: bool) -> Iterator[Any]:
+        if recurse:
+            refuse(name, "``remote_parameters`` gives references, ``state_dict`` copies.")
+        return iter(())
+
+    def children(self) -> Iterator[nn.Module]:
+        """Not those of the remote module: raises `ValueError`."""
+        refuse("children", "``get_submodule`` gives remote modules.")
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As `children`."""
+        refuse("named_children", "``get_submodule`` gives remote modules.")
+
+    def get_parameter(self, target: str) -> NoReturn:
+        """Raises `ValueError`."""
+        refuse("get_parameter", "``remote_parameters`` gives references, ``state_dict`` copies.")
+
+    def get_buffer(self, target: str) -> NoReturn:
+        """Raises `ValueError`."""
+        refuse("get_buffer", "``state_dict`` gives copies.")
+
+    # ---- its state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        state, metadata = self._sync(owner.state_of, self.is_device_map_set)
+        destination.update({prefix + key: value for key, value in state.items()})
+        if hasattr(destination, "_metadata"):
+            # As a module that is here would note it; and once more, for loading is not told what its submodules noted.
+            noted = {prefix + key if key else prefix[:-1]: dict(value) for key, value in metadata.items()}
+            noted.setdefault(prefix[:-1], {})[_METADATA] = metadata
+            destination._metadata.update(noted)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        mine = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        metadata = local_metadata.get(_METADATA) or (getattr(state_dict, "_metadata", None) if not prefix else None)
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        missing, unexpected, error = self._sync(owner.load_state, mine, dict(metadata or {"": local_metadata}), assign)
+        missing_keys += [prefix + key for key in missing]
+        unexpected_keys += [prefix + key for key in unexpected] if strict else []
+        if error:
+            error_msgs.append(error)
+
+    # ---- what changes it
+
+    def _change(self, method: str, *args: Any, **kwargs: Any) -> Self:
+        device = self._sync(owner.change, method, args, kwargs)
+        if device is not None:
+            self.device = device
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the remote module's mode."""
+        self._change("train", mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """What changes a module that this one is part of does not change the remote module."""
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            kind = "parameter" if isinstance(value, nn.Parameter) else "module"
+            method = "register_parameter" if kind == "parameter" else "add_module"
+            raise ValueError(f"a RemoteModule has no {kind}s here: {method} puts a copy into the remote module")
+        super().__setattr__(name, value)
+
+    to: Any = _changing("to")
+    to_empty: Any = _changing("to_empty")
+    cuda: Any = _changing("cuda")
+    ipu: Any = _changing("ipu")
+    xpu: Any = _changing("xpu")
+    mtia: Any = _changing("mtia")
+    cpu: Any = _changing("cpu")
+    type: Any = _changing("type")
+    float: Any = _changing("float")
+    double: Any = _changing("double")
+    half: Any = _changing("half")
+    bfloat16: Any = _changing("bfloat16")
+    requires_grad_: Any = _changing("requires_grad_")
+    share_memory: Any = _changing("share_memory")
+    apply: Any = _changing("apply")
+    compile: Any = _doing("compile")
+    zero_grad: Any = _doing("zero_grad")
+    register_buffer: Any = _doing("register_buffer")
+    register_parameter: Any = _doing("register_parameter")
+    register_module: Any = _doing("register_module")
+    add_module: Any = _doing("add_module")
+    set_submodule: Any = _doing("set_submodule")
+    set_extra_state: Any = _doing("set_extra_state")
+
+    # ---- travelling
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not being_written():
+            raise RuntimeError(PICKLE)
+        return arrived, (type(self), *(self.__dict__[name] for name in _SENT))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on={self.on!r}, device={self.device!r}, module={self.module_rref!r})"
+
+
+_KINDS = {Member.MODULE: "submodule", Member.TENSOR: "parameter or buffer"}
+
+
+class _Method:
+    """A method of a remote module: called, it runs there and returns what that returns."""
+
+    def __init__(self, module: RemoteModule, name: str) -> None:
+        self._module = module
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._module.module_rref.rpc_sync(), self._name)(*args, **kwargs)
+
+    def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture:
+        """As calling it, but returns a future."""
+        future: CallFuture = getattr(self._module.module_rref.rpc_async(), self._name)(*args, **kwargs)
+        return future
+
+    def remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """As calling it, but the result stays there; returns a reference to it."""
+        result: RRef[Any] = getattr(self._module.module_rref.remote(), self._name)(*args, **kwargs)
+        return result
+
+    def __repr__(self) -> str:
+        return f"<method {self._name} of {self._module!r}>"
+
+
+def arrived(cls: Any, *sent: Any) -> RemoteModule:
+    """Makes a remote module of what travelled."""
+    made: RemoteModule = cls.__new__(cls)
+    nn.Module.__init__(made)
+    made.__dict__.update(zip(_SENT, sent, strict=True))
+    return made
+
+
+def _worker() -> Worker:
+    worker = current_worker()
+    if worker is None:
+        raise AssertionError("RemoteModule only works in RPC.")
+    return worker

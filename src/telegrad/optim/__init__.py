@@ -1,0 +1,42 @@
+"""Optimizers of parameters that lie on other workers: the API of ``torch.distributed.optim``.
+
+`DistributedOptimizer` is Telegrad's own; everything else that ``torch.distributed.optim`` offers is torch's, loaded
+when it is first asked for.
+"""
+
+from typing import Any, Final
+
+from telegrad.autograd.versions import unprotected
+from telegrad.optim.distributed import DistributedOptimizer
+from telegrad.optim.local import between_steps
+
+_TORCHS: Final = {
+    "PostLocalSGDOptimizer": "torch.distributed.optim",
+    "ZeroRedundancyOptimizer": "torch.distributed.optim",
+    "as_functional_optim": "torch.distributed.optim",
+    "functional_optim_map": "torch.distributed.optim.utils",
+    "register_functional_optim": "torch.distributed.optim.utils",
+}
+"""Names of torch's, and where they are."""
+
+__all__ = [
+    "DistributedOptimizer",
+    "PostLocalSGDOptimizer",
+    "ZeroRedundancyOptimizer",
+    "as_functional_optim",
+    "between_steps",
+    "functional_optim_map",
+    "register_functional_optim",
+    "unprotected",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Late: torch's package imports torch's own RPC as well, where that is not redirected.
+    import importlib
+
+    if name in _TORCHS:
+        return getattr(importlib.import_module(_TORCHS[name]), name)
+    if name.startswith(("_Functional", "_apply_optimizer", "_get_in_backward", "_NamedOptimizer")):
+        return getattr(importlib.import_module("torch.distributed.optim"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

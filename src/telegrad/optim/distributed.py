@@ -1,0 +1,204 @@
+"""The optimizer of parameters on many workers."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from telegrad.autograd.api import _is_valid_context
+from telegrad.errors import NotInitialized
+from telegrad.optim.failures import all_of
+from telegrad.optim.local import LocalOptimizer
+from telegrad.protocols.rref import RRefId
+from telegrad.rref import RRef
+from telegrad.worker import Worker
+from telegrad.worker.default import current_worker
+from telegrad.worker.scope import current
+
+__all__ = ["DistributedOptimizer"]
+
+# A group on its way to one owner: options, references, names.
+_Group = tuple[dict[str, Any], list[RRef[Any]], "list[str] | None"]
+
+
+class DistributedOptimizer:
+    """Steps parameters where they live, with the gradients of an autograd context.
+
+    Each owner of parameters gets an ordinary optimizer of its own. A step runs on all owners at the same time. Any
+    number of trainers may have optimizers of the same parameters, and step them while others run forward and backward
+    passes; ``docs/optim.md`` says what each of them sees.
+
+    Args:
+        optimizer_class: any class of ``torch.optim``, or another with its interface: called on each owner with that
+            owner's parameters and the further arguments.
+        params_rref: `RRef`s to leaf tensors, here or on other workers; or pairs of a name and one; or groups, dicts
+            whose "params" are these and whose other items are options of the group.
+        args, kwargs: further arguments of the class, sent to each owner.
+
+    Attributes:
+        remote_optimizers: references to the owners' parts.
+
+    Raises:
+        RuntimeError: this process has not joined a group, or an owner is lost.
+        TypeError: params_rref is none of the above.
+        what the class raises; of several owners, one exception of all the types, which is an `ExceptionGroup`.
+
+    Example::
+
+        optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.05)
+        with autograd.context() as context_id:
+            loss = module(inputs).sum()
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+    """
+
+    def __init__(self, optimizer_class: Any, params_rref: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        worker = _worker()
+        entries = list(params_rref)
+        grouped = bool(entries) and isinstance(entries[0], Mapping)
+        groups = [_group(entry) for entry in entries] if grouped else [({}, *_split(entries))]
+        futures = []
+        with _outside_contexts():
+            for owner in dict.fromkeys(rref.owner_id for _, rrefs, _ in groups for rref in rrefs):
+                theirs = [part for group in groups if (part := _part_of(group, owner)) is not None]
+                arguments = (optimizer_class, theirs, grouped, args, kwargs)
+                futures.append((owner, worker.rpc_async(owner, make_local_optimizer, arguments)))
+        self.remote_optimizers: list[RRef[LocalOptimizer]] = _all_results(
+            worker, f"{getattr(optimizer_class, '__name__', optimizer_class)} could not be made", futures
+        )
+
+    def step(self, context_id: int) -> None:
+        """One step of all parameters that have a gradient in the context, on all owners at once; blocks until all have
+        stepped.
+
+        Args:
+            context_id: an autograd context that is open on this worker.
+
+        Raises:
+            RuntimeError: "Could not find autograd context with id: ...", or an owner is lost.
+            what optimizers raise; of several owners, one exception of all the types, which is an `ExceptionGroup`. The
+                others have stepped.
+        """
+        _is_valid_context(context_id)
+        worker = _worker()
+        here = worker.info.id
+        futures: list[tuple[int, Any]] = []
+        local = []
+        with _outside_contexts():
+            for rref in self.remote_optimizers:
+                if rref.owner_id == here:
+                    local.append(rref)
+                else:
+                    futures.append((rref.owner_id, worker.rpc_async(rref.owner_id, step_of, (*rref.id, context_id))))
+            # Last, as it occupies this thread, which so also has its own turn at the gate.
+            futures += [(here, _Done(rref, context_id)) for rref in local]
+            _all_results(worker, "the optimizer could not step", futures)
+
+
+def make_local_optimizer(
+    optimizer_class: Any, groups: Sequence[_Group], grouped: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> RRef[LocalOptimizer]:
+    """Runs on an owner: makes its part."""
+    values = [(options, [rref.local_value() for rref in rrefs], names) for options, rrefs, names in groups]
+    return RRef(LocalOptimizer(_worker(), optimizer_class, values, grouped, args, kwargs))
+
+
+def step_of(created_on: int, local_id: int, context_id: int) -> None:
+    """Runs on an owner: a step of the part that a reference names. The caller has that reference. (Plain numbers take
+    the short way of calls, which a reference would not.)"""
+    worker = _worker()
+    local: LocalOptimizer = worker.references.owned(RRefId(created_on, local_id)).get()
+    local.step(context_id, _gradients(worker, context_id))
+
+
+def _gradients(worker: Worker, context_id: int) -> dict[Any, Any]:
+    """What the context has here; nothing if this worker took no part in it."""
+    found = worker.autograd.find(context_id)
+    if found is None:
+        return {}
+    with found.lock:
+        return dict(found.gradients)
+
+
+class _Done:
+    """A step of this worker's own part, with a future's `wait`."""
+
+    def __init__(self, rref: RRef[LocalOptimizer], context_id: int) -> None:
+        self._error: Exception | None = None
+        try:
+            step_of(*rref.id, context_id)
+        except Exception as e:
+            self._error = e
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _worker() -> Worker:
+    worker = current_worker()
+    if worker is None:
+        raise NotInitialized
+    return worker
+
+
+def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Any]]) -> list[Any]:
+    """Waits for all.
+
+    Raises:
+        what they raise.
+    """
+    results, failures = [], []
+    for owner, future in futures:
+        try:
+            results.append(future.wait())
+        except Exception as e:
+            failures.append((worker.name_of(owner), e))
+    if failures:
+        raise all_of(what, failures)
+    return results
+
+
+@contextmanager
+def _outside_contexts() -> Iterator[None]:
+    """Calls made within carry no context: they are not part of a forward pass."""
+    scope = current.get()
+    if scope is None or scope.autograd is None:
+        yield
+        return
+    token = current.set(scope._replace(autograd=None))
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+def _group(entry: Any) -> _Group:
+    if not isinstance(entry, Mapping) or "params" not in entry:
+        raise TypeError(f'a parameter group is a dict with "params", not {entry!r}')
+    params = entry["params"]
+    members = [params] if isinstance(params, RRef) else list(params)
+    return {key: value for key, value in entry.items() if key != "params"}, *_split(members)
+
+
+def _split(members: Sequence[Any]) -> tuple[list[RRef[Any]], list[str] | None]:
+    """References, and their names if they have any."""
+    names: list[str] | None = None
+    if members and isinstance(members[0], tuple):
+        names = [name for name, _ in members]
+        members = [rref for _, rref in members]
+    for member in members:
+        if not isinstance(member, RRef):
+            raise TypeError(
+                f"DistributedOptimizer takes RRefs to parameters, but got a {type(member).__name__}. For a parameter of"
+                " this worker, pass RRef(parameter)."
+            )
+    return list(members), names
+
+
+def _part_of(group: _Group, owner: int) -> _Group | None:
+    """Of a group, what one owner has; None if nothing."""
+    options, rrefs, names = group
+    mine = [index for index, rref in enumerate(rrefs) if rref.owner_id == owner]
+    if not mine:
+        return None
+    return options, [rrefs[i] for i in mine], None if names is None else [names[i] for i in mine]

@@ -1,0 +1,59 @@
+"""What becomes of a program's exception handling when several workers fail at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["all_of"]
+
+
+def all_of(what: str, failures: Sequence[tuple[str, Exception]]) -> Exception:
+    """One exception for all of these: it is of the types of all of them, and an `ExceptionGroup` that holds them.
+
+    Args:
+        what: what failed, for the text.
+        failures: names of workers and what came from them; at least one.
+
+    Returns:
+        The exception itself if there is only one. Where types cannot be combined, as those of errors of the operating
+        system with others, it is the last one, with the others in its notes.
+    """
+    errors = [error for _, error in failures]
+    last = errors[-1]
+    if len(errors) == 1:
+        return last
+    message = f"{what} on {len(errors)} workers: " + "; ".join(f"{name}: {_first_line(e)}" for name, e in failures)
+    try:
+        group = _again(message, errors)
+    except TypeError:
+        last.add_note(f"{message}. This is the last of them.")
+        return last
+    for error in errors:
+        for name, value in error.__dict__.items():
+            if not name.startswith("_"):
+                group.__dict__[name] = value
+    group.add_note(message + "".join(f"\n\n{name}: {error}" for name, error in failures))
+    return group
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A remote error's text begins with "On WorkerInfo(...):"; its next line is the repr.
+    text = lines[1] if len(lines) > 1 and lines[0].startswith("On WorkerInfo") else "".join(lines[:1])
+    return text if type(error).__name__ in text else f"{type(error).__name__}: {text}"
+
+
+def _group_class(kinds: tuple[type[Exception], ...]) -> Any:
+    bases = [kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)]
+    members: dict[str, Any] = {
+        "__module__": __name__,
+        "__init__": lambda self, message, errors: None,  # those of the types take other arguments
+        "__str__": lambda self: "\n".join([self.message, *(str(error) for error in self.exceptions)]),
+        "__reduce__": lambda self: (_again, (self.message, list(self.exceptions))),
+        "derive": lambda self, errors: _again(self.message, list(errors)),
+    }
+    return type("SeveralErrors", (ExceptionGroup, *bases), members)
+
+
+def _again(message: str, errors: list[Exception]) -> Exception:
+    group: Exception = _group_class(tuple(dict.fromkeys(type(error) for error in errors)))(message, errors)
+    return group

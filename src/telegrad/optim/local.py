@@ -1,0 +1,201 @@
+"""A worker's part of a distributed optimizer: an ordinary optimizer over its parameters, and how its steps take effect.
+
+The optimizer does not have the parameters themselves, but a *shadow* of each, a leaf of the same kind that is given
+memory for the time of a step:
+
+- the parameter's own, if nothing else refers to that and no handler runs: the step then works in place, as a local one
+  does, and costs no copy;
+- else a copy, which takes the place of the parameter's memory afterwards; what has saved the old memory keeps it.
+
+So the parameter's `.grad` is never touched, an optimizer that fails half-way through leaves parameters with a copy as
+they were, and a step becomes visible all at once, while the worker's gate (`telegrad.autograd.gate`) is held. Only
+torch's own optimizers, whose code is known, work in place and behind the gate; others work on copies, in front of it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from telegrad.autograd import versions
+from telegrad.autograd.gate import StepGate
+from telegrad.autograd.versions import gate_for
+from telegrad.errors import NotInitialized
+from telegrad.optim.parameters import Managed, managed, taking_turns
+from telegrad.worker.default import current_worker
+from telegrad.worker.scope import current
+
+__all__ = ["Group", "LocalOptimizer", "between_steps"]
+
+Group = tuple[dict[str, Any], list[Tensor], list[str] | None]  # options, parameters, and their names if there are any
+
+_NOT_A_LEAF = "can't optimize a non-leaf Tensor"
+
+
+class LocalOptimizer:
+    """The optimizer of one owner.
+
+    Args:
+        worker: the `telegrad.worker.Worker` that owns the parameters.
+        optimizer_class: what makes it: called with the shadows (a list, or a list of groups) and the arguments.
+        groups: the parameters, leaf tensors.
+        grouped: give the optimizer groups, not a list.
+        args, kwargs: its further arguments.
+
+    Raises:
+        ValueError: one of the parameters is no leaf, or two share memory.
+        what the optimizer's constructor raises.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        optimizer_class: Callable[..., Any],
+        groups: Sequence[Group],
+        grouped: bool,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        parameters = [parameter for _, members, _ in groups for parameter in members]
+        _check(parameters)
+        self._worker = worker
+        shadows = {id(parameter): _shadow(parameter) for parameter in parameters}
+        given: list[Any] = []
+        for options, members, names in groups:
+            of_group: list[Any] = [shadows[id(parameter)] for parameter in members]
+            if names is not None:
+                of_group = list(zip(names, of_group, strict=True))
+            given.extend([{**options, "params": of_group}] if grouped else of_group)
+        self.optimizer = optimizer_class(given, *args, **kwargs)
+        unique = list({id(parameter): parameter for parameter in parameters}.values())
+        self._managed = managed(worker, unique)
+        self._shadows: list[Tensor] = [shadows[id(parameter)] for parameter in unique]
+        self._vacant = [torch.empty(0, dtype=p.dtype, device=p.device) for p in unique]
+        self._known = type(self.optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+        self._vacate()
+
+    def step(self, context: int, gradients: dict[Tensor, Tensor]) -> None:
+        """One step.
+
+        Args:
+            context: id of the autograd context.
+            gradients: those of the context on this worker, by parameter.
+
+        Raises:
+            TimeoutError: another optimizer holds one of the parameters.
+            what the optimizer raises.
+        """
+        scope = current.get()
+        deadline = 0 if scope is None else scope.deadline
+        timeout = max(deadline - time.monotonic_ns(), 1) / 1e9 if deadline else -1.0
+        with taking_turns(self._managed, timeout), torch.inference_mode(False):
+            try:
+                self._step(gate_for(self._worker), context, gradients)
+            finally:
+                self._vacate()
+
+    def _step(self, gate: StepGate, context: int, gradients: dict[Tensor, Tensor]) -> None:
+        on_copies: list[tuple[Managed, Tensor]] = []
+        in_place: list[tuple[Managed, Tensor]] = []
+        given: list[tuple[Tensor, Tensor]] = []
+        for one, shadow in zip(self._managed, self._shadows, strict=True):
+            gradient = gradients.get(one.parameter)
+            if gradient is not None:
+                given.append((shadow, gradient))
+            elif self._known:
+                continue  # it will not look at it
+            if self._known and (one.shared or not one.in_use()):
+                in_place.append((one, shadow))
+            else:
+                shadow.data = one.copy()
+                on_copies.append((one, shadow))
+        if not in_place:
+            self._run(given)
+            with gate.step(context):
+                _put(on_copies)
+            return
+        with gate.step(context) as turn:
+            written = []
+            for one, shadow in in_place:
+                if one.shared or (turn.alone and turn.unwatched and not one.in_use()):
+                    shadow.data = one.parameter.data
+                    written.append(one)
+                else:
+                    shadow.data = one.copy()
+                    on_copies.append((one, shadow))
+            try:
+                self._run(given)
+            finally:
+                for one in written:
+                    one.written()
+            _put(on_copies)
+
+    def _run(self, given: list[tuple[Tensor, Tensor]]) -> None:
+        for shadow, gradient in given:
+            shadow.grad = gradient
+        self.optimizer.step()
+
+    def _vacate(self) -> None:
+        """Between steps shadows have no memory, and keep no gradient alive."""
+        for shadow, nothing in zip(self._shadows, self._vacant, strict=True):
+            shadow.grad = None
+            shadow.data = nothing
+
+
+@contextmanager
+def between_steps() -> Iterator[None]:
+    """Within, no step of a `DistributedOptimizer` changes parameters of this worker, as in handlers that run in a
+    context: for evaluation, or to read all parameters of one moment.
+
+    Steps wait meanwhile, so keep it short. If the code within stands still for a second, or takes very long, a step
+    that has waited for it takes effect all the same (docs/optim.md). One made within, by the same thread, does not
+    wait.
+
+    Raises:
+        RuntimeError: this process has not joined a group.
+    """
+    worker = current_worker()
+    if worker is None:
+        raise NotInitialized
+    with versions.between_steps(worker):
+        yield
+
+
+def _put(stepped: list[tuple[Managed, Tensor]]) -> None:
+    for one, shadow in stepped:
+        one.put(shadow.data)
+
+
+def _shadow(parameter: Tensor) -> Tensor:
+    data = parameter.data
+    shadow: Tensor
+    if isinstance(parameter, nn.Parameter):
+        shadow = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    else:
+        shadow = data.requires_grad_(parameter.requires_grad)
+    shadow.__dict__.update(parameter.__dict__)  # some optimizers look at what programs note on parameters
+    return shadow
+
+
+def _check(parameters: Sequence[Tensor]) -> None:
+    taken: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {type(parameter)}")
+        if not parameter.is_leaf:
+            raise ValueError(_NOT_A_LEAF)
+        if parameter.layout is not torch.strided or not parameter.numel() or parameter.device.type == "meta":
+            continue
+        start = parameter.data_ptr()
+        span = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+        others = taken.setdefault(parameter.untyped_storage()._cdata, [])
+        end = start + span * parameter.element_size()
+        if any(start < e and s < end and other is not parameter for s, e, other in others):
+            raise ValueError(
+                f"two parameters, one of shape {list(parameter.shape)}, share memory. A step may move a parameter to"
+                " other memory, and they would part: use one nn.Parameter in both places."
+            )
+        others.append((start, end, parameter))

@@ -1,0 +1,118 @@
+"""Parameters that optimizers of this worker step, and the memory that lies under them."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch.autograd.graph import increment_version
+
+from telegrad.autograd.versions import gate_for, is_shared, put, renew
+
+__all__ = ["Managed", "managed", "taking_turns"]
+
+_KNOWN: Final = "optim.parameters"  # in a worker's extras
+
+# How many tensors (and the Python object, while there is one) refer to a storage.
+_count_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_OWN_USES: Final = 2  # the parameter, and the Python object
+
+
+class Managed:
+    """One parameter, whichever optimizers step it. The attributes but for the first are guarded by `lock`.
+
+    Attributes:
+        parameter: a leaf tensor.
+        lock: held while it is stepped, by one optimizer at a time.
+        shared: its memory is shared with other processes, so it has to stay where it is.
+    """
+
+    __slots__ = ("__weakref__", "_spare", "lock", "parameter", "shared")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.lock = threading.Lock()
+        self.shared = is_shared(parameter)
+        self._spare: torch.Tensor | None = None  # memory that was under it before
+
+    def in_use(self) -> bool:
+        """Does anything else refer to its memory: a graph that has saved it, a message that is being sent, a view?"""
+        return not _has_storage(self.parameter) or _uses(self.parameter) > _OWN_USES
+
+    def copy(self) -> torch.Tensor:
+        """Its values in other memory, warm where possible."""
+        now = self.parameter.data
+        spare, self._spare = self._spare, None
+        if spare is None or _uses(spare) > _OWN_USES or not _alike(spare, now):
+            return now.clone()
+        renew(spare)
+        return spare.copy_(now)
+
+    def put(self, new: torch.Tensor) -> None:
+        """Puts memory with new values under it; of a shared one, the values into its memory."""
+        if self.shared:
+            with torch.no_grad():
+                self.parameter.copy_(new)
+        else:
+            self._spare = put(self.parameter, new)
+
+    def written(self) -> None:
+        """Its memory was written to through another tensor."""
+        increment_version(self.parameter)
+        self._spare = None
+
+
+def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[Managed]:
+    """The records of these parameters of a worker, which share a record with other optimizers of the same ones. They
+    live as long as an optimizer holds them."""
+    known = worker.extras.setdefault(_KNOWN, weakref.WeakValueDictionary())
+    gate = gate_for(worker)
+    result = []
+    with _making:
+        for parameter in parameters:
+            one = known.get(id(parameter))
+            if one is None:
+                one = known[id(parameter)] = Managed(parameter)
+                gate.copies_shared = gate.copies_shared or one.shared
+            result.append(one)
+    return result
+
+
+_making = threading.Lock()
+
+
+@contextmanager
+def taking_turns(parameters: Sequence[Managed], timeout: float) -> Iterator[None]:
+    """Within, no other optimizer steps these parameters.
+
+    Args:
+        timeout: seconds to wait for others; -1 is no limit.
+
+    Raises:
+        TimeoutError: another optimizer is still stepping one of them.
+    """
+    with ExitStack() as held:
+        for one in sorted(set(parameters), key=id):  # in one order everywhere, so that nobody waits in a circle
+            if not one.lock.acquire(timeout=timeout):
+                raise TimeoutError(
+                    f"another optimizer was still stepping a parameter of shape {list(one.parameter.shape)} after"
+                    f" {timeout:g} s. Steps of the same parameters run one after another."
+                )
+            held.callback(one.lock.release)
+        yield
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    if _count_uses is None:  # then nobody can tell
+        return _OWN_USES + 1
+    return _count_uses(tensor.untyped_storage()._cdata)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.stride() == b.stride()

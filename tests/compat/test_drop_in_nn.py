@@ -1,0 +1,87 @@
+"""What stands for torch's RemoteModule in a drop-in: it refuses what torch's refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from telegrad import rpc
+from telegrad.compat.nn import _REMOTE_MODULE_PICKLED_ATTRIBUTES, RemoteModule, _RemoteModule
+from telegrad.testing import Cluster
+
+X = torch.ones(2, 4)
+
+
+def attributes(module: RemoteModule) -> list[str]:
+    return list(module.__dict__)
+
+
+def called(module: RemoteModule) -> torch.Tensor:
+    result: torch.Tensor = module(X)
+    return result
+
+
+def given_back(module: RemoteModule) -> RemoteModule:
+    return module
+
+
+@torch.jit.interface
+class Interface:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pass
+
+
+@pytest.mark.usefixtures("two")
+def test_refuses() -> None:
+    module = RemoteModule("w1/cpu", nn.Linear, (4, 1))
+    for name in ("to", "state_dict", "named_modules", "children", "parameters", "share_memory", "extra_repr"):
+        with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
+            getattr(module, name)()
+    with pytest.raises(ValueError, match="Please use ``remote_parameters`` instead"):
+        module.parameters()
+    with pytest.raises(AttributeError):
+        module.in_features  # noqa: B018
+    assert repr(module).startswith("RemoteModule(on='w1'")
+
+
+@pytest.mark.usefixtures("two")
+def test_as_a_part_it_answers() -> None:
+    whole = nn.Sequential(RemoteModule("w1/cpu", nn.Linear, (4, 2)), nn.Linear(2, 1))
+    assert whole(X).shape == (2, 1)
+    assert len(list(whole.parameters())) == 2
+    assert list(whole.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    whole.load_state_dict(whole.state_dict())
+    whole.double()
+    whole.float().eval()
+
+
+@pytest.mark.usefixtures("two")
+def test_sent_it_has_what_torchs_has_and_works() -> None:
+    module = RemoteModule("w1/cpu", nn.Linear, (4, 1))
+    module.extra = 1
+    assert rpc.rpc_sync("w1", attributes, (module,)) == [*_REMOTE_MODULE_PICKLED_ATTRIBUTES, "forward_async", "forward"]
+    assert torch.equal(rpc.rpc_sync("w1", called, (module,)), module(X))
+    again = rpc.rpc_sync("w1", given_back, (module,))
+    assert type(again) is RemoteModule
+    assert torch.equal(again.forward_async(X).wait(), module.forward(X))
+    assert len(again.remote_parameters()) == 2
+    again.eval()
+    with pytest.raises(RuntimeError, match="Cannot pickle RemoteModule in python pickler"):
+        torch.save(again, "/dev/null")
+
+
+@pytest.mark.usefixtures("two")
+def test_scripted() -> None:
+    module = _RemoteModule("w1/cpu", nn.Linear, (4, 1), None, _module_interface_cls=Interface)
+    assert module(X).shape == (2, 1)
+    assert not module.is_scriptable
+    with pytest.raises(RuntimeError, match="TorchScript makes no remote calls through Telegrad"):
+        torch.jit.script(module)
+    with pytest.raises(ValueError, match=r"must be a type object decorated by @torch.jit.interface"):
+        _RemoteModule("w1/cpu", nn.Linear, (4, 1), _module_interface_cls=int)
+
+
+def test_from_a_reference(two: Cluster) -> None:
+    rref = two[0].remote("w1", nn.Linear, (4, 1))
+    module = RemoteModule.init_from_module_rref("w1/cpu", rref)
+    assert module.forward(X).shape == (2, 1)
+    assert module.get_module_rref() is rref
