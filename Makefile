@@ -41,8 +41,9 @@ conformance: build ## PyTorch's own RPC test-suite, run over Telegrad
 	$(PY) tests/conformance/conformance.py --package telegrad --set tests/conformance/stage.txt \
 	  --known tests/conformance/known.txt --jobs 2 $(ARGS)
 
-bench: build ## latency and throughput beside torch.distributed.rpc
-	$(PY) bench/latency.py $(ARGS)
+BENCH ?= latency autograd
+bench: build ## calls and distributed autograd beside torch.distributed; BENCH=autograd runs only that
+	set -e; for name in $(BENCH); do $(PY) bench/$$name.py $(ARGS); done
 
 lint: build ## ruff, mypy --strict, clang-format, and the stub of the core
 	$(PY) -m ruff check -q .

@@ -1,4 +1,4 @@
-"""What the benchmarks share: groups of two processes over either package, functions to call, figures about machines."""
+"""What the benchmarks share: groups of processes over either package, functions to call, figures about machines."""
 
 import importlib
 import json
@@ -36,30 +36,40 @@ class Counter:
         return self.total
 
 
-def in_group(package: str, measure: Callable[..., Any], *args: Any) -> Any:
-    """Run `measure(rpc, *args)` in the first of two fresh processes that `package` connects; return what it returns.
+def in_group(package: str, measure: Callable[..., Any], *args: Any, workers: int = 2) -> Any:
+    """Run `measure(rpc, *args)` in the first of fresh processes that `package` connects; return what it returns.
 
-    The second process, named `SERVER`, only serves. Both use one thread per operation. `measure` is a function of a
-    module, its result is made of what JSON knows, and what it raises comes out of here. Both processes have ended when
-    this returns.
+    The others (see `name_of`) only serve. All use one thread per operation. `measure` is a function of a module, its
+    result is made of what JSON knows, and what it raises comes out of here. All processes have ended when this returns.
     """
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        mp.spawn(_member, args=(package, measure, args, result), nprocs=2)
+        mp.spawn(_member, args=(package, measure, args, result, workers), nprocs=workers)
         return json.loads(result.read_text())
 
 
-def _member(rank: int, package: str, measure: Callable[..., Any], args: tuple[Any, ...], result: Path) -> None:
-    warnings.simplefilter("ignore")  # torch announces at every start that its RPC is deprecated
+def name_of(rank: int) -> str:
+    """Names of workers: the one that measures, the one that the benchmarks call, and further ones."""
+    return ("client", SERVER)[rank] if rank < 2 else f"worker{rank}"
+
+
+def _member(
+    rank: int, package: str, measure: Callable[..., Any], args: tuple[Any, ...], result: Path, workers: int
+) -> None:
+    warnings.showwarning = _say_nothing  # torch's RPC and its optimizer announce at every start that they are old
     torch.set_num_threads(1)
     rpc: ModuleType = importlib.import_module(MODULES[package])
-    rpc.init_rpc("client" if rank == 0 else SERVER, rank=rank, world_size=2)
+    rpc.init_rpc(name_of(rank), rank=rank, world_size=workers)
     if rank == 0:
         result.write_text(json.dumps(measure(rpc, *args)))
     rpc.shutdown()
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def free_port() -> int:

@@ -39,6 +39,23 @@ def test_latency_measures_the_rows_asked_for() -> None:
     assert run_bench("latency.py", "-k", "no such row").returncode == 2
 
 
+@pytest.mark.timeout(120)
+def test_autograd_measures_steps_beside_their_like_and_trainers_together(tmp_path: Path) -> None:
+    written = tmp_path / "autograd.json"
+    arguments = ("--quick", "--only", "torch", "-k", "2 trainers, batch 1", "-k", "over a call", "-k", "100 nodes")
+    result = run_bench("autograd.py", *arguments, "--json", str(written))
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(written.read_text())
+    call, nodes = figures["results"]
+    assert call["torch"]["samples"] == 3
+    assert nodes["torch"]["added"] < nodes["torch"]["median"]
+    (trainers,) = figures["trainers"]
+    assert trainers["torch"]["samples per second"] > 0
+    for row in (call, nodes, trainers):
+        assert row["row"] in result.stdout
+    assert run_bench("autograd.py", "-k", "no such row").returncode == 2
+
+
 def test_memory_judges_both_processes(tmp_path: Path) -> None:
     written = tmp_path / "memory.json"
     result = run_bench("memory.py", "--calls", "500", "--pause", "0.1", "--json", str(written))

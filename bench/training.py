@@ -1,0 +1,171 @@
+"""What the benchmark of distributed autograd runs: models, steps of training, and their parts on other workers."""
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import MODULES, SERVER, name_of
+from torch import Tensor, nn
+
+INPLACE = "modified by an inplace operation"  # what torch says of a step that another trainer's step has overtaken
+
+
+class Clock:
+    """Times what runs inside it: `seconds` is the time of all of it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+Step = Callable[[Clock], object]  # times what counts of it
+
+
+class Framework:
+    """The modules of one package, under the names that both have."""
+
+    def __init__(self, package: str) -> None:
+        root = MODULES[package].rpartition(".")[0]
+        self.package = package
+        self.rpc: Any = importlib.import_module(MODULES[package])
+        self.autograd: Any = importlib.import_module(f"{root}.autograd")
+
+    @property
+    def optim(self) -> ModuleType:
+        return importlib.import_module(f"{MODULES[self.package].rpartition('.')[0]}.optim")
+
+    @contextmanager
+    def one_pass(self, clock: Clock) -> Iterator[int]:
+        """A context whose beginning and end count."""
+        with clock:
+            context = self.autograd.context()
+            number = context.__enter__()
+        try:
+            yield number
+        finally:
+            with clock:
+                context.__exit__(None, None, None)
+
+
+def as_is(x: Tensor) -> Tensor:
+    return x
+
+
+def chain(package: str, ranks: list[int], x: Tensor) -> Tensor:
+    """Doubles on this worker, and on each of those in turn."""
+    y = x * 2
+    if not ranks:
+        return y
+    result: Tensor = Framework(package).rpc.rpc_sync(name_of(ranks[0]), chain, args=(package, ranks[1:], y))
+    return result
+
+
+class ConvNet(nn.Module):
+    """The network of PyTorch's parameter-server tutorial, for images of 28x28; its second dropout acts on vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.dropout1 = nn.Dropout2d(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.conv2(F.relu(self.conv1(x))), 2)
+        x = self.dropout1(x).flatten(1)
+        x = self.fc2(self.dropout2(F.relu(self.fc1(x))))
+        return F.log_softmax(x, dim=1)
+
+
+class Server:
+    """A model that lives on a worker."""
+
+    def __init__(self, package: str, make: Callable[[], nn.Module]) -> None:
+        self._rpc = Framework(package).rpc
+        torch.manual_seed(0)
+        self._model = make()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        result: Tensor = self._model(*inputs)
+        return result
+
+    def parameters(self) -> list[Any]:
+        return [self._rpc.RRef(parameter) for parameter in self._model.parameters()]
+
+
+def images(batch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(batch, 1, 28, 28, generator=generator), torch.randint(0, 10, (batch,), generator=generator)
+
+
+def remote_step(framework: Framework, server: Any, batch: int) -> Step:
+    """A step of training of a model on a server: forward, backward, optimizer."""
+    x, labels = images(batch)
+    optimizer = framework.optim.DistributedOptimizer(torch.optim.SGD, server.rpc_sync().parameters(), lr=1e-4)
+
+    def step(clock: Clock) -> None:
+        with clock, framework.autograd.context() as context:
+            loss = F.nll_loss(server.rpc_sync().forward(x), labels)
+            framework.autograd.backward(context, [loss])
+            optimizer.step(context)
+
+    return step
+
+
+def local_step(batch: int) -> Step:
+    """The same step in this process."""
+    x, labels = images(batch)
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step(clock: Clock) -> None:
+        with clock:
+            optimizer.zero_grad()
+            F.nll_loss(model(x), labels).backward()
+            optimizer.step()
+
+    return step
+
+
+def train(package: str, server: Any, batch: int, seconds: float) -> tuple[int, int]:
+    """Trains against a server for some time: samples of steps that ended well, and steps overtaken by another's."""
+    step = remote_step(Framework(package), server, batch)
+    clock, samples, overtaken = Clock(), 0, 0
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        try:
+            step(clock)
+            samples += batch
+        except RuntimeError as e:
+            if INPLACE not in str(e):
+                raise
+            overtaken += 1
+    return samples, overtaken
+
+
+def train_together(rpc: ModuleType, package: str, trainers: int, batch: int, seconds: float) -> dict[str, Any]:
+    """All trainers at once; runs in the client, which is one of them. Worker 1 is the server."""
+    server = rpc.remote(SERVER, Server, args=(package, ConvNet))
+    warm_up = min(seconds, 1.0)
+    for time_to_run in (warm_up, seconds):
+        others = [
+            rpc.rpc_async(name_of(rank), train, args=(package, server, batch, time_to_run))
+            for rank in range(2, trainers + 1)
+        ]
+        done = [train(package, server, batch, time_to_run), *(other.wait() for other in others)]
+    return {
+        "samples per second": sum(samples for samples, _ in done) / seconds,
+        "steps overtaken": sum(overtaken for _, overtaken in done),
+    }
