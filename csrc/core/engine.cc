@@ -143,9 +143,13 @@ void Engine::after_fork_in_child() {
     decltype(connections_) connections;
     decltype(listeners_) listeners;
     decltype(peers_) peers;
+    decltype(gathering_) gathering;
     std::thread timekeeper;
   };
-  new Abandoned{std::move(connections_), std::move(listeners_), std::move(peers_), std::move(timekeeper_)};
+  new Abandoned{std::move(connections_), std::move(listeners_), std::move(peers_), std::move(gathering_),
+                std::move(timekeeper_)};
+  gathering_.clear();  // what links hold leaves in the parent
+  gathering_since_ = kNever;
   connections_.clear();
   listeners_.clear();
   peers_.clear();
