@@ -99,7 +99,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, str]]]] = {
     "one activation to several": lambda: (Add(*map(Mix, range(3))), {f"parts.{i}": WORKERS[i] for i in range(3)}),
     "never used": lambda: (Dropped(Mix(1), Mix(2)), {"unused": "w1", "part": "w2"}),
     "nested three deep": lambda: deep(3),
-    "nested nine deep": lambda: deep(9),
+    "nested seven deep": lambda: deep(7),
     "a cell around a call": lambda: (Around(Mix(1), Mix(2)), {"part": "w1"}),
     "a remote cell around a remote call": lambda: (Around(Mix(1), Mix(2)), {"cell": "w1", "part": "w2"}),
     "a residual": lambda: (Residual(Mix(1)), {"part": "w1"}),
@@ -157,7 +157,9 @@ def test_complex_gradients(group: Cluster) -> None:
 
 
 def test_makes_a_group_of_its_own_where_there_is_none() -> None:
-    assert gradcheck(nn.Sequential(Mix(1), Mix(2)), {"0": "alice", "1": "bob"}, [integers(2, WIDTH)])
+    model = nn.Sequential(Mix(1), Mix(2))
+    # In a thread of its own, for this one may be within another test's group.
+    assert run_all([lambda: gradcheck(model, {"0": "alice", "1": "bob"}, [integers(2, WIDTH)])]) == [True]
 
 
 def test_contexts_at_once(group: Cluster) -> None:
