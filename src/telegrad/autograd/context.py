@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import GradientEdge, Node
 
+    from telegrad.autograd.running import Running
+
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Sent:
@@ -63,3 +65,7 @@ class Context:
     """By worker: how many requests I have sent it in this context. They are to be told when it ends."""
     heard: dict[int, int] = field(default_factory=dict)
     """By worker: how many requests have come from it in this context."""
+    passes: dict[tuple[int, int], Running] = field(default_factory=dict)
+    """Backward passes, by (root, number among those of the root): what has not been forgotten here yet."""
+    passes_over: dict[int, int] = field(default_factory=dict)
+    """By root: all its passes with a lower number are over."""

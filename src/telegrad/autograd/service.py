@@ -6,10 +6,9 @@ sent one way; the messages of a pass are requests, see `telegrad.autograd.runnin
 
 from typing import Any
 
-from torch import Tensor
-
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.running import Passes
 from telegrad.autograd.versions import body, gate_of, handler_run
 from telegrad.wire import Tag
 
@@ -29,6 +28,9 @@ class Autograd:
     def __init__(self, worker: Any, first_id: int) -> None:
         self.worker = worker
         self.contexts = Contexts(worker.info.id, first_id, self._tell, self._ended)
+        self.passes = Passes(worker, self.contexts.find)
+        self.backward = self.passes.backward
+        self.on_request = self.passes.on_request
         self.carry = self.contexts.carry
         self.take_back = self.contexts.take_back
         self.arrived = self.contexts.arrived
@@ -52,16 +54,8 @@ class Autograd:
         self.contexts.on_ended(peer, context_id, requests)
 
     def _ended(self, context: Context, why: str) -> None:
-        """A context has ended here: so do its passes."""
-
-    # ---- passes
-
-    def backward(self, context: Context, roots: list[Tensor], retain_graph: bool) -> None:
-        """Runs a pass; see `telegrad.autograd.backward`."""
-        raise NotImplementedError
-
-    def on_request(self, peer: int, connection: int, call: int, flags: int, body: Any, segments: Any) -> None:
-        """A peer sends messages of a pass."""
+        if context.passes:
+            self.passes.context_ended(context, why)
 
     # ---- code that runs in a context
 
@@ -79,10 +73,13 @@ class Autograd:
 
     def peer_lost(self, peer: int, why: str) -> None:
         """A worker is gone."""
-        self.contexts.peer_lost(peer)
+        for context in self.contexts.peer_lost(peer):
+            if context.passes:
+                self.passes.peer_lost(context, peer, why)
 
     def close(self) -> None:
         """The worker is closed."""
+        self.passes.close()
         self.contexts.close()
 
     def abandon(self) -> None:

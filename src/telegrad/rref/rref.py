@@ -5,6 +5,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from telegrad import autograd
 from telegrad.errors import NotInitialized, RpcTimeout, RRefDeleted, RRefError, RRefNotPicklable
 from telegrad.protocols.rref import RRefId
 from telegrad.types import WorkerInfo
@@ -15,7 +16,7 @@ from telegrad.worker.default import current_worker
 from telegrad.worker.future import NO_DEVICES, CallFuture, CreationFuture
 from telegrad.worker.scope import remaining
 
-__all__ = ["RRef"]
+__all__ = ["RRef", "backward_at_owner"]
 
 T = TypeVar("T")
 
@@ -197,8 +198,35 @@ class RRef(Generic[T]):
         return RRefProxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs the backward pass with the value as root. Needs ``telegrad.autograd``, which is not built yet."""
-        raise NotImplementedError("RRef.backward needs telegrad.autograd, which this version does not have yet.")
+        """Runs a backward pass with the value, a scalar tensor, as its root; on the owner, wherever it is called.
+
+        Args:
+            dist_autograd_ctx_id: of the autograd context in which the gradients are added up. On the owner -1 runs a
+                pass of that worker alone, as ``tensor.backward()``, which adds to ``.grad``.
+            retain_graph: see `telegrad.autograd.backward`.
+
+        Raises:
+            RuntimeError: the value is no tensor, or there is no context where one is needed; what
+                `telegrad.autograd.backward` raises.
+        """
+        if not self.is_owner():
+            if dist_autograd_ctx_id == -1:
+                raise RRefError(
+                    "User RRefs require 'dist_autograd_ctx_id' to be specified: the owner's graph may go on elsewhere."
+                )
+            self._check()
+            calls = self._worker.calls
+            arguments = (self, dist_autograd_ctx_id, retain_graph)
+            calls.call(self.owner_id, backward_at_owner, arguments, {}, calls.default_timeout)
+            return
+        root = self.local_value()
+        if not isinstance(root, torch.Tensor):
+            raise RRefError(f"RRef should contain a tensor for .backward(), but it refers to a {type(root).__name__}.")
+        if dist_autograd_ctx_id == -1:
+            root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        else:
+            with self._worker:
+                autograd.backward(dist_autograd_ctx_id, [root], retain_graph)
 
     # ---- for telegrad and its drop-in
 
@@ -299,3 +327,8 @@ class RRef(Generic[T]):
 
     def __deepcopy__(self, _: object) -> NoReturn:
         raise RRefNotPicklable
+
+
+def backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """`RRef.backward`, where the value is."""
+    rref.backward(context_id, retain_graph)

@@ -28,7 +28,7 @@ __all__ = ["NOT_PLAIN_REQUEST", "Handlers"]
 logger = logging.getLogger("telegrad")
 
 _CALL, _CREATE, _METHOD, _FETCH, _TYPE = (int(t) for t in (Tag.CALL, Tag.CREATE, Tag.METHOD, Tag.FETCH, Tag.TYPE))
-_CREATE_METHOD = int(Tag.CREATE_METHOD)
+_CREATE_METHOD, _GRADIENTS = int(Tag.CREATE_METHOD), int(Tag.GRADIENTS)
 _CREATES = (_CREATE, _CREATE_METHOD)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 NOT_PLAIN_REQUEST = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE)
@@ -79,6 +79,12 @@ class Handlers:
             self._worker.ready.wait()  # a member that has joined already may call before we know all of them
             self._ready = True
             self.admit_plain()
+        if tag == _GRADIENTS:
+            current.set(Scope(self._worker, deadline, True, True))
+            self._worker.autograd.on_request(Asked(peer, connection, call, tag, deadline), flags, body, segments)
+            current.set(None)
+            clean_state()
+            return
         preamble = _NO_PREAMBLE
         if flags & _PREAMBLE:
             try:
@@ -250,7 +256,7 @@ class Handlers:
                 let_go_of_frames(error, self._me)
             self._references.settle(target, value, error)
             flags = _MAY_LINGER if error is None else _MAY_LINGER | _FAILED
-            self._reply(asked, _CREATED, self._messages.encode(asked.peer, tuple(target)), flags)
+            self.reply(asked, _CREATED, self._messages.encode(asked.peer, tuple(target)), flags)
         elif error is not None:
             self.fail(asked, error)
         else:
@@ -260,7 +266,7 @@ class Handlers:
                 self._report(e)
                 self.fail(asked, e)
             else:
-                self._reply(asked, _VALUE, message, _MAY_LINGER if message.tickets else 0)
+                self.reply(asked, _VALUE, message, _MAY_LINGER if message.tickets else 0)
 
     def _report(self, error: BaseException) -> None:
         """Says on this worker too what its user code raised."""
@@ -275,10 +281,11 @@ class Handlers:
         if len(packed) > self._messages.limit:
             what = f"{type(error).__qualname__} was raised, and is too large to be sent ({len(packed)} bytes)"
             packed = pack_exception(SerializationError(what), self._me)
-        self._reply(asked, _ERROR, Encoded(0, packed, None, ()), 0)
+        self.reply(asked, _ERROR, Encoded(0, packed, None, ()), 0)
         error.__traceback__ = None  # whoever keeps the exception must not keep the request and its arguments
 
-    def _reply(self, asked: Asked, tag: int, message: Encoded, flags: int) -> None:
+    def reply(self, asked: Asked, tag: int, message: Encoded, flags: int) -> None:
+        """Answers."""
         if asked.recording is not None:
             report = asked.recording.report()
             if report is not None:

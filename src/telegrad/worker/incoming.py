@@ -44,6 +44,9 @@ class Incoming:
         _, _, future, outcome = item
         if future is not None:
             current.set(worker.callback_scope)
+            if callable(future):  # a part of Telegrad
+                future(outcome)
+                return
             worker.calls.finish(future, outcome)
             return
         # A reply that nobody waits for any more, but that brought something: take it up, and let it go.

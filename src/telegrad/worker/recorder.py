@@ -41,8 +41,8 @@ class Recorder(Protocol):
     def on_ended(self, peer: int, plain: Any) -> None:
         """A peer says that a context has ended."""
 
-    def on_request(self, peer: int, connection: int, call: int, flags: int, body: Any, segments: Any) -> None:
-        """A peer sends gradients; to be answered in time, whatever becomes of them."""
+    def on_request(self, asked: Any, flags: int, body: Any, segments: Any) -> None:
+        """A peer sends gradients: a request (`telegrad.worker.handlers.Asked`) to be answered, whatever comes of it."""
 
     # ---- code that runs in a context
 
