@@ -5,17 +5,27 @@ As in torch, the worker with the smallest name leads: it collects from all and s
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.worker import Worker
+from telegrad.worker.scope import current
 
 __all__ = ["AllGatherStates", "Gathering", "LeftAfterGathering", "LostWhileGathering", "gather", "gathering_of"]
 
 
-class LostWhileGathering(TelegradError):
-    """A worker that was needed died. (Of one that left, as after a time-out of its own, all hear as of an error.)"""
+class _Ended(TelegradError):
+    """Somebody who was needed will not come."""
+
+
+class LostWhileGathering(_Ended):
+    """A worker that was needed died."""
+
+
+class LeftWhileGathering(_Ended):
+    """A worker that was needed left, as after a time-out of its own."""
 
 
 class LeftAfterGathering(TelegradError):
@@ -28,6 +38,7 @@ class AllGatherStates:
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal = threading.Event()
+        self.failure: TelegradError | None = None  # what the leader says has ended it
 
 
 class Gathering:
@@ -66,6 +77,12 @@ class Gathering:
         if state.proceed_signal.is_set():
             raise TelegradError(f"Termination signal sequence id {sequence_id} got set twice.")
         state.gathered_objects = values
+        state.proceed_signal.set()
+
+    def fail(self, sequence_id: str, failure: TelegradError) -> None:
+        """A follower hears that there will be no whole."""
+        state = self.state(sequence_id)
+        state.failure = failure
         state.proceed_signal.set()
 
     def finish(self, sequence_id: str) -> dict[str, Any]:
@@ -107,7 +124,12 @@ def gather(
             worker.info_of(leader).id, gather_to_leader, (sequence_id, me, value, names), rpc_timeout
         ).wait()
     state = gathering.state(sequence_id)
-    _wait_for(worker, state, names, leader, patience)
+    try:
+        _wait_for(worker, state, names, leader, patience)
+    except _Ended as e:
+        if leader == me:
+            _tell_followers(worker, sequence_id, names - {me}, e, rpc_timeout)
+        raise
     if leader == me:
         followers = {
             name: worker.internal(
@@ -132,17 +154,28 @@ def gather(
 
 
 def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: str, patience: float | None) -> None:
-    """Waits for the signal. Of those who have died nothing comes, so their end ends the waiting."""
+    """Waits for the signal. From the leader all must come that a follower waits for, and from everybody what the leader
+    does: of those who have gone nothing comes, so their end ends the waiting. (A follower cannot tell by the end of
+    another one, which may have had its answer already.)"""
     needed = names if leader == worker.info.name else {leader}
-    with worker.on_loss(state.proceed_signal.set):
-        lost = worker.lost_names() & needed
-        arrived = bool(lost) or state.proceed_signal.wait(patience)
+
+    def look() -> None:
+        if worker.lost_names() & needed:
+            state.proceed_signal.set()
+
+    with worker.on_loss(look):
+        look()
+        if not state.proceed_signal.is_set():  # the end of a link is what tells
+            worker.greet(info.id for info in worker.infos() if info.name in needed - {worker.info.name})
+        arrived = state.proceed_signal.wait(patience)
     if set(state.gathered_objects) >= names:
         return
+    if state.failure is not None:
+        raise state.failure
     lost = worker.lost_names() & needed
     left = worker.left_names() & lost
     if left:
-        raise TelegradError(
+        raise LeftWhileGathering(
             f"workers {', '.join(sorted(left))} left before the whole group had gathered; their own error says why"
         )
     if lost:
@@ -150,3 +183,25 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
     if not arrived:
         missing = sorted(names - set(state.gathered_objects)) if leader == worker.info.name else [leader]
         raise TelegradError(f"Followers {missing} timed out in _all_gather after {patience or 0:.2f} seconds.")
+
+
+def _tell_followers(worker: Worker, sequence_id: str, names: set[str], failure: "_Ended", timeout: float) -> None:
+    """The leader waits no longer, so the others need not either. It does not wait for them."""
+    there = names - worker.lost_names()
+    for info in worker.infos():
+        if info.name in there:
+            what = (sequence_id, type(failure).__name__, str(failure))
+            worker.internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_look_at)
+
+
+def _look_at(told: Any) -> None:
+    with suppress(RuntimeError):  # it has gone itself
+        told.value()
+
+
+def _hear_of_failure(sequence_id: str, kind: str, text: str) -> None:
+    """Runs on the followers."""
+    scope = current.get()
+    assert scope is not None
+    failures = {each.__name__: each for each in (LostWhileGathering, LeftWhileGathering)}
+    gathering_of(scope.worker).fail(sequence_id, failures[kind](text))

@@ -137,7 +137,7 @@ class Worker:
         # The group ends in two stages: all work is done, then all references are given up.
         self.stages = tuple(
             Draining(
-                info.id, self._greet, partial(self._send_shutdown_message, stage), self.timers.later, self._activity
+                info.id, self.greet, partial(self._send_shutdown_message, stage), self.timers.later, self._activity
             )
             for stage in range(2)
         )
@@ -179,6 +179,8 @@ class Worker:
             self.autograd.peer_lost(member.id, why)
             was_here = True
         if was_here:
+            self.lost.pop(member.id, None)
+            self.left.discard(member.id)
             self.references.peer_joined(member.id)
         usable = addresses.candidates(member.addresses, member.host == self.host, self.options.transports)
         self.engine.set_peer(member.id, member.name, member.incarnation, usable)
@@ -198,6 +200,8 @@ class Worker:
         self.engine.part_from(worker_id, why)
         self.references.peer_lost(worker_id, why)
         self.autograd.peer_lost(worker_id, why)
+        self.left.add(worker_id)
+        self.lost[worker_id] = why
         for listener in list(self.loss_listeners):
             listener()
 
@@ -348,7 +352,8 @@ class Worker:
         message = self.messages.encode(peer, (stage, plain))
         self.engine.send(peer, int(Tag.SHUTDOWN), message.flags, message.body, message.segments)
 
-    def _greet(self, peers: Iterable[int]) -> None:
+    def greet(self, peers: Iterable[int]) -> None:
+        """Sees to it that there are links to these workers, so that their end is noticed."""
         for peer in peers:
             self.engine.send(peer, int(Tag.GREETING), 0, b"", None)
 

@@ -1,0 +1,93 @@
+"""What all workers do together, while some of them go."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from telegrad.errors import TelegradError
+from telegrad.rpc.api import _all_gather
+from telegrad.rpc.group import LeftWhileGathering, LostWhileGathering, gathering_of
+from telegrad.testing import Cluster, cluster, eventually, run_all
+
+PATIENCE = 20.0  # s
+
+
+def gather(group: Cluster, rank: int, names: set[str]) -> Any:
+    """What comes of it on one worker, be it an error."""
+    with group[rank]:
+        try:
+            return _all_gather(rank, names)
+        except TelegradError as e:
+            return e
+
+
+def waits(group: Cluster, rank: int) -> bool:
+    return bool(group[rank]._worker.loss_listeners)
+
+
+def leave(group: Cluster, rank: int) -> None:
+    """It goes, and the others have taken that up."""
+    others = [worker._worker for i, worker in enumerate(group) if i != rank]
+    taken_up = threading.Semaphore(0)
+    for other in others:
+        other.loss_listeners.append(taken_up.release)
+    group[rank].shutdown(graceful=not group[rank]._worker.static)  # in a static group that would wait for the others
+    for _ in others:
+        assert taken_up.acquire(timeout=PATIENCE)
+
+
+@pytest.fixture(params=["static", "dynamic"])
+def four(request: pytest.FixtureRequest) -> Any:
+    with cluster(4, dynamic=request.param == "dynamic", graceful=False) as group:
+        for one in group:
+            for other in group:
+                one.rpc_sync(other.info.id, abs, (-1,))
+        yield group
+
+
+def side_by_side(*functions: Callable[[], Any]) -> list[Any]:
+    return run_all(functions, PATIENCE)
+
+
+def test_the_end_of_one_who_is_not_needed_is_nobodys_affair(four: Cluster) -> None:
+    names = {"w0", "w1", "w2"}
+
+    def others() -> Any:
+        eventually(lambda: waits(four, 0) and waits(four, 1))
+        leave(four, 3)
+        return gather(four, 2, names)
+
+    whole = {"w0": 0, "w1": 1, "w2": 2}
+    found = side_by_side(lambda: gather(four, 0, names), lambda: gather(four, 1, names), others)
+    assert found == [whole] * 3
+
+
+def test_all_hear_of_the_end_of_one_who_is_needed(four: Cluster) -> None:
+    names = {"w0", "w1", "w3"}
+
+    def others() -> None:
+        eventually(lambda: waits(four, 0) and waits(four, 1))
+        leave(four, 3)
+
+    first, second, _ = side_by_side(lambda: gather(four, 0, names), lambda: gather(four, 1, names), others)
+    assert isinstance(first, LeftWhileGathering)
+    assert isinstance(second, LeftWhileGathering)
+    assert "w3" in str(first)
+    assert str(first) == str(second)
+
+
+def test_who_comes_later_hears_of_it_too(four: Cluster) -> None:
+    names = {"w0", "w1", "w3"}
+    leave(four, 3)
+    assert isinstance(gather(four, 0, names), LeftWhileGathering)
+    eventually(lambda: gathering_of(four[1]._worker).states)
+    assert isinstance(gather(four, 1, names), LeftWhileGathering)
+
+
+def test_the_leader_notices_the_end_of_one_to_whom_it_has_no_link() -> None:
+    with cluster(2, graceful=False) as two:
+        two[1].shutdown(graceful=False)
+        found = gather(two, 0, {"w0", "w1"})
+    assert isinstance(found, LostWhileGathering)
