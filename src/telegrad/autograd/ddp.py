@@ -46,9 +46,12 @@ if torch.distributed.is_available() and torch.distributed.is_initialized():
     del found
 
 
-def any_reduced(leaves: Sequence[Tensor]) -> bool:
-    """Whether a reducer of DDP waits for the gradient of one of these leaves."""
-    return bool(_replicas) and any(id(leaf) in ids for ids in list(_replicas.values()) for leaf in leaves)
+def any_reduced(leaves: Sequence[Any]) -> bool:
+    """Whether a reducer of DDP waits for the gradient of one of these leaves, given as nodes."""
+    if not _replicas:
+        return False
+    parameters = {id(leaf.variable) for leaf in leaves}
+    return any(not parameters.isdisjoint(ids) for ids in list(_replicas.values()))
 
 
 def has_accumulate_hooks(leaf: Tensor) -> bool:

@@ -129,7 +129,7 @@ class Stages:
             if home is None and graph.is_forest and len(graph.bits) == 1:
                 home = 0
             waiting = self._pending.pop(home, {})
-            if group == FINAL and any_reduced([leaf.variable for leaf in stage.whole]):  # type: ignore[attr-defined]
+            if group == FINAL and any_reduced(stage.whole):
                 return self._run_reduced(stage, waiting)
         inputs: list[Any] = [
             GradientEdge(received.node, place) for received in stage.recvs for place in range(received.outputs)
