@@ -48,9 +48,13 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """`seed` decides everything. `undefined`: with operations whose gradients may be undefined."""
+    """`seed` decides everything.
 
-    def __init__(self, seed: int, size: int | None = None) -> None:
+    `undefined`: with operations whose gradients may be undefined. `floats`: leaves that are no integers.
+    """
+
+    def __init__(self, seed: int, size: int | None = None, floats: bool = False) -> None:
+        self.floats = floats
         rng = random.Random(f"program {seed}")
         self.seed = seed
         self.workers = rng.randint(1, 4)
@@ -70,7 +74,10 @@ class Program:
         def fresh(worker: int) -> Tensor:
             name = f"leaf {len(leaves)} of {worker}"
             gen = torch.Generator().manual_seed(rng.randrange(1 << 30))
-            leaf = torch.randint(-3, 4, (2, 3), generator=gen).double().requires_grad_()
+            leaf = torch.randint(-3, 4, (2, 3), generator=gen).double()
+            if self.floats:
+                leaf += torch.rand((2, 3), generator=gen)
+            leaf.requires_grad_()
             leaves[name] = leaf
             if self.hooks and rng.random() < 0.3:
                 hook(leaf, name)

@@ -1,26 +1,122 @@
 """Random programs on simulated workers, with every order of delivery, against the same program in one place."""
 
+import random
+from typing import Any
+
 import pytest
+import torch
 from programs import Program, compare, distributed, local
+from simulation import Group
+
+from telegrad.errors import WorkerLost
 
 CHUNK = 60
 
 
-def try_seeds(first: int, count: int) -> None:
-    for seed in range(first, first + count):
-        program = Program(seed)
-        expected = local(program)
-        found, _ = distributed(program, seed)
-        compare(program, expected, found)
+def agree(seed: int) -> None:
+    program = Program(seed)
+    expected = local(program)
+    found, _ = distributed(program, seed)
+    compare(program, expected, found)
 
 
 @pytest.mark.parametrize("first", range(0, 240, CHUNK))
 def test_random_programs(first: int) -> None:
-    try_seeds(first, CHUNK)
+    for seed in range(first, first + CHUNK):
+        agree(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(1000, 13000, 1000))
 def test_thousands_of_random_programs(first: int) -> None:
-    try_seeds(first, 1000)
+    for seed in range(first, first + 1000):
+        agree(seed)
+
+
+def gradients(seed: int, network: int) -> list[torch.Tensor]:
+    """Of a program over floating-point numbers that no sum is exact for."""
+    program = Program(seed, floats=True)
+    found, _ = distributed(program, network)
+    return [grad.to_dense() for grad in found.gradients.values() if grad is not None]
+
+
+def test_two_runs_agree_bit_for_bit() -> None:
+    """In whatever order gradients arrive, sums are made in the same order."""
+    for seed in range(60):
+        first = gradients(seed, 1)
+        for network in (2, 3, 4):
+            again = gradients(seed, network)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), f"seed {seed}, network {network}"
+
+
+class Oops(Exception):
+    pass
+
+
+def break_down(seed: int) -> str:
+    """A pass in which a hook fails, or a worker dies: it ends, with the error. Returns how."""
+    rng = random.Random(f"trouble {seed}")
+    program = Program(seed)
+    group = Group(program.workers, seed)
+    root, roots, leaves, _ = program.run(group.transfer)
+    if not roots:
+        return "nothing to do"
+    victim = rng.choice(list(leaves.values()))
+    dies = rng.randrange(program.workers) if rng.random() < 0.6 else None
+    if dies is None:
+
+        def fail(grad: torch.Tensor) -> None:
+            raise Oops("a hook fails")
+
+        victim.register_hook(fail)
+    number = group.begin(root, roots)
+    moment = rng.randrange(8)
+    while group.net or (dies is not None and not group.dead):
+        if dies is not None and not group.dead and (moment == 0 or not group.net):
+            group.kill(dies)
+        elif group.dead and (not group.net or rng.random() < 0.3):
+            break
+        else:
+            group.deliver()
+        moment -= 1
+    if group.dead:
+        for worker in rng.sample(range(program.workers), program.workers):
+            if worker not in group.dead:
+                for _ in range(rng.randrange(3)):
+                    if group.net:
+                        group.deliver()
+                group.notice(worker, dies)
+    group.settle()
+    ended = group.results.get(number)
+    if root in group.dead or (ended and ended[0] is not None):
+        for (worker, _), part in group.passes.items():
+            assert worker in group.dead or part.over or not part.busy, f"seed {seed}: worker {worker} waits for ever"
+    if root in group.dead:
+        return "dead root"
+    try:
+        group.result(number)
+    except (Oops, WorkerLost) as raised:
+        error: Any = raised
+    else:
+        return "done"
+    if isinstance(error, Oops):
+        assert "a hook fails" in str(error), f"seed {seed}"
+        return "hook"
+    assert error.name == f"w{dies}", f"seed {seed}"
+    return "lost"
+
+
+def break_down_often(seeds: range) -> None:
+    ends = [break_down(seed) for seed in seeds]
+    assert {"hook", "lost", "done", "dead root"} <= set(ends)
+
+
+def test_hooks_that_fail_and_workers_that_die() -> None:
+    break_down_often(range(250))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_thousands_of_troubles() -> None:
+    break_down_often(range(1000, 11000))

@@ -10,8 +10,10 @@ later, a level at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from telegrad.autograd.graph import Walk
 
 __all__ = ["DEEP", "drain_graveyard", "hold_deep"]
 
@@ -39,29 +41,24 @@ def drain_graveyard() -> None:
             return
 
 
-def hold_deep(order: Sequence[Any], after: Mapping[Any, Any]) -> None:
-    """Prepares a graph for its end.
-
-    Args:
-        order: its inner nodes, each before those that it leads to.
-        after: the edges of every node; none for leaves and recvs.
-    """
-    depth: dict[Any, int] = {}
-    get = depth.get
-    for node in order:
-        below = get(node, 0) + 1
-        for target, _ in after[node]:
-            if target is not None and get(target, 0) < below:
-                depth[target] = below
-    onward: dict[int, dict[Any, None]] = {}  # level -> nodes of later levels to which its edges lead
-    for node in order:
-        level = get(node, 0) // DEEP
-        for target, _ in after[node]:
-            if target is not None and depth[target] // DEEP > level and after[target]:
-                onward.setdefault(level, {})[target] = None
-    held = {level: list(nodes) for level, nodes in onward.items()}
-    entries = {target for nodes in onward.values() for target in nodes}
-    for node in (*(n for n in order if n not in depth), *entries):
-        nodes = held.get(get(node, 0) // DEEP)
-        if nodes is not None:
-            node.metadata["telegrad"] = _Held(nodes)
+def hold_deep(walk: Walk) -> None:
+    """Prepares a graph for its end."""
+    order, below, nodes = walk.order, walk.below, walk.nodes
+    depth = [0] * len(nodes)
+    for here in order:
+        next_depth = depth[here] + 1
+        for there in below(here):
+            if there >= 0 and depth[there] < next_depth:
+                depth[there] = next_depth
+    onward: dict[int, dict[int, None]] = {}  # level -> nodes of later levels to which its edges lead
+    for here in order:
+        level = depth[here] // DEEP
+        for there in below(here):
+            if there >= 0 and depth[there] // DEEP > level and walk.kinds[there] == 0:
+                onward.setdefault(level, {})[there] = None
+    held = {level: [nodes[there] for there in found] for level, found in onward.items()}
+    entries = {there for found in onward.values() for there in found}
+    for here in (*(n for n in order if not depth[n]), *entries):
+        found = held.get(depth[here] // DEEP)
+        if found is not None:
+            nodes[here].metadata["telegrad"] = _Held(found)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from telegrad.autograd.context import Received
 
-__all__ = ["ACCUMULATE", "Cell", "Crossing", "Foreign", "LocalGraph", "Stage", "has_hooks", "mark_recv", "topological"]
+__all__ = ["ACCUMULATE", "Cell", "Crossing", "Foreign", "LocalGraph", "Stage", "Walk", "has_hooks", "mark_recv"]
 
 INNER, LEAF, RECV = range(3)
 _with_leaf = torch.empty(1, requires_grad=True).expand(1).grad_fn
@@ -209,7 +209,7 @@ class LocalGraph:
         if any_reduced(leaves):
             return False
         if inner > DEEP:
-            hold_deep(*topological(self.sources.values()))
+            hold_deep(Walk(self.sources.values()))
         if len(self._stages) == 1:  # then it comes last, too
             self.final = self._stages[0]
             return True
@@ -228,26 +228,64 @@ def by_id(received: Received) -> int:
     return received.id
 
 
-def topological(starts: Iterable[Iterable[GradientEdge | None]]) -> tuple[list[Any], dict[Any, Any]]:
-    """Inner nodes, each before those that it leads to; and the edges of every node, none for leaves and recvs."""
-    after: dict[Any, Any] = {}
-    order: list[Any] = []
-    stack: list[Any] = [edge.node for edges in starts for edge in edges if edge is not None]
-    stack.reverse()
-    pop, push = stack.pop, stack.append
-    while stack:
-        node = pop()
-        if node is None:  # all that the next one leads to is in order
-            order.append(pop())
-        elif node not in after:
-            if kinds[type(node)] != INNER:
-                after[node] = ()
-                continue
-            nexts = after[node] = node.next_functions
-            push(node)
-            push(None)
-            for target, _ in nexts:
-                if target is not None and target not in after:
-                    push(target)
-    order.reverse()
-    return order, after
+class Walk:
+    """All nodes below some edges, numbered; a graph of integers, so that the garbage collector has nothing to look at.
+
+    Attributes:
+        nodes: by number.
+        kinds: INNER, LEAF or RECV, by number.
+        order: the inner ones, each before those that it leads to.
+    """
+
+    __slots__ = ("_begin", "_end", "_targets", "kinds", "nodes", "number_of", "order")
+
+    def __init__(self, starts: Iterable[Iterable[GradientEdge | None]]) -> None:
+        nodes: list[Any] = []
+        kind_of: list[int] = []
+        begin: list[int] = []
+        end: list[int] = []
+        targets: list[int] = []  # of all nodes, those of one node together; -1 where an edge leads nowhere
+        order: list[int] = []
+        number_of: dict[Any, int] = {}
+        stack: list[int] = []
+        roots = [edge.node for edges in starts for edge in edges if edge is not None]
+        for node in reversed(roots):
+            number = number_of.get(node)
+            if number is None:
+                number = number_of[node] = len(nodes)
+                nodes.append(node)
+                kind_of.append(kinds[type(node)])
+                begin.append(-1)
+                end.append(-1)
+            stack.append(number)
+        pop, push = stack.pop, stack.append
+        while stack:
+            here = pop()
+            if here < 0:  # all that this one leads to is in order
+                order.append(~here)
+            elif begin[here] < 0:
+                begin[here] = len(targets)
+                if kind_of[here] == INNER:
+                    push(~here)
+                    for node, _ in nodes[here].next_functions:
+                        if node is None:
+                            targets.append(-1)
+                            continue
+                        number = number_of.get(node)
+                        if number is None:
+                            number = number_of[node] = len(nodes)
+                            nodes.append(node)
+                            kind_of.append(kinds[type(node)])
+                            begin.append(-1)
+                            end.append(-1)
+                        targets.append(number)
+                        if begin[number] < 0:
+                            push(number)
+                end[here] = len(targets)
+        order.reverse()
+        self.nodes, self.kinds, self.order, self.number_of = nodes, kind_of, order, number_of
+        self._begin, self._end, self._targets = begin, end, targets
+
+    def below(self, number: int) -> list[int]:
+        """Where the edges of a node lead, in their order; -1: nowhere."""
+        return self._targets[self._begin[number] : self._end[number]]

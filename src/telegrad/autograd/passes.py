@@ -120,6 +120,11 @@ class Pass:
         return self._part.over is not None
 
     @property
+    def busy(self) -> bool:
+        """Something is held for it here: the local graph."""
+        return self._stages is not None
+
+    @property
     def idle(self) -> bool:
         """Nothing is expected to arrive any more, and the local graph is let go of."""
         return self._part.over is not None or (self._part.complete and self._stages is None)

@@ -16,10 +16,10 @@ lead to it.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from telegrad.autograd.deep import DEEP, hold_deep
-from telegrad.autograd.graph import LEAF, RECV, Cell, Crossing, LocalGraph, by_id, has_hooks, kinds, topological
+from telegrad.autograd.graph import LEAF, RECV, Cell, Crossing, LocalGraph, Walk, by_id, has_hooks
 from telegrad.protocols.backward_messages import Group
 
 if TYPE_CHECKING:
@@ -38,70 +38,71 @@ class _Planner:
 
     def __init__(self, graph: LocalGraph) -> None:
         self.graph = graph
-        self.order, self.after = topological(graph.sources.values())
+        self.walk = Walk(graph.sources.values())
         self._masks()
-        if self.graph.groups:
+        if graph.groups:
             self._cells(self._needs())
             self._crossings()
-        graph.final.whole.extend(self.leaves)
-        if len(self.order) > DEEP:
-            hold_deep(self.order, self.after)
+        graph.final.whole.extend([n for n, kind in zip(self.walk.nodes, self.walk.kinds, strict=True) if kind == LEAF])
+        if len(self.walk.order) > DEEP:
+            hold_deep(self.walk)
 
     def _masks(self) -> None:
         """Pushes sources down, and groups the recvs."""
-        graph = self.graph
-        mask: dict[Any, int] = {}
-        get = mask.get
+        graph, walk = self.graph, self.walk
+        mask = [0] * len(walk.nodes)
         for bit, edges in enumerate(graph.sources.values()):
             for edge in edges:
                 if edge is not None:
-                    mask[edge.node] = get(edge.node, 0) | 1 << bit
-        after = self.after
-        for node in self.order:
-            here = mask[node]
-            for target, _ in after[node]:
-                if target is not None:
-                    mask[target] = get(target, 0) | here
-        self.mask = mask
-        self.leaves = [node for node in mask if kinds[type(node)] == LEAF]
-        full = (1 << len(graph.sources)) - 1
+                    mask[walk.number_of[edge.node]] |= 1 << bit
+        below = walk.below
+        for here in walk.order:
+            reached = mask[here]
+            for there in below(here):
+                if there >= 0:
+                    mask[there] |= reached
         by_mask: dict[int, list[Received]] = {}
-        for node, reached in mask.items():
-            if kinds[type(node)] == RECV:
-                received = graph.recvs.get(node)
+        for number, kind in enumerate(walk.kinds):
+            if kind == RECV:
+                received = graph.recvs.get(walk.nodes[number])
                 if received is None:
-                    graph.foreign.append((node, reached))
+                    graph.foreign.append((walk.nodes[number], mask[number]))
                 else:
-                    by_mask.setdefault(reached, []).append(received)
+                    by_mask.setdefault(mask[number], []).append(received)
+        full = (1 << len(graph.sources)) - 1
         graph.final.recvs.extend(sorted(by_mask.pop(full, ()), key=by_id))
         for group in sorted(by_mask, key=lambda m: (m.bit_count(), m)):
             recvs = sorted(by_mask[group], key=by_id)
             graph.groups.append(Group(group, tuple((r.id, r.peer) for r in recvs)))
             graph.recvs_of.append(recvs)
 
-    def _needs(self) -> dict[Any, int]:
-        """Node -> the groups that it is an ancestor of, by bit."""
-        need: dict[Any, int] = {}
-        for number, recvs in enumerate(self.graph.recvs_of):
+    def _needs(self) -> list[int]:
+        """For each node the groups that it is an ancestor of, by bit."""
+        walk = self.walk
+        need = [0] * (len(walk.nodes) + 1)  # the last stands for nowhere
+        for group, recvs in enumerate(self.graph.recvs_of):
             for received in recvs:
-                need[received.node] = 1 << number
-        after, get = self.after, need.get
-        for node in reversed(self.order):
-            here = 0
-            for target, _ in after[node]:
-                here |= get(target, 0)
-            if here:
-                need[node] = here
+                need[walk.number_of[received.node]] = 1 << group
+        below = walk.below
+        for here in reversed(walk.order):
+            groups = 0
+            for there in below(here):
+                groups |= need[there]
+            need[here] = groups
         return need
 
-    def _cells(self, need: dict[Any, int]) -> None:
+    def _cells(self, need: list[int]) -> None:
         """Gives each node that a group needs its cell."""
         graph = self.graph
         masks = [group.mask for group in graph.groups]
         cells: dict[tuple[int, ...], Cell] = {}
         by_need: dict[int, Cell] = {}
         graph.cells_of = [[] for _ in masks]
-        for node, groups in need.items():
+        self.cell: list[Cell | None] = [None] * len(self.walk.nodes)
+        for here, node in enumerate(self.walk.nodes):
+            groups = need[here]
+            if not groups:
+                continue
             cell = by_need.get(groups)
             if cell is None:
                 smallest: list[int] = []
@@ -115,33 +116,35 @@ class _Planner:
                     for number in key:
                         graph.cells_of[number].append(cell)
                 by_need[groups] = cell
-            graph.cell_of[node] = cell
+            graph.cell_of[node] = self.cell[here] = cell
         self.cells = list(cells.values())
 
     def _crossings(self) -> None:
         """Finds the edges that leave a cell, and by which of them each leaf can be reached."""
-        graph, after = self.graph, self.after
-        cell_of, pairs, leaves = graph.cell_of, graph.pairs, set(self.leaves)
-        taint: dict[Any, int] = {}
-        get = taint.get
-        for node in self.order:
-            cell = cell_of.get(node)
-            above = get(node, 0)
+        graph, walk, cells = self.graph, self.walk, self.cell
+        pairs, nodes, below, kinds = graph.pairs, walk.nodes, walk.below, walk.kinds
+        taint = [0] * len(nodes)
+        for here in walk.order:
+            cell = cells[here]
+            above = taint[here]
             if cell is None and not above:
                 continue
-            for output, (target, number) in enumerate(after[node]):
-                if target is None:
+            for output, there in enumerate(below(here)):
+                if there < 0:
                     continue
                 passed = above
-                if cell is not None:
-                    if target in leaves:
-                        cell.leaves.append(Crossing(node, output, target, number))
-                    elif (there := cell_of.get(target)) is not cell:
-                        cell.crossings.setdefault(there, []).append(Crossing(node, output, target, number))
-                        passed |= pairs.setdefault((cell, there), 1 << len(pairs))
+                if cell is not None and cells[there] is not cell:
+                    node = nodes[here]
+                    edge = Crossing(node, output, nodes[there], node.next_functions[output][1])
+                    if kinds[there] == LEAF:
+                        cell.leaves.append(edge)
+                    else:
+                        target = cells[there]
+                        cell.crossings.setdefault(target, []).append(edge)
+                        passed |= pairs.setdefault((cell, target), 1 << len(pairs))
                 if passed:
-                    taint[target] = get(target, 0) | passed
-        graph.taint = {leaf: taint[leaf] for leaf in self.leaves if leaf in taint}
+                    taint[there] |= passed
+        graph.taint = {nodes[n]: taint[n] for n, kind in enumerate(kinds) if kind == LEAF and taint[n]}
         graph.hooked = {edge.target for cell in self.cells for edge in cell.leaves if has_hooks(edge.target)}
         self._rank()
 

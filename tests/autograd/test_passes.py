@@ -1,0 +1,396 @@
+"""One backward pass over simulated workers: what it costs, how it ends, whose the gradients are, and what hooks see."""
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from simulation import Group, Hang
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from telegrad.autograd.context import Context
+from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.rand(*shape or (3,), dtype=torch.float64).requires_grad_()
+
+
+def called(group: Group, x: Tensor, weight: Tensor) -> Tensor:
+    """`x * weight` at worker 1, called by worker 0."""
+    (there,) = group.transfer(0, 1, [x])
+    (back,) = group.transfer(1, 0, [there * weight])
+    return back
+
+
+# ---- the messages -------------------------------------------------------------------------------------------------
+
+
+def test_a_call_takes_two_messages() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    assert group.backward(0, [called(group, x, w).sum()]) == 2
+    assert torch.equal(group.contexts[0].gradients[x], w)
+    assert torch.equal(group.contexts[1].gradients[w], x)
+
+
+def test_a_value_that_the_loss_does_not_use_costs_nothing() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    used, unused = called(group, x, w), called(group, x, w)
+    assert group.backward(0, [used.sum()]) == 2 + 2  # the end is told, because both replies used the same parameter
+    assert torch.equal(group.contexts[1].gradients[w], x)
+    assert unused.requires_grad
+
+
+def test_nothing_remote() -> None:
+    group, x = Group(1, 0), leaf()
+    assert group.backward(0, [(x * 2).sum()]) == 0
+    assert torch.equal(group.contexts[0].gradients[x], torch.full_like(x, 2))
+
+
+def test_a_call_to_oneself_takes_no_message() -> None:
+    group, x = Group(1, 0), leaf()
+    (y,) = group.transfer(0, 0, [x * 2])
+    (z,) = group.transfer(0, 0, [y * y])
+    assert group.backward(0, [z.sum()]) == 0
+    assert torch.equal(group.contexts[0].gradients[x], 8 * x)
+
+
+def test_the_local_graph_is_let_go_of() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    (there,) = group.transfer(0, 1, [x])
+    product = there * w
+    seen = weakref.ref(product)
+    (back,) = group.transfer(1, 0, [product])
+    del product, there
+    group.backward(0, [back.sum()])
+    assert all(not part.busy and part.idle for part in group.passes.values())
+    gc.collect()
+    assert seen() is None
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_nobody_elses() -> None:
+    """Whoever scales one in place changes no other; as with `.grad`, strides are the leaf's."""
+    group = Group(2, 0)
+    a, b, c = leaf(2, 3), leaf(2, 3), leaf(3, 2)
+    there = group.transfer(0, 1, [a, b, c])
+    (back,) = group.transfer(1, 0, [there[0] + there[1] + there[2].t()])
+    group.backward(0, [back.sum() + (a + b).sum()])
+    gradients = group.contexts[0].gradients
+    for x in (a, b, c):
+        before = {y: gradients[y].clone() for y in (a, b, c)}
+        gradients[x].mul_(3)
+        assert all(torch.equal(gradients[y], before[y] * (3 if y is x else 1)) for y in (a, b, c))
+        assert gradients[x].stride() == x.stride()
+
+
+def test_two_passes_add_up() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    loss = called(group, x, w).sum()
+    group.backward(0, [loss], retain_graph=True)
+    first = group.contexts[0].gradients[x]
+    group.backward(0, [loss])
+    assert torch.equal(group.contexts[0].gradients[x], 2 * w)
+    assert torch.equal(first, w), "what was read before does not change"
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        group.backward(0, [loss])
+
+
+def test_several_roots_of_which_one_is_the_other() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    y = called(group, x, w)
+    group.backward(0, [y.sum(), y.sum(), (x * 3).sum()])
+    assert torch.equal(group.contexts[0].gradients[x], 2 * w + 3)
+
+
+def test_sparse_and_dense_parts_of_one_leaf() -> None:
+    group, table = Group(2, 0), leaf(4, 3)
+    rows = torch.nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True)
+    (there,) = group.transfer(0, 1, [rows])
+    (dense,) = group.transfer(0, 1, [table * 2])
+    (back,) = group.transfer(1, 0, [there.sum() + dense.sum()])
+    group.backward(0, [back])
+    expected = torch.full((4, 3), 2.0, dtype=torch.float64)
+    expected[1] += 2
+    assert torch.equal(group.contexts[0].gradients[table], expected)
+
+
+def test_a_sparse_gradient_stays_sparse() -> None:
+    group, table = Group(2, 0), leaf(100, 3)
+    rows = torch.nn.functional.embedding(torch.tensor([1, 7]), table, sparse=True)
+    (there,) = group.transfer(0, 1, [rows])
+    group.backward(1, [there.sum()])
+    assert group.contexts[0].gradients[table].is_sparse
+
+
+def test_an_undefined_gradient_is_none() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    group, x, w = Group(2, 0), leaf(), leaf()
+    (there,) = group.transfer(0, 1, [x])
+    group.backward(1, [Nothing.apply(there).sum() + w.sum()])  # type: ignore[union-attr]
+    assert x not in group.contexts[0].gradients
+    assert w in group.contexts[1].gradients
+
+
+def test_a_value_of_another_context_is_refused() -> None:
+    group, other, x = Group(2, 0), Group(2, 1), leaf()
+    (there,) = other.transfer(0, 1, [x])
+    with pytest.raises(RuntimeError, match="another autograd context"):
+        group.backward(1, [there.sum()])
+    (mine,) = group.transfer(0, 1, [x])
+    group.transfer(1, 0, [there * 2])  # is not used
+    group.backward(1, [mine.sum()])
+    assert x in group.contexts[0].gradients
+
+
+# ---- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_see_the_whole_gradient_once_though_it_comes_in_parts() -> None:
+    """A residual around a call: part of x's gradient is there before the call's own has come back."""
+    group, x, w = Group(2, 0), leaf(), leaf()
+    seen: list[Tensor] = []
+    inner = x * 2
+    inner.register_hook(lambda grad: seen.append(grad.clone()))
+    x.register_hook(lambda grad: seen.append(grad.clone()))
+    y = called(group, inner, w)
+    group.backward(0, [(y + inner).sum()])
+    assert len(seen) == 2
+    assert torch.equal(seen[0], w + 1)
+    assert torch.equal(seen[1], 2 * (w + 1))
+    assert torch.equal(group.contexts[0].gradients[x], 2 * (w + 1))
+
+
+def test_post_accumulate_hooks_find_the_gradient_in_grad() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    w.grad = torch.full_like(w, 5)
+    seen: list[Tensor] = []
+
+    def see(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+
+    w.register_post_accumulate_grad_hook(see)
+    loss = called(group, x, w).sum()
+    group.backward(0, [loss], retain_graph=True)
+    group.backward(0, [loss])
+    assert torch.equal(seen[0], x)
+    assert torch.equal(seen[1], 2 * x)
+    assert torch.equal(group.contexts[1].gradients[w], 2 * x)
+    assert torch.equal(w.grad, torch.full_like(w, 5))
+
+
+def test_a_post_accumulate_hook_may_take_the_gradient_away() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+
+    def use_up(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    w.register_post_accumulate_grad_hook(use_up)
+    group.backward(0, [called(group, x, w).sum()])
+    assert w not in group.contexts[1].gradients
+    assert w.grad is None
+
+
+def test_reentrant_checkpoints_are_refused_with_the_way_out() -> None:
+    group, x = Group(2, 0), leaf()
+    (there,) = group.transfer(0, 1, [x])
+    loss = checkpoint(lambda t: t * t, there, use_reentrant=True).sum()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        group.backward(1, [loss])
+
+
+# ---- errors, loss, time ---------------------------------------------------------------------------------------------
+
+
+class Oops(Exception):
+    pass
+
+
+def test_a_remote_error_is_raised_with_its_origin() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+
+    def fail(grad: Tensor) -> None:
+        raise KeyError("no such thing")
+
+    w.register_hook(fail)
+    with pytest.raises(KeyError, match=r"^Error on Node 1: 'no such thing'\n(.|\n)*in fail") as caught:
+        group.backward(0, [called(group, x, w).sum()])
+    assert isinstance(caught.value, RemoteError)
+    assert caught.value.worker == "w1"
+    assert all(part.over and not part.busy for part in group.passes.values())
+
+
+def test_a_local_error_is_raised_as_it_is() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    error = Oops("here")
+
+    def fail(grad: Tensor) -> None:
+        raise error
+
+    x.register_hook(fail)
+    with pytest.raises(Oops) as caught:
+        group.backward(0, [called(group, x, w).sum()])
+    assert caught.value is error
+
+
+def test_after_an_error_the_context_is_of_use() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    failing = True
+
+    def fail(grad: Tensor) -> None:
+        if failing:
+            raise Oops
+
+    w.register_hook(fail)
+    loss = called(group, x, w).sum()
+    with pytest.raises(Oops):
+        group.backward(0, [loss], retain_graph=True)
+    failing = False
+    group.backward(0, [called(group, x, w).sum()])
+    assert torch.equal(group.contexts[1].gradients[w], x)
+
+
+def test_a_worker_that_only_others_know_is_missed() -> None:
+    """The root has no link to worker 2."""
+    group, x, w = Group(3, 0), leaf(), leaf()
+    (one,) = group.transfer(0, 1, [x])
+    (two,) = group.transfer(1, 2, [one])
+    (three,) = group.transfer(2, 1, [two * w])
+    (back,) = group.transfer(1, 0, [three])
+    number = group.begin(0, [back.sum()])
+    group.deliver()
+    group.kill(2)
+    group.settle()
+    with pytest.raises(Hang, match="worker w2: 1 x gradients"):
+        group.result(number)
+    group.notice(1, 2)
+    group.settle()
+    with pytest.raises(WorkerLost, match="worker w2 is lost: its process died"):
+        group.result(number)
+
+
+def test_time_is_up() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    number = group.begin(0, [called(group, x, w).sum()])
+    root = group.passes[0, number]
+    assert root.waiting_for() == "worker w1: 1 x gradients"
+    root.abort(RpcTimeout(1, "a backward pass", root.waiting_for()))
+    assert root.over
+    group.settle()
+    with pytest.raises(RpcTimeout, match="worker w1"):
+        group.result(number)
+    assert not group.contexts[1].gradients or not group.passes[1, number].busy
+
+
+def test_a_gradient_for_nothing_that_was_sent_is_an_error() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    loss = called(group, x, w).sum()
+    group.contexts[1].sends.clear()
+    with pytest.raises(LookupError, match="sent no tensors from here"):
+        group.backward(0, [loss])
+
+
+def test_what_cannot_be_sent_fails_the_pass() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+
+    def refuse(src: int, dst: int, message: Any) -> None:
+        if src == 1 and message[0] == 0:
+            raise Oops("too large")
+
+    group.on_send = refuse
+    with pytest.raises(Oops, match="too large"):
+        group.backward(0, [called(group, x, w).sum()])
+
+
+# ---- many at once, and large -----------------------------------------------------------------------------------------
+
+
+def test_contexts_at_once_over_the_same_parameters() -> None:
+    """Threads with groups of their own, whose workers share parameters, one with hooks of both kinds."""
+    shared = [leaf(8, 8) for _ in range(4)]
+    shared[0].register_hook(lambda grad: grad * 2)
+    shared[1].register_post_accumulate_grad_hook(lambda parameter: None)
+    errors: list[BaseException] = []
+
+    def train(seed: int) -> None:
+        try:
+            for turn in range(25):
+                group, x = Group(2, seed * 100 + turn), leaf(8, 8)
+                (there,) = group.transfer(0, 1, [x])
+                for parameter in shared:
+                    there = there + parameter * x.detach()
+                (back,) = group.transfer(1, 0, [there])
+                group.backward(0, [back.sum()])
+                for number, parameter in enumerate(shared):
+                    expected = x.detach() * (2 if number == 0 else 1)
+                    assert torch.equal(group.contexts[1].gradients[parameter], expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert all(parameter.grad is None for parameter in shared)
+
+
+def test_graphs_deeper_than_torch_can_free() -> None:
+    """In a process of its own: what this is about ends it."""
+    program = """
+        import gc, sys, threading
+        sys.path.insert(0, sys.argv[1])
+        import torch
+        from simulation import Group
+        threading.stack_size(1 << 20)
+        for messages in (1, 2):
+            x = torch.ones(1).requires_grad_()
+            group = Group(2, 0)
+            (there,) = group.transfer(0, 1, [x])
+            for _ in range(20_000):
+                there = there + x
+            back = [t for _ in range(messages) for t in group.transfer(1, 0, [there])]
+            group.backward(0, [sum(t.sum() for t in back)])
+            print(group.contexts[1].gradients[x].item())
+            kept = [group, there, back]
+            del group, there, back
+            thread = threading.Thread(target=lambda: (kept.clear(), gc.collect()))
+            thread.start()
+            thread.join()
+        """
+    where = str(__file__).rpartition("/")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), where], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["20000.0", "40000.0"]
+
+
+def test_contexts_are_independent_of_what_others_record() -> None:
+    """A send recorded after the pass began is no part of it."""
+    group, x, w = Group(2, 0), leaf(), leaf()
+    number = group.begin(0, [called(group, x, w).sum()])
+    group.deliver()
+    group.transfer(1, 0, [w * 2])
+    group.settle()
+    group.result(number)
+    assert isinstance(group.contexts[1], Context)
+    assert torch.equal(group.contexts[1].gradients[w], x)
