@@ -64,7 +64,9 @@ def aside(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> It
     """Takes `.grad` off the leaves; at the end, unless there is an error, gives what is there then to `put`. `.grad` is
     restored."""
     with _grad_lock:
-        before = [leaf.grad for leaf in leaves]
+        # With this option DDP makes `.grad` a view of its buckets, even the program's own, and reuses them.
+        views = any(getattr(replica, "gradient_as_bucket_view", False) for replica in list(_replicas))
+        before = [leaf.grad.clone() if views and leaf.grad is not None else leaf.grad for leaf in leaves]
         try:
             for leaf in leaves:
                 leaf.grad = None
@@ -73,17 +75,10 @@ def aside(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> It
                 grad = leaf.grad
                 if grad is not None:
                     leaf.grad = None
-                    put(leaf, _own(grad))
+                    put(leaf, grad.clone() if views else grad)
         finally:
             for leaf, grad in zip(leaves, before, strict=True):
                 leaf.grad = grad
-
-
-def _own(grad: Tensor) -> Tensor:
-    """A tensor that nobody else will write to: a reducer may have made `.grad` a view of its buckets."""
-    if grad.layout is torch.strided and grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
-        return grad.clone()
-    return grad
 
 
 def accumulate_beside(leaf: Tensor, node: Node, grad: Tensor, so_far: Tensor | None) -> Tensor | None:

@@ -5,8 +5,8 @@ enter. The walk goes from all sources down to leaves and recvs, iteratively, in 
 
 **A forest.** Most often no two sources reach the same node, leaves apart: one source and nothing else; a server's
 replies; the micro-batches of a pipeline. Then each source is a stage of its own that runs all it reaches when its
-gradients have arrived. A leaf that several sources reach is captured by each, and the final stage adds up. A leaf of
-one source only has its whole gradient at once. Where sources do meet, `planning.py` takes over.
+gradients have arrived. A leaf that several sources reach is captured by each, and added up (`leaves.py`). Where sources
+do meet, `planning.py` takes over.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Stage(NamedTuple):
     cells: tuple[Cell, ...]  # none in a forest and in the final stage
     recvs: list[Received]
     whole: list[Node]  # leaves to capture whose gradient is whole
-    parts: list[Node]  # leaves to capture whose gradient the final stage adds up
+    parts: list[Node]  # leaves to capture, of whose gradient this is a part
     crossings: Sequence[Crossing]
 
 
@@ -113,7 +113,7 @@ class LocalGraph:
         self.foreign: list[tuple[Node, int]] = []  # recvs of other contexts, and the sources that reach them
         self.is_forest = True
         # In a forest:
-        self.shared: set[Node] = set()  # leaves of several sources
+        self.shared: dict[Node, list[int]] = {}  # leaf -> its sources, by bit, where there are several
         self._stages: list[Stage] = []  # by group
         # Else:
         self.recvs_of: list[list[Received]] = []  # group -> recvs
@@ -126,7 +126,7 @@ class LocalGraph:
             from telegrad.autograd.planning import plan
 
             self.is_forest = False
-            self.groups, self.foreign = [], []
+            self.groups, self.foreign, self.shared = [], [], {}
             self.final.recvs.clear()
             plan(self)
 
@@ -135,9 +135,9 @@ class LocalGraph:
 
     def home(self, source: int, node: Node) -> Any:
         """Where a gradient that enters at `node` waits, as a key: which stage takes it. None: the final one. `source`:
-        the bit of the source for which it came, in a forest."""
+        the bit of the source for which it came."""
         if self.is_forest:
-            return None if node in self.shared else source
+            return source
         return self.cell_of.get(node)
 
     def stage(self, group: int, done: Set[Cell]) -> Stage:
@@ -196,7 +196,10 @@ class LocalGraph:
                     elif before != bit:
                         if kinds[type(node)] != LEAF or (node not in shared and has_hooks(node)):
                             return False
-                        shared.add(node)
+                        if node in shared:
+                            shared[node].append(bit)
+                        else:
+                            shared[node] = [before, bit]
                         owner[node] = bit
                         stage.whole.append(node)
                 if not stack:

@@ -10,13 +10,12 @@ because capturing fires M's tensor hooks, on a part of the gradient. The engine 
 what leads to an input, so where such a U gives nothing for M, it is called once more by itself, which runs no hooks. (A
 Python function computes all.)
 
-A leaf's gradient is captured. Parts of it from several stages are added up outside the engine; with tensor hooks, in
-it, once they are complete. What the final stage has gathered goes to the context.
+A leaf's gradient is captured, and goes to `Leaves`. Parts of it that come from several stages are added up first; in
+the engine where it has tensor hooks, which must see the sum.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad.autograd.ddp import accumulate_beside, any_reduced, aside, has_accumulate_hooks
+from telegrad.autograd.ddp import any_reduced, aside
 from telegrad.autograd.graph import ACCUMULATE, Cell, Foreign, LocalGraph, Stage, has_hooks
+from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, Leaves, references, total_of
 from telegrad.protocols.backward import UnknownSend
 from telegrad.protocols.backward_messages import FINAL
 
@@ -43,22 +43,6 @@ Waiting = dict[tuple["Node", int], list[tuple[Label, Tensor]]]
 
 _engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _python_function: type = getattr(torch._C, "_FunctionBase", torch.autograd.Function)
-_use_count = getattr(Tensor, "_use_count", None)
-
-
-def _references(thing: object) -> int:
-    return sys.getrefcount(thing)
-
-
-def _references_at_rest() -> tuple[int, int]:
-    """What `_references` gives for what one variable holds, and for what a tuple holds and a loop looks at."""
-    alone = object()
-    for inside in (object(),):
-        return _references(alone), _references(inside)
-    raise AssertionError
-
-
-_ALONE, _ALONE_IN_TUPLE = _references_at_rest()
 
 
 def _gradients(
@@ -79,7 +63,7 @@ class Stages:
     def __init__(self, context: Context, graph: LocalGraph) -> None:
         self.graph = graph
         self.retain_graph = False
-        self._context = context
+        self._leaves = Leaves(context, graph.shared)
         self._done: set[Cell] = set()
         self._arrived = 0
         # where (see LocalGraph.home; None: the final stage) -> edge -> [(label, gradient)]
@@ -107,7 +91,9 @@ class Stages:
     def pending(self) -> bool:
         """Whether gradients wait that only the final stage takes up."""
         graph = self.graph
-        return bool(self._pending.get(0 if len(graph.bits) == 1 and graph.is_forest else None))
+        if graph.is_forest:
+            return self._leaves.waiting or (len(graph.bits) == 1 and bool(self._pending))
+        return None in self._pending
 
     def run(self, group: int) -> list[Report]:
         """Runs the stage of a group, or FINAL, and returns what its recvs report: an undefined gradient is None.
@@ -124,18 +110,18 @@ class Stages:
         if stage.cells:
             self._done.update(stage.cells)
             waiting = {edge: parts for cell in stage.cells for edge, parts in self._pending.pop(cell, {}).items()}
+        elif group == FINAL and graph.is_forest and len(graph.bits) > 1:
+            self._leaves.finish()
+            return []
         else:
-            home = None if group == FINAL else group
-            if home is None and graph.is_forest and len(graph.bits) == 1:
-                home = 0
-            waiting = self._pending.pop(home, {})
+            waiting = self._pending.pop(stage.rank if graph.is_forest else None, {})
             if group == FINAL and any_reduced(stage.whole):
                 return self._run_reduced(stage, waiting)
         inputs: list[Any] = [
             GradientEdge(received.node, place) for received in stage.recvs for place in range(received.outputs)
         ]
         if not stage.crossings and all(type(node) is ACCUMULATE and not has_hooks(node) for node, _ in waiting):
-            self._land_directly(waiting)
+            self._land_directly(stage, waiting)
             return _reports(stage.recvs, (None,) * len(inputs))
         recvs = len(inputs)
         whole = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
@@ -149,16 +135,16 @@ class Stages:
             found = self._engine_call(outputs, grads, inputs, self.retain_graph)
         del outputs, grads, inputs
         reports = _reports(stage.recvs, found)
-        if stage.parts:
-            for number, (leaf, grad) in enumerate(zip(stage.parts, found[recvs + len(whole) :], strict=True)):
-                if grad is not None:
-                    self._put(-1, leaf, 0, (1, stage.rank, -1, number), grad)
         if whole:
-            found = found[recvs : recvs + len(whole)]
-            for leaf, variable, grad in zip(stage.whole, whole, found, strict=True):
+            land = self._leaves.land
+            for leaf, variable, grad in zip(stage.whole, whole, found[recvs : recvs + len(whole)], strict=True):
                 if grad is not None:
-                    alone = _references(grad) <= _ALONE_IN_TUPLE
-                    self._land(leaf, variable, grad if alone and _fits(variable, grad) else _copied(variable, grad))
+                    land(leaf, variable, grad, references(grad) <= ALONE_IN_TUPLE + 1)  # in `found`, and a part of it
+        for number, (leaf, grad) in enumerate(zip(stage.parts, found[recvs + len(whole) :], strict=True)):
+            if graph.is_forest:
+                self._leaves.part(leaf, stage.rank, grad)
+            elif grad is not None:
+                self._put(-1, leaf, 0, (1, stage.rank, -1, number), grad)
         return reports
 
     # ---- one engine call -------------------------------------------------------------------------------------------
@@ -219,53 +205,37 @@ class Stages:
             node.report = partial(seen.__setitem__, node)
         try:
             if outputs:
-                with aside(leaves, self._add_up):
+                with aside(leaves, self._leaves.add):
                     torch.autograd.backward(outputs, grads, retain_graph=self.retain_graph, inputs=inputs)
         finally:
             for node in nodes:
                 node.report = None
         return [(received, seen.get(received.node) or (None,) * received.outputs) for received in stage.recvs]
 
-    # ---- gradients of leaves ---------------------------------------------------------------------------------------
-
-    def _land_directly(self, waiting: Waiting) -> None:
+    def _land_directly(self, stage: Stage, waiting: Waiting) -> None:
         """Gradients that wait at leaves need no engine."""
+        leaves = self._leaves
         storages: set[int] = set()
+        given: dict[Node, Tensor] = {}
         for (node, _), parts in waiting.items():
-            leaf: Tensor = node.variable  # type: ignore[attr-defined]
-            if len(parts) == 1:
+            if len(parts) > 1:
+                parts.sort(key=_label)
+                grad, alone = total_of([part for _, part in parts]), True
+            else:
                 grad = parts.pop()[1]
-                alone = _references(grad) <= _ALONE and grad.layout is torch.strided
-                if alone and len(waiting) > 1:  # tensors of one message may share their memory
+                alone = references(grad) <= ALONE
+                if alone and len(waiting) > 1 and grad.layout is torch.strided:
+                    # Tensors of one message may share their memory.
                     storage = grad.untyped_storage().data_ptr()
                     alone = storage not in storages
                     storages.add(storage)
-                self._land(node, leaf, grad if alone and _fits(leaf, grad) else _copied(leaf, grad))
-                continue
-            parts.sort(key=_label)
-            total = _sum(parts[0][1], parts[1][1], False)
-            for _, part in parts[2:]:
-                total = _sum(total, part, True)
-            self._land(node, leaf, total)
-
-    def _land(self, node: Node, leaf: Tensor, grad: Tensor) -> None:
-        """Adds to the context. `grad` is nobody else's."""
-        if not has_accumulate_hooks(leaf):
-            self._add_up(leaf, grad)
-            return
-        context = self._context
-        result = accumulate_beside(leaf, node, grad, context.gradients.get(leaf))
-        with context.lock:
-            if result is None:
-                context.gradients.pop(leaf, None)
+            if node in self.graph.shared:
+                given[node] = grad
             else:
-                context.gradients[leaf] = result
-
-    def _add_up(self, leaf: Tensor, grad: Tensor) -> None:
-        gradients = self._context.gradients
-        with self._context.lock:
-            before = gradients.get(leaf)
-            gradients[leaf] = grad if before is None else _sum(before, grad, False)
+                leaves.land(node, node.variable, grad, alone)  # type: ignore[attr-defined]
+        if self.graph.is_forest:
+            for node in stage.parts:
+                leaves.part(node, stage.rank, given.get(node))
 
 
 def _see(seen: dict[Any, tuple[Any, Any]], node: Any, grad_inputs: Any, grad_outputs: Any) -> None:
@@ -297,24 +267,3 @@ def _reports(recvs: Iterable[Received], found: Sequence[Tensor | None]) -> list[
         reports.append((received, found[place : place + received.outputs]))
         place += received.outputs
     return reports
-
-
-def _sum(total: Tensor, part: Tensor, own: bool) -> Tensor:
-    """total + part, in place if `total` is ours and that can be. Dense comes first: torch refuses sparse + dense."""
-    if total.layout is not part.layout and total.is_sparse:
-        return part + total
-    if own and total.layout is torch.strided:
-        return total.add_(part)
-    return total + part
-
-
-def _fits(leaf: Tensor, grad: Tensor) -> bool:
-    """Whether no other tensor object of torch's is this one, and its strides are those of the leaf: together with the
-    count of Python's references torch's own rule for when `.grad` may be the very tensor that came."""
-    return _use_count is not None and _use_count(grad) <= 1 and (grad.is_sparse or grad.stride() == leaf.stride())
-
-
-def _copied(leaf: Tensor, grad: Tensor) -> Tensor:
-    if grad.layout is not torch.strided or leaf.layout is not torch.strided:
-        return grad.clone()
-    return torch.empty_like(leaf, dtype=grad.dtype, requires_grad=False).copy_(grad)
