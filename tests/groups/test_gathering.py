@@ -2,16 +2,19 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from telegrad.errors import TelegradError
+from telegrad.rpc import Worker
 from telegrad.rpc.api import _all_gather
 from telegrad.rpc.group import LeftWhileGathering, LostWhileGathering, gathering_of
 from telegrad.testing import Cluster, cluster, eventually, run_all
 
 PATIENCE = 20.0  # s
+WHOLE = {"w0": 0, "w1": 1, "w2": 2}
 
 
 def gather(group: Cluster, rank: int, names: set[str]) -> Any:
@@ -52,16 +55,13 @@ def side_by_side(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def test_the_end_of_one_who_is_not_needed_is_nobodys_affair(four: Cluster) -> None:
-    names = {"w0", "w1", "w2"}
-
     def others() -> Any:
         eventually(lambda: waits(four, 0) and waits(four, 1))
         leave(four, 3)
-        return gather(four, 2, names)
+        return gather(four, 2, set(WHOLE))
 
-    whole = {"w0": 0, "w1": 1, "w2": 2}
-    found = side_by_side(lambda: gather(four, 0, names), lambda: gather(four, 1, names), others)
-    assert found == [whole] * 3
+    first = (partial(gather, four, i, set(WHOLE)) for i in range(2))
+    assert side_by_side(*first, others) == [WHOLE] * 3
 
 
 def test_all_hear_of_the_end_of_one_who_is_needed(four: Cluster) -> None:
@@ -84,6 +84,13 @@ def test_who_comes_later_hears_of_it_too(four: Cluster) -> None:
     assert isinstance(gather(four, 0, names), LeftWhileGathering)
     eventually(lambda: gathering_of(four[1]._worker).states)
     assert isinstance(gather(four, 1, names), LeftWhileGathering)
+
+
+def test_who_comes_again_is_waited_for() -> None:
+    with cluster(3, dynamic=True) as group:
+        leave(group, 2)
+        group.workers[2] = Worker("w2", 7, None, store=group.store)
+        assert side_by_side(*(partial(gather, group, i, set(WHOLE)) for i in range(3))) == [WHOLE] * 3
 
 
 def test_the_leader_notices_the_end_of_one_to_whom_it_has_no_link() -> None:

@@ -335,11 +335,16 @@ class Worker:
 
     def left_names(self) -> set[str]:
         """Names of those who said goodbye."""
-        return {self.name_of(peer) for peer in list(self.left)}
+        return self._names_of(self.left)
 
     def lost_names(self) -> set[str]:
         """Names of the workers that are gone."""
-        return {self.name_of(peer) for peer in list(self.lost)}
+        return self._names_of(self.lost)
+
+    def _names_of(self, gone: Iterable[int]) -> set[str]:
+        """Whoever has come again, with another id, is not gone."""
+        rows = [(self.name_of(peer), peer) for peer in list(gone)]
+        return {name for name, peer in rows if getattr(self._infos.get(name), "id", peer) == peer}
 
     def _activity(self) -> tuple[int, int]:
         """Requests received so far, and calls and requests under way."""
