@@ -160,6 +160,9 @@ def test_death_that_only_one_can_see(tmp_path: Path, names: str) -> None:
         kill(victim)
         eventually(lambda: company[0].do(failure, call, victim.name, abs, -1)[0] == "WorkerLost")
         assert max(shut_all_down(company[:3])) < AT_ONCE
+        line = f"worker {victim.name} was lost before the group shut down: others noticed"
+        told = [line in actor.stderr() for actor in company]
+        assert told == [False, True, True, False]
 
 
 def _reversed(folder: Path) -> Any:

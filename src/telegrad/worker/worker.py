@@ -389,9 +389,8 @@ class Worker:
             raise ShutdownTimeout(timeout, tuple(map(self.name_of, gone)), gave_up=True)
         self.gone.update(end.lost, end.left)
         for worker in end.lost if last else ():
-            logger.warning(
-                "worker %s was lost before the group shut down: %s", self.name_of(worker), self.lost.get(worker)
-            )
+            why = self.lost.get(worker, "others noticed; this worker had no connection to it")
+            logger.warning("worker %s was lost before the group shut down: %s", self.name_of(worker), why)
 
     def drain(self, timeout: float) -> bool:
         """Waits until no call of this worker is under way and no request runs here. False: not in `timeout` seconds
