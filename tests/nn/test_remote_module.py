@@ -11,7 +11,7 @@ import torch
 from modules import Net, NoModule, failing, noting, pass_back, use
 from torch import Tensor, nn
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule, owner
 from telegrad.rpc import RRef
 from telegrad.testing import Cluster, assert_nothing_left, cluster, run_all
@@ -151,6 +151,24 @@ def with_hook(module: RRef[nn.Module]) -> None:
 def test_hooks_there_run_there(net: RemoteModule) -> None:
     rpc.rpc_sync("w1", with_hook, (net.get_module_rref(),))
     assert torch.equal(net(X), here()(X) * 10)
+
+
+def test_backward_hooks_here(net: RemoteModule) -> None:
+    seen: list[Any] = []
+    handle = net.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out[0]))
+    x = X.clone().requires_grad_()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [net(x).sum() + (x * 0).sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x].sum(), here_gradient())
+    assert torch.equal(seen[0], torch.ones(3, 2))
+    handle.remove()
+
+
+def here_gradient() -> Tensor:
+    x = X.clone().requires_grad_()
+    here()(x).sum().backward()
+    assert x.grad is not None
+    return x.grad.sum()
 
 
 # ---- what it consists of

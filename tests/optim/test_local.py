@@ -173,6 +173,20 @@ def test_memory_goes_to_and_fro(worker: OneWorker) -> None:
     assert torch.equal(parameter, torch.full((100,), -6.0))
 
 
+def test_what_a_message_carries_stays(worker: OneWorker) -> None:
+    """Messages hold the storage's Python object, which is one whoever asks for it."""
+    parameter = nn.Parameter(torch.zeros(100))
+    mine = local(worker, [parameter], lr=1.0)
+    carried = []
+    for step in range(3):
+        storage = parameter.untyped_storage()
+        carried.append((storage, torch.empty(0).set_(storage)[0].item()))  # type: ignore[call-overload]
+        assert carried[-1][1] == -step
+        mine.step(1, ones([parameter]))
+        assert [torch.empty(0).set_(storage)[0].item() for storage, _ in carried] == [v for _, v in carried]  # type: ignore[call-overload]
+    assert torch.equal(parameter, torch.full((100,), -3.0))
+
+
 def test_where_a_body_of_another_context_is_open_nothing_is_written_in_place(worker: OneWorker) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     mine = local(worker, [parameter], lr=1.0)

@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from sys import getrefcount
 from typing import Any, Final
 
 import torch
@@ -15,9 +16,7 @@ __all__ = ["Managed", "managed", "taking_turns"]
 
 _KNOWN: Final = "optim.parameters"  # in a worker's extras
 
-# How many tensors (and the Python object, while there is one) refer to a storage.
 _count_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-_OWN_USES: Final = 2  # the parameter, and the Python object
 
 
 class Managed:
@@ -39,13 +38,13 @@ class Managed:
 
     def in_use(self) -> bool:
         """Does anything else refer to its memory: a graph that has saved it, a message that is being sent, a view?"""
-        return not _has_storage(self.parameter) or _uses(self.parameter) > _OWN_USES
+        return not _has_storage(self.parameter) or _in_use(self.parameter)
 
     def copy(self) -> torch.Tensor:
         """Its values in other memory, warm where possible."""
         now = self.parameter.data
         spare, self._spare = self._spare, None
-        if spare is None or _uses(spare) > _OWN_USES or not _alike(spare, now):
+        if spare is None or _in_use(spare) or not _alike(spare, now):
             return now.clone()
         renew(spare)
         return spare.copy_(now)
@@ -108,10 +107,22 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-def _uses(tensor: torch.Tensor) -> int:
+def _in_use(tensor: torch.Tensor) -> bool:
+    """Does anything but this tensor refer to its memory?"""
     if _count_uses is None:  # then nobody can tell
-        return _OWN_USES + 1
-    return _count_uses(tensor.untyped_storage()._cdata)
+        return True
+    uses, references = _count(tensor)
+    return uses > _ALONE[0] or references > _ALONE[1]
+
+
+def _count(tensor: torch.Tensor) -> tuple[int, int]:
+    """How much refers to a tensor's storage (tensors, and its Python object), and to that object, as a message that is
+    on its way does."""
+    storage = tensor.untyped_storage()
+    return _count_uses(storage._cdata) if _count_uses is not None else 0, getrefcount(storage)
+
+
+_ALONE: Final = _count(torch.empty(1))  # of a tensor that has its storage for itself
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

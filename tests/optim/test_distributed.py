@@ -1,0 +1,276 @@
+"""Optimizers of parameters on several workers, without the many trainers: those have a file of their own."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import telegrad.optim
+from telegrad import autograd, rpc
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef
+from telegrad.testing import Cluster, assert_nothing_left, cluster
+
+
+@pytest.fixture(scope="module")
+def w() -> Iterator[Cluster]:
+    with cluster(3) as group:
+        yield group
+
+
+class Layer:
+    """A weight and what is done with it."""
+
+    def __init__(self, value: float, requires_grad: bool = True) -> None:
+        self.weight = torch.full((2, 2), value, requires_grad=requires_grad)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight @ x
+
+    def get(self) -> Tensor:
+        return self.weight
+
+
+class FailsHere(optim.SGD):
+    """Fails in `step`, in a way of its worker's."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        name = rpc.get_worker_info().name
+        raise {"w1": KeyError, "w2": ValueError}.get(name, LookupError)(f"on {name}")
+
+
+class CannotBeMade(optim.SGD):
+    def __init__(self, params: Any) -> None:
+        raise ValueError(f"no optimizer on {rpc.get_worker_info().name}")
+
+
+X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+def layers(*workers: str) -> list[RRef[Layer]]:
+    return [rpc.remote(worker, Layer, (float(number + 1),)) for number, worker in enumerate(workers)]
+
+
+def weights(of: list[RRef[Layer]]) -> list[RRef[Tensor]]:
+    return [layer.remote().get() for layer in of]
+
+
+def train_step(of: list[RRef[Layer]], optimizer: DistributedOptimizer) -> None:
+    with autograd.context() as context_id:
+        x = X
+        for layer in of:
+            x = layer.rpc_sync().forward(x)
+        autograd.backward(context_id, [x.sum()])
+        optimizer.step(context_id)
+
+
+def train_here(values: list[float], make: Any, steps: int) -> list[Tensor]:
+    ws = [torch.full((2, 2), value, requires_grad=True) for value in values]
+    optimizer = make(ws)
+    for _ in range(steps):
+        x = X
+        for weight in ws:
+            x = weight @ x
+        optimizer.zero_grad()
+        x.sum().backward()
+        optimizer.step()
+    return ws
+
+
+CLASSES: list[tuple[Any, dict[str, Any]]] = [
+    (optim.Adagrad, {"lr": 0.05}),
+    (optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    (optim.SGD, {"lr": 1e-3, "momentum": 1, "weight_decay": 1, "nesterov": True}),
+    (optim.RMSprop, {"lr": 0.05}),
+    (optim.NAdam, {"lr": 0.05}),  # torch's has no script for this one
+]
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), CLASSES, ids=lambda v: v.__name__ if isinstance(v, type) else "")
+@pytest.mark.parametrize("places", [("w1", "w2"), ("w0", "w1"), ("w1", "w1"), ("w0", "w0")], ids="-".join)
+@pytest.mark.usefixtures("w")
+def test_as_one_optimizer_of_everything(cls: Any, kwargs: dict[str, Any], places: tuple[str, str]) -> None:
+    of = layers(*places)
+    optimizer = DistributedOptimizer(cls, weights(of), **kwargs)
+    assert len(optimizer.remote_optimizers) == len(set(places))
+    for _ in range(3):
+        train_step(of, optimizer)
+    expected = train_here([1.0, 2.0], lambda ws: cls(ws, **kwargs), 3)
+    for layer, one in zip(of, expected, strict=True):
+        assert torch.equal(layer.rpc_sync().get(), one)
+
+
+@pytest.mark.usefixtures("w")
+def test_groups() -> None:
+    of = layers("w1", "w2", "w1")
+    first, second, third = weights(of)
+    groups = [{"params": [first, second], "lr": 0.5}, {"params": third}]
+    optimizer = DistributedOptimizer(optim.SGD, groups, lr=0.25)
+    train_step(of, optimizer)
+
+    def make(ws: list[Tensor]) -> optim.SGD:
+        return optim.SGD([{"params": ws[:2], "lr": 0.5}, {"params": ws[2]}], lr=0.25)
+
+    for layer, one in zip(of, train_here([1.0, 2.0, 3.0], make, 1), strict=True):
+        assert torch.equal(layer.rpc_sync().get(), one)
+
+
+def names_of(optimizer: RRef[Any]) -> list[list[str]]:
+    return [group["param_names"] for group in optimizer.local_value().optimizer.param_groups]
+
+
+@pytest.mark.usefixtures("w")
+def test_names() -> None:
+    a, b = weights(layers("w1", "w1"))
+    (made,) = DistributedOptimizer(optim.SGD, [("a", a), ("b", b)], lr=1.0).remote_optimizers
+    assert rpc.rpc_sync("w1", names_of, (made,)) == [["a", "b"]]
+
+
+@pytest.mark.usefixtures("w")
+def test_positional_arguments_and_none_at_all() -> None:
+    of = layers("w1")
+    train_step(of, DistributedOptimizer(optim.SGD, weights(of), 0.5))
+    assert torch.equal(of[0].rpc_sync().get(), train_here([1.0], lambda ws: optim.SGD(ws, 0.5), 1)[0])
+    with autograd.context() as context_id:
+        DistributedOptimizer(optim.SGD, [], lr=1.0).step(context_id)
+
+
+@pytest.mark.usefixtures("w")
+def test_parameters_without_a_gradient_stay() -> None:
+    used, unused = layers("w1", "w2")
+    frozen = rpc.remote("w2", Layer, (5.0, False))
+    optimizer = DistributedOptimizer(optim.SGD, weights([used, unused, frozen]), lr=0.5, weight_decay=0.1)
+    train_step([used], optimizer)
+    assert not torch.equal(used.rpc_sync().get(), torch.full((2, 2), 1.0))
+    assert torch.equal(unused.rpc_sync().get(), torch.full((2, 2), 2.0))
+    assert torch.equal(frozen.rpc_sync().get(), torch.full((2, 2), 5.0))
+
+
+def grad_of(layer: RRef[Layer]) -> Tensor | None:
+    return layer.local_value().weight.grad
+
+
+def with_grad(layer: RRef[Layer]) -> None:
+    layer.local_value().weight.grad = torch.full((2, 2), 9.0)
+
+
+@pytest.mark.usefixtures("w")
+def test_grad_is_not_touched() -> None:
+    of = layers("w1")
+    rpc.rpc_sync("w1", with_grad, (of[0],))
+    train_step(of, DistributedOptimizer(optim.SGD, weights(of), lr=0.5))
+    assert torch.equal(rpc.rpc_sync("w1", grad_of, (of[0],)), torch.full((2, 2), 9.0))
+
+
+# ---- what goes wrong
+
+
+@pytest.mark.usefixtures("w")
+def test_a_context_that_has_ended() -> None:
+    optimizer = DistributedOptimizer(optim.SGD, weights(layers("w1")), lr=0.5)
+    with autograd.context() as context_id:
+        pass
+    with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
+        optimizer.step(context_id)
+
+
+@pytest.mark.usefixtures("w")
+def test_errors_of_all_owners_arrive() -> None:
+    of = layers("w1", "w2", "w0")
+    optimizer = DistributedOptimizer(FailsHere, weights(of), lr=1.0)
+    with pytest.raises(KeyError) as caught:  # and it is a ValueError, too
+        train_step(of[:2], optimizer)
+    error = caught.value
+    assert "on w1" in str(error)
+    assert "on w2" in str(error)
+
+
+@pytest.mark.usefixtures("w")
+def test_errors_of_two_owners_are_one_group() -> None:
+    of = layers("w1", "w2")
+    optimizer = DistributedOptimizer(FailsHere, weights(of), lr=1.0)
+    with pytest.raises(ValueError, match=r"could not step on 2 workers: w1: KeyError.*; w2: ValueError") as caught:
+        train_step(of, optimizer)
+    assert isinstance(caught.value, KeyError)
+    assert isinstance(caught.value, ExceptionGroup)
+    assert len(caught.value.exceptions) == 2
+
+
+@pytest.mark.usefixtures("w")
+def test_one_that_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match=r"CannotBeMade could not be made on 2 workers(.|\n)*on w1(.|\n)*on w2"):
+        DistributedOptimizer(CannotBeMade, weights(layers("w1", "w2")))
+    with pytest.raises(ValueError, match="no optimizer on w1"):
+        DistributedOptimizer(CannotBeMade, weights(layers("w1")))
+
+
+@pytest.mark.usefixtures("w")
+def test_what_it_does_not_take() -> None:
+    with pytest.raises(TypeError, match=r"takes RRefs to parameters, but got a Tensor.*pass RRef\(parameter\)"):
+        DistributedOptimizer(optim.SGD, [torch.ones(1)], lr=1.0)
+    with pytest.raises(TypeError, match='a parameter group is a dict with "params"'):
+        DistributedOptimizer(optim.SGD, [{"lr": 1.0}])
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        DistributedOptimizer(optim.SGD, [RRef(torch.ones(1, requires_grad=True) * 2)], lr=1.0)
+
+
+def test_without_a_group() -> None:
+    from telegrad.testing import run_all
+
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        run_all([lambda: DistributedOptimizer(optim.SGD, [], lr=1.0)])
+
+
+def test_a_lost_owner_is_named() -> None:
+    with cluster(3, graceful=False) as group:
+        of = layers("w1", "w2")
+        optimizer = DistributedOptimizer(optim.SGD, weights(of), lr=1.0)
+        group.workers.pop().shutdown(graceful=False)
+        with autograd.context() as context_id, pytest.raises(RuntimeError, match="worker w2 is lost"):
+            optimizer.step(context_id)
+
+
+# ---- what is left
+
+
+def test_an_optimizer_that_goes_leaves_nothing(w: Cluster) -> None:
+    of = layers("w1", "w0")
+    train_step(of, DistributedOptimizer(optim.Adam, weights(of)))
+    del of
+    for worker in w:
+        assert_nothing_left(worker)
+        assert not worker._worker.extras.get("optim.parameters")
+
+
+# ---- what else the package offers
+
+
+def test_the_rest_of_torchs_package_is_there() -> None:
+    import torch.distributed.optim as theirs
+
+    for name in theirs.__all__:
+        ours = getattr(telegrad.optim, name)
+        assert name in telegrad.optim.__all__
+        assert ours is DistributedOptimizer if name == "DistributedOptimizer" else ours is getattr(theirs, name)
+    assert telegrad.optim._FunctionalSGD is theirs._FunctionalSGD
+
+    class Own(optim.SGD):
+        pass
+
+    telegrad.optim.register_functional_optim(Own, nn.Module)
+    try:
+        assert telegrad.optim.functional_optim_map[Own] is nn.Module
+    finally:
+        del telegrad.optim.functional_optim_map[Own]
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        telegrad.optim.nothing  # noqa: B018
+
+
+def test_importing_it_does_not_import_torchs() -> None:
+    look = "import sys, telegrad.optim, telegrad.nn; print([m for m in sys.modules if 'distributed.optim' in m])"
+    shown = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert shown.strip() == "[]"
