@@ -63,3 +63,16 @@ def test_memory_judges_both_processes(tmp_path: Path) -> None:
     assert result.returncode == (0 if figures["met"] else 1), result.stderr
     assert set(figures["processes"]) == {"client", "server"}
     assert result.stdout.count("threads") == 2
+
+
+@pytest.mark.timeout(120)
+def test_optimizer_measures_all_that_the_documents_say() -> None:
+    result = run_bench("optimizer.py")
+    assert result.returncode == 0, result.stderr
+    for row in (
+        "the run of a handler",
+        "an operation that saves two tensors",
+        "a step of Adam",
+        "all in use by others",
+    ):
+        assert row in result.stdout

@@ -260,6 +260,26 @@ def test_optimizers_of_the_same_parameters_step_one_after_another(worker: OneWor
     assert torch.equal(parameter, torch.full((3,), -400.0))
 
 
+def test_a_step_that_has_to_wait_too_long_says_so(worker: OneWorker) -> None:
+    door = Gate()
+
+    class Slow(Plain):
+        def step(self, closure: Any = None) -> None:
+            door.enter()
+
+    parameter = nn.Parameter(torch.zeros(3))
+    slow, quick = local(worker, [parameter], Slow), local(worker, [parameter], lr=1.0)
+    thread = threading.Thread(target=slow.step, args=(1, ones([parameter])), daemon=True)
+    thread.start()
+    door.wait_for()
+    with pytest.raises(TimeoutError, match=r"still stepping a parameter of shape \[3\] after 0\.05 s"):
+        quick.step(2, ones([parameter]), 0.05)
+    door.open()
+    thread.join(10)
+    quick.step(2, ones([parameter]), 10.0)
+    assert torch.equal(parameter, -torch.ones(3))
+
+
 def test_parameters_that_cannot_be(worker: OneWorker) -> None:
     leaf = nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):

@@ -12,7 +12,7 @@ from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
 from telegrad.worker import Worker
 from telegrad.worker.default import current_worker
-from telegrad.worker.scope import current
+from telegrad.worker.scope import current, remaining
 
 __all__ = ["DistributedOptimizer"]
 
@@ -107,7 +107,8 @@ def step_of(created_on: int, local_id: int, context_id: int) -> None:
     the short way of calls, which a reference would not.)"""
     worker = _worker()
     local: LocalOptimizer = worker.references.owned(RRefId(created_on, local_id)).get()
-    local.step(context_id, _gradients(worker, context_id))
+    timeout = remaining(worker.calls.default_timeout, current.get())
+    local.step(context_id, _gradients(worker, context_id), timeout / 1e9 if timeout else -1.0)
 
 
 def _gradients(worker: Worker, context_id: int) -> dict[Any, Any]:

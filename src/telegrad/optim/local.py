@@ -12,7 +12,6 @@ they were, and a step becomes visible all at once, while the worker's gate (`tel
 torch's own optimizers, whose code is known, work in place and behind the gate; others work on copies, in front of it.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,6 @@ from telegrad.autograd.versions import gate_for
 from telegrad.errors import NotInitialized
 from telegrad.optim.parameters import Managed, managed, taking_turns
 from telegrad.worker.default import current_worker
-from telegrad.worker.scope import current
 
 __all__ = ["Group", "LocalOptimizer", "between_steps"]
 
@@ -77,20 +75,18 @@ class LocalOptimizer:
         self._known = type(self.optimizer).__module__.split(".")[:2] == ["torch", "optim"]
         self._vacate()
 
-    def step(self, context: int, gradients: dict[Tensor, Tensor]) -> None:
+    def step(self, context: int, gradients: dict[Tensor, Tensor], timeout: float = -1.0) -> None:
         """One step.
 
         Args:
             context: id of the autograd context.
             gradients: those of the context on this worker, by parameter.
+            timeout: seconds to wait for steps of other optimizers of the same parameters; -1 is no limit.
 
         Raises:
-            TimeoutError: another optimizer holds one of the parameters.
+            TimeoutError: another optimizer is still stepping one of the parameters.
             what the optimizer raises.
         """
-        scope = current.get()
-        deadline = 0 if scope is None else scope.deadline
-        timeout = max(deadline - time.monotonic_ns(), 1) / 1e9 if deadline else -1.0
         with taking_turns(self._managed, timeout), torch.inference_mode(False):
             try:
                 self._step(gate_for(self._worker), context, gradients)

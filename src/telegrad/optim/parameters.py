@@ -32,7 +32,7 @@ class Managed:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.shared = is_shared(parameter)
         self._spare: torch.Tensor | None = None  # memory that was under it before
 

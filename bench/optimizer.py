@@ -1,0 +1,85 @@
+"""What several trainers' safety costs: a handler, an operation, a step (docs/optim.md). In one process, no calls."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn, optim
+
+from telegrad.autograd.versions import gate_for, handler_run
+from telegrad.optim.local import LocalOptimizer
+
+SHAPES = {
+    "8 of 16 elements": [(4, 4)] * 8,
+    "those of a ConvNet": [(32, 1, 3, 3), (64, 32, 3, 3), (128, 9216), (10, 128)],
+}
+MICROSECOND = 1e-6
+
+
+class OneWorker:
+    """What optimizers keep of a worker."""
+
+    def __init__(self) -> None:
+        self.extras: dict[str, Any] = {}
+
+
+def microseconds(function: Callable[[], object], batch: int = 1, repeats: int = 300) -> float:
+    """Median time of one call, of batches in a row."""
+    samples = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(batch):
+            function()
+        samples.append((time.perf_counter() - begin) / batch)
+    return statistics.median(samples) / MICROSECOND
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    worker = OneWorker()
+    gate = gate_for(worker)
+    a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+
+    def run() -> None:
+        with handler_run(gate, 1):
+            pass
+
+    table = Table("what", "by itself, µs", "here, µs", title="What several trainers' safety costs")
+    table.add_row("the run of a handler in a context", "-", f"{microseconds(run, 100):.1f}")
+    times = []
+    for guard in (nullcontext(), handler_run(gate, 1)):
+        with guard:
+            times.append(microseconds(lambda: a * b, 100))
+    table.add_row("an operation that saves two tensors", *(f"{one:.1f}" for one in times))
+    for name, shapes in SHAPES.items():
+        for cls in (optim.SGD, optim.Adam):
+            ours, theirs = ([nn.Parameter(torch.randn(shape)) for shape in shapes] for _ in range(2))
+            gradients: dict[torch.Tensor, torch.Tensor] = {one: torch.randn_like(one) for one in ours}
+            for one, gradient in zip(theirs, gradients.values(), strict=True):
+                one.grad = gradient
+            local, plain = (
+                LocalOptimizer(worker, cls, [({}, ours, None)], False, (), {"lr": 0.01}),
+                cls(theirs, lr=0.01),
+            )
+            held: list[torch.Tensor] = []
+
+            def step() -> None:
+                local.step(1, gradients)  # noqa: B023  # called in this round
+
+            def step_in_use() -> None:
+                held[:] = [one.detach() for one in ours]  # noqa: B023
+                step()
+
+            alone = microseconds(plain.step)
+            table.add_row(f"a step of {cls.__name__}, {name}", f"{alone:.0f}", f"{microseconds(step):.0f}")
+            table.add_row("  all in use by others", "", f"{microseconds(step_in_use):.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
