@@ -17,7 +17,7 @@ __all__ = ["StepState"]
 
 _hooks_api = torch._C._autograd
 _push_hooks, _pop_hooks = _hooks_api._push_saved_tensors_default_hooks, _hooks_api._pop_saved_tensors_default_hooks
-_top_hooks: Any = _hooks_api._top_saved_tensors_default_hooks
+_top_hooks: Any = getattr(_hooks_api, "_top_saved_tensors_default_hooks", lambda _: None)  # without it they stay
 
 _Autocast = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # by device; are casts of weights kept?
 
