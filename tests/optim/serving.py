@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from telegrad import autograd, rpc
+from telegrad import autograd
 from telegrad.rpc import RRef
 
 BATCH = 4
@@ -142,7 +142,3 @@ def train(server: RRef[Server], optimizers: list[Any], seed: int, steps: int) ->
             for optimizer in optimizers:
                 optimizer.step(context_id)
     return examined
-
-
-def worker_name() -> str:
-    return rpc.get_worker_info().name

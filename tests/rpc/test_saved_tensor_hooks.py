@@ -9,7 +9,7 @@ from torch import Tensor
 
 from telegrad import autograd, rpc
 from telegrad.autograd.versions import gate_for
-from telegrad.testing import Cluster, Gate, assert_nothing_left
+from telegrad.testing import Cluster, Gate, assert_nothing_left, eventually
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -74,7 +74,7 @@ def test_where_parameters_are_stepped_code_in_contexts_is_hooked_and_nothing_els
     door.open()
     assert first.wait() == [True, True, False]
     assert not gate._bodies
-    assert not gate._runs
+    eventually(lambda: not gate._runs)  # the answer leaves before the handler is out of the gate
     del first
     for worker in two:
         assert_nothing_left(worker)
@@ -90,5 +90,5 @@ def test_a_handler_that_fails_leaves_no_hooks(two: Cluster) -> None:
         for _ in range(3):
             with pytest.raises(ValueError, match="hooked: True"):
                 rpc.rpc_sync("w1", squared, (torch.ones(2, requires_grad=True),))
-    assert not gate._runs
+    eventually(lambda: not gate._runs)
     assert not rpc.rpc_sync("w1", is_hooked)
