@@ -48,6 +48,7 @@ class Group:
         self.dead: set[int] = set()
         self.results: dict[int, list[BaseException | None]] = {}
         self.delivered = 0
+        self.copies = True  # messages are
         self.on_send: Callable[[int, int, Any], None] = lambda src, dst, message: None
 
     # ---- the forward pass --------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class Group:
                 check_plain(message)
                 self.on_send(worker, to, message)
                 if to not in self.dead:
-                    self.net.append((number, worker, to, copied(message)))
+                    self.net.append((number, worker, to, copied(message) if self.copies else message))
 
             made = self.passes[worker, number] = Pass(
                 WorkerInfo(f"w{worker}", worker),

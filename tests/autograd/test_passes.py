@@ -92,6 +92,37 @@ def test_gradients_are_nobody_elses() -> None:
         assert gradients[x].stride() == x.stride()
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_gradient_that_nobody_else_has_is_not_copied(others: int) -> None:
+    """Once from the engine, at worker 1; once from a message, at worker 0."""
+    made: list[int] = []
+    group, x, w = Group(2, 0), leaf(4), leaf(4)
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            result = grad * 2
+            made.append(result.data_ptr())
+            return result
+
+    def note(src: int, dst: int, message: Any) -> None:
+        if src == 1 and message[0] == 0:
+            made.extend(t.data_ptr() for t in message[4])
+
+    group.on_send = note
+    group.copies = False
+    (there,) = group.transfer(0, 1, [x])
+    for _ in range(others):
+        group.transfer(1, 0, [leaf() * 2])
+    (reply,) = group.transfer(1, 0, [there * Noted.apply(w)])  # type: ignore[operator]
+    group.backward(0, [reply.sum()])
+    assert {group.contexts[1].gradients[w].data_ptr(), group.contexts[0].gradients[x].data_ptr()} == set(made)
+
+
 def test_two_passes_add_up() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     loss = called(group, x, w).sum()

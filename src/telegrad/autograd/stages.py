@@ -137,9 +137,11 @@ class Stages:
         reports = _reports(stage.recvs, found)
         if whole:
             land = self._leaves.land
-            for leaf, variable, grad in zip(stage.whole, whole, found[recvs : recvs + len(whole)], strict=True):
+            for place, leaf in enumerate(stage.whole):
+                grad = found[recvs + place]
                 if grad is not None:
-                    land(leaf, variable, grad, references(grad) <= ALONE_IN_TUPLE + 1)  # in `found`, and a part of it
+                    alone = references(grad) <= ALONE_IN_TUPLE  # but for `found`
+                    land(leaf, whole[place], grad, alone)
         for number, (leaf, grad) in enumerate(zip(stage.parts, found[recvs + len(whole) :], strict=True)):
             if graph.is_forest:
                 self._leaves.part(leaf, stage.rank, grad)
