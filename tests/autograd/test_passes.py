@@ -277,8 +277,11 @@ def test_a_local_error_is_raised_as_it_is() -> None:
 
     x.register_hook(fail)
     with pytest.raises(Oops) as caught:
-        group.backward(0, [called(group, x, w).sum()])
+        group.backward(0, [(x * 2).sum()])
     assert caught.value is error
+    with pytest.raises(Oops, match="Error on Node 0: here") as caught:  # after messages
+        group.backward(0, [called(group, x, w).sum()])
+    assert caught.value.__cause__ is error
 
 
 def test_after_an_error_the_context_is_of_use() -> None:

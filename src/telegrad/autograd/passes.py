@@ -88,6 +88,7 @@ class Pass:
         self._name_of = name_of
         self._retain_graph = False
         self._roots: Sequence[GradientEdge] | None = None
+        self._cause: BaseException | None = None  # at the root: of the error that it raises, if it was its own
         self._stages: Stages | None = None
         self._reported: dict[int, Sequence[Tensor | None]] = {}  # recv -> gradients, from its stage to their sending
         self._part = Part(me.id, root_worker, self._layout, self._pending)
@@ -109,7 +110,7 @@ class Pass:
 
     def abort(self, error: BaseException) -> None:
         """Ends the pass with this error, which at the root goes to `finished`: time is up, or the worker shuts down."""
-        self._guarded(self._part.abort, error if self._part.ledger is not None else self._failure(error))
+        self._guarded(self._part.abort, self._failure(error))
 
     # ---- what it knows -----------------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class Pass:
             self._carry_out(event(*args))
         except BaseException as error:  # of hooks, functions, the engine, or of sending: the pass has failed
             try:
-                self._carry_out(self._part.failed(self._failure(error)))
+                self._carry_out(self._part.failed(self._failure(error, event)))
             except Exception:
                 logger.exception("backward pass %s: worker %s cannot tell that it failed", self.key, self._me.name)
         if self._stages is not None and (self._part.over is not None or self._part.complete):
@@ -249,10 +250,13 @@ class Pass:
 
     # ---- errors ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, error: BaseException) -> Any:
-        """What travels of an error; the error itself where it need not."""
+    def _failure(self, error: BaseException, event: Any = None) -> Any:
+        """What travels of an error; the error itself where it need not. As in torch, what a message has led to at the
+        root, after its own first stage, is told of as if it came from elsewhere."""
         if self._part.ledger is not None:
-            return error
+            if event != self._handle:
+                return error
+            self._cause = error
         return self._me.id, pack_exception(error, self._me), _text(error)
 
     def _error(self, why: Any) -> BaseException:
@@ -266,6 +270,8 @@ class Pass:
             return WorkerLost(self._name_of(peer), reason)
         worker, packed, text = why
         error = unpack_exception(packed)
+        if self._cause is not None and worker == self._me.id:
+            error.__cause__ = self._cause
         if isinstance(error, RemoteError):
             error._text = f"Error on Node {worker}: {text}\n{error._text}"
         return error

@@ -115,10 +115,13 @@ class Running:
         scope = current.get()
         if scope is None or scope.autograd is not self.context:  # hooks that make calls make them in the context
             current.set(self._scope)
+        if self.root != self._passes.me:
+            self._passes.working.add(self)
         self._carry_out(events, peer, answer)
         while True:
             with self._lock:
                 if not self._events:
+                    self._passes.working.discard(self)
                     self.working = False
                     break
                 events = list(self._events)
@@ -191,12 +194,12 @@ class Passes:
         self._find = find
         self._numbers = itertools.count(1)
         self._roots: set[Running] = set()  # those that are under way and began here
-        self._working: set[Running] = set()  # those of others in which something runs at this moment
+        self.working: set[Running] = set()  # those of others in which something runs at this moment
 
     @property
     def count(self) -> int:
         """How many are under way."""
-        return len(self._roots) + len(self._working)
+        return len(self._roots) + len(self.working)
 
     # ---- at the root
 
@@ -330,13 +333,7 @@ class Passes:
         if run is None:
             answer([])
             return
-        if root != self.me:
-            self._working.add(run)
-        try:
-            run.messages(asked.peer, messages, answer)
-        finally:
-            if not run.working:
-                self._working.discard(run)
+        run.messages(asked.peer, messages, answer)
 
     def _part_of(self, context: Context, root: int, number: int, oldest: int, deadline: int) -> Running | None:
         """This worker's part in a pass; None: that pass is over."""

@@ -86,6 +86,16 @@ class Autograd:
         """In a forked child."""
         self.contexts.abandon()
 
+    def left(self) -> dict[str, int]:
+        """What there must be none of when nothing is under way."""
+        contexts = self.contexts
+        return {
+            "autograd contexts": len(contexts.table),
+            "autograd contexts that have ended, but not for all": len(contexts.late),
+            "autograd contexts that were not left before the end": contexts.left_open,
+            "backward passes": self.passes.count,
+        }
+
     def stats(self) -> dict[str, int]:
         """How many there are now, under torch's names."""
-        return {"num_current_backward_passes": 0, "num_autograd_contexts": len(self.contexts.table)}
+        return {"num_current_backward_passes": self.passes.count, "num_autograd_contexts": len(self.contexts.table)}

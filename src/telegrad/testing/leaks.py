@@ -6,8 +6,9 @@ import threading
 from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
+from telegrad.autograd.service import Autograd
 from telegrad.rpc import Worker
 from telegrad.testing.waiting import eventually
 from telegrad.worker import Worker as WorkerCore
@@ -30,9 +31,9 @@ class LeakError(AssertionError):
 def assert_nothing_left(worker: Worker | WorkerCore, timeout: float = 5.0, *, references: bool = True) -> None:
     """Checks that a worker of this process has nothing to do and nothing to keep.
 
-    No calls or requests under way, no message of the reference protocol outstanding; with ``references`` also no
-    references to or from it, and no received tensors still in use: drop those that the test holds first. A worker that
-    has been shut down must also have no threads left.
+    No calls or requests under way, no message of the reference protocol outstanding, no autograd context open; with
+    ``references`` also no references to or from it, and no received tensors still in use: drop those that the test
+    holds first. A worker that has been shut down must also have no threads left, nor contexts that were not left.
 
     Args:
         worker: one of this process, in use or shut down.
@@ -60,6 +61,7 @@ def _left(core: WorkerCore, references: bool) -> list[str]:
     counts |= {f"{key} of references": getattr(table, key) for key in watched}
     counts["values"] = len(core.references.values) if references or core.closed else 0
     counts["creations under way"] = core.references.pending_creations
+    counts |= cast("Autograd", core.autograd).left()
     if references:
         counts["buffers in use"] = stats["live_blocks"]
     if core.closed:

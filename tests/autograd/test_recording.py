@@ -1,0 +1,365 @@
+"""What is recorded of the tensors that travel within a context, at both ends."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad import autograd, rpc
+from telegrad.autograd.context import Context
+from telegrad.autograd.recording import edge_of
+from telegrad.testing import Cluster
+from telegrad.worker import current
+
+
+def contexts(worker: Any) -> dict[int, Context]:
+    return worker._worker.autograd.contexts.table  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def context(four: Cluster) -> Iterator[Context]:
+    """An open context of w0."""
+    with autograd.context() as context_id:
+        yield contexts(four[0])[context_id]
+
+
+def of(worker: Any, context: Context) -> Context:
+    """Another worker's part of it."""
+    return contexts(worker)[context.id]
+
+
+def leads_to(context: Context, message: int) -> list[Any]:
+    """The leaves that the tensors of a message were, None for those that were results."""
+    edges = context.sends[message].edges
+    return [getattr(edge.node, "variable", None) for edge in edges if edge is not None]
+
+
+def is_received(tensor: Tensor) -> bool:
+    return type(tensor.grad_fn).__name__ == "RecvBackward"
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.rand(shape, requires_grad=True)
+
+
+# ---- which calls
+
+
+def double(x: Tensor) -> Tensor:
+    assert is_received(x)
+    return x * 2
+
+
+async def double_soon(x: Tensor) -> Tensor:
+    await asyncio.sleep(0)
+    return double(x)
+
+
+@rpc.functions.async_execution
+def double_later(x: Tensor) -> Any:
+    future: Any = torch.futures.Future()
+    y = double(x)
+    threading.Thread(target=lambda: future.set_result(y)).start()
+    return future
+
+
+class Doubler:
+    def double(self, x: Tensor) -> Tensor:
+        return double(x)
+
+
+def by_proxy(kind: str) -> Callable[[Tensor], Any]:
+    def call(x: Tensor) -> Any:
+        method = getattr(rpc.remote("w1", Doubler), kind)().double(x)
+        return method if isinstance(method, Tensor) else method.wait() if kind == "rpc_async" else method.to_here()
+
+    return call
+
+
+WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "rpc_sync": lambda x: rpc.rpc_sync("w1", double, (x,)),
+    "keyword": lambda x: rpc.rpc_sync("w1", double, kwargs={"x": x}),
+    "rpc_async": lambda x: rpc.rpc_async("w1", double, (x,)).wait(),
+    "remote": lambda x: rpc.remote("w1", double, (x,)).to_here(),
+    "proxy sync": by_proxy("rpc_sync"),
+    "proxy async": by_proxy("rpc_async"),
+    "proxy remote": by_proxy("remote"),
+    "operator": lambda x: rpc.rpc_sync("w1", torch.mul, (x, 2)),
+    "coroutine": lambda x: rpc.rpc_sync("w1", double_soon, (x,)),
+    "async_execution": lambda x: rpc.rpc_sync("w1", double_later, (x,)),
+    "by value": lambda x: rpc.rpc_sync("w1", lambda y: y * 2, (x,)),
+    "to itself": lambda x: rpc.rpc_sync("w0", double, (x,)),
+    "awaited": lambda x: asyncio.run(awaited(x)),
+}
+
+
+async def awaited(x: Tensor) -> Any:
+    return await rpc.rpc_async("w1", double, (x,))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_of_call_is_recorded_at_both_ends(four: Cluster, context: Context, way: str) -> None:
+    x = leaf(3)
+    y = WAYS[way](x)
+    assert torch.equal(y, x * 2)
+    assert is_received(y)
+    there = context if way == "to itself" else of(four[1], context)
+    (out,) = [sent for sent in context.sends.values() if leads_to(context, sent.id) == [x]]
+    (back,) = [received for received in context.receipts.values() if received.node is y.grad_fn]
+    assert there.receipts[out.id].outputs == 1
+    assert len(there.sends[back.id].edges) == 1
+    assert there.sends[back.id].peer == 0
+    assert (out.id >> 48, back.id >> 48) == (0, 0 if there is context else 1)
+    assert out.peer == back.peer == (0 if there is context else 1)
+
+
+def pass_on(x: Tensor, *way: str) -> Tensor:
+    return rpc.rpc_sync(way[0], pass_on, (x, *way[1:])) + x if way else x * 3
+
+
+def test_nested_calls_are_recorded_on_every_worker(four: Cluster, context: Context) -> None:
+    x = leaf(2)
+    assert torch.allclose(pass_on(x, "w1", "w2", "w3"), x * 6)
+    assert [len(of(worker, context).sends) for worker in four] == [1, 2, 2, 1]
+    assert [len(of(worker, context).receipts) for worker in four] == [1, 2, 2, 1]
+
+
+def test_one_message_has_one_function(context: Context) -> None:
+    x, y = leaf(2), leaf(2)
+    a, (b, c), d = rpc.rpc_sync("w1", tuple, ((x * 1, [y, torch.ones(2)], {"k": x}),))
+    assert a.grad_fn is b.grad_fn is d["k"].grad_fn
+    assert not c.requires_grad
+    assert [t.output_nr for t in (a, b, d["k"])] == [0, 1, 2]
+    (message,) = context.sends
+    assert leads_to(context, message) == [None, y, x]
+
+
+# ---- which tensors
+
+
+def test_what_does_not_require_grad_is_not_recorded(four: Cluster, context: Context) -> None:
+    assert not rpc.rpc_sync("w1", torch.add, (torch.ones(2), 1)).requires_grad
+    assert not context.sends
+    assert not context.receipts
+    assert not of(four[1], context).sends, "but it has the context, for what the handler might have sent"
+
+
+def grad_mode() -> tuple[bool, bool]:
+    scope = current.get()
+    return torch.is_grad_enabled(), scope is not None and scope.autograd is not None
+
+
+def test_without_grad_mode_nothing_is_recorded(four: Cluster, context: Context) -> None:
+    with torch.no_grad():
+        assert rpc.rpc_sync("w1", grad_mode) == (False, True)
+        y = rpc.rpc_sync("w1", pass_through, (leaf(2),))
+    assert y.is_leaf
+    assert y.requires_grad
+    assert not context.sends
+    assert not of(four[1], context).sends
+
+
+def pass_through(x: Any) -> Any:
+    return x
+
+
+def test_a_reply_that_is_read_without_grad_mode_is_recorded(context: Context) -> None:
+    future = rpc.rpc_async("w1", double, (leaf(2),))
+    with torch.no_grad():
+        assert is_received(future.wait())
+
+
+def test_a_bare_parameter_is_recorded_a_module_is_copied(context: Context) -> None:
+    p, frozen, layer = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False), nn.Linear(2, 2)
+    for value in (p, [p], {"p": (p, layer)}):
+        gone = len(context.sends)
+        arrived = rpc.rpc_sync("w1", kinds_in, (value,))
+        assert arrived[0] == ("Tensor", False)
+        assert leads_to(context, list(context.sends)[gone]) == [p]
+        if len(arrived) > 1:
+            assert arrived[1:] == [("Parameter", True)] * 2
+    assert rpc.rpc_sync("w1", kinds_in, (frozen,)) == [("Parameter", True)]
+    gone = len(context.sends)
+    assert rpc.rpc_sync("w1", kinds_in, (layer,)) == [("Parameter", True)] * 2
+    assert len(context.sends) == gone
+
+
+def kinds_in(value: Any) -> list[tuple[str, bool]]:
+    if isinstance(value, nn.Module):
+        return [(type(p).__name__, p.is_leaf) for p in value.parameters()]
+    if isinstance(value, Tensor):
+        return [(type(value).__name__, value.is_leaf)]
+    items = value.values() if isinstance(value, dict) else value
+    return [kind for item in items for kind in kinds_in(item)]
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_of_all_kinds(context: Context, pickled: bool) -> None:
+    c = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    coo = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,), requires_grad=True)
+    kinds = {
+        "dense": leaf(3),
+        "strided": leaf(4, 6)[:, ::2],
+        "expanded": leaf(3, 1).expand(3, 4),
+        "empty": leaf(0, 2),
+        "scalar": leaf(),
+        "complex": c,
+        "conjugate": c.conj(),
+        "imaginary": (c * 1j).imag,
+        "half": torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+        "coo": coo,
+        "coo result": coo * 2,
+        "csr": torch.eye(3).to_sparse_csr().requires_grad_(),
+    }
+    for name, tensor in kinds.items():
+        value = Holder(tensor) if pickled else tensor
+        back = rpc.rpc_sync("w1", pass_through, (value,))
+        back = back.value if pickled else back
+        assert is_received(back), name
+        assert back.layout is tensor.layout
+        assert back.dtype is tensor.dtype
+        dense = (t if t.layout is torch.strided else t.to_dense() for t in (back, tensor))
+        assert torch.equal(*dense), name
+        message = list(context.sends)[-1]
+        edge = context.sends[message].edges[0]
+        assert edge is not None
+        expected, _ = edge_of(tensor)
+        assert (edge.node, edge.output_nr) == (expected.node, expected.output_nr), name
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_what_was_received_can_be_sent_on(context: Context) -> None:
+    x = rpc.rpc_sync("w1", double, (leaf(2),))
+    rpc.rpc_sync("w2", double, (x,))
+    node = list(context.sends.values())[-1].edges[0]
+    assert node is not None
+    assert node.node is x.grad_fn
+
+
+def test_the_graph_behind_what_was_sent_lives_and_its_data_do_not(context: Context) -> None:
+    x = rpc.rpc_sync("w1", double, (leaf(2),))
+    big = x.view(2) * 1
+    gone = weakref.ref(big.untyped_storage())
+    rpc.rpc_sync("w1", double, (big,))
+    rpc.rpc_sync("w1", double, (x,))
+    del big, x
+    gc.collect()
+    assert gone() is None
+    result, received = list(context.sends.values())[-2:]
+    for sent in result, received:
+        (edge,) = sent.edges
+        assert edge is not None
+        assert edge.node.next_functions, "the graph goes on"
+    assert len(received.owners) == 1, "the node of a Python function does not keep its graph by itself"
+
+
+def test_received_tensors_may_be_written_to(context: Context) -> None:
+    for pickled in (False, True):
+        x, y = leaf(3), leaf(3)
+        back = rpc.rpc_sync("w1", pass_through, (Holder((x, y)) if pickled else (x, y),))
+        a, b = back.value if pickled else back
+        a.mul_(2)
+        b[0] = 5
+        assert type(a.grad_fn).__name__ == "MulBackward0"
+        assert torch.equal(a, x * 2)
+        assert b[0] == 5
+
+
+def write(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        x.zero_()
+    return x, y
+
+
+def test_memory_is_shared_only_where_gradients_cannot_notice(context: Context) -> None:
+    base = torch.ones(4)
+    _, view = rpc.rpc_sync("w1", write, (base, base[:2]))
+    assert torch.equal(view, torch.zeros(2)), "shared, as without a context"
+    grown = leaf(4)
+    _, view = rpc.rpc_sync("w1", write, (grown, grown[:2]))
+    assert torch.equal(view, grown[:2]), "memory of its own"
+    _, same = rpc.rpc_sync("w1", write, (grown, grown.detach()))
+    assert torch.equal(same, grown)
+    one, two = rpc.rpc_sync("w1", pass_through, ((grown, grown),))
+    assert one is two
+
+
+# ---- what did not leave
+
+
+def test_what_cannot_be_sent_is_not_recorded(four: Cluster, context: Context) -> None:
+    before = dict(context.asked)
+    with pytest.raises(Exception, match="pickle"):
+        rpc.rpc_sync("w1", pass_through, (leaf(2), threading.Lock()))
+    with pytest.raises(Exception, match=r"Lock|pickle"):
+        rpc.rpc_sync("w1", make_unsendable, (leaf(2),))
+    assert len(context.sends) == 1
+    assert not of(four[1], context).sends
+    assert context.asked[1] == before.get(1, 0) + 1
+
+
+def make_unsendable(x: Tensor) -> Any:
+    return x * 2, threading.Lock()
+
+
+def test_what_is_lost_on_purpose_is_not_recorded(four: Cluster, context: Context) -> None:
+    from telegrad.worker.calls import DroppedMessage
+
+    def lose(kind: str, *_: Any) -> None:
+        raise DroppedMessage(kind)
+
+    calls = four[0]._worker.calls
+    calls.send_filter = lose  # type: ignore[assignment]
+    try:
+        with pytest.raises(DroppedMessage):
+            rpc.rpc_sync("w1", double, (leaf(2),))
+    finally:
+        calls.send_filter = None
+    assert not context.sends
+    assert not context.asked
+
+
+def test_outside_of_a_context_tensors_arrive_as_leaves(four: Cluster) -> None:
+    assert rpc.rpc_sync("w1", kinds_in, ([leaf(2), nn.Parameter(torch.ones(1))],)) == [
+        ("Tensor", True),
+        ("Parameter", True),
+    ]
+    sparse = torch.eye(2).to_sparse().requires_grad_()
+    assert rpc.rpc_sync("w1", pass_through, (sparse,)).is_leaf
+
+
+def test_a_pass_of_one_worker_does_not_go_past_what_was_received(context: Context) -> None:
+    y = rpc.rpc_sync("w1", double, (leaf(2),))
+    with pytest.raises(RuntimeError, match="goes on at another worker"):
+        y.sum().backward()
+
+
+def test_a_picklers_tensors_are_recorded(context: Context) -> None:
+    from telegrad.rpc.api import _use_rpc_pickler
+    from telegrad.rpc.internal import _InternalRPCPickler
+
+    with _use_rpc_pickler(_InternalRPCPickler()):
+        assert is_received(rpc.rpc_sync("w1", double, (leaf(2),)))
+
+
+def test_calls_of_its_own_stay_outside(four: Cluster, context: Context) -> None:
+    four[0]._worker.internal(1, grad_mode, (), 5.0).wait()
+    assert four[0]._worker.internal(1, grad_mode, (), 5.0).wait() == (True, False)
+    rref = rpc.remote("w1", Doubler)
+    rref.to_here()
+    asked = context.asked[1]
+    with contextlib.suppress(AttributeError):
+        rref._get_type()
+    assert context.asked[1] == asked

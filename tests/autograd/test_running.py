@@ -1,0 +1,419 @@
+"""Backward passes over workers: what they compute, what ends them, and what they leave behind."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad import autograd, rpc
+from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
+from telegrad.testing import Cluster, LeakError, assert_nothing_left, cluster, eventually, run_all
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(four: Cluster) -> Iterator[None]:
+    yield
+    for worker in four:
+        eventually(lambda worker=worker: not any(worker._worker.autograd.left().values()))  # type: ignore[misc]
+
+
+def table(worker: Any) -> dict[int, Any]:
+    return worker._worker.autograd.contexts.table  # type: ignore[no-any-return]
+
+
+WEIGHT = leaf(3, 3)
+
+
+def through(x: Tensor, *way: str) -> Tensor:
+    """A layer on each of some workers, each called by the one before it."""
+    y = x @ WEIGHT
+    return rpc.rpc_sync(way[0], through, (y, *way[1:])) + y if way else y
+
+
+def locally(x: Tensor, depth: int) -> Tensor:
+    y = x @ WEIGHT
+    return locally(y, depth - 1) + y if depth else y
+
+
+def weight_gradient(context_id: int) -> Tensor | None:
+    return autograd.get_gradients(context_id).get(WEIGHT)
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("way", [("w1",), ("w0",), ("w1", "w2"), ("w1", "w0", "w1"), ("w1", "w2", "w3", "w1")])
+def test_gradients_are_those_of_one_process(four: Cluster, way: tuple[str, ...]) -> None:
+    x = leaf(2, 3)
+    expected = torch.autograd.grad(locally(x, len(way) - 1).sum(), [x, WEIGHT])
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync(way[0], through, (x, *way[1:])).sum()
+        autograd.backward(context_id, [loss])
+        assert torch.allclose(autograd.get_gradients(context_id)[x], expected[0])
+        parts = [rpc.rpc_sync(name, weight_gradient, (context_id,)) for name in sorted(set(way))]
+        assert torch.allclose(sum(part for part in parts if part is not None), expected[1])  # type: ignore[arg-type]
+    assert x.grad is WEIGHT.grad is None
+
+
+def test_a_pass_over_two_workers_is_one_call(four: Cluster) -> None:
+    x = leaf(2, 3)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("w1", through, (x,)).sum()
+        engines = [four[rank]._worker.engine for rank in (0, 1)]
+        before = [engine.stats()["sent_messages"] for engine in engines]
+        autograd.backward(context_id, [loss])
+        assert [engine.stats()["sent_messages"] for engine in engines] == [before[0] + 1, before[1] + 1]
+        assert x in autograd.get_gradients(context_id)
+
+
+def test_passes_add_up_and_those_that_are_over_are_forgotten(four: Cluster) -> None:
+    x = leaf(2, 3)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("w1", through, (x, "w2")).sum()
+        autograd.backward(context_id, [loss], retain_graph=True)
+        once = autograd.get_gradients(context_id)[x].clone()
+        for _ in range(8):
+            autograd.backward(context_id, [loss], retain_graph=True)
+        autograd.backward(context_id, [loss])
+        assert torch.allclose(autograd.get_gradients(context_id)[x], once * 10)
+        assert [len(table(worker)[context_id].passes) for worker in four.workers[:3]] == [0, 1, 1]
+        with pytest.raises(RuntimeError, match="second time"):
+            autograd.backward(context_id, [loss])
+
+
+def test_what_the_loss_does_not_need_is_not_waited_for(four: Cluster) -> None:
+    x = leaf(2, 3)
+    with autograd.context() as context_id:
+        rpc.rpc_sync("w1", through, (x, "w2"))
+        y = rpc.rpc_sync("w1", through, (x,))
+        rpc.rpc_sync("w2", through, (y,))
+        autograd.backward(context_id, [y.sum()])
+        assert torch.allclose(autograd.get_gradients(context_id)[x], WEIGHT.sum(1).expand(2, 3))
+
+
+@pytest.mark.parametrize("threads", [4])
+def test_many_at_once(four: Cluster, threads: int) -> None:
+    def work(rank: int) -> None:
+        for _ in range(20):
+            x = leaf(2, 3)
+            with autograd.context() as context_id:
+                a, b = f"w{(rank + 1) % 4}", f"w{(rank + 2) % 4}"
+                loss = rpc.rpc_sync(a, through, (x, b)).sum() + rpc.rpc_sync(b, through, (x,)).sum()
+                autograd.backward(context_id, [loss])
+                found = autograd.get_gradients(context_id)[x]
+            expected = torch.autograd.grad(locally(x, 1).sum() + locally(x, 0).sum(), [x])[0]
+            assert torch.allclose(found, expected)
+
+    def on(rank: int) -> Any:
+        def run() -> None:
+            with four[rank]:
+                work(rank)
+
+        return run
+
+    run_all([on(rank) for rank in range(4) for _ in range(threads)])
+
+
+def test_two_threads_in_one_context(four: Cluster) -> None:
+    x = leaf(2, 3)
+    with autograd.context() as context_id:
+        losses = [rpc.rpc_sync("w1", through, (x, "w2")).sum() for _ in range(8)]
+
+        def run(loss: Tensor) -> Any:
+            def one() -> None:
+                with four[0]:
+                    autograd.backward(context_id, [loss])
+
+            return one
+
+        run_all([run(loss) for loss in losses])
+        expected = torch.autograd.grad(locally(x, 1).sum(), [x])[0] * 8
+        assert torch.allclose(autograd.get_gradients(context_id)[x], expected)
+
+
+async def trained(x: Tensor) -> Tensor:
+    with autograd.context() as context_id:
+        loss = (await rpc.rpc_async("w1", through, (x,))).sum()
+        autograd.backward(context_id, [loss])
+        return autograd.get_gradients(context_id)[x]
+
+
+def test_in_coroutines(four: Cluster) -> None:
+    x = leaf(2, 3)
+    for gradient in (asyncio.run(trained(x)), rpc.rpc_sync("w2", trained, (x,))):
+        assert torch.allclose(gradient, WEIGHT.sum(1).expand(2, 3))
+
+
+# ---- roots
+
+
+def test_roots_that_are_none(four: Cluster) -> None:
+    with autograd.context() as context_id:
+        for wrong in (None, leaf(), [leaf(), 1]):
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                autograd.backward(context_id, wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            autograd.backward(None, [leaf()])  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="No tensors provided for gradient computation"):
+            autograd.backward(context_id, [])
+        with pytest.raises(RuntimeError, match="requires_grad not set on root"):
+            autograd.backward(context_id, [torch.ones(())])
+        with pytest.raises(RuntimeError, match="is not a scalar, all roots need to be scalar"):
+            autograd.backward(context_id, [leaf(2) * 1])
+        with pytest.raises(RuntimeError, match="does not have a valid gradient function"):
+            autograd.backward(context_id, [leaf()])
+    with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
+        autograd.backward(context_id, [leaf() * 1])
+
+
+def scalar(x: Tensor) -> Tensor:
+    return (x * 2).sum()
+
+
+def test_a_reference_as_root(four: Cluster) -> None:
+    x = leaf(3)
+    with autograd.context() as context_id:
+        rref = rpc.remote("w1", scalar, (x,))
+        rref.backward(context_id, retain_graph=True)
+        rref.backward(context_id)
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 4.0, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id'"):
+            rref.backward()
+        with pytest.raises(RuntimeError, match=r"RRef should contain a tensor for .backward\(\)"):
+            rpc.remote("w1", str).backward(context_id)
+        mine = rpc.RRef(rpc.rpc_sync("w1", scalar, (x,)))
+        mine.backward(context_id)
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 6.0, dtype=torch.float64))
+        del rref, mine
+    y = leaf(3)
+    rpc.RRef((y * 3).sum()).backward()
+    assert torch.equal(y.grad, torch.full((3,), 3.0, dtype=torch.float64))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="RRef should contain a tensor"):
+        rpc.RRef("foo").backward()
+    with pytest.raises(RuntimeError, match="Could not find autograd context with id: 100"):
+        rpc.RRef(scalar(x)).backward(100)
+
+
+# ---- what goes wrong
+
+
+def failing(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(fail)
+    return y
+
+
+def fail(gradient: Tensor) -> None:
+    raise KeyError("no such gradient")
+
+
+def test_an_error_is_raised_with_its_origin(four: Cluster) -> None:
+    x = leaf(3)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w2", failing, (x,))
+        z = rpc.rpc_sync("w1", scalar, (y,))
+        for _ in range(3):
+            with pytest.raises(KeyError, match="no such gradient") as caught:
+                autograd.backward(context_id, [z], retain_graph=True)
+            assert isinstance(caught.value, RemoteError)
+            assert caught.value.worker == "w2"
+            assert "in fail" in caught.value.remote_traceback
+        autograd.backward(context_id, [rpc.rpc_sync("w1", scalar, (x,))])
+        assert x in autograd.get_gradients(context_id), "the context is as good as before"
+
+
+def test_an_error_of_ones_own(four: Cluster) -> None:
+    x = leaf(3)
+    with autograd.context() as context_id:
+        with pytest.raises(KeyError, match="no such gradient") as caught:
+            autograd.backward(context_id, [failing(rpc.rpc_sync("w1", scalar, (x,)))])
+        assert not isinstance(caught.value, RemoteError)
+        y = rpc.rpc_sync("w1", scalar, (failing(x),))
+        with pytest.raises(KeyError, match="Error on Node 0") as caught:
+            autograd.backward(context_id, [y])
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_error_reaches_the_root_past_others(four: Cluster) -> None:
+    x = leaf(3)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w1", rpc.rpc_sync, ("w2", rpc.rpc_sync, ("w3", failing, (x,))))
+        with pytest.raises(KeyError) as caught:
+            autograd.backward(context_id, [y.sum()])
+        assert caught.value.worker == "w3"  # type: ignore[attr-defined]
+
+
+_gate, _inside = threading.Event(), threading.Event()
+
+
+def slow(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(wait)
+    return y
+
+
+def wait(gradient: Tensor) -> None:
+    _inside.set()
+    assert _gate.wait(30)
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    _gate.clear()
+    _inside.clear()
+    yield _gate
+    _gate.set()
+
+
+def test_the_time_out_says_what_is_outstanding(four: Cluster, gate: threading.Event) -> None:
+    calls = four[0]._worker.calls
+    x = leaf(3)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w1", rpc.rpc_sync, ("w2", slow, (x,))).sum()
+        usual, calls.default_timeout = calls.default_timeout, 200_000_000
+        try:
+            with pytest.raises(RpcTimeout, match=r"waiting for worker w[12]: 1 x gradients") as caught:
+                autograd.backward(context_id, [y])
+        finally:
+            calls.default_timeout = usual
+        assert caught.value.timeout == 0.2
+        gate.set()
+        eventually(lambda: not four[2]._worker.autograd.passes.count)
+
+
+def train_slowly(x: Tensor) -> str:
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w2", slow, (x,)).sum()
+        try:
+            autograd.backward(context_id, [y])
+        except RpcTimeout as e:
+            return str(e)
+    return "in time"
+
+
+def test_in_a_handler_it_waits_no_longer_than_the_caller(four: Cluster, gate: threading.Event) -> None:
+    with pytest.raises(RpcTimeout):
+        rpc.rpc_sync("w1", train_slowly, (leaf(3),), timeout=0.2)
+    eventually(lambda: not four[1]._worker.autograd.passes.count)
+    gate.set()
+    eventually(lambda: not four[2]._worker.engine.stats()["running_requests"])
+
+
+def test_leaving_the_context_ends_the_pass(four: Cluster, gate: threading.Event) -> None:
+    x = leaf(3)
+    opened = autograd.context()
+    context_id = opened.__enter__()
+    y = rpc.rpc_sync("w1", slow, (x,)).sum()
+
+    def leave() -> None:
+        assert _inside.wait(20)
+        with four[0]:
+            autograd.api._release_context(context_id)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    with pytest.raises(RuntimeError, match="ended while a backward pass ran in it"):
+        autograd.backward(context_id, [y])
+    thread.join()
+    opened.__exit__(None, None, None)
+
+
+def test_a_worker_that_has_lost_its_part_says_so(four: Cluster) -> None:
+    x = leaf(3)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w1", scalar, (x,))
+        there = four[1]._worker.autograd.contexts
+        there.end(there.table[context_id])
+        with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}.*w1"):
+            autograd.backward(context_id, [y])
+
+
+def calling(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(call)
+    return y
+
+
+_seen: list[Any] = []
+
+
+def call(gradient: Tensor) -> None:
+    _seen.append(rpc.rpc_sync("w2", where))
+
+
+def where() -> int | None:
+    scope = rpc.api.current.get()
+    return None if scope is None or scope.autograd is None else scope.autograd.id
+
+
+def test_hooks_make_their_calls_in_the_context(four: Cluster) -> None:
+    _seen.clear()
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w1", calling, (leaf(3),))
+        autograd.backward(context_id, [calling(y).sum()])
+        assert _seen == [context_id] * 2
+
+
+def test_a_lost_worker_ends_the_pass() -> None:
+    with cluster(3, current=None, check=False) as group, group[0]:
+        x = leaf(3)
+        _gate.clear()
+        _inside.clear()
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("w1", rpc.rpc_sync, ("w2", slow, (x,)))
+            z = rpc.rpc_sync("w1", scalar, (x,))
+            lost = group.workers.pop(2)
+
+            def end() -> None:
+                assert _inside.wait(20)
+                threading.Timer(0.2, _gate.set).start()
+                lost.shutdown(graceful=False)
+
+            thread = threading.Thread(target=end)
+            thread.start()
+            with pytest.raises(WorkerLost, match="w2"):
+                autograd.backward(context_id, [y.sum()])
+            thread.join()
+            with pytest.raises(WorkerLost, match="w2"):
+                autograd.backward(context_id, [y.sum()], retain_graph=True)
+            autograd.backward(context_id, [z])
+            assert x in autograd.get_gradients(context_id), "what does not lead there goes on"
+
+
+def test_a_worker_that_is_closed_waits_no_longer() -> None:
+    with cluster(2, current=None, check=False) as group, group[0]:
+        _gate.clear()
+        _inside.clear()
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("w1", slow, (leaf(3),))
+
+            def end() -> None:
+                assert _inside.wait(20)
+                group[0].shutdown(graceful=False)
+
+            thread = threading.Thread(target=end)
+            thread.start()
+            with pytest.raises(NotInitialized):
+                autograd.backward(context_id, [y.sum()])
+            _gate.set()
+            thread.join()
+        group.close()
+
+
+def test_a_context_that_is_not_left_is_a_leak() -> None:
+    with cluster(2, current=None, check=False) as group, group[0]:
+        core = group[0]._worker
+        opened = autograd.api._new_context()
+        with pytest.raises(LeakError, match="1 autograd contexts"):
+            assert_nothing_left(core, 0.1)
+        del opened
+    with pytest.raises(LeakError, match="1 autograd contexts that were not left before the end"):
+        assert_nothing_left(core, 0.1)
