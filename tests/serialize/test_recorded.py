@@ -1,0 +1,125 @@
+"""Tensors that require grad are told by the sender, and replaced all at once by the receiver, in one order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from carrying import carry_segments
+from torch import Tensor, nn
+
+from telegrad.serialize.pickling import Serializer
+
+
+class Thing:
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.rand(shape, requires_grad=True)
+
+
+def send(value: Any, how: str, wrap: Any = None) -> tuple[list[Any], Any]:
+    """What is told of a value, and what arrives."""
+    serializer = Serializer()
+    if how == "codec":
+        coded = serializer.codec.encode_recorded(value)
+        assert coded is not None
+        body, segments, told = coded
+        return told, serializer.codec.decode(body, carry_segments(segments), wrap)
+    recorded: list[Tensor] = []
+    body, found = serializer.dumps(value, "value", recorded)
+    return list(recorded), serializer.loads(body, carry_segments(found), wrap)
+
+
+class Wrap:
+    """Notes what it is given, and gives copies in its place."""
+
+    def __init__(self) -> None:
+        self.given: list[list[Tensor]] = []
+
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        assert not any(t.requires_grad for t in tensors)
+        self.given.append(tensors)
+        return tuple(t.detach().clone().requires_grad_() for t in tensors)
+
+
+@pytest.mark.parametrize("how", ["codec", "pickle"])
+def test_told_and_wrapped_in_one_order(how: str) -> None:
+    a, b, c, p = leaf(2), leaf(0, 3), leaf(4, 4)[:, 1], nn.Parameter(torch.ones(3))
+    wrap = Wrap()
+    told, arrived = send((a, torch.ones(2), {"b": [b, a]}, c, p), how, wrap)
+    expected = (a, b, c, p)
+    assert len(told) == 4
+    assert all(any(t is e for e in expected) for t in told)
+    (given,) = wrap.given
+    assert all(torch.equal(t, g) for t, g in zip(told, given, strict=True))
+    first, plain, more, third, fourth = arrived
+    assert more["b"][1] is first
+    assert not plain.requires_grad
+    for tensor, origin in zip((first, more["b"][0], third, fourth), expected, strict=True):
+        assert torch.equal(tensor, origin)
+        assert type(tensor) is Tensor
+        assert not any(tensor is g for g in given)
+
+
+@pytest.mark.parametrize("how", ["codec", "pickle"])
+def test_without_any_nobody_is_asked(how: str) -> None:
+    wrap = Wrap()
+    told, arrived = send((torch.ones(2), 1), how, wrap)
+    assert told == wrap.given == []
+    assert torch.equal(arrived[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("how", ["codec", "pickle"])
+def test_what_is_told_arrives_as_a_leaf_where_nobody_records(how: str) -> None:
+    for value in (leaf(2), nn.Parameter(torch.ones(2)), leaf(2) * 2):
+        _, arrived = send([value], how)
+        assert arrived[0].is_leaf
+        assert arrived[0].requires_grad
+
+
+def test_special_ones_are_pickled_by_themselves() -> None:
+    sparse = torch.eye(2).to_sparse().requires_grad_()
+    conjugate = torch.randn(2, dtype=torch.complex64, requires_grad=True).conj()
+    dense = leaf(2)
+    wrap = Wrap()
+    told, arrived = send(Thing(sparse, dense, conjugate, sparse), "pickle", wrap)
+    assert [any(t is e for e in (dense, sparse, conjugate)) for t in told] == [True] * 3
+    (given,) = wrap.given
+    assert sorted(str(t.layout) for t in given) == ["torch.sparse_coo", "torch.strided", "torch.strided"]
+    one, two, three, four = arrived.values
+    assert one is four
+    assert torch.equal(one.to_dense(), torch.eye(2))
+    assert torch.equal(two, dense)
+    assert torch.equal(three, conjugate)
+    _, arrived = send(Thing(sparse), "pickle")
+    assert arrived.values[0].requires_grad, "a leaf, where nobody records"
+
+
+def test_parameters_of_an_object_stay_parameters() -> None:
+    layer, frozen = nn.Linear(2, 2), nn.Parameter(torch.ones(1), requires_grad=False)
+    told, arrived = send((layer, layer.weight, frozen), "pickle", Wrap())
+    assert len(told) <= 1
+    assert isinstance(arrived[0].bias, nn.Parameter)
+    assert isinstance(arrived[2], nn.Parameter)
+    assert Serializer().codec.encode_recorded(frozen) is None
+    assert Serializer().codec.encode(nn.Parameter(torch.ones(1))) is None
+
+
+def test_recorded_ones_share_no_memory() -> None:
+    base, plain = leaf(4), torch.arange(4.0)
+    _, (one, two, three, four) = send((base, base[:2], plain, plain[1:]), "pickle", lambda tensors: tensors)
+    one.zero_()
+    three.zero_()
+    assert torch.equal(two, base[:2])
+    assert torch.equal(four, torch.zeros(3))
+
+
+@pytest.mark.parametrize("how", ["codec", "pickle"])
+def test_as_many_as_were_given_must_come_back(how: str) -> None:
+    with pytest.raises(ValueError, match=r"another number|zip\(\)|shorter"):
+        send((leaf(1), leaf(1)), how, lambda tensors: tensors[:1])
+    with pytest.raises(KeyError, match="own"):
+        send((leaf(1),), how, lambda _: {}["own"])
