@@ -42,18 +42,35 @@ def test_latency_measures_the_rows_asked_for() -> None:
 @pytest.mark.timeout(120)
 def test_autograd_measures_steps_beside_their_like_and_trainers_together(tmp_path: Path) -> None:
     written = tmp_path / "autograd.json"
-    arguments = ("--quick", "--only", "torch", "-k", "2 trainers, batch 1", "-k", "over a call", "-k", "100 nodes")
+    arguments = ("--quick", "-k", "2 trainers, batch 1", "-k", "over a call", "-k", "100 nodes")
     result = run_bench("autograd.py", *arguments, "--json", str(written))
     assert result.returncode == 0, result.stderr
     figures = json.loads(written.read_text())
     call, nodes = figures["results"]
-    assert call["torch"]["samples"] == 3
-    assert nodes["torch"]["added"] < nodes["torch"]["median"]
     (trainers,) = figures["trainers"]
-    assert trainers["torch"]["samples per second"] > 0
+    for package in ("torch", "telegrad"):
+        assert call[package]["samples"] == 3
+        assert nodes[package]["added"] < nodes[package]["median"]
+        assert trainers[package]["samples per second"] > 0
+    assert trainers["telegrad"]["steps failed"] == 0
     for row in (call, nodes, trainers):
         assert row["row"] in result.stdout
     assert run_bench("autograd.py", "-k", "no such row").returncode == 2
+
+
+@pytest.mark.timeout(120)
+def test_autograd_judges_our_share_and_memory(tmp_path: Path) -> None:
+    written = tmp_path / "autograd.json"
+    result = run_bench("autograd.py", "--check", "--quick", "--json", str(written))
+    figures = json.loads(written.read_text())
+    assert result.returncode == (0 if figures["good"] else 1), result.stderr
+    (row,) = figures["results"]
+    assert figures["good"] == (row["telegrad"]["share"] <= 0.1)
+    assert figures["trainers"] == []
+    result = run_bench("autograd.py", "--contexts", "300", "--json", str(written))
+    figures = json.loads(written.read_text())
+    assert result.returncode == (0 if figures["good"] else 1), result.stderr
+    assert set(figures["contexts"]) == {"client", "server"}
 
 
 def test_memory_judges_both_processes(tmp_path: Path) -> None:

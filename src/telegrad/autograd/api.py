@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad.autograd import profiled
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import ID_BITS
 from telegrad.autograd.service import Autograd
@@ -90,7 +91,8 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     service = _service()
     found = _find(service, context_id)
     _check(roots)
-    service.backward(found, list(roots), retain_graph)
+    with profiled.whole():
+        service.backward(found, list(roots), retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:

@@ -14,23 +14,29 @@ import time
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
+from telegrad.autograd import profiled
 from telegrad.autograd.context import Context
 from telegrad.autograd.passes import Pass
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError
 from telegrad.serialize.exceptions import unpack_exception
-from telegrad.wire import Status, Tag
+from telegrad.wire import Flag, Status, Tag
 from telegrad.worker.coroutines import holding_up
+from telegrad.worker.profiling import Recording
 from telegrad.worker.scope import Scope, current, remaining
 
 __all__ = ["Passes", "Running"]
 
 _GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
 _REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
+_PREAMBLE = int(Flag.PREAMBLE)
 _LOOK = 20_000_000  # ns after which whoever waits for one worker's answer looks whether the pass has ended otherwise
+
+Answer = Callable[[list[Any], profiled.Profile | None], None]
 
 
 class Running:
@@ -60,6 +66,7 @@ class Running:
         self._ended = threading.Condition(self._lock)
         worker = passes.worker
         self._scope = Scope(worker, deadline, True, False, context)
+        self.profile = profiled.PassProfile(worker.calls, root == worker.info.id)
         self._pass = Pass(worker.info, context, (context.id, number), root, self._send, self.give_up, worker.name_of)
 
     # ---- called by the pass
@@ -81,13 +88,17 @@ class Running:
         """At the root: begins."""
         self._take(None, None, [(self._pass.start, (roots, retain_graph))])
 
-    def messages(self, peer: int, messages: list[Any], answer: Callable[[list[Any]], None] | None = None) -> None:
+    def messages(self, peer: int, messages: list[Any], answer: Answer | None = None) -> None:
         """A peer has sent these.
 
         Args:
-            answer: called once, soon, with messages for that peer.
+            answer: called once, soon, with messages for that peer, and what to say to a profile.
         """
-        self._take(peer, answer, [(self._pass.on_message, (peer, message)) for message in messages])
+        self._take(peer, answer, [(self._on_message, (peer, message)) for message in messages])
+
+    def _on_message(self, peer: int, message: Any) -> None:
+        with profiled.taking(message):
+            self._pass.on_message(peer, message)
 
     def peer_lost(self, peer: int, why: str) -> None:
         """A worker is gone."""
@@ -100,7 +111,7 @@ class Running:
     def _take(
         self,
         peer: int | None,
-        answer: Callable[[list[Any]], None] | None,
+        answer: Answer | None,
         events: list[tuple[Callable[..., None], tuple[Any, ...]]],
     ) -> None:
         with self._lock:
@@ -110,30 +121,34 @@ class Running:
             self.working = True
         if busy:
             if answer is not None:
-                answer([])
+                answer([], None)
             return
         scope = current.get()
         if scope is None or scope.autograd is not self.context:  # hooks that make calls make them in the context
             current.set(self._scope)
         if self.root != self._passes.me:
             self._passes.working.add(self)
-        self._carry_out(events, peer, answer)
-        while True:
-            with self._lock:
-                if not self._events:
-                    self._passes.working.discard(self)
-                    self.working = False
-                    break
-                events = list(self._events)
-                self._events.clear()
-            self._carry_out(events, None, None)
+        recording = self.profile.recording()
+        with recording or nullcontext():
+            self._carry_out(events, peer, answer, recording)
+            while True:
+                with self._lock:
+                    if not self._events:
+                        self._passes.working.discard(self)
+                        self.working = False
+                        break
+                    events = list(self._events)
+                    self._events.clear()
+                self._carry_out(events, None, None, recording)
+        self.profile.done(recording)
         current.set(scope)
 
     def _carry_out(
         self,
         events: list[tuple[Callable[..., None], tuple[Any, ...]]],
         peer: int | None,
-        answer: Callable[[list[Any]], None] | None,
+        answer: Answer | None,
+        recording: Recording | None,
     ) -> None:
         for happen, arguments in events:
             happen(*arguments)
@@ -143,9 +158,13 @@ class Running:
             by_peer.setdefault(to, []).append(message)
         mine = by_peer.pop(peer, []) if answer is not None and peer is not None else []
         for to, messages in by_peer.items():
-            self._passes.ask(self, to, messages)
+            profile = self.profile.leaving(recording, to == self.root)
+            with profiled.sending(messages):
+                self._passes.ask(self, to, messages, profile)
         if answer is not None:
-            answer(mine)
+            profile = self.profile.leaving(recording, peer == self.root)
+            with profiled.sending(mine):
+                answer(mine, profile)
 
     @property
     def idle(self) -> bool:
@@ -227,6 +246,7 @@ class Passes:
             raise
         finally:
             self._roots.discard(run)
+            run.profile.end()
             with context.lock:
                 context.passes.pop((self.me, run.number), None)
         if run.error is not None:
@@ -262,8 +282,8 @@ class Passes:
 
     # ---- messages
 
-    def ask(self, run: Running, peer: int, messages: list[Any]) -> None:
-        """Sends a peer messages of a pass."""
+    def ask(self, run: Running, peer: int, messages: list[Any], profile: profiled.Profile | None) -> None:
+        """Sends a peer messages of a pass, and what there is to say to a profile."""
         context = run.context
         worker = self.worker
         timeout = 0
@@ -272,6 +292,8 @@ class Passes:
         try:
             body = (context.id, run.root, run.number, self._oldest(context, run.root), messages)
             m = worker.messages.encode(peer, body)
+            if profile is not None:
+                m = worker.messages.with_report(m, profile)
             question = Question(run, peer)
             question.call = worker.engine.start(
                 peer, _GRADIENTS, m.flags, 0, None, m.body, m.segments, timeout, True, True, True, question, None
@@ -296,6 +318,8 @@ class Passes:
             try:
                 if tag == _ERROR:
                     raise unpack_exception(body)
+                if flags & _PREAMBLE:
+                    run.profile.arrived(self.worker.messages.preamble(peer, flags, segments).profile)
                 messages = self.worker.messages.decode(flags, body, segments, [])
             except Exception as e:
                 run.abort(e)
@@ -310,6 +334,7 @@ class Passes:
         worker = self.worker
         handlers = worker.handlers
         try:
+            profile = worker.messages.preamble(asked.peer, flags, segments).profile if flags & _PREAMBLE else None
             context_id, root, number, oldest, messages = worker.messages.decode(flags, body, segments, [])
             context = self._find(context_id)
             if context is None:
@@ -322,17 +347,21 @@ class Passes:
             handlers.fail(asked, e)
             return
 
-        def answer(mine: list[Any]) -> None:
+        def answer(mine: list[Any], said: profiled.Profile | None) -> None:
             try:
                 message = worker.messages.encode(asked.peer, mine)
+                if said is not None:
+                    message = worker.messages.with_report(message, said)
             except Exception as e:
                 handlers.fail(asked, e)
             else:
                 handlers.reply(asked, _GRADIENTS, message, 0)
 
         if run is None:
-            answer([])
+            answer([], None)
             return
+        if profile is not None:
+            run.profile.arrived(profile)
         run.messages(asked.peer, messages, answer)
 
     def _part_of(self, context: Context, root: int, number: int, oldest: int, deadline: int) -> Running | None:

@@ -51,15 +51,16 @@ class Event(NamedTuple):
         """As what a callee did in a call, by the caller's clock."""
         return self._replace(name=f"{call}{REMOTE_OP}{self.name}", start=self.start - offset, end=self.end - offset)
 
-    def as_function_event(self, base: int) -> Any:
-        """As torch's event, its times counted from `base`."""
+    def as_function_event(self, base: int, here: int | None = None) -> Any:
+        """As torch's event, its times counted from `base`; remote unless it is of the worker `here`, and of no call."""
+        remote = self.node != here or REMOTE_OP in self.name
         event = FunctionEvent(
             id=0,
             node_id=self.node,
             name=self.name,
             trace_name=self.name,
             # Threads of different workers have the same small numbers, and torch tells events apart by them.
-            thread=self.thread + (self.node + 1) * _THREADS_OF_A_NODE,
+            thread=self.thread + (self.node + 1) * _THREADS_OF_A_NODE if remote else self.thread,
             start_us=(self.start - base) / 1000,
             end_us=(self.end - base) / 1000,
             input_shapes=self.shapes,
@@ -68,7 +69,7 @@ class Event(NamedTuple):
             cpu_memory_usage=self.cpu_memory,
             device_memory_usage=self.device_memory,
             is_async=self.is_async,
-            is_remote=True,
+            is_remote=remote,
             is_legacy=True,
             flops=self.flops,
         )
@@ -96,12 +97,13 @@ def clock_offset(sent: int, received: int, replied: int, returned: int) -> int:
     return ((received - sent) + (replied - returned)) // 2
 
 
-def combined(local: Any, remote: Iterable[Event], base: int) -> Any:
-    """A profile's events, those of other workers among them, in the order of their beginnings.
+def combined(local: Any, others: Iterable[Event], node: int, base: int) -> Any:
+    """A profile's events, those of other workers and threads among them, in the order of their beginnings.
 
     Args:
         local: torch's, with its tree of parents and children, which stays.
-        remote: to be added, with a tree of their own.
+        others: to be added, with a tree of their own.
+        node: id of this worker.
         base: ns since the epoch from which torch's times count.
     """
     options = {
@@ -109,9 +111,9 @@ def combined(local: Any, remote: Iterable[Event], base: int) -> Any:
         "profile_memory": local._profile_memory,
         "with_flops": local._with_flops,
     }
-    others = EventList((event.as_function_event(base) for event in remote), **options)
-    others._build_tree()
-    events = sorted([*local, *others], key=lambda event: (event.time_range.start, -event.time_range.end))
+    added = EventList((event.as_function_event(base, node) for event in others), **options)
+    added._build_tree()
+    events = sorted([*local, *added], key=lambda event: (event.time_range.start, -event.time_range.end))
     both = EventList(events, **options)
     both._tree_built = True
     return both

@@ -77,7 +77,7 @@ def _parse(self: Any, parse: Callable[[], Any], result: Any, *_: Any) -> Any:
 def _export(self: Any, export: Callable[[], Any], path: Any, *_: Any) -> Any:
     result = export()
     session = session_of(self)
-    if session is not None and session.calls:
+    if session is not None and (session.calls or session.more):
         trace.add(path, session)
     return result
 

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from telegrad.observe import torchs
@@ -52,7 +53,7 @@ class Profiler:
         asked: Asked | None = None
         if mode == "type":
             mode, function = "async", "_rref_typeof_on_owner"
-        elif mode != "to_here":
+        elif mode != "to_here":  # a fetch runs nothing
             options = session.options if session is not None else recording.options  # type: ignore[union-attr]
             asked = (next(self._numbers), int(options))
         key, self._key.chosen = self._key.chosen, None
@@ -78,6 +79,20 @@ class Profiler:
     def _over(self, asked: Asked) -> None:
         self._spans.pop(asked[0], None)
 
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """A part of what this thread does, under a name, where it is being profiled."""
+        return torchs.record_function(name) if torchs.profiler_enabled() else nullcontext()
+
+    def beside(self, calls: Calls) -> Recording | None:
+        """Records what other threads do for this one, where it is being profiled; reported, it joins the profile."""
+        inner = profiling.recording.get()
+        session = self._session(False) if torchs.profiler_enabled() else None
+        if session is None:
+            return inner if isinstance(inner, Recording) else None
+        session.called_by(calls.me, calls.name_of)
+        self._count(1)
+        return Recording(self, session.node, None, session.options, session)
+
     def name_next_call(self, key: str) -> None:
         """The next call that this thread makes under a profiler has this name there."""
         self._key.chosen = key
@@ -94,6 +109,9 @@ class Profiler:
     def recorded(self, recording: Recording) -> None:
         """One has ended."""
         self._count(-1)
+        if recording.session is not None:
+            recording.session.add(recording.events)
+            return
         for server in self._servers:
             server.took(recording.events)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from telegrad.observe import torchs
-from telegrad.observe.events import Event
+from telegrad.observe.events import Event, clock_offset
 from telegrad.worker import profiling
 from telegrad.worker.profiling import Asked, Report
 
@@ -79,10 +79,12 @@ class Recording:
         node: the id of the worker that answers.
         asked: what the request says; None if only this process wants to know.
         options: what to note.
+        session: of this process, that it is for; it is then of no request.
     """
 
-    def __init__(self, profiler: Any, node: int, asked: Asked | None, options: Option) -> None:
+    def __init__(self, profiler: Any, node: int, asked: Asked | None, options: Option, session: Any = None) -> None:
         self.node = node
+        self.session = session
         self.options = options
         self.events: list[Event] = []
         self._asked = asked
@@ -100,6 +102,38 @@ class Recording:
         if start is not None:
             self._take(start)
 
+    def drain(self) -> list[Any]:
+        """What has been recorded so far, also by this thread, if it is inside; it goes on."""
+        for place in self._leave():
+            _, _, token = _here.entered[place]
+            _here.entered[place] = (self, _start(self.options), token)
+        events, self.events = self.events, []
+        return [tuple(event) for event in events]
+
+    def _leave(self) -> list[int]:
+        """What this thread has done so far counts. Where it was inside, and is no longer recorded."""
+        places = []
+        for place, (recording, start, token) in enumerate(_here.entered):
+            if recording is self and start is not None:
+                _here.entered[place] = (recording, None, token)
+                self._take(start)
+                places.append(place)
+        return places
+
+    def join(self, name: str, began: int, events: list[Any]) -> None:
+        """Other workers have done this for something of that name, which began at that time, in ns since the epoch."""
+        if not events:
+            return
+        found = [Event(*event) for event in events]
+        first, last = min(event.start for event in found), max(event.end for event in found)
+        offset = clock_offset(began, first, last, time.time_ns())
+        self.events += [event.seen_by_caller(name, offset) for event in found]
+
+    def leave_beside(self) -> None:
+        """Whoever made it with `beside` needs it no longer."""
+        if self.session is not None:
+            self.report()
+
     def _take(self, start: int) -> None:
         events = _stop(start, self.node)
         if not self._ended:
@@ -107,6 +141,7 @@ class Recording:
 
     def report(self) -> Report | None:
         if not self._ended:
+            self._leave()
             self._ended = True
             self._profiler.recorded(self)
         if self._asked is None:
@@ -149,4 +184,19 @@ def _stop(start: int, node: int) -> list[Event]:
         records = torchs.disable_legacy()
     except RuntimeError:  # what ran here has switched it off, as a profiler of its own
         return []
-    return [Event.of(event, node, start) for event in torchs.legacy._parse_legacy_records(records)]
+    whole = [_without_strays(thread) for thread in records]
+    return [Event.of(event, node, start) for event in torchs.legacy._parse_legacy_records(whole)]
+
+
+def _without_strays(records: list[Any]) -> list[Any]:
+    """Without the ends of ranges that had begun before."""
+    begun: set[Any] = set()
+    kept = []
+    for record in records:
+        key = record.handle(), record.node_id()
+        if record.kind() == "push":
+            begun.add(key)
+        elif record.kind() == "pop" and key not in begun:
+            continue
+        kept.append(record)
+    return kept

@@ -68,5 +68,5 @@ class ServerProfile(_Base):  # type: ignore[misc]
         self.function_events._build_tree()
 
     def _function_events(self, events: list[Event]) -> list[Any]:
-        found = [event.as_function_event(self._began) for event in events]
+        found = [event.as_function_event(self._began, event.node) for event in events]
         return sorted(found, key=lambda event: (event.time_range.start, -event.time_range.end))

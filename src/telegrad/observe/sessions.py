@@ -49,6 +49,7 @@ class Session:
         self._name_of: Callable[[int], str] = str
         self.calls: list[RemoteCall] = []
         self.spans: list[SessionSpan] = []  # those that have ended
+        self.more: list[Event] = []  # for no single call: of backward passes, and of threads that torch does not see
         self.closed = False
         self._started = before, time.time_ns()
 
@@ -67,12 +68,21 @@ class Session:
         if not self.closed:
             node, name = span.peer
             self.names[node] = name
-            for event in events:
-                if event.node not in self.names:
-                    self.names[event.node] = self._name_of(event.node)
+            self._name(events)
             self.calls.append(
                 RemoteCall(span.key, span.thread, span.start, node, name, received, replied, tuple(events))
             )
+
+    def add(self, events: list[Event]) -> None:
+        """Of this process and others, for no single call."""
+        if not self.closed:
+            self._name(events)
+            self.more += events
+
+    def _name(self, events: list[Event]) -> None:
+        for event in events:
+            if event.node not in self.names:
+                self.names[event.node] = self._name_of(event.node)
 
     def ended(self, span: SessionSpan) -> None:
         """So has a call."""
@@ -86,20 +96,21 @@ class Session:
             events.remove(event)
             if event.cpu_parent is not None:
                 event.cpu_parent.cpu_children.remove(event)
-        remote = self._remote()
-        return combined(events, remote, self._base(events)) if remote else events
+        others = self.others()
+        return combined(events, others, self.node, self._base(events)) if others else events
 
     def extended(self, events: list[Any], start: int) -> list[Any]:
         """As `completed`, of Kineto's events, which torch has yet to order. `start` is about when it began to count."""
         self._name_node(events)
         self._started = start - _SLACK, start + _SLACK
         base = self._base(events)
-        events += [event.as_function_event(base) for event in self._remote()]
+        events += [event.as_function_event(base, self.node) for event in self.others()]
         events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
         return events
 
-    def _remote(self) -> list[Event]:
-        return [event for call in self.calls for event in call.events]
+    def others(self) -> list[Event]:
+        """What torch's profiler has not seen."""
+        return [*self.more, *(event for call in self.calls for event in call.events)]
 
     def _name_node(self, events: list[Any]) -> None:
         """Says of this process's events which worker they are of, as torch does."""

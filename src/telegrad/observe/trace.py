@@ -54,6 +54,8 @@ def _events(session: Session, base: int) -> Iterator[dict[str, Any]]:
         return (ns - base) / 1000
 
     for node, name in sorted(session.names.items()):
+        if node == session.node and not any(call.node == node for call in session.calls):
+            continue  # Kineto has named it
         about = {"ph": "M", "name": "process_name", "pid": _process(node), "tid": 0, "ts": 0}
         yield about | {"args": {"name": f"worker {name}"}}
     for number, call in enumerate(session.calls):
@@ -65,12 +67,14 @@ def _events(session: Session, base: int) -> Iterator[dict[str, Any]]:
         flow = {"cat": "rpc", "name": "rpc", "id": number}
         yield {**flow, "ph": "s", "pid": session.process, "tid": call.thread, "ts": us(call.sent)}
         yield {**flow, "ph": "f", "bp": "e", "pid": _process(call.node), "tid": thread, "ts": us(call.received)}
-        for event in call.events:
-            yield {
-                "ph": "X", "cat": "cpu_op", "name": event.name.rpartition(REMOTE_OP)[2], "pid": _process(event.node),
-                "tid": event.thread, "ts": us(event.start), "dur": us(event.end) - us(event.start),
-                "args": {"Call": event.name.rpartition(REMOTE_OP)[0], "Input Dims": event.shapes},
-            }  # fmt: skip
+
+    for event in session.others():
+        call_name, remote, name = event.name.rpartition(REMOTE_OP)
+        yield {
+            "ph": "X", "cat": "cpu_op", "name": name, "pid": _process(event.node) if remote else session.process,
+            "tid": event.thread, "ts": us(event.start), "dur": us(event.end) - us(event.start),
+            "args": {"Call": call_name, "Input Dims": event.shapes},
+        }  # fmt: skip
 
 
 def _process(node: int) -> str:

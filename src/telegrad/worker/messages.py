@@ -254,7 +254,7 @@ class Messages:
         return coded[0]
 
     def with_report(self, message: Encoded, report: Any) -> Encoded:
-        """A reply that also brings what was recorded of its request."""
+        """A message that also says something to a profile: a reply, what was recorded of its request."""
         segments = list(message.segments or ())
         if message.flags & _PREAMBLE:
             *before, _ = cast("tuple[Any, ...]", self._codec.decode(segments.pop(), []))

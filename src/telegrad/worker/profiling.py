@@ -5,6 +5,7 @@ off, it costs a plain call nothing: the call asks `unusual`, which is then torch
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -40,8 +41,19 @@ class Recording(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
+    options: Any  # an int: what to note
+
     def report(self) -> Report | None:
         """Ends it; what the caller has asked for."""
+
+    def drain(self) -> list[Any]:
+        """What has been recorded so far, as plain values, which it forgets; it goes on."""
+
+    def join(self, name: str, began: int, events: list[Any]) -> None:
+        """Adds what others have drained of theirs, done for something that began at that time (ns since the epoch)."""
+
+    def leave_beside(self) -> None:
+        """Ends it, if it was made by `Observer.beside`."""
 
 
 class Observer(Protocol):
@@ -56,9 +68,15 @@ class Observer(Protocol):
         Args:
             calls: whose it is.
             peer: whom it goes to.
-            mode: sync, async, remote or to_here.
+            mode: sync, async, remote or to_here; type for the type of a value.
             function: what is called, or its name.
         """
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """A part of what this thread does, where it is being profiled."""
+
+    def beside(self, calls: "Calls") -> Recording | None:
+        """For other threads that do something for this one, where it is being profiled; to be reported at the end."""
 
     def record(self, node: int, asked: Asked | None) -> Recording:
         """A request is about to run on the worker with this id."""

@@ -1,0 +1,90 @@
+"""What a profile shows of a backward pass, under the names that torch's own has for it.
+
+The root's operators run in the thread that calls `backward`, which is the one that is profiled, or in one of the pool,
+whose events join that profile. The other workers record what they do for the pass, and send it to the root with the
+message that tells the root of it, so it is there before the pass is over.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from telegrad.autograd.passes import GRADIENTS
+from telegrad.worker import profiling
+from telegrad.worker.calls import Calls
+
+__all__ = ["PassProfile", "sending", "taking", "whole"]
+
+_BACKWARD = "torch::distributed::autograd::backward"
+_RECV = "torch::distributed::autograd::RecvRpcBackward"  # the gradients of what was received go to its sender
+_SEND = "torch::distributed::autograd::SendRpcBackward"  # those of what was sent have come, and go on from there
+
+Profile = tuple[int, list[Any]]  # in a message: what to note, and events for the root
+
+
+def _range(name: str, wanted: bool) -> AbstractContextManager[Any]:
+    return profiling.observer.range(name) if wanted else nullcontext()
+
+
+def whole() -> AbstractContextManager[Any]:
+    """Around all of `backward`."""
+    return _range(_BACKWARD, profiling.observer.on)
+
+
+def sending(messages: Sequence[tuple[Any, ...]]) -> AbstractContextManager[Any]:
+    """Around the sending of messages of a pass."""
+    return _range(_RECV, profiling.observer.on and any(message[0] == GRADIENTS for message in messages))
+
+
+def taking(message: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Around the taking up of a message of a pass."""
+    return _range(_SEND, profiling.observer.on and message[0] == GRADIENTS)
+
+
+class PassProfile:
+    """Of one pass on one worker. Nothing happens in it unless somebody profiles.
+
+    Args:
+        calls: of the worker.
+        root: is this the thread and the worker of `backward`?
+    """
+
+    def __init__(self, calls: Calls, root: bool) -> None:
+        observer = profiling.observer
+        self._node = calls.me
+        self._root: profiling.Recording | None = observer.beside(calls) if root and observer.on else None
+        self._options: int | None = None if self._root is None else int(self._root.options)
+        self._began = time.time_ns() if root else 0
+
+    def recording(self) -> profiling.Recording | None:
+        """For a thread that is about to do something for the pass: to be entered, and then handed to `done`."""
+        if self._root is not None or (self._options is None and not profiling.observer.serving):
+            return self._root
+        asked = None if self._options is None else (0, self._options)
+        recording: profiling.Recording = profiling.observer.record(self._node, asked)
+        return recording
+
+    def done(self, recording: profiling.Recording | None) -> None:
+        """The thread has done it."""
+        if recording is not None and recording is not self._root:
+            recording.report()
+
+    def leaving(self, recording: profiling.Recording | None, to_root: bool) -> Profile | None:
+        """What a message that leaves is to say; None for nothing."""
+        if self._options is None:
+            return None
+        return self._options, recording.drain() if to_root and recording is not None else []
+
+    def arrived(self, profile: Profile) -> None:
+        """What a message has said."""
+        options, events = profile
+        if self._root is not None:
+            self._root.join(_BACKWARD, self._began, events)
+        elif not self._began:
+            self._options = options
+
+    def end(self) -> None:
+        """At the root: the pass is over."""
+        if self._root is not None:
+            self._root.leave_beside()
