@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-rl test test-python test-core test-slow conformance bench lint format stubs docs dist clean
+.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance bench lint format stubs docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -19,10 +19,15 @@ venv: $(READY) ## the development environment, in .venv
 build: $(READY) ## compile the core, if csrc changed
 	@tools/build_core.sh $(VENV) $(BUILD)/dev
 
-demo: demo-rl ## the best demo there is
+demo: build ## trainers in other processes train the ConvNet of a parameter server on handwritten digits
+	$(PY) examples/parameter_server.py $(ARGS)
 
 demo-rl: build ## a CartPole agent learns from observers in other processes
 	$(PY) examples/reinforcement_learning/cartpole.py $(ARGS)
+
+NAME ?= parameter_server
+example: build ## NAME=pipeline: that program of examples/, see docs/examples.md
+	$(PY) examples/$(NAME).py $(ARGS)
 
 test: test-python test-core ## the fast tests: Python, and the core under address and undefined-behaviour sanitizers
 

@@ -1,0 +1,149 @@
+"""Pipeline parallelism: a residual network in stages, each on a worker of its own, fed with micro-batches.
+
+    python examples/pipeline.py --stages 2
+
+Without a pipeline, distributed autograd sees a batch through stage after stage and back; one works, all others wait. In
+the pipeline the batch is cut, and every stage runs the schedule 1F1B: after a few forward passes, one backward and one
+forward pass in turn, so that all work, and keep few activations. Stages pass on what they made by calling each other.
+Status 1 if the two ways give different gradients, or less than 95 % of the held-out digits are recognised at the end.
+"""
+
+import argparse
+import time
+from queue import SimpleQueue
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from common.digits import load_digits
+from common.launch import arguments, launch
+from common.networks import residual_network
+from common.view import Span, View, curves, new_figure, save, timeline
+from torch import Tensor, nn
+
+from telegrad import autograd as dist_autograd
+from telegrad import rpc
+
+BATCH, MICRO_BATCHES = 64, 8
+
+
+def one_forward_one_backward(stage: int, stages: int) -> list[tuple[str, int]]:
+    """The order of a stage's passes: the nearer to the end, the fewer forward passes are ahead of the backward ones."""
+    ahead = stages - stage
+    passes = [("F", i) for i in range(ahead)]
+    for i in range(MICRO_BATCHES):
+        passes += [("B", i), ("F", i + ahead)]
+    return [(kind, i) for kind, i in passes if i < MICRO_BATCHES]
+
+
+class Stage:
+    """Some consecutive layers of the network. Lives on the worker `stage0`, `stage1`, ..."""
+
+    def __init__(self, stage: int, stages: int, seed: int) -> None:
+        layers = residual_network(seed)
+        begin, end = (i * len(layers) // stages for i in (stage, stage + 1))
+        self.layers = nn.Sequential(*layers[begin:end])
+        self.optimizer = torch.optim.Adam(self.layers.parameters(), lr=0.002)
+        self.order = one_forward_one_backward(stage, stages)
+        self.inbox = {(kind, i): SimpleQueue[Tensor]() for kind, i in self.order}
+
+    def forward(self, x: rpc.RRef[Tensor]) -> Tensor:
+        return self.layers(x.to_here())
+
+    def put(self, kind: str, i: int, tensor: Tensor) -> None:
+        """What a pass needs: "F" its input; "B" the gradient of the output or, in the last stage, the labels."""
+        self.inbox[kind, i].put(tensor)
+
+    def run(self, before: "rpc.RRef[Stage] | None", after: "rpc.RRef[Stage] | None") -> list[Span]:
+        """All passes of this stage for one batch, between its neighbours; returns what it did when."""
+        self.optimizer.zero_grad()
+        saved: dict[int, tuple[Tensor, Tensor]] = {}
+        spans = []
+        for kind, i in self.order:
+            given = self.inbox[kind, i].get(timeout=60)
+            begin = time.monotonic()
+            if kind == "F":
+                saved[i] = given.requires_grad_(), self.layers(given)
+                if after:
+                    after.rpc_async().put("F", i, saved[i][1].detach())
+            else:
+                x, y = saved.pop(i)
+                if after:
+                    y.backward(given)
+                else:
+                    (F.cross_entropy(y, given) / MICRO_BATCHES).backward()
+                if before:
+                    before.rpc_async().put("B", i, x.grad)
+            spans.append((f"{kind}{i}", begin, time.monotonic()))
+        return spans
+
+    def step(self, context_id: int) -> float:
+        """Learn from the last `run`; returns how far, relatively, its gradients are from those of the context."""
+        expected = dist_autograd.get_gradients(context_id)
+        pairs = [(parameter.grad, expected[parameter]) for parameter in self.layers.parameters()]
+        self.optimizer.step()
+        return max(((mine - other).abs().max() / other.abs().max()).item() for mine, other in pairs)
+
+
+def forward(stages: list[rpc.RRef[Stage]], images: Tensor) -> Tensor:
+    x = rpc.RRef(images)
+    for stage in stages:
+        x = stage.remote().forward(x)  # the stage fetches x from the one before, when that has made it
+    return x.to_here()
+
+
+def run_pipeline(stages: list[rpc.RRef[Stage]], images: Tensor, labels: Tensor) -> list[list[Span]]:
+    neighbours = zip([None, *stages], stages, [*stages[1:], None], strict=False)
+    running = [stage.rpc_async().run(before, after) for before, stage, after in neighbours]
+    for i, (x, y) in enumerate(zip(images.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True)):
+        stages[0].rpc_async().put("F", i, x)
+        stages[-1].rpc_async().put("B", i, y)
+    return torch.futures.wait_all(running)
+
+
+def master(args: argparse.Namespace) -> bool:
+    stages = [rpc.remote(f"stage{i}", Stage, args=(i, args.stages, args.seed)) for i in range(args.stages)]
+    digits, apart = load_digits(data="digits"), 0.0
+    alone, piped = list[float](), list[float]()
+    title = f"Residual network in {args.stages} stages, {MICRO_BATCHES} micro-batches of {BATCH // MICRO_BATCHES}"
+    with View(title, args.steps) as view:
+        for step in range(1, args.steps + 1):
+            chosen = torch.randperm(len(digits.labels))[:BATCH]
+            images, labels = digits.images[chosen], digits.labels[chosen]
+            with dist_autograd.context() as context_id:
+                begin = time.monotonic()
+                dist_autograd.backward(context_id, [F.cross_entropy(forward(stages, images), labels)])
+                middle = time.monotonic()
+                spans = run_pipeline(stages, images, labels)
+                end = time.monotonic()
+                apart = max(apart, *(stage.rpc_sync().step(context_id) for stage in stages))
+            alone.append(1000 * (middle - begin))
+            piped.append(1000 * (end - middle))
+            shown = {"without_pipeline": f"{alone[-1]:.0f} ms", "with_1F1B": f"{piped[-1]:.0f} ms"}
+            view.row(step=f"{step}", **shown, gradients_apart=f"{apart:.0e}")
+    accuracy = digits.accuracy(lambda images: forward(stages, images))
+    figure, (left, right) = new_figure(title, panels=2)
+    timeline(left, [(f"stage {stage}", each) for stage, each in enumerate(spans)])
+    curves(right, {"without a pipeline": alone, "1F1B": piped}, "step", "forward and backward passes [ms]")
+    view.print(f"Figure: {save(figure, args.out, 'pipeline')}")
+    slow, fast = median(alone), median(piped)
+    view.print(f"A step takes {slow:.0f} ms without a pipeline, {fast:.0f} ms with it: {slow / fast:.2f} times as fast")
+    claim = f"accuracy {accuracy:.1%}, goal {args.goal:.0%}; gradients at most {apart:.0e} apart"
+    return view.verdict(accuracy >= args.goal and apart < 1e-3, claim)
+
+
+def run_worker(rank: int, args: argparse.Namespace) -> bool:
+    rpc.init_rpc(f"stage{rank - 1}" if rank else "master", rank=rank, world_size=args.stages + 1)
+    reached = True if rank else master(args)
+    rpc.shutdown()
+    return reached
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, goal=0.95)
+    parser.add_argument("--stages", type=int, default=2, help="(2)")
+    parser.add_argument("--steps", type=int, default=60, help="batches to train (60)")
+    args = parser.parse_args()
+    if args.smoke:
+        args.steps, args.goal = 3, 0.1
+    launch(run_worker, args.stages + 1, args)
