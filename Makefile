@@ -43,8 +43,8 @@ test-slow: build ## the slow tests: stress and soak in Python, the core and the 
 	tools/test_bindings_sanitized.sh $(VENV) $(BUILD)/asan-python
 
 conformance: build ## PyTorch's own RPC test-suite, run over Telegrad
-	$(PY) tests/conformance/conformance.py --package telegrad --set tests/conformance/stage.txt \
-	  --known tests/conformance/known.txt --jobs 2 $(ARGS)
+	$(PY) tests/conformance/conformance.py --package telegrad --set open --jobs 2 \
+	  --known tests/conformance/known.txt --flaky tests/conformance/flaky.txt $(ARGS)
 
 BENCH ?= latency autograd
 bench: build ## calls and distributed autograd beside torch.distributed; BENCH=autograd runs only that
