@@ -15,7 +15,7 @@ from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -37,6 +37,9 @@ _PREAMBLE = int(Flag.PREAMBLE)
 _LOOK = 20_000_000  # ns after which whoever waits for one worker's answer looks whether the pass has ended otherwise
 
 Answer = Callable[[list[Any], profiled.Profile | None], None]
+
+
+Event: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]  # a method of a pass, and its arguments
 
 
 class Running:
@@ -61,11 +64,10 @@ class Running:
         self.working = False
         self._passes = passes
         self._lock = threading.Lock()
-        self._events: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._events: list[Event] = []
         self._to_send: list[tuple[int, tuple[Any, ...]]] = []
-        self._ended = threading.Condition(self._lock)
+        self._ended: threading.Event | None = None  # where somebody waits for it
         worker = passes.worker
-        self._scope = Scope(worker, deadline, True, False, context)
         self.profile = profiled.PassProfile(worker.calls, root == worker.info.id)
         self._pass = Pass(worker.info, context, (context.id, number), root, self._send, self.give_up, worker.name_of)
 
@@ -80,7 +82,9 @@ class Running:
             if self.over:
                 return
             self.over, self.error = True, error
-            self._ended.notify_all()
+            ended = self._ended
+        if ended is not None:
+            ended.set()
 
     # ---- events
 
@@ -112,7 +116,7 @@ class Running:
         self,
         peer: int | None,
         answer: Answer | None,
-        events: list[tuple[Callable[..., None], tuple[Any, ...]]],
+        events: list[Event],
     ) -> None:
         with self._lock:
             busy = self.working
@@ -125,7 +129,9 @@ class Running:
             return
         scope = current.get()
         if scope is None or scope.autograd is not self.context:  # hooks that make calls make them in the context
-            current.set(self._scope)
+            current.set(
+                Scope(self._passes.worker, self.deadline, True, scope is not None and scope.request, self.context)
+            )
         if self.root != self._passes.me:
             self._passes.working.add(self)
         recording = self.profile.recording()
@@ -137,15 +143,14 @@ class Running:
                         self._passes.working.discard(self)
                         self.working = False
                         break
-                    events = list(self._events)
-                    self._events.clear()
+                    events, self._events = self._events, []
                 self._carry_out(events, None, None, recording)
         self.profile.done(recording)
         current.set(scope)
 
     def _carry_out(
         self,
-        events: list[tuple[Callable[..., None], tuple[Any, ...]]],
+        events: list[Event],
         peer: int | None,
         answer: Answer | None,
         recording: Recording | None,
@@ -180,7 +185,11 @@ class Running:
     def wait(self, nanoseconds: int) -> None:
         """Until the pass has ended, or the time is over."""
         with self._lock:
-            self._ended.wait_for(lambda: self.over, nanoseconds / 1e9)
+            if self.over:
+                return
+            if self._ended is None:
+                self._ended = threading.Event()
+        self._ended.wait(nanoseconds / 1e9)
 
 
 class Question:
@@ -291,7 +300,7 @@ class Passes:
             timeout = max(run.deadline - time.monotonic_ns(), 1)
         try:
             body = (context.id, run.root, run.number, self._oldest(context, run.root), messages)
-            m = worker.messages.encode(peer, body)
+            m = worker.messages.bare(peer, body)
             if profile is not None:
                 m = worker.messages.with_report(m, profile)
             question = Question(run, peer)
@@ -349,7 +358,7 @@ class Passes:
 
         def answer(mine: list[Any], said: profiled.Profile | None) -> None:
             try:
-                message = worker.messages.encode(asked.peer, mine)
+                message = worker.messages.bare(asked.peer, mine)
                 if said is not None:
                     message = worker.messages.with_report(message, said)
             except Exception as e:

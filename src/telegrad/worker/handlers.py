@@ -80,9 +80,7 @@ class Handlers:
             self._ready = True
             self.admit_plain()
         if tag == _GRADIENTS:
-            current.set(Scope(self._worker, deadline, True, True))
             self._worker.autograd.on_request(Asked(peer, connection, call, tag, deadline), flags, body, segments)
-            current.set(None)
             clean_state()
             return
         preamble = _NO_PREAMBLE

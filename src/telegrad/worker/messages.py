@@ -192,6 +192,13 @@ class Messages:
         finally:
             passing.peer, passing.tickets = outer
 
+    def bare(self, peer: int, value: Any) -> Encoded:
+        """As `encode`, of what is most often plain, and has nothing to do with the program's calls."""
+        coded = self._codec.encode(value)
+        if coded is None or len(coded[0]) > self.limit or len(coded[1]) > _MOST_SEGMENTS:
+            return self.encode(peer, value)
+        return Encoded(_CODEC, coded[0], coded[1], ())
+
     def _body(
         self,
         peer: int,
