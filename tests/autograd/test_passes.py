@@ -115,12 +115,15 @@ def test_a_gradient_that_nobody_else_has_is_not_copied(others: int) -> None:
 
     group.on_send = note
     group.copies = False
-    (there,) = group.transfer(0, 1, [x])
+    y = leaf(4)
+    there, too = group.transfer(0, 1, [x, y])
     for _ in range(others):
         group.transfer(1, 0, [leaf() * 2])
-    (reply,) = group.transfer(1, 0, [there * Noted.apply(w)])  # type: ignore[operator]
+    (reply,) = group.transfer(1, 0, [there * Noted.apply(w) * too])  # type: ignore[operator]
     group.backward(0, [reply.sum()])
-    assert {group.contexts[1].gradients[w].data_ptr(), group.contexts[0].gradients[x].data_ptr()} == set(made)
+    landed = {**group.contexts[0].gradients, **group.contexts[1].gradients}
+    assert set(landed) == {x, y, w}
+    assert {grad.data_ptr() for grad in landed.values()} == set(made)
 
 
 def test_two_passes_add_up() -> None:

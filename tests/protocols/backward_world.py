@@ -20,6 +20,7 @@ from telegrad.protocols.backward_messages import (
     Run,
     Send,
 )
+from telegrad.protocols.backward_root import Ledger
 
 
 class Broken(AssertionError):
@@ -240,16 +241,9 @@ class World:
             check(quiet or part.over or not self.locals[worker].arrived, "T2", f"{worker} does not hear of the end")
 
     def fingerprint(self) -> str:
+        fixed = ("_layout", "_make_layout", "_pending", "ledger", "_reached")
         parts = [
-            (
-                w,
-                [
-                    (k, v)
-                    for k, v in sorted(vars(part).items())
-                    if k not in ("_layout", "_make_layout", "_pending", "ledger", "_reached")
-                ],
-                part.ledger and sorted(vars(part.ledger).items()).__repr__(),
-            )
+            (w, [getattr(part, name) for name in Part.__slots__ if name not in fixed], ledger_of(part))
             for w, part in self.parts.items()
         ]
         local = [(w, x.arrived, sorted(x.ran)) for w, x in self.locals.items()]
@@ -264,6 +258,10 @@ class World:
                 sorted(self.links),
             )
         )
+
+
+def ledger_of(part: Part) -> str:
+    return repr([getattr(part.ledger, name, None) for name in Ledger.__slots__])
 
 
 class Counterexample(AssertionError):

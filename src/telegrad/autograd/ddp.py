@@ -30,11 +30,13 @@ __all__ = ["accumulate_beside", "any_reduced", "aside", "has_accumulate_hooks"]
 
 _grad_lock = threading.RLock()
 _replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
+_ever: list[bool] = []  # not empty once there was one
 
 
 def _notice(module: torch.nn.Module, name: str, submodule: Any) -> None:
     """DDP has registered the module that it replicates: the first thing that it does."""
     if isinstance(module, DistributedDataParallel) and submodule is not None:
+        _ever[:] = [True]
         _replicas[module] = frozenset(id(p) for p in submodule.parameters())
 
 
@@ -48,7 +50,7 @@ if torch.distributed.is_available() and torch.distributed.is_initialized():
 
 def any_reduced(leaves: Sequence[Any]) -> bool:
     """Whether a reducer of DDP waits for the gradient of one of these leaves, given as nodes."""
-    if not _replicas:
+    if not _ever:
         return False
     parameters = {id(leaf.variable) for leaf in leaves}
     return any(not parameters.isdisjoint(ids) for ids in list(_replicas.values()))

@@ -99,8 +99,16 @@ class Stage(NamedTuple):
     crossings: Sequence[Crossing]
 
 
+_NOTHING = Stage(1 << 60, (), [], [], [], ())  # what the final stage of a forest captures
+
+
 class LocalGraph:
     """`sources`: (id, edges), ROOT first if it is there, then by id, each once. `receipts`: those of the context."""
+
+    __slots__ = (
+        *("bits", "cell_of", "cells_of", "final", "foreign", "groups", "hooked", "is_forest", "pairs", "recvs"),
+        *("recvs_of", "shared", "sources", "_stages", "taint"),
+    )
 
     def __init__(
         self, sources: Sequence[tuple[int, Sequence[GradientEdge | None]]], receipts: Iterable[Received]
@@ -109,36 +117,28 @@ class LocalGraph:
         self.bits = {source: bit for bit, source in enumerate(self.sources)}
         self.recvs = {received.node: received for received in receipts}
         self.groups: list[Group] = []
-        self.final = Stage(1 << 60, (), [], [], [], ())
+        self.final = _NOTHING
         self.foreign: list[tuple[Node, int]] = []  # recvs of other contexts, and the sources that reach them
         self.is_forest = True
         # In a forest:
         self.shared: dict[Node, list[int]] = {}  # leaf -> its sources, by bit, where there are several
         self._stages: list[Stage] = []  # by group
-        # Else:
-        self.recvs_of: list[list[Received]] = []  # group -> recvs
-        self.cells_of: list[list[Cell]] = []  # group -> the cells that it runs, if they have not run
-        self.cell_of: dict[Node, Cell] = {}  # nodes and recvs of other stages than the final one
-        self.taint: dict[Node, int] = {}  # leaf -> the pairs of cells whose crossings lead to it
-        self.pairs: dict[tuple[Cell, Cell | None], int] = {}  # -> bit in `taint`
-        self.hooked: set[Node] = set()  # leaves with hooks
         if not self._plant():
             from telegrad.autograd.planning import plan
 
             self.is_forest = False
+            self.recvs_of: list[list[Received]] = []  # group -> recvs
+            self.cells_of: list[list[Cell]] = []  # group -> the cells that it runs, if they have not run
+            self.cell_of: dict[Node, Cell] = {}  # nodes and recvs of other stages than the final one
+            self.taint: dict[Node, int] = {}  # leaf -> the pairs of cells whose crossings lead to it
+            self.pairs: dict[tuple[Cell, Cell | None], int] = {}  # -> bit in `taint`
+            self.hooked: set[Node] = set()  # leaves with hooks
             self.groups, self.foreign, self.shared = [], [], {}
-            self.final.recvs.clear()
+            self.final = Stage(1 << 60, (), [], [], [], ())
             plan(self)
 
     def layout(self) -> Layout:
         return Layout(self.bits, tuple(self.groups), tuple([(r.id, r.peer) for r in self.final.recvs]))
-
-    def home(self, source: int, node: Node) -> Any:
-        """Where a gradient that enters at `node` waits, as a key: which stage takes it. None: the final one. `source`:
-        the bit of the source for which it came."""
-        if self.is_forest:
-            return source
-        return self.cell_of.get(node)
 
     def stage(self, group: int, done: Set[Cell]) -> Stage:
         """The stage of a group, or FINAL, when the cells `done` have run."""

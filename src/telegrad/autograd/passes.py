@@ -172,13 +172,11 @@ class Pass:
             _, retain_graph, marked, sends, tensors, report = message
             if self._part.over is None:
                 self._retain_graph = retain_graph
-                stages = self._local()
+                stages = self._stages or self._local()
                 stages.retain_graph = retain_graph  # a mark may have come first
                 place = 0
                 for send in sends:
-                    count = stages.edges_of(send)
-                    stages.add(send, tensors[place : place + count])
-                    place += count
+                    place = stages.add(send, tensors, place)
             tensors.clear()  # they are in the stages now, and nobody else's
             return self._part.handle(peer, Gradients(sends, marked, report and _report(report)))
         return self._part.handle(peer, _received(message))
@@ -198,10 +196,11 @@ class Pass:
         return self._stages
 
     def _layout(self) -> Layout:
-        return self._local().graph.layout()
+        return (self._stages or self._local()).graph.layout()
 
     def _pending(self) -> bool:
-        return self._stages is not None and self._stages.pending()
+        stages = self._stages
+        return stages is not None and stages.pending()
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         while effects:
@@ -218,7 +217,7 @@ class Pass:
                 logger.debug("backward pass %s: dropped by worker %s: %s", self.key, self._me.name, last.why)
 
     def _run(self, stage: int) -> Sequence[Effect]:
-        stages = self._local()
+        stages = self._stages or self._local()
         reports = stages.run(stage)
         self._reported.clear()
         for received, grads in reports:

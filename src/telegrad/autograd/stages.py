@@ -1,6 +1,6 @@
 """Runs the stages of a local graph with torch's engine, and keeps the gradients between them.
 
-Gradients wait in `_pending` at the edge where they enter, each with a label by which they are ordered: first those
+Gradients wait in `_crossed` at the edge where they enter, each with a label by which they are ordered: first those
 that came for sends, by send id, then those that crossed from other cells. A stage gives them to the engine as its
 outputs, one by one in this order, so the engine adds them up (and reduces what was broadcast, and adds sparse to dense
 in the one order that there is).
@@ -39,20 +39,20 @@ __all__ = ["Stages"]
 
 Label = tuple[int, ...]  # (0, bit of the source), or (1, rank of the cell, number of the crossing)
 Report = tuple["Received", Sequence[Tensor | None]]
-Waiting = dict[tuple["Node", int], list[tuple[Label, Tensor]]]
+Waiting = list[tuple[GradientEdge, Tensor]]
 
 _engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _python_function: type = getattr(torch._C, "_FunctionBase", torch.autograd.Function)
 
 
 def _gradients(
-    outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Any], retain_graph: bool
+    outputs: tuple[GradientEdge, ...], grads: tuple[Tensor, ...], inputs: tuple[Any, ...], retain_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad(..., allow_unused=True)` without its checks, which take as long as the engine's start."""
     if _engine is None:
         return torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
     found: tuple[Tensor | None, ...] = _engine(
-        tuple(outputs), tuple(grads), retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
     return found
 
@@ -60,40 +60,48 @@ def _gradients(
 class Stages:
     """The local graph of one pass at work. One thread at a time."""
 
+    __slots__ = ("_arrived", "_crossed", "_done", "_entered", "_leaves", "graph", "retain_graph")
+
     def __init__(self, context: Context, graph: LocalGraph) -> None:
         self.graph = graph
         self.retain_graph = False
         self._leaves = Leaves(context, graph.shared)
         self._done: set[Cell] = set()
         self._arrived = 0
-        # where (see LocalGraph.home; None: the final stage) -> edge -> [(label, gradient)]
-        self._pending: dict[Any, dict[tuple[Node, int], list[tuple[Label, Tensor]]]] = {}
+        self._entered: dict[int, Waiting] = {}  # in a forest: bit of the source -> what came for it
+        # Else: cell (None: the final stage) -> edge -> [(label, gradient)]
+        self._crossed: dict[Cell | None, dict[tuple[Node, int], list[tuple[Label, Tensor]]]] = {}
 
-    def edges_of(self, source: int) -> int:
-        """How many gradients a source gets. Raises UnknownSend."""
-        edges = self.graph.sources.get(source)
+    def add(self, source: int, grads: Sequence[Tensor | None], place: int = 0) -> int:
+        """The gradients of a source have arrived, one for each of its edges, at `place` in `grads`. Returns the place
+        after them. Raises UnknownSend."""
+        graph = self.graph
+        edges = graph.sources.get(source)
         if edges is None:
             raise UnknownSend(source, "sent no tensors from here, or did so after backward began")
-        if self._arrived >> self.graph.bits[source] & 1:
-            raise UnknownSend(source, "had its gradient already")
-        return len(edges)
-
-    def add(self, source: int, grads: Iterable[Tensor | None]) -> None:
-        """The gradients of a source have arrived, one for each of its edges."""
-        graph = self.graph
         bit = graph.bits[source]
+        if self._arrived >> bit & 1:
+            raise UnknownSend(source, "had its gradient already")
         self._arrived |= 1 << bit
-        label = (0, bit)
-        for edge, grad in zip(graph.sources[source], grads, strict=True):
+        found: Waiting = []
+        for edge in edges:
+            grad = grads[place]
+            place += 1
             if edge is not None and grad is not None:
-                self._put(bit, edge.node, edge.output_nr, label, grad)
+                found.append((edge, grad))
+        if graph.is_forest:
+            self._entered[bit] = found
+        else:
+            for edge, grad in found:
+                self._put(edge.node, edge.output_nr, (0, bit), grad)
+        return place
 
     def pending(self) -> bool:
         """Whether gradients wait that only the final stage takes up."""
         graph = self.graph
         if graph.is_forest:
-            return self._leaves.waiting or (len(graph.bits) == 1 and bool(self._pending))
-        return None in self._pending
+            return self._leaves.waiting or (len(graph.bits) == 1 and bool(self._entered))
+        return None in self._crossed
 
     def run(self, group: int) -> list[Report]:
         """Runs the stage of a group, or FINAL, and returns what its recvs report: an undefined gradient is None.
@@ -109,25 +117,26 @@ class Stages:
         stage = graph.stage(group, self._done)
         if stage.cells:
             self._done.update(stage.cells)
-            waiting = {edge: parts for cell in stage.cells for edge, parts in self._pending.pop(cell, {}).items()}
+            waiting = [item for cell in stage.cells for item in self._take(cell)]
         elif group == FINAL and graph.is_forest and len(graph.bits) > 1:
             self._leaves.finish()
             return []
         else:
-            waiting = self._pending.pop(stage.rank if graph.is_forest else None, {})
+            waiting = self._entered.pop(stage.rank) if graph.is_forest else self._take(None)
             if group == FINAL and any_reduced(stage.whole):
                 return self._run_reduced(stage, waiting)
         inputs: list[Any] = [
             GradientEdge(received.node, place) for received in stage.recvs for place in range(received.outputs)
         ]
-        if not stage.crossings and all(type(node) is ACCUMULATE and not has_hooks(node) for node, _ in waiting):
-            self._land_directly(stage, waiting)
-            return _reports(stage.recvs, (None,) * len(inputs))
         recvs = len(inputs)
+        if not stage.crossings and _only_plain_leaves(waiting):
+            self._land_directly(stage, waiting)
+            return _reports(stage.recvs, (None,) * recvs)
         whole = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
         inputs += whole
         inputs += [leaf.variable for leaf in stage.parts]  # type: ignore[attr-defined]
-        outputs, grads = _in_order(waiting)
+        outputs = tuple([edge for edge, _ in waiting])
+        grads = tuple([grad for _, grad in waiting])
         del waiting
         if stage.crossings:
             found = self._run_crossing(stage, outputs, grads, inputs)
@@ -146,20 +155,20 @@ class Stages:
             if graph.is_forest:
                 self._leaves.part(leaf, stage.rank, grad)
             elif grad is not None:
-                self._put(-1, leaf, 0, (1, stage.rank, -1, number), grad)
+                self._put(leaf, 0, (1, stage.rank, -1, number), grad)
         return reports
 
     # ---- one engine call -------------------------------------------------------------------------------------------
 
     def _engine_call(
-        self, outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Any], retain_graph: bool
+        self, outputs: tuple[GradientEdge, ...], grads: tuple[Tensor, ...], inputs: list[Any], retain_graph: bool
     ) -> tuple[Tensor | None, ...]:
         if not outputs or not inputs:  # all gradients undefined; or nothing wants one
             return (None,) * len(inputs)
-        return _gradients(outputs, grads, inputs, retain_graph)
+        return _gradients(outputs, grads, tuple(inputs), retain_graph)
 
     def _run_crossing(
-        self, stage: Stage, outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Any]
+        self, stage: Stage, outputs: tuple[GradientEdge, ...], grads: tuple[Tensor, ...], inputs: list[Any]
     ) -> tuple[Tensor | None, ...]:
         """One engine call of a stage with crossings, whose gradients are put where they lead."""
         seen: dict[Node, tuple[Any, Any]] = {}
@@ -187,18 +196,27 @@ class Stages:
                     leaf: Tensor = target.variable  # type: ignore[attr-defined]
                     grad = grad.sum_to_size(leaf.shape).to(leaf.dtype)
             if grad is not None:
-                self._put(-1, target, place, (1, self.graph.cell_of[node].rank, number), grad)
+                self._put(target, place, (1, self.graph.cell_of[node].rank, number), grad)
         return found
 
-    def _put(self, source: int, node: Node, place: int, label: Label, grad: Tensor) -> None:
-        """Lets a gradient wait. `source`: the bit of the source for which it came, or -1 if a stage made it."""
-        home = self.graph.home(source, node)
-        self._pending.setdefault(home, {}).setdefault((node, place), []).append((label, grad))
+    def _put(self, node: Node, place: int, label: Label, grad: Tensor) -> None:
+        """Lets a gradient wait for the cell of its node."""
+        cell = self.graph.cell_of.get(node)
+        self._crossed.setdefault(cell, {}).setdefault((node, place), []).append((label, grad))
+
+    def _take(self, cell: Cell | None) -> Waiting:
+        """What waits for a cell, in the order in which it is to be added up."""
+        found: Waiting = []
+        for (node, place), parts in self._crossed.pop(cell, {}).items():
+            parts.sort(key=_label)
+            edge = GradientEdge(node, place)
+            found += [(edge, grad) for _, grad in parts]
+        return found
 
     def _run_reduced(self, stage: Stage, waiting: Waiting) -> list[Report]:
         """The final stage where DDP's reducer waits for some leaf: AccumulateGrad runs, and so do the recvs' nodes,
         which give their gradients to `report`."""
-        outputs, grads = _in_order(waiting)
+        outputs, grads = [edge for edge, _ in waiting], [grad for _, grad in waiting]
         leaves: list[Tensor] = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
         seen: dict[Node, Any] = {}
         nodes: list[Any] = [received.node for received in stage.recvs]
@@ -219,14 +237,19 @@ class Stages:
         leaves = self._leaves
         storages: set[int] = set()
         given: dict[Node, Tensor] = {}
-        for (node, _), parts in waiting.items():
+        by_leaf: dict[Node, list[Tensor]] = {}
+        waiting.reverse()
+        while waiting:
+            edge, grad = waiting.pop()
+            by_leaf.setdefault(edge.node, []).append(grad)
+            del grad
+        for node, parts in by_leaf.items():
             if len(parts) > 1:
-                parts.sort(key=_label)
-                grad, alone = total_of([part for _, part in parts]), True
+                grad, alone = total_of(parts), True
             else:
-                grad = parts.pop()[1]
+                grad = parts.pop()
                 alone = references(grad) <= ALONE
-                if alone and len(waiting) > 1 and grad.layout is torch.strided:
+                if alone and len(by_leaf) > 1 and grad.layout is torch.strided:
                     # Tensors of one message may share their memory.
                     storage = grad.untyped_storage().data_ptr()
                     alone = storage not in storages
@@ -248,18 +271,8 @@ def _label(item: tuple[Label, Tensor]) -> Label:
     return item[0]
 
 
-def _in_order(waiting: Waiting) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Edges and gradients for the engine."""
-    outputs: list[GradientEdge] = []
-    grads: list[Tensor] = []
-    for (node, place), parts in waiting.items():
-        edge = GradientEdge(node, place)
-        if len(parts) > 1:
-            parts.sort(key=_label)
-        for _, grad in parts:
-            outputs.append(edge)
-            grads.append(grad)
-    return outputs, grads
+def _only_plain_leaves(waiting: Waiting) -> bool:
+    return all(type(edge.node) is ACCUMULATE and not has_hooks(edge.node) for edge, _ in waiting)
 
 
 def _reports(recvs: Iterable[Received], found: Sequence[Tensor | None]) -> list[Report]:

@@ -78,6 +78,13 @@ class Part:
     final stage would take up.
     """
 
+    __slots__ = (
+        *("me", "root", "over", "watched", "ledger"),
+        *("_arrived", "_consumed", "_done", "_event", "_expected", "_final_ran", "_finishing", "_gone", "_layout"),
+        *("_make_layout", "_marked", "_marks_sent", "_partly", "_pending", "_produced", "_reached", "_ready"),
+        "_wave_is_over",
+    )
+
     def __init__(self, me: int, root: int, layout: Callable[[], Layout], pending: Callable[[], bool]) -> None:
         self.me = me
         self.root = root
@@ -117,7 +124,6 @@ class Part:
         if isinstance(message, Gradients):
             if message.report is not None:
                 self._take_report(sender, message.report)
-            self._learn_layout()
             self._arrive(message.sends)
             self._consumed += [(GRADIENT, send) for send in message.sends]
             if message.marked:
@@ -230,17 +236,18 @@ class Part:
         if self._layout is None:
             layout = self._layout = self._make_layout()
             self._expected = (1 << len(layout.sources)) - 1
-            self._reached = [[] for _ in layout.sources]
+            reached: list[list[int]] = [[] for _ in layout.sources]
+            self._reached = reached
             for number, group in enumerate(layout.groups):
                 mask = group.mask
                 while mask:
                     low = mask & -mask
-                    self._reached[low.bit_length() - 1].append(number)
+                    reached[low.bit_length() - 1].append(number)
                     mask ^= low
         return self._layout
 
     def _arrive(self, sends: Iterable[int]) -> None:
-        sources = self._learn_layout().sources
+        sources = (self._layout or self._learn_layout()).sources
         for send in sends:
             bit = sources.get(send)
             if bit is None:
@@ -249,15 +256,17 @@ class Part:
                 raise UnknownSend(send, "had its gradient already")
             self._arrived |= 1 << bit
             self._marked |= 1 << bit
-            self._look_at(self._reached[bit])
+            if self._reached[bit]:
+                self._look_at(self._reached[bit])
 
     def _look_at(self, groups: Iterable[int]) -> None:
         """Some of their sources have arrived: which are complete?"""
-        layout = self._learn_layout()
+        layout = self._layout or self._learn_layout()
+        waiting = self._expected & ~self._arrived
         for number in groups:
             if number in self._done:
                 continue
-            if layout.groups[number].mask & self._expected & ~self._arrived:
+            if layout.groups[number].mask & waiting:
                 self._partly.add(number)
             else:
                 self._partly.discard(number)
@@ -275,7 +284,7 @@ class Part:
         """Goes on to the next stage, or closes the event. `effects`: what the last stage has sent."""
         if self._ready:
             return [*effects, Run(heappop(self._ready))]
-        layout = self._learn_layout()
+        layout = self._layout or self._learn_layout()
         if (
             not self._final_ran
             and self._arrived

@@ -17,6 +17,8 @@ __all__ = ["Ledger"]
 class Ledger:
     """The root's books of one pass."""
 
+    __slots__ = ("_states", "finishing", "known", "outstanding", "told", "wave_begun", "where")
+
     def __init__(self) -> None:
         self.outstanding: dict[Token, int] = {}  # never 0
         self.where: dict[Token, int] = {}  # token -> the worker that is to process it
