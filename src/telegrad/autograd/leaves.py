@@ -111,7 +111,7 @@ class Leaves:
 
     def land(self, node: Node, leaf: Tensor, grad: Tensor, alone: bool) -> None:
         """Adds a whole gradient to the context. `alone`: nobody else in Python has this tensor."""
-        if not (alone and (_use_count is None or _use_count(grad) <= 1) and _lies_alike(leaf, grad)):
+        if not (alone and _use_count is not None and _use_count(grad) <= 1 and _lies_alike(leaf, grad)):
             grad = _copied(leaf, grad)
         context = self._context
         if not has_accumulate_hooks(leaf):

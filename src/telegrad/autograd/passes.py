@@ -159,6 +159,7 @@ class Pass:
         if self._stages is not None and (self._part.over is not None or self._part.complete):
             self._stages = None
             self._roots = None
+            self._reported.clear()
             drain_graveyard()
 
     def _start(self, roots: Sequence[Tensor]) -> Sequence[Effect]:
