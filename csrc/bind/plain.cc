@@ -2,30 +2,30 @@
 
 namespace telegrad::bind {
 
+bool encodes(codec::Outcome outcome) {
+  if (outcome == codec::Outcome::kError) throw nb::python_error();
+  return outcome == codec::Outcome::kOk;
+}
+
+bool is_sendable(const Words& words, const codec::Encoded& encoded) {
+  return static_cast<std::uint64_t>(PyBytes_GET_SIZE(encoded.body.ptr())) <= words.max_body &&
+         encoded.segments.size() + 1 < Limits{}.segments;  // one more for a preamble
+}
+
 std::unique_ptr<Outgoing> encode_plain(const codec::Codec& codec, const Words& words, int tag, int flags,
                                        nb::handle value) {
   codec::Encoded encoded;
-  switch (codec.encode_basic(value.ptr(), encoded)) {
-    case codec::Outcome::kError:
-      throw nb::python_error();
-    case codec::Outcome::kNotPlain:
-      return nullptr;
-    case codec::Outcome::kOk:
-      break;
-  }
-  // Python says what is wrong with a message over the limits.
-  if (static_cast<std::uint64_t>(PyBytes_GET_SIZE(encoded.body.ptr())) > words.max_body) return nullptr;
-  if (encoded.segments.size() >= Limits{}.segments) return nullptr;
+  if (!encodes(codec.encode_basic(value.ptr(), encoded)) || !is_sendable(words, encoded)) return nullptr;
   return compose(tag, flags, encoded);
 }
 
-nb::object decode_plain(const codec::Codec& codec, Incoming& message) {
+nb::object decode_plain(const codec::Codec& codec, Incoming& message, const nb::object& wrap) {
   nb::object value;
   if (message.segments.empty()) {
-    value = nb::steal(codec.decode(message.body_view(), {}));
+    value = nb::steal(codec.decode(message.body_view(), {}, wrap.ptr()));
   } else {
     auto memories = memories_of(message.segments);
-    value = nb::steal(codec.decode(message.body_view(), memories));
+    value = nb::steal(codec.decode(message.body_view(), memories, wrap.ptr()));
   }
   if (!value.is_valid()) throw nb::python_error();
   return value;

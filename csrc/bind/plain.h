@@ -18,18 +18,30 @@ struct Words {
   int request_flags = 0;       // a request with any of these is not plain
   int reply_flags = 0;         // nor is a reply with any of these
   std::uint64_t max_body = 0;  // nor is a longer body
+  int preamble = 0;            // but for this one: a message with it may be plain and made in an autograd context
 };
+
+/// Is there something to send? Throws nb::python_error.
+bool encodes(codec::Outcome outcome);
+/// Is it within the limits? (Python says what is wrong with one that is not.)
+bool is_sendable(const Words& words, const codec::Encoded& encoded);
 
 /// Writes a value; null if it is not plain. Throws nb::python_error.
 std::unique_ptr<Outgoing> encode_plain(const codec::Codec& codec, const Words& words, int tag, int flags,
                                        nb::handle value);
 
-/// Reads one. Throws nb::python_error.
-nb::object decode_plain(const codec::Codec& codec, Incoming& message);
+/// Reads one. `wrap`: see `Codec::decode`, or not valid. Throws nb::python_error.
+nb::object decode_plain(const codec::Codec& codec, Incoming& message, const nb::object& wrap = {});
 
 inline bool is_plain_value(const Words& words, const Outcome& o) {
   return o.status == CallStatus::kReplied && o.reply.header.tag == words.value &&
          !(o.reply.header.flags & words.reply_flags);
+}
+
+/// The same, but with a preamble.
+inline bool is_recorded_value(const Words& words, const Outcome& o) {
+  return o.status == CallStatus::kReplied && o.reply.header.tag == words.value &&
+         (o.reply.header.flags & words.reply_flags) == words.preamble;
 }
 
 void init_plain_calls(nb::module_& m);

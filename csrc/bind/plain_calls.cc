@@ -1,6 +1,7 @@
 // The calling side of the short way.
 #include "bind/calls.h"
 #include "bind/plain.h"
+#include "bind/recorded.h"
 
 using namespace nanobind::literals;
 
@@ -14,28 +15,36 @@ struct Unusual {
 
 class PlainCalls {
  public:
-  PlainCalls(nb::object engine, nb::object codec, Words words)
+  PlainCalls(nb::object engine, nb::object codec, const nb::object& recorder, Words words)
       : engine_object_(std::move(engine)),
         codec_object_(std::move(codec)),
         engine_(nb::cast<Engine&>(engine_object_)),
         codec_(nb::cast<codec::Codec&>(codec_object_)),
+        recorder_(recorder),
         words_(words) {}
 
   nb::object call(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
-                  nb::handle kwargs, Nanos timeout, bool nested) {
-    auto m = write(flags, name_id, name, args, kwargs);
+                  nb::handle kwargs, Nanos timeout, bool nested, nb::handle context) {
+    auto m = write(peer, flags, name_id, name, args, kwargs, context);
     if (!m) return nb::cast(Unusual{nb::none()});
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
     o.nested = nested;
     Outcome outcome = call_and_wait(engine_, peer, std::move(m), std::move(o));
     if (is_plain_value(words_, outcome)) return decode_plain(codec_, outcome.reply);
+    InContext in;
+    if (!context.is_none() && is_recorded_value(words_, outcome) && Recorder::read(codec_, outcome.reply, in)) {
+      const nb::object wrap = recorder_.wrap(in, peer, context);
+      outcome.reply.segments.pop_back();
+      return decode_plain(codec_, outcome.reply, wrap);
+    }
     return nb::cast(Unusual{outcome_tuple(std::move(outcome))});
   }
 
   std::uint64_t start(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
-                      nb::handle kwargs, Nanos timeout, bool nested, bool never_wait, nb::handle future) {
-    auto m = write(flags, name_id, name, args, kwargs);
+                      nb::handle kwargs, Nanos timeout, bool nested, bool never_wait, nb::handle future,
+                      nb::handle context) {
+    auto m = write(peer, flags, name_id, name, args, kwargs, context);
     if (!m) return 0;
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
@@ -49,15 +58,16 @@ class PlainCalls {
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(engine_object_.ptr());
     Py_VISIT(codec_object_.ptr());
-    return 0;
+    return recorder_.traverse(visit, arg);
   }
 
  private:
-  std::unique_ptr<Outgoing> write(int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
-                                  nb::handle kwargs) {
+  std::unique_ptr<Outgoing> write(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
+                                  nb::handle kwargs, nb::handle context) {
     const nb::object value = nb::steal(PyTuple_Pack(2, args.ptr(), kwargs.ptr()));
     if (!value.is_valid()) throw nb::python_error();
-    auto m = encode_plain(codec_, words_, words_.call, flags, value);
+    auto m = context.is_none() ? encode_plain(codec_, words_, words_.call, flags, value)
+                               : recorder_.encode(codec_, words_, words_.call, flags, value, peer, context, true);
     if (m) set_name(*m, name_id, name);
     return m;
   }
@@ -65,6 +75,7 @@ class PlainCalls {
   nb::object engine_object_, codec_object_;
   Engine& engine_;
   codec::Codec& codec_;
+  Recorder recorder_;
   const Words words_;
 };
 
@@ -85,17 +96,21 @@ void init_plain_calls(nb::module_& m) {
                          "The short way for calls that carry only plain values.")
       .def(
           "__init__",
-          [](PlainCalls* self, nb::object engine, nb::object codec, int call, int value, int reply_flags,
-             std::uint64_t max_body) {
-            new (self)
-                PlainCalls(std::move(engine), std::move(codec),
-                           Words{.call = call, .value = value, .reply_flags = reply_flags, .max_body = max_body});
+          [](PlainCalls* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value,
+             int reply_flags, std::uint64_t max_body, int preamble) {
+            new (self) PlainCalls(std::move(engine), std::move(codec), recorder,
+                                  Words{.call = call,
+                                        .value = value,
+                                        .reply_flags = reply_flags,
+                                        .max_body = max_body,
+                                        .preamble = preamble});
           },
-          nb::kw_only(), "engine"_a, "codec"_a, "call"_a, "value"_a, "reply_flags"_a, "max_body"_a)
+          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "reply_flags"_a, "max_body"_a,
+          "preamble"_a)
       .def("call", &PlainCalls::call, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
-           "nested"_a, "Runs a function on a peer and waits. Its value, or `Unusual`.")
+           "nested"_a, "context"_a.none(), "Runs a function on a peer and waits. Its value, or `Unusual`.")
       .def("start", &PlainCalls::start, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
-           "nested"_a, "never_wait"_a, "future"_a,
+           "nested"_a, "never_wait"_a, "future"_a, "context"_a.none(),
            "Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is "
            "not plain, or the engine has been stopped, and it is not made.");
 }

@@ -6,6 +6,7 @@
 
 #include "bind/calls.h"
 #include "bind/plain.h"
+#include "bind/recorded.h"
 
 using namespace nanobind::literals;
 
@@ -31,17 +32,18 @@ struct Hooks {
   nb::object worker, scope_type, current, callback_scope;  // see telegrad.worker.scope
   nb::object resolver;                                     // resolver(name) -> function() -> the function
   nb::object clean_state;
-  nb::object answer;    // answer(peer, connection, call, deadline, function, args, kwargs, result, error)
+  nb::object answer;    // answer(peer, connection, call, deadline, function, args, kwargs, result, error, context)
   nb::object complete;  // complete(future, value)
   nb::object fail;      // fail(future, error)
 };
 
 class PlainPool {
  public:
-  PlainPool(Hooks hooks, Words words)
+  PlainPool(Hooks hooks, const nb::object& recorder, Words words)
       : hooks_(std::move(hooks)),
         engine_(nb::cast<Engine&>(hooks_.engine)),
         codec_(nb::cast<codec::Codec&>(hooks_.codec)),
+        recorder_(recorder),
         words_(words),
         async_mark_(nb::steal(PyUnicode_InternFromString("_wrapped_async_rpc_function"))) {}
 
@@ -68,12 +70,13 @@ class PlainPool {
           &hooks_.resolver, &hooks_.clean_state, &hooks_.answer, &hooks_.complete, &hooks_.fail}) {
       Py_VISIT(o->ptr());
     }
-    return 0;
+    return recorder_.traverse(visit, arg);
   }
   /// No thread is in `next` any more, nor will be: each holds this object.
   void clear() {
     const Hooks gone = std::move(hooks_);
     hooks_ = {};
+    recorder_.clear();
   }
 
  private:
@@ -115,8 +118,8 @@ class PlainPool {
     Py_XDECREF(token);
   }
 
-  /// Scope(worker, deadline, nested=True, request=True), made without its constructor's detours.
-  nb::object request_scope(Nanos deadline) const {
+  /// Scope(worker, deadline, nested=True, request=True, context), made without its constructor's detours.
+  nb::object request_scope(Nanos deadline, const nb::object& context) const {
     auto* type = reinterpret_cast<PyTypeObject*>(hooks_.scope_type.ptr());
     nb::object scope = nb::steal(type->tp_alloc(type, 5));
     PyObject* until = PyLong_FromLongLong(deadline);
@@ -125,7 +128,7 @@ class PlainPool {
     PyTuple_SET_ITEM(scope.ptr(), 1, until);
     PyTuple_SET_ITEM(scope.ptr(), 2, nb::bool_(true).release().ptr());
     PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
-    PyTuple_SET_ITEM(scope.ptr(), 4, nb::none().release().ptr());
+    PyTuple_SET_ITEM(scope.ptr(), 4, Py_NewRef(context.ptr()));
     return scope;
   }
 
@@ -145,17 +148,29 @@ class PlainPool {
   /// Runs a request and answers it. False: it is not plain, and nothing has been done.
   bool run(Item& item) {
     const FrameHeader& h = item.message.header;
-    if (!open_ || h.tag != words_.call || !item.name || h.flags & words_.request_flags) return false;
+    const int unusual = h.flags & words_.request_flags;
+    if (!open_ || h.tag != words_.call || !item.name || (unusual && unusual != words_.preamble)) return false;
+    InContext in;
+    if (unusual && !is_recorded(item.message, in)) return false;
     const nb::object function = function_of(*item.name);
     if (!function.is_valid()) return false;
     const Nanos deadline = item.deadline == kNever ? 0 : item.deadline;
-    set_scope(request_scope(deadline).ptr());
 
-    nb::object args, kwargs, result, error;
+    nb::object context = nb::none(), wrap, args, kwargs, result, error;
     std::unique_ptr<Outgoing> reply;
     try {
-      invoke(item, function, args, kwargs, result);
-      if (!comes_later(function, result)) reply = encode_plain(codec_, words_, words_.value, 0, result);
+      if (unusual) {
+        context = recorder_.arrived(in, item.peer);
+        wrap = recorder_.wrap(in, item.peer, context);
+        item.message.segments.pop_back();
+      }
+      set_scope(request_scope(deadline, context).ptr());
+      invoke(item, wrap, function, args, kwargs, result);
+      if (!comes_later(function, result)) {
+        reply = context.is_none()
+                    ? encode_plain(codec_, words_, words_.value, 0, result)
+                    : recorder_.encode(codec_, words_, words_.value, 0, result, item.peer, context, false);
+      }
     } catch (nb::python_error& e) {
       e.restore();
       error = take_error();
@@ -168,13 +183,14 @@ class PlainPool {
       call(hooks_.clean_state);
     } else {
       call(hooks_.answer, nb::int_(item.peer), nb::int_(item.connection), nb::int_(h.call_id), nb::int_(deadline),
-           function, or_none(args), or_none(kwargs), or_none(result), or_none(error));
+           function, or_none(args), or_none(kwargs), or_none(result), or_none(error), context);
     }
     return true;
   }
 
-  void invoke(Item& item, const nb::object& function, nb::object& args, nb::object& kwargs, nb::object& result) {
-    const nb::object both = decode_plain(codec_, item.message);
+  void invoke(Item& item, const nb::object& wrap, const nb::object& function, nb::object& args, nb::object& kwargs,
+              nb::object& result) {
+    const nb::object both = decode_plain(codec_, item.message, wrap);
     if (!PyTuple_CheckExact(both.ptr()) || PyTuple_GET_SIZE(both.ptr()) != 2) {
       PyErr_SetString(codec::codec_error(), "a request to run a function has no arguments");
       throw nb::python_error();
@@ -192,6 +208,15 @@ class PlainPool {
     PyObject* named = PyDict_GET_SIZE(kwargs.ptr()) == 0 ? nullptr : kwargs.ptr();
     result = nb::steal(PyObject_Call(function.ptr(), args.ptr(), named));
     if (!result.is_valid()) throw nb::python_error();
+  }
+
+  /// Is this preamble of a request one that is run here? Python says what is wrong with one that cannot be read.
+  bool is_recorded(const Incoming& message, InContext& in) const {
+    try {
+      return recorder_.runs() && Recorder::read(codec_, message, in);
+    } catch (nb::python_error&) {
+      return false;
+    }
   }
 
   bool comes_later(const nb::object& function, const nb::object& result) const {
@@ -229,6 +254,7 @@ class PlainPool {
   Hooks hooks_;
   Engine& engine_;
   codec::Codec& codec_;
+  Recorder recorder_;
   const Words words_;
   const nb::object async_mark_;
   bool open_ = false;
@@ -256,22 +282,24 @@ void init_plain_pool(nb::module_& m) {
       "plain values, and replies with a plain value to asynchronous calls.")
       .def(
           "__init__",
-          [](PlainPool* self, nb::object engine, nb::object codec, int call, int value, int request_flags,
-             int reply_flags, std::uint64_t max_body, nb::object worker, nb::object scope_type, nb::object current,
-             nb::object callback_scope, nb::object resolver, nb::object clean_state, nb::object answer,
-             nb::object complete, nb::object fail) {
+          [](PlainPool* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value,
+             int request_flags, int reply_flags, std::uint64_t max_body, int preamble, nb::object worker,
+             nb::object scope_type, nb::object current, nb::object callback_scope, nb::object resolver,
+             nb::object clean_state, nb::object answer, nb::object complete, nb::object fail) {
             new (self) PlainPool(Hooks{std::move(engine), std::move(codec), std::move(worker), std::move(scope_type),
                                        std::move(current), std::move(callback_scope), std::move(resolver),
                                        std::move(clean_state), std::move(answer), std::move(complete), std::move(fail)},
+                                 recorder,
                                  Words{.call = call,
                                        .value = value,
                                        .request_flags = request_flags,
                                        .reply_flags = reply_flags,
-                                       .max_body = max_body});
+                                       .max_body = max_body,
+                                       .preamble = preamble});
           },
-          nb::kw_only(), "engine"_a, "codec"_a, "call"_a, "value"_a, "request_flags"_a, "reply_flags"_a, "max_body"_a,
-          "worker"_a, "scope_type"_a, "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "answer"_a,
-          "complete"_a, "fail"_a)
+          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "request_flags"_a, "reply_flags"_a,
+          "max_body"_a, "preamble"_a, "worker"_a, "scope_type"_a, "current"_a, "callback_scope"_a, "resolver"_a,
+          "clean_state"_a, "answer"_a, "complete"_a, "fail"_a)
       .def(
           "open", [](PlainPool& self) { self.open(true); },
           "From now on requests may run here; until then all go to Python.")

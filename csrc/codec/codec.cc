@@ -11,8 +11,8 @@ Outcome Codec::encode_basic(PyObject* object, Encoded& out) const {
   return Encoder(*this, Mode::kBasic).run(object, out);
 }
 
-Outcome Codec::encode_recorded(PyObject* object, Encoded& out) const {
-  return Encoder(*this, Mode::kRecorded).run(object, out);
+Outcome Codec::encode_recorded(PyObject* object, Encoded& out, bool extensions) const {
+  return Encoder(*this, extensions ? Mode::kRecorded : Mode::kBasicRecorded).run(object, out);
 }
 
 PyObject* Codec::decode(std::string_view body, std::span<SegmentMemory> segments, PyObject* wrap) const {

@@ -31,6 +31,7 @@ enum class Mode : std::uint8_t {
   kBasic,     // no extensions
   kFull,      // everything that the codec knows
   kRecorded,  // the same, and parameters as tensors; the tensors that require grad are told
+  kBasicRecorded,
 };
 
 /// Not thread-safe by itself: the GIL guards it. Re-entrant, since packing may encode another message.
@@ -44,7 +45,7 @@ class Codec {
   Outcome encode_basic(PyObject* object, Encoded& out) const;
   /// As `encode`, and `out.recorded` gets the tensors that require grad, in the order in which `decode` makes them.
   /// Parameters that require grad are encoded as such tensors.
-  Outcome encode_recorded(PyObject* object, Encoded& out) const;
+  Outcome encode_recorded(PyObject* object, Encoded& out, bool extensions = true) const;
 
   /// A new reference, or nullptr with a Python error set (CodecError when the bytes are at fault). Segments are moved
   /// from. With `wrap`, tensors that require grad are made as if they did not, all are given to wrap(list) at once

@@ -34,7 +34,7 @@ Outcome changed_size(const char* what) {
 
 Outcome Encoder::run(PyObject* root, Encoded& out) {
   if (const Outcome outcome = value(root, 1); outcome != Outcome::kOk) return outcome;
-  if (mode_ == Mode::kBasic && !slots_.empty()) return Outcome::kNotPlain;
+  if (is_basic() && !slots_.empty()) return Outcome::kNotPlain;
   if (tensors_.size() == 0 && slots_.empty()) {
     main_.byte(kNoTables);
   } else {
@@ -207,7 +207,7 @@ Outcome Encoder::tensor(PyObject* o) {
     if (const Outcome outcome = codec_.tensors().describe(o, spec, segment); outcome != Outcome::kOk) return outcome;
     for (int i = 0; i < spec.ndim; ++i)
       if (spec.shape[i] < 0 || spec.strides[i] < 0) return Outcome::kNotPlain;
-    if (mode_ == Mode::kRecorded) {
+    if (is_recorded()) {
       if (spec.requires_grad)
         recorded_.push_back(nb::borrow(o));
       else if (!codec_.tensors().is_tensor(o))
@@ -232,7 +232,7 @@ Outcome Encoder::tensor(PyObject* o) {
 
 Outcome Encoder::other(PyObject* o, int depth) {
   if (!codec_.extension_of(o)) {
-    if (mode_ == Mode::kRecorded && codec_.tensors().is_parameter(o)) return tensor(o);
+    if (is_recorded() && codec_.tensors().is_parameter(o)) return tensor(o);
     if (!packing_) return Outcome::kNotPlain;
     PyErr_Format(PyExc_TypeError, "a packed value holds %.200s, which is not a plain value", Py_TYPE(o)->tp_name);
     return Outcome::kError;

@@ -21,6 +21,8 @@ class Encoder {
     Packing state = Packing::kPending;
   };
 
+  bool is_basic() const { return mode_ == Mode::kBasic || mode_ == Mode::kBasicRecorded; }
+  bool is_recorded() const { return mode_ == Mode::kRecorded || mode_ == Mode::kBasicRecorded; }
   Outcome value(PyObject* o, int depth);
   Outcome integer(PyObject* o);
   Outcome big_integer(PyObject* o);

@@ -103,12 +103,12 @@ class Unusual:
 class PlainCalls:
     """The short way for calls that carry only plain values."""
 
-    def __init__(self, *, engine: object, codec: object, call: int, value: int, reply_flags: int, max_body: int) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, reply_flags: int, max_body: int, preamble: int) -> None: ...
 
-    def call(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool) -> object:
+    def call(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, context: object | None) -> object:
         """Runs a function on a peer and waits. Its value, or `Unusual`."""
 
-    def start(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, never_wait: bool, future: object) -> int:
+    def start(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, never_wait: bool, future: object, context: object | None) -> int:
         """
         Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is not plain, or the engine has been stopped, and it is not made.
         """
@@ -119,7 +119,7 @@ class PlainPool:
     plain values, and replies with a plain value to asynchronous calls.
     """
 
-    def __init__(self, *, engine: object, codec: object, call: int, value: int, request_flags: int, reply_flags: int, max_body: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, answer: object, complete: object, fail: object) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, answer: object, complete: object, fail: object) -> None: ...
 
     def open(self) -> None:
         """From now on requests may run here; until then all go to Python."""

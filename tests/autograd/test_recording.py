@@ -141,6 +141,77 @@ def test_one_message_has_one_function(context: Context) -> None:
     assert leads_to(context, message) == [None, y, x]
 
 
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the long way was taken")
+
+
+@pytest.fixture
+def short(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of w0 to w1 take the short way, through the core, or fail."""
+    rpc.rpc_sync("w1", int)
+    monkeypatch.setattr(four[0]._worker.calls, "function_call", refuse)
+    monkeypatch.setitem(
+        four[1]._worker.pool._handle, 0, lambda item: four[1]._worker.handlers.fail(asked(item), Long())
+    )
+
+
+class Long(Exception):
+    """The long way was taken."""
+
+
+def asked(item: Any) -> Any:
+    from telegrad.worker.handlers import Asked
+
+    return Asked(item[2], item[3], item[4], item[5], item[10])
+
+
+@pytest.mark.usefixtures("short")
+def test_plain_calls_take_the_short_way(four: Cluster, context: Context) -> None:
+    x, p = leaf(3), nn.Parameter(torch.ones(3))
+    assert is_received(rpc.rpc_sync("w1", double, (x,)))
+    assert is_received(rpc.rpc_async("w1", double, (x,)).wait())
+    assert is_received(rpc.rpc_sync("w1", torch.add, (x, p)))
+    assert rpc.rpc_sync("w1", grad_mode) == (True, True)
+    assert [len(context.sends), len(context.receipts)] == [3, 3]
+    assert [len(of(four[1], context).sends), len(of(four[1], context).receipts)] == [3, 3]
+    assert of(four[1], context).heard == {0: context.asked[1]} == {0: 4}
+
+
+def test_what_is_not_plain_takes_the_long_way(four: Cluster, context: Context) -> None:
+    x = leaf(3)
+    rref = rpc.RRef(x)
+    assert rpc.rpc_sync("w1", type_name, (rref,)) == "RRef"
+    with pytest.raises(ZeroDivisionError):
+        rpc.rpc_sync("w1", divide, (x,))
+    back, holder = rpc.rpc_sync("w1", with_holder, (x,))
+    assert is_received(back)
+    assert back.grad_fn is holder.value.grad_fn
+    del rref
+
+
+def type_name(value: Any) -> str:
+    return type(value).__name__
+
+
+def divide(x: Tensor) -> float:
+    return len(x) / 0
+
+
+def with_holder(x: Tensor) -> Any:
+    return x * 2, Holder(x * 3)
+
+
+@pytest.mark.usefixtures("short")
+def test_the_short_way_into_a_context_that_has_ended(four: Cluster, context: Context) -> None:
+    assert is_received(rpc.rpc_sync("w1", double, (leaf(2),)))
+    there = four[1]._worker.autograd.contexts
+    there.end(of(four[1], context))
+    y = rpc.rpc_sync("w1", pass_through, (leaf(2),))
+    assert y.is_leaf
+    assert y.requires_grad
+    assert context.id not in there.table
+
+
 # ---- which tensors
 
 

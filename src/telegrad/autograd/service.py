@@ -64,6 +64,11 @@ class Autograd:
         gate = gate_of(self.worker)
         return None if gate is None else handler_run(gate, context.id)
 
+    @property
+    def plain(self) -> bool:
+        """Is there nothing around the run of a handler?"""
+        return gate_of(self.worker) is None
+
     def within(self, context: Context) -> body | None:
         """Around other code."""
         gate = gate_of(self.worker)

@@ -112,10 +112,12 @@ class Calls:
         self.plain: AnyPlainCalls = _core.PlainCalls(
             engine=engine,
             codec=messages.serializer.codec,
+            recorder=messages.recorder,
             call=_CALL,
             value=_VALUE,
             reply_flags=NOT_PLAIN_REPLY,
             max_body=messages.limit,
+            preamble=_PREAMBLE,
         )
         self.names = NameTable()
         self.send_filter: Filter | None = None
@@ -219,10 +221,12 @@ class Calls:
         """Runs a function on a peer and waits for its value."""
         scope = current.get()
         nested = False
+        context = None
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
-            if scope.autograd is not None or _get_running_loop() is not None:
+            context = scope.autograd
+            if _get_running_loop() is not None:
                 return self.sync(self.function_call(peer, function, args, kwargs, timeout, mode="sync"))
         if self.send_filter is None and self.custom_pickler is None and not profiling.unusual():
             try:
@@ -231,7 +235,9 @@ class Calls:
                 pass
             else:
                 flags = 0 if is_grad_enabled() else caller_flags()
-                value = self.plain.call(peer, flags, number, text, args, kwargs, timeout, nested)
+                if flags and context is not None:
+                    return self.sync(self.function_call(peer, function, args, kwargs, timeout, mode="sync"))
+                value = self.plain.call(peer, flags, number, text, args, kwargs, timeout, nested, context)
                 if type(value) is not Unusual:
                     return value
                 if value.outcome is not None:
@@ -241,13 +247,19 @@ class Calls:
     def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture:
         """Runs a function on a peer; the future of its value."""
         scope = current.get()
-        nested = recorded = False
+        nested = False
+        context = None
         if scope is not None:
             nested = scope.nested
             timeout = remaining(timeout, scope)
-            recorded = scope.autograd is not None
+            context = scope.autograd
         future: CallFuture = CallFuture(NO_DEVICES)
-        if not recorded and self.send_filter is None and self.custom_pickler is None and not profiling.unusual():
+        if (
+            (context is None or is_grad_enabled())
+            and self.send_filter is None
+            and self.custom_pickler is None
+            and not profiling.unusual()
+        ):
             try:
                 number, text = self.names.find(function)
             except NotByName:
@@ -257,8 +269,9 @@ class Calls:
                 future._calls = self
                 future._request = (peer, function, timeout)
                 future._call = self.plain.start(
-                    peer, flags, number, text, args, kwargs, timeout, nested, _get_running_loop() is not None, future
-                )
+                    peer, flags, number, text, args, kwargs, timeout, nested, _get_running_loop() is not None, future,
+                    context,
+                )  # fmt: skip
                 if future._call:
                     return future
         return self.start(self.function_call(peer, function, args, kwargs, timeout, mode="async"), future)

@@ -114,9 +114,10 @@ class Handlers:
         kwargs: Any,
         result: Any,
         error: BaseException | None,
+        context: Any,
     ) -> None:
         """Answers a request that the core has run, where the answer is not a plain value."""
-        asked = Asked(peer, connection, call, _CALL, deadline)
+        asked = Asked(peer, connection, call, _CALL, deadline, context)
         try:
             if error is not None and args is not None and kwargs is not None:
                 result, error = _as_torch_says(function, args, kwargs, error)

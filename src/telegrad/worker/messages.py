@@ -99,7 +99,7 @@ class Messages:
         self._share = share
         self._unshare = unshare
         self._receive = receive
-        self._recorder = recorder
+        self.recorder = recorder
         self.serializer = Serializer()
         self._codec = self.serializer.codec
         self.serializer.register(handle_type, 1, self.pack_handle, self.unpack_handle)
@@ -172,7 +172,7 @@ class Messages:
             tickets = passing.tickets
             message = None
             if request or recorded:
-                message = self._recorder.carry(context, peer, recorded or (), request)
+                message = self.recorder.carry(context, peer, recorded or (), request)
             asked = None if span is None else span.asked
             if tickets is None and target is None and autocast is None and message is None and asked is None:
                 return Encoded(flags, body, segments, ())
@@ -247,7 +247,7 @@ class Messages:
         for ticket in message.tickets:
             self._unshare(ticket, peer)
         if message.recorded is not None:
-            self._recorder.take_back(*message.recorded, peer)
+            self.recorder.take_back(*message.recorded, peer)
 
     def _preamble(
         self, tickets: Any, target: Any, autocast: Any, context: int | None, message: int, profile: Any
@@ -284,7 +284,7 @@ class Messages:
         handles = self._receive(tickets, peer) if tickets else []
         context = wrap = None
         if context_id is not None:
-            recorder = self._recorder
+            recorder = self.recorder
             context = recorder.arrived(context_id, peer) if request else recorder.find(context_id)
             if context is not None and message:
                 wrap = partial(recorder.receive, context, peer, message)

@@ -6,7 +6,7 @@ from telegrad import _core
 from telegrad.options import Options
 from telegrad.serialize.names import resolver
 from telegrad.types import WorkerInfo
-from telegrad.wire import Tag
+from telegrad.wire import Flag, Tag
 from telegrad.worker.calls import NOT_PLAIN_REPLY, complete
 from telegrad.worker.handlers import NOT_PLAIN_REQUEST
 from telegrad.worker.rendezvous import Group
@@ -42,11 +42,13 @@ def make_plain_pool(worker: Any, callback_scope: Scope) -> _core.PlainPool:
     return _core.PlainPool(
         engine=worker.engine,
         codec=worker.messages.serializer.codec,
+        recorder=worker.autograd,
         call=Tag.CALL,
         value=Tag.VALUE,
         request_flags=NOT_PLAIN_REQUEST,
         reply_flags=NOT_PLAIN_REPLY,
         max_body=worker.options.max_header_bytes,
+        preamble=Flag.PREAMBLE,
         worker=worker,
         scope_type=Scope,
         current=current,

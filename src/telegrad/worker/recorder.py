@@ -29,6 +29,10 @@ class Recorder(Protocol):
 
     # ---- messages that have come
 
+    @property
+    def plain(self) -> bool:
+        """May the core run requests made in contexts by itself? Not where something has to be around their run."""
+
     def arrived(self, context_id: int, peer: int) -> Any:
         """A request made in a context has come: the context, which begins here if it is new; None: it has ended."""
 
