@@ -43,6 +43,7 @@ class Row:
     repeats: int  # in each round
     workers: int = 2
     goal: float | None = None  # how many times faster than torch we mean to be, or to add less
+    nodes: int = 0  # of its graph, where the cost of one is of interest
 
 
 def one_pass(framework: Framework, x: Tensor, forward: Callable[[], Tensor], whole: bool = True) -> Step:
@@ -143,7 +144,10 @@ ROWS = [
     Row("forward-backward over 4 workers", four_workers, 60, workers=4),
     *(Row(f"ConvNet step, batch {batch}", partial(conv_net, batch), 30, goal=4) for batch in BATCHES),
     Row("embedding, sparse gradients", embedding, 60),
-    *(Row(f"backward, {count:,} nodes", partial(small_nodes, count), max(3, 20_000 // count)) for count in NODES),
+    *(
+        Row(f"backward, {count:,} nodes", partial(small_nodes, count), max(3, 20_000 // count), nodes=count)
+        for count in NODES
+    ),
     Row(f"backward, {CHECKED}", layers, 10),
 ]
 
@@ -199,10 +203,12 @@ def evaluate(rows: list[Row], samples: dict[str, Any]) -> list[dict[str, Any]]:
     results = []
     for row in rows:
         found = {package: figures(pairs) for package, pairs in samples[row.name].items()}
-        result: dict[str, Any] = {"row": row.name, "goal": row.goal} | found
+        result: dict[str, Any] = {"row": row.name, "goal": row.goal, "nodes": row.nodes} | found
         if len(found) == 2:
             key = "added" if "added" in found["torch"] else "median"
-            result["ratio"] = found["torch"][key] / max(found["telegrad"][key], 1e-9)
+            theirs, ours = found["torch"][key], found["telegrad"][key]
+            if theirs > 0 and ours > 0:  # else the machine was too busy to tell what is added
+                result["ratio"] = theirs / ours
         results.append(result)
     return results
 
@@ -221,6 +227,20 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
         share = result.get("telegrad", {}).get("share")
         cells.append("" if share is None else f"{share:.1%}")
         table.add_row(*cells, *judged(result))
+    console.print(table)
+
+
+def show_nodes(results: list[dict[str, Any]], console: Console) -> None:
+    """What a node costs, and whether that grows with their number."""
+    table = Table(title="The same backward passes, for each node")
+    for heading in ("nodes", "here", "torch adds", "telegrad adds"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        found = [result.get(package, {}) for package in MODULES]
+        here = [figures["here"] for figures in found if "here" in figures]
+        times = [min(here), *(figures.get("added") for figures in found)]
+        cells = [f"{time / result['nodes'] * 1e6:.2f} us" if time is not None else "" for time in times]
+        table.add_row(f"{result['nodes']:,}", *cells)
     console.print(table)
 
 
@@ -351,7 +371,7 @@ def main() -> int:
     packages = [args.only or "telegrad"] if args.only or alone else list(MODULES)
     rounds = 1 if args.quick else args.rounds
     console = Console(highlight=False)
-    console.width = max(console.width, 170)  # a log file has no width of its own
+    console.width = max(console.width, 200)  # a log file has no width of its own
 
     written: dict[str, Any] = {"machine": machine(), "unit": "s"}
     if args.contexts:
@@ -360,6 +380,8 @@ def main() -> int:
     else:
         written["results"] = evaluate(rows, run_rounds(packages, rows, rounds, args.quick))
         show(written["results"], console)
+        if any(row.nodes for row in rows):
+            show_nodes([result for result in written["results"] if result["nodes"]], console)
         written["trainers"] = run_trainers(packages, together, rounds, args.quick)
         if together:
             show_trainers(written["trainers"], console)

@@ -5,6 +5,7 @@ whose events join that profile. The other workers record what they do for the pa
 message that tells the root of it, so it is there before the pass is over.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,17 +15,19 @@ from telegrad.autograd.passes import GRADIENTS
 from telegrad.worker import profiling
 from telegrad.worker.calls import Calls
 
-__all__ = ["PassProfile", "sending", "taking", "whole"]
+__all__ = ["NOTHING", "PassProfile", "Profile", "sending", "taking", "whole"]
 
 _BACKWARD = "torch::distributed::autograd::backward"
 _RECV = "torch::distributed::autograd::RecvRpcBackward"  # the gradients of what was received go to its sender
 _SEND = "torch::distributed::autograd::SendRpcBackward"  # those of what was sent have come, and go on from there
 
+_PATIENCE = 0.1  # s
+NOTHING = nullcontext()
 Profile = tuple[int, list[Any]]  # in a message: what to note, and events for the root
 
 
 def _range(name: str, wanted: bool) -> AbstractContextManager[Any]:
-    return profiling.observer.range(name) if wanted else nullcontext()
+    return profiling.observer.range(name) if wanted else NOTHING
 
 
 def whole() -> AbstractContextManager[Any]:
@@ -56,25 +59,36 @@ class PassProfile:
         self._root: profiling.Recording | None = observer.beside(calls) if root and observer.on else None
         self._options: int | None = None if self._root is None else int(self._root.options)
         self._began = time.time_ns() if root else 0
+        self._inside = 0
+        self._left: Any = None if self._root is None else threading.Condition()
 
     def recording(self) -> profiling.Recording | None:
         """For a thread that is about to do something for the pass: to be entered, and then handed to `done`."""
-        if self._root is not None or (self._options is None and not profiling.observer.serving):
+        if self._root is not None:
+            with self._left:
+                self._inside += 1
             return self._root
+        if self._options is None and not profiling.observer.serving:
+            return None
         asked = None if self._options is None else (0, self._options)
         recording: profiling.Recording = profiling.observer.record(self._node, asked)
         return recording
 
     def done(self, recording: profiling.Recording | None) -> None:
         """The thread has done it."""
-        if recording is not None and recording is not self._root:
+        if recording is None:
+            return
+        if recording is not self._root:
             recording.report()
+            return
+        with self._left:
+            self._inside -= 1
+            self._left.notify_all()
 
     def leaving(self, recording: profiling.Recording | None, to_root: bool) -> Profile | None:
         """What a message that leaves is to say; None for nothing."""
-        if self._options is None:
-            return None
-        return self._options, recording.drain() if to_root and recording is not None else []
+        events = recording.drain() if to_root and recording is not None else []
+        return None if self._options is None else (self._options, events)
 
     def arrived(self, profile: Profile) -> None:
         """What a message has said."""
@@ -85,6 +99,8 @@ class PassProfile:
             self._options = options
 
     def end(self) -> None:
-        """At the root: the pass is over."""
+        """At the root: the pass is over. The thread that has ended it may be inside still; one in a hook may stay."""
         if self._root is not None:
+            with self._left:
+                self._left.wait_for(lambda: not self._inside, _PATIENCE)
             self._root.leave_beside()

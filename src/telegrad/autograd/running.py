@@ -14,7 +14,6 @@ import time
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -135,7 +134,7 @@ class Running:
         if self.root != self._passes.me:
             self._passes.working.add(self)
         recording = self.profile.recording()
-        with recording or nullcontext():
+        with recording or profiled.NOTHING:
             self._carry_out(events, peer, answer, recording)
             while True:
                 with self._lock:

@@ -112,8 +112,12 @@ class Profiler:
         if recording.session is not None:
             recording.session.add(recording.events)
             return
+        self.served_by(recording.events)
+
+    def served_by(self, events: list[Event]) -> None:
+        """A request, or a part of a backward pass, has been answered by this."""
         for server in self._servers:
-            server.took(recording.events)
+            server.took(events)
 
     # ---- who profiles
 

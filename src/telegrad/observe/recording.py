@@ -103,11 +103,12 @@ class Recording:
             self._take(start)
 
     def drain(self) -> list[Any]:
-        """What has been recorded so far, also by this thread, if it is inside; it goes on."""
+        """What has been recorded so far, also by this thread, if it is inside; it goes on. Servers' profiles get it."""
         for place in self._leave():
             _, _, token = _here.entered[place]
             _here.entered[place] = (self, _start(self.options), token)
         events, self.events = self.events, []
+        self._profiler.served_by(events)
         return [tuple(event) for event in events]
 
     def _leave(self) -> list[int]:
