@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from telegrad import autograd as dist_autograd
 from telegrad import rpc
 
-BATCH, MICRO_BATCHES = 64, 8
+BATCH, MICRO_BATCHES = 128, 8
 
 
 def one_forward_one_backward(stage: int, stages: int) -> list[tuple[str, int]]:
@@ -123,7 +123,7 @@ def master(args: argparse.Namespace) -> bool:
             view.row(step=f"{step}", **shown, gradients_apart=f"{apart:.0e}")
     accuracy = digits.accuracy(lambda images: forward(stages, images))
     figure, (left, right) = new_figure(title, panels=2)
-    timeline(left, [(f"stage {stage}", each) for stage, each in enumerate(spans)])
+    timeline(left, "the last step: F forward, B backward", [(f"stage {i}", each) for i, each in enumerate(spans)])
     curves(right, {"without a pipeline": alone, "1F1B": piped}, "step", "forward and backward passes [ms]")
     view.print(f"Figure: {save(figure, args.out, 'pipeline')}")
     slow, fast = median(alone), median(piped)

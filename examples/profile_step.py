@@ -3,10 +3,9 @@
     python examples/profile_step.py
 
 A residual network is cut in two; the second half lives on another worker. Three training steps run under PyTorch's own
-profiler, which shows remote calls, and what they did over there, under the names `rpc_async#function(from -> to)` and
-`...#remote_op: operator`; of a backward pass it shows this worker's part. The table is printed; the trace is written
-for chrome://tracing or ui.perfetto.dev, where both workers are on one time axis. Status 1 if calls or remote operators
-are missing from either.
+profiler, which shows remote calls and backward passes, and what each of them did over there: `...#remote_op: operator`.
+The table is printed; the trace is written for chrome://tracing or ui.perfetto.dev, where both workers are on one time
+axis. Status 1 if calls, backward passes or remote operators are missing from either.
 """
 
 import argparse
@@ -87,10 +86,11 @@ def trainer(args: argparse.Namespace) -> bool:
     view.print(f"Trace: {trace}")
     view.print(f"Figure: {draw(prof, title, args.steps, args.out)}")
 
-    calls = [row.key for row in table if row.key.startswith(("rpc_", "to_here#")) and "#remote_op" not in row.key]
-    there, text = remote_events(prof), trace.read_text()
-    complete = bool(calls) and bool(there) and all(name in text for name in [*calls, "worker helper"])
-    return view.verdict(complete, f"{len(calls)} kinds of calls and {len(there)} operators of the helper are shown")
+    there, text = [event.name for event in remote_events(prof)], trace.read_text()
+    roots = {name.partition("#remote_op: ")[0] for name in there}  # calls and backward passes that did something there
+    complete = any(root.startswith("rpc_") for root in roots) and any(root.endswith("::backward") for root in roots)
+    complete = complete and all(name in text for name in [*roots, "worker helper"])
+    return view.verdict(complete, f"{len(there)} operators of the helper are shown, of {', '.join(sorted(roots))}")
 
 
 def draw(prof: profile, title: str, steps: int, folder: Path) -> Path:
@@ -104,7 +104,7 @@ def draw(prof: profile, title: str, steps: int, folder: Path) -> Path:
     figure, axes = new_figure(title, panels=2)
     for panel, worker in zip(axes, ("here", "on the helper"), strict=True):
         rows = sorted(((ms, name) for (where, name), ms in totals.items() if where == worker), reverse=True)[:12]
-        panel.barh([name[:40] for _, name in rows], [ms for ms, _ in rows])
+        panel.barh([name.removeprefix("torch::distributed::")[:40] for _, name in rows], [ms for ms, _ in rows])
         panel.set(title=worker, xlabel="time by itself, per step [ms]")
         panel.invert_yaxis()
     return save(figure, folder, "profile_step")

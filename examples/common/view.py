@@ -113,6 +113,7 @@ def curves(
     if goal is not None:
         axes.axhline(goal, color="tab:green", linestyle="--", label=f"goal: {goal:g}")
     axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
 
 
@@ -120,7 +121,7 @@ Span = tuple[str, float, float]
 """A name, whose first letter gives the colour, begin and end in seconds of a clock that all rows share."""
 
 
-def timeline(axes: Axes, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
+def timeline(axes: Axes, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
     """Draw what each of some workers did when, one row each, the first on top."""
     zero = min(begin for _, spans in rows for _, begin, _ in spans)
     kinds = sorted({name[0] for _, spans in rows for name, _, _ in spans})
@@ -129,7 +130,7 @@ def timeline(axes: Axes, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
             left, width = 1000 * (begin - zero), 1000 * (end - begin)
             axes.barh(row, width, left=left, color=f"C{kinds.index(name[0])}", edgecolor="white")
             axes.text(left + width / 2, row, name, ha="center", va="center", size=7)
-    axes.set(xlabel="time [ms]", yticks=range(len(rows)), yticklabels=[label for label, _ in rows])
+    axes.set(title=title, xlabel="time [ms]", yticks=range(len(rows)), yticklabels=[label for label, _ in rows])
     axes.invert_yaxis()
 
 
