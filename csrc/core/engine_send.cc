@@ -93,7 +93,8 @@ Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Out
   }
   if (!is_handshake(m->header.type)) make_credit_known(*c, m->header);
   if (c->queue.empty()) {
-    if ((p.may_gather || c->held > 0) && gather(c, *m, p.may_gather)) return Sent::kGone;
+    const bool with_others = c->held > 0 && m->header.type != FrameType::kGoodbye;  // whose leaving is waited for
+    if ((p.may_gather || with_others) && gather(c, *m, p.may_gather)) return Sent::kGone;
     c->held = 0;
     const SendState state = c->link->send(*m);
     if (state == SendState::kSent) return Sent::kGone;
