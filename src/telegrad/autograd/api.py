@@ -166,13 +166,14 @@ def _check(roots: Sequence[Tensor]) -> None:
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
     for number, root in enumerate(roots):
+        if root.requires_grad and root.numel() == 1 and root.grad_fn is not None:
+            continue
         which = f"root {number} of shape {tuple(root.shape)}"
         if not root.requires_grad:
             raise RuntimeError(f"requires_grad not set on root ({which}): no tensor that it was made of requires grad.")
         if root.numel() != 1:
             raise RuntimeError(f"{which} is not a scalar, all roots need to be scalar. Sum it up, for example.")
-        if root.grad_fn is None:
-            raise RuntimeError(f"{which} does not have a valid gradient function. It has to be an operation's result.")
+        raise RuntimeError(f"{which} does not have a valid gradient function. It has to be an operation's result.")
 
 
 # ---- torch's private names
