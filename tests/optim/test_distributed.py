@@ -1,5 +1,6 @@
 """Optimizers of parameters on several workers, without the many trainers: those have a file of their own."""
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import telegrad.optim
 from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, assert_nothing_left, cluster
+from telegrad.testing import Cluster, assert_nothing_left, cluster, eventually
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +244,8 @@ def test_an_optimizer_that_goes_leaves_nothing(w: Cluster) -> None:
     del of
     for worker in w:
         assert_nothing_left(worker)
-        assert not worker._worker.extras.get("optim.parameters")
+        gc.collect()  # a handler's frames may hold the last of them in a circle
+        eventually(lambda worker=worker: not worker._worker.extras.get("optim.parameters"))  # type: ignore[misc]
 
 
 # ---- what else the package offers

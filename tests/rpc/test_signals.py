@@ -48,15 +48,18 @@ def raise_once(two: Cluster) -> Iterator[Callable[[Callable[[], Any]], Any]]:
 
         signal.signal(signal.SIGUSR1, on_signal)
 
+        about_to_wait = threading.Event()  # not before the main thread expects what the handler raises
+
         def send_signal() -> None:
             mine.wait_for()
+            about_to_wait.wait()
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
         sender = threading.Thread(target=send_signal)
         wait = begin(mine)
         sender.start()
         try:
-            if came_of(wait):
+            if came_of(about_to_wait, wait):
                 assert came
         finally:
             sender.join()
@@ -64,8 +67,9 @@ def raise_once(two: Cluster) -> Iterator[Callable[[Callable[[], Any]], Any]]:
             poller.join()
         return came
 
-    def came_of(wait: Callable[[], Any]) -> bool:
+    def came_of(about_to_wait: threading.Event, wait: Callable[[], Any]) -> bool:
         try:
+            about_to_wait.set()
             wait()
         except Alarm:
             return True
@@ -91,7 +95,7 @@ def test_a_future_keeps_the_reply_that_comes_before_the_handler_raises(raise_onc
         return futures[-1].wait
 
     raise_once(begin)
-    assert futures[-1].done()
+    eventually(futures[-1].done)
     assert [future.wait() for future in futures] == [5] * len(futures)
 
 
