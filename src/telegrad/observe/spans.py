@@ -10,7 +10,7 @@ import torch
 from telegrad.observe.events import Event, clock_offset
 from telegrad.observe.recording import Recording
 from telegrad.observe.torchs import record_function
-from telegrad.worker.calls import find_builtin, name_of
+from telegrad.worker.callables import find_builtin, name_of
 from telegrad.worker.profiling import Asked
 
 if TYPE_CHECKING:

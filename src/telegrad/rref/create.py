@@ -10,7 +10,8 @@ from telegrad.protocols.rref import RRefId
 from telegrad.rref.rref import RRef
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker
-from telegrad.worker.calls import Request, is_scripted
+from telegrad.worker.callables import is_scripted
+from telegrad.worker.calls import Request
 from telegrad.worker.future import NO_DEVICES, CreationFuture
 
 __all__ = ["create", "create_by_method"]

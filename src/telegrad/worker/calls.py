@@ -14,6 +14,7 @@ from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.names import NameTable, NotByName
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import profiling
+from telegrad.worker.callables import is_scripted, name_of
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.ended import AnyEngine, AnyPlainCalls
 from telegrad.worker.future import NO_DEVICES, CallFuture
@@ -420,24 +421,6 @@ class Calls:
 
     def _what(self, r: Request | Sent) -> str:
         return f"{r.what} on {self.name_of(r.peer)}"
-
-
-def name_of(function: Any) -> str:
-    """What errors call it."""
-    return getattr(function, "__qualname__", None) or repr(function)
-
-
-def is_scripted(function: Any) -> bool:
-    """Is it a torch operator or a scripted function? (torch's own RPC has other message types for these.)"""
-    if isinstance(function, torch.jit.ScriptFunction):
-        return True
-    return find_builtin(function) is not None
-
-
-def find_builtin(function: Any) -> str | None:
-    """The name of a torch operator in torch's registry, such as ``aten::add``; None for everything else."""
-    name: str | None = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
-    return name
 
 
 def _settle(future: CallFuture, done: Any) -> None:

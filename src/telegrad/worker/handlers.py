@@ -15,7 +15,7 @@ from telegrad.serialize.names import resolve
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import profiling
-from telegrad.worker.calls import find_builtin
+from telegrad.worker.callables import find_builtin
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
 from telegrad.worker.messages import NO_PREAMBLE as _NO_PREAMBLE
