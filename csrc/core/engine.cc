@@ -2,6 +2,7 @@
 #include "core/engine.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/timerfd.h>
@@ -27,6 +28,12 @@ void add(const Descriptor& epoll, int fd, std::uint64_t token, std::uint32_t eve
   }
 }
 
+/// How many this process may use.
+int processors() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
 }  // namespace
 
 Engine::Engine(Settings settings)
@@ -38,6 +45,7 @@ Engine::Engine(Settings settings)
       park_bell_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot make an eventfd")),
       timer_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC), "cannot make a timer")),
       nudge_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "cannot make a timer")),
+      spinning_(std::max(processors() / 2, 1)),
       caller_spin_(settings_.spin) {
   add(inner_, kick_.get(), kKickToken, EPOLLIN);
   add(inner_, nudge_.get(), kNudgeToken, EPOLLIN);

@@ -47,6 +47,8 @@ namespace telegrad {
 
 /// How long links may go unread, or work unstarted, before another thread is woken for it.
 inline constexpr Nanos kGrace = 500 * kMicrosecond;
+/// The same for links, after handlers that all came back sooner.
+inline constexpr Nanos kMostGrace = 4 * kGrace;
 /// How long a message of a burst may wait for others to leave with.
 inline constexpr Nanos kGather = 50 * kMicrosecond;
 /// The same for finished calls that wait while a thread is at others.
@@ -343,6 +345,7 @@ class Engine {
   std::deque<Item> top_;
   std::size_t running_top_ = 0, running_ = 0, running_requests_ = 0, finishing_ = 0, threads_ = 0;
   bool spawning_ = false;
+  const std::size_t spinning_;  // while so many threads of the pool run something, the others do not spin
 
   // The scheduler.
   std::atomic<bool> role_held_ = false;  // written under the mutex
@@ -353,7 +356,8 @@ class Engine {
   std::list<Waiter*> sleepers_;          // callers asleep
   std::list<Waiter*> progress_;          // those of them who wait for credit or for bytes to leave
   Nanos released_at_ = 0;
-  Nanos popped_at_ = 0;  // when a pool thread last took something
+  Nanos grace_ = kGrace;  // how long after that links may go unread; grows while nobody is needed then
+  Nanos popped_at_ = 0;   // when a pool thread last took something
   Nanos timer_at_ = kNever;
   Nanos trim_at_ = 0;
   Spin caller_spin_;  // the polling caller's

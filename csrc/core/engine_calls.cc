@@ -177,7 +177,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     std::lock_guard lock(mutex_);
     if (role_held_) return id;
     if (o.lazy) {
-      arm_timer(now() + kGrace);
+      arm_timer(now() + grace_);
     } else {
       watch();  // the pool must see the reply
     }

@@ -101,6 +101,7 @@ bool Engine::next(PoolThread& self, Item& out) {
   arrive(self);
   bool holding = false;
   Gate::Pass pass = Gate::kCaller;
+  Spin no_spin(0);
   while (true) {
     if (stopped_ && !has_urgent()) {
       if (holding) release_role(false);
@@ -116,8 +117,9 @@ bool Engine::next(PoolThread& self, Item& out) {
         take_role();
         pass = gate_.open();
       }
+      Spin& spin = running_ < spinning_ ? self.spin : no_spin;
       lock.unlock();
-      const bool found = poll(self.spin, kNever, false, pass);
+      const bool found = poll(spin, kNever, false, pass);
       lock.lock();
       holding = gate_.holds(pass);
       if (holding && gate_.wanted()) {
@@ -211,11 +213,15 @@ void Engine::tick(Lock& lock) {
   arm_timer(handshakes_at_);
   if (!role_held_) {
     const bool watched = parked_ && in_outer_;
-    if (!watched && at - released_at_ >= kGrace) {
+    if (!watched && at - released_at_ >= grace_) {
+      grace_ = kGrace;
       watch();
     } else if (!watched) {
-      arm_timer(released_at_ + kGrace);
+      grace_ = kMostGrace;
+      arm_timer(released_at_ + grace_);
     }
+  } else {
+    grace_ = kMostGrace;
   }
   if (!urgent_.empty() || has_requests()) {
     const Nanos oldest =

@@ -49,7 +49,7 @@ void Engine::release_role(bool to_user_code) {
   } else if (!to_user_code && calls_.waiting_async() > 0) {
     watch();
   } else {
-    arm_timer(released_at_ + kGrace);
+    arm_timer(released_at_ + grace_);
   }
 }
 
@@ -71,7 +71,7 @@ void Engine::watch() {
 void Engine::watch_for_caller() {
   set_outer(false);
   released_at_ = now();
-  arm_timer(released_at_ + kGrace);
+  arm_timer(released_at_ + grace_);
 }
 
 /// Is there something that one more thread should take now? A thread that is at finished calls takes those that follow
@@ -265,7 +265,7 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
         if (strangers >= kStrangersBeforeHandover && !done() && (!idle_.empty() || parked_)) {
           holding = role_held_ = false;  // the pool reads and runs them itself from here on
           released_at_ = now();
-          arm_timer(released_at_ + kGrace);
+          arm_timer(released_at_ + grace_);
         }
         wake_for_work();
       } else if (finished && !done()) {

@@ -1,13 +1,15 @@
 // How long to spin before sleeping: only where it pays.
 //
-// A wake-up through the kernel costs 60 us or more, so a thread whose event comes within tens of microseconds does
-// better to look for it awake. A thread whose events come late only burns the processor that its peer needs. So each
-// place that waits keeps a Spin: it spins while spinning has lately caught events, stops after a few misses, and
-// starts again when an event came so soon after falling asleep that spinning would have caught it.
+// A wake-up through the kernel costs 60 us or more, so a thread whose event comes soon does better to look for it
+// awake. A thread whose events come late only burns the processor that its peer needs. So each place that waits keeps a
+// Spin: it spins as long as events have lately taken to come, up to some multiple of its budget; stops after a few
+// misses; starts again when an event came so soon after falling asleep that spinning would have caught it; and ends
+// each spin at once where others want the processor.
 #pragma once
 
 #include <sched.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/clock.h"
@@ -19,22 +21,23 @@ class Spin {
   explicit Spin(Nanos budget) : budget_(budget) {}
 
   /// How long to spin now; 0: sleep at once.
-  Nanos budget() const { return misses_ < kPatience ? budget_ * stretch_ : 0; }
+  Nanos budget() const { return misses_ < kPatience ? span_ : 0; }
 
   /// The event came `waited` after the wait began, while spinning.
   void hit(Nanos waited) {
     misses_ = 0;
-    if (waited < budget_) stretch_ = 1;
+    span_ = std::max({budget_, 2 * waited, span_ - span_ / 8});
+    span_ = std::min(span_, kStretch * budget_);
   }
 
-  /// The event came `waited` after the wait began, out of sleep. If it came so soon that a little more patience would
-  /// have met it, the next wait has more: two ends that each sleep just before the other wakes would go on so for ever.
+  /// The event came `waited` after the wait began, out of sleep. If more patience would have met it, the next wait has
+  /// more: two ends that each sleep just before the other wakes would go on so for ever.
   void slept(Nanos waited) {
-    if (waited < budget_ + kWakeUp) {
+    if (waited < kStretch * budget_) {
       misses_ = 0;
-      stretch_ = kStretch;
+      span_ = std::max(budget_, std::min(waited + waited / 2, kStretch * budget_));
     } else {
-      stretch_ = 1;
+      span_ = budget_;
       if (misses_ < kPatience) ++misses_;
     }
   }
@@ -52,12 +55,11 @@ class Spin {
 
  private:
   static constexpr int kPatience = 3;
-  static constexpr int kStretch = 4;
-  static constexpr Nanos kWakeUp = 100 * kMicrosecond;
+  static constexpr int kStretch = 20;
   static constexpr Nanos kCrowded = 200 * kMicrosecond;
   Nanos budget_;
+  Nanos span_ = budget_;
   int misses_ = 0;
-  int stretch_ = 1;
 };
 
 }  // namespace telegrad

@@ -74,22 +74,37 @@ CASE(many_ring_one_wakes) {
 CASE(spinning_stops_where_it_does_not_pay_and_starts_again) {
   Spin spin(50 * kMicrosecond);
   CHECK_EQ(spin.budget(), 50 * kMicrosecond);
-  for (int i = 0; i < 10; ++i) spin.slept(kMillisecond);
+  for (int i = 0; i < 10; ++i) spin.slept(2 * kMillisecond);
   CHECK_EQ(spin.budget(), 0);
   spin.slept(20 * kMicrosecond);  // spinning would have caught it
-  CHECK_EQ(spin.budget(), 200 * kMicrosecond);
-  spin.hit(10 * kMicrosecond);
   CHECK_EQ(spin.budget(), 50 * kMicrosecond);
-  spin.slept(kMillisecond);
-  spin.slept(kMillisecond);
+  spin.slept(2 * kMillisecond);
+  spin.slept(2 * kMillisecond);
   spin.hit(0);
-  spin.slept(kMillisecond);
+  spin.slept(2 * kMillisecond);
   CHECK_EQ(spin.budget(), 50 * kMicrosecond);
   Spin never(0);
   never.hit(0);
   CHECK_EQ(never.budget(), 0);
+  never.slept(kMicrosecond);
+  CHECK_EQ(never.budget(), 0);
 }
 
+CASE(spinning_lasts_as_long_as_events_have_lately_taken) {
+  Spin spin(50 * kMicrosecond);
+  spin.slept(400 * kMicrosecond);
+  CHECK_EQ(spin.budget(), 600 * kMicrosecond);
+  spin.hit(400 * kMicrosecond);
+  CHECK_EQ(spin.budget(), 800 * kMicrosecond);
+  spin.hit(10 * kMicrosecond);  // one that comes soon among others that do not
+  CHECK_EQ(spin.budget(), 700 * kMicrosecond);
+  for (int i = 0; i < 30; ++i) spin.hit(10 * kMicrosecond);
+  CHECK_EQ(spin.budget(), 50 * kMicrosecond);
+  spin.hit(900 * kMicrosecond);
+  CHECK_EQ(spin.budget(), kMillisecond);  // and no longer
+  spin.slept(2 * kMillisecond);
+  CHECK_EQ(spin.budget(), 50 * kMicrosecond);
+}
 CASE(deadlines_do_not_overflow) {
   CHECK_EQ(deadline_after(100, 0), kNever);
   CHECK_EQ(deadline_after(100, 5), 105);
