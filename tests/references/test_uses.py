@@ -31,6 +31,15 @@ def test_about_itself_on_a_user(w: Cluster) -> None:
     assert isinstance(rref, api.PyRRef)
 
 
+def test_a_method_that_has_run_confirms_it(w: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the word of its creation has been taken up by then or not."""
+    monkeypatch.setattr(w[0]._worker.references, "confirmed", lambda rref: False)
+    rref = w[0].remote("w1", make, ("one",))
+    assert not rref.confirmed_by_owner()
+    rref.rpc_sync().greet("me")
+    assert rref.confirmed_by_owner()
+
+
 def test_about_itself_on_the_owner(w: Cluster) -> None:
     value = Thing("two")
     rref = w[0].rref(value)

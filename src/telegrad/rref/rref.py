@@ -103,8 +103,9 @@ class RRef(Generic[T]):
         return self.owner_id == self._worker.info.id
 
     def confirmed_by_owner(self) -> bool:
-        """Does the owner know of this reference? Always true on the owner; elsewhere false until its word is here."""
-        return self._worker.references.confirmed(self.id)
+        """Does the owner know of this reference? Always true on the owner; elsewhere false until its word is here, or
+        another answer about this reference: that the value was fetched, or that a method of it has run."""
+        return self._exists or self._worker.references.confirmed(self.id)
 
     def __repr__(self) -> str:
         this = _global_id(*self.id)
