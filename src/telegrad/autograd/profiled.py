@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 from telegrad.autograd.passes import GRADIENTS
 from telegrad.worker import profiling
@@ -26,23 +26,27 @@ NOTHING = nullcontext()
 Profile = tuple[int, list[Any]]  # in a message: what to note, and events for the root
 
 
-def _range(name: str, wanted: bool) -> AbstractContextManager[Any]:
-    return profiling.observer.range(name) if wanted else NOTHING
+_Range: TypeAlias = AbstractContextManager[Any]
 
 
-def whole() -> AbstractContextManager[Any]:
+def whole() -> _Range:
     """Around all of `backward`."""
-    return _range(_BACKWARD, profiling.observer.on)
+    around: _Range = profiling.observer.range(_BACKWARD) if profiling.observer.on else NOTHING
+    return around
 
 
-def sending(messages: Sequence[tuple[Any, ...]]) -> AbstractContextManager[Any]:
+def sending(messages: Sequence[tuple[Any, ...]]) -> _Range:
     """Around the sending of messages of a pass."""
-    return _range(_RECV, profiling.observer.on and any(message[0] == GRADIENTS for message in messages))
+    wanted = profiling.observer.on and any(message[0] == GRADIENTS for message in messages)
+    around: _Range = profiling.observer.range(_RECV) if wanted else NOTHING
+    return around
 
 
-def taking(message: tuple[Any, ...]) -> AbstractContextManager[Any]:
+def taking(message: tuple[Any, ...]) -> _Range:
     """Around the taking up of a message of a pass."""
-    return _range(_SEND, profiling.observer.on and message[0] == GRADIENTS)
+    wanted = profiling.observer.on and message[0] == GRADIENTS
+    around: _Range = profiling.observer.range(_SEND) if wanted else NOTHING
+    return around
 
 
 class PassProfile:

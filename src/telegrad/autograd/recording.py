@@ -48,6 +48,17 @@ class Recv(torch.autograd.Function):
         return None, None
 
 
+_apply: Any = super(torch.autograd.Function, Recv).apply
+_in_transform = getattr(torch._C, "_are_functorch_transforms_active", None)
+
+
+def _recv(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """`Recv.apply`, past its handling of default arguments and transforms, which takes as long as the rest."""
+    apply: Any = Recv.apply if _in_transform is None or _in_transform() else _apply
+    made: tuple[Tensor, ...] = apply(_anchor, tensors)
+    return made
+
+
 def edge_of(tensor: Tensor) -> tuple[GradientEdge, Node | None]:
     """Where the gradient of a tensor that requires one enters the graph, and what keeps the graph alive, unless the
     edge does: the nodes of Python functions do not. Needs grad mode.
@@ -86,10 +97,10 @@ def received(message: int, peer: int, tensors: list[Tensor]) -> tuple[Received, 
         tensors: leaves that are no views and do not require grad; they are changed.
     """
     if torch.is_grad_enabled():
-        made: tuple[Tensor, ...] = Recv.apply(_anchor, tensors)  # type: ignore[no-untyped-call]
+        made = _recv(tensors)
     else:  # a reply that is read under no_grad was recorded all the same, where it was made
         with torch.inference_mode(False), torch.enable_grad():
-            made = Recv.apply(_anchor, tensors)  # type: ignore[no-untyped-call]
+            made = _recv(tensors)
     node = made[0].grad_fn
     assert node is not None
     return Received(message, peer, node, len(made)), made

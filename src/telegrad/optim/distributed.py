@@ -82,15 +82,14 @@ class DistributedOptimizer:
         worker = _worker()
         here = worker.info.id
         futures: list[tuple[int, Any]] = []
-        local = []
+        # This worker's own part comes last, as it occupies this thread, which so also has its own turn at the gate. If
+        # there is none, this thread waits for the last of the others itself: that is quicker than a future.
+        ordered = sorted(self.remote_optimizers, key=lambda rref: rref.owner_id == here)
         with _outside_contexts():
-            for rref in self.remote_optimizers:
-                if rref.owner_id == here:
-                    local.append(rref)
-                else:
-                    futures.append((rref.owner_id, worker.rpc_async(rref.owner_id, step_of, (*rref.id, context_id))))
-            # Last, as it occupies this thread, which so also has its own turn at the gate.
-            futures += [(here, _Done(rref, context_id)) for rref in local]
+            for rref in ordered[:-1]:
+                futures.append((rref.owner_id, worker.rpc_async(rref.owner_id, step_of, (*rref.id, context_id))))
+            for rref in ordered[-1:]:
+                futures.append((rref.owner_id, _Done(worker, rref, context_id)))
             _all_results(worker, "the optimizer could not step", futures)
 
 
@@ -121,12 +120,15 @@ def _gradients(worker: Worker, context_id: int) -> dict[Any, Any]:
 
 
 class _Done:
-    """A step of this worker's own part, with a future's `wait`."""
+    """A step that this thread has made or waited for, with a future's `wait`."""
 
-    def __init__(self, rref: RRef[LocalOptimizer], context_id: int) -> None:
+    def __init__(self, worker: Worker, rref: RRef[LocalOptimizer], context_id: int) -> None:
         self._error: Exception | None = None
         try:
-            step_of(*rref.id, context_id)
+            if rref.is_owner():
+                step_of(*rref.id, context_id)
+            else:
+                worker.rpc_sync(rref.owner_id, step_of, (*rref.id, context_id))
         except Exception as e:
             self._error = e
 

@@ -23,7 +23,7 @@ from telegrad.autograd import versions
 from telegrad.autograd.gate import StepGate
 from telegrad.autograd.versions import gate_for
 from telegrad.errors import NotInitialized
-from telegrad.optim.parameters import Managed, managed, taking_turns
+from telegrad.optim.parameters import Managed, in_one_order, managed, taking_turns
 from telegrad.worker.default import current_worker
 
 __all__ = ["Group", "LocalOptimizer", "between_steps"]
@@ -70,6 +70,7 @@ class LocalOptimizer:
         self.optimizer = optimizer_class(given, *args, **kwargs)
         unique = list({id(parameter): parameter for parameter in parameters}.values())
         self._managed = managed(worker, unique)
+        self._in_turn = in_one_order(self._managed)
         self._shadows: list[Tensor] = [shadows[id(parameter)] for parameter in unique]
         self._vacant = [torch.empty(0, dtype=p.dtype, device=p.device) for p in unique]
         self._known = type(self.optimizer).__module__.split(".")[:2] == ["torch", "optim"]
@@ -87,7 +88,7 @@ class LocalOptimizer:
             TimeoutError: another optimizer is still stepping one of the parameters.
             what the optimizer raises.
         """
-        with taking_turns(self._managed, timeout), torch.inference_mode(False):
+        with taking_turns(self._in_turn, timeout), torch.inference_mode(False):
             try:
                 self._step(gate_for(self._worker), context, gradients)
             finally:
