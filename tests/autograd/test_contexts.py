@@ -97,6 +97,7 @@ def test_the_private_way_in_and_out(four: Cluster) -> None:
     opened = api._new_context()
     assert api._current_context()._context_id() == opened._context_id() == here()
     api._is_valid_context(opened._context_id())
+    assert api._get_debug_info() == {"num_current_backward_passes": 0, "num_autograd_contexts": 1}
     api._release_context(opened._context_id())
     assert here() is None
     for call in (api._is_valid_context, api._release_context, autograd.get_gradients):

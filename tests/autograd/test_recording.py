@@ -262,6 +262,29 @@ def test_a_bare_parameter_is_recorded_a_module_is_copied(context: Context) -> No
     assert len(context.sends) == gone
 
 
+class Marked(Tensor):
+    mark: str
+
+
+def marked(value: Marked) -> tuple[str, str, Any]:
+    return type(value).__name__, value.mark, value * 2
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_a_tensor_of_a_subclass_is_recorded_and_stays_one(context: Context, grad_mode: bool) -> None:
+    x = torch.ones(2).as_subclass(Marked).requires_grad_()
+    for sent in (x, x * 3):
+        sent.mark = "here"
+        future = rpc.rpc_async("w1", marked, (sent,))
+        with torch.set_grad_enabled(grad_mode):
+            kind, mark, y = future.wait()
+        assert (kind, mark, type(y)) == ("Marked", "here", Marked)
+        assert not y.is_leaf
+        autograd.backward(context.id, [y.as_subclass(Tensor).sum()])
+    ((_, gradient),) = autograd.get_gradients(context.id).items()
+    assert gradient.tolist() == [8, 8]
+
+
 def kinds_in(value: Any) -> list[tuple[str, bool]]:
     if isinstance(value, nn.Module):
         return [(type(p).__name__, p.is_leaf) for p in value.parameters()]

@@ -248,8 +248,8 @@ def _get_max_id() -> int:
     return _service().contexts.max_id
 
 
-def _get_debug_info() -> dict[str, str]:
-    return {key: str(count) for key, count in _service().stats().items()}
+def _get_debug_info() -> dict[str, int]:
+    return _service().stats()
 
 
 def _init(worker_id: int) -> None:

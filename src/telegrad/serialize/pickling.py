@@ -31,7 +31,13 @@ from telegrad.serialize.by_value import ByValuePickler
 from telegrad.serialize.culprits import find_culprit
 from telegrad.serialize.sharing import Place, Segment, place, restore
 from telegrad.serialize.tensors import Buffer, is_plain, make_codec
-from telegrad.serialize.torch_types import REDUCERS, reduce_script_module, reduce_special_tensor
+from telegrad.serialize.torch_types import (
+    REDUCERS,
+    is_plain_subclass,
+    reduce_script_module,
+    reduce_special_tensor,
+    reduce_subclass,
+)
 
 __all__ = ["Extension", "Serializer", "dumps", "loads"]
 
@@ -108,7 +114,8 @@ class Serializer:
             value: what to send.
             name: what an error calls it; of a tuple, what it calls each part.
             recorded: gets the tensors that require grad, in the order in which `loads` wraps them. Parameters are
-                among them where nothing but tuples, lists and dicts is around them.
+                among them where nothing but tuples, lists and dicts is around them; a tensor of a subclass is
+                among them as a plain one.
 
         Returns:
             The body, and the segments as (address, size in bytes, owner); a segment must not be read after its owner
@@ -278,6 +285,8 @@ class Pickler(ByValuePickler):
         if kind is torch.nn.Parameter:
             special = self.message.special(obj)
             return super().reducer_override(obj) if special is None else (_tensor, (special,))
+        if self.message.specials is not None and isinstance(obj, torch.Tensor) and is_plain_subclass(obj):
+            return reduce_subclass(obj)
         if isinstance(obj, torch.jit.ScriptModule):
             return reduce_script_module(obj)
         return super().reducer_override(obj)

@@ -40,6 +40,27 @@ def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
     return reduced
 
 
+def is_plain_subclass(tensor: torch.Tensor) -> bool:
+    """Whether it requires grad, and is no more than a tensor under another class, with attributes."""
+    kind = type(tensor)
+    return (
+        tensor.requires_grad
+        and not isinstance(tensor, torch.nn.Parameter)
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__
+        and kind.__reduce__ is torch.Tensor.__reduce__
+        and kind.__getstate__ is torch.Tensor.__getstate__
+        and kind.__setstate__ is torch.Tensor.__setstate__
+    )
+
+
+def reduce_subclass(tensor: torch.Tensor) -> Reduced:
+    """As a tensor, for which gradients come back, and its class. Torch's own reduction would make a leaf of it."""
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.as_subclass(torch.Tensor)
+    return _as_subclass, (plain, type(tensor), dict(tensor.__dict__))
+
+
 def _reduce_by_bytes(tensor: torch.Tensor) -> Reduced:
     """An element type that has no code on the wire, such as torch.uint4: as a view of bytes."""
     storage, item = tensor.untyped_storage(), tensor.element_size()
@@ -129,6 +150,13 @@ def _as_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_(True)
+
+
+def _as_subclass(plain: torch.Tensor, kind: type[torch.Tensor], attributes: dict[str, Any]) -> torch.Tensor:
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        tensor = plain.as_subclass(kind)
+    tensor.__dict__.update(attributes)
+    return tensor
 
 
 def _sparse_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:

@@ -94,7 +94,7 @@ def rpc_init(name: str, *args: Any, **kwargs: Any) -> None:
     init_rpc(name, *args, **kwargs)
 
 
-def _get_debug_info() -> dict[str, str]:
+def _get_debug_info() -> dict[str, str | int]:
     """All counts that there are, under torch's names.
 
     Raises:
@@ -103,7 +103,7 @@ def _get_debug_info() -> dict[str, str]:
     if not api._is_current_rpc_agent_set():
         raise NotInitialized
     agent: dict[str, str] = api._get_current_rpc_agent().get_debug_info()
-    return api._rref_context_get_debug_info() | agent | _autograd._get_debug_info()
+    return {**api._rref_context_get_debug_info(), **agent, **_autograd._get_debug_info()}
 
 
 def _enable_jit_rref_pickle() -> NoReturn:
