@@ -165,6 +165,20 @@ def test_a_sparse_gradient_stays_sparse() -> None:
     assert group.contexts[0].gradients[table].is_sparse
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])  # those that torch can add up
+def test_leaves_of_sparse_layouts(layout: torch.layout) -> None:
+    values = torch.eye(3, dtype=torch.float64)
+    group, x = Group(2, 0), values.to_sparse(layout=layout).requires_grad_()
+    for _ in range(2):
+        (there,) = group.transfer(0, 1, [x])
+        (back,) = group.transfer(1, 0, [(there.to_dense() * 3).sum()])
+        group.backward(0, [back])
+    gradient = group.contexts[0].gradients[x]
+    assert gradient.layout is layout
+    assert torch.equal(gradient.to_dense(), values * 6)
+
+
 def test_an_undefined_gradient_is_none() -> None:
     class Nothing(torch.autograd.Function):
         @staticmethod

@@ -150,7 +150,9 @@ def add(total: Tensor, part: Tensor, own: bool) -> Tensor:
 
 
 def _lies_alike(leaf: Tensor, grad: Tensor) -> bool:
-    return grad.is_sparse or grad.stride() == leaf.stride()
+    if grad.layout is torch.strided is leaf.layout:
+        return grad.stride() == leaf.stride()
+    return grad.is_sparse  # other layouts have no strides to compare; torch copies them
 
 
 def _copied(leaf: Tensor, grad: Tensor) -> Tensor:
