@@ -83,13 +83,16 @@ class RpcTimeout(TelegradError, TimeoutError):
         timeout: the time-out in seconds.
         call: what was called, for example ``"torch.add on ps0"``.
         state: how far it got: ``"not sent"``, ``"queued"``, ``"running"``, ``"reply lost"``; empty if not known.
+        remedy: what to do about it.
     """
+
+    LARGER = "Pass a larger timeout= (0 waits for ever) if the call may take that long."
 
     def __new__(cls, *_args: object, **_facts: object) -> Self:
         # Of the two bases OSError has the larger layout, and its constructor would make an errno of the arguments.
         return OSError.__new__(cls)
 
-    def __init__(self, timeout: float, call: str = "", state: str = "") -> None:
+    def __init__(self, timeout: float, call: str = "", state: str = "", remedy: str = LARGER) -> None:
         self.timeout = timeout
         self.call = call
         self.state = state
@@ -97,7 +100,7 @@ class RpcTimeout(TelegradError, TimeoutError):
         super().__init__(
             f"RPC ran for more than set timeout ({_milliseconds(timeout)} ms) and will now be marked with an error"
             + (f" ({details})" if details else "")
-            + ". Pass a larger timeout= (0 waits for ever) if the call may take that long."
+            + f". {remedy}"
         )
 
 

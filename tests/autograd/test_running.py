@@ -162,6 +162,8 @@ def test_roots_that_are_none(four: Cluster) -> None:
                 autograd.backward(context_id, wrong)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="incompatible function arguments"):
             autograd.backward(None, [leaf()])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            autograd.get_gradients("1")  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="No tensors provided for gradient computation"):
             autograd.backward(context_id, [])
         with pytest.raises(RuntimeError, match="requires_grad not set on root"):
@@ -285,6 +287,7 @@ def test_the_time_out_says_what_is_outstanding(four: Cluster, gate: threading.Ev
         finally:
             calls.default_timeout = usual
         assert caught.value.timeout == 0.2
+        assert "larger rpc_timeout" in str(caught.value)  # backward has no timeout= of its own
         gate.set()
         eventually(lambda: not four[2]._worker.autograd.passes.count)
 

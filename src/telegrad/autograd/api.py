@@ -103,6 +103,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
     Raises:
         RuntimeError: there is no such context here.
+        TypeError: that is no id.
     """
     found = _find(_service(), context_id)
     with found.lock:
@@ -142,6 +143,8 @@ def _service() -> Autograd:
 
 
 def _find(service: Autograd, context_id: int) -> Context:
+    if not _is_id(context_id):
+        raise TypeError(f"incompatible function arguments: a context's id is an int, not {context_id!r}")
     found = service.contexts.find(context_id)
     if found is None:
         raise TelegradError(

@@ -34,6 +34,10 @@ _GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
 _REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
 _PREAMBLE = int(Flag.PREAMBLE)
 _LOOK = 20_000_000  # ns after which whoever waits for one worker's answer looks whether the pass has ended otherwise
+_REMEDY = (
+    "If it may take that long, give init_rpc's options a larger rpc_timeout (0 waits for ever); in a handler its"
+    " caller's timeout counts as well."
+)
 
 Answer = Callable[[list[Any], profiled.Profile | None], None]
 
@@ -284,7 +288,7 @@ class Passes:
 
     def _time_is_over(self, run: Running, timeout: int) -> None:
         what = f"a backward pass in autograd context {run.context.id}"
-        error = RpcTimeout(timeout / 1e9, what, f"waiting for {run.waiting_for()}")
+        error = RpcTimeout(timeout / 1e9, what, f"waiting for {run.waiting_for()}", _REMEDY)
         run.abort(error)
         run.give_up(error)  # if another thread is in it, in a hook that does not return
 
