@@ -78,6 +78,7 @@ def test_generated_models(group: Cluster, data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_many_generated_models(group: Cluster, data: st.DataObject) -> None:
