@@ -218,8 +218,8 @@ class Calls:
 
     # ---- the short way, for calls that carry nothing but plain values
 
-    def call(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> Any:
-        """Runs a function on a peer and waits for its value."""
+    def call(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int, what: str = "") -> Any:
+        """Runs a function on a peer and waits for its value. Errors say `what`, or the function's name."""
         scope = current.get()
         nested = False
         context = None
@@ -228,7 +228,7 @@ class Calls:
             timeout = remaining(timeout, scope)
             context = scope.autograd
             if _get_running_loop() is not None:
-                return self.sync(self.function_call(peer, function, args, kwargs, timeout, mode="sync"))
+                return self._call_at_length(peer, function, args, kwargs, timeout, what)
         if self.send_filter is None and self.custom_pickler is None and not profiling.unusual():
             try:
                 number, text = self.names.find(function)
@@ -237,13 +237,18 @@ class Calls:
             else:
                 flags = 0 if is_grad_enabled() else caller_flags()
                 if flags and context is not None:
-                    return self.sync(self.function_call(peer, function, args, kwargs, timeout, mode="sync"))
+                    return self._call_at_length(peer, function, args, kwargs, timeout, what)
                 value = self.plain.call(peer, flags, number, text, args, kwargs, timeout, nested, context)
                 if type(value) is not Unusual:
                     return value
                 if value.outcome is not None:
-                    return self.result(cast("tuple[Any, ...]", value.outcome), Sent(peer, name_of(function), timeout))
-        return self.sync(self.function_call(peer, function, args, kwargs, timeout, mode="sync"))
+                    asked = Sent(peer, what or name_of(function), timeout)
+                    return self.result(cast("tuple[Any, ...]", value.outcome), asked)
+        return self._call_at_length(peer, function, args, kwargs, timeout, what)
+
+    def _call_at_length(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int, what: str) -> Any:
+        r = self.function_call(peer, function, args, kwargs, timeout, mode="sync")
+        return self.sync(r._replace(what=what) if what else r)
 
     def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture:
         """Runs a function on a peer; the future of its value."""

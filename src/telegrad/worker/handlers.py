@@ -20,6 +20,7 @@ from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
 from telegrad.worker.messages import NO_PREAMBLE as _NO_PREAMBLE
 from telegrad.worker.messages import Encoded, Messages, Preamble
+from telegrad.worker.methods import Later, method_of
 from telegrad.worker.references import References
 from telegrad.worker.scope import Scope, clean_state, current, handler_state
 
@@ -118,6 +119,8 @@ class Handlers:
     ) -> None:
         """Answers a request that the core has run, where the answer is not a plain value."""
         asked = Asked(peer, connection, call, _CALL, deadline, context)
+        if type(result) is Later:
+            result, function = result.result, result.method
         try:
             if error is not None and args is not None and kwargs is not None:
                 result, error = _as_torch_says(function, args, kwargs, error)
@@ -211,12 +214,14 @@ class Handlers:
                 return type(value), None
             if tag not in (_METHOD, _CREATE_METHOD):
                 raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
-            function = _method(value, resolve(name or b"M"))
+            function = method_of(value, resolve(name or b"M"))
             args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
         if asked.recording is not None:
             with asked.recording:
-                return run(function, args, kwargs), function
-        return run(function, args, kwargs), function
+                result = run(function, args, kwargs)
+        else:
+            result = run(function, args, kwargs)
+        return (result.result, result.method) if type(result) is Later else (result, function)
 
     # ---- results that come later
 
@@ -331,20 +336,6 @@ def _subject(tag: int, preamble: Preamble) -> RRefId | None:
     if tag == _CREATE_METHOD:
         return preamble.handles[0].id if preamble.handles else None
     return preamble.target
-
-
-def _method(value: Any, name: str) -> Any:
-    """A method of a referenced value.
-
-    Raises:
-        AttributeError: it has none of this name, in torch's words.
-    """
-    try:
-        return getattr(value, name)
-    except AttributeError:
-        if hasattr(type(value), name):  # a property that raised it
-            raise
-        raise AttributeError(f"type object {type(value).__name__!r} has no attribute {name!r}") from None
 
 
 def _found(name: bytes) -> Any:
