@@ -4,7 +4,7 @@
 #include <atomic>
 #include <string>
 
-#include "core/transport.h"
+#include "transports/frames.h"
 
 namespace telegrad {
 
@@ -35,31 +35,22 @@ class StreamLink final : public Link {
   bool hold(const Outgoing& message) override;
   SendState release() override;
   ReceiveState receive(Inbox& inbox, std::size_t budget) override;
-  void set_limits(const Limits& limits) override { limits_ = limits; }
+  void set_limits(const Limits& limits) override { reader_.set_limits(limits); }
   void close() override;
   std::string error() const override;
   std::optional<Credentials> credentials() const override { return credentials_of_(socket_.get()); }
   std::string describe() const override { return description_; }
 
  private:
-  enum class Step { kHeader, kSegmentHeaders, kName, kBody, kSegments };
-
   bool finish_connecting();
   void fail(std::string why);
   void fail_locked(std::string why);
   SendState fail_to_send(int error);
-  bool parse(Inbox& inbox);
-  bool begin_frame();
-  bool begin_segments(Inbox& inbox);
-  bool fill(std::byte* to, std::size_t size);
-  bool take(void* to, std::size_t size);
-  std::size_t direct_target(std::byte** to) const;
 
   Descriptor socket_;
   const std::string description_;
   std::optional<Credentials> (*const credentials_of_)(int fd);
   std::atomic<bool> connecting_;
-  Limits limits_;
 
   mutable std::mutex error_mutex_;
   std::string error_;
@@ -72,17 +63,8 @@ class StreamLink final : public Link {
   std::size_t held_begin_ = 0;
   std::size_t held_end_ = 0;
 
-  // Bytes read and not yet understood: buffer_[begin_, end_).
-  std::unique_ptr<std::byte[]> buffer_;
-  std::size_t begin_ = 0;
-  std::size_t end_ = 0;
-
-  // The frame being read.
-  Step step_ = Step::kHeader;
-  Incoming incoming_;
-  std::vector<SegmentHeader> segment_headers_;
-  std::size_t segment_ = 0;  // the segment being filled
-  std::size_t filled_ = 0;   // bytes of the current part that are there
+  FrameReader reader_;
+  std::unique_ptr<std::byte[]> buffer_;  // what is read on its way to the reader
 };
 
 }  // namespace telegrad

@@ -1,0 +1,197 @@
+#include "transports/frames.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace telegrad {
+namespace {
+
+constexpr std::size_t kDirect = 16 << 10;  // a part with this much missing is put straight into place
+
+std::uint64_t bytes_in_frame(const OutSegment& s) { return s.lease ? 0 : s.size; }
+
+}  // namespace
+
+// ---- writing
+
+void complete(FrameHeader& h, const Outgoing& m) {
+  h.name_size = static_cast<std::uint32_t>(m.name.size());
+  h.body_size = m.body.size();
+  h.segment_count = static_cast<std::uint32_t>(m.segments.size());
+}
+
+std::uint64_t frame_size(const Outgoing& m) {
+  std::uint64_t n = sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size() + m.body.size();
+  for (const auto& s : m.segments) n += bytes_in_frame(s);
+  return n;
+}
+
+std::size_t flatten(const Outgoing& m, const FrameHeader& header, std::byte* out) {
+  std::byte* at = out;
+  auto add = [&at](const void* data, std::size_t size) {
+    if (size > 0) std::memcpy(at, data, size);
+    at += size;
+  };
+  add(&header, sizeof header);
+  for (const auto& s : m.segments) {
+    const SegmentHeader h{.size = s.size, .lease = s.lease};
+    add(&h, sizeof h);
+  }
+  add(m.name.data(), m.name.size());
+  add(m.body.data(), m.body.size());
+  for (const auto& s : m.segments) add(s.data, bytes_in_frame(s));
+  return static_cast<std::size_t>(at - out);
+}
+
+void begin(Outgoing& m) {
+  complete(m.header, m);
+  m.prefix.reserve(sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size());
+  m.prefix.append(reinterpret_cast<const char*>(&m.header), sizeof m.header);
+  for (const auto& s : m.segments) {
+    const SegmentHeader h{.size = s.size, .lease = s.lease};
+    m.prefix.append(reinterpret_cast<const char*>(&h), sizeof h);
+  }
+  m.prefix.append(m.name);
+  m.total = frame_size(m);
+}
+
+int gather(Outgoing& m, iovec* out, int count, std::uint64_t most) {
+  int n = 0;
+  std::uint64_t at = 0;  // of the piece, in the frame
+  auto add = [&](const void* data, std::uint64_t size) {
+    const std::uint64_t skip = m.sent > at ? std::min(m.sent - at, size) : 0;
+    const std::uint64_t taken = std::min(size - skip, most);
+    if (taken > 0) out[n++] = {static_cast<char*>(const_cast<void*>(data)) + skip, taken};
+    most -= taken;
+    at += size;
+  };
+  add(m.prefix.data(), m.prefix.size());
+  add(m.body.data(), m.body.size());
+  at += m.passed;
+  for (std::size_t i = m.segment; i < m.segments.size() && n < count && most > 0; ++i) {
+    const std::uint64_t size = bytes_in_frame(m.segments[i]);
+    if (i == m.segment && at + size <= m.sent) {
+      ++m.segment;
+      m.passed += size;
+    }
+    add(m.segments[i].data, size);
+  }
+  return n;
+}
+
+// ---- reading
+
+/// Moves bytes into a part of `size` bytes; true when it is full.
+bool FrameReader::fill(void* to, std::size_t size) {
+  const std::size_t n = std::min(size_, size - filled_);
+  if (n > 0) std::memcpy(static_cast<std::byte*>(to) + filled_, data_, n);
+  data_ += n;
+  size_ -= n;
+  filled_ += n;
+  if (filled_ < size) return false;
+  filled_ = 0;
+  return true;
+}
+
+bool FrameReader::begin_frame() {
+  FrameHeader& h = incoming_.header;
+  if (!fill(&h, sizeof h)) return false;
+  if (h.magic != kMagic) {
+    fail("what arrived is not a Telegrad frame");
+  } else if (h.name_size > limits_.name || h.body_size > limits_.body || h.segment_count > limits_.segments) {
+    fail("a frame of " + std::to_string(h.body_size) + " bytes with " + std::to_string(h.segment_count) +
+         " segments and a name of " + std::to_string(h.name_size) + " bytes is over the limits (" +
+         std::to_string(limits_.body) + ", " + std::to_string(limits_.segments) + ", " + std::to_string(limits_.name) +
+         ")");
+  } else {
+    segment_headers_.clear();
+    segment_ = 0;
+    step_ = Step::kSegmentHeaders;
+    return true;
+  }
+  return false;
+}
+
+bool FrameReader::begin_segments(Inbox& inbox) {
+  // Headers are taken one by one, so a lying count costs nothing before the bytes are really there.
+  while (segment_headers_.size() < incoming_.header.segment_count) {
+    if (!fill(&segment_header_, sizeof segment_header_)) return false;
+    if (segment_header_.lease != 0 && !leases_) {
+      fail("a link that shares no memory got a segment that lies in shared memory");
+      return false;
+    }
+    segment_headers_.push_back(segment_header_);
+  }
+  std::uint64_t total = 0;
+  for (const auto& h : segment_headers_) {
+    if (h.size > limits_.message || (total += h.size) > limits_.message) {
+      fail("a message of more than " + std::to_string(limits_.message) + " bytes is over the limit");
+      return false;
+    }
+  }
+  incoming_.name.resize(incoming_.header.name_size);
+  if (incoming_.header.body_size > 0) incoming_.body = inbox.allocate(incoming_.header.body_size);
+  incoming_.segments.reserve(segment_headers_.size());
+  for (const auto& h : segment_headers_) {
+    incoming_.segments.push_back(h.lease ? leases_->borrow(h, inbox) : inbox.allocate(h.size));
+    if (!incoming_.segments.back()) {
+      fail("a segment lies in shared memory that has not been shared");
+      return false;
+    }
+  }
+  step_ = Step::kName;
+  return true;
+}
+
+/// One step; false when more bytes are needed, or the stream is at fault.
+bool FrameReader::parse(Inbox& inbox) {
+  switch (step_) {
+    case Step::kHeader:
+      return begin_frame();
+    case Step::kSegmentHeaders:
+      return begin_segments(inbox);
+    case Step::kName:
+      if (!fill(incoming_.name.data(), incoming_.name.size())) return false;
+      step_ = Step::kBody;
+      [[fallthrough]];
+    case Step::kBody:
+      if (incoming_.body && !fill(incoming_.body->data(), incoming_.body->size())) return false;
+      step_ = Step::kSegments;
+      [[fallthrough]];
+    case Step::kSegments:
+      for (; segment_ < incoming_.segments.size(); ++segment_) {
+        const Block& block = *incoming_.segments[segment_];
+        if (!segment_headers_[segment_].lease && !fill(block.data(), block.size())) return false;
+      }
+      step_ = Step::kHeader;
+      inbox.deliver(std::exchange(incoming_, {}));
+      return true;
+  }
+  return false;
+}
+
+bool FrameReader::read(const std::byte* data, std::size_t size, Inbox& inbox) {
+  if (!error_.empty()) return false;
+  data_ = data;
+  size_ = size;
+  while (parse(inbox)) {
+  }
+  return error_.empty();
+}
+
+std::size_t FrameReader::direct_target(std::byte** to) const {
+  const Block* block = nullptr;
+  if (step_ == Step::kBody) block = incoming_.body.get();
+  if (step_ == Step::kSegments && segment_ < incoming_.segments.size()) block = incoming_.segments[segment_].get();
+  if (!block || block->size() - filled_ < kDirect) return 0;
+  *to = block->data() + filled_;
+  return block->size() - filled_;
+}
+
+std::string FrameReader::describe() const {
+  return "a message of " + std::to_string(incoming_.header.body_size) + " bytes and " +
+         std::to_string(incoming_.header.segment_count) + " segments";
+}
+
+}  // namespace telegrad
