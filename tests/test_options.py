@@ -52,7 +52,7 @@ def test_environment_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatc
         ({"num_worker_threads": 1.5}, TypeError, "incompatible constructor arguments"),
         ({"spin_us": -1}, ValueError, "option spin_us has to be a number of us"),
         ({"pool_cache_bytes": "big"}, ValueError, "option pool_cache_bytes"),
-        ({"transports": ("pigeon",)}, ValueError, "option transports has to name some of unix, tcp"),
+        ({"transports": ("pigeon",)}, ValueError, "option transports has to name some of shm, unix, tcp"),
         ({"transports": ()}, ValueError, "option transports"),
         ({"secret": "a", "secret_file": "b"}, ValueError, "not both"),
     ],

@@ -49,6 +49,7 @@ struct Connection {
   std::atomic<State> state = State::kHandshaking;
 
   // The polling thread's.
+  bool awake = false;  // see Link::stay_awake
   Handshake handshake;
   const bool initiator;
   std::atomic<bool> goodbye = false;  // the peer has said that it ends

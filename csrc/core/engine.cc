@@ -152,10 +152,12 @@ void Engine::after_fork_in_child() {
     decltype(listeners_) listeners;
     decltype(peers_) peers;
     decltype(gathering_) gathering;
+    decltype(awake_) awake;
+    ConnectionPtr hot;
     std::thread timekeeper;
   };
-  new Abandoned{std::move(connections_), std::move(listeners_), std::move(peers_), std::move(gathering_),
-                std::move(timekeeper_)};
+  new Abandoned{std::move(connections_), std::move(listeners_), std::move(peers_),     std::move(gathering_),
+                std::move(awake_),       std::move(hot_),       std::move(timekeeper_)};
   gathering_.clear();  // what links hold leaves in the parent
   gathering_since_ = kNever;
   connections_.clear();

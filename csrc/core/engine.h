@@ -15,6 +15,9 @@
 // A thread that waits inside user code never runs a request: it queues what it reads and wakes a pool thread. A pool
 // thread that reads a request runs it. When it comes back within kGrace nobody else was woken in vain.
 //
+// Links through memory that have lately had something stay awake: the holder of the role looks into them by itself, and
+// their peers need not wake it. Whoever sleeps, or lets the parked thread watch, puts them to sleep first.
+//
 // Bursts. Small messages that follow each other at once are held by the link and leave together (`gather`); who waits,
 // who polls and the timekeeper see to it that none stays behind.
 //
@@ -41,7 +44,7 @@
 #include "core/pool.h"
 #include "core/spin.h"
 #include "core/transport.h"
-#include "transports/stream.h"
+#include "transports/descriptor.h"
 
 namespace telegrad {
 
@@ -285,6 +288,9 @@ class Engine {
                    const std::function<bool()>& interrupted);
   bool poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass = Gate::kCaller);
   bool look(int timeout_ms);
+  bool glance();
+  bool spin_once(std::uint32_t turn);
+  bool put_to_sleep();
   bool read_from(const ConnectionPtr& c);
   void take_role();
   void release_role(bool to_user_code);
@@ -364,8 +370,10 @@ class Engine {
   bool leaving_ = false, stopped_ = false, quit_ = false, forked_ = false;
   std::atomic<int> progress_waiters_ = 0;
 
-  // The polling thread's.
+  // The polling thread's; under the mutex, whoever's while nobody holds the role.
   ConnectionPtr hot_;
+  std::vector<ConnectionPtr> awake_;  // links that are looked into without a system call, see Link::stay_awake
+  std::uint32_t glances_ = 0;
   std::uint64_t arrivals_ = 0;
   std::vector<Incoming> answers_;  // replies read and not taken in yet, of the link being read
 

@@ -253,6 +253,10 @@ void Engine::opened(const ConnectionPtr& c) {
       c->peer = who.id;
       c->link->set_limits(settings_.limits);
       --strangers_;
+      if (c->initiator && !peer.last_error.empty() && c->link->describe() != peer.addresses.front()) {
+        log("worker " + who.name + " is reached at " + c->link->describe() +
+            ", since a better way failed: " + peer.last_error);
+      }
       if (!peer.link || c->initiator) {
         peer.link = c;
         peer.connecting = false;

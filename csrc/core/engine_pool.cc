@@ -206,6 +206,7 @@ void Engine::keep_time() {
 
 void Engine::tick(Lock& lock) {
   Kept kept;
+  std::vector<ConnectionPtr> lending;
   const Nanos at = now();
   timer_at_ = kNever;
   expire_calls(at, kept);
@@ -230,9 +231,12 @@ void Engine::tick(Lock& lock) {
     if (at - std::max(oldest, popped_at_) >= kGrace) wake_for_work();
     if (!idle_.empty() || parked_) arm_timer(at + (has_requests() ? kGrace : kOutcomeGrace));
   }
-  if (pool_->stats().cached_blocks > 0) {
+  const bool lends = std::any_of(connections_.begin(), connections_.end(),
+                                 [](const auto& c) { return c.second->link->lendable() > 0; });
+  if (lends || pool_->stats().cached_blocks > 0) {
     if (at >= trim_at_) {
       pool_->trim(at - kTrim);
+      for (auto& [token, c] : connections_) lending.push_back(c);
       trim_at_ = at + kTrim;
     }
     arm_timer(trim_at_);
@@ -243,6 +247,7 @@ void Engine::tick(Lock& lock) {
   if (since != kNever && !gathered) arm_timer(since + kGrace);
   lock.unlock();
   if (gathered) release_gathered();
+  for (const auto& c : lending) c->link->trim(at - kTrim);
   kept.clear();
 }
 

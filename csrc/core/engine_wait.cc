@@ -12,6 +12,7 @@ namespace {
 constexpr Nanos kSlice = kSecond;            // a sleep that a signal may have to end is at most this long
 constexpr std::size_t kBudget = 4 << 20;     // bytes read from one link before the others have their turn
 constexpr std::uint32_t kHotTurns = 16;      // looks at the last busy link alone, before the others are looked at too
+constexpr std::uint32_t kGlances = 128;      // looks at links that are awake, before the others are looked at too
 constexpr int kStrangersBeforeHandover = 2;  // requests a waiting caller reads before it lets the pool poll
 
 int milliseconds(Nanos until) {
@@ -25,6 +26,7 @@ int milliseconds(Nanos until) {
 // ---- the role. All with the mutex held.
 
 void Engine::set_outer(bool enabled) {
+  if (enabled && !put_to_sleep()) kick();  // one of them has a message: the parked thread is to look
   if (in_outer_ == enabled) return;
   epoll_event event{.events = enabled ? static_cast<std::uint32_t>(EPOLLIN) : 0u, .data = {.u64 = kInnerToken}};
   epoll_ctl(outer_.get(), EPOLL_CTL_MOD, inner_.get(), &event);
@@ -143,13 +145,55 @@ bool Engine::read_from(const ConnectionPtr& c) {
     lost(c, c->link->error());
     return true;
   }
-  return arrivals_ != before;
+  if (arrivals_ == before) return false;
+  if (!c->awake && c->link->stay_awake()) {
+    c->awake = true;
+    awake_.push_back(c);
+  }
+  return true;
+}
+
+/// A look at the links that are awake, which costs no system call; true if one of them had anything.
+bool Engine::glance() {
+  bool found = false, dead = false;
+  for (std::size_t i = 0; i < awake_.size(); ++i) {
+    const Connection& looked_at = *awake_[i];
+    if (looked_at.link->ready()) {
+      const ConnectionPtr c = awake_[i];
+      found = read_from(c) || found;
+    }
+    dead = dead || looked_at.state == Connection::State::kDead;
+  }
+  if (dead) std::erase_if(awake_, [](const ConnectionPtr& c) { return c->state == Connection::State::kDead; });
+  return found;
+}
+
+/// From now on links wake who sleeps in epoll. False: one of them has something already.
+bool Engine::put_to_sleep() {
+  std::erase_if(awake_, [](const ConnectionPtr& c) {
+    const bool asleep = c->state == Connection::State::kDead || c->link->fall_asleep();
+    if (asleep) c->awake = false;
+    return asleep;
+  });
+  return awake_.empty();
+}
+
+/// One look of many: most are only at the links that were busy last.
+bool Engine::spin_once(std::uint32_t turn) {
+  if (hot_ && hot_->state == Connection::State::kDead) hot_.reset();
+  if (!awake_.empty() && ++glances_ % kGlances != 0) {
+    const bool found = glance();
+    if (found || !hot_ || hot_->awake) return found;
+  }
+  return hot_ && !hot_->awake && (turn < kHotTurns || turn % 4 != 0) ? read_from(hot_) : look(0);
 }
 
 /// One look at every link; true if anything happened.
 bool Engine::look(int timeout_ms) {
+  bool heard = glance();
+  if (!heard && timeout_ms != 0 && !put_to_sleep()) heard = glance();
   epoll_event events[64];
-  const int n = epoll_wait(inner_.get(), events, 64, timeout_ms);
+  const int n = epoll_wait(inner_.get(), events, 64, heard ? 0 : timeout_ms);
   for (int i = 0; i < n; ++i) {
     const std::uint64_t token = events[i].data.u64;
     if (token == kKickToken) {
@@ -183,7 +227,7 @@ bool Engine::look(int timeout_ms) {
       if (read_from(c)) hot_ = c;
     }
   }
-  return n > 0;
+  return heard || n > 0;
 }
 
 /// Looks until something happens, spinning first if that pays. False: nothing did before `until`, or a caller has taken
@@ -196,14 +240,14 @@ bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
     if (at >= stop) break;
     if (at - gathering_since_.load(std::memory_order_relaxed) >= kGather) release_gathered();
     if (!gate_.enter(pass)) return false;
-    if (hot_ && hot_->state == Connection::State::kDead) hot_.reset();
-    const bool found = hot_ && (turn < kHotTurns || turn % 4 != 0) ? read_from(hot_) : look(0);
+    const bool found = spin_once(turn);
+    const std::uint32_t patience = awake_.empty() ? Spin::kYieldEvery : Spin::kYieldEveryGlances;
     gate_.leave(pass);
     if (found) {
       spin.hit(now() - start);
       return true;
     }
-    if (turn >= kHotTurns && turn % Spin::kYieldEvery == 0 && !Spin::yield()) break;
+    if (turn >= kHotTurns && turn % patience == 0 && !Spin::yield()) break;
   }
   if (gathering_since_.load(std::memory_order_relaxed) != kNever) release_gathered();
   if (!may_block) {

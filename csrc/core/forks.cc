@@ -14,6 +14,9 @@ struct Registry {
   std::mutex mutex;  // held during a fork
   std::vector<Engine*> engines;
   std::vector<std::mutex*> others;
+  // With a lock of its own: watchers come and go where an engine's lock may be held.
+  std::mutex watchers_mutex;
+  std::vector<ForkWatcher*> watchers;
 };
 
 Registry& registry() {
@@ -24,6 +27,8 @@ Registry& registry() {
 void before() {
   registry().mutex.lock();
   for (Engine* e : registry().engines) e->before_fork();
+  registry().watchers_mutex.lock();
+  for (ForkWatcher* w : registry().watchers) w->before_fork();
   for (std::mutex* m : registry().others) m->lock();
 }
 
@@ -33,22 +38,30 @@ void release_others() {
 
 void after_in_parent() {
   release_others();
+  for (ForkWatcher* w : registry().watchers) w->after_fork_in_parent();
+  registry().watchers_mutex.unlock();
   for (Engine* e : registry().engines) e->after_fork_in_parent();
   registry().mutex.unlock();
 }
 
 void after_in_child() {
   release_others();
+  for (ForkWatcher* w : registry().watchers) w->after_fork_in_child();
+  registry().watchers_mutex.unlock();
   for (Engine* e : registry().engines) e->after_fork_in_child();
   registry().engines.clear();
   registry().mutex.unlock();
 }
 
+void hook() {
+  static const int hooked = pthread_atfork(before, after_in_parent, after_in_child);
+  static_cast<void>(hooked);
+}
+
 }  // namespace
 
 void remember_at_forks(Engine* engine) {
-  static const int hooked = pthread_atfork(before, after_in_parent, after_in_child);
-  static_cast<void>(hooked);
+  hook();
   std::lock_guard lock(registry().mutex);
   registry().engines.push_back(engine);
 }
@@ -57,6 +70,17 @@ bool hold_at_forks(std::mutex& mutex) {
   std::lock_guard lock(registry().mutex);
   registry().others.push_back(&mutex);
   return true;
+}
+
+void watch_forks(ForkWatcher* watcher) {
+  hook();
+  std::lock_guard lock(registry().watchers_mutex);
+  registry().watchers.push_back(watcher);
+}
+
+void unwatch_forks(ForkWatcher* watcher) {
+  std::lock_guard lock(registry().watchers_mutex);
+  std::erase(registry().watchers, watcher);
 }
 
 void forget_at_forks(Engine* engine) {

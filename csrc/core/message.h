@@ -72,10 +72,13 @@ struct Limits {
   std::uint64_t message = std::uint64_t{1} << 36;  // all segments together
   std::uint32_t segments = 1 << 20;
   std::uint32_t name = 1 << 16;
+  // Not of a frame: bytes of memory that a link lends its sender, and that it maps of its peer's, at most. Only links
+  // through shared memory have such.
+  std::uint64_t lent = std::uint64_t{1} << 30;
 };
 
 /// Limits while the peer is a stranger: one small handshake frame at a time.
-inline constexpr Limits kStrangerLimits{.body = 4096, .message = 0, .segments = 0, .name = 0};
+inline constexpr Limits kStrangerLimits{.body = 4096, .message = 0, .segments = 0, .name = 0, .lent = 0};
 
 /// Keeps whatever the bytes of an outgoing message live in. Destroyed on any thread, with no lock of the core held.
 class Keep {

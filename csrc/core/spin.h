@@ -52,6 +52,8 @@ class Spin {
 
   /// Looks between two offers of the processor to whoever else wants it.
   static constexpr std::uint32_t kYieldEvery = 8;
+  /// The same where a look is no more than a glance at memory.
+  static constexpr std::uint32_t kYieldEveryGlances = 64;
 
  private:
   static constexpr int kPatience = 3;

@@ -28,6 +28,7 @@
 #include <optional>
 #include <string>
 
+#include "core/clock.h"
 #include "core/message.h"
 
 namespace telegrad {
@@ -87,14 +88,32 @@ class Link {
   /// Sends what is held. kBlocked: as after `send`, call again when the link is writable.
   virtual SendState release() { return SendState::kSent; }
 
-  /// Memory of the link's own for `size` bytes, or null: most links have none, and what they have may be lent out. Any
-  /// thread; never blocks, never throws.
+  /// Memory of the link's own for `size` bytes, or nothing: most links have none, and what they have may be lent out,
+  /// or not be there yet because nobody has asked for so much before. Any thread; never blocks, never throws.
   virtual std::optional<Lent> lend([[maybe_unused]] std::size_t size) { return std::nullopt; }
+
+  /// Bytes of memory that the link keeps for lending.
+  virtual std::size_t lendable() const { return 0; }
+
+  /// Gives up what of it has not been used since `before`. Any thread; never blocks.
+  virtual void trim([[maybe_unused]] Nanos before) {}
 
   /// Reads what is there without blocking, about `budget` bytes at most, into memory from `inbox`. One thread at a
   /// time. A frame beyond the limits, or one that is not a frame, breaks the link before anything is allocated for
   /// it. Never throws.
   virtual ReceiveState receive(Inbox& inbox, std::size_t budget) = 0;
+
+  /// A link whose messages come through memory can be looked into without a system call. From now on the receiving side
+  /// does so, with `ready`, and `fd` need not tell of messages; of all else it does, the end above all. False: this
+  /// link knows only its `fd`. Called by who receives, as the two below.
+  virtual bool stay_awake() { return false; }
+
+  /// While awake: has `receive` something to do that `fd` need not tell of? No system call.
+  virtual bool ready() { return true; }
+
+  /// From now on `fd` tells of everything again, as it does at first. False: there is a message now, and the link stays
+  /// awake.
+  virtual bool fall_asleep() { return true; }
 
   /// What a frame may be from now on. Called from inside `Inbox::deliver` or before the first `receive`.
   virtual void set_limits(const Limits& limits) = 0;

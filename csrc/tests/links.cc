@@ -70,7 +70,7 @@ std::string fresh_address(const std::string& scheme) {
   static std::atomic<int> count = 0;
   if (scheme == "tcp") return "tcp:127.0.0.1:0";
   const std::string name = "telegrad-test-" + std::to_string(getpid()) + "-" + std::to_string(++count);
-  return scheme == "unix" ? "unix:@" + name : scheme + ":" + name;
+  return scheme + (scheme == "inproc" ? ":" : ":@") + name;
 }
 
 bool polls(int fd, short events, int timeout_ms) {

@@ -224,15 +224,30 @@ void held_messages_wait_for_a_peer_that_does_not_read(Scheme scheme) {
 
 // ---- memory that the link lends
 
+/// What `a` lends, which may have to come to terms with `b` about it first.
+std::optional<Lent> lend(Ends& e, std::size_t size) {
+  for (int turn = 0; turn < 20; ++turn) {
+    if (auto lent = e.a->lend(size)) return lent;
+    Collector nothing;
+    e.b->receive(nothing, kAnyBudget);
+    e.a->receive(nothing, kAnyBudget);
+    CHECK(nothing.messages.empty());
+  }
+  return std::nullopt;
+}
+
 /// Does this link lend any? Those that do not are left out: the contract asks nothing else of them.
-bool lends(Scheme scheme) { return Ends(scheme).a->lend(1).has_value(); }
+bool lends(Scheme scheme) {
+  Ends e(scheme);
+  return lend(e, 1).has_value();
+}
 
 /// A message whose segments lie in memory that the link has lent, filled with `fill`.
 struct LentMessage {
-  LentMessage(Link& link, const std::vector<std::size_t>& sizes, char fill) {
+  LentMessage(Ends& e, const std::vector<std::size_t>& sizes, char fill) {
     original.header.type = FrameType::kRequest;
     for (std::size_t size : sizes) {
-      auto lent = link.lend(size);
+      auto lent = lend(e, size);
       CHECK(lent && lent->lease != 0 && lent->memory->size() == size);
       CHECK_EQ(reinterpret_cast<std::uintptr_t>(lent->memory->data()) % kAlignment, 0u);
       std::memset(lent->memory->data(), fill, size);
@@ -251,7 +266,7 @@ void lent_memory_is_handed_over(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
   Collector inbox;
-  LentMessage m(*e.a, {0, 1, 64, 3 * kMiB + 7}, 'a');
+  LentMessage m(e, {0, 1, 64, 3 * kMiB + 7}, 'a');
   const std::string bytes(5000, 'b');  // beside one that is not lent
   m.original.segments.push_back(bytes);
   m.out.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()});
@@ -268,8 +283,8 @@ void lent_memory_outlives_the_link(Scheme scheme) {
   std::optional<LentMessage> m, unsent;
   {
     Ends e(scheme);
-    m.emplace(*e.a, std::vector<std::size_t>{1000}, 'c');
-    unsent.emplace(*e.a, std::vector<std::size_t>{1000}, 'd');
+    m.emplace(e, std::vector<std::size_t>{1000}, 'c');
+    unsent.emplace(e, std::vector<std::size_t>{1000}, 'd');
     CHECK(e.a->send(m->out) == SendState::kSent);
     receive_until(*e.b, inbox, 1);
     e.a->close();
@@ -282,12 +297,13 @@ void lent_memory_outlives_the_link(Scheme scheme) {
 void leases_come_back(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
+  for (Link* link : {e.a.get(), e.b.get()}) link->set_limits({.lent = 16 * kMiB});
   std::size_t most = kMiB;  // more than half of all that it lends
-  while (e.a->lend(2 * most)) most *= 2;
+  while (lend(e, 2 * most)) most *= 2;
   for (bool sent : {true, false, true}) {
     Collector inbox;
     {
-      LentMessage m(*e.a, {most}, 'e');
+      LentMessage m(e, {most}, 'e');
       if (sent) CHECK(e.a->send(m.out) == SendState::kSent);
       CHECK(!e.a->lend(most));
     }
@@ -307,10 +323,11 @@ void leases_come_back(Scheme scheme) {
 void nothing_to_lend_means_bytes(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
+  for (Link* link : {e.a.get(), e.b.get()}) link->set_limits({.lent = 16 * kMiB});
   std::vector<Lent> all;
   std::size_t size = 256 * kMiB;
   for (; size >= kKiB; size /= 2) {
-    while (auto lent = e.a->lend(size)) all.push_back(std::move(*lent));
+    while (auto lent = lend(e, size)) all.push_back(std::move(*lent));
   }
   Collector inbox;
   Random random(17);
@@ -327,7 +344,7 @@ void a_strange_lease_means_bytes(Scheme scheme) {
   Random random(18);
   const Message m = random_message(random, 10, {3000, 100});
   Outgoing out = m.outgoing();
-  const auto lent = other.a->lend(3000);
+  const auto lent = lend(other, 3000);
   out.segments[0].lease = lent ? lent->lease : 1;
   out.segments[1].lease = 1234567;
   CHECK(e.a->send(out) == SendState::kSent);
@@ -335,12 +352,30 @@ void a_strange_lease_means_bytes(Scheme scheme) {
   check_same(m, inbox.messages[0]);
 }
 
+void a_message_can_be_lent_and_held_at_once(Scheme scheme) {
+  if (!lends(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  LentMessage m(e, {5000}, 'g');
+  for (int i = 0; i < 3; ++i) {  // the same memory for several messages: it goes back once all have let go
+    Outgoing again;
+    again.header = m.out.header;
+    again.segments = m.out.segments;
+    CHECK(e.a->send(again) == SendState::kSent);
+  }
+  m.blocks.clear();
+  receive_until(*e.b, inbox, 3);
+  for (const Incoming& got : inbox.messages) check_same(m.original, got);
+  inbox.messages.erase(inbox.messages.begin());
+  for (const Incoming& got : inbox.messages) check_same(m.original, got);
+}
+
 void limits_hold_for_lent_memory(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
   Collector inbox;
   e.b->set_limits({.body = 100, .message = 50, .segments = 3, .name = 10});
-  LentMessage m(*e.a, {30, 21}, 'f');
+  LentMessage m(e, {30, 21}, 'f');
   CHECK(e.a->send(m.out) == SendState::kSent);
   receive_until_broken(*e.b, inbox);
   CHECK(inbox.messages.empty());
@@ -410,6 +445,115 @@ void budget_gives_others_a_turn(Scheme scheme) {
   CHECK(turns > 2);
   CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
   CHECK(!readable(e.b->fd(), 0));
+}
+
+// ---- a receiver that is awake
+
+/// Can this link be looked into? Those that cannot are left out.
+bool stays_awake(Scheme scheme) { return Ends(scheme).a->stay_awake(); }
+
+void an_awake_receiver_looks_by_itself(Scheme scheme) {
+  if (!stays_awake(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  Random random(31);
+  const Message m = random_message(random, 100, {200});
+  std::size_t count = 0;
+  for (int i = 0; i < 3; ++i) {
+    CHECK(e.b->stay_awake());
+    CHECK(!e.b->ready());
+    send_whole(*e.a, m, *e.b, inbox);
+    CHECK(e.b->ready());
+    CHECK(!readable(e.b->fd(), 0));
+    CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+    CHECK_EQ(inbox.messages.size(), ++count);
+    CHECK(!e.b->ready());
+    CHECK(e.b->fall_asleep());
+    send_whole(*e.a, m, *e.b, inbox);
+    CHECK(readable(e.b->fd(), 0));
+    CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+    CHECK_EQ(inbox.messages.size(), ++count);
+    CHECK(!readable(e.b->fd(), 0));
+  }
+}
+
+void nobody_falls_asleep_over_a_message(Scheme scheme) {
+  if (!stays_awake(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  Random random(32);
+  const Message m = random_message(random, 100);
+  CHECK(e.b->stay_awake());
+  send_whole(*e.a, m, *e.b, inbox);
+  CHECK(!e.b->fall_asleep());
+  CHECK(e.b->ready());
+  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK_EQ(inbox.messages.size(), 1u);
+  CHECK(e.b->fall_asleep());
+  CHECK(!readable(e.b->fd(), 0));
+}
+
+void an_awake_receiver_is_told_of_the_end(Scheme scheme) {
+  if (!stays_awake(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  Random random(33);
+  CHECK(e.b->stay_awake());
+  send_whole(*e.a, random_message(random, 100), *e.b, inbox);
+  e.a.reset();
+  receive_until_broken(*e.b, inbox);
+  CHECK_EQ(inbox.messages.size(), 1u);
+  CHECK_EQ(e.b->error(), "");
+}
+
+/// Whoever falls asleep while the other end sends is woken all the same.
+void no_wake_up_is_lost(Scheme scheme) {
+  if (!stays_awake(scheme)) return;
+  Ends e(scheme);
+  const int count = times(20000);
+  auto bounce = [count](Link& link, std::uint64_t seed, bool begins) {
+    Collector inbox;
+    Random random(seed);
+    const Message m = random_message(random, 10);
+    for (int i = 0; i < count; ++i) {
+      Outgoing out = m.outgoing();
+      if (begins || i > 0) CHECK(link.send(out) == SendState::kSent);
+      inbox.messages.clear();
+      while (inbox.messages.empty()) {
+        bool awake = random.below(3) > 0 && link.stay_awake();
+        for (std::size_t looks = random.below(40); awake && looks > 0; --looks) {
+          if (link.ready()) CHECK(link.receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+          if (!inbox.messages.empty()) break;
+        }
+        if (!inbox.messages.empty()) break;
+        if (!link.fall_asleep()) continue;
+        readable(link.fd());
+        CHECK(link.receive(inbox, kAnyBudget) != ReceiveState::kBroken);
+      }
+    }
+    if (!begins) {
+      Outgoing out = m.outgoing();
+      CHECK(link.send(out) == SendState::kSent);
+    }
+  };
+  std::thread other([&] { bounce(*e.b, 34, false); });
+  bounce(*e.a, 35, true);
+  other.join();
+}
+
+void a_sender_that_waits_hears_from_an_awake_receiver(Scheme scheme) {
+  if (!stays_awake(scheme)) return;
+  Ends e(scheme);
+  Collector inbox;
+  CHECK(e.b->stay_awake());
+  Clogged c = clog(*e.a, 12 * kMiB);
+  SendState state = SendState::kBlocked;
+  while (inbox.messages.size() < c.messages.size()) {
+    if (e.b->ready() || readable(e.b->fd(), 0)) CHECK(e.b->receive(inbox, 64 * kKiB) != ReceiveState::kBroken);
+    if (state == SendState::kBlocked && writable(e.a->fd(), 0)) state = e.a->send(*c.sent.back());
+  }
+  CHECK(state == SendState::kSent);
+  for (std::size_t i = 0; i < c.messages.size(); ++i) check_same(c.messages[i], inbox.messages[i]);
 }
 
 // ---- limits
@@ -658,6 +802,24 @@ void listener_says_what_to_connect_to(Scheme scheme) {
   CHECK_SAYS(why, listener->address());
 }
 
+/// What has been sent before the other end is accepted is told of as well.
+void sent_before_it_is_accepted(Scheme scheme) {
+  const std::string address = fresh_address(scheme);
+  Transport* transport = find_transport(address);
+  auto listener = transport->listen(address);
+  auto a = transport->connect(listener->address());
+  Random random(19);
+  const Message m = random_message(random, 100);
+  Outgoing out = m.outgoing();
+  while (a->send(out) == SendState::kBlocked) writable(a->fd());
+  CHECK(readable(listener->fd()));
+  auto b = listener->accept();
+  CHECK(b != nullptr);
+  Collector inbox;
+  receive_until(*b, inbox, 1);
+  check_same(m, inbox.messages[0]);
+}
+
 void nobody_there(Scheme scheme) {
   const std::string address = fresh_address(scheme);
   Transport* transport = find_transport(address);
@@ -712,10 +874,16 @@ const Row kSuite[] = {
     ROW(leases_come_back),
     ROW(nothing_to_lend_means_bytes),
     ROW(a_strange_lease_means_bytes),
+    ROW(a_message_can_be_lent_and_held_at_once),
     ROW(limits_hold_for_lent_memory),
     ROW(blocks_and_resumes),
     ROW(both_ends_full_at_once),
     ROW(budget_gives_others_a_turn),
+    ROW(an_awake_receiver_looks_by_itself),
+    ROW(nobody_falls_asleep_over_a_message),
+    ROW(an_awake_receiver_is_told_of_the_end),
+    ROW(no_wake_up_is_lost),
+    ROW(a_sender_that_waits_hears_from_an_awake_receiver),
     ROW(limits_are_checked_before_memory_is_taken),
     ROW(a_frame_over_the_limits_spares_those_before_it),
     ROW(limits_change_from_inside_deliver),
@@ -727,11 +895,13 @@ const Row kSuite[] = {
     ROW(close_while_sending),
     ROW(everything_is_given_back),
     ROW(listener_says_what_to_connect_to),
+    ROW(sent_before_it_is_accepted),
     ROW(nobody_there),
     ROW(who_is_there),
 };
 
 const char* const kSchemes[] = {
+    "shm",
     "unix",
     "tcp",
     "inproc",

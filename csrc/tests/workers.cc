@@ -258,7 +258,7 @@ Message message(FrameType type, std::string body, std::uint64_t call) {
 }
 
 bool on_every_scheme(const char* name, void (*run)(const std::string&), bool slow) {
-  for (const std::string scheme : {"unix", "tcp", "inproc"}) {
+  for (const std::string scheme : {"shm", "unix", "tcp", "inproc"}) {
     add_case(scheme + "/" + name, [scheme, run] { run(scheme); }, slow);
   }
   return true;

@@ -21,10 +21,14 @@ void complete(FrameHeader& h, const Outgoing& m) {
   h.segment_count = static_cast<std::uint32_t>(m.segments.size());
 }
 
-std::uint64_t frame_size(const Outgoing& m) {
-  std::uint64_t n = sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size() + m.body.size();
+std::uint64_t payload_in_frame(const Outgoing& m) {
+  std::uint64_t n = m.body.size();
   for (const auto& s : m.segments) n += bytes_in_frame(s);
   return n;
+}
+
+std::uint64_t frame_size(const Outgoing& m) {
+  return sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size() + payload_in_frame(m);
 }
 
 std::size_t flatten(const Outgoing& m, const FrameHeader& header, std::byte* out) {
@@ -53,7 +57,7 @@ void begin(Outgoing& m) {
     m.prefix.append(reinterpret_cast<const char*>(&h), sizeof h);
   }
   m.prefix.append(m.name);
-  m.total = frame_size(m);
+  m.total = m.prefix.size() + payload_in_frame(m);
 }
 
 int gather(Outgoing& m, iovec* out, int count, std::uint64_t most) {

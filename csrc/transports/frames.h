@@ -27,6 +27,9 @@ std::uint64_t frame_size(const Outgoing& message);
 /// Writes the whole frame, with this header, in one piece; returns its size.
 std::size_t flatten(const Outgoing& message, const FrameHeader& header, std::byte* out);
 
+/// The same after its prefix: body and segments.
+std::uint64_t payload_in_frame(const Outgoing& message);
+
 /// Begins a frame that goes piece by piece: completes its header, fills `prefix` and `total`.
 void begin(Outgoing& message);
 

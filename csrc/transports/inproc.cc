@@ -14,7 +14,7 @@
 #include <system_error>
 
 #include "core/forks.h"
-#include "transports/stream.h"
+#include "transports/descriptor.h"
 #include "transports/transports.h"
 
 namespace telegrad {

@@ -10,6 +10,7 @@ Transport* find_transport(const std::string& address) {
     Transport* (*make)();
   };
   static constexpr Row kTransports[] = {
+      {"shm", shm_transport},
       {"unix", unix_transport},
       {"tcp", tcp_transport},
       {"inproc", inproc_transport},

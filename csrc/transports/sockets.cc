@@ -1,11 +1,8 @@
 // Unix-domain and TCP sockets: how a stream link's socket comes to be.
-#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -14,24 +11,13 @@
 #include "transports/peer_user.h"
 #include "transports/stream.h"
 #include "transports/transports.h"
+#include "transports/unix_socket.h"
 
 namespace telegrad {
 namespace {
 
 constexpr int kSocketBuffer = 1 << 20;
 constexpr int kBacklog = 1024;
-
-[[noreturn]] void raise(int error, const std::string& what) {
-  throw std::system_error(error, std::generic_category(), what);
-}
-
-std::string after_scheme(const std::string& address) { return address.substr(address.find(':') + 1); }
-
-Descriptor make_socket(int family, const std::string& address) {
-  Descriptor s(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!s) raise(errno, "cannot make a socket for " + address);
-  return s;
-}
 
 void tune(int fd, bool tcp) {
   const int on = 1;
@@ -50,75 +36,39 @@ std::optional<Credentials> local_tcp_peer(int fd) {
   return Credentials{.pid = 0, .uid = *user};
 }
 
-std::optional<Credentials> unix_peer(int fd) {
-  ucred c;
-  socklen_t size = sizeof c;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &size) != 0) return std::nullopt;
-  return Credentials{.pid = c.pid, .uid = c.uid};
-}
-
 class SocketListener final : public Listener {
  public:
   SocketListener(Descriptor socket, std::string address, bool tcp)
-      : socket_(std::move(socket)), address_(std::move(address)), tcp_(tcp) {}
+      : acceptor_(std::move(socket)), address_(std::move(address)), tcp_(tcp) {}
 
-  int fd() const override { return socket_.get(); }
+  int fd() const override { return acceptor_.fd(); }
   std::string address() const override { return address_; }
 
   std::unique_ptr<Link> accept() override {
-    Descriptor s(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!s && (errno == EMFILE || errno == ENFILE)) turn_one_away();
+    Descriptor s = acceptor_.accept();
     if (!s) return nullptr;
     tune(s.get(), tcp_);
     return std::make_unique<StreamLink>(std::move(s), address_, false, tcp_ ? local_tcp_peer : unix_peer);
   }
 
  private:
-  static Descriptor make_spare() { return Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
-
-  /// Out of descriptors: whoever knocks is told so by an end of stream. Left waiting, it would wake us for ever.
-  void turn_one_away() {
-    spare_ = Descriptor();
-    Descriptor(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    spare_ = make_spare();
-  }
-
-  Descriptor socket_;
-  Descriptor spare_ = make_spare();
+  Acceptor acceptor_;
   std::string address_;
   bool tcp_;
 };
 
-// ---- unix:@name (abstract: goes with the process, leaves no file) or unix:/path
+// ---- unix:@name or unix:/path
 
 class UnixTransport final : public Transport {
  public:
   std::unique_ptr<Listener> listen(const std::string& address) override {
-    Descriptor s = make_socket(AF_UNIX, address);
-    auto [name, size] = parse(address);
-    if (::bind(s.get(), reinterpret_cast<sockaddr*>(&name), size) != 0) raise(errno, "cannot listen on " + address);
-    if (::listen(s.get(), kBacklog) != 0) raise(errno, "cannot listen on " + address);
-    return std::make_unique<SocketListener>(std::move(s), address, false);
+    return std::make_unique<SocketListener>(listen_unix(SOCK_STREAM, address), address, false);
   }
 
   std::unique_ptr<Link> connect(const std::string& address) override {
-    Descriptor s = make_socket(AF_UNIX, address);
+    Descriptor s = connect_unix(SOCK_STREAM, address);
     tune(s.get(), false);
-    auto [name, size] = parse(address);
-    if (::connect(s.get(), reinterpret_cast<sockaddr*>(&name), size) != 0) raise(errno, "cannot reach " + address);
     return std::make_unique<StreamLink>(std::move(s), address, false, unix_peer);
-  }
-
- private:
-  static std::pair<sockaddr_un, socklen_t> parse(const std::string& address) {
-    const std::string path = after_scheme(address);
-    sockaddr_un name{};
-    name.sun_family = AF_UNIX;
-    if (path.empty() || path.size() >= sizeof name.sun_path) raise(ENAMETOOLONG, "not a socket address: " + address);
-    std::memcpy(name.sun_path, path.data(), path.size());
-    if (path[0] != '@') return {name, sizeof name};
-    name.sun_path[0] = 0;
-    return {name, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size())};
   }
 };
 
@@ -137,7 +87,7 @@ class TcpTransport final : public Transport {
     Resolved r = resolve(address, AI_PASSIVE);
     int error = EADDRNOTAVAIL;
     for (addrinfo* a = r.list; a; a = a->ai_next) {
-      Descriptor s = make_socket(a->ai_family, address);
+      Descriptor s = make_socket(a->ai_family, SOCK_STREAM, address);
       const int on = 1;
       setsockopt(s.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
       if (::bind(s.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(s.get(), kBacklog) == 0) {
@@ -152,7 +102,7 @@ class TcpTransport final : public Transport {
   std::unique_ptr<Link> connect(const std::string& address) override {
     // Only numeric addresses are published, so this never waits for a name server.
     Resolved r = resolve(address, AI_NUMERICHOST);
-    Descriptor s = make_socket(r.list->ai_family, address);
+    Descriptor s = make_socket(r.list->ai_family, SOCK_STREAM, address);
     tune(s.get(), true);
     const bool at_once = ::connect(s.get(), r.list->ai_addr, r.list->ai_addrlen) == 0;
     if (!at_once && errno != EINPROGRESS) raise(errno, "cannot reach " + address);

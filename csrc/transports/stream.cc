@@ -24,24 +24,6 @@ void forget_leases(Outgoing& m) {
 
 }  // namespace
 
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-  if (this != &other) {
-    if (fd_ >= 0) ::close(fd_);
-    fd_ = other.release();
-  }
-  return *this;
-}
-
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
-int Descriptor::release() {
-  const int fd = fd_;
-  fd_ = -1;
-  return fd;
-}
-
 StreamLink::StreamLink(Descriptor socket, std::string description, bool connecting,
                        std::optional<Credentials> (*credentials_of)(int fd))
     : socket_(std::move(socket)),
@@ -117,7 +99,7 @@ SendState StreamLink::send(Outgoing& m) {
     }
     begin(m);
   }
-  if (m.total == 0) m.total = m.prefix.size() + m.payload_size();
+  if (m.total == 0) m.total = m.prefix.size() + payload_in_frame(m);
   const std::uint64_t turn = m.sent + kTurn;
   while (m.sent < m.total) {
     if (m.sent >= turn) return SendState::kBlocked;

@@ -4,24 +4,10 @@
 #include <atomic>
 #include <string>
 
+#include "transports/descriptor.h"
 #include "transports/frames.h"
 
 namespace telegrad {
-
-/// Owns a descriptor; closes it exactly once.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
-  Descriptor& operator=(Descriptor&& other) noexcept;
-  ~Descriptor();
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-  int release();
-
- private:
-  int fd_;
-};
 
 class StreamLink final : public Link {
  public:

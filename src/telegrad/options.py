@@ -34,7 +34,7 @@ _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 
-TRANSPORTS: Final = ("unix", "tcp")
+TRANSPORTS: Final = ("shm", "unix", "tcp")
 """Every transport there is, best first."""
 
 
@@ -150,7 +150,7 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_ADVERTISE",
     )
     transports: tuple[str, ...] = _option(
-        ("unix", "tcp"),
+        TRANSPORTS,
         "which transports may be used, best first; a pair of workers takes the first that works",
         env="TELEGRAD_TRANSPORTS",
     )
@@ -182,6 +182,13 @@ class Options(RpcBackendOptions):
         256 * _MIB,
         "how much memory for received tensors is kept warm for the next ones",
         env="TELEGRAD_POOL_CACHE_BYTES",
+        unit="bytes",
+    )
+    shared_memory_bytes: int = _option(
+        _GIB,
+        "how much memory may be shared with one other worker on the same host for tensors on their way to it; what does"
+        " not fit is sent as bytes",
+        env="TELEGRAD_SHARED_MEMORY_BYTES",
         unit="bytes",
     )
     connect_timeout: float = _option(

@@ -48,6 +48,7 @@ class Native:
             "connect_timeout": 30 * SECOND,
             "max_body": 1 << 30,
             "max_message": 1 << 36,
+            "shared_memory": 1 << 30,
             "check_uid": True,
         }
         self.engine = _core.Engine(id=ident, name=f"w{ident}", **settings | options)

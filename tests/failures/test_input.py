@@ -312,7 +312,7 @@ def test_name_or_rank_taken_in_a_dynamic_group(store: Any, name: str, rank: int,
     [
         ({"num_worker_threads": 0}, "num_worker_threads must be positive, got 0"),
         ({"rpc_timeout": -1.0}, "RPC Timeout must be non-negative"),
-        ({"transports": ("pigeon",)}, "transports has to name some of unix, tcp, not 'pigeon'"),
+        ({"transports": ("pigeon",)}, "transports has to name some of shm, unix, tcp, not 'pigeon'"),
         ({"handshake_timeout": -1}, "handshake_timeout has to be a number of s, 0 or more, not -1"),
         ({"spin_us": "long"}, "spin_us has to be a number of us, 0 or more, not 'long'"),
         ({"bind": "256.1.1.1"}, r"cannot resolve tcp:256\.1\.1\.1"),

@@ -14,6 +14,7 @@ from telegrad.options import Options
 __all__ = ["candidates", "host_key", "is_loopback", "listen_addresses", "store_host"]
 
 _SIOCGIFADDR = 0x8915
+_SAME_HOST = ("shm", "unix")  # transports whose addresses are names of Unix sockets
 
 
 def host_key() -> str:
@@ -80,8 +81,8 @@ def listen_addresses(options: Options, store_at: str, name: str) -> tuple[list[s
         host = "127.0.0.1" if is_loopback(store_at) else _own_address(store_at)
     addresses = []
     for transport in options.transports:
-        if transport == "unix":
-            addresses.append(f"unix:@telegrad-{secrets.token_hex(8)}-{name}"[:100])
+        if transport in _SAME_HOST:
+            addresses.append(f"{transport}:@telegrad-{secrets.token_hex(8)}-{name}"[:100])
         elif transport == "tcp":
             addresses.append(f"tcp:{_bracketed(host)}:0")
     return addresses, host
@@ -118,7 +119,7 @@ def _without_wildcard(host: str, store_at: str) -> str:
 
 def candidates(addresses: list[str], same_host: bool, transports: tuple[str, ...]) -> list[str]:
     """Which of another worker's addresses to try, best first."""
-    usable = [a for a in addresses if same_host or not a.startswith("unix:")]
+    usable = [a for a in addresses if same_host or a.partition(":")[0] not in _SAME_HOST]
     return sorted(
         (a for a in usable if a.partition(":")[0] in transports), key=lambda a: transports.index(a.partition(":")[0])
     )

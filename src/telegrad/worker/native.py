@@ -33,6 +33,7 @@ def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Optio
         connect_timeout=int(options.connect_timeout * _SECOND),
         max_body=options.max_header_bytes,
         max_message=options.max_message_bytes,
+        shared_memory=options.shared_memory_bytes,
         check_uid=True,
     )
 

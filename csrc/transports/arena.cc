@@ -1,0 +1,263 @@
+#include "transports/arena.h"
+
+#include <algorithm>
+#include <bit>
+#include <new>
+#include <system_error>
+#include <utility>
+
+namespace telegrad {
+namespace {
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr std::size_t kStep = 8 * kMiB;        // of a chunk's pages are reserved at once
+constexpr std::size_t kLeastChunk = 8 * kMiB;  // a chunk is as large as all before it together,
+constexpr std::size_t kMostChunk = 64 * kMiB;  // but no larger than this unless a region needs it
+constexpr std::size_t kFinest = 2 * kMiB;      // regions are multiples of at most this
+constexpr std::size_t kWorthALook = kMiB;      // a region of this size is worth waiting for a moment,
+constexpr Nanos kMoment = 30 * kMicrosecond;   // which is less than a copy of it takes
+constexpr Nanos kPause = kSecond;              // before a machine or a peer that has refused is asked again
+
+std::size_t round_up(std::size_t size, std::size_t to) { return (size + to - 1) / to * to; }
+
+/// The size class: regions that differ by less than an eighth are the same, so that one fits where the other was.
+std::size_t class_of(std::size_t size) {
+  const std::size_t step = std::clamp(std::bit_floor(std::max(size, kPage)) / 8, kPage, kFinest);
+  return round_up(std::max(size, std::size_t{1}), step);
+}
+
+}  // namespace
+
+/// The sender's own hold on a region.
+class Arena::Holder final : public Block {
+ public:
+  Holder(const Place& place, std::size_t size, std::shared_ptr<Arena> arena)
+      : Block(place.data, size), lease_(place.lease), arena_(std::move(arena)) {}
+  ~Holder() override { arena_->let_go(lease_); }
+
+ private:
+  const std::uint64_t lease_;
+  const std::shared_ptr<Arena> arena_;
+};
+
+// ---- lending
+
+std::optional<Arena::Place> Arena::place(std::size_t size) {
+  if (size > limit_.load(std::memory_order_relaxed)) return std::nullopt;
+  std::unique_lock lock(mutex_);
+  if (!returns_) return std::nullopt;
+  take_back();
+  auto place = find(size);
+  if (!place && size >= kWorthALook && out_ > 0) {
+    // Most often the receiver has just answered, and is about to let go of what it had.
+    for (const Nanos until = now() + kMoment; !place && now() < until;) {
+      if (take_back()) place = find(size);
+    }
+  }
+  if (!place && out_ < Returns::kSlots) {
+    wanted_.store(std::max(wanted_.load(std::memory_order_relaxed), class_of(size)), std::memory_order_relaxed);
+  }
+  return place;
+}
+
+/// With the mutex held.
+std::optional<Arena::Place> Arena::find(std::size_t length) {
+  if (out_ + regions_.size() >= Returns::kSlots) return std::nullopt;
+  const std::size_t size = class_of(length);
+  const auto best = free_.lower_bound({size, 0, 0});
+  if (best == free_.end()) return std::nullopt;
+  const auto [room, number, offset] = *best;
+  const std::uint64_t lease = Lease::of(number, offset);
+  regions_.emplace(lease, Region{.size = size, .length = length, .held = true, .handed_over = 0});
+  Chunk& chunk = chunks_.at(number);
+  remove_free(number, chunk, chunk.free.find(offset));
+  if (room > size) add_free(number, chunk, offset + size, room - size);
+  chunk.used += size;
+  return Place{.lease = lease, .data = chunk.memory.data() + offset};
+}
+
+std::optional<Lent> Arena::lend(std::size_t size) {
+  const auto found = place(size);
+  if (!found) return std::nullopt;
+  return Lent{.lease = found->lease, .memory = std::make_unique<Holder>(*found, size, shared_from_this())};
+}
+
+void Arena::hand_over(std::uint64_t lease) {
+  std::lock_guard lock(mutex_);
+  const auto region = regions_.find(lease);
+  region->second.held = false;
+  ++region->second.handed_over;
+  ++out_;
+}
+
+std::uint64_t Arena::share(const OutSegment& s) {
+  std::lock_guard lock(mutex_);
+  const auto region = regions_.find(s.lease);
+  if (!returns_ || region == regions_.end() || !region->second.held || region->second.length != s.size) return 0;
+  const auto chunk = chunks_.find(Lease::chunk(s.lease));
+  if (chunk->second.memory.data() + Lease::offset(s.lease) != s.data || out_ >= Returns::kSlots) return 0;
+  ++region->second.handed_over;
+  ++out_;
+  return s.lease | Lease::kHeld;
+}
+
+void Arena::let_go(std::uint64_t lease) {
+  std::lock_guard lock(mutex_);
+  const auto region = regions_.find(lease);
+  region->second.held = false;
+  free_if_unused(region);
+}
+
+/// With the mutex held: takes in what the receiver has given back; true if it was anything.
+bool Arena::take_back() {
+  const std::uint64_t given = returns_->given.load(std::memory_order_acquire);
+  if (given == taken_) return false;
+  bool sound = given - taken_ <= out_;
+  for (; sound && taken_ != given; ++taken_) {
+    const std::uint64_t lease = returns_->leases[taken_ % Returns::kSlots].load(std::memory_order_relaxed);
+    const auto region = regions_.find(lease & ~Lease::kHeld);
+    sound = region != regions_.end() && region->second.handed_over > 0;
+    if (!sound) break;
+    --region->second.handed_over;
+    --out_;
+    free_if_unused(region);
+  }
+  returns_->taken.store(taken_, std::memory_order_release);
+  if (!sound) {
+    spoiled_ = true;
+    returns_ = nullptr;
+  }
+  return sound;
+}
+
+/// With the mutex held.
+void Arena::free_if_unused(std::unordered_map<std::uint64_t, Region>::iterator region) {
+  const auto& [lease, r] = *region;
+  if (r.held || r.handed_over > 0) return;
+  const std::uint32_t number = Lease::chunk(lease);
+  const auto found = chunks_.find(number);
+  Chunk& chunk = found->second;
+  chunk.used -= r.size;
+  if (chunk.used == 0) chunk.idle_since = now();
+  add_free(number, chunk, Lease::offset(lease), r.size);
+  regions_.erase(region);
+}
+
+// ---- free ranges, joined with their neighbours. With the mutex held.
+
+void Arena::add_free(std::uint32_t number, Chunk& chunk, std::size_t offset, std::size_t size) {
+  auto next = chunk.free.lower_bound(offset);
+  if (next != chunk.free.end() && offset + size == next->first) {
+    size += next->second;
+    const auto joined = next++;
+    remove_free(number, chunk, joined);
+  }
+  if (next != chunk.free.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == offset) {
+      offset = before->first;
+      size += before->second;
+      remove_free(number, chunk, before);
+    }
+  }
+  chunk.free.emplace(offset, size);
+  free_.emplace(size, number, offset);
+}
+
+void Arena::remove_free(std::uint32_t number, Chunk& chunk, Ranges::iterator range) {
+  free_.erase({range->second, number, range->first});
+  chunk.free.erase(range);
+}
+
+// ---- chunks
+
+void Arena::grow(Messenger& messenger) {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || !returns_ || wanted_.load(std::memory_order_relaxed) == 0) return;
+  const Nanos at = now();
+  if (at < no_growth_before_) return;
+  try {
+    if (growing_ == 0 && !begin_chunk(messenger)) return give_up_growing(at);
+    const auto found = chunks_.find(growing_);
+    Chunk& chunk = found->second;
+    if (chunk.reserved < chunk.memory.size()) {
+      const std::size_t end = std::min(chunk.memory.size(), chunk.reserved + kStep);
+      chunk.memory.reserve(chunk.reserved, end);
+      chunk.reserved = end;
+    }
+    if (chunk.reserved == chunk.memory.size() && !chunk.offered) {
+      chunk.offered = messenger.offer(growing_, chunk.memory.size(), chunk.memory.file());
+    }
+  } catch (const std::system_error&) {
+    give_up_growing(at);
+  } catch (const std::bad_alloc&) {
+    give_up_growing(at);
+  }
+}
+
+/// With the mutex held: a chunk that what is wanted fits into; false when there is no room for it.
+bool Arena::begin_chunk(Messenger& messenger) {
+  const std::size_t wanted = wanted_.load(std::memory_order_relaxed);
+  const std::uint64_t limit = limit_.load(std::memory_order_relaxed);
+  if (wanted > limit) return false;
+  for (auto chunk = chunks_.begin(); chunk != chunks_.end() && size() + wanted > limit;) {
+    const auto unused = chunk++;
+    if (unused->second.used == 0 && messenger.drop(unused->first)) drop(unused);
+  }
+  if (size() + wanted > limit) return false;
+  const std::size_t comfortable = std::max(wanted, std::clamp(size(), kLeastChunk, kMostChunk));
+  Chunk chunk;
+  chunk.memory = SharedMemory::create(round_up(std::min<std::size_t>(comfortable, limit - size()), kPage));
+  total_ += chunk.memory.size();
+  growing_ = next_++;
+  chunks_.emplace(growing_, std::move(chunk));
+  return true;
+}
+
+/// With the mutex held: the machine, the peer or the limit does not allow more, for now.
+void Arena::give_up_growing(Nanos at) {
+  if (growing_ != 0) drop(chunks_.find(growing_));
+  growing_ = 0;
+  wanted_ = 0;
+  no_growth_before_ = at + kPause;
+}
+
+void Arena::on_answer(std::uint32_t number, bool mapped) {
+  std::lock_guard lock(mutex_);
+  if (number == 0 || number != growing_) return;
+  const auto found = chunks_.find(number);
+  if (!found->second.offered) return;
+  if (!mapped) return give_up_growing(now());
+  Chunk& chunk = found->second;
+  chunk.mapped = true;
+  chunk.idle_since = now();
+  chunk.memory.close_file();
+  add_free(number, chunk, 0, chunk.memory.size());
+  growing_ = 0;
+  wanted_ = 0;
+}
+
+/// With the mutex held.
+void Arena::drop(std::map<std::uint32_t, Chunk>::iterator chunk) {
+  for (const auto& [offset, size] : chunk->second.free) free_.erase({size, chunk->first, offset});
+  total_ -= chunk->second.memory.size();
+  chunks_.erase(chunk);
+}
+
+void Arena::trim(Nanos before, Messenger& messenger) {
+  std::lock_guard lock(mutex_);
+  if (!returns_) return;
+  take_back();
+  for (auto chunk = chunks_.begin(); chunk != chunks_.end();) {
+    const auto looked_at = chunk++;
+    const Chunk& c = looked_at->second;
+    if (c.mapped && c.used == 0 && c.idle_since < before && messenger.drop(looked_at->first)) drop(looked_at);
+  }
+}
+
+void Arena::close() {
+  std::lock_guard lock(mutex_);
+  returns_ = nullptr;
+}
+
+}  // namespace telegrad

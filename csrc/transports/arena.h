@@ -1,0 +1,143 @@
+// Shared memory that one end of a link copies tensors into and the other reads them from. Each direction has an arena:
+// its memory belongs to the sender, in chunks that the receiver has mapped as well.
+//
+// A region of a chunk is handed over by its lease, a number. From then on it is the receiver's, to read and to write,
+// until it gives the lease back by putting it into a list in shared memory (Returns), where the sender finds it when it
+// next needs room: neither end wakes the other for that. So a tensor is copied once, into memory that has been touched
+// before, and its pages are never faulted in or zeroed again.
+//
+// A chunk is used once the receiver has said that it has mapped it. Until then, and where there is no room, nothing is
+// lent, and bytes go through the ring: nobody waits for memory. Chunks that nobody has used for a while are dropped.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <unordered_map>
+
+#include "core/clock.h"
+#include "core/transport.h"
+#include "transports/shared_memory.h"
+
+namespace telegrad {
+
+/// Leases that the receiver gives back, in shared memory; all zero at first.
+struct Returns {
+  static constexpr std::uint64_t kSlots = 4096;
+  alignas(64) std::atomic<std::uint64_t> given;  // so far, by the receiver
+  alignas(64) std::atomic<std::uint64_t> taken;  // by the sender
+  alignas(64) std::atomic<std::uint64_t> leases[kSlots];
+};
+
+/// A lease says where a region lies: its chunk and its first page there. One with `kHeld` is of memory that the sender
+/// still holds and that the receiver must not change.
+struct Lease {
+  static constexpr std::uint64_t kHeld = std::uint64_t{1} << 63;
+  static constexpr int kPageBits = 32;
+
+  static std::uint64_t of(std::uint32_t chunk, std::size_t offset) {
+    return std::uint64_t{chunk} << kPageBits | offset / kPage;
+  }
+  static std::uint32_t chunk(std::uint64_t lease) { return static_cast<std::uint32_t>((lease & ~kHeld) >> kPageBits); }
+  static std::size_t offset(std::uint64_t lease) {
+    return static_cast<std::size_t>(lease & ((std::uint64_t{1} << kPageBits) - 1)) * kPage;
+  }
+};
+
+/// The sender's side. Any thread; never blocks for more than a moment.
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  /// What the peer must be told. False: it cannot be told now, and will be asked again.
+  class Messenger {
+   public:
+    virtual ~Messenger() = default;
+    virtual bool offer(std::uint32_t chunk, std::size_t size, int file) = 0;
+    virtual bool drop(std::uint32_t chunk) = 0;
+  };
+
+  explicit Arena(Returns* returns) : returns_(returns) {}
+
+  /// Bytes of all chunks together at most.
+  void set_limit(std::uint64_t limit) { limit_.store(limit, std::memory_order_relaxed); }
+
+  struct Place {
+    std::uint64_t lease;
+    std::byte* data;
+  };
+  /// A region for `size` bytes, which the caller holds; nothing when there is no room. Then the arena grows with
+  /// `grow`.
+  std::optional<Place> place(std::size_t size);
+  /// The same as a block.
+  std::optional<Lent> lend(std::size_t size);
+  /// The receiver gets a region in the caller's place.
+  void hand_over(std::uint64_t lease);
+  /// The receiver gets it as well: the lease to send; 0 if this is not what the arena has lent.
+  std::uint64_t share(const OutSegment& segment);
+
+  /// A little work towards a chunk that somebody has found missing.
+  void grow(Messenger& messenger);
+  bool is_wanted() const { return wanted_.load(std::memory_order_relaxed) > 0; }
+  /// The peer has mapped a chunk that it was offered, or it cannot.
+  void on_answer(std::uint32_t chunk, bool mapped);
+  /// Drops chunks that have not been used since `before`.
+  void trim(Nanos before, Messenger& messenger);
+  /// Bytes of all chunks.
+  std::size_t size() const { return total_.load(std::memory_order_relaxed); }
+
+  /// The link is gone: nothing comes back any more, and nothing is lent.
+  void close();
+  /// Has the receiver given back what it does not have?
+  bool spoiled() const { return spoiled_.load(std::memory_order_relaxed); }
+
+ private:
+  class Holder;
+  using Ranges = std::map<std::size_t, std::size_t>;  // offset, size
+  struct Chunk {
+    SharedMemory memory;
+    std::size_t reserved = 0;
+    bool offered = false;
+    bool mapped = false;   // by the receiver as well
+    std::size_t used = 0;  // bytes
+    Nanos idle_since = 0;
+    Ranges free;
+  };
+  struct Region {
+    std::size_t size;  // in whole pages and more
+    std::size_t length;
+    bool held;                  // by this side
+    std::uint32_t handed_over;  // times
+  };
+  using FreeKey = std::tuple<std::size_t, std::uint32_t, std::size_t>;  // size, chunk, offset
+
+  std::optional<Place> find(std::size_t size);
+  bool take_back();
+  void let_go(std::uint64_t lease);
+  void free_if_unused(std::unordered_map<std::uint64_t, Region>::iterator region);
+  void add_free(std::uint32_t number, Chunk& chunk, std::size_t offset, std::size_t size);
+  void remove_free(std::uint32_t number, Chunk& chunk, Ranges::iterator range);
+  bool begin_chunk(Messenger& messenger);
+  void give_up_growing(Nanos at);
+  void drop(std::map<std::uint32_t, Chunk>::iterator chunk);
+
+  std::atomic<std::uint64_t> limit_ = 0;
+  std::atomic<std::size_t> wanted_ = 0;  // a region of this size was missing
+  std::atomic<std::size_t> total_ = 0;
+  std::atomic<bool> spoiled_ = false;
+
+  std::mutex mutex_;
+  Returns* returns_;  // null when closed
+  std::uint64_t taken_ = 0;
+  std::uint64_t out_ = 0;  // handed over and not given back
+  std::map<std::uint32_t, Chunk> chunks_;
+  std::uint32_t next_ = 1;
+  std::uint32_t growing_ = 0;   // the chunk that is being made or offered
+  Nanos no_growth_before_ = 0;  // the machine or the peer has refused
+  std::set<FreeKey> free_;
+  std::unordered_map<std::uint64_t, Region> regions_;
+};
+
+}  // namespace telegrad

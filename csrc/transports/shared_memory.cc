@@ -1,0 +1,77 @@
+#include "transports/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <system_error>
+
+namespace telegrad {
+namespace {
+
+constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
+
+[[noreturn]] void raise(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
+
+}  // namespace
+
+SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
+  std::swap(file_, other.file_);
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+SharedMemory::~SharedMemory() {
+  if (data_) ::munmap(data_, size_);
+}
+
+void SharedMemory::map() {
+  void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file_.get(), 0);
+  if (memory == MAP_FAILED) raise(errno, "cannot map shared memory");
+  data_ = static_cast<std::byte*>(memory);
+}
+
+SharedMemory SharedMemory::create(std::size_t size) {
+  SharedMemory m;
+  m.size_ = size;
+  m.file_ = Descriptor(::memfd_create("telegrad", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!m.file_) raise(errno, "cannot make shared memory");
+  if (::ftruncate(m.file_.get(), static_cast<off_t>(size)) != 0) raise(errno, "cannot make shared memory");
+  if (::fcntl(m.file_.get(), F_ADD_SEALS, kSealed | F_SEAL_SEAL) != 0) raise(errno, "cannot seal shared memory");
+  m.map();
+  return m;
+}
+
+SharedMemory SharedMemory::adopt(Descriptor file, std::size_t size) {
+  SharedMemory m;
+  m.size_ = size;
+  m.file_ = std::move(file);
+  const int seals = ::fcntl(m.file_.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSealed) != kSealed) raise(EPERM, "shared memory that could still be cut");
+  struct stat s;
+  if (::fstat(m.file_.get(), &s) != 0) raise(errno, "cannot examine shared memory");
+  constexpr blkcnt_t kBlock = 512;
+  if (s.st_size != static_cast<off_t>(size) || s.st_blocks * kBlock < static_cast<off_t>(size)) {
+    raise(EINVAL, "shared memory that is smaller than it was said to be");
+  }
+  m.map();
+  return m;
+}
+
+void SharedMemory::reserve(std::size_t begin, std::size_t end) {
+#ifdef MADV_POPULATE_WRITE
+  // Where the kernel can, this maps the pages as well.
+  if (::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0) return;
+#endif
+  int error;
+  do {
+    error = ::fallocate(file_.get(), 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin)) == 0 ? 0 : errno;
+  } while (error == EINTR);
+  if (error != 0) raise(error, "cannot reserve shared memory");
+}
+
+void SharedMemory::keep_from_forks() { ::madvise(data_, size_, MADV_DONTFORK); }
+
+}  // namespace telegrad

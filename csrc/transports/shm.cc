@@ -1,0 +1,479 @@
+#include "transports/shm.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <system_error>
+
+#include "transports/copy.h"
+#include "transports/shm_layout.h"
+#include "transports/transports.h"
+#include "transports/unix_socket.h"
+
+namespace telegrad {
+namespace {
+
+constexpr std::uint64_t kTurn = 4 << 20;          // bytes of a message sent before other threads have their turn
+constexpr std::size_t kPiece = 64 << 10;          // least bytes of the ring taken in at once
+constexpr int kVectors = 64;                      // pieces of a message looked at together
+constexpr std::uint64_t kLeastPlaced = 32 << 10;  // segments from here on go into the arena
+constexpr std::uint64_t kPlacedTurn = 32 << 20;   // bytes copied there before other threads have their turn
+constexpr int kLeastSocketBuffer = 1;             // the kernel makes the least of it that there can be
+constexpr int kFilling = 64;                      // packets that surely fill it
+std::string reason(int error) { return std::generic_category().message(error); }
+
+/// One packet without waiting, perhaps with a descriptor; 0 or an error number.
+int send_packet(int socket, const void* data, std::size_t size, int passed = -1) {
+  iovec part{.iov_base = const_cast<void*>(data), .iov_len = size};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof passed)] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (passed >= 0) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    cmsghdr* c = CMSG_FIRSTHDR(&message);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(sizeof passed);
+    std::memcpy(CMSG_DATA(c), &passed, sizeof passed);
+  }
+  while (::sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
+/// The first descriptor that came with a packet; the others are closed.
+Descriptor passed_with(msghdr& message) {
+  Descriptor first;
+  for (cmsghdr* c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (std::size_t i = 0; i < count; ++i) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
+      Descriptor one(fd);
+      if (!first) first = std::move(one);
+    }
+  }
+  return first;
+}
+
+void check_user(int socket, const std::string& description) {
+  const auto peer = unix_peer(socket);
+  if (peer && peer->uid == geteuid()) return;
+  raise(EPERM, "memory is shared only with processes of the same user, which the one at " + description + " is not");
+}
+
+}  // namespace
+
+ShmLink::ShmLink(Descriptor socket, std::string description, int end)
+    : socket_(std::move(socket)), description_(std::move(description)), end_(end) {
+  setsockopt(fd(), SOL_SOCKET, SO_SNDBUF, &kLeastSocketBuffer, sizeof kLeastSocketBuffer);
+}
+
+ShmLink::~ShmLink() {
+  close();
+  if (arena_) arena_->close();
+}
+
+std::unique_ptr<ShmLink> ShmLink::connect(Descriptor socket, std::string description) {
+  check_user(socket.get(), description);
+  SharedMemory memory = SharedMemory::create(kShmSize);
+  memory.reserve(0, kShmSize);
+  auto* shared = new (memory.data()) ShmControl{};
+  for (RingControl& ring : shared->rings) ring.sleeps.store(1, std::memory_order_relaxed);
+  const ShmPacket packet{.what = ShmPacket::kMemory, .number = kShmLayout, .size = kShmSize};
+  const int error = send_packet(socket.get(), &packet, sizeof packet, memory.file());
+  if (error != 0) raise(error, "cannot reach " + description);
+  std::unique_ptr<ShmLink> link(new ShmLink(std::move(socket), std::move(description), 0));
+  link->use(std::move(memory));
+  return link;
+}
+
+std::unique_ptr<ShmLink> ShmLink::accept(Descriptor socket, std::string description) {
+  std::unique_ptr<ShmLink> link(new ShmLink(std::move(socket), std::move(description), 1));
+  link->hear(1);  // most often it is there already; what has been rung for is for `receive` to hear
+  return link;
+}
+
+void ShmLink::use(SharedMemory memory) {
+  memory.keep_from_forks();
+  memory.close_file();
+  memory_ = std::make_shared<SharedMemory>(std::move(memory));
+  auto* shared = std::launder(reinterpret_cast<ShmControl*>(memory_->data()));
+  std::byte* data[2] = {memory_->data() + kShmRings, memory_->data() + kShmRings + kShmRing};
+  out_ = RingWriter(&shared->rings[end_], data[end_], kShmRing);
+  in_ = RingReader(&shared->rings[1 - end_], data[1 - end_], kShmRing);
+  arena_ = std::make_shared<Arena>(&shared->returns[end_]);
+  borrower_ = Borrower::make(memory_, &shared->returns[1 - end_]);
+  set_limits(limits_);
+  shared_.store(shared, std::memory_order_release);
+}
+
+void ShmLink::set_limits(const Limits& limits) {
+  limits_ = limits;
+  reader_.set_limits(limits);
+  if (arena_) arena_->set_limit(limits.lent);
+  if (borrower_) borrower_->set_limit(limits.lent);
+}
+
+void ShmLink::fail(std::string why) {
+  std::lock_guard lock(error_mutex_);
+  if (!broken_) error_ = std::move(why);
+  broken_ = true;
+}
+
+std::string ShmLink::error() const {
+  std::lock_guard lock(error_mutex_);
+  return error_;
+}
+
+std::optional<Credentials> ShmLink::credentials() const { return unix_peer(fd()); }
+
+void ShmLink::close() {
+  if (ShmControl* shared = shared_.load(std::memory_order_acquire)) shared->closed.store(1, std::memory_order_relaxed);
+  ::shutdown(fd(), SHUT_RDWR);
+}
+
+// ---- sending
+
+/// Nothing more can be sent. What has arrived can still be read.
+SendState ShmLink::fail_to_send() {
+  send_broken_ = true;
+  close();
+  return SendState::kBroken;
+}
+
+/// Makes what is in the ring visible; false when nobody is there to see it.
+bool ShmLink::publish() {
+  if (!out_.publish()) return true;
+  const int error = send_packet(fd(), "", 1);
+  return error == 0 || error == EAGAIN || error == ENOBUFS;  // a full socket wakes as well
+}
+
+/// There is no room in the ring. The socket polls writable when there is: it is filled, and the reader empties it when
+/// it has emptied the ring.
+SendState ShmLink::blocked() {
+  arena_->grow(*this);
+  out_.wait();
+  for (int i = 0; i < kFilling; ++i) {
+    const int error = send_packet(fd(), "", 1);
+    if (error == EAGAIN || error == ENOBUFS) break;
+    if (error != 0) return fail_to_send();
+  }
+  return SendState::kBlocked;
+}
+
+bool ShmLink::is_open() const {
+  const ShmControl* shared = shared_.load(std::memory_order_acquire);
+  return !broken_ && !send_broken_ && !(shared && shared->closed.load(std::memory_order_relaxed));
+}
+
+SendState ShmLink::send(Outgoing& m) {
+  if (!is_open()) return SendState::kBroken;
+  if (!shared_.load(std::memory_order_acquire)) return SendState::kBlocked;
+  if (held_end_ > 0) {
+    const SendState state = release();
+    if (state != SendState::kSent) return state;
+  }
+  if (m.prefix.empty()) {
+    if (!m.segments.empty()) {
+      const SendState state = place(m);
+      if (state != SendState::kSent) return state;
+    }
+    begin(m);
+  }
+  if (m.total == 0) m.total = m.prefix.size() + payload_in_frame(m);
+  const std::uint64_t turn = m.sent + kTurn;
+  while (m.sent < m.total) {
+    if (m.sent >= turn) return SendState::kBlocked;
+    const std::size_t room = out_.room();
+    if (room == 0) return out_.broken() ? fail_to_send() : blocked();
+    iovec parts[kVectors];
+    const int count = gather(m, parts, kVectors, std::min<std::uint64_t>(room, turn - m.sent));
+    for (int i = 0; i < count; ++i) {
+      out_.put(parts[i].iov_base, parts[i].iov_len);
+      m.sent += parts[i].iov_len;
+    }
+    if (!publish()) return fail_to_send();
+  }
+  return SendState::kSent;
+}
+
+/// Before a frame is begun: its large segments are copied into the arena, as far as there is room. kBlocked: it is
+/// others' turn.
+SendState ShmLink::place(Outgoing& m) {
+  std::uint64_t copied = 0;
+  for (; placing_.segment < m.segments.size(); ++placing_.segment) {
+    OutSegment& s = m.segments[placing_.segment];
+    if (s.lease != 0) {
+      s.lease = arena_->share(s);
+      continue;
+    }
+    if (s.size < kLeastPlaced) continue;
+    if (!placing_.place) placing_.place = arena_->place(s.size);
+    if (!placing_.place) {
+      arena_->grow(*this);
+      continue;
+    }
+    if (copied >= kPlacedTurn) return SendState::kBlocked;
+    const std::uint64_t size = std::min(s.size - placing_.copied, kPlacedTurn - copied);
+    copy_to_shared(placing_.place->data + placing_.copied, s.data + placing_.copied, size, s.size < kBeyondCaches);
+    placing_.copied += size;
+    copied += size;
+    if (placing_.copied < s.size) return SendState::kBlocked;
+    s.data = placing_.place->data;
+    s.lease = placing_.place->lease;
+    arena_->hand_over(s.lease);
+    placing_.place.reset();
+    placing_.copied = 0;
+  }
+  placing_.segment = 0;
+  return arena_->spoiled() ? fail_to_send() : SendState::kSent;
+}
+
+std::optional<Lent> ShmLink::lend(std::size_t size) {
+  if (!shared_.load(std::memory_order_acquire)) return std::nullopt;
+  try {
+    auto lent = arena_->lend(size);
+    if (!lent) arena_->grow(*this);
+    return lent;
+  } catch (const std::bad_alloc&) {
+    return std::nullopt;
+  }
+}
+
+std::size_t ShmLink::lendable() const { return shared_.load(std::memory_order_acquire) ? arena_->size() : 0; }
+
+void ShmLink::trim(Nanos before) {
+  if (shared_.load(std::memory_order_acquire)) arena_->trim(before, *this);
+}
+
+bool ShmLink::offer(std::uint32_t chunk, std::size_t size, int file) {
+  const ShmPacket packet{.what = ShmPacket::kOffer, .number = chunk, .size = size};
+  return send_packet(fd(), &packet, sizeof packet, file) == 0;
+}
+
+bool ShmLink::drop(std::uint32_t chunk) {
+  const ShmPacket packet{.what = ShmPacket::kDrop, .number = chunk, .size = 0};
+  return send_packet(fd(), &packet, sizeof packet) == 0;
+}
+
+bool ShmLink::hold(const Outgoing& m) {
+  const std::uint64_t size = frame_size(m);
+  const bool leased = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
+  if (leased || size > kFlatFrame || held_end_ + size > kHeldFrames || !is_open() || !shared_) return false;
+  if (!held_) {
+    held_.reset(new (std::nothrow) std::byte[kHeldFrames]);
+    if (!held_) return false;
+  }
+  FrameHeader header = m.header;
+  complete(header, m);
+  held_end_ += flatten(m, header, held_.get() + held_end_);
+  return true;
+}
+
+SendState ShmLink::release() {
+  if (broken_ || send_broken_) return SendState::kBroken;
+  while (held_begin_ < held_end_) {
+    const std::size_t room = out_.room();
+    if (room == 0) return out_.broken() ? fail_to_send() : blocked();
+    const std::size_t size = std::min(room, held_end_ - held_begin_);
+    out_.put(held_.get() + held_begin_, size);
+    held_begin_ += size;
+    if (!publish()) return fail_to_send();
+  }
+  held_begin_ = held_end_ = 0;
+  return SendState::kSent;
+}
+
+// ---- receiving
+
+bool ShmLink::stay_awake() {
+  if (!shared_.load(std::memory_order_relaxed)) return false;
+  awake_ = true;
+  in_.wake();
+  return true;
+}
+
+bool ShmLink::ready() { return in_.ready() || broken_; }
+
+bool ShmLink::fall_asleep() {
+  in_.sleep();
+  if (in_.ready()) {
+    in_.wake();
+    return false;
+  }
+  awake_ = false;
+  return true;
+}
+
+/// Takes in what has come over the socket; `most` packets at a time, and no more once there are fewer.
+void ShmLink::hear(unsigned most) {
+  struct Slot {
+    std::byte packet[sizeof(ShmPacket)];
+    alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
+  };
+  Slot slots[kPackets];
+  iovec parts[kPackets];
+  mmsghdr messages[kPackets] = {};
+  while (!ended_ && !broken_) {
+    for (unsigned i = 0; i < most; ++i) {
+      parts[i] = {slots[i].packet, sizeof slots[i].packet};
+      messages[i].msg_hdr = {};
+      messages[i].msg_hdr.msg_iov = &parts[i];
+      messages[i].msg_hdr.msg_iovlen = 1;
+      messages[i].msg_hdr.msg_control = slots[i].control;
+      messages[i].msg_hdr.msg_controllen = sizeof slots[i].control;
+    }
+    const int n = ::recvmmsg(fd(), messages, most, MSG_DONTWAIT | MSG_CMSG_CLOEXEC, nullptr);
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+      // A peer that ends without having heard all the ringing resets the connection: an end like any other.
+      ended_ = true;
+      if (errno != ECONNRESET) fail(reason(errno));
+      return;
+    }
+    for (int i = 0; i < n; ++i) {
+      msghdr& header = messages[i].msg_hdr;
+      Descriptor passed = passed_with(header);
+      if (messages[i].msg_len == 0) {
+        ended_ = true;
+      } else if (!ended_ && !broken_ && messages[i].msg_len > 1) {
+        on_packet(slots[i].packet, messages[i].msg_len, std::move(passed));
+      }
+    }
+    if (most < kPackets || n < static_cast<int>(most)) return;
+  }
+}
+
+void ShmLink::on_packet(const std::byte* bytes, std::size_t size, Descriptor passed) {
+  ShmPacket packet;
+  if (size != sizeof packet) return fail("what arrived is not a packet of a shared-memory link");
+  std::memcpy(&packet, bytes, size);
+  if (packet.what == ShmPacket::kMemory && packet.number == kShmLayout && !memory_) {
+    return take_memory(packet.size, std::move(passed));
+  }
+  if (!memory_) return fail("the shared memory is not laid out as here: run one version of telegrad on all workers");
+  switch (packet.what) {
+    case ShmPacket::kOffer:
+      answers_.push_back({packet.number, borrower_->map(packet.number, packet.size, std::move(passed))});
+      return;
+    case ShmPacket::kMapped:
+    case ShmPacket::kRefused:
+      return arena_->on_answer(packet.number, packet.what == ShmPacket::kMapped);
+    case ShmPacket::kDrop:
+      return borrower_->unmap(packet.number);
+    default:
+      return fail("what arrived is not a packet of a shared-memory link");
+  }
+}
+
+void ShmLink::take_memory(std::uint64_t size, Descriptor passed) {
+  try {
+    check_user(fd(), description_);
+    if (!passed) raise(EMFILE, "cannot take shared memory");
+    if (size != kShmSize) raise(EINVAL, "shared memory of another size than here");
+    use(SharedMemory::adopt(std::move(passed), size));
+  } catch (const std::system_error& e) {
+    fail(e.what());
+  }
+}
+
+/// Tells the peer which chunks have been mapped, as far as the socket takes it now.
+void ShmLink::answer_offers() {
+  std::erase_if(answers_, [this](const Answer& a) {
+    const ShmPacket packet{.what = a.mapped ? ShmPacket::kMapped : ShmPacket::kRefused, .number = a.chunk, .size = 0};
+    return send_packet(fd(), &packet, sizeof packet) == 0;
+  });
+}
+
+BlockPtr ShmLink::borrow(const SegmentHeader& segment, Inbox& inbox) { return borrower_->borrow(segment, inbox); }
+
+ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
+  if (broken_) return ReceiveState::kBroken;
+  std::size_t got = 0;
+  try {
+    while (true) {
+      const bool mapped = memory_ != nullptr;
+      while (mapped) {
+        const auto bytes = in_.peek();
+        if (bytes.empty()) break;
+        // What is left over must be found again: by an end that is awake, or because its bell has been rung.
+        if (got >= budget && got > 0 && (awake_ || !in_.sleeps())) return ReceiveState::kMore;
+        const std::size_t size = std::min(bytes.size(), std::max(budget - std::min(budget, got), kPiece));
+        if (!reader_.read(bytes.data(), size, inbox)) {
+          fail(reader_.error());
+          return ReceiveState::kBroken;
+        }
+        in_.take(size);
+        got += size;
+        if (in_.writer_waits()) {
+          hear();
+          if (!awake_) in_.sleep();  // the ringing is over
+        }
+      }
+      if (mapped && in_.broken()) fail("the other end has spoiled the memory of the link");
+      if (ended_) fail(reader_.at_rest() ? "" : "the stream ended in the middle of a frame");
+      if (broken_) return ReceiveState::kBroken;
+      if (awake_ && got > 0) return ReceiveState::kIdle;
+      hear();
+      if (ended_) continue;  // what was written before the end is there now
+      if (broken_) return ReceiveState::kBroken;
+      if (!memory_) return ReceiveState::kIdle;
+      if (!answers_.empty()) answer_offers();
+      if (!awake_) in_.sleep();
+      if (!in_.ready()) return ReceiveState::kIdle;
+    }
+  } catch (const std::bad_alloc&) {
+    fail("no memory for " + reader_.describe());
+    return ReceiveState::kBroken;
+  }
+}
+
+// ---- shm:@name or shm:/path
+
+namespace {
+
+class ShmListener final : public Listener {
+ public:
+  explicit ShmListener(const std::string& address)
+      : acceptor_(listen_unix(SOCK_SEQPACKET, address)), address_(address) {}
+
+  int fd() const override { return acceptor_.fd(); }
+  std::string address() const override { return address_; }
+  std::unique_ptr<Link> accept() override {
+    Descriptor s = acceptor_.accept();
+    return s ? ShmLink::accept(std::move(s), address_) : nullptr;
+  }
+
+ private:
+  Acceptor acceptor_;
+  const std::string address_;
+};
+
+class ShmTransport final : public Transport {
+ public:
+  std::unique_ptr<Listener> listen(const std::string& address) override {
+    return std::make_unique<ShmListener>(address);
+  }
+  std::unique_ptr<Link> connect(const std::string& address) override {
+    return ShmLink::connect(connect_unix(SOCK_SEQPACKET, address), address);
+  }
+};
+
+}  // namespace
+
+Transport* shm_transport() {
+  static ShmTransport t;
+  return &t;
+}
+
+}  // namespace telegrad

@@ -1,0 +1,105 @@
+// A link between two processes of one host: frames go through a ring of shared memory each way.
+//
+// A Unix socket (of packets) is the lifeline: the kernel says whose process is at the other end, and at once when it is
+// gone. Over it pass descriptors, and its packets are the doorbell of an end that sleeps. While both ends are awake
+// nothing goes over it. Large segments do not go through the ring: they are copied into shared memory once, where the
+// receiver uses them (arena.h, borrowed.h).
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <string>
+
+#include "transports/arena.h"
+#include "transports/borrowed.h"
+#include "transports/descriptor.h"
+#include "transports/frames.h"
+#include "transports/ring.h"
+#include "transports/shared_memory.h"
+#include "transports/shm_layout.h"
+
+namespace telegrad {
+
+class ShmLink final : public Link, private Leases, private Arena::Messenger {
+ public:
+  /// The connecting end, over a connected socket: makes the memory and passes it to the other. Throws
+  /// std::system_error.
+  static std::unique_ptr<ShmLink> connect(Descriptor socket, std::string description);
+  /// The other end, which gets the memory with the first packet.
+  static std::unique_ptr<ShmLink> accept(Descriptor socket, std::string description);
+  ~ShmLink() override;
+
+  int fd() const override { return socket_.get(); }
+  SendState send(Outgoing& message) override;
+  bool hold(const Outgoing& message) override;
+  SendState release() override;
+  std::optional<Lent> lend(std::size_t size) override;
+  std::size_t lendable() const override;
+  void trim(Nanos before) override;
+  ReceiveState receive(Inbox& inbox, std::size_t budget) override;
+  bool stay_awake() override;
+  bool ready() override;
+  bool fall_asleep() override;
+  void set_limits(const Limits& limits) override;
+  void close() override;
+  std::string error() const override;
+  std::optional<Credentials> credentials() const override;
+  std::string describe() const override { return description_; }
+
+ private:
+  static constexpr unsigned kPackets = 16;  // of the socket, taken in by one system call
+
+  ShmLink(Descriptor socket, std::string description, int end);
+  void use(SharedMemory memory);
+  void fail(std::string why);
+  SendState fail_to_send();
+  bool is_open() const;
+  bool publish();
+  SendState blocked();
+  SendState place(Outgoing& message);
+  void hear(unsigned most = kPackets);
+  void on_packet(const std::byte* packet, std::size_t size, Descriptor passed);
+  void take_memory(std::uint64_t size, Descriptor passed);
+  void answer_offers();
+  BlockPtr borrow(const SegmentHeader& segment, Inbox& inbox) override;
+  bool offer(std::uint32_t chunk, std::size_t size, int file) override;
+  bool drop(std::uint32_t chunk) override;
+
+  const Descriptor socket_;
+  const std::string description_;
+  const int end_;  // 0: the connecting one
+  Limits limits_;
+  std::shared_ptr<Arena> arena_;        // what we lend,
+  std::shared_ptr<Borrower> borrower_;  // and what we are lent. These two keep the memory that they need
+  std::shared_ptr<SharedMemory> memory_;
+  std::atomic<ShmControl*> shared_ = nullptr;  // null: it has not come yet
+
+  mutable std::mutex error_mutex_;
+  std::string error_;
+  std::atomic<bool> broken_ = false;
+
+  // The sending thread's.
+  RingWriter out_;
+  bool send_broken_ = false;
+  std::unique_ptr<std::byte[]> held_;  // frames that have not left: bytes [held_begin_, held_end_)
+  std::size_t held_begin_ = 0;
+  std::size_t held_end_ = 0;
+  struct {
+    std::size_t segment = 0;  // of the message being sent: those before it are in their places
+    std::optional<Arena::Place> place;
+    std::uint64_t copied = 0;
+  } placing_;
+
+  // The receiving thread's.
+  RingReader in_;
+  FrameReader reader_{this};
+  struct Answer {
+    std::uint32_t chunk;
+    bool mapped;
+  };
+  std::vector<Answer> answers_;  // to offers, not sent yet
+  bool awake_ = false;           // it looks into the ring by itself
+  bool ended_ = false;           // the other end has gone
+};
+
+}  // namespace telegrad
