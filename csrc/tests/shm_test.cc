@@ -1,0 +1,403 @@
+// Shared-memory links: tensors where they lie, memory that runs out, forks, and peers that lie.
+#include "transports/shm.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <functional>
+#include <new>
+
+#include "tests/links.h"
+
+namespace telegrad::test {
+namespace {
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+
+/// One large segment from `a` to `b`; the inbox tells by `allocations` whether it was copied at `b`.
+struct Pair {
+  explicit Pair(std::uint64_t limit = std::uint64_t{1} << 30) : ends("shm") {
+    for (Link* link : {ends.a.get(), ends.b.get()}) link->set_limits({.lent = limit});
+  }
+  /// True: it lies in the sender's arena.
+  bool pass(const std::string& bytes) {
+    Message m;
+    m.header.type = FrameType::kRequest;
+    m.segments.push_back(bytes);
+    const int before = inbox.allocations;
+    const std::size_t count = inbox.messages.size();
+    send_whole(*ends.a, m, *ends.b, inbox);
+    receive_until(*ends.b, inbox, count + 1);
+    Collector nothing;
+    ends.a->receive(nothing, kAnyBudget);  // what `b` says of memory
+    CHECK(text(count) == bytes);
+    return inbox.allocations == before;
+  }
+  /// Passes such a segment until it lies in the arena.
+  void warm_up(std::size_t size) {
+    for (int i = 0; !pass(std::string(size, 'w')); ++i) CHECK(i < 100);
+    inbox.messages.clear();
+  }
+  Block& block(std::size_t i) { return *inbox.messages[i].segments[0]; }
+  std::string_view text(std::size_t i) { return {reinterpret_cast<const char*>(block(i).data()), block(i).size()}; }
+  Ends ends;
+  Collector inbox;
+};
+
+// ---- the arena
+
+CASE(large_segments_are_copied_once) {
+  Pair p;
+  CHECK(!p.pass(std::string(kMiB, 'a')));  // there is no memory yet
+  p.warm_up(kMiB);
+  for (const std::size_t size : {std::size_t{32} << 10, kMiB, 3 * kMiB + 7}) CHECK(p.pass(std::string(size, 'b')));
+  CHECK(!p.pass(std::string(1000, 'c')));  // a small one is not worth it
+}
+
+CASE(a_receiver_owns_what_it_has) {
+  Pair p;
+  p.warm_up(kMiB);
+  CHECK(p.pass(std::string(kMiB, 'a')));
+  std::memset(p.block(0).data(), 'x', kMiB);
+  for (int i = 0; i < 5; ++i) CHECK(p.pass(std::string(kMiB, static_cast<char>('b' + i))));
+  CHECK(p.text(0) == std::string(kMiB, 'x'));
+  p.inbox.messages.clear();
+  CHECK(p.pass(std::string(kMiB, 'y')));  // where some of them were
+}
+
+CASE(memory_is_used_again) {
+  Pair p;
+  p.warm_up(4 * kMiB);
+  const std::size_t before = p.ends.a->lendable();
+  for (int i = 0; i < 100; ++i) {
+    CHECK(p.pass(std::string(4 * kMiB, static_cast<char>(i))));
+    p.inbox.messages.clear();
+  }
+  CHECK_EQ(p.ends.a->lendable(), before);
+}
+
+CASE(what_is_held_too_long_is_sent_as_bytes) {
+  Pair p(16 * kMiB);
+  int lent = 0, sent = 0;
+  for (int i = 0; i < 40; ++i) (p.pass(std::string(kMiB, static_cast<char>(i))) ? lent : sent)++;
+  CHECK(lent >= 8 && lent <= 16);
+  CHECK(p.ends.a->lendable() <= 16 * kMiB);
+  for (std::size_t i = 0; i < 40; ++i) CHECK(p.text(i) == std::string(kMiB, static_cast<char>(i)));
+  p.inbox.messages.clear();
+  CHECK(p.pass(std::string(kMiB, 'z')));
+}
+
+CASE(thousands_of_tensors_at_once) {
+  Pair p;
+  p.warm_up(64 << 10);
+  Message m;
+  m.header.type = FrameType::kRequest;
+  for (int i = 0; i < 6000; ++i) m.segments.push_back(std::string(33 << 10, static_cast<char>(i)));
+  for (int round = 0; round < 2; ++round) {
+    send_whole(*p.ends.a, m, *p.ends.b, p.inbox);
+    receive_until(*p.ends.b, p.inbox, 1);
+    check_same(m, p.inbox.messages[0]);
+    p.inbox.messages.clear();
+  }
+}
+
+CASE(a_peer_that_takes_no_memory_gets_bytes) {
+  Pair p;
+  p.ends.b->set_limits({.lent = 0});
+  for (int i = 0; i < 5; ++i) CHECK(!p.pass(std::string(kMiB, 'a')));
+  CHECK_EQ(p.ends.a->lendable(), 0u);
+}
+
+CASE(strangers_are_lent_nothing) {
+  Pair p;
+  p.ends.a->set_limits(kStrangerLimits);
+  for (int i = 0; i < 5; ++i) CHECK(!p.pass(std::string(kMiB, 'a')));
+  CHECK(!p.ends.a->lend(1));
+}
+
+CASE(unused_memory_is_given_up) {
+  Pair p;
+  p.warm_up(kMiB);
+  const int descriptors = open_descriptors();
+  CHECK(p.pass(std::string(kMiB, 'a')));
+  p.ends.a->trim(kNever);
+  CHECK(p.ends.a->lendable() > 0);  // in use
+  p.inbox.messages.clear();
+  p.ends.a->trim(0);
+  CHECK(p.ends.a->lendable() > 0);  // used a moment ago
+  p.ends.a->trim(kNever);
+  CHECK_EQ(p.ends.a->lendable(), 0u);
+  p.ends.b->receive(p.inbox, kAnyBudget);
+  CHECK_EQ(open_descriptors(), descriptors - 1);
+  p.warm_up(kMiB);  // and there is more when it is needed
+}
+
+CASE(memory_that_the_sender_holds_is_its_own) {
+  Pair p;
+  p.warm_up(kMiB);
+  for (int round = 0; round < 3; ++round) {  // each time over the same pages, none of which may be found again
+    auto lent = p.ends.a->lend(kMiB);
+    CHECK(lent.has_value());
+    std::memset(lent->memory->data(), 'a' + round, kMiB);
+    Outgoing m;
+    m.header.type = FrameType::kRequest;
+    m.segments.push_back({lent->memory->data(), kMiB, lent->lease});
+    CHECK(p.ends.a->send(m) == SendState::kSent);
+    receive_until(*p.ends.b, p.inbox, 1);
+    CHECK(p.text(0) == std::string(kMiB, static_cast<char>('a' + round)));
+    std::memset(p.block(0).data(), 'x', kMiB / 2);
+    CHECK_EQ(static_cast<char>(lent->memory->data()[0]), static_cast<char>('a' + round));
+    lent->memory.reset();
+    p.inbox.messages.clear();
+    CHECK(p.pass(std::string(kMiB, 'o')));
+    p.inbox.messages.clear();
+  }
+}
+
+// ---- forks
+
+/// Runs in a child of this process; true if `check` was.
+bool in_a_fork(const std::function<bool()>& check, const std::function<void()>& meanwhile) {
+  int pipes[2];
+  CHECK_EQ(::pipe(pipes), 0);
+  const pid_t child = ::fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    char go;
+    const bool good = ::read(pipes[0], &go, 1) == 1 && check();
+    ::_exit(good ? 0 : 1);
+  }
+  meanwhile();
+  CHECK_EQ(::write(pipes[1], "!", 1), 1);
+  int status = 0;
+  CHECK_EQ(::waitpid(child, &status, 0), child);
+  ::close(pipes[0]);
+  ::close(pipes[1]);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+CASE(a_fork_keeps_tensors_as_they_were) {
+  Pair p;
+  p.warm_up(kMiB);
+  CHECK(p.pass(std::string(kMiB, 'a')));
+  CHECK(p.pass(std::string(kMiB, 'b')));
+  const std::byte* first = p.block(0).data();
+  CHECK(in_a_fork(
+      [&] {
+        const bool same = p.text(0) == std::string(kMiB, 'a') && p.text(1) == std::string(kMiB, 'b');
+        std::memset(p.block(1).data(), 'c', kMiB);  // the child's own
+        p.inbox.messages.pop_back();
+        return same;
+      },
+      [&] {
+        std::memset(p.block(0).data(), 'x', kMiB);
+        p.inbox.messages.erase(p.inbox.messages.begin());
+        CHECK(p.pass(std::string(kMiB, 'y')));
+        CHECK_EQ(p.block(1).data(), first);  // where the first one was
+      }));
+  CHECK(p.text(0) == std::string(kMiB, 'b'));
+  CHECK(p.text(1) == std::string(kMiB, 'y'));
+  p.inbox.messages.clear();
+  for (int i = 0; i < 4; ++i) CHECK(p.pass(std::string(kMiB, static_cast<char>('0' + i))));
+}
+
+CASE(a_fork_keeps_the_private_pages_of_held_memory) {
+  Pair p;
+  p.warm_up(kMiB);
+  auto lent = p.ends.a->lend(kMiB);
+  std::memset(lent->memory->data(), 'h', kMiB);
+  Outgoing m;
+  m.header.type = FrameType::kRequest;
+  m.segments.push_back({lent->memory->data(), kMiB, lent->lease});
+  CHECK(p.ends.a->send(m) == SendState::kSent);
+  receive_until(*p.ends.b, p.inbox, 1);
+  CHECK(in_a_fork([&] { return p.text(0) == std::string(kMiB, 'h'); },
+                  [&] {
+                    lent->memory.reset();
+                    p.inbox.messages.clear();
+                    CHECK(p.pass(std::string(kMiB, 'n')));
+                  }));
+}
+
+// ---- peers that lie
+
+/// A link whose peer is this test, with the memory of the link in its hands.
+struct Liar {
+  Liar() {
+    int pair[2];
+    CHECK_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
+    socket = Descriptor(pair[0]);
+    memory = SharedMemory::create(kShmSize);
+    memory.reserve(0, kShmSize);
+    control = new (memory.data()) ShmControl{};
+    writer = RingWriter(&control->rings[0], memory.data() + kShmRings, kShmRing);
+    send({.what = ShmPacket::kMemory, .number = kShmLayout, .size = kShmSize}, memory.file());
+    link = ShmLink::accept(Descriptor(pair[1]), "test");
+    link->set_limits(Limits{});
+  }
+  void send(const ShmPacket& packet, int passed = -1) { write(&packet, sizeof packet, passed); }
+  void write(const void* data, std::size_t size, int passed = -1) {
+    iovec part{.iov_base = const_cast<void*>(data), .iov_len = size};
+    alignas(cmsghdr) char room[CMSG_SPACE(sizeof passed)] = {};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (passed >= 0) {
+      message.msg_control = room;
+      message.msg_controllen = sizeof room;
+      cmsghdr* c = CMSG_FIRSTHDR(&message);
+      c->cmsg_level = SOL_SOCKET;
+      c->cmsg_type = SCM_RIGHTS;
+      c->cmsg_len = CMSG_LEN(sizeof passed);
+      std::memcpy(CMSG_DATA(c), &passed, sizeof passed);
+    }
+    CHECK_EQ(::sendmsg(socket.get(), &message, MSG_NOSIGNAL), static_cast<ssize_t>(size));
+  }
+  void frame(const SegmentHeader& segment) {
+    FrameHeader h;
+    h.type = FrameType::kRequest;
+    h.segment_count = 1;
+    writer.put(&h, sizeof h);
+    writer.put(&segment, sizeof segment);
+    writer.publish();
+  }
+  void check_broken(const std::string& why) {
+    receive_until_broken_at_once();
+    CHECK_SAYS(link->error(), why);
+    CHECK(inbox.messages.empty());
+  }
+  void receive_until_broken_at_once() {
+    for (int i = 0; link->receive(inbox, kAnyBudget) != ReceiveState::kBroken; ++i) CHECK(i < 10);
+  }
+  /// What the link has said over the socket.
+  bool hears(std::uint32_t what) {
+    while (true) {
+      ShmPacket packet;
+      const ssize_t n = ::recv(socket.get(), &packet, sizeof packet, MSG_DONTWAIT);
+      if (n < 0) return false;
+      if (n == sizeof packet && packet.what == what) return true;
+    }
+  }
+  Descriptor socket;
+  SharedMemory memory;
+  ShmControl* control = nullptr;
+  RingWriter writer;
+  std::unique_ptr<ShmLink> link;
+  Collector inbox;
+};
+
+CASE(counts_that_lie_break_the_link) {
+  for (const std::uint64_t lie : {std::uint64_t{kShmRing + 1}, ~std::uint64_t{0}}) {
+    Liar l;
+    l.control->rings[0].written = lie;
+    l.check_broken("spoiled");
+  }
+  Liar l;
+  l.control->rings[1].read = 12345;
+  const Message m;
+  Outgoing out = m.outgoing();
+  CHECK(l.link->send(out) == SendState::kBroken);
+}
+
+CASE(leases_of_nothing_break_the_link) {
+  SharedMemory chunk = SharedMemory::create(kMiB);
+  chunk.reserve(0, kMiB);
+  struct Lie {
+    std::uint64_t size, lease;
+  };
+  const Lie lies[] = {{100, Lease::of(7, 0)},
+                      {100, Lease::of(1, kMiB)},
+                      {kMiB + 1, Lease::of(1, 0)},
+                      {kPage + 1, Lease::of(1, kMiB - kPage)},
+                      {100, Lease::of(1, 0) | ~std::uint64_t{0} >> 32},
+                      {kMiB + 1, Lease::of(1, 0) | Lease::kHeld}};
+  for (const Lie& lie : lies) {
+    Liar l;
+    l.send({.what = ShmPacket::kOffer, .number = 1, .size = kMiB}, chunk.file());
+    CHECK(l.link->receive(l.inbox, kAnyBudget) == ReceiveState::kIdle);
+    CHECK(l.hears(ShmPacket::kMapped));
+    l.frame({.size = lie.size, .lease = lie.lease});
+    l.check_broken("has not been shared");
+  }
+  Liar l;  // and the truth does not
+  l.send({.what = ShmPacket::kOffer, .number = 1, .size = kMiB}, chunk.file());
+  CHECK(l.link->receive(l.inbox, kAnyBudget) == ReceiveState::kIdle);
+  l.frame({.size = kPage, .lease = Lease::of(1, kMiB - kPage)});
+  CHECK(l.link->receive(l.inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK_EQ(l.inbox.messages[0].segments[0]->size(), kPage);
+}
+
+CASE(memory_that_could_be_cut_is_refused) {
+  Descriptor unsealed(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  CHECK_EQ(::ftruncate(unsealed.get(), kMiB), 0);
+  Descriptor hollow(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));  // sealed, but without its pages
+  CHECK_EQ(::ftruncate(hollow.get(), kMiB), 0);
+  CHECK_EQ(::fcntl(hollow.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+  SharedMemory small = SharedMemory::create(kMiB / 2);
+  small.reserve(0, kMiB / 2);
+  const Descriptor file(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
+  for (const int fd : {unsealed.get(), hollow.get(), small.file(), file.get(), -1}) {
+    Liar l;
+    l.send({.what = ShmPacket::kOffer, .number = 1, .size = kMiB}, fd);
+    CHECK(l.link->receive(l.inbox, kAnyBudget) == ReceiveState::kIdle);
+    CHECK(l.hears(ShmPacket::kRefused));
+  }
+}
+
+CASE(returns_that_lie_break_the_link) {
+  const std::function<void(Returns&)> lies[] = {
+      [](Returns& r) { r.given = 1; },                    // nothing was handed over
+      [](Returns& r) { r.given = Returns::kSlots + 1; },  // more than there are
+      [](Returns& r) { r.given = ~std::uint64_t{0}; },
+  };
+  for (const auto& lie : lies) {
+    Liar l;
+    lie(l.control->returns[1]);
+    Random random(5);
+    const Message m = random_message(random, 10, {kMiB});
+    Outgoing out = m.outgoing();
+    CHECK(l.link->send(out) == SendState::kBroken);
+  }
+}
+
+CASE(packets_that_are_none_break_the_link) {
+  for (const std::uint32_t what : {0u, 1u, 77u}) {
+    Liar l;
+    l.send({.what = what, .number = 1, .size = 1});
+    l.receive_until_broken_at_once();
+  }
+  Liar l;
+  l.write("some text", 9);
+  l.check_broken("not a packet");
+  Liar many;  // answers to what was never asked are nothing
+  for (const std::uint32_t what : {ShmPacket::kMapped, ShmPacket::kRefused, ShmPacket::kDrop}) {
+    many.send({.what = what, .number = 3, .size = 0});
+  }
+  CHECK(many.link->receive(many.inbox, kAnyBudget) == ReceiveState::kIdle);
+}
+
+CASE(a_scribbling_peer_breaks_at_most_the_link) {
+  const int rounds = times(300);
+  for (int round = 0; round < rounds; ++round) {
+    Liar l;
+    Random random(static_cast<std::uint64_t>(round) + 100);
+    const Message m = random_message(random, 500, {1000}, 20);
+    std::string bytes = random.bytes(kShmRing / 2);
+    l.writer.put(bytes.data(), bytes.size());
+    l.writer.publish();
+    for (int i = 0; i < 50; ++i) {
+      const std::size_t at = random.below(sizeof(ShmControl) / 8) * 8;
+      reinterpret_cast<std::atomic<std::uint64_t>*>(l.memory.data() + at)->store(random.next());
+    }
+    l.link->receive(l.inbox, kAnyBudget);
+    Outgoing out = m.outgoing();
+    l.link->send(out);
+  }
+}
+
+}  // namespace
+}  // namespace telegrad::test
