@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance bench lint format stubs docs dist clean
+.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance bench bench-check lint format stubs docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -46,9 +46,13 @@ conformance: build ## PyTorch's own RPC test-suite, run over Telegrad
 	$(PY) tests/conformance/conformance.py --package telegrad --set open --jobs 2 \
 	  --known tests/conformance/known.txt --flaky tests/conformance/flaky.txt $(ARGS)
 
-BENCH ?= latency autograd
-bench: build ## calls and distributed autograd beside torch.distributed; BENCH=autograd runs only that
-	set -e; for name in $(BENCH); do $(PY) bench/$$name.py $(ARGS); done
+bench: build ## speed beside other frameworks and the machine's limit; ARGS="--only calls --rounds 1", see bench/README.md
+	@tools/install_peers.sh $(VENV)
+	$(PY) -m bench $(ARGS)
+
+bench-check: build ## the same; fails when another framework is ahead of us in any row
+	@tools/install_peers.sh $(VENV)
+	$(PY) -m bench --check $(ARGS)
 
 lint: build ## ruff, mypy --strict, clang-format, and the stub of the core
 	$(PY) -m ruff check -q .

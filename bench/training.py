@@ -1,4 +1,4 @@
-"""What the benchmark of distributed autograd runs: models, steps of training, and their parts on other workers."""
+"""What the rows of distributed autograd run: models, steps of training, and their parts on other workers."""
 
 import importlib
 import time
@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import MODULES, SERVER, name_of
 from torch import Tensor, nn
+
+from bench.peers.base import Client
+from bench.peers.torch_api import name_of
+
+SERVER = name_of(1)
 
 INPLACE = "modified by an inplace operation"  # what torch says of a step that another trainer's step has overtaken
 
@@ -32,17 +36,16 @@ Step = Callable[[Clock], object]  # times what counts of it
 
 
 class Framework:
-    """The modules of one package, under the names that both have."""
+    """The modules of one package, telegrad or torch.distributed, under the names that both have."""
 
     def __init__(self, package: str) -> None:
-        root = MODULES[package].rpartition(".")[0]
         self.package = package
-        self.rpc: Any = importlib.import_module(MODULES[package])
-        self.autograd: Any = importlib.import_module(f"{root}.autograd")
+        self.rpc: Any = importlib.import_module(f"{package}.rpc")
+        self.autograd: Any = importlib.import_module(f"{package}.autograd")
 
     @property
     def optim(self) -> ModuleType:
-        return importlib.import_module(f"{MODULES[self.package].rpartition('.')[0]}.optim")
+        return importlib.import_module(f"{self.package}.optim")
 
     @contextmanager
     def one_pass(self, clock: Clock) -> Iterator[int]:
@@ -155,17 +158,15 @@ def train(package: str, server: Any, batch: int, seconds: float) -> tuple[int, i
     return samples, overtaken
 
 
-def train_together(rpc: ModuleType, package: str, trainers: int, batch: int, seconds: float) -> dict[str, Any]:
-    """All trainers at once; runs in the client, which is one of them. Worker 1 is the server."""
+def train_together(client: Client, batch: int, warm_up: float, seconds: float) -> tuple[int, int]:
+    """Workers 0 and 2 and up train at once for `seconds`, worker 1 is the server; `train` summed up."""
+    framework = Framework(client.rpc_parent)
+    rpc, package = framework.rpc, framework.package
     server = rpc.remote(SERVER, Server, args=(package, ConvNet))
-    warm_up = min(seconds, 1.0)
     for time_to_run in (warm_up, seconds):
         others = [
             rpc.rpc_async(name_of(rank), train, args=(package, server, batch, time_to_run))
-            for rank in range(2, trainers + 1)
+            for rank in range(2, client.workers)
         ]
         done = [train(package, server, batch, time_to_run), *(other.wait() for other in others)]
-    return {
-        "samples per second": sum(samples for samples, _ in done) / seconds,
-        "steps overtaken": sum(overtaken for _, overtaken in done),
-    }
+    return sum(samples for samples, _ in done), sum(overtaken for _, overtaken in done)

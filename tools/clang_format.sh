@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
 shift
-find csrc \( -name '*.cc' -o -name '*.h' \) -print0 | xargs -0 "$venv/bin/clang-format" --style=file "$@"
+find csrc bench \( -name '*.cc' -o -name '*.h' \) -print0 | xargs -0 "$venv/bin/clang-format" --style=file "$@"

@@ -1,6 +1,8 @@
-"""The benchmarks run, so that they cannot rot. What they measure is asserted nowhere: that is for people to read."""
+"""The bench runs, so that it cannot rot. What it measures is asserted nowhere: that is for people to read."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,74 +10,74 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench import networks
+from bench.processes import adopt_orphans, descendants, end_descendants
+from bench.row import OURS, TORCH, Family
+from bench.rows.networks import NETWORKS
+from bench.rows.table import FAMILIES
+
+ROOT = Path(__file__).parents[2]
 
 
-def run_bench(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCH / name), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+def run_module(name: str, *args: str, seconds: float = 550) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", name, *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
 
 
-@pytest.mark.timeout(120)  # two groups, each of whose processes imports torch
-def test_latency_measures_every_row_of_both_packages(tmp_path: Path) -> None:
-    written = tmp_path / "new" / "latency.json"
-    result = run_bench("latency.py", "--quick", "--json", str(written))
+@pytest.mark.timeout(600)  # a minute where nothing else runs
+def test_a_quick_run_measures_every_quick_row(tmp_path: Path) -> None:
+    result = run_module("bench", "--quick", "--peers", f"{OURS},{TORCH}", "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
-    rows = json.loads(written.read_text())["results"]
-    assert len(rows) == 10
-    for row in rows:
-        assert row["row"] in result.stdout
-        assert row["torch"]["samples"] == row["telegrad"]["samples"] == 3
-        assert row["ratio"] == pytest.approx(row["torch"]["median"] / row["telegrad"]["median"])
+    written = json.loads((tmp_path / "results.json").read_text())
+    rows = {row["row"]: row for row in written["rows"]}
+    assert list(rows) == [row.name for family in FAMILIES for row in family.rows if row.quick]
+    no_networks = networks.missing()
+    for name, row in rows.items():
+        assert name in result.stdout
+        if no_networks and row["family"] == NETWORKS.name:
+            assert row["absent"][OURS] == no_networks
+        else:
+            assert row["figures"][OURS]["samples"] > 0, row["absent"]
+            assert TORCH in row["figures"] or not row["absent"][TORCH].startswith("failed"), row["absent"]
+    for family in {row["family"] for row in rows.values() if row["figures"]}:
+        for kind in ("png", "svg"):
+            assert list(tmp_path.glob(f"{family}*.{kind}"))
+    assert "at most 4 times the limit" in result.stdout
+
+
+def test_rows_that_do_not_exist_are_refused() -> None:
+    assert run_module("bench", "--only", "no such row").returncode == 2
+    assert run_module("bench", "--peers", "nobody").returncode == 2
 
 
 @pytest.mark.timeout(120)
-def test_latency_measures_the_rows_asked_for() -> None:
-    result = run_bench("latency.py", "--quick", "--only", "telegrad", "-k", "int")
-    assert result.returncode == 0, result.stderr
-    assert "identity, int" in result.stdout
-    assert "4 MB" not in result.stdout
-    assert run_bench("latency.py", "-k", "no such row").returncode == 2
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_bench(number: int, tmp_path: Path) -> None:
+    adopt_orphans()
+    older = set(descendants(os.getpid()))
+    command = [sys.executable, "-m", "bench", "--only", "an idle minute", "--peers", OURS, "--out", str(tmp_path)]
+    said = tmp_path / "said"
+    with said.open("w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as bench:
+        while len(descendants(bench.pid)) < 3:  # the leader and two workers
+            assert bench.poll() is None, said.read_text()
+        bench.send_signal(number)
+        bench.wait(30)
+    left = set(descendants(os.getpid())) - older
+    if number == signal.SIGKILL:  # its children are on their way out, one after the other
+        for _ in range(1000):
+            left = set(descendants(os.getpid())) - older
+            if not left:
+                break
+    end_descendants(keep=older)
+    assert not left
 
 
 @pytest.mark.timeout(120)
-def test_autograd_measures_steps_beside_their_like_and_trainers_together(tmp_path: Path) -> None:
-    written = tmp_path / "autograd.json"
-    arguments = ("--quick", "-k", "2 trainers, batch 1", "-k", "over a call", "-k", "100 nodes")
-    result = run_bench("autograd.py", *arguments, "--json", str(written))
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(written.read_text())
-    call, nodes = figures["results"]
-    (trainers,) = figures["trainers"]
-    for package in ("torch", "telegrad"):
-        assert call[package]["samples"] == 3
-        assert nodes[package]["added"] < nodes[package]["median"]
-        assert trainers[package]["samples per second"] > 0
-    assert trainers["telegrad"]["steps failed"] == 0
-    for row in (call, nodes, trainers):
-        assert row["row"] in result.stdout
-    assert run_bench("autograd.py", "-k", "no such row").returncode == 2
-
-
-@pytest.mark.timeout(120)
-def test_autograd_judges_our_share_and_memory(tmp_path: Path) -> None:
-    written = tmp_path / "autograd.json"
-    result = run_bench("autograd.py", "--check", "--quick", "--json", str(written))
-    figures = json.loads(written.read_text())
-    assert result.returncode == (0 if figures["good"] else 1), result.stderr
-    (row,) = figures["results"]
-    assert figures["good"] == (row["telegrad"]["share"] <= 0.1)
-    assert figures["trainers"] == []
-    result = run_bench("autograd.py", "--contexts", "300", "--json", str(written))
-    figures = json.loads(written.read_text())
-    assert result.returncode == (0 if figures["good"] else 1), result.stderr
-    assert set(figures["contexts"]) == {"client", "server"}
-
-
 def test_memory_judges_both_processes(tmp_path: Path) -> None:
     written = tmp_path / "memory.json"
-    result = run_bench("memory.py", "--calls", "500", "--pause", "0.1", "--json", str(written))
+    result = run_module("bench.endurance.memory", "--calls", "500", "--pause", "0.1", "--json", str(written))
     figures = json.loads(written.read_text())
     assert result.returncode == (0 if figures["met"] else 1), result.stderr
     assert set(figures["processes"]) == {"client", "server"}
@@ -83,8 +85,17 @@ def test_memory_judges_both_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_contexts_judges_both_processes(tmp_path: Path) -> None:
+    written = tmp_path / "contexts.json"
+    result = run_module("bench.endurance.contexts", "--count", "300", "--json", str(written))
+    figures = json.loads(written.read_text())
+    assert result.returncode == (0 if figures["good"] else 1), result.stderr
+    assert set(figures["contexts"]) == {"client", "server"}
+
+
+@pytest.mark.timeout(120)
 def test_optimizer_measures_all_that_the_documents_say() -> None:
-    result = run_bench("optimizer.py")
+    result = run_module("bench.endurance.optimizer")
     assert result.returncode == 0, result.stderr
     for row in (
         "the run of a handler",
@@ -93,3 +104,9 @@ def test_optimizer_measures_all_that_the_documents_say() -> None:
         "all in use by others",
     ):
         assert row in result.stdout
+
+
+def test_no_two_families_have_one_name() -> None:
+    names = [family.name for family in FAMILIES]
+    assert len(set(names)) == len(names)
+    assert all(isinstance(family, Family) for family in FAMILIES)

@@ -18,9 +18,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from common import MODULES, SERVER, Counter, identity, in_group, machine
 from rich.console import Console
 from rich.table import Table
+
+from bench.functions import Counter, identity
+from bench.groups import ask
+from bench.machine import machine
+from bench.peers.base import Client
+from bench.peers.table import PEERS
+from bench.processes import nothing_left_behind
+from bench.row import OURS, TORCH
+from bench.training import SERVER
 
 IN_FLIGHT = 100
 MEMORY_GOAL = 0.05  # the growth of resident memory that is allowed
@@ -30,9 +38,9 @@ Figures = dict[str, float]
 
 
 def look(package: str) -> Figures:
-    """What this process holds now."""
+    """What this process holds now; `package` is telegrad or torch.distributed."""
     gc.collect()
-    api = importlib.import_module(f"{MODULES[package]}.api")
+    api = importlib.import_module(f"{package}.rpc.api")
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     figures = {
         "resident MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
@@ -59,8 +67,10 @@ def work(rpc: ModuleType, calls: int) -> None:
         counter.rpc_sync().add(1)
 
 
-def measure(rpc: ModuleType, package: str, calls: int, pause: float) -> dict[str, dict[str, Any]]:
+def measure(client: Client, calls: int, pause: float) -> dict[str, dict[str, Any]]:
     """`{process: {"before": figures, "after": figures, "idle": share of a core}}`; runs in the client."""
+    rpc, package = client.rpc, client.rpc_parent
+    assert rpc is not None
 
     def both(func: Callable[..., Any], *args: str) -> dict[str, Any]:
         time.sleep(pause)
@@ -91,7 +101,7 @@ def verdicts(figures: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--package", choices=list(MODULES), default="telegrad")
+    parser.add_argument("--package", choices=(OURS, TORCH), default=OURS)
     parser.add_argument("--calls", type=int, default=100_000, metavar="N", help="calls to make (default 100,000)")
     parser.add_argument(
         "--pause", type=float, default=12.0, metavar="SECONDS", help="length of each of the three pauses (default 12)"
@@ -101,7 +111,11 @@ def main() -> int:
     if args.calls < 1 or args.pause <= 0:
         parser.error("calls and pause must be positive")
 
-    processes: dict[str, dict[str, Any]] = in_group(args.package, measure, args.package, args.calls, args.pause)
+    patience = 60 + args.calls / 50 + 4 * args.pause
+    with nothing_left_behind():
+        processes: dict[str, dict[str, Any]] = ask(
+            PEERS[args.package], 2, measure, args.calls, args.pause, seconds=patience
+        )
     table = Table(title=f"{args.package}: {args.calls:,} calls, then {args.pause:g} s without one")
     for heading in ("process", "", "before", "after", "goal"):
         table.add_column(heading, justify="right" if heading in ("before", "after") else "left")

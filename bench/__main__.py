@@ -1,0 +1,120 @@
+"""Measures Telegrad, its peers and the limit in one run, and prints one table: make bench, or python -m bench.
+
+Writes results.json and pictures as well. README.md says how it is measured and where a new row goes.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.judge import Judged, failures, judge
+from bench.machine import in_words, machine
+from bench.peers.table import PEERS
+from bench.plots import draw
+from bench.processes import nothing_left_behind
+from bench.row import Family, Row
+from bench.rows.table import FAMILIES
+from bench.schedule import Plan, run
+from bench.table import print_table, wide_console
+
+OUT = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    args = arguments()
+    console = wide_console()
+    if args.judge:
+        written = json.loads(args.judge.read_text())
+        rows = [Judged.from_json(row) for row in written["rows"]]
+        families: Sequence[Family] = FAMILIES
+        peers: list[str] = written["peers"]
+        about = written["machine"]
+    else:
+        families, peers = args.families, args.peers
+        about, start = machine(), time.monotonic()
+        plan = Plan(
+            {name: PEERS[name] for name in peers},
+            [row for family in families for row in family.rows],
+            args.rounds,
+            quick=args.quick,
+            full=args.full,
+        )
+        with nothing_left_behind():
+            results = run(plan, tell)
+        rows = judge(families, results)
+        args.out.mkdir(parents=True, exist_ok=True)
+        seconds = round(time.monotonic() - start)
+        write(args.out / "results.json", rows, peers, about, args.rounds, seconds)
+        draw(rows, families, args.out)
+        tell(f"{seconds} s; results.json and pictures are in {args.out}")
+    print_table(rows, families, peers, console)
+    console.print(f"[dim]{in_words(about)}[/]", soft_wrap=True)
+    verdicts = [verdict.met for row in rows for verdict in row.verdicts if verdict.met is not None]
+    console.print(f"{sum(verdicts)} of {len(verdicts)} goals met")
+    found = failures(rows)
+    for line in found:
+        console.print(f"[red]{line}[/]", soft_wrap=True)
+    return 1 if found and args.check else 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="the rows with TEXT in their name, or a family of rows: "
+        f"{', '.join(family.name for family in FAMILIES)}; repeatable",
+    )
+    parser.add_argument("--peers", metavar="NAME,...", help=f"only these; there are {', '.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of fresh processes (3; 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="small rows, few samples: does it all run?")
+    parser.add_argument("--full", action="store_true", help="four times as long for every row")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="for results.json and pictures")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a peer is ahead of us, or we fail")
+    parser.add_argument("--judge", type=Path, metavar="JSON", help="show and judge what an earlier run has written")
+    args = parser.parse_args()
+
+    args.peers = args.peers.split(",") if args.peers else list(PEERS)
+    if unknown := set(args.peers) - set(PEERS):
+        parser.error(f"no such peer: {', '.join(sorted(unknown))}")
+    args.rounds = args.rounds or (1 if args.quick else 3)
+    args.families = [chosen for family in FAMILIES if (chosen := choose(family, args.only, args.quick)).rows]
+    if args.rounds < 1 or not args.families:
+        parser.error("there is nothing to measure")
+    return args
+
+
+def choose(family: Family, texts: Sequence[str] | None, quick: bool) -> Family:
+    """The family with the rows that were asked for."""
+    names = {one.name for one in FAMILIES}
+
+    def asked_for(row: Row) -> bool:
+        return not texts or any(text == family.name if text in names else text in row.name for text in texts)
+
+    rows = [row for row in family.rows if (row.quick or not quick) and asked_for(row)]
+    return replace(family, rows=tuple(rows))
+
+
+def write(path: Path, rows: Sequence[Judged], peers: Sequence[str], about: Any, rounds: int, seconds: int) -> None:
+    content = {
+        "machine": about,
+        "rounds": rounds,
+        "took seconds": seconds,
+        "peers": list(peers),
+        "rows": [row.as_json() for row in rows],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

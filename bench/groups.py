@@ -1,0 +1,91 @@
+"""Groups of processes that one peer connects, from the outside: they come, answer, and are gone."""
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.peers.base import HOST, Client, Peer, Place, Seat
+from bench.processes import adopt_orphans, descendants, end_descendants, fork, wait
+
+TOLD = 1500  # characters of what a process said before it failed
+
+
+class Failed(Exception):
+    """A group did not come to its end. The text is for the table."""
+
+
+def in_leader(body: Callable[[], object], seconds: float) -> None:
+    """Runs `body` in a process of its own; all that it has started has ended when this returns.
+
+    Raises:
+        Failed: it raised, or takes longer than `seconds`.
+    """
+    adopt_orphans()
+    older = descendants(os.getpid())
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "said")
+
+        def lead() -> None:
+            adopt_orphans()
+            body()
+
+        pid = fork(lead, errors=said)
+        try:
+            status = wait(pid, seconds)
+        finally:
+            end_descendants(keep=older)
+        if status is None:
+            raise Failed(f"hung for {seconds:.0f} s")
+        if status:
+            text = said.read_text(errors="replace").strip()[-TOLD:] if said.exists() else ""
+            raise Failed(text or f"ended with status {status}")
+
+
+def group_body(peer: Peer, workers: int, main: Callable[[Client], object], places: tuple[Place, ...] = ()) -> None:
+    """Connects `workers` processes and runs `main` in the first; to be run by the leader of the group."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(prefix="bench") as folder:
+        port = 29500 if places else free_port()
+        seats = [Seat(rank, workers, port, Path(folder), places) for rank in range(workers)]
+        peer.run(seats, main)
+
+
+def ask(
+    peer: Peer,
+    workers: int,
+    function: Callable[..., Any],
+    *args: Any,
+    places: tuple[Place, ...] = (),
+    seconds: float = 120.0,
+) -> Any:
+    """What `function(client, *args)`, a function of a module, returns in worker 0 of a fresh group, as JSON knows it.
+
+    Raises:
+        Failed: the group did not answer within `seconds`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")
+        main = partial(_answer, function, args, answer)
+        try:
+            in_leader(partial(group_body, peer, workers, main, places), seconds)
+        except Failed:
+            if not answer.exists():
+                raise  # else it only failed to end
+        return json.loads(answer.read_text())
+
+
+def _answer(function: Callable[..., Any], args: tuple[Any, ...], answer: Path, client: Client) -> None:
+    text = json.dumps(function(client, *args))
+    unfinished = answer.with_suffix(".part")
+    unfinished.write_text(text)
+    unfinished.rename(answer)
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,151 @@
+"""How many instructions a call takes: a regression test that noise cannot touch.
+
+    python -m bench.instructions            # counts, and compares with counts.json; exits with 1 if one has grown
+    python -m bench.instructions --record   # writes counts.json anew
+
+Callgrind counts instructions of user code as they are executed; how busy the machine is changes nothing. calls.cc makes
+calls through the core with one thread for both ends, coding.py encodes and decodes what a call carries.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECORDED = HERE / "counts.json"
+TOLERANCE = 0.02  # what a count may differ by before it has changed; two counts of the same differ by 0.002
+SCHEMES = ("inproc", "unix")
+CALLS = ("plain", "tensor", "async")
+CODED = ("call", "reply", "containers")
+FEW, MANY = 1000, 21_000  # the difference of two runs is free of what beginning and end take
+
+
+class CannotCount(Exception):
+    """This machine cannot count, or not so that its counts compare with those recorded. The text says why."""
+
+
+@dataclass(frozen=True)
+class Change:
+    case: str
+    recorded: float
+    counted: float
+
+    @property
+    def growth(self) -> float:
+        return self.counted / self.recorded - 1
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.counted:,.0f} instructions, {self.recorded:,.0f} recorded ({self.growth:+.1%})"
+
+
+def built_with(part: str) -> dict[str, str]:
+    """What the counts of a part depend on besides our sources."""
+    compiler = os.environ.get("CXX", "g++").split()
+    said = subprocess.run([*compiler, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout
+    found = {
+        "compiler": f"{Path(compiler[-1]).name} {said.strip()}",
+        "libc": " ".join(platform.libc_ver()),
+        "machine": platform.machine(),
+    }
+    return found | ({"python": platform.python_version()} if part == "codec" else {})
+
+
+def check_possible() -> None:
+    """Raises CannotCount where nothing can be counted."""
+    if shutil.which("valgrind") is None:
+        raise CannotCount("valgrind is not installed (Debian: apt install valgrind)")
+    if not library().exists():
+        raise CannotCount(f"{library()} is not there: make build")
+
+
+def recorded_counts(part: str) -> dict[str, float]:
+    """Raises CannotCount when they were made with another compiler, library or interpreter than this machine's."""
+    written = json.loads(RECORDED.read_text())[part]
+    mine = built_with(part)
+    differing = [
+        f"{what} {mine[what]}, not {written['with'].get(what)}"
+        for what in mine
+        if mine[what] != written["with"].get(what)
+    ]
+    if differing:
+        raise CannotCount(f"the counts of the {part} were recorded elsewhere: here is {'; '.join(differing)}")
+    counts: dict[str, float] = written["instructions"]
+    return counts
+
+
+def library() -> Path:
+    return ROOT / "build" / "dev" / "libtelegrad_core.a"
+
+
+def extension() -> Path:
+    return ROOT / "src" / "telegrad" / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def driver() -> Path:
+    """calls.cc, linked with the core as it is built."""
+    program = ROOT / "build" / "bench" / "calls"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    compiler = os.environ.get("CXX", "g++").split()
+    flags = ["-O2", "-std=c++20", "-pthread", "-I", str(ROOT / "csrc")]
+    subprocess.run([*compiler, *flags, str(HERE / "calls.cc"), str(library()), "-o", str(program)], check=True)
+    return program
+
+
+def count_core() -> dict[str, float]:
+    """Instructions of a call through the core, both ends."""
+    calls = driver()
+    counts = {}
+    for case in CALLS:
+        for scheme in SCHEMES:
+            command = [str(calls), case, scheme, str(FEW)]
+            counts[f"{case} call over {scheme}"] = collected("--toggle-collect=counted", *command) / FEW
+    return counts
+
+
+def count_codec() -> dict[str, float]:
+    """Instructions of encoding and decoding, with the interpreter's."""
+    counts = {}
+    for case in CODED:
+        runs = [
+            collected(sys.executable, "-S", "-E", str(HERE / "coding.py"), str(extension()), case, str(times))
+            for times in (FEW, MANY)
+        ]
+        counts[f"{case} encoded and decoded"] = (runs[1] - runs[0]) / (MANY - FEW)
+    return counts
+
+
+PARTS: dict[str, Callable[[], dict[str, float]]] = {"core": count_core, "codec": count_codec}
+
+
+def collected(*command: str) -> int:
+    """What callgrind has collected of a command, which may begin with options for callgrind."""
+    counting = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *command]
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    done = subprocess.run(counting, env=environment, capture_output=True, text=True, check=False)
+    found = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode or found is None:
+        raise RuntimeError(f"{' '.join(counting)}:\n{done.stderr[-2000:]}")
+    return int(found[1])
+
+
+def compare(recorded: dict[str, float], counted: dict[str, float]) -> list[Change]:
+    """Every case; one that is new counts as not changed, one that is gone is left out."""
+    return [Change(case, recorded.get(case, now), now) for case, now in counted.items()]
+
+
+def record() -> None:
+    """Counts, and writes what comes of it."""
+    content = {
+        part: {"with": built_with(part), "instructions": {case: round(one, 1) for case, one in count().items()}}
+        for part, count in PARTS.items()
+    }
+    RECORDED.write_text(json.dumps(content, indent=1) + "\n")

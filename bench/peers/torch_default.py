@@ -1,0 +1,17 @@
+"""torch.distributed.rpc as it comes: shared memory and cross-memory attach on one host."""
+
+from types import ModuleType
+from typing import Any
+
+from bench.peers.base import Seat
+from bench.peers.torch_api import TorchApiPeer
+from bench.row import TORCH
+
+
+class Torch(TorchApiPeer):
+    name, about, module = TORCH, "torch.distributed.rpc as it comes", "torch.distributed.rpc"
+    # Between namespaces of one host its cross-memory attach would go round the network.
+    spans_hosts = False
+
+    def options(self, rpc: ModuleType, seat: Seat) -> Any:
+        return None

@@ -1,0 +1,160 @@
+"""Processes that end with whoever started them.
+
+The bench forks everything it measures from one process that has imported PyTorch and started no thread, so a group
+stands in a fraction of a second. What a peer starts besides, daemons that detach themselves included, stays a
+descendant, because the process that leads a group adopts orphans; so it can be found, counted and ended.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """This process is killed when its parent ends, however that ends."""
+    parent = os.getppid()
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def fork(body: Callable[[], object], errors: Path | None = None) -> int:
+    """Runs `body` in a child, and returns its pid. The child exits with 0, or with 1 if `body` raised.
+
+    `errors` gets what the child writes to its standard streams; without it they go where ours go.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _run(body, errors)
+    return pid
+
+
+def _run(body: Callable[[], object], errors: Path | None) -> NoReturn:
+    status = 1
+    try:
+        end_with_parent()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        if errors is not None:
+            opened = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(opened, 1)
+            os.dup2(opened, 2)
+            os.close(opened)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        body()
+        status = 0
+    except SystemExit as e:
+        status = e.code if isinstance(e.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait(pid: int, seconds: float) -> int | None:
+    """The exit status of a child (negative: the signal that killed it), or None if it still runs after `seconds`."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(max(seconds, 0) * 1000):
+            return None
+    finally:
+        os.close(descriptor)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def descendants(root: int) -> list[int]:
+    """Every process below `root`."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                after_name = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if after_name[0] != "Z":
+                children.setdefault(int(after_name[1]), []).append(int(entry))
+    found, front = [], [root]
+    while front:
+        front = [child for parent in front for child in children.get(parent, [])]
+        found += front
+    return found
+
+
+def end_descendants(keep: Collection[int] = (), seconds: float = 20.0) -> None:
+    """Kills every descendant of this process, and waits for its end. Those in `keep` and below are left alone.
+
+    Raises:
+        RuntimeError: one does not end.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        kept = {one for root in keep for one in (root, *descendants(root))}
+        rest = [pid for pid in descendants(os.getpid()) if pid not in kept]
+        for pid in rest:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        if not rest:
+            return _reap()
+        if time.monotonic() > until:
+            raise RuntimeError(f"these processes do not end: {rest}")
+        time.sleep(0.01)
+
+
+def _reap() -> None:
+    """Takes note of every child that has ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Whatever this process starts inside has ended at the end of it, also after SIGTERM or an error."""
+    adopt_orphans()
+
+    def terminated(*_: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        end_descendants()
+
+
+def processor_seconds(pids: Collection[int]) -> float:
+    """Processor time that these processes have used so far, threads that have ended included."""
+    total = 0.0
+    for pid in pids:
+        try:
+            total += time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
+        except OSError:  # it has ended
+            pass
+    return total

@@ -1,0 +1,179 @@
+"""The words of this folder: a row, what is measured for it, and what we mean to reach there.
+
+Everything that is measured is a cost (seconds, bytes, a share of a core), so less is always better.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+OURS: Final = "telegrad"
+TORCH: Final = "torch"
+LIMIT: Final = "limit"  # stands beside the peers in results: what the machine allows
+BESIDE: Final = "limit beside "  # and a peer's name: the limit as it was measured in turns with that peer
+
+T = TypeVar("T")
+Samples = Mapping[str, Sequence[float]]
+"""What a turn found, by whose it is: `{"": samples of the peer}`, and the limit's where the two alternate."""
+
+
+class Goal(Protocol):
+    """Something to reach in a row."""
+
+    @property
+    def text(self) -> str: ...
+
+    def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
+        """The value that the goal is about, and whether it is good; None where what it takes was not measured."""
+
+
+@dataclass(frozen=True)
+class TimesLess:
+    """Our cost is at most a `factor`th of a peer's."""
+
+    factor: float
+    than: str = TORCH
+
+    @property
+    def text(self) -> str:
+        return f"{self.factor:g} times less than {self.than}"
+
+    def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
+        if OURS not in medians or self.than not in medians:
+            return None
+        value = medians[self.than] / max(medians[OURS], 1e-12)
+        return value, value >= self.factor
+
+
+@dataclass(frozen=True)
+class TimesLimit:
+    """Our cost is at most `factor` times the limit's."""
+
+    factor: float
+
+    @property
+    def text(self) -> str:
+        return f"at most {self.factor:.3g} times the limit"
+
+    def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
+        if OURS not in medians or LIMIT not in medians:
+            return None
+        value = medians[OURS] / max(medians[LIMIT], 1e-12)
+        return value, value <= self.factor
+
+
+@dataclass(frozen=True)
+class AddsLess:
+    """What we add to the limit is at most a `factor`th of what torch adds to it."""
+
+    factor: float
+
+    @property
+    def text(self) -> str:
+        return f"adds {self.factor:g} times less than {TORCH}"
+
+    def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
+        if not {OURS, TORCH, LIMIT} <= set(medians):
+            return None
+        ours = medians[OURS] - medians[LIMIT]
+        theirs = medians[TORCH] - medians.get(BESIDE + TORCH, medians[LIMIT])
+        if theirs <= 0:  # the machine was too busy to tell what is added
+            return None
+        value = theirs / max(ours, 1e-9)
+        return value, value >= self.factor
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Our cost is at most so much, in the unit of the row."""
+
+    most: float
+    label: str
+
+    @property
+    def text(self) -> str:
+        return f"at most {self.label}"
+
+    def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
+        if OURS not in medians:
+            return None
+        return medians[OURS], medians[OURS] <= self.most
+
+
+class Take:
+    """Takes the samples of one row in one turn: warms up, then repeats for as long and as often as the row says."""
+
+    def __init__(self, seconds: float, repeats: int, least: int, warm_up: float) -> None:
+        self.seconds, self.repeats, self.least, self.warm_up = seconds, repeats, least, warm_up
+
+    def loop(self, step: Callable[[], T]) -> list[T]:
+        """What `step` returns, each time; what it returns while warming up is dropped."""
+        if self.warm_up > 0:
+            end = time.perf_counter() + self.warm_up
+            step()
+            while time.perf_counter() < end:
+                step()
+        found: list[T] = []
+        end = time.perf_counter() + self.seconds
+        while len(found) < self.least or (len(found) < self.repeats and time.perf_counter() < end):
+            found.append(step())
+        return found
+
+    def __call__(self, call: Callable[[], object]) -> Samples:
+        """Seconds that each `call` takes, the freeing of its result included."""
+        return {"": self.loop(lambda: timed(call))}
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    `measure(client, take)` runs in worker 0 of a group of `workers` processes that the peer connects. With no workers,
+    `measure(peer, take)` runs in a process of its own, and makes whatever processes it needs.
+    """
+
+    name: str
+    measure: Callable[[Any, Take], Samples]
+    workers: int = 2
+    unit: str = "s"  # one of those that figures.show knows
+    amount: float = 0  # of what one sample is the cost: calls, or bytes
+    of: str = ""  # "calls" or "bytes", if the table is to show a rate too
+    goals: tuple[Goal, ...] = ()
+    seconds: float = 0.3  # for each turn, after the warm-up, at most
+    repeats: int = 2000  # in each turn, at most
+    least: int = 2  # in each turn
+    warm_up: float = 0.1  # seconds, at least one repeat; 0: none
+    rounds: int | None = None  # fewer than the run has
+    only: Mapping[str, str] | None = None  # None: every peer. Else for whom it is, and under "" why for nobody else
+    limit: Callable[[Take], Sequence[float]] | None = None  # what the machine allows; has turns of its own
+    quick: bool = True  # part of --quick
+    patience: float = 60.0  # seconds after which a turn of it counts as hung
+
+    def take(self, quick: bool, full: bool) -> Take:
+        if quick:
+            return Take(self.seconds / 4, min(self.repeats, 3), min(self.least, 2), min(self.warm_up, 1e-9))
+        if full:
+            return Take(4 * self.seconds, self.repeats, max(self.least, min(self.repeats, 10)), self.warm_up)
+        return Take(self.seconds, self.repeats, self.least, self.warm_up)
+
+    def why_not(self, peer: str) -> str | None:
+        """Why this row is not for a peer; None: it is."""
+        if self.only is None or peer in self.only:
+            return None
+        return self.only[""]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows that belong together: a part of the table, a picture, a name for `--only`."""
+
+    name: str
+    about: str
+    rows: tuple[Row, ...]

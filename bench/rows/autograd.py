@@ -1,0 +1,207 @@
+"""Distributed autograd: passes over calls, steps of training, trainers together.
+
+Where the same work can be done in one process, the two alternate, and that one is the limit: what a row costs more is
+what the framework adds.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.peers.base import Client
+from bench.row import OURS, TORCH, AddsLess, Family, Goal, Row, Samples, Take, TimesLess, TimesLimit
+from bench.training import (
+    SERVER,
+    Clock,
+    ConvNet,
+    Framework,
+    Server,
+    Step,
+    as_is,
+    chain,
+    local_step,
+    remote_step,
+    train_together,
+)
+
+__all__ = ["AUTOGRAD", "TRAINING", "one_pass"]
+
+BATCHES = (1, 8, 32)
+NODES = (100, 1000, 10_000, 100_000)
+SHARE = 0.1  # of the backward pass of a graph that works, which our bookkeeping may have at most
+ONLY = {OURS: "", TORCH: "", "": "has no distributed autograd, or torch's"}
+
+Pair = tuple[Step, Step | None]  # a step, and the same in this process
+
+
+def paired(prepare: Callable[[Framework], Pair], client: Client, take: Take) -> Samples:
+    """Seconds of the step, and as the limit of the same here; `prepare` checks that the gradients are right."""
+    step, here = prepare(Framework(client.rpc_parent))
+    pairs = take.loop(lambda: (seconds(step), None if here is None else seconds(here)))
+    return {"": [step for step, _ in pairs], "limit": [here for _, here in pairs if here is not None]}
+
+
+def seconds(step: Step) -> float:
+    clock = Clock()
+    step(clock)
+    return clock.seconds
+
+
+def one_pass(framework: Framework, x: Tensor, forward: Callable[[], Tensor], whole: bool = True) -> Step:
+    """A forward and a backward pass in a context of its own; timed are both, or the backward pass alone."""
+
+    def step(clock: Clock) -> Tensor:
+        idle = Clock()
+        with framework.one_pass(clock if whole else idle) as context:
+            with clock if whole else idle:
+                loss = forward().sum()
+            with clock:
+                framework.autograd.backward(context, [loss])
+            gradient: Tensor = framework.autograd.get_gradients(context)[x]
+        return gradient
+
+    return step
+
+
+def checked(step: Step, expected: Tensor) -> Step:
+    if not torch.allclose(step(Clock()), expected):  # type: ignore[arg-type]
+        raise AssertionError("the gradient is not what it should be")
+    return step
+
+
+def one_call(framework: Framework) -> Pair:
+    x, w = torch.rand(32, 32, requires_grad=True), torch.rand(32, 32)
+    step = one_pass(framework, x, lambda: framework.rpc.rpc_sync(SERVER, torch.mm, args=(x, w)))
+    return checked(step, torch.ones(32, 32) @ w.t()), None
+
+
+def four_workers(framework: Framework) -> Pair:
+    x = torch.rand(32, 32, requires_grad=True)
+    arguments = (framework.package, [2, 3], x)
+    step = one_pass(framework, x, lambda: framework.rpc.rpc_sync(SERVER, chain, args=arguments))
+    return checked(step, torch.full((32, 32), 8.0)), None
+
+
+def conv_net(batch: int, framework: Framework) -> Pair:
+    server = framework.rpc.remote(SERVER, Server, args=(framework.package, ConvNet))
+    return remote_step(framework, server, batch), local_step(batch)
+
+
+def table_of_embeddings() -> nn.Module:
+    return nn.EmbeddingBag(10_000, 64, mode="sum", sparse=True)
+
+
+def embedding(framework: Framework) -> Pair:
+    server = framework.rpc.remote(SERVER, Server, args=(framework.package, table_of_embeddings))
+    bags = torch.randint(0, 10_000, (32, 16), generator=torch.Generator().manual_seed(2))
+    local = table_of_embeddings()
+
+    def step(clock: Clock) -> None:
+        with clock, framework.autograd.context() as context:
+            framework.autograd.backward(context, [server.rpc_sync().forward(bags).sum()])
+
+    def here(clock: Clock) -> None:
+        with clock:
+            local.zero_grad()
+            local(bags).sum().backward()
+
+    return step, here
+
+
+def small_nodes(count: int, framework: Framework) -> Pair:
+    """A graph of many nodes that do nearly nothing, behind one call."""
+    return behind_one_call(framework, torch.rand(4, requires_grad=True), partial(grow, count))
+
+
+def grow(count: int, x: Tensor) -> Tensor:
+    for _ in range(count // 2):
+        x = x * 1.0 + 0.0
+    return x
+
+
+def layers(framework: Framework) -> Pair:
+    """A graph of 500 nodes that work: Linear and ReLU, a hundred times."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(100) for layer in (nn.Linear(512, 512), nn.ReLU())))
+    return behind_one_call(framework, torch.rand(64, 512, requires_grad=True), model)
+
+
+def behind_one_call(framework: Framework, x: Tensor, graph: Callable[[Tensor], Tensor]) -> Pair:
+    """The backward pass alone, of a graph on this worker that begins with what a call returned."""
+    step = one_pass(framework, x, lambda: graph(framework.rpc.rpc_sync(SERVER, as_is, args=(x,))), whole=False)
+    leaves = [x, *(graph.parameters() if isinstance(graph, nn.Module) else ())]
+
+    def here(clock: Clock) -> Tensor:
+        loss = graph(x).sum()
+        with clock:
+            gradients = torch.autograd.grad(loss, leaves)
+        return gradients[0]
+
+    return checked(step, here(Clock())), here  # type: ignore[arg-type]
+
+
+def trainers(batch: int, client: Client, take: Take) -> Samples:
+    """Seconds for each sample of all trainers together. A step that failed for another's has no samples."""
+    samples, overtaken = train_together(client, batch, take.seconds / 4, take.seconds)
+    if overtaken and client.rpc_parent == "telegrad":
+        raise AssertionError(f"{overtaken} steps failed because another trainer's came between")
+    return {"": [take.seconds / max(samples, 1)]}
+
+
+def row(name: str, prepare: Callable[[Framework], Pair], *goals: Goal, **rest: Any) -> Row:
+    arguments: dict[str, Any] = {"seconds": 0.5, "repeats": 200, "only": ONLY, "goals": goals} | rest
+    return Row(name, partial(paired, prepare), **arguments)
+
+
+AUTOGRAD = Family(
+    "autograd",
+    "forward and backward passes over calls; the limit is the same work in one process",
+    (
+        row("forward-backward over a call, 32x32", one_call, TimesLess(6)),
+        row("forward-backward over 4 workers", four_workers, workers=4),
+        *(
+            row(f"ConvNet step, batch {batch}", partial(conv_net, batch), AddsLess(4), repeats=40, quick=batch == 1)
+            for batch in BATCHES
+        ),
+        row("embedding, sparse gradients", embedding, repeats=60),
+        *(
+            row(
+                f"backward, {count:,} nodes",
+                partial(small_nodes, count),
+                repeats=max(3, 20_000 // count),
+                least=2 if count < 10_000 else 1,
+                warm_up=0.1 if count < 10_000 else 0,
+                rounds=3 if count < 10_000 else 2,
+                amount=count,
+                of="nodes",
+                quick=count <= 1000,
+            )
+            for count in NODES
+        ),
+        row("backward, 500 nodes that work", layers, TimesLimit(1 / (1 - SHARE)), repeats=10, rounds=2, quick=False),
+    ),
+)
+
+TRAINING = Family(
+    "training",
+    "trainers with one parameter server, for each sample",
+    tuple(
+        Row(
+            f"ConvNet, {count} trainer{'s' * (count > 1)}, batch {batch}",
+            partial(trainers, batch),
+            workers=count + 1,
+            amount=1,
+            of="samples",
+            seconds=1.2,
+            rounds=2,
+            goals=(TimesLess(1),) if count > 1 else (),
+            only=ONLY,
+            quick=batch == 1 and count > 1,
+        )
+        for count in (1, 2)
+        for batch in BATCHES
+    ),
+)

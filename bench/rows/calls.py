@@ -1,0 +1,163 @@
+"""Small calls between two processes: what one costs, and how many there can be."""
+
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import functions, limits
+from bench.peers.base import Client
+from bench.row import Family, Row, Samples, Take, TimesLess, TimesLimit, timed
+
+__all__ = ["CALLS", "THREADS"]
+
+IN_FLIGHT = 1000
+SILENCE = 1.0  # seconds without a call before a cold one
+PAIR = torch.tensor([1.0, 2.0])
+SERVER = 1
+TORCH_API = {"telegrad": "", "torch": "", "torch uv": ""}
+NO_REFERENCES = TORCH_API | {"": "has no references to results that a call could fetch"}
+
+
+def right(result: object, expected: object) -> None:
+    """Raises if a call did not return what it should."""
+    if isinstance(expected, torch.Tensor):
+        good = isinstance(result, torch.Tensor) and torch.equal(result, expected)
+    else:
+        good = result == expected
+    if not good:
+        raise AssertionError("a call returned something else than it should")
+
+
+def of(function: Any, args: tuple[Any, ...], expected: object, client: Client, take: Take) -> Samples:
+    call = client.caller(SERVER, function, *args)
+    right(call(), expected)
+    return take(call)
+
+
+def fetched(client: Client, take: Take) -> Samples:
+    rpc: Any = client.rpc
+    to = rpc.get_worker_info(f"worker{SERVER}")
+
+    def call() -> Any:
+        return rpc.remote(to, functions.identity, args=(PAIR,)).to_here()
+
+    right(call(), PAIR)
+    return take(call)
+
+
+def method(client: Client, take: Take) -> Samples:
+    call = client.method(SERVER, functions.Counter, "add", 0)
+    right(call(), 0)
+    return take(call)
+
+
+def in_flight(client: Client, take: Take) -> Samples:
+    def call() -> list[Any]:
+        return client.collect([client.begin(SERVER, functions.identity, i) for i in range(IN_FLIGHT)])
+
+    right(call(), list(range(IN_FLIGHT)))
+    return take(call)
+
+
+def nested(client: Client, take: Take) -> Samples:
+    call = client.caller(SERVER, functions.back)
+    right(call(), 7)
+    return take(call)
+
+
+def cold(client: Client, take: Take) -> Samples:
+    call = client.caller(SERVER, functions.identity, 7)
+    right(call(), 7)
+
+    def after_silence() -> float:
+        time.sleep(SILENCE)
+        return timed(call)
+
+    return {"": take.loop(after_silence)}
+
+
+def threaded(count: int, client: Client, take: Take) -> Samples:
+    """Threads that call one after the other for a while; a sample is the seconds per call of all together."""
+    window = take.seconds / 3
+    call = client.caller(SERVER, functions.identity, 7)
+
+    def sample() -> float:
+        done = [0] * count
+        failed: list[BaseException] = []
+        barrier = threading.Barrier(count + 1)
+
+        def work(index: int) -> None:
+            try:
+                barrier.wait()
+                calls, end = 0, time.perf_counter() + window
+                while time.perf_counter() < end:
+                    call()
+                    calls += 1
+                done[index] = calls
+            except BaseException as e:
+                failed.append(e)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        start = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+        return (time.perf_counter() - start) / sum(done)
+
+    return {"": take.loop(sample)}
+
+
+CALLS = Family(
+    "calls",
+    "small calls between two processes",
+    (
+        Row("torch.add, 2 floats", partial(of, functions.plus, (PAIR, PAIR), PAIR + PAIR)),
+        Row(
+            "identity, int",
+            partial(of, functions.identity, (7,), 7),
+            goals=(TimesLess(70), TimesLimit(4)),
+            limit=partial(limits.call_of, 7),
+        ),
+        Row(
+            "identity, 2 floats",
+            partial(of, functions.identity, (PAIR,), PAIR),
+            goals=(TimesLess(50), TimesLimit(4)),
+            limit=partial(limits.call_of, PAIR),
+        ),
+        Row("remote().to_here(), 2 floats", fetched, goals=(TimesLess(40),), only=NO_REFERENCES),
+        Row("method of a remote object, int", method, goals=(TimesLess(40),)),
+        Row("nested call, int", nested, goals=(TimesLess(15),)),
+        Row(
+            "cold call, after 1 s of silence",
+            cold,
+            goals=(TimesLess(8),),
+            seconds=2.9,
+            repeats=3,
+            warm_up=0,
+            patience=90,
+        ),
+        Row("1000 calls in flight, int", in_flight, amount=IN_FLIGHT, of="calls", goals=(TimesLess(60),)),
+    ),
+)
+
+THREADS = Family(
+    "threads",
+    "calls of several threads of one process to another, for each call",
+    tuple(
+        Row(
+            f"{count} calling thread{'s' * (count > 1)}, int",
+            partial(threaded, count),
+            amount=1,
+            of="calls",
+            repeats=3,
+        )
+        for count in (1, 2, 4, 8)
+    ),
+)

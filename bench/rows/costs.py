@@ -1,0 +1,108 @@
+"""What a group costs besides time: processor time and memory, of all processes that the peer needs."""
+
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench import functions
+from bench.groups import ask
+from bench.peers.base import Client, Peer
+from bench.processes import descendants, processor_seconds
+from bench.row import AtMost, Family, Row, Samples, Take
+from bench.rows.calls import SERVER, right
+
+__all__ = ["COSTS"]
+
+MB = 1 << 20
+COUNTED = 10_000  # calls
+SAMPLER = Path(__file__).parents[1] / "peak.py"
+
+
+def used(client: Client) -> float:
+    return processor_seconds([client.leader, *descendants(client.leader)])
+
+
+def calls(client: Client, take: Take) -> Samples:
+    """Processor seconds of the whole group for 10,000 calls, one after the other."""
+    call = client.caller(SERVER, functions.identity, 7)
+    right(call(), 7)
+    window = take.seconds / 2
+
+    def sample() -> float:
+        before, count, end = used(client), 0, time.perf_counter() + window
+        while time.perf_counter() < end:
+            call()
+            count += 1
+        return (used(client) - before) / count * COUNTED
+
+    return {"": take.loop(sample)}
+
+
+def idle(client: Client, take: Take) -> Samples:
+    """Processor seconds of a worker in a minute without a call."""
+    right(client.caller(SERVER, functions.identity, 7)(), 7)
+    time.sleep(take.seconds / 4)
+
+    def sample() -> float:
+        before, start = used(client), time.perf_counter()
+        time.sleep(take.seconds)
+        return (used(client) - before) / (time.perf_counter() - start) * 60 / client.workers
+
+    return {"": [sample() for _ in range(take.least)]}
+
+
+def memory(size: int, peer: Peer, take: Take) -> Samples:
+    """Megabytes that a fresh group needs at most while a tensor goes there and back, besides that tensor."""
+    return {"": [ask(peer, 2, _memory, size, seconds=100) for _ in range(take.least)]}
+
+
+def _memory(client: Client, size: int) -> float:
+    right(client.caller(SERVER, functions.identity, 7)(), 7)
+    x = torch.ones(size // 4)
+    command = [sys.executable, str(SAMPLER), str(client.leader)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_alone()) as sampler:
+        assert sampler.stdin is not None
+        assert sampler.stdout is not None
+        sampler.stdout.readline()
+        for _ in range(2):
+            right(client.caller(SERVER, functions.identity, x)(), x)
+        sampler.stdin.close()
+        first, most = map(float, sampler.stdout.read().split())
+    return most - first
+
+
+def _alone() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RAY"))}
+
+
+COSTS = Family(
+    "costs",
+    "processor time and memory of all processes of a group",
+    (
+        Row("10,000 calls, int", calls, unit="CPU s", seconds=1.0, repeats=2, warm_up=0.1),
+        Row(
+            "an idle minute of a worker",
+            idle,
+            unit="CPU s",
+            seconds=5.0,
+            least=1,
+            rounds=1,
+            goals=(AtMost(0.06, "0.1 % of a core"),),
+        ),
+        Row(
+            "400 MB there and back, memory besides it",
+            partial(memory, 400 * MB),
+            workers=0,
+            unit="MB",
+            least=1,
+            rounds=2,
+            quick=False,
+            patience=240,
+        ),
+    ),
+)

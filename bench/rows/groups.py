@@ -1,0 +1,93 @@
+"""Eight workers: one to many, all to all, and more of them than the machine has cores."""
+
+import time
+from functools import partial
+
+import torch
+
+from bench import functions
+from bench.peers.base import Client
+from bench.row import Family, Row, Samples, Take
+
+__all__ = ["GROUPS"]
+
+WORKERS = 8
+MB = 1 << 20
+
+
+def fan_out(size: int, count: int, client: Client, take: Take) -> Samples:
+    """The same tensor to `count` workers at once, until all have returned it."""
+    x = torch.ones(size // 4)
+
+    def call() -> list[object]:
+        return client.collect([client.begin(rank, functions.identity, x) for rank in range(1, count + 1)])
+
+    if not all(torch.equal(one, x) for one in call()):  # type: ignore[arg-type]
+        raise AssertionError("a worker returned another tensor")
+    return take(call)
+
+
+def all_to_all(size: int, client: Client, take: Take) -> Samples:
+    """Every worker sends a tensor to every other and gets it back, all at once."""
+    x = torch.ones(size // 4)
+
+    def call() -> list[object]:
+        others = [client.begin(rank, functions.exchange, x) for rank in range(1, client.workers)]
+        return [functions.exchange(x), *client.collect(others)]
+
+    if call() != [client.workers - 1] * client.workers:
+        raise AssertionError("not every tensor came back")
+    return take(call)
+
+
+def busy(client: Client, take: Take) -> Samples:
+    """Every worker calls the next one, one call after the other; seconds per call of all together."""
+    window = take.seconds / 2
+
+    def sample() -> float:
+        start = time.perf_counter()
+        others = [client.begin(rank, functions.hammer, window) for rank in range(1, client.workers)]
+        calls: int = functions.hammer(window) + sum(client.collect(others))
+        return (time.perf_counter() - start) / calls
+
+    return {"": take.loop(sample)}
+
+
+GROUPS = Family(
+    "groups",
+    "eight workers on one machine",
+    (
+        *(
+            Row(
+                f"1 to {count}, 1 MB each",
+                partial(fan_out, MB, count),
+                workers=WORKERS,
+                seconds=0.25,
+                repeats=100,
+                quick=count in (1, WORKERS - 1),
+                amount=2 * count * MB,
+                of="bytes",
+            )
+            for count in range(1, WORKERS)
+        ),
+        Row(
+            "all to all, 8 workers, 1 MB each",
+            partial(all_to_all, MB),
+            workers=WORKERS,
+            seconds=0.8,
+            repeats=40,
+            amount=2 * WORKERS * (WORKERS - 1) * MB,
+            of="bytes",
+        ),
+        Row(
+            "8 busy workers, int, each call",
+            busy,
+            workers=WORKERS,
+            amount=1,
+            of="calls",
+            seconds=0.8,
+            repeats=2,
+            warm_up=1e-9,
+        ),
+    ),
+)

@@ -1,0 +1,121 @@
+"""How long a group takes to stand and to end: `init_rpc` and a graceful `shutdown`, at once in all workers.
+
+Each worker is ready, PyTorch and the package imported, before the clock starts. As a program this file is one such
+worker: python -m bench.rows.startup PEER RANK WORKERS.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from bench.groups import free_port
+from bench.peers.base import Peer, Seat
+from bench.peers.forked import ForkedPeer
+from bench.processes import fork
+from bench.row import Family, Row, Samples, Take, TimesLess, timed
+
+__all__ = ["STARTUP"]
+
+ROOT = Path(__file__).parents[2]
+OTHERS = {"": "has no group that workers join: its calls need none, or it starts their processes itself"}
+TORCH_API = OTHERS | {"telegrad": "", "torch": ""}
+OURS_ALONE = {
+    "telegrad": "",
+    "": "not tried: torch.distributed.rpc takes 16 MB and 57 descriptors for each pair of workers",
+}
+
+
+def work(peer: ForkedPeer, rank: int, workers: int, orders: int, answers: int) -> None:
+    """Joins and leaves a group for each port that comes down a pipe."""
+    os.write(answers, b".")
+    with os.fdopen(orders) as lines:
+        for line in lines:
+            client = peer.join(Seat(rank, workers, int(line), Path()))
+            client.leave()
+            os.write(answers, b".")
+
+
+Start = Callable[[ForkedPeer, int, int, int, int], None]
+
+
+def forked(peer: ForkedPeer, rank: int, workers: int, orders: int, answers: int) -> None:
+    fork(partial(work, peer, rank, workers, orders, answers))
+
+
+def spawned(peer: ForkedPeer, rank: int, workers: int, orders: int, answers: int) -> None:
+    command = [sys.executable, "-m", "bench.rows.startup", peer.name, str(rank), str(workers)]
+    subprocess.Popen(command, stdin=orders, stdout=answers, cwd=ROOT)  # ends with its leader: end_descendants
+
+
+def together(workers: int, start: Start, peer: Peer, take: Take) -> Samples:
+    """Seconds from the order until all workers have left again."""
+    assert isinstance(peer, ForkedPeer)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ExitStack() as stack:
+        orders, answers = [], []
+        for rank in range(workers):
+            (order_read, order), (answer, answer_write) = os.pipe(), os.pipe()
+            start(peer, rank, workers, order_read, answer_write)
+            os.close(order_read)
+            os.close(answer_write)
+            orders.append(stack.enter_context(os.fdopen(order, "w", buffering=1)))
+            answers.append(stack.enter_context(os.fdopen(answer, "rb", buffering=0)))
+
+        def all_answer() -> None:
+            for rank, answer in enumerate(answers):
+                if answer.read(1) != b".":
+                    raise RuntimeError(f"worker {rank} has failed")
+
+        def once() -> None:
+            port = free_port()
+            for order in orders:
+                order.write(f"{port}\n")
+            all_answer()
+
+        all_answer()  # ready
+        return {"": take.loop(lambda: timed(once))}
+
+
+def count_of(workers: int, start: Start, *goals: TimesLess) -> Row:
+    alone = workers > 32
+    return Row(
+        f"init and shutdown, {workers} workers{', forks' if start is forked else ''}",
+        partial(together, workers, start),
+        workers=0,
+        seconds=1.0,
+        repeats=5,
+        least=2 if workers > 8 else 3,
+        warm_up=0 if workers > 8 else 1e-9,
+        rounds=1 if workers > 8 else 2,
+        only=OURS_ALONE if alone else TORCH_API,
+        goals=goals,
+        quick=workers <= 2,
+        patience=240,
+    )
+
+
+STARTUP = Family(
+    "startup",
+    "joining and leaving a group, all workers at once",
+    (
+        count_of(2, spawned),
+        count_of(8, spawned),
+        count_of(32, spawned, TimesLess(5)),
+        count_of(128, forked),
+        count_of(256, forked),
+    ),
+)
+
+
+if __name__ == "__main__":
+    from bench.peers.table import PEERS
+
+    chosen = PEERS[sys.argv[1]]
+    assert isinstance(chosen, ForkedPeer)
+    out = os.dup(1)
+    os.dup2(2, 1)  # what a package prints is no answer
+    work(chosen, int(sys.argv[2]), int(sys.argv[3]), os.dup(0), out)

@@ -1,0 +1,87 @@
+"""Tensors between two processes, there and back: the grid of the PyTorch RPC talk, and sizes in between."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import functions, limits
+from bench.peers.base import Client
+from bench.row import Family, Row, Samples, Take, TimesLess, TimesLimit
+from bench.rows.calls import SERVER, right
+
+__all__ = ["TENSORS"]
+
+KB, MB = 1 << 10, 1 << 20
+OF_MEMCPY = TimesLimit(1 / 0.8)  # moved bytes per second at least 0.8 of memcpy's
+
+
+def moved(size: int, client: Client, take: Take) -> Samples:
+    x = torch.arange(size // 4, dtype=torch.float32)
+    call = client.caller(SERVER, functions.identity, x)
+    right(call(), x)
+    return take(call)
+
+
+def worked(size: int, client: Client, take: Take) -> Samples:
+    x = torch.zeros(size // 4)
+    call = client.caller(SERVER, functions.operations, x)
+    if take.warm_up:
+        right(call(), x + functions.OPERATIONS)
+    return take(call)
+
+
+def sized(label: str, size: int, seconds: float, repeats: int, *goals: TimesLess | TimesLimit, **rest: Any) -> Row:
+    """Identity of so many bytes; two copies of them are the limit."""
+    return Row(
+        f"identity, {label}",
+        partial(moved, size),
+        seconds=seconds,
+        repeats=repeats,
+        least=1 if size > 10 * MB else 2,
+        warm_up=0.1 if size < 10 * MB else 1e-9,
+        limit=partial(limits.copies, size, 2),
+        amount=2 * size,
+        of="bytes",
+        goals=goals,
+        quick=size < 10 * MB,
+        patience=180,
+        **rest,
+    )
+
+
+# The talk repeats every call 10 times. So do the rows of its grid, over all rounds, where that takes some seconds at
+# most; else fewer times, unless --full is given. (200 operations on 400 MB take five seconds whoever calls.)
+TENSORS = Family(
+    "tensors",
+    "tensors there and back; the grid of the talk is {4 MB, 400 MB} x {identity, 200 operations}",
+    (
+        sized("4 KB", 4 * KB, 0.2, 2000),
+        sized("64 KB", 64 * KB, 0.2, 2000),
+        sized("1 MB", MB, 0.2, 200),
+        sized("4 MB", 4 * MB, 0.5, 100, TimesLess(5), OF_MEMCPY),
+        Row(
+            "200 operations, 4 MB",
+            partial(worked, 4 * MB),
+            seconds=0.6,
+            repeats=5,
+            least=4,
+            warm_up=1e-9,
+            limit=partial(limits.worked, 4 * MB),
+        ),
+        sized("40 MB", 40 * MB, 0.8, 10),
+        sized("400 MB", 400 * MB, 6.0, 5, TimesLess(7), OF_MEMCPY, rounds=2),
+        Row(
+            "200 operations, 400 MB",
+            partial(worked, 400 * MB),
+            seconds=1.0,
+            repeats=10,
+            least=1,
+            warm_up=0,
+            rounds=2,
+            limit=partial(limits.worked, 400 * MB),
+            quick=False,
+            patience=240,
+        ),
+    ),
+)

@@ -1,0 +1,203 @@
+"""Who is measured when.
+
+A run has rounds. In each round every row is measured for every peer, each time in fresh processes, and the order of the
+peers turns from round to round: a machine that slows down, or another program that comes, hits all alike. No two
+peers are ever alive at the same time (an idle torch.distributed.rpc process polls and keeps a core busy). Rows that
+need equally many workers share a group, because the groups of some peers take ten seconds to stand.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from bench.groups import Failed, group_body, in_leader
+from bench.peers.base import Client, Peer, Unsupported
+from bench.row import BESIDE, LIMIT, OURS, Row, Samples
+
+START = 90.0  # seconds for a group to stand and to end
+SHOWN = 160  # characters of a failure in the table
+
+
+@dataclass
+class Results:
+    """What was found: for each row and peer the samples of each round, or why there are none."""
+
+    rounds: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
+    absent: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def add(self, row: str, who: str, samples: Samples) -> None:
+        for owner, found in samples.items():
+            name = BESIDE + who if owner == LIMIT and who != OURS else owner or who
+            if found:
+                self.rounds.setdefault(row, {}).setdefault(name, []).append(list(found))
+
+    def leave_out(self, row: str, who: str, why: str) -> None:
+        self.absent.setdefault(row, {})[who] = why
+
+
+@dataclass(frozen=True)
+class Plan:
+    peers: Mapping[str, Peer]
+    rows: Sequence[Row]
+    rounds: int
+    quick: bool = False
+    full: bool = False
+
+
+def run(plan: Plan, tell: Callable[[str], object]) -> Results:
+    """Measures everything. `tell` gets a line for whoever waits."""
+    results = Results()
+    peers = dict(plan.peers)
+    for name, peer in plan.peers.items():
+        if (why := peer.missing()) is not None:
+            peers.pop(name)
+            for row in plan.rows:
+                results.leave_out(row.name, name, why)
+    for row in plan.rows:
+        for name in peers:
+            if (why := row.why_not(name)) is not None:
+                results.leave_out(row.name, name, why)
+    for number in range(plan.rounds):
+        for rows in settings([row for row in plan.rows if row.rounds is None or number < row.rounds]):
+            for who in turns([LIMIT, *peers], number):
+                start = time.monotonic()
+                wanted = [row for row in rows if wants(row, who, results)]
+                if not wanted:
+                    continue
+                if who == LIMIT:
+                    limit_turn(plan, wanted, results)
+                else:
+                    turn(plan, peers[who], wanted, results)
+                label = wanted[0].name if len(wanted) == 1 else f"{len(wanted)} rows, {wanted[0].workers} workers"
+                tell(f"round {number + 1} of {plan.rounds}, {label}: {who}, {time.monotonic() - start:.1f} s")
+    return results
+
+
+def settings(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows that share a group. A row that makes its own processes is alone."""
+    for workers in sorted({row.workers for row in rows if row.workers}):
+        yield [row for row in rows if row.workers == workers]
+    for row in rows:
+        if not row.workers:
+            yield [row]
+
+
+def turns(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round: forwards and backwards by turns, and another one begins each time."""
+    ordered = list(names) if number % 2 == 0 else list(reversed(names))
+    by = number // 2 % len(ordered)
+    return ordered[by:] + ordered[:by]
+
+
+def wants(row: Row, who: str, results: Results) -> bool:
+    if who == LIMIT:
+        return row.limit is not None and LIMIT not in results.absent.get(row.name, {})
+    return who not in results.absent.get(row.name, {})
+
+
+def limit_turn(plan: Plan, rows: Sequence[Row], results: Results) -> None:
+    for row in rows:
+        turn_alone(plan, row, LIMIT, partial(_limit, row), results)
+
+
+def _limit(row: Row, quick: bool, full: bool) -> Samples:
+    assert row.limit is not None
+    return {"": list(row.limit(row.take(quick, full)))}
+
+
+def turn(plan: Plan, peer: Peer, rows: Sequence[Row], results: Results) -> None:
+    """One turn of one peer. What fails is left out from then on; the rows after it are still measured."""
+    if not rows[0].workers:
+        turn_alone(plan, rows[0], peer.name, partial(_alone, rows[0], peer), results)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "found")
+        main = Measure(tuple(row.name for row in rows), plan.quick, plan.full, found)
+        why = None
+        try:
+            patience = START + sum(row.patience for row in rows)
+            in_leader(partial(group_body, peer, rows[0].workers, main), patience)
+        except Failed as e:
+            why = str(e)
+        begun = read(found, peer.name, results)
+        if why is None:
+            return
+        if begun is not None:
+            results.leave_out(begun, peer.name, f"failed: {shorten(why)}")
+        elif not found.exists():
+            for row in rows:
+                results.leave_out(row.name, peer.name, f"cannot connect its workers: {shorten(why)}")
+
+
+def turn_alone(plan: Plan, row: Row, who: str, measure: Callable[[bool, bool], Samples], results: Results) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "found")
+        try:
+            in_leader(partial(_record, row.name, partial(measure, plan.quick, plan.full), found), row.patience)
+        except Failed as e:
+            if read(found, who, results) is not None or not found.exists():
+                results.leave_out(row.name, who, f"failed: {shorten(str(e))}")
+        else:
+            read(found, who, results)
+
+
+def _alone(row: Row, peer: Peer, quick: bool, full: bool) -> Samples:
+    return row.measure(peer, row.take(quick, full))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What worker 0 does in a turn: one row after the other. It is sent to peers' processes, so it holds names."""
+
+    rows: tuple[str, ...]
+    quick: bool
+    full: bool
+    found: Path
+
+    def __call__(self, client: Client) -> None:
+        from bench.rows.table import ROWS
+
+        for name in self.rows:
+            row = ROWS[name]
+            _record(name, partial(row.measure, client, row.take(self.quick, self.full)), self.found)
+
+
+def _record(row: str, measure: Callable[[], Samples], found: Path) -> None:
+    """Adds what `measure` returns, or why it does not, to a file that outlives this process."""
+
+    def write(what: object) -> None:
+        with found.open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    write({"row": row, "begun": True})
+    try:
+        write({"row": row, "samples": {owner: list(samples) for owner, samples in measure().items()}})
+    except Unsupported as e:
+        write({"row": row, "absent": str(e)})
+    except Exception as e:
+        write({"row": row, "absent": f"failed: {shorten(f'{type(e).__name__}: {e}')}"})
+
+
+def read(found: Path, who: str, results: Results) -> str | None:
+    """Takes over what a turn has found; returns the row that was begun and not ended."""
+    begun = None
+    for line in found.read_text().splitlines() if found.exists() else ():
+        record = json.loads(line)
+        row = record["row"]
+        begun = row if "begun" in record else None
+        if "samples" in record:
+            results.add(row, who, record["samples"])
+        elif "absent" in record:
+            results.leave_out(row, who, record["absent"])
+    return begun
+
+
+def shorten(text: str) -> str:
+    """The last line that says something: of a traceback that is the error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else "without a word"
+    return last if len(last) <= SHOWN else f"{last[:SHOWN]}..."

@@ -1,0 +1,96 @@
+"""The table: a line for each row, the limit beside us, everyone else beside both."""
+
+from collections.abc import Mapping, Sequence
+from string import ascii_lowercase
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.figures import HOW, Figure, show, show_rate
+from bench.judge import Judged
+from bench.peers.table import PEERS
+from bench.row import LIMIT, OURS, TORCH, Family
+
+WIDTH = 210  # a log file has no width of its own
+
+
+def wide_console() -> Console:
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
+    return console
+
+
+def print_table(rows: Sequence[Judged], families: Sequence[Family], peers: Sequence[str], console: Console) -> None:
+    notes: dict[str, str] = {}
+    for family in families:
+        chosen = [row for row in rows if row.family == family.name]
+        if chosen:
+            console.print(table_of(chosen, family, peers, notes))
+    for why, mark in notes.items():
+        console.print(f"[dim]{mark}: {why}[/]", soft_wrap=True)
+    console.print(f"[dim]{HOW}[/]", soft_wrap=True)
+    for name in peers:
+        console.print(f"[dim]{name}: {PEERS[name].about}[/]", soft_wrap=True)
+
+
+def table_of(rows: Sequence[Judged], family: Family, peers: Sequence[str], notes: dict[str, str]) -> Table:
+    """One family; adds to `notes` why cells are empty, each reason with its mark."""
+    table = Table(title=f"[bold]{family.name}[/]: {family.about}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column(LIMIT, justify="right", no_wrap=True)
+    for name in peers:
+        table.add_column(name, justify="right", no_wrap=True, style="bold" if name == OURS else "")
+        if name in (OURS, TORCH):
+            table.add_column("p99", justify="right", no_wrap=True)
+    table.add_column("goals")
+    for row in rows:
+        cells = [row.name, median(row.figures.get(LIMIT), row.unit)]
+        for name in peers:
+            one = row.figures.get(name)
+            text = with_spread(one, row.unit) if one else f"[dim]{mark_of(row.absent, name, notes)}[/]"
+            cells.append(f"[red]{text}[/]" if name in row.ahead else text)
+            if name in (OURS, TORCH):
+                cells.append(show(one.p99, row.unit) if one else "")
+        table.add_row(*cells, "\n".join(goals(row)))
+        if row.of:
+            table.add_row(*rates(row, peers), "")
+    return table
+
+
+def median(one: Figure | None, unit: str) -> str:
+    return show(one.median, unit) if one else ""
+
+
+def with_spread(one: Figure, unit: str) -> str:
+    return f"{show(one.median, unit)} [dim]±{one.spread / max(abs(one.median), 1e-12):.0%}[/]"
+
+
+def mark_of(absent: Mapping[str, str], name: str, notes: dict[str, str]) -> str:
+    if name not in absent:
+        return ""
+    why = absent[name].replace("[", "\\[")
+    number = list(notes).index(why) if why in notes else len(notes)
+    first, second = divmod(number, len(ascii_lowercase))
+    return notes.setdefault(why, (ascii_lowercase[first - 1] if first else "") + ascii_lowercase[second])
+
+
+def goals(row: Judged) -> list[str]:
+    lines = []
+    for verdict in row.verdicts:
+        if verdict.met is None or verdict.value is None:
+            lines.append(f"[dim]{verdict.text}: not measured[/]")
+        else:
+            color, word = ("green", "met") if verdict.met else ("red", "missed")
+            value = f"{verdict.value:.3g}"
+            lines.append(f"{verdict.text}: {value} [{color}]{word}[/]")
+    return lines
+
+
+def rates(row: Judged, peers: Sequence[str]) -> list[str]:
+    cells = [f"  [dim]{'' if row.of == 'bytes' else row.of + ' '}per second[/]"]
+    for name in (LIMIT, *peers):
+        one = row.figures.get(name)
+        cells.append(f"[dim]{show_rate(one.median, row.amount, row.of)}[/]" if one and one.median > 0 else "")
+        if name in (OURS, TORCH):
+            cells.append("")
+    return cells
