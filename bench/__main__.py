@@ -14,12 +14,13 @@ from typing import Any
 
 from bench.judge import Judged, failures, judge
 from bench.machine import in_words, machine
+from bench.markdown import markdown
 from bench.peers.table import PEERS
 from bench.plots import draw
 from bench.processes import nothing_left_behind
 from bench.row import Family, Row
 from bench.rows.table import FAMILIES
-from bench.schedule import Plan, run
+from bench.schedule import Plan, Results, run
 from bench.table import print_table, wide_console
 
 OUT = Path(__file__).parent / "results"
@@ -44,14 +45,19 @@ def main() -> int:
             quick=args.quick,
             full=args.full,
         )
-        with nothing_left_behind():
-            results = run(plan, tell)
-        rows = judge(families, results)
         args.out.mkdir(parents=True, exist_ok=True)
-        seconds = round(time.monotonic() - start)
-        write(args.out / "results.json", rows, peers, about, args.rounds, seconds)
+
+        def save(results: Results) -> None:
+            seconds = round(time.monotonic() - start)
+            write(args.out / "results.json", judge(families, results), peers, about, args.rounds, seconds)
+
+        with nothing_left_behind():
+            results = run(plan, tell, save)
+        rows = judge(families, results)
         draw(rows, families, args.out)
-        tell(f"{seconds} s; results.json and pictures are in {args.out}")
+        tell(f"{time.monotonic() - start:.0f} s; results.json and pictures are in {args.out}")
+    if args.markdown:
+        args.markdown.write_text(markdown(rows, families, peers, about))
     print_table(rows, families, peers, console)
     console.print(f"[dim]{in_words(about)}[/]", soft_wrap=True)
     verdicts = [verdict.met for row in rows for verdict in row.verdicts if verdict.met is not None]
@@ -78,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="for results.json and pictures")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a peer is ahead of us, or we fail")
     parser.add_argument("--judge", type=Path, metavar="JSON", help="show and judge what an earlier run has written")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown too")
     args = parser.parse_args()
 
     args.peers = args.peers.split(",") if args.peers else list(PEERS)

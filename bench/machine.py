@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def in_words(about: dict[str, Any]) -> str:
+def in_words(about: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {found}" for name, found in about["packages"].items())
     return (
         f"{about['cpu']}, {about['cores']} cores, {about['memory GB']} GB, {about['system']}, Python {about['python']},"

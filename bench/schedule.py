@@ -48,8 +48,8 @@ class Plan:
     full: bool = False
 
 
-def run(plan: Plan, tell: Callable[[str], object]) -> Results:
-    """Measures everything. `tell` gets a line for whoever waits."""
+def run(plan: Plan, tell: Callable[[str], object], save: Callable[[Results], object] = lambda _: None) -> Results:
+    """Measures everything. `tell` gets a line for whoever waits, `save` after each round what there is so far."""
     results = Results()
     peers = dict(plan.peers)
     for name, peer in plan.peers.items():
@@ -74,6 +74,7 @@ def run(plan: Plan, tell: Callable[[str], object]) -> Results:
                     turn(plan, peers[who], wanted, results)
                 label = wanted[0].name if len(wanted) == 1 else f"{len(wanted)} rows, {wanted[0].workers} workers"
                 tell(f"round {number + 1} of {plan.rounds}, {label}: {who}, {time.monotonic() - start:.1f} s")
+        save(results)
     return results
 
 

@@ -140,7 +140,7 @@ def behind_one_call(framework: Framework, x: Tensor, graph: Callable[[Tensor], T
             gradients = torch.autograd.grad(loss, leaves)
         return gradients[0]
 
-    return checked(step, here(Clock())), here  # type: ignore[arg-type]
+    return checked(step, here(Clock())), here
 
 
 def trainers(batch: int, client: Client, take: Take) -> Samples:

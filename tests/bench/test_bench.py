@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from bench import networks
-from bench.processes import adopt_orphans, descendants, end_descendants
+from bench.processes import descendants
 from bench.row import OURS, TORCH, Family
 from bench.rows.networks import NETWORKS
 from bench.rows.table import FAMILIES
@@ -55,23 +56,23 @@ def test_rows_that_do_not_exist_are_refused() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_bench(number: int, tmp_path: Path) -> None:
-    adopt_orphans()
-    older = set(descendants(os.getpid()))
-    command = [sys.executable, "-m", "bench", "--only", "an idle minute", "--peers", OURS, "--out", str(tmp_path)]
+    row = ["--only", "an idle minute", "--full"]  # goes on for minutes
+    command = [sys.executable, "-m", "bench", *row, "--peers", OURS, "--out", str(tmp_path)]
     said = tmp_path / "said"
     with said.open("w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as bench:
-        while len(descendants(bench.pid)) < 3:  # the leader and two workers
+        while len(started := descendants(bench.pid)) < 3:  # the leader and two workers
             assert bench.poll() is None, said.read_text()
+        ends = [os.pidfd_open(pid) for pid in started]
         bench.send_signal(number)
         bench.wait(30)
-    left = set(descendants(os.getpid())) - older
-    if number == signal.SIGKILL:  # its children are on their way out, one after the other
-        for _ in range(1000):
-            left = set(descendants(os.getpid())) - older
-            if not left:
-                break
-    end_descendants(keep=older)
-    assert not left
+    try:
+        for pid, end in zip(started, ends, strict=True):
+            assert select.select([end], [], [], 20)[0], f"process {pid} goes on"
+    finally:
+        for pid, end in zip(started, ends, strict=True):
+            if not select.select([end], [], [], 0)[0]:
+                os.kill(pid, signal.SIGKILL)
+            os.close(end)
 
 
 @pytest.mark.timeout(120)

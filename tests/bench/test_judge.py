@@ -118,9 +118,11 @@ def test_the_program_exits_with_1_when_a_peer_is_ahead(theirs: float, status: in
     content = {"machine": about | {"load before": 0}, "peers": [OURS, TORCH], "rows": [data]}
     written = tmp_path / "results.json"
     written.write_text(json.dumps(content))
-    command = [sys.executable, "-m", "bench", "--judge", str(written)]
+    tables = tmp_path / "tables.md"
+    command = [sys.executable, "-m", "bench", "--judge", str(written), "--markdown", str(tables)]
     for options, expected in (([], 0), (["--check"], status)):
         done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
         assert done.returncode == expected, done.stderr
         assert ("torch is ahead of us" in done.stdout) == (status == 1)
         assert "0 of 1 goals met" in done.stdout
+    assert "| row | 1.05 s ±5% | " in tables.read_text()

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 from bench import schedule
 from bench.groups import Failed, in_leader
 from bench.peers.base import Client, Main, Peer, Seat, Unsupported
-from bench.processes import descendants, end_descendants, fork, wait
+from bench.processes import fork, wait
 from bench.row import LIMIT, Row, Samples, Take
 from bench.rows import table
 from bench.schedule import Plan, Results, read, run, settings, turns
@@ -130,28 +130,38 @@ def endless() -> None:
         signal.pause()
 
 
-def detached() -> None:
+def detached(pids: Path) -> None:
     """What a daemon does: a child that its parent leaves behind, in a session of its own."""
-
-    def daemon() -> None:
+    child = os.fork()
+    if child == 0:
         os.setsid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         endless()
+    with pids.open("a") as file:
+        file.write(f"{child}\n")
 
-    if os.fork() == 0:
-        daemon()
 
-
-def test_a_leader_takes_all_it_started_with_it() -> None:
-    kept = fork(endless)
+def running(pid: int) -> bool:
     try:
-        in_leader(detached, seconds=30)
-        with pytest.raises(Failed, match="hung for 0 s"):
-            in_leader(lambda: (detached(), endless()), seconds=0.3)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_leader_takes_all_it_started_with_it(tmp_path: Path) -> None:
+    pids, kept = tmp_path / "pids", fork(endless)
+    try:
+        in_leader(partial(detached, pids), seconds=30)
+        with pytest.raises(Failed, match="hung for 1 s"):
+            in_leader(lambda: (detached(pids), endless()), seconds=1)
         with pytest.raises(Failed, match="no luck"):
             in_leader(partial(raises, "client", None), seconds=30)  # type: ignore[arg-type]
-        assert descendants(os.getpid()) == [kept]
+        daemons = [int(line) for line in pids.read_text().split()]
+        left = [pid for pid in daemons if running(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert len(daemons) == 2
+        assert not left
+        assert running(kept)
     finally:
         os.kill(kept, signal.SIGKILL)
         assert wait(kept, 10) == -signal.SIGKILL
-    end_descendants()

@@ -1,0 +1,48 @@
+"""The table as Markdown, for documents."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.figures import show
+from bench.judge import Judged
+from bench.machine import in_words
+from bench.row import LIMIT, OURS, Family
+
+
+def markdown(rows: Sequence[Judged], families: Sequence[Family], peers: Sequence[str], about: Mapping[str, Any]) -> str:
+    """A table for each family: medians, our spread, and the goals."""
+    lines = [in_words(about), ""]
+    for family in families:
+        chosen = [row for row in rows if row.family == family.name]
+        measured = [name for name in peers if any(name in row.figures for row in chosen)]
+        if not measured:
+            continue
+        with_limit = any(LIMIT in row.figures for row in chosen)
+        columns = [*([LIMIT] if with_limit else []), *measured]
+        headings = [family.name, *columns, "goals"]
+        lines += [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+        for row in chosen:
+            cells = [cell(row, name) for name in columns]
+            lines.append(f"| {' | '.join([row.name, *cells, goals(row)])} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def cell(row: Judged, name: str) -> str:
+    one = row.figures.get(name)
+    if one is None:
+        return "-"
+    text = show(one.median, row.unit)
+    if name == OURS:
+        text = f"{text} ±{one.spread / max(abs(one.median), 1e-12):.0%}"
+    return f"**{text}**" if name in row.ahead else text
+
+
+def goals(row: Judged) -> str:
+    told = []
+    for verdict in row.verdicts:
+        if verdict.value is None or verdict.met is None:
+            told.append(f"{verdict.text}: not measured")
+        else:
+            told.append(f"{verdict.text}: {verdict.value:.3g}, {'met' if verdict.met else 'missed'}")
+    return "; ".join(told)
