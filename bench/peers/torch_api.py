@@ -14,6 +14,9 @@ from bench.peers.base import Client, Seat
 from bench.peers.forked import ForkedPeer
 
 
+TIMEOUT = 600.0  # seconds; the default of a minute is short for 200 operations on 400 MB on a busy machine
+
+
 def name_of(rank: int) -> str:
     return f"worker{rank}"
 
@@ -51,7 +54,7 @@ class TorchApiPeer(ForkedPeer):
 
     @abstractmethod
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
-        """What `init_rpc` is given as `rpc_backend_options`."""
+        """What `init_rpc` is given as `rpc_backend_options`, with `TIMEOUT`."""
 
     def join(self, seat: Seat) -> Client:
         rpc = importlib.import_module(self.module)
@@ -63,6 +66,5 @@ class TorchApiPeer(ForkedPeer):
         warnings.simplefilter("ignore")  # torch's RPC announces at every start that it is old
         torch.set_num_threads(1)
         options = self.options(rpc, seat)
-        arguments = {} if options is None else {"rpc_backend_options": options}
-        rpc.init_rpc(name_of(seat.rank), rank=seat.rank, world_size=seat.workers, **arguments)
+        rpc.init_rpc(name_of(seat.rank), rank=seat.rank, world_size=seat.workers, rpc_backend_options=options)
         return TorchApiClient(rpc, seat)

@@ -4,7 +4,7 @@ from types import ModuleType
 from typing import Any
 
 from bench.peers.base import Seat
-from bench.peers.torch_api import TorchApiPeer
+from bench.peers.torch_api import TIMEOUT, TorchApiPeer
 from bench.row import TORCH
 
 
@@ -14,4 +14,4 @@ class Torch(TorchApiPeer):
     spans_hosts = False
 
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
-        return None
+        return rpc.TensorPipeRpcBackendOptions(rpc_timeout=TIMEOUT)

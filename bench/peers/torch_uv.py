@@ -4,7 +4,7 @@ from types import ModuleType
 from typing import Any
 
 from bench.peers.base import Seat
-from bench.peers.torch_api import TorchApiPeer
+from bench.peers.torch_api import TIMEOUT, TorchApiPeer
 
 
 class TorchUv(TorchApiPeer):
@@ -12,4 +12,6 @@ class TorchUv(TorchApiPeer):
     about = 'torch.distributed.rpc with _transports=["uv"], its TCP, and _channels=["mpt_uv", "basic"]'
 
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
-        return rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["mpt_uv", "basic"])
+        return rpc.TensorPipeRpcBackendOptions(
+            rpc_timeout=TIMEOUT, _transports=["uv"], _channels=["mpt_uv", "basic"]
+        )
