@@ -131,6 +131,7 @@ bool Engine::read_from(const ConnectionPtr& c) {
    public:
     Arrivals(Engine& engine, const ConnectionPtr& c) : engine_(engine), c_(c) {}
     BlockPtr allocate(std::size_t size) override { return engine_.pool_->allocate(size); }
+    BlockPtr take_over(BlockPtr lent) override { return engine_.pool_->count(std::move(lent)); }
     void deliver(Incoming&& m) override { engine_.on_message(c_, std::move(m)); }
 
    private:

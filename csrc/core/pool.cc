@@ -71,6 +71,23 @@ class SmallBlock final : public Block {
   std::shared_ptr<Pool> pool_;
 };
 
+class LentBlock final : public Block {
+ public:
+  LentBlock(BlockPtr lent, std::shared_ptr<Pool> pool)
+      : Block(lent->data(), lent->size()), lent_(std::move(lent)), pool_(std::move(pool)) {
+    pool_->small_bytes_.fetch_add(size(), std::memory_order_relaxed);
+    pool_->small_blocks_.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~LentBlock() override {
+    pool_->small_bytes_.fetch_sub(size(), std::memory_order_relaxed);
+    pool_->small_blocks_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+  const BlockPtr lent_;
+  const std::shared_ptr<Pool> pool_;
+};
+
 class PooledBlock final : public Block {
  public:
   PooledBlock(std::byte* memory, std::size_t size, int size_class, std::shared_ptr<Pool> pool)
@@ -128,6 +145,8 @@ void Pool::give_back(std::byte* memory, int size_class) {
   }
   std::free(memory);
 }
+
+BlockPtr Pool::count(BlockPtr lent) { return std::make_unique<LentBlock>(std::move(lent), shared_from_this()); }
 
 void Pool::trim(Nanos before) {
   std::vector<std::byte*> idle;

@@ -57,6 +57,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   /// A block of exactly `size` usable bytes. Throws std::bad_alloc when the machine has no such memory.
   BlockPtr allocate(std::size_t size);
 
+  /// Counts a block that a link has lent among those handed out, for as long as it lives.
+  BlockPtr count(BlockPtr lent);
+
   /// Frees what has been kept warm without use since `before`.
   void trim(Nanos before);
 
@@ -73,6 +76,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
  private:
   friend class PooledBlock;
   friend class SmallBlock;
+  friend class LentBlock;
   struct Free {
     std::byte* memory;
     Nanos since;
@@ -83,9 +87,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   mutable std::mutex mutex_;
   std::size_t cache_limit_;
-  std::vector<std::vector<Free>> free_;  // by size class, most recently used last
-  PoolStats stats_;                      // but for small blocks, which nobody locks for
-  std::atomic<std::size_t> small_blocks_ = 0, small_bytes_ = 0;
+  std::vector<std::vector<Free>> free_;                          // by size class, most recently used last
+  PoolStats stats_;                                              // but for small blocks, which nobody locks for
+  std::atomic<std::size_t> small_blocks_ = 0, small_bytes_ = 0;  // these and lent ones
   std::atomic<std::uint64_t> small_misses_ = 0;
 };
 

@@ -39,6 +39,8 @@ class Inbox {
   virtual ~Inbox() = default;
   /// Memory for `size` bytes. May throw std::bad_alloc: the link then fails with that reason.
   virtual BlockPtr allocate(std::size_t size) = 0;
+  /// Memory that the peer has lent, in place of such: the block to deliver for it. May throw std::bad_alloc.
+  virtual BlockPtr take_over(BlockPtr lent) { return lent; }
   /// One whole message. Ownership passes to the inbox.
   virtual void deliver(Incoming&& message) = 0;
 };

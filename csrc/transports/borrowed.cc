@@ -96,9 +96,10 @@ BlockPtr Borrower::borrow(const SegmentHeader& s, Inbox& inbox) {
   }
   std::byte* data = (is_private ? chunk.view : chunk.memory.data()) + offset;
   auto block = std::make_unique<Borrowed>(data, s.size, s.lease, found->second, is_private, shared_from_this());
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   regions_.insert(block.get());
-  return block;
+  lock.unlock();
+  return inbox.take_over(std::move(block));
 }
 
 void Borrower::let_go(Borrowed& region) {
@@ -106,7 +107,7 @@ void Borrower::let_go(Borrowed& region) {
   regions_.erase(&region);
   const std::size_t size = whole_pages(region.size());
   if (region.is_private && ::madvise(region.data(), size, MADV_DONTNEED) != 0) return;
-  if (forked_ || region.is_stuck) return;
+  if (forked_ || closed_ || region.is_stuck) return;
   const bool was_shared = !(region.lease & Lease::kHeld);
   if (region.is_private && was_shared) {  // since a fork
     const auto offset = static_cast<off_t>(Lease::offset(region.lease));
@@ -126,23 +127,36 @@ void Borrower::give_back(std::uint64_t lease) {
   returns_->given.store(given + 1, std::memory_order_release);
 }
 
+/// With the mutex held: from now on what this process writes to a region is seen by nobody else.
+void Borrower::make_private(Borrowed& region) {
+  if (region.is_private || region.is_stuck) return;
+  const auto offset = static_cast<off_t>(Lease::offset(region.lease));
+  constexpr int kPrivate = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+  const int file = region.chunk->memory.file();
+  const void* mapped =
+      ::mmap(region.data(), whole_pages(region.size()), PROT_READ | PROT_WRITE, kPrivate, file, offset);
+  region.is_private = mapped != MAP_FAILED;
+  region.is_stuck = !region.is_private;  // a child would share it: the least is that nobody else gets it
+}
+
+void Borrower::close() {
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  for (Borrowed* region : regions_) {
+    make_private(*region);
+    region->chunk->memory.close_file();
+  }
+  chunks_.clear();
+}
+
 // ---- forks
 
 void Borrower::before_fork() {
   mutex_.lock();
+  if (closed_) return;  // nobody changes what these regions lie in any more: the kernel keeps processes apart
   for (Borrowed* region : regions_) {
-    const std::size_t size = whole_pages(region->size());
-    if (!region->is_private) {
-      const auto offset = static_cast<off_t>(Lease::offset(region->lease));
-      constexpr int kPrivate = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
-      const int file = region->chunk->memory.file();
-      if (::mmap(region->data(), size, PROT_READ | PROT_WRITE, kPrivate, file, offset) == MAP_FAILED) {
-        region->is_stuck = true;  // parent and child share it: the least is that nobody else gets it
-        continue;
-      }
-      region->is_private = true;
-    }
-    own_pages(region->data(), size);
+    make_private(*region);
+    if (region->is_private) own_pages(region->data(), whole_pages(region->size()));
   }
 }
 

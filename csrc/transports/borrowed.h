@@ -38,6 +38,9 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
   /// std::bad_alloc.
   BlockPtr borrow(const SegmentHeader& segment, Inbox& inbox);
 
+  /// The link is gone: leases do not go back any more, and no descriptor is kept. Blocks stay as they are.
+  void close();
+
   void before_fork() override;
   void after_fork_in_parent() override;
   void after_fork_in_child() override;
@@ -51,6 +54,7 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
   };
 
   Borrower(std::shared_ptr<SharedMemory> memory, Returns* returns) : memory_(std::move(memory)), returns_(returns) {}
+  void make_private(Borrowed& region);
   void let_go(Borrowed& region);
   void give_back(std::uint64_t lease);
 
@@ -63,6 +67,7 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
   std::mutex mutex_;  // of what is below
   std::set<Borrowed*> regions_;
   bool forked_ = false;
+  bool closed_ = false;
 };
 
 }  // namespace telegrad

@@ -297,7 +297,7 @@ class InprocLink final : public Link {
       }
       for (std::size_t i = 0; i < p.sizes.size(); ++i) {
         if (p.handed_over[i]) {
-          m.segments.push_back(std::move(p.handed_over[i]));
+          m.segments.push_back(inbox.take_over(std::move(p.handed_over[i])));
           continue;
         }
         m.segments.push_back(inbox.allocate(p.sizes[i]));

@@ -80,6 +80,7 @@ ShmLink::ShmLink(Descriptor socket, std::string description, int end)
 ShmLink::~ShmLink() {
   close();
   if (arena_) arena_->close();
+  if (borrower_) borrower_->close();
 }
 
 std::unique_ptr<ShmLink> ShmLink::connect(Descriptor socket, std::string description) {

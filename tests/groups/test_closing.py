@@ -14,6 +14,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RRefDeleted
+from telegrad.options import Options
 from telegrad.protocols.rref import RRefId
 from telegrad.testing import Cluster, Footprint, Gate, Local, assert_nothing_left, cluster, eventually, run_all
 from telegrad.wire import Tag
@@ -120,7 +121,7 @@ def test_it_needs_no_cycle_collector() -> None:
 
 
 def test_received_tensors_live_on() -> None:
-    with cluster(2) as group:
+    with cluster(2, Options(transports=("unix",))) as group:
         core = group[0]._worker
         received = group[0].rpc_sync("w1", make, (5.0,))
         view = received[LARGE // 2 :]

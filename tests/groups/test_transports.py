@@ -9,7 +9,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.options import TRANSPORTS, Options
-from telegrad.testing import Cluster, cluster
+from telegrad.testing import Cluster, Footprint, assert_nothing_left, cluster
 from telegrad.worker import addresses
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -51,6 +51,21 @@ def test_both_ends_own_their_tensors(two: Cluster) -> None:
         assert torch.equal(y, torch.full((LARGE,), float(number)))
         y.mul_(2)
     assert [float(y[-1]) for y in kept] == [2.0 * number for number in range(8)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tensors_outlive_their_workers(transport: str) -> None:
+    before = Footprint.now()
+    with cluster(2, Options(transports=(transport,)), check=False) as group:
+        kept = [group[0].rpc_sync("w1", torch.full, ((LARGE,), float(i))) for i in range(6)]
+        core = group[0]._worker
+    before.assert_not_grown()
+    for number, y in enumerate(kept):
+        y += 1
+        assert torch.equal(y, torch.full((LARGE,), number + 1.0))
+    assert core.engine.stats()["live_blocks"] == 6
+    del kept, y
+    assert_nothing_left(core)
 
 
 def test_more_is_held_than_may_be_shared() -> None:
