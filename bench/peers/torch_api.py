@@ -13,7 +13,6 @@ import torch
 from bench.peers.base import Client, Seat
 from bench.peers.forked import ForkedPeer
 
-
 TIMEOUT = 600.0  # seconds; the default of a minute is short for 200 operations on 400 MB on a busy machine
 
 

@@ -12,6 +12,4 @@ class TorchUv(TorchApiPeer):
     about = 'torch.distributed.rpc with _transports=["uv"], its TCP, and _channels=["mpt_uv", "basic"]'
 
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
-        return rpc.TensorPipeRpcBackendOptions(
-            rpc_timeout=TIMEOUT, _transports=["uv"], _channels=["mpt_uv", "basic"]
-        )
+        return rpc.TensorPipeRpcBackendOptions(rpc_timeout=TIMEOUT, _transports=["uv"], _channels=["mpt_uv", "basic"])
