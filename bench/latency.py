@@ -1,0 +1,11 @@
+"""Calls and tensors beside torch.distributed.rpc alone. Takes the options of `python -m bench`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROWS = ("--only", "calls", "--only", "tensors", "--peers", "telegrad,torch")
+
+if __name__ == "__main__":
+    root = Path(__file__).parent.parent
+    sys.exit(subprocess.call([sys.executable, "-m", "bench", *ROWS, *sys.argv[1:]], cwd=root))
