@@ -42,7 +42,7 @@ Settings settings_of(int id) {
 std::string fresh_address(const std::string& scheme) {
   if (scheme == "tcp") return "tcp:127.0.0.1:0";
   const std::string name = "telegrad-instructions-" + std::to_string(getpid());
-  return scheme == "unix" ? "unix:@" + name : scheme + ":" + name;
+  return scheme + (scheme == "inproc" ? ":" : ":@") + name;
 }
 
 /// The two ends of one call after the other.

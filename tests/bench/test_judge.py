@@ -110,6 +110,7 @@ def test_costs_are_shown_in_their_unit() -> None:
     assert show_rate(1e-3, 1000, "calls") == "1.00 M/s"
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("theirs", "status"), [(0.5, 1), (2.0, 0)])
 def test_the_program_exits_with_1_when_a_peer_is_ahead(theirs: float, status: int, tmp_path: Path) -> None:
     row = one_row(of(telegrad=[[1.0], [1.1]], torch=[[theirs], [theirs]]), TimesLess(2))
