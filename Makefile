@@ -37,8 +37,9 @@ test-python: build
 test-core: $(READY)
 	tools/test_core.sh $(VENV) $(BUILD)/asan address,undefined
 
-test-slow: build ## the slow tests: stress and soak in Python, the core and the bindings under sanitizers
+test-slow: build ## the slow tests: stress and soak in Python, every transport, the core and the bindings under sanitizers
 	$(PY) -m pytest -q -m slow --timeout 600 $(ARGS)
+	set -e; for one in unix tcp; do TELEGRAD_TRANSPORTS=$$one $(PY) -m pytest -q -m "not slow" tests/rpc tests/references; done
 	tools/test_core.sh $(VENV) $(BUILD)/tsan thread
 	tools/test_bindings_sanitized.sh $(VENV) $(BUILD)/asan-python
 

@@ -12,8 +12,6 @@ from telegrad.options import TRANSPORTS, Options
 from telegrad.testing import Cluster, Footprint, assert_nothing_left, cluster
 from telegrad.worker import addresses
 
-pytestmark = pytest.mark.usefixtures("clean")
-
 LARGE = 100_000  # floats: shared where memory is, once there is some
 
 
@@ -112,7 +110,7 @@ class Received(torch.utils.data.Dataset[float]):
 
 
 def test_forked_loader_finds_received_tensors_as_they_were() -> None:
-    with cluster(2, check=False):
+    with cluster(2, check=False):  # the loader keeps a process until it is collected
         received = [rpc.rpc_sync("w1", torch.full, ((LARGE,), 7.0)) for _ in range(4)]
         data = Received(received.pop(), multiprocessing.get_context("fork").Event())
         loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
