@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import contexts, is_received, leads_to, leaf, of
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
@@ -19,34 +20,11 @@ from telegrad.testing import Cluster
 from telegrad.worker import current
 
 
-def contexts(worker: Any) -> dict[int, Context]:
-    return worker._worker.autograd.contexts.table  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def context(four: Cluster) -> Iterator[Context]:
     """An open context of w0."""
     with autograd.context() as context_id:
         yield contexts(four[0])[context_id]
-
-
-def of(worker: Any, context: Context) -> Context:
-    """Another worker's part of it."""
-    return contexts(worker)[context.id]
-
-
-def leads_to(context: Context, message: int) -> list[Any]:
-    """The leaves that the tensors of a message were, None for those that were results."""
-    edges = context.sends[message].edges
-    return [getattr(edge.node, "variable", None) for edge in edges if edge is not None]
-
-
-def is_received(tensor: Tensor) -> bool:
-    return type(tensor.grad_fn).__name__ == "RecvBackward"
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.rand(shape, requires_grad=True)
 
 
 # ---- which calls
