@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
 
 namespace telegrad {
@@ -196,6 +197,25 @@ std::size_t FrameReader::direct_target(std::byte** to) const {
 std::string FrameReader::describe() const {
   return "a message of " + std::to_string(incoming_.header.body_size) + " bytes and " +
          std::to_string(incoming_.header.segment_count) + " segments";
+}
+
+bool HeldFrames::take(const Outgoing& m) {
+  const std::uint64_t size = frame_size(m);
+  const bool leased = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
+  if (leased || size > kFlatFrame || end_ + size > kHeldFrames) return false;
+  if (!bytes_) {
+    bytes_.reset(new (std::nothrow) std::byte[kHeldFrames]);
+    if (!bytes_) return false;
+  }
+  FrameHeader header = m.header;
+  complete(header, m);
+  end_ += flatten(m, header, bytes_.get() + end_);
+  return true;
+}
+
+void HeldFrames::left(std::size_t count) {
+  begin_ += count;
+  if (begin_ == end_) begin_ = end_ = 0;
 }
 
 }  // namespace telegrad

@@ -97,4 +97,21 @@ class FrameReader {
   std::size_t segment_ = 0;  // the segment being filled
 };
 
+/// Small frames that wait for others to leave with.
+class HeldFrames {
+ public:
+  /// Takes a copy. False: the message is too large or brings lent memory, or enough is held already.
+  bool take(const Outgoing& message);
+
+  bool empty() const { return begin_ == end_; }
+  const std::byte* data() const { return bytes_.get() + begin_; }
+  std::size_t size() const { return end_ - begin_; }
+  /// So many of the bytes have left.
+  void left(std::size_t count);
+
+ private:
+  std::unique_ptr<std::byte[]> bytes_;
+  std::size_t begin_ = 0, end_ = 0;
+};
+
 }  // namespace telegrad

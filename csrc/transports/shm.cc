@@ -179,7 +179,7 @@ bool ShmLink::is_open() const {
 SendState ShmLink::send(Outgoing& m) {
   if (!is_open()) return SendState::kBroken;
   if (!shared_.load(std::memory_order_acquire)) return SendState::kBlocked;
-  if (held_end_ > 0) {
+  if (!held_.empty()) {
     const SendState state = release();
     if (state != SendState::kSent) return state;
   }
@@ -266,31 +266,18 @@ bool ShmLink::drop(std::uint32_t chunk) {
   return send_packet(fd(), &packet, sizeof packet) == 0;
 }
 
-bool ShmLink::hold(const Outgoing& m) {
-  const std::uint64_t size = frame_size(m);
-  const bool leased = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
-  if (leased || size > kFlatFrame || held_end_ + size > kHeldFrames || !is_open() || !shared_) return false;
-  if (!held_) {
-    held_.reset(new (std::nothrow) std::byte[kHeldFrames]);
-    if (!held_) return false;
-  }
-  FrameHeader header = m.header;
-  complete(header, m);
-  held_end_ += flatten(m, header, held_.get() + held_end_);
-  return true;
-}
+bool ShmLink::hold(const Outgoing& m) { return is_open() && shared_ && held_.take(m); }
 
 SendState ShmLink::release() {
   if (broken_ || send_broken_) return SendState::kBroken;
-  while (held_begin_ < held_end_) {
+  while (!held_.empty()) {
     const std::size_t room = out_.room();
     if (room == 0) return out_.broken() ? fail_to_send() : blocked();
-    const std::size_t size = std::min(room, held_end_ - held_begin_);
-    out_.put(held_.get() + held_begin_, size);
-    held_begin_ += size;
+    const std::size_t size = std::min(room, held_.size());
+    out_.put(held_.data(), size);
+    held_.left(size);
     if (!publish()) return fail_to_send();
   }
-  held_begin_ = held_end_ = 0;
   return SendState::kSent;
 }
 
@@ -437,44 +424,6 @@ ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
     fail("no memory for " + reader_.describe());
     return ReceiveState::kBroken;
   }
-}
-
-// ---- shm:@name or shm:/path
-
-namespace {
-
-class ShmListener final : public Listener {
- public:
-  explicit ShmListener(const std::string& address)
-      : acceptor_(listen_unix(SOCK_SEQPACKET, address)), address_(address) {}
-
-  int fd() const override { return acceptor_.fd(); }
-  std::string address() const override { return address_; }
-  std::unique_ptr<Link> accept() override {
-    Descriptor s = acceptor_.accept();
-    return s ? ShmLink::accept(std::move(s), address_) : nullptr;
-  }
-
- private:
-  Acceptor acceptor_;
-  const std::string address_;
-};
-
-class ShmTransport final : public Transport {
- public:
-  std::unique_ptr<Listener> listen(const std::string& address) override {
-    return std::make_unique<ShmListener>(address);
-  }
-  std::unique_ptr<Link> connect(const std::string& address) override {
-    return ShmLink::connect(connect_unix(SOCK_SEQPACKET, address), address);
-  }
-};
-
-}  // namespace
-
-Transport* shm_transport() {
-  static ShmTransport t;
-  return &t;
 }
 
 }  // namespace telegrad

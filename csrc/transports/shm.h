@@ -81,9 +81,7 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   // The sending thread's.
   RingWriter out_;
   bool send_broken_ = false;
-  std::unique_ptr<std::byte[]> held_;  // frames that have not left: bytes [held_begin_, held_end_)
-  std::size_t held_begin_ = 0;
-  std::size_t held_end_ = 0;
+  HeldFrames held_;
   struct {
     std::size_t segment = 0;  // of the message being sent: those before it are in their places
     std::optional<Arena::Place> place;

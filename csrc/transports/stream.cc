@@ -83,7 +83,7 @@ bool StreamLink::finish_connecting() {
 SendState StreamLink::send(Outgoing& m) {
   if (broken_ || send_broken_) return SendState::kBroken;
   if (connecting_ && !finish_connecting()) return broken_ ? SendState::kBroken : SendState::kBlocked;
-  if (held_end_ > 0) {
+  if (!held_.empty()) {
     const SendState state = release();
     if (state != SendState::kSent) return state;
   }
@@ -119,36 +119,20 @@ SendState StreamLink::send(Outgoing& m) {
   return SendState::kSent;
 }
 
-bool StreamLink::hold(const Outgoing& m) {
-  const std::uint64_t size = frame_size(m);
-  const bool leased = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
-  if (leased || size > kFlatFrame || held_end_ + size > kHeldFrames || broken_ || send_broken_ || connecting_) {
-    return false;
-  }
-  if (!held_) {
-    held_.reset(new (std::nothrow) std::byte[kHeldFrames]);
-    if (!held_) return false;
-  }
-  FrameHeader header = m.header;
-  complete(header, m);
-  held_end_ += flatten(m, header, held_.get() + held_end_);
-  return true;
-}
+bool StreamLink::hold(const Outgoing& m) { return !broken_ && !send_broken_ && !connecting_ && held_.take(m); }
 
 SendState StreamLink::release() {
   if (broken_ || send_broken_) return SendState::kBroken;
-  while (held_begin_ < held_end_) {
-    const ssize_t n =
-        ::send(socket_.get(), held_.get() + held_begin_, held_end_ - held_begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
+  while (!held_.empty()) {
+    const ssize_t n = ::send(socket_.get(), held_.data(), held_.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n >= 0) {
-      held_begin_ += static_cast<std::size_t>(n);
+      held_.left(static_cast<std::size_t>(n));
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       return SendState::kBlocked;
     } else if (errno != EINTR) {
       return fail_to_send(errno);
     }
   }
-  held_begin_ = held_end_ = 0;
   return SendState::kSent;
 }
 

@@ -45,9 +45,7 @@ class StreamLink final : public Link {
 
   // The sending thread's.
   bool send_broken_ = false;
-  std::unique_ptr<std::byte[]> held_;  // frames that have not left: bytes [held_begin_, held_end_)
-  std::size_t held_begin_ = 0;
-  std::size_t held_end_ = 0;
+  HeldFrames held_;
 
   FrameReader reader_;
   std::unique_ptr<std::byte[]> buffer_;  // what is read on its way to the reader
