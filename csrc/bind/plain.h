@@ -15,6 +15,9 @@ namespace telegrad::bind {
 struct Words {
   int call = 0;                // the tag of requests to run a function
   int value = 0;               // the tag of replies with its result
+  int make = 0;                // the tag of requests to run one and keep the result
+  int created = 0;             // the tag of replies to these
+  int may_linger = 0;          // the flag of both
   int request_flags = 0;       // a request with any of these is not plain
   int reply_flags = 0;         // nor is a reply with any of these
   std::uint64_t max_body = 0;  // nor is a longer body

@@ -31,6 +31,7 @@ class PlainCalls {
     o.deadline = deadline_after(now(), timeout);
     o.nested = nested;
     Outcome outcome = call_and_wait(engine_, peer, std::move(m), std::move(o));
+    take_lazy();
     if (is_plain_value(words_, outcome)) return decode_plain(codec_, outcome.reply);
     InContext in;
     if (!context.is_none() && is_recorded_value(words_, outcome) && Recorder::read(codec_, outcome.reply, in)) {
@@ -45,14 +46,17 @@ class PlainCalls {
                       nb::handle kwargs, Nanos timeout, bool nested, bool never_wait, nb::handle future,
                       nb::handle context) {
     auto m = write(peer, flags, name_id, name, args, kwargs, context);
+    return m ? begin(peer, std::move(m), timeout, nested, never_wait, false, future) : 0;
+  }
+
+  std::uint64_t make(std::int32_t peer, std::uint32_t name_id, nb::handle name, nb::handle args, nb::handle kwargs,
+                     nb::handle local_id, Nanos timeout, bool nested, bool never_wait, nb::handle cookie) {
+    const nb::object value = nb::steal(PyTuple_Pack(3, args.ptr(), kwargs.ptr(), local_id.ptr()));
+    if (!value.is_valid()) throw nb::python_error();
+    auto m = encode_plain(codec_, words_, words_.make, words_.may_linger, value);
     if (!m) return 0;
-    CallOptions o;
-    o.deadline = deadline_after(now(), timeout);
-    o.nested = nested;
-    auto cookie = std::make_unique<References>();
-    cookie->add(future);
-    o.cookie = std::move(cookie);
-    return begin_call(engine_, peer, std::move(m), std::move(o), never_wait);
+    set_name(*m, name_id, name);
+    return begin(peer, std::move(m), timeout, nested, never_wait, true, cookie);
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -62,6 +66,31 @@ class PlainCalls {
   }
 
  private:
+  std::uint64_t begin(std::int32_t peer, std::unique_ptr<Outgoing> m, Nanos timeout, bool nested, bool never_wait,
+                      bool lazy, nb::handle goes_with_outcome) {
+    CallOptions o;
+    o.deadline = deadline_after(now(), timeout);
+    o.nested = nested;
+    o.lazy = lazy;
+    auto cookie = std::make_unique<References>();
+    cookie->add(goes_with_outcome);
+    o.cookie = std::move(cookie);
+    return begin_call(engine_, peer, std::move(m), std::move(o), never_wait);
+  }
+
+  /// Hands on what has come of lazy calls meanwhile, sooner than the pool would.
+  void take_lazy() {
+    Item item;
+    while (engine_.take_lazy(item)) {
+      auto& cookie = static_cast<References&>(*item.cookie);
+      const nb::object taker = nb::borrow(cookie.front());
+      cookie.release();
+      const nb::object outcome = outcome_tuple(std::move(item.outcome));
+      const nb::object done = nb::steal(PyObject_CallOneArg(taker.ptr(), outcome.ptr()));
+      if (!done.is_valid()) PyErr_WriteUnraisable(taker.ptr());
+    }
+  }
+
   std::unique_ptr<Outgoing> write(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
                                   nb::handle kwargs, nb::handle context) {
     const nb::object value = nb::steal(PyTuple_Pack(2, args.ptr(), kwargs.ptr()));
@@ -96,23 +125,30 @@ void init_plain_calls(nb::module_& m) {
                          "The short way for calls that carry only plain values.")
       .def(
           "__init__",
-          [](PlainCalls* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value,
-             int reply_flags, std::uint64_t max_body, int preamble) {
+          [](PlainCalls* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value, int make,
+             int may_linger, int reply_flags, std::uint64_t max_body, int preamble) {
             new (self) PlainCalls(std::move(engine), std::move(codec), recorder,
                                   Words{.call = call,
                                         .value = value,
+                                        .make = make,
+                                        .may_linger = may_linger,
                                         .reply_flags = reply_flags,
                                         .max_body = max_body,
                                         .preamble = preamble});
           },
-          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "reply_flags"_a, "max_body"_a,
-          "preamble"_a)
+          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "may_linger"_a,
+          "reply_flags"_a, "max_body"_a, "preamble"_a)
       .def("call", &PlainCalls::call, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
            "nested"_a, "context"_a.none(), "Runs a function on a peer and waits. Its value, or `Unusual`.")
       .def("start", &PlainCalls::start, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
            "nested"_a, "never_wait"_a, "future"_a, "context"_a.none(),
            "Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is "
-           "not plain, or the engine has been stopped, and it is not made.");
+           "not plain, or the engine has been stopped, and it is not made.")
+      .def("make", &PlainCalls::make, "peer"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "local_id"_a, "timeout"_a,
+           "nested"_a, "never_wait"_a, "cookie"_a,
+           "Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that "
+           "it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread "
+           "that makes a call. Returns as `start` does.");
 }
 
 }  // namespace telegrad::bind

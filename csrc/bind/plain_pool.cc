@@ -32,6 +32,7 @@ struct Hooks {
   nb::object worker, scope_type, current, callback_scope;  // see telegrad.worker.scope
   nb::object resolver;                                     // resolver(name) -> function() -> the function
   nb::object clean_state;
+  nb::object make;      // make(peer, connection, call, deadline, local id, function, args, kwargs) -> to be answered?
   nb::object answer;    // answer(peer, connection, call, deadline, function, args, kwargs, result, error, context)
   nb::object complete;  // complete(future, value)
   nb::object fail;      // fail(future, error)
@@ -67,7 +68,7 @@ class PlainPool {
   int traverse(visitproc visit, void* arg) const {
     for (const nb::object* o :
          {&hooks_.engine, &hooks_.codec, &hooks_.worker, &hooks_.scope_type, &hooks_.current, &hooks_.callback_scope,
-          &hooks_.resolver, &hooks_.clean_state, &hooks_.answer, &hooks_.complete, &hooks_.fail}) {
+          &hooks_.resolver, &hooks_.clean_state, &hooks_.make, &hooks_.answer, &hooks_.complete, &hooks_.fail}) {
       Py_VISIT(o->ptr());
     }
     return recorder_.traverse(visit, arg);
@@ -149,7 +150,9 @@ class PlainPool {
   bool run(Item& item) {
     const FrameHeader& h = item.message.header;
     const int unusual = h.flags & words_.request_flags;
-    if (!open_ || h.tag != words_.call || !item.name || (unusual && unusual != words_.preamble)) return false;
+    if (!open_ || !item.name) return false;
+    if (h.tag == words_.make && !unusual) return make(item);
+    if (h.tag != words_.call || (unusual && unusual != words_.preamble)) return false;
     InContext in;
     if (unusual && !is_recorded(item.message, in)) return false;
     const nb::object function = function_of(*item.name);
@@ -185,6 +188,46 @@ class PlainPool {
       call(hooks_.answer, nb::int_(item.peer), nb::int_(item.connection), nb::int_(h.call_id), nb::int_(deadline),
            function, or_none(args), or_none(kwargs), or_none(result), or_none(error), context);
     }
+    return true;
+  }
+
+  /// Runs a request whose result stays here, and says so.
+  bool make(Item& item) {
+    const nb::object function = function_of(*item.name);
+    if (!function.is_valid()) return false;
+    const nb::int_ peer(item.peer), connection(item.connection), id(item.message.header.call_id);
+    const nb::int_ deadline(item.deadline == kNever ? 0 : item.deadline);
+    nb::object error;
+    try {
+      const nb::object parts = decode_plain(codec_, item.message);
+      if (!PyTuple_CheckExact(parts.ptr()) || PyTuple_GET_SIZE(parts.ptr()) != 3) {
+        PyErr_SetString(codec::codec_error(), "a request to make a value has no arguments");
+        throw nb::python_error();
+      }
+      const nb::handle args = PyTuple_GET_ITEM(parts.ptr(), 0), kwargs = PyTuple_GET_ITEM(parts.ptr(), 1),
+                       local_id = PyTuple_GET_ITEM(parts.ptr(), 2);
+      set_scope(request_scope(item.deadline == kNever ? 0 : item.deadline, nb::none()).ptr());
+      const nb::object made = nb::steal(
+          PyObject_CallFunctionObjArgs(hooks_.make.ptr(), peer.ptr(), connection.ptr(), id.ptr(), deadline.ptr(),
+                                       local_id.ptr(), function.ptr(), args.ptr(), kwargs.ptr(), nullptr));
+      if (!made.is_valid()) throw nb::python_error();
+      if (made.ptr() == Py_True) {
+        const nb::object target = nb::steal(PyTuple_Pack(2, peer.ptr(), local_id.ptr()));
+        if (!target.is_valid()) throw nb::python_error();
+        send_reply(engine_, item.connection, item.message.header.call_id,
+                   encode_plain(codec_, words_, words_.created, words_.may_linger, target));
+      }
+      call(hooks_.clean_state);
+      return true;
+    } catch (nb::python_error& e) {
+      e.restore();
+      error = take_error();
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+      error = take_error();
+    }
+    call(hooks_.answer, peer, connection, id, deadline, function, nb::none(), nb::none(), nb::none(), error,
+         nb::none());
     return true;
   }
 
@@ -282,24 +325,30 @@ void init_plain_pool(nb::module_& m) {
       "plain values, and replies with a plain value to asynchronous calls.")
       .def(
           "__init__",
-          [](PlainPool* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value,
-             int request_flags, int reply_flags, std::uint64_t max_body, int preamble, nb::object worker,
-             nb::object scope_type, nb::object current, nb::object callback_scope, nb::object resolver,
-             nb::object clean_state, nb::object answer, nb::object complete, nb::object fail) {
-            new (self) PlainPool(Hooks{std::move(engine), std::move(codec), std::move(worker), std::move(scope_type),
-                                       std::move(current), std::move(callback_scope), std::move(resolver),
-                                       std::move(clean_state), std::move(answer), std::move(complete), std::move(fail)},
-                                 recorder,
-                                 Words{.call = call,
-                                       .value = value,
-                                       .request_flags = request_flags,
-                                       .reply_flags = reply_flags,
-                                       .max_body = max_body,
-                                       .preamble = preamble});
+          [](PlainPool* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value, int make,
+             int created, int may_linger, int request_flags, int reply_flags, std::uint64_t max_body, int preamble,
+             nb::object worker, nb::object scope_type, nb::object current, nb::object callback_scope,
+             nb::object resolver, nb::object clean_state, nb::object make_value, nb::object answer, nb::object complete,
+             nb::object fail) {
+            new (self) PlainPool(
+                Hooks{std::move(engine), std::move(codec), std::move(worker), std::move(scope_type), std::move(current),
+                      std::move(callback_scope), std::move(resolver), std::move(clean_state), std::move(make_value),
+                      std::move(answer), std::move(complete), std::move(fail)},
+                recorder,
+                Words{.call = call,
+                      .value = value,
+                      .make = make,
+                      .created = created,
+                      .may_linger = may_linger,
+                      .request_flags = request_flags,
+                      .reply_flags = reply_flags,
+                      .max_body = max_body,
+                      .preamble = preamble});
           },
-          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "request_flags"_a, "reply_flags"_a,
-          "max_body"_a, "preamble"_a, "worker"_a, "scope_type"_a, "current"_a, "callback_scope"_a, "resolver"_a,
-          "clean_state"_a, "answer"_a, "complete"_a, "fail"_a)
+          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "created"_a,
+          "may_linger"_a, "request_flags"_a, "reply_flags"_a, "max_body"_a, "preamble"_a, "worker"_a, "scope_type"_a,
+          "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "make_value"_a, "answer"_a, "complete"_a,
+          "fail"_a)
       .def(
           "open", [](PlainPool& self) { self.open(true); },
           "From now on requests may run here; until then all go to Python.")

@@ -105,6 +105,7 @@ void Engine::stop(Nanos linger) {
   for (auto& [id, l] : lingering_) kept.push_back(std::move(l.keep));
   lingering_.clear();
   listeners_.clear();
+  hurry_lazy();
   for (PoolThread* t : idle_) t->bell.ring();
   for (Waiter* sleeper : sleepers_) sleeper->bell.ring();
   ring_park();

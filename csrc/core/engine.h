@@ -54,6 +54,8 @@ inline constexpr Nanos kGrace = 500 * kMicrosecond;
 inline constexpr Nanos kMostGrace = 4 * kGrace;
 /// How long a message of a burst may wait for others to leave with.
 inline constexpr Nanos kGather = 50 * kMicrosecond;
+/// How long replies to lazy calls may lie.
+inline constexpr Nanos kLazyGrace = 4 * kGrace;
 /// The same for finished calls that wait while a thread is at others.
 inline constexpr Nanos kOutcomeGrace = 20 * kMillisecond;
 
@@ -123,8 +125,8 @@ enum class WaitEnd : std::uint8_t { kDone, kDeadline, kInterrupted, kStopped };
 /// What `start` is told about a call.
 struct CallOptions {
   Nanos deadline = kNever;
-  bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
-  bool lazy = false;        // nobody waits for its outcome: it may lie for kGrace until somebody polls
+  bool nested = false;  // made inside a handler: exempt from the window, and always finds a thread
+  bool lazy = false;    // nobody waits for its outcome: its reply may lie for kLazyGrace, and wakes nobody until then
   bool never_wait = false;  // wait neither for the window nor for segments to leave: what does not leave is copied
   std::function<bool()> interrupted;      // asked now and then while `start` waits: should it stop waiting?
   std::function<void()> before_blocking;  // called before `start` waits for another thread that sends to the same peer
@@ -166,6 +168,8 @@ class Engine {
   /// Takes back an outcome that has been put down for the pool; false if the pool has it, or will. After `stop`, when
   /// there may be nobody left in the pool.
   bool withdraw(std::uint64_t call);
+  /// Takes the outcome of a lazy call, if one is there: callers that pass by spare the pool the work. Never blocks.
+  bool take_lazy(Item& out);
   /// Sends a reply on the connection of the request; dropped when that is gone. A thread of the pool waits until it has
   /// left its memory, as long as the peer reads; other threads, and whoever says that it may not wait, never do. What
   /// has not left by then is copied. A reply that has left is still the caller's.
@@ -305,6 +309,7 @@ class Engine {
   void arrive(PoolThread& self);
   void leave(Lock& lock, const Item& item);
   void push(Item&& item);
+  void hurry_lazy();
   void tell(Item&& news);
   void told();
   bool has_work() const;
@@ -345,8 +350,10 @@ class Engine {
 
   // Work for the pool.
   std::deque<Item> urgent_;  // outcomes, one-way messages, events
-  bool telling_ = false;     // news of a peer are in there, or under way:
-  std::deque<Item> news_;    // further ones wait, so that the loss of a peer is over before its return begins
+  std::deque<Item> lazy_;    // replies to lazy calls: taken when there is nothing else, or after a while with `urgent_`
+  std::atomic<bool> has_lazy_ = false;  // is there one? A hint, for who has not the mutex
+  bool telling_ = false;                // news of a peer are in there, or under way:
+  std::deque<Item> news_;  // further ones wait, so that the loss of a peer is over before its return begins
   std::deque<Item> nested_;
   std::deque<Item> top_;
   std::size_t running_top_ = 0, running_ = 0, running_requests_ = 0, finishing_ = 0, threads_ = 0;

@@ -51,7 +51,14 @@ void Engine::settle(std::uint64_t id, Outcome&& outcome, Kept& kept) {
     item.message.header.call_id = id;  // for `withdraw`
     item.cookie = std::move(call->cookie);
     item.outcome = std::move(outcome);
+    const bool lazy = call->lazy && replied;
     close_call(id, replied, kept);
+    if (lazy) {
+      item.since = now();
+      lazy_.push_back(std::move(item));
+      has_lazy_.store(true, std::memory_order_relaxed);
+      return arm_timer(lazy_.front().since + kLazyGrace);
+    }
     push(std::move(item));
     if (!replied) wake_for_work();  // a reply's reader sees to it by itself; this may be any thread
     return;
@@ -126,6 +133,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     Call& call = *calls_.find(id);
     call.collected = async;
     call.must_send = m->header.flags & kMayLinger;
+    call.lazy = o.lazy;
     call.cookie = std::move(o.cookie);
     call.linger = std::move(o.linger);
     if (async) {
@@ -194,6 +202,7 @@ WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool(
       out = {.status = CallStatus::kStopped, .why = kForked};
       return WaitEnd::kDone;
     }
+    if (!call) hurry_lazy();  // it may be one of them
     if (!call || call->waiter) return WaitEnd::kStopped;
     call->waiter = &w;
   }
@@ -227,16 +236,29 @@ void Engine::give_up(std::uint64_t id) {
   close_call(id, replied, kept);
 }
 
+bool Engine::take_lazy(Item& out) {
+  if (!has_lazy_.load(std::memory_order_relaxed)) return false;
+  std::lock_guard lock(mutex_);
+  if (lazy_.empty()) return false;
+  out = std::move(lazy_.front());
+  lazy_.pop_front();
+  has_lazy_.store(!lazy_.empty(), std::memory_order_relaxed);
+  return true;
+}
+
 bool Engine::withdraw(std::uint64_t id) {
   Item item;
   std::lock_guard lock(mutex_);
-  auto found = std::find_if(urgent_.begin(), urgent_.end(), [&](const Item& i) {
-    return i.kind == ItemKind::kOutcome && i.cookie && i.message.header.call_id == id;
-  });
-  if (found == urgent_.end()) return false;
-  item = std::move(*found);
-  urgent_.erase(found);
-  return true;
+  for (auto* queue : {&urgent_, &lazy_}) {
+    auto found = std::find_if(queue->begin(), queue->end(), [&](const Item& i) {
+      return i.kind == ItemKind::kOutcome && i.cookie && i.message.header.call_id == id;
+    });
+    if (found == queue->end()) continue;
+    item = std::move(*found);
+    queue->erase(found);
+    return true;
+  }
+  return false;
 }
 
 void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait,

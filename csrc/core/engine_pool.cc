@@ -24,7 +24,11 @@ PoolThread::~PoolThread() {
 PoolThread* Engine::this_thread() const { return current && current->engine == this ? current : nullptr; }
 
 bool Engine::pop(PoolThread& self, Item& out) {
-  std::deque<Item>* queue = has_urgent() ? &urgent_ : !nested_.empty() ? &nested_ : has_work() ? &top_ : nullptr;
+  std::deque<Item>* queue = has_urgent()       ? &urgent_
+                            : !nested_.empty() ? &nested_
+                            : has_work()       ? &top_
+                            : !lazy_.empty()   ? &lazy_
+                                               : nullptr;
   if (!queue) return false;
   popped_at_ = now();
   out = std::move(queue->front());
@@ -223,6 +227,13 @@ void Engine::tick(Lock& lock) {
     }
   } else {
     grace_ = kMostGrace;
+  }
+  if (!lazy_.empty()) {
+    if (at - lazy_.front().since >= kLazyGrace) {
+      hurry_lazy();
+    } else {
+      arm_timer(lazy_.front().since + kLazyGrace);
+    }
   }
   if (!urgent_.empty() || has_requests()) {
     const Nanos oldest =

@@ -96,6 +96,15 @@ void Engine::push(Item&& item) {
   if (!role_held_) arm_timer(now() + kGrace);
 }
 
+/// What was not urgent is now.
+void Engine::hurry_lazy() {
+  if (lazy_.empty()) return;
+  std::move(lazy_.begin(), lazy_.end(), std::back_inserter(urgent_));
+  lazy_.clear();
+  has_lazy_.store(false, std::memory_order_relaxed);
+  wake_for_work();
+}
+
 /// Some work waits and this thread will not do it.
 void Engine::wake_for_work() {
   if (!has_work()) return;

@@ -59,6 +59,51 @@ CASE_ON_EVERY_SCHEME(calls_from_both_ends_without_a_pool_to_read) {
   other.join();
 }
 
+CASE_ON_EVERY_SCHEME(lazy_calls_come_to_the_pool_when_nobody_takes_them) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  for (int i = 0; i < 20; ++i) a.start(1, i, {.body = std::to_string(i), .lazy = true});
+  a.outcome_count.wait_for(20);
+  for (int i = 0; i < 20; ++i) CHECK_EQ(body_of(a.outcomes.at(i)), std::to_string(i));
+  const std::uint64_t last = a.start(1, 20, {.lazy = true});
+  Outcome o;  // whoever waits gets it, or sees to it that it is on its way
+  if (a.engine->wait(last, kNever, {}, o) == WaitEnd::kStopped) a.outcome_count.wait_for(21);
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE_ON_EVERY_SCHEME(callers_take_the_outcomes_of_lazy_calls) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  int taken = 0;
+  for (int i = 0; i < times(2000); ++i) {
+    a.start(1, i, {.body = "lazy", .lazy = true});
+    CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+    Item item;
+    while (a.engine->take_lazy(item)) {
+      CHECK_EQ(body_of(item.outcome), "lazy");
+      CHECK(item.cookie != nullptr);
+      ++taken;
+    }
+  }
+  CHECK(taken > 0);
+  a.outcome_count.wait_for(times(2000) - taken);
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE_ON_EVERY_SCHEME(lazy_calls_of_which_nothing_comes) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  a.start(1, 0, {.tag = kNoAnswer, .timeout = kMillisecond, .lazy = true});
+  a.outcome_count.wait_for(1);
+  CHECK(a.outcomes.at(0).status == CallStatus::kTimedOut);
+  a.start(1, 1, {.tag = kNoAnswer, .lazy = true});
+  b.handled.wait_for(2);
+  for (int i = 2; i < 12; ++i) a.start(1, i, {.lazy = true});
+  a.stop();  // what has come by then, and what has not
+  a.outcome_count.wait_for(12);
+  CHECK(a.outcomes.at(1).status == CallStatus::kStopped);
+}
+
 CASE_ON_EVERY_SCHEME(nested_calls_deeper_than_the_pool) {
   Settings few;
   few.handlers = 4;

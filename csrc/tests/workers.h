@@ -40,6 +40,7 @@ struct Request {  // how to make a call
   Nanos timeout = 0;
   bool nested = false;
   bool never_wait = false;
+  bool lazy = false;
   std::uint16_t flags = 0;
   std::uint32_t name_id = 0;
   std::string name = {};

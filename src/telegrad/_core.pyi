@@ -103,7 +103,7 @@ class Unusual:
 class PlainCalls:
     """The short way for calls that carry only plain values."""
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, reply_flags: int, max_body: int, preamble: int) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, may_linger: int, reply_flags: int, max_body: int, preamble: int) -> None: ...
 
     def call(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, context: object | None) -> object:
         """Runs a function on a peer and waits. Its value, or `Unusual`."""
@@ -113,13 +113,18 @@ class PlainCalls:
         Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is not plain, or the engine has been stopped, and it is not made.
         """
 
+    def make(self, peer: int, name_id: int, name: object, args: object, kwargs: object, local_id: object, timeout: int, nested: bool, never_wait: bool, cookie: object) -> int:
+        """
+        Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that it does goes to the pool with `cookie`, after a while. Returns as `start` does.
+        """
+
 class PlainPool:
     """
     What threads of the pool wait on. Does by itself what is plain: requests to run a function on
     plain values, and replies with a plain value to asynchronous calls.
     """
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, answer: object, complete: object, fail: object) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, may_linger: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object) -> None: ...
 
     def open(self) -> None:
         """From now on requests may run here; until then all go to Python."""

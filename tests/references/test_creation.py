@@ -162,7 +162,7 @@ def test_method_with_a_time_of_its_own(w: Cluster, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RpcTimeout):
         rref.remote(timeout=SOON).plain(1)
     gate.open()
-    rref._creation.wait()  # type: ignore[union-attr]
+    rref._get_future().wait()
     times = []
     monkeypatch.setattr(create, "create_by_method", lambda *args: times.append(args[-1]))
     rref.remote(timeout=PATIENCE).plain(1)

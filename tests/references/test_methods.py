@@ -11,7 +11,7 @@ from telegrad.errors import RpcTimeout
 from telegrad.rpc import RRef
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster, cluster
-from telegrad.worker.methods import run_method
+from telegrad.worker.uses import run_method
 
 _open = threading.Event()
 

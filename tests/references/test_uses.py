@@ -184,7 +184,7 @@ def test_proxies(methods: RRef[Methods], kind: str) -> None:
 
 def test_unknown_method_of_remote_is_an_error_of_the_caller(methods: RRef[Methods]) -> None:
     """Once the value is known to be there."""
-    methods._creation.wait()  # type: ignore[union-attr]
+    methods._get_future().wait()
     with pytest.raises(AttributeError, match="type object 'Methods' has no attribute 'nope'"):
         methods.remote().nope()
 

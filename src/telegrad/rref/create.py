@@ -1,23 +1,30 @@
 """``remote``: run a function elsewhere and keep its result there."""
 
+from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from telegrad.errors import NotInitialized, RpcTimeout, WorkerLost
+from telegrad.errors import NotInitialized
 from telegrad.protocols.rref import RRefId
+from telegrad.rref.creation import Creation
 from telegrad.rref.rref import RRef
+from telegrad.serialize.names import NotByName
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker
 from telegrad.worker.callables import is_scripted
 from telegrad.worker.calls import Request
-from telegrad.worker.future import NO_DEVICES, CreationFuture
+from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.scope import current, remaining
+from telegrad.worker.uses import goes_short
 
 __all__ = ["create", "create_by_method"]
 
 _MAY_LINGER = int(Flag.MAY_LINGER)
 # A creation leaves even if it times out first (the owner may be far from connected): others may know of the reference.
+
+is_grad_enabled = torch.is_grad_enabled
 
 
 def create(worker: Worker, owner: int, func: Any, args: Any, kwargs: Any, timeout: int) -> RRef[Any]:
@@ -26,13 +33,16 @@ def create(worker: Worker, owner: int, func: Any, args: Any, kwargs: Any, timeou
     Args:
         timeout: ns for the function to return; 0 for no limit.
     """
+    handle, creation = _begin(worker, owner, (owner, func, timeout))
+    if owner == worker.info.id or not _sent_short(worker, handle, creation, func, args, kwargs, timeout):
 
-    def request(rref: RRefId) -> Request:
-        return worker.calls.function_call(
-            owner, func, args, kwargs, timeout, tag=int(Tag.CREATE), flags=_MAY_LINGER, target=rref, mode="remote"
-        )
+        def request(rref: RRefId) -> Request:
+            return worker.calls.function_call(
+                owner, func, args, kwargs, timeout, tag=int(Tag.CREATE), flags=_MAY_LINGER, target=rref, mode="remote"
+            )
 
-    return _create(worker, owner, request, worker.calls.send_filter is not None and is_scripted(func))
+        _send(handle, creation, request, worker.calls.send_filter is not None and is_scripted(func))
+    return handle
 
 
 def create_by_method(on: RRef[Any], method: str, args: Any, kwargs: Any, timeout: int) -> RRef[Any]:
@@ -51,47 +61,86 @@ def create_by_method(on: RRef[Any], method: str, args: Any, kwargs: Any, timeout
             method=method, body=(args, kwargs), flags=_MAY_LINGER, mode="remote",
         )  # fmt: skip
 
-    return _create(worker, owner, request, False)
+    handle, creation = _begin(worker, owner, (owner, method, timeout))
+    _send(handle, creation, request, False)
+    return handle
 
 
-def _create(worker: Worker, owner: int, request_for: Callable[[RRefId], Request], scripted: bool) -> RRef[Any]:
-    """Sends the request that makes a new reference."""
-    references = worker.references
-    rref = references.begin_create(owner)
+def _begin(worker: Worker, owner: int, request: tuple[int, Any, int]) -> tuple[RRef[Any], Creation]:
+    """A new reference."""
+    rref = worker.references.begin_create(owner)
     handle = RRef.of(worker, rref, owner)
+    creation = handle._creation = Creation(worker, rref, owner, request)
+    return handle, creation
+
+
+def _sent_short(
+    worker: Worker, handle: RRef[Any], creation: Creation, func: Any, args: Any, kwargs: Any, timeout: int
+) -> bool:
+    """Sends the request that makes a new reference elsewhere, if it carries nothing but plain values. False: it
+    carries more, and has not been sent."""
+    calls = worker.calls
+    scope = current.get()
+    nested = False
+    if scope is not None:
+        if scope.autograd is not None:
+            return False
+        nested = scope.nested
+        timeout = remaining(timeout, scope)
+    if not goes_short(calls) or not is_grad_enabled():
+        return False
     try:
-        request = request_for(rref)
-    except BaseException as e:
-        references.create_failed(rref, e, may_exist=False)
-        references.creation_over()
+        number, text = calls.names.find(func)
+    except NotByName:
+        return False
+    creation._calls = calls
+    try:
+        creation._call = calls.plain.make(
+            handle.owner_id, number, text, args, kwargs, handle.id.local_id, timeout, nested,
+            _get_running_loop() is not None, creation,
+        )  # fmt: skip
+    except NotInitialized as e:
+        creation.over(e)
         raise
-    future = CreationFuture(NO_DEVICES)
-    if worker.calls.send_filter is not None:
-        handle._scripted = scripted
-        if owner != worker.info.id:
-            future._late = lambda: references.created(rref)
-    handle._creation = future
+    return creation._call != 0
+
+
+def _send(handle: RRef[Any], creation: Creation, request_for: Callable[[RRefId], Request], scripted: bool) -> None:
+    """Sends the request that makes a new reference."""
+    worker = handle.worker
+    calls = worker.calls
+    try:
+        request = request_for(handle.id)
+    except BaseException as e:
+        creation.used()
+        creation.over(e)
+        raise
+    try:
+        if calls.send_filter is None:
+            creation._span = request.span
+            calls.send(request, creation)
+        else:
+            _send_filtered(handle, creation, request, scripted)
+    except NotInitialized as e:  # another thread has closed the worker meanwhile
+        creation.over(e)
+        raise
     if request.span is not None:
-        handle._profiling = future
+        handle._profiling = creation.future()
+
+
+def _send_filtered(handle: RRef[Any], creation: Creation, request: Request, scripted: bool) -> None:
+    """The same, past a fault injector."""
+    worker = handle.worker
+    handle._scripted = scripted
+    future: CallFuture = CallFuture(NO_DEVICES)
+    future._read = True  # the creation tells who uses the reference
+    rref = handle.id
+    if not handle.is_owner():
+        future._late = lambda: worker.references.created(rref)
 
     def over(_: Any) -> None:
-        failure = future.failure()
-        if isinstance(failure, RpcTimeout):
-            may_exist = failure.state != "not sent" or worker.info.id == owner
-            references.create_failed(rref, failure, may_exist=may_exist)
-        elif isinstance(failure, WorkerLost):
-            pass  # the loss itself tells the protocol
-        elif failure is not None:
-            references.create_failed(rref, failure, may_exist=False)
-        elif owner != worker.info.id:
-            references.created(rref)
-        references.creation_over()
+        creation.over(future.failure())
+        creation.complete()
 
     torch.futures.Future.add_done_callback(future, over)
-    try:
-        worker.calls.start(request, future)
-    except NotInitialized as e:  # another thread has closed the worker meanwhile
-        references.create_failed(rref, e, may_exist=False)
-        references.creation_over()
-        raise
-    return handle
+    worker.calls.start(request, future)

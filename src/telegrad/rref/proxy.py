@@ -8,9 +8,7 @@ import torch
 
 from telegrad.rref.rref import UNSET, RRef
 from telegrad.wire import Tag
-from telegrad.worker import profiling
-from telegrad.worker.calls import Calls
-from telegrad.worker.methods import run_method
+from telegrad.worker.uses import goes_short, run_method
 
 __all__ = ["RRefProxy"]
 
@@ -37,12 +35,6 @@ class RRefProxy:
         return _Method(self._rref, self._kind, self._timeout, name)
 
 
-def _is_plain(calls: Calls) -> bool:
-    """May calls about a value that exists go the way of all calls? (Else profiles, and who drops messages, would take
-    them for such.)"""
-    return calls.send_filter is None and calls.custom_pickler is None and not profiling.unusual()
-
-
 class _Method:
     __slots__ = ("_kind", "_name", "_rref", "_timeout")
 
@@ -64,7 +56,7 @@ class _Method:
         timeout = calls.timeout(self._timeout)
         if self._kind == "remote":
             return self._remote(args, kwargs, timeout)
-        if self._kind == "sync" and rref._exists and _is_plain(calls) and not rref.is_owner():
+        if self._kind == "sync" and rref._exists and goes_short(calls) and not rref.is_owner():
             return calls.call(rref.owner_id, run_method, (*rref.id, self._name, args, kwargs), {}, timeout, self._name)
         request = rref._request(
             Tag.METHOD, timeout, self._name, method=self._name, body=(args, kwargs), mode=self._kind

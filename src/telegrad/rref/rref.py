@@ -8,13 +8,15 @@ import torch
 from telegrad import autograd
 from telegrad.errors import NotInitialized, RpcTimeout, RRefDeleted, RRefError, RRefNotPicklable
 from telegrad.protocols.rref import RRefId
+from telegrad.rref.creation import Creation
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.default import current_worker
-from telegrad.worker.future import NO_DEVICES, CallFuture, CreationFuture
+from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.scope import remaining
+from telegrad.worker.uses import fetch, goes_short
 
 __all__ = ["RRef", "backward_at_owner"]
 
@@ -72,7 +74,7 @@ class RRef(Generic[T]):
         self.owner_id = owner
         self._generation = worker.references.generation
         self._fork: int | None = None if owner == worker.info.id else worker.references.new_id()
-        self._creation: CreationFuture | None = None
+        self._creation: Creation | None = None  # where this worker made the call that makes it
         self._exists = False  # it is known here that there is a value, whether the word of its creation has come or not
         self._type: Any = None
         self._profiling: Any = None
@@ -129,11 +131,15 @@ class RRef(Generic[T]):
         self._check()
         if self.is_owner():
             return self._local(self._worker.calls.timeout(timeout))
-        references = self._worker.references
-        confirmed = references.confirmed(self.id)
-        fetched: T = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
+        worker = self._worker
+        references, calls = worker.references, worker.calls
+        fetched: T
+        if (self._creation is not None or references.confirmed(self.id)) and goes_short(calls):
+            fetched = calls.call(self.owner_id, fetch, (*self.id,), {}, calls.timeout(timeout), "to_here")
+        else:
+            fetched = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
         self._exists = True
-        if not confirmed:
+        if self._creation is not None and not references.confirmed(self.id):
             references.created(self.id)  # what has a value has been created, though the word of that may come later
         return fetched
 
@@ -293,7 +299,7 @@ class RRef(Generic[T]):
         """The future of the creating call."""
         if self._creation is None:
             raise RRefError(f"{self!r} was not made by remote() on this worker, so there is no future of its creation.")
-        return self._creation
+        return self._creation.future()
 
     def _get_profiling_future(self) -> Any:
         return self._profiling

@@ -20,6 +20,7 @@ class Tag(IntEnum):
     TYPE = 5  # send its type; no body
     CREATE_METHOD = 6  # as METHOD, of the value that the first ticket names, and keep the result as CREATE does
     GRADIENTS = 7  # messages of a backward pass
+    MAKE = 8  # as CREATE, without a preamble: body is (args, kwargs, local id), plain values
 
     # Replies
     VALUE = 16  # body is the result

@@ -21,13 +21,13 @@ from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.messages import NO_PREAMBLE, Encoded, Messages
 from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 
-__all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete"]
+__all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete", "sent"]
 
 _CALL = int(Tag.CALL)
 _CREATES = (int(Tag.CREATE), int(Tag.CREATE_METHOD))
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
-_PREAMBLE, _FAILED, _INTERNAL = int(Flag.PREAMBLE), int(Flag.FAILED), int(Flag.INTERNAL)
+_PREAMBLE, _INTERNAL = int(Flag.PREAMBLE), int(Flag.INTERNAL)
 NOT_PLAIN_REPLY = int(Flag.PREAMBLE | Flag.BODY)
 _NO_NAME = (0, None)
 FOREVER = 1e9  # s; longer time-outs, infinity too, are none
@@ -116,6 +116,8 @@ class Calls:
             recorder=messages.recorder,
             call=_CALL,
             value=_VALUE,
+            make=int(Tag.MAKE),
+            may_linger=int(Flag.MAY_LINGER),
             reply_flags=NOT_PLAIN_REPLY,
             max_body=messages.limit,
             preamble=_PREAMBLE,
@@ -321,10 +323,11 @@ class Calls:
         if self.send_filter is not None:
             self._start_filtered(r, future)
         else:
-            self._start(r, future)
+            self.send(r, future)
         return future
 
-    def _start(self, r: Request, future: CallFuture) -> None:
+    def send(self, r: Request, future: Any) -> None:
+        """Sends; what comes of it goes to the future, or whatever the pool is to call with the outcome."""
         message = r.message
         number, text = r.name
         future._calls = self
@@ -337,7 +340,7 @@ class Calls:
             raise NotInitialized
 
     def _start_filtered(self, r: Request, future: CallFuture) -> None:
-        """As `_start`, past a fault injector (rpc._testing)."""
+        """As `send`, past a fault injector (rpc._testing)."""
         assert self.send_filter is not None
         assert self.delay is not None
         kinds = {Tag.CREATE: "remote", Tag.CREATE_METHOD: "remote", Tag.FETCH: "fetch"}
@@ -348,12 +351,12 @@ class Calls:
             future.set_exception(e)
             return
         if not seconds:
-            self._start(r, future)
+            self.send(r, future)
             return
 
         def send_late() -> None:
             try:
-                self._start(r._replace(timeout=0), inner)
+                self.send(r._replace(timeout=0), inner)
             except Exception as e:
                 inner.set_exception(e)
 
@@ -392,8 +395,6 @@ class Calls:
         else:
             if future._span is not None:
                 future._span.end()  # before whoever waits goes on
-            if outcome[2] & _FAILED:
-                future._failed_there = True
             complete(future, value)
 
     @staticmethod

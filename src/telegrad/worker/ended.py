@@ -39,7 +39,7 @@ class EndedEngine:
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotInitialized
 
-    call = start = wait = listen = set_peer = _refuse
+    call = start = make = wait = listen = set_peer = _refuse
 
     # ---- what is done already, or concerns nobody any more
 

@@ -15,7 +15,7 @@ from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.scope import Scope, current
 
-__all__ = ["NO_DEVICES", "CallFuture", "CreationFuture"]
+__all__ = ["NO_DEVICES", "CallFuture", "Failure"]
 
 NO_DEVICES: list[Any] = []
 
@@ -24,13 +24,20 @@ logger = logging.getLogger("telegrad")
 T = TypeVar("T")
 
 
-class _Failure:
-    """What a future ended with. Complains when it goes, with its future, and nobody has read it: so only futures that
-    failed pay for a finalizer."""
+class Failure:
+    """What a future or a creation ended with. Complains when it goes, with that, and nobody has read it: so only what
+    failed pays for a finalizer.
+
+    Args:
+        error: None where the owner of a reference has it.
+        read: somebody knows.
+        request: (peer, what was called or its name, time-out in ns).
+        how: what nobody has done.
+    """
 
     __slots__ = ("error", "how", "read", "request")
 
-    def __init__(self, error: BaseException, read: bool, request: Any, how: str) -> None:
+    def __init__(self, error: BaseException | None, read: bool, request: Any, how: str) -> None:
         self.error = error
         self.read = read
         self.request = request
@@ -38,7 +45,8 @@ class _Failure:
 
     def __del__(self) -> None:
         if not self.read and not isinstance(self.error, NotInitialized):  # what this program ended itself is no news
-            logger.warning("%s failed, and nobody %s: %s", _what(self.request), self.how, self.error)
+            told = "; its owner has printed the error" if self.error is None else f": {self.error}"
+            logger.warning("%s failed, and nobody %s%s", _what(self.request), self.how, told)
 
 
 class CallFuture(torch.futures.Future[Any]):
@@ -57,10 +65,8 @@ class CallFuture(torch.futures.Future[Any]):
     _request: Any  # and (peer, what was called or its name, time-out in ns)
 
     # On the class, so that a future that nothing special happens to carries little.
-    _failed_there = False  # a creation: the owner has kept an exception instead of a value
-    _read = False  # a creation: its reference was used
-    _unread = "read its future"
-    _failure: _Failure | None = None
+    _read = False  # nobody has to read it
+    _failure: Failure | None = None
     _span: profiling.Span | None = None  # in a profile
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
 
@@ -89,10 +95,14 @@ class CallFuture(torch.futures.Future[Any]):
         except BaseException:  # a signal handler's
             came_meanwhile = engine.wait(self._call, 1)
             if came_meanwhile is not None:
-                calls.finish(self, came_meanwhile)
+                self._end(came_meanwhile)
             raise
         if outcome is not None:
-            calls.finish(self, outcome)
+            self._end(outcome)
+
+    def _end(self, outcome: tuple[Any, ...]) -> None:
+        """The waiting thread has the outcome."""
+        self._calls.finish(self, outcome)
 
     def failure(self) -> BaseException | None:
         """What it ended with, if that is an exception. Does not count as reading it."""
@@ -121,7 +131,7 @@ class CallFuture(torch.futures.Future[Any]):
     def set_exception(self, result: T) -> None:
         if not isinstance(result, BaseException):
             raise TypeError(f"{result} is of type {type(result)}, not an Exception.")
-        failure = self._failure = _Failure(result, self._read, getattr(self, "_request", None), self._unread)
+        failure = self._failure = self._failed(result)
 
         def fail(error: BaseException) -> None:
             failure.read = True  # also when collect_all or wait_all reads it, which know only torch's own class
@@ -129,6 +139,9 @@ class CallFuture(torch.futures.Future[Any]):
 
         super()._set_unwrap_func(fail)
         super().set_result(result)
+
+    def _failed(self, error: BaseException) -> Failure:
+        return Failure(error, self._read, getattr(self, "_request", None), "read its future")
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -150,34 +163,6 @@ class CallFuture(torch.futures.Future[Any]):
             return self.value()
         except StopIteration as e:  # a coroutine cannot raise it
             raise RuntimeError(f"{_what(getattr(self, '_request', None))} raised StopIteration") from e
-
-
-class CreationFuture(CallFuture):
-    """Of a call whose value stays where it is. Who uses the reference to it hears of a failure."""
-
-    __slots__ = ()
-    _unread = "used its reference"
-
-    def wait(self) -> Any:
-        self.used()
-        return super().wait()
-
-    def value(self) -> Any:
-        self.used()
-        return super().value()
-
-    def used(self) -> None:
-        """Its reference is used: whoever does so hears of a failure."""
-        self._read = True
-        if self._failure is not None:
-            self._failure.read = True
-
-    def __del__(self) -> None:
-        if self._failed_there and not self._read:
-            logger.warning(
-                "%s failed, and nobody used its reference; its owner has printed the error",
-                _what(getattr(self, "_request", None)),
-            )
 
 
 def _what(request: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad.errors import SerializationError
-from telegrad.protocols.rref import RRefId
+from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.exceptions import describe_exception, let_go_of_frames, pack_exception
 from telegrad.serialize.names import resolve
 from telegrad.types import WorkerInfo
@@ -20,17 +20,17 @@ from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
 from telegrad.worker.messages import NO_PREAMBLE as _NO_PREAMBLE
 from telegrad.worker.messages import Encoded, Messages, Preamble
-from telegrad.worker.methods import Later, method_of
 from telegrad.worker.references import References
 from telegrad.worker.scope import Scope, clean_state, current, handler_state
+from telegrad.worker.uses import Later, NotYet, method_of
 
 __all__ = ["NOT_PLAIN_REQUEST", "Handlers"]
 
 logger = logging.getLogger("telegrad")
 
 _CALL, _CREATE, _METHOD, _FETCH, _TYPE = (int(t) for t in (Tag.CALL, Tag.CREATE, Tag.METHOD, Tag.FETCH, Tag.TYPE))
-_CREATE_METHOD, _GRADIENTS = int(Tag.CREATE_METHOD), int(Tag.GRADIENTS)
-_CREATES = (_CREATE, _CREATE_METHOD)
+_CREATE_METHOD, _GRADIENTS, _MAKE = int(Tag.CREATE_METHOD), int(Tag.GRADIENTS), int(Tag.MAKE)
+_CREATES = (_CREATE, _CREATE_METHOD, _MAKE)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 NOT_PLAIN_REQUEST = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE)
 _PREAMBLE, _STATE = int(Flag.PREAMBLE), int(Flag.NO_GRAD | Flag.INFERENCE)
@@ -85,12 +85,15 @@ class Handlers:
             clean_state()
             return
         preamble = _NO_PREAMBLE
-        if flags & _PREAMBLE:
-            try:
+        try:
+            if flags & _PREAMBLE:
                 preamble = self._messages.preamble(peer, flags, segments, request=True)
-            except Exception as e:
-                self.fail(Asked(peer, connection, call, tag, deadline), e)
-                return
+            elif tag == _MAKE:
+                *body, local_id = self._messages.decode(flags, body, segments, [])
+                preamble = _NO_PREAMBLE._replace(target=RRefId(peer, local_id))
+        except Exception as e:
+            self.fail(Asked(peer, connection, call, tag, deadline), e)
+            return
         context = preamble.context
         current.set(Scope(self._worker, deadline, True, True, context))
         asked = Asked(peer, connection, call, tag, deadline, None if flags & _STATE else context)
@@ -103,6 +106,26 @@ class Handlers:
             self._worker.plain.close()
         elif self._ready:
             self._worker.plain.open()
+
+    def make(
+        self, peer: int, connection: int, call: int, deadline: int, local_id: int, function: Any, args: Any, kwargs: Any
+    ) -> bool:
+        """Runs the function of a plain request, whose result stays here. True: the core is to say so; it has been
+        answered otherwise."""
+        target = RRefId(peer, local_id)
+        references = self._references
+        references.accept_create(target, peer)
+        try:
+            result = run(function, args, kwargs)
+            if comes_later(function, result):
+                asked = Asked(peer, connection, call, _MAKE, deadline)
+                self._answer_later(asked, 0, _NO_PREAMBLE._replace(target=target), result, function)
+                return False
+        except BaseException as e:  # SystemExit too, as in `_run_now`
+            self._settle(Asked(peer, connection, call, _MAKE, deadline), target, None, e)
+            return False
+        references.settle(target, result, None)
+        return True
 
     def answer(
         self,
@@ -121,6 +144,10 @@ class Handlers:
         asked = Asked(peer, connection, call, _CALL, deadline, context)
         if type(result) is Later:
             result, function = result.result, result.method
+        elif type(result) is NotYet:
+            self._fetch(asked._replace(tag=_FETCH), result.rref)
+            clean_state()
+            return
         try:
             if error is not None and args is not None and kwargs is not None:
                 result, error = _as_torch_says(function, args, kwargs, error)
@@ -132,6 +159,14 @@ class Handlers:
             error = e
         self._settle(asked, None, result, error)
         clean_state()
+
+    def _fetch(self, asked: Asked, rref: RRefId) -> None:
+        """Answers with a value, once it is there."""
+        handles = []
+        if not self._references.knows(rref):  # its creation has been overtaken: until it comes, this stands for it
+            handles = self._references.receive([Ticket(rref, self._me.id, TicketKind.RETURN, 0)], asked.peer)
+        preamble = _NO_PREAMBLE._replace(handles=handles, target=rref, context=asked.context)
+        self._handle(asked, int(Flag.PREAMBLE), None, b"", [], preamble)
 
     def _handle(
         self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any, preamble: Preamble
@@ -180,6 +215,9 @@ class Handlers:
                     result, function = self._invoke(asked, flags, name, body, segments, preamble)
             else:
                 result, function = self._invoke(asked, flags, name, body, segments, preamble)
+            if type(result) is NotYet:
+                self._fetch(asked._replace(tag=_FETCH), result.rref)
+                return
             if comes_later(function, result):
                 self._answer_later(asked, flags, preamble, result, function)
                 return
@@ -195,7 +233,10 @@ class Handlers:
     ) -> tuple[Any, Any]:
         """Runs the function; its result, and the function if it was called (for its decorations)."""
         tag = asked.tag
-        if tag in (_CALL, _CREATE):
+        if tag == _MAKE:
+            function = _found(name or b"")
+            args, kwargs = body  # `handle` has read it
+        elif tag in (_CALL, _CREATE):
             if name is not None:
                 function = _found(name)
                 args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
@@ -331,7 +372,7 @@ def _as_torch_says(function: Any, args: Any, kwargs: Any, error: BaseException) 
 
 def _subject(tag: int, preamble: Preamble) -> RRefId | None:
     """The reference whose value a request needs."""
-    if tag in (_CALL, _CREATE):
+    if tag in (_CALL, _CREATE, _MAKE):
         return None
     if tag == _CREATE_METHOD:
         return preamble.handles[0].id if preamble.handles else None

@@ -1,7 +1,8 @@
 """A value that other workers refer to, on the worker that owns it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from telegrad.serialize.exceptions import afresh
@@ -10,42 +11,51 @@ __all__ = ["OwnedValue"]
 
 
 class OwnedValue:
-    """A value that this worker owns, or will when the function that makes it has returned. Guarded by the worker's
-    reference lock; `wait` and `get` may be called by anyone."""
+    """A value that this worker owns, or will when the function that makes it has returned.
 
-    __slots__ = ("_done", "_waiting", "error", "scripted", "value")
+    Args:
+        lock: the worker's, of its references. It guards `settle` and `park`; the others may be called by anyone.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_lock", "_parked", "error", "ready", "scripted", "value")
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self.value: Any = None
         self.error: BaseException | None = None
+        self.ready = False  # the last to be set
         self.scripted = False
-        self._done = threading.Event()
-        self._waiting: list[Callable[[], None]] = []
+        self._lock = lock
+        self._parked: list[Callable[[], None]] | None = None
 
-    @property
-    def ready(self) -> bool:
-        return self._done.is_set()
-
-    def settle(self, value: Any, error: BaseException | None) -> list[Callable[[], None]]:
+    def settle(self, value: Any, error: BaseException | None) -> Sequence[Callable[[], None]]:
         """The value is there (or will never be). Returns what was parked, to be run without the lock."""
         self.value, self.error = value, error
-        self._done.set()
-        parked, self._waiting = self._waiting, []
-        return parked
+        self.ready = True
+        parked, self._parked = self._parked, None
+        return parked or ()
 
     def park(self, resume: Callable[[], None]) -> bool:
         """Runs `resume` when the value is there. False: it is there already, so it was not kept."""
-        if self._done.is_set():
+        if self.ready:
             return False
-        self._waiting.append(resume)
+        if self._parked is None:
+            self._parked = []
+        self._parked.append(resume)
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._done.wait(timeout)
+        """Blocks until the value is there. False: not within `timeout` seconds."""
+        if self.ready:
+            return True
+        there = threading.Event()
+        with self._lock:
+            if not self.park(there.set):
+                return True
+        return there.wait(timeout)
 
     def get(self) -> Any:
         """The value; blocks until it is there, and raises what making it raised."""
-        self._done.wait()
+        self.wait()
         error = self.error
         if error is None:
             return self.value

@@ -40,7 +40,8 @@ from telegrad.worker.owned import OwnedValue
 __all__ = ["References"]
 
 _MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # their number on the wire is their place
-CREATION_TIMED_OUT = "creation timed out"
+_NOTHING: Sequence[Callable[[], None]] = ()
+_SOUND = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' states in which nothing is wrong
 
 
 class References:
@@ -69,11 +70,12 @@ class References:
         self.values: dict[RRefId, OwnedValue] = {}
         self.dropped: deque[tuple[RRefId, int]] = deque()
         self.pending_creations = 0
+        self._waited_for = False  # somebody waits for all to be gone
         self._failed_here: dict[RRefId, str] = {}  # creations on this worker itself that its caller has given up
         self.closed = False
         self._confirmations: dict[RRefId, list[tuple[set[RRefId], Callable[[], None]]]] = {}
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         self._ids = itertools.count(first_id)
         self._name_of = name_of
         self._send = send
@@ -84,8 +86,8 @@ class References:
         """In a forked child: all is dead, and the thread of the parent that had the lock will not give it back."""
         self.closed = True
         self.dropped = deque(maxlen=0)  # a handle's end here concerns nobody
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
 
     # ---- handles
 
@@ -104,25 +106,28 @@ class References:
 
     def collect(self) -> None:
         """Tells the machine of the handles that are gone, and sends what it batched."""
-        effects: list[Effect] = []
-        with self._lock:
-            while True:
-                try:
-                    rref, generation = self.dropped.popleft()
-                except IndexError:
-                    break
-                effects += self.table.drop(rref, generation)
-            effects += self.table.flush()
-            after = self._apply(effects)
+        with self.lock:
+            after = self._apply([*self._drop_all(), *self.table.flush()])
         self._finish(after)
+
+    def _drop_all(self) -> list[Effect]:
+        """With the lock held: tells the machine of the handles that are gone."""
+        effects: list[Effect] = []
+        while self.dropped:
+            try:
+                rref, generation = self.dropped.popleft()
+            except IndexError:
+                break
+            effects += self.table.drop(rref, generation)
+        return effects
 
     # ---- creation
 
     def own(self, value: Any) -> RRefId:
         """A reference to a value that is here."""
         rref = RRefId(self.me, self.new_id())
-        with self._lock:
-            owned = self.values[rref] = OwnedValue()
+        with self.lock:
+            owned = self.values[rref] = OwnedValue(self.lock)
             owned.settle(value, None)
             after = self._apply(self.table.own(rref))
         self._finish(after)
@@ -131,60 +136,69 @@ class References:
     def begin_create(self, owner: int) -> RRefId:
         """A reference to what a remote call will make."""
         rref = RRefId(self.me, self.new_id())
-        with self._lock:
+        with self.lock:
             if owner == self.me:
-                self.values[rref] = OwnedValue()
+                self.values[rref] = OwnedValue(self.lock)
             self.pending_creations += 1
-            after = self._apply(self.table.begin_create(rref, owner))
+            effects = self.table.begin_create(rref, owner)
+            if self.dropped:  # who makes many lets go of as many: here this costs no other thread's time
+                effects = [*effects, *self._drop_all()]
+            after = self._apply(effects)
         self._finish(after)
         return rref
 
     def created(self, rref: RRefId) -> None:
         """The owner says that the value, or the failure to make it, is in place."""
-        with self._lock:
+        with self.lock:
             after = self._apply(self.table.created(rref))
         self._finish(after)
 
-    def creation_over(self) -> None:
-        """The creating call has ended, in whatever way."""
-        with self._lock:
+    def creation_over(self, created: RRefId | None = None) -> None:
+        """The creating call has ended, in whatever way; and that reference has been `created` by it."""
+        with self.lock:
             self.pending_creations -= 1
-            self._changed.notify_all()
+            after = self._apply(() if created is None else self.table.created(created))
+        self._finish(after)
 
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
         """The creating call failed: for its users here there is no value."""
-        with self._lock:
+        with self.lock:
             owned = self.values.get(rref)
             if owned is not None:  # on this worker itself
-                after: list[Callable[[], None]] = []
+                after: Sequence[Callable[[], None]] = ()
                 self._failed_here[rref] = str(error)
                 if not may_exist and not owned.ready:
-                    after += owned.settle(None, error)
-                    after += self._apply(self.table.value_failed(rref))
+                    after = (*owned.settle(None, error), *self._apply(self.table.value_failed(rref)))
             else:
                 after = self._apply(self.table.create_failed(rref, str(error), may_exist))
         self._finish(after)
 
     def accept_create(self, rref: RRefId, creator: int) -> OwnedValue:
         """Owner: a creation has arrived."""
-        with self._lock:
-            owned = self._value_of(rref)
+        with self.lock:
+            owned = self.values.get(rref)
             if owned is None or owned.ready:  # ready: it was given up because its creator was lost, who is back now
-                owned = self.values[rref] = OwnedValue()
-            after = self._apply(self.table.accept_create(rref, creator)) if creator != self.me else []
+                owned = self.values[rref] = OwnedValue(self.lock)
+            after = self._apply(self.table.accept_create(rref, creator)) if creator != self.me else _NOTHING
         self._finish(after)
         return owned
 
     def settle(self, rref: RRefId, value: Any, error: BaseException | None) -> None:
         """Owner: the function that makes the value has returned or raised."""
-        with self._lock:
+        with self.lock:
             owned = self.values.get(rref)
             if owned is None or owned.ready:
                 return
-            after = owned.settle(value, error)
+            parked = owned.settle(value, error)
             change = self.table.value_failed if error is not None else self.table.value_ready
-            after += self._apply(change(rref))
+            after = self._apply(change(rref))
+            if parked:
+                after = (*parked, *after)
         self._finish(after)
+
+    def knows(self, rref: RRefId) -> bool:
+        """Is there a value of this name here, or is there to be one?"""
+        return rref in self.values or self.table.state_of(rref) is not None
 
     def owned(self, rref: RRefId) -> OwnedValue:
         """The value of a reference that this worker owns.
@@ -192,7 +206,7 @@ class References:
         Raises:
             RRefDeleted: it is gone.
         """
-        with self._lock:
+        with self.lock:
             owned = self._value_of(rref)
         if owned is None:
             raise RRefDeleted(f"{rref} has been deleted: no reference to it was left on any worker.")
@@ -200,7 +214,7 @@ class References:
 
     def park(self, rref: RRefId, resume: Callable[[], None]) -> bool:
         """Has `resume` run when the value is there. False: no need to wait (or nothing to wait for)."""
-        with self._lock:
+        with self.lock:
             owned = self._value_of(rref)
             return owned is not None and owned.park(resume)
 
@@ -209,7 +223,7 @@ class References:
         before its creation came, the place is made here."""
         owned = self.values.get(rref)
         if owned is None and isinstance(self.table.state_of(rref), OwnerState):
-            owned = self.values[rref] = OwnedValue()
+            owned = self.values[rref] = OwnedValue(self.lock)
             failure = self.table.failure_of(rref)
             if failure is not None:
                 owned.settle(None, self._never_came(rref, *failure))
@@ -223,7 +237,7 @@ class References:
         Raises:
             RRefDeleted, RRefTimeout, OwnerLost: it cannot travel any more.
         """
-        with self._lock:
+        with self.lock:
             if self.closed:
                 raise RRefDeleted("Cannot call fork an UserRRef after deletion.")
             if rref in self._failed_here:
@@ -235,17 +249,18 @@ class References:
 
     def confirmed(self, rref: RRefId) -> bool:
         """Does the owner count this worker's reference (or is it this worker)?"""
-        with self._lock:
-            state = self.table.state_of(rref)
-        return not isinstance(state, UserState) or state is UserState.CONFIRMED
+        state = self.table.state_of(rref)
+        return state is UserState.CONFIRMED or not isinstance(state, UserState)
 
     def check(self, rref: RRefId, owner: int) -> None:
         """Raises what stands against using the reference, if anything."""
+        if not self.closed and not self._failed_here and self.table.state_of(rref) in _SOUND:
+            return  # nearly always; a look needs no lock
         if self.closed:
             raise RRefDeleted(
                 f"{rref} was given up when its worker shut down. Cannot call to_here() on it after deletion."
             )
-        with self._lock:
+        with self.lock:
             if rref in self._failed_here:
                 raise RRefTimeout(f"{rref}: {self._failed_here[rref]}")
             failure = self.table.failure_of(rref) if owner != self.me else None
@@ -264,7 +279,7 @@ class References:
 
     def unshare(self, ticket: Ticket, peer: int) -> None:
         """The message with this ticket did not leave."""
-        with self._lock:
+        with self.lock:
             after = self._apply(self.table.unshare(ticket, peer))
         self._finish(after)
 
@@ -273,7 +288,7 @@ class References:
         if not tickets:
             return []
         effects: list[Effect] = []
-        with self._lock:
+        with self.lock:
             for ticket in tickets:
                 effects += self.table.receive(ticket, sender)
             after = self._apply(effects)
@@ -283,7 +298,7 @@ class References:
 
     def when_confirmed(self, rrefs: Sequence[RRefId], resume: Callable[[], None]) -> bool:
         """Has `resume` run once the owners count all these references (or cannot). False: they do already."""
-        with self._lock:
+        with self.lock:
             waiting = {rref for rref in rrefs if self.table.state_of(rref) is UserState.FORKING}
             if not waiting:
                 return False
@@ -303,17 +318,17 @@ class References:
 
     def on_message(self, sender: int, plain: Any) -> None:
         """A message of a peer's machine."""
-        with self._lock:
+        with self.lock:
             after = self._apply(self.table.handle(sender, _read(plain)))
         self._finish(after)
 
     def peer_lost(self, peer: int, why: str) -> None:
-        with self._lock:
+        with self.lock:
             after = self._apply(self.table.peer_lost(peer, why))
         self._finish(after)
 
     def peer_joined(self, peer: int) -> None:
-        with self._lock:
+        with self.lock:
             after = self._apply(self.table.peer_joined(peer))
         self._finish(after)
 
@@ -322,12 +337,13 @@ class References:
     def release_all(self, timeout: float) -> bool:
         """Gives up every reference to other workers' values, and waits until all are confirmed gone and nobody refers
         to this worker's. False: not within `timeout` seconds."""
-        with self._lock:
+        with self.lock:
             after = self._apply(self.table.release_all())
         self._finish(after)
         self.collect()
         deadline = time.monotonic() + timeout
         with self._changed:
+            self._waited_for = True
             while self._busy():
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -340,17 +356,17 @@ class References:
         return bool(stats.pending_users or stats.forks or stats.pins or self.pending_creations)
 
     def stats(self) -> RRefStats:
-        with self._lock:
+        with self.lock:
             return self.table.stats()
 
     def leaks(self) -> list[Leak]:
         """What others still refer to."""
-        with self._lock:
+        with self.lock:
             return self.table.leaks()
 
     def close(self) -> None:
         """The worker is gone: values and what waits here are freed, handles are dead."""
-        with self._lock:
+        with self.lock:
             self.closed = True
             self.dropped = deque(maxlen=0)
             self._confirmations.clear()
@@ -366,8 +382,13 @@ class References:
 
     # ---- effects
 
-    def _apply(self, effects: Sequence[Effect]) -> list[Callable[[], None]]:
+    def _apply(self, effects: Sequence[Effect]) -> Sequence[Callable[[], None]]:
         """With the lock held: does what touches tables; returns what must be done without it."""
+        if self._waited_for:
+            self._changed.notify_all()
+        needs_flush = self.table.needs_flush
+        if not effects and not needs_flush:
+            return _NOTHING
         after: list[Callable[[], None]] = []
         for effect in effects:
             if isinstance(effect, Send):
@@ -384,12 +405,11 @@ class References:
                 owned = self.values.get(effect.rref)
                 if owned is not None and not owned.ready:
                     after += owned.settle(None, self._never_came(effect.rref, effect.why, effect.lost))
-        if self.table.needs_flush:  # whatever changed may have queued something: a pool thread sends it
+        if needs_flush:  # whatever changed may have queued something: a pool thread sends it
             after.append(self._nudge)
-        self._changed.notify_all()
         return after
 
-    def _finish(self, after: list[Callable[[], None]]) -> None:
+    def _finish(self, after: Sequence[Callable[[], None]]) -> None:
         for action in after:
             action()
 

@@ -45,7 +45,7 @@ __all__ = ["Worker"]
 logger = logging.getLogger("telegrad")
 
 _SECOND = 1_000_000_000
-_RELEASE_DELAY = 1_000_000  # ns that releases of references wait for others to travel with
+_RELEASE_DELAY = 5_000_000  # ns that releases of references wait for others to travel with
 _STOP_LINGER = 2.0  # s that bytes already sent may take to leave at the end
 _DRAIN_STEP = 0.005  # s between two looks at what is still under way
 _JOIN_TIMEOUT = 5.0  # s that handlers may still run at the end before they are left behind

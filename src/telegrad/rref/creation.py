@@ -1,0 +1,151 @@
+"""What becomes of the call that makes a value elsewhere, at the worker that made the call."""
+
+from typing import Any
+
+from telegrad.errors import RpcTimeout, WorkerLost
+from telegrad.protocols.rref import RRefId
+from telegrad.wire import Flag, Status, Tag
+from telegrad.worker import Worker
+from telegrad.worker.calls import complete, sent
+from telegrad.worker.future import NO_DEVICES, CallFuture, Failure
+from telegrad.worker.profiling import Span
+
+__all__ = ["Creation", "CreationFuture"]
+
+_REPLIED, _CREATED = int(Status.REPLIED), int(Tag.CREATED)
+_FAILED, _UNUSUAL = int(Flag.FAILED), int(Flag.FAILED | Flag.PREAMBLE)
+_UNREAD = "used its reference"
+
+
+class Creation:
+    """Goes with the call as its cookie: a thread of the pool, or one that makes a call, calls it with the outcome. Most
+    of them end so, unseen; a future is made for whoever asks for one.
+
+    Args:
+        worker: the creator.
+        rref: what is created,
+        owner: and where.
+        request: (peer, what is called or its name, time-out in ns), for errors.
+    """
+
+    __slots__ = (
+        "_call", "_calls", "_done", "_future", "_owner", "_read", "_request", "_rref", "_span", "_uncompleted",
+        "_worker", "failure",
+    )  # fmt: skip
+
+    def __init__(self, worker: Worker, rref: RRefId, owner: int, request: tuple[int, Any, int]) -> None:
+        self._worker = worker
+        self._rref = rref
+        self._owner = owner
+        self._request: Any = request
+        self._calls: Any = None  # as of a CallFuture: set by who sends the request
+        self._call = 0
+        self._done = False
+        self._read = False  # the reference has been used
+        self.failure: Failure | None = None
+        self._future: CreationFuture | None = None  # once somebody has asked for it,
+        self._uncompleted: CreationFuture | None = None  # and until it is completed
+        self._span: Span | None = None
+
+    def __call__(self, outcome: tuple[Any, ...]) -> None:
+        """The outcome of the call, as `Engine.next` gives it. Runs nobody's callbacks, but has the pool do so."""
+        self.end(outcome)
+        if self._uncompleted is not None:
+            self._worker.pool.submit(self.complete)
+
+    def end(self, outcome: tuple[Any, ...]) -> None:
+        """The outcome of the call. Whoever has it completes the future."""
+        if outcome[0] == _REPLIED and outcome[1] == _CREATED and not outcome[2] & _UNUSUAL:
+            self.over(None)
+            return
+        try:
+            self._worker.calls.result(outcome, sent(self._request))
+        except BaseException as e:
+            self.over(e.with_traceback(None))
+            if not isinstance(e, Exception):  # KeyboardInterrupt while unpickling: the creation had to end first
+                raise
+        else:
+            self.over(None, bool(outcome[2] & _FAILED))
+
+    def over(self, error: BaseException | None, failed_there: bool = False) -> None:
+        """The call has ended. A future made later ends with that.
+
+        Args:
+            error: what became of it, if that is no answer.
+            failed_there: the owner keeps an exception instead of a value.
+        """
+        references, rref = self._worker.references, self._rref
+        here = self._worker.info.id == self._owner
+        if self._span is not None:
+            self._span.end()
+        if error is None:
+            references.creation_over(None if here else rref)
+        else:
+            if isinstance(error, RpcTimeout):
+                references.create_failed(rref, error, may_exist=error.state != "not sent" or here)
+            elif not isinstance(error, WorkerLost):  # a loss itself tells the protocol
+                references.create_failed(rref, error, may_exist=False)
+            references.creation_over()
+        if error is not None or failed_there:
+            self.failure = Failure(error, self._read, self._request, _UNREAD)
+        with references.lock:
+            self._done = True
+
+    def done(self) -> bool:
+        """Has the call ended?"""
+        return self._done
+
+    def used(self) -> None:
+        """Its reference is used: whoever does so hears of a failure."""
+        self._read = True
+        if self.failure is not None:
+            self.failure.read = True
+
+    def future(self) -> "CreationFuture":
+        """The future of the call; always the same. Its value is None."""
+        with self._worker.references.lock:
+            if self._future is not None:
+                return self._future
+            future: CreationFuture = CreationFuture(NO_DEVICES)
+            self._future = self._uncompleted = future
+            future.creation = self
+            future._calls, future._call, future._request = self._calls, self._call, self._request
+            done = self._done
+        if done:
+            self.complete()
+        return future
+
+    def complete(self) -> None:
+        """The call has ended: so does the future, if there is one."""
+        with self._worker.references.lock:
+            future, self._uncompleted = self._uncompleted, None
+        if future is None:
+            return
+        error = None if self.failure is None else self.failure.error
+        if error is None:
+            complete(future, None)
+        else:
+            future.set_exception(error)
+
+
+class CreationFuture(CallFuture):
+    """Of a call whose value stays where it is. Reading it counts as using the reference."""
+
+    __slots__ = ("creation",)
+    creation: Creation
+
+    def wait(self) -> Any:
+        self.creation.used()
+        return super().wait()
+
+    def value(self) -> Any:
+        self.creation.used()
+        return super().value()
+
+    def _failed(self, error: BaseException) -> Failure:
+        failure = self.creation.failure
+        return super()._failed(error) if failure is None else failure
+
+    def _end(self, outcome: tuple[Any, ...]) -> None:
+        self.creation.end(outcome)
+        self.creation.complete()

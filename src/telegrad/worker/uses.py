@@ -1,0 +1,72 @@
+"""Uses of values that are known to exist, or to be on their way, as calls of a plain function: those take the short way
+of calls.
+
+A request about a reference names it in its preamble, waits at the owner until the value has been made, and brings the
+reference along if the owner may not know it yet. Where none of that can be needed, a few plain values say the same.
+"""
+
+from typing import Any
+
+from telegrad.protocols.rref import RRefId
+from telegrad.worker import profiling
+from telegrad.worker.scope import current
+
+__all__ = ["Later", "NotYet", "fetch", "goes_short", "method_of", "run_method"]
+
+
+def goes_short(calls: Any) -> bool:
+    """May a use of a value go the way of all calls? (Else profiles, and who drops messages, would take it for one.)"""
+    return calls.send_filter is None and calls.custom_pickler is None and not profiling.unusual()
+
+
+class Later:
+    """What a method has returned that completes its result later (`telegrad.rpc.functions.async_execution`)."""
+
+    __slots__ = ("method", "result")
+
+    def __init__(self, method: Any, result: Any) -> None:
+        self.method = method
+        self.result = result
+
+
+class NotYet:
+    """A value that is to be fetched, and is not there, or never will be."""
+
+    __slots__ = ("rref",)
+
+    def __init__(self, rref: RRefId) -> None:
+        self.rref = rref
+
+
+def run_method(created_on: int, local_id: int, name: str, args: Any, kwargs: Any) -> Any:
+    """Runs on an owner: a method of a value. The caller has a reference to it, and knows that it exists."""
+    scope = current.get()
+    assert scope is not None
+    method = method_of(scope.worker.references.owned(RRefId(created_on, local_id)).get(), name)
+    result = method(*args, **kwargs)
+    return Later(method, result) if hasattr(method, "_wrapped_async_rpc_function") else result
+
+
+def fetch(created_on: int, local_id: int) -> Any:
+    """Runs on an owner: the value. The caller has a reference that the owner counts, or has sent its creation."""
+    scope = current.get()
+    assert scope is not None
+    rref = RRefId(created_on, local_id)
+    owned = scope.worker.references.values.get(rref)
+    if owned is None or not owned.ready or owned.error is not None:
+        return NotYet(rref)
+    return owned.value
+
+
+def method_of(value: Any, name: str) -> Any:
+    """A method of a referenced value.
+
+    Raises:
+        AttributeError: it has none of this name, in torch's words.
+    """
+    try:
+        return getattr(value, name)
+    except AttributeError:
+        if hasattr(type(value), name):  # a property that raised it
+            raise
+        raise AttributeError(f"type object {type(value).__name__!r} has no attribute {name!r}") from None

@@ -1,0 +1,179 @@
+"""Creations and fetches that carry plain values only: they take the short way of calls."""
+
+import threading
+from typing import Any
+
+import pytest
+from things import PATIENCE, fail, fail_when_open, freed, make, make_when_open, ping, started
+
+from telegrad.errors import RRefError
+from telegrad.protocols.rref import RRefId
+from telegrad.rpc import RRef, rpc_async
+from telegrad.rpc.functions import async_execution
+from telegrad.rref import create
+from telegrad.testing import Cluster, Gate, eventually
+from telegrad.worker.uses import fetch
+
+
+@pytest.fixture
+def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Creations that took it."""
+    taken: list[Any] = []
+    send = create._send
+
+    def note(handle: Any, *more: Any) -> None:
+        taken.append(handle.id)
+        send(handle, *more)
+
+    monkeypatch.setattr(create, "_send", note)
+    return taken
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def both(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+class Odd:
+    """Travels by pickle."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+async def coroutine(x: int) -> int:
+    return x + 1
+
+
+@async_execution
+def later(x: int) -> Any:
+    return rpc_async("w0", double, (x,))
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "value", "short"),
+    [
+        (double, (21,), {}, 42, True),
+        (both, (1, "a"), {"b": [2.5, None]}, ((1, "a"), {"b": [2.5, None]}), True),
+        (coroutine, (1,), {}, 2, True),
+        (later, (4,), {}, 8, True),
+        (both, (Odd(),), {}, ((Odd(),), {}), False),
+        (lambda x: x, (3,), {}, 3, False),
+    ],
+    ids=["int", "keywords", "coroutine", "async_execution", "pickled argument", "lambda"],
+)
+def test_values(
+    w: Cluster, long_way: list[Any], function: Any, args: Any, kwargs: Any, value: Any, short: bool
+) -> None:
+    rref = w[0].remote("w1", function, args, kwargs)
+    assert rref.to_here() == value
+    assert rref.confirmed_by_owner()
+    assert (rref.id in long_way) is not short
+
+
+def test_made_once_fetched_often_and_freed(w: Cluster) -> None:
+    rref = w[0].remote("w1", make, ("short",))
+    assert [rref.to_here() for _ in range(3)] == [("short",)] * 3
+    del rref
+    assert freed("short").wait(PATIENCE)
+
+
+def test_fetches_wait_without_a_thread(w: Cluster) -> None:
+    gate = Gate()
+    rref = w[0].remote("w1", make_when_open, ("awaited", gate))
+    plain = w[0].remote("w1", both, (1,))
+    got: list[Any] = []
+    threads = [threading.Thread(target=lambda: got.append(rref.to_here())) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    gate.wait_for()
+    owned = w[1]._worker.references.values[rref.id]
+    eventually(lambda: len(owned._parked or ()) == 20, what="all fetches to wait for the value")
+    assert w[1]._worker.engine.stats()["running_requests"] == 1
+    assert plain.to_here() == ((1,), {})
+    gate.open()
+    for thread in threads:
+        thread.join()
+    assert got == [("awaited",)] * 20
+
+
+def test_failures_are_raised_where_the_value_is_fetched(w: Cluster) -> None:
+    rref = w[0].remote("w1", fail, ("plain",))
+    for _ in range(2):
+        with pytest.raises(LookupError, match="plain"):
+            rref.to_here()
+    gate = Gate()
+    rref = w[0].remote("w1", fail_when_open, ("slowly", gate))
+    threading.Thread(target=lambda: (gate.wait_for(), gate.open())).start()
+    with pytest.raises(LookupError, match="slowly"):
+        rref.to_here()
+    with pytest.raises(LookupError, match="slowly"):
+        rref._get_future().wait() or rref.to_here()
+
+
+def test_a_fetch_that_overtakes_its_creation_waits_for_it(w: Cluster) -> None:
+    """Two threads of the owner may take them up in either order."""
+    references = w[0]._worker.references
+    rref = references.begin_create(1)
+    fetched = w[0].rpc_async("w1", fetch, (*rref,))
+    assert w[0].rpc_sync("w1", ping) == "pong"
+    eventually(lambda: w[1]._worker.references.stats().expected == 1, what="the owner to expect the creation")
+    assert not fetched.done()
+    handle: Any = RRef.of(w[0]._worker, rref, 1)
+    creation = create.Creation(w[0]._worker, rref, 1, (1, double, 0))
+    assert create._sent_short(w[0]._worker, handle, creation, double, (4,), {}, 0)
+    assert fetched.wait() == 8
+    eventually(lambda: w[1]._worker.references.stats().handles == 0)
+
+
+def test_a_fetch_of_what_was_never_created(w: Cluster) -> None:
+    me = w[0]._worker.references
+    with pytest.raises(RRefError):
+        w[0].rpc_sync("w1", fetch, (*RRefId(0, me.new_id()),))
+    eventually(lambda: w[1]._worker.references.stats().expected == 0)
+
+
+def test_callbacks_of_a_creation_run_in_the_pool(w: Cluster) -> None:
+    """Whichever thread takes up the outcome: a caller that passes by must not run what the program has put there."""
+    for _ in range(20):
+        gate = Gate()
+        rref = w[0].remote("w1", make_when_open, ("called back", gate))
+        ran: list[str] = []
+        done = threading.Event()
+        future = rref._get_future()
+        future.add_done_callback(lambda _, ran=ran: ran.append(threading.current_thread().name))
+        future.add_done_callback(lambda _, done=done: done.set())
+        gate.open()
+        assert rref.to_here() == ("called back",)
+        assert w[0].rpc_sync("w1", ping) == "pong"
+        assert done.wait(PATIENCE)
+        assert ran[0].startswith("telegrad-w0-")
+        assert future.value() is None
+    assert started("called back").is_set()
+
+
+def test_one_future_for_all_who_ask(w: Cluster) -> None:
+    rref = w[0].remote("w1", double, (1,))
+    futures = {id(rref._get_future()) for _ in range(3)}
+    assert rref._get_future().wait() is None
+    assert rref.to_here() == 2
+    assert {id(rref._get_future())} == futures
+    late = w[0].remote("w1", double, (1,))
+    assert late.to_here() == 2
+    eventually(lambda: late._creation is not None and late._creation.done())
+    assert late._get_future().done()
+    assert late._get_future().value() is None
+
+
+def test_creations_that_nobody_looks_at_come_to_an_end(w: Cluster) -> None:
+    references = w[0]._worker.references
+    rrefs = [w[0].remote("w1", double, (i,)) for i in range(200)]
+    eventually(lambda: references.pending_creations == 0)
+    assert [rref.to_here() for rref in rrefs] == [2 * i for i in range(200)]
+    del rrefs
+    eventually(lambda: w[1]._worker.references.stats().owners == 0)
