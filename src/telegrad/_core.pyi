@@ -115,7 +115,7 @@ class PlainCalls:
 
     def make(self, peer: int, name_id: int, name: object, args: object, kwargs: object, local_id: object, timeout: int, nested: bool, never_wait: bool, cookie: object) -> int:
         """
-        Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that it does goes to the pool with `cookie`, after a while. Returns as `start` does.
+        Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread that makes a call. Returns as `start` does.
         """
 
 class PlainPool:
