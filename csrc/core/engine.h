@@ -289,7 +289,7 @@ class Engine {
   // engine_wait.cc
   enum class For { kReply, kProgress };
   WaitEnd wait_for(For what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
-                   const std::function<bool()>& interrupted);
+                   const std::function<bool()>& interrupted, std::uint64_t connection = 0);
   bool poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass = Gate::kCaller);
   bool look(int timeout_ms);
   bool glance();
@@ -299,7 +299,8 @@ class Engine {
   void take_role();
   void release_role(bool to_user_code);
   void watch();
-  void watch_for_caller();
+  void stay_awake_for(std::uint64_t connection);
+  void stay_awake(const ConnectionPtr& c);
   void set_outer(bool enabled);
   void wake_for_work();
   bool pop(PoolThread& self, Item& out);

@@ -140,9 +140,6 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
       if (!o.lazy) calls_.count_async(call);
       calls_.set_deadline(id, o.deadline);
       arm_timer(calls_.next_deadline());
-    } else if (!role_held_ && in_outer_) {
-      // This thread is about to poll: see to it that the reply wakes nobody else.
-      watch_for_caller();
     }
     if (stopping()) {
       settle(id, Outcome{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, kept);
@@ -184,7 +181,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   if (async && !role_held_) {  // who holds the role sees the call when it lets go
     std::lock_guard lock(mutex_);
     if (role_held_) return id;
-    if (o.lazy) {
+    if (o.lazy || finishing_ > 0) {  // a thread that is at finished calls will look for more when it is done
       arm_timer(now() + grace_);
     } else {
       watch();  // the pool must see the reply
@@ -195,6 +192,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
 
 WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out) {
   Waiter w;
+  std::uint64_t link;
   {
     std::lock_guard lock(mutex_);
     Call* call = calls_.find(id);
@@ -205,6 +203,7 @@ WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool(
     if (!call) hurry_lazy();  // it may be one of them
     if (!call || call->waiter) return WaitEnd::kStopped;
     call->waiter = &w;
+    link = call->connection;
   }
   const WaitEnd end = wait_for(
       For::kReply, w,
@@ -212,7 +211,7 @@ WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool(
         Call* call = calls_.find(id);
         return call->status != CallStatus::kPending;
       },
-      deadline, interrupted);
+      deadline, interrupted, link);
   Kept kept;
   std::lock_guard lock(mutex_);
   Call* call = calls_.find(id);

@@ -69,11 +69,17 @@ void Engine::watch() {
   }
 }
 
-/// A caller is about to poll: keep the parked thread asleep for the moment.
-void Engine::watch_for_caller() {
-  set_outer(false);
-  released_at_ = now();
-  arm_timer(released_at_ + grace_);
+/// The holder of the role is about to look out for something from this link: it need not be woken for it.
+void Engine::stay_awake_for(std::uint64_t connection) {
+  ConnectionPtr c = hot_ && hot_->id == connection ? hot_ : nullptr;
+  if (auto found = connections_.find(connection); !c && found != connections_.end()) c = found->second;
+  if (c && !c->awake) stay_awake(c);
+}
+
+void Engine::stay_awake(const ConnectionPtr& c) {
+  if (!c->link->stay_awake()) return;
+  c->awake = true;
+  awake_.push_back(c);
 }
 
 /// Is there something that one more thread should take now? A thread that is at finished calls takes those that follow
@@ -156,10 +162,7 @@ bool Engine::read_from(const ConnectionPtr& c) {
     return true;
   }
   if (arrivals_ == before) return false;
-  if (!c->awake && c->link->stay_awake()) {
-    c->awake = true;
-    awake_.push_back(c);
-  }
+  if (!c->awake) stay_awake(c);
   return true;
 }
 
@@ -274,7 +277,7 @@ bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
 // ---- callers
 
 WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
-                         const std::function<bool()>& interrupted) {
+                         const std::function<bool()>& interrupted, std::uint64_t connection) {
   bool holding = false;
   int strangers = 0;
   if (gathering_since_.load(std::memory_order_relaxed) != kNever) release_gathered();
@@ -301,6 +304,7 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
     if (!holding && strangers < kStrangersBeforeHandover && (!role_held_ || gate_.take())) {
       take_role();
       holding = true;
+      if (connection != 0 && caller_spin_.budget() > 0) stay_awake_for(connection);
     }
     if (done()) break;
     if (holding) {

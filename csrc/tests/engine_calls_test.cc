@@ -93,11 +93,12 @@ CASE_ON_EVERY_SCHEME(callers_take_the_outcomes_of_lazy_calls) {
 CASE_ON_EVERY_SCHEME(lazy_calls_of_which_nothing_comes) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
+  a.call(1, {});
   a.start(1, 0, {.tag = kNoAnswer, .timeout = kMillisecond, .lazy = true});
   a.outcome_count.wait_for(1);
   CHECK(a.outcomes.at(0).status == CallStatus::kTimedOut);
   a.start(1, 1, {.tag = kNoAnswer, .lazy = true});
-  b.handled.wait_for(2);
+  b.handled.wait_for(3);
   for (int i = 2; i < 12; ++i) a.start(1, i, {.lazy = true});
   a.stop();  // what has come by then, and what has not
   a.outcome_count.wait_for(12);
