@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.deep import drain_graveyard
-from telegrad.autograd.graph import LocalGraph
-from telegrad.autograd.stages import Stages
+from telegrad.autograd.local import Local
 from telegrad.errors import RemoteError, WorkerLost
-from telegrad.protocols.backward import Part, UnknownSend
+from telegrad.protocols.backward import Part
 from telegrad.protocols.backward_messages import (
     ROOT,
     Abort,
@@ -29,7 +28,6 @@ from telegrad.protocols.backward_messages import (
     Finish,
     Finished,
     Gradients,
-    Layout,
     Lost,
     Mark,
     Marked,
@@ -86,18 +84,16 @@ class Pass:
         self._send = send
         self._finished = finished
         self._name_of = name_of
-        self._retain_graph = False
-        self._roots: Sequence[GradientEdge] | None = None
         self._cause: BaseException | None = None  # at the root: of the error that it raises, if it was its own
-        self._stages: Stages | None = None
+        self._local = Local(context)
         self._reported: dict[int, Sequence[Tensor | None]] = {}  # recv -> gradients, from its stage to their sending
-        self._part = Part(me.id, root_worker, self._layout, self._pending)
+        self._part = Part(me.id, root_worker, self._local.layout, self._local.pending)
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def start(self, roots: Sequence[Tensor], retain_graph: bool) -> None:
         """At the root: begins, with a gradient of one at each of the roots: real scalars that require grad."""
-        self._retain_graph = retain_graph
+        self._local.retain_graph = retain_graph
         self._guarded(self._start, roots)
 
     def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
@@ -123,12 +119,12 @@ class Pass:
     @property
     def busy(self) -> bool:
         """Something is held for it here: the local graph."""
-        return self._stages is not None
+        return self._local.held
 
     @property
     def idle(self) -> bool:
         """Nothing is expected to arrive any more, and the local graph is let go of."""
-        return self._part.over is not None or (self._part.complete and self._stages is None)
+        return self._part.over is not None or (self._part.complete and not self._local.held)
 
     def waiting_for(self) -> str:
         """At the root: what is outstanding, and where, for the error of a time-out."""
@@ -156,15 +152,14 @@ class Pass:
                 self._carry_out(self._part.failed(self._failure(error, event)))
             except Exception:
                 logger.exception("backward pass %s: worker %s cannot tell that it failed", self.key, self._me.name)
-        if self._stages is not None and (self._part.over is not None or self._part.complete):
-            self._stages = None
-            self._roots = None
+        if self._local.held and (self._part.over is not None or self._part.complete):
+            self._local.close()
             self._reported.clear()
             drain_graveyard()
 
     def _start(self, roots: Sequence[Tensor]) -> Sequence[Effect]:
-        self._roots = [get_gradient_edge(root) for root in roots]
-        self._local().add(ROOT, [torch.ones_like(root) for root in roots])
+        self._local.roots = [get_gradient_edge(root) for root in roots]
+        self._local.stages().add(ROOT, [torch.ones_like(root) for root in roots])
         return self._part.start()
 
     def _handle(self, peer: int, message: tuple[Any, ...]) -> Sequence[Effect]:
@@ -172,36 +167,14 @@ class Pass:
         if kind == GRADIENTS:
             _, retain_graph, marked, sends, tensors, report = message
             if self._part.over is None:
-                self._retain_graph = retain_graph
-                stages = self._stages or self._local()
-                stages.retain_graph = retain_graph  # a mark may have come first
+                self._local.retain_graph = retain_graph
+                stages = self._local.stages()
                 place = 0
                 for send in sends:
                     place = stages.add(send, tensors, place)
             tensors.clear()  # they are in the stages now, and nobody else's
             return self._part.handle(peer, Gradients(sends, marked, report and _report(report)))
         return self._part.handle(peer, _received(message))
-
-    def _local(self) -> Stages:
-        if self._stages is None:
-            if self._part.complete:
-                raise UnknownSend(-1, "had all the gradients that it can get")
-            with self._context.lock:
-                sends = sorted(self._context.sends.values(), key=_by_id)
-                receipts = list(self._context.receipts.values())
-            sources: list[tuple[int, Sequence[GradientEdge | None]]] = [(sent.id, sent.edges) for sent in sends]
-            if self._roots is not None:
-                sources.insert(0, (ROOT, self._roots))
-            self._stages = Stages(self._context, LocalGraph(sources, receipts))
-            self._stages.retain_graph = self._retain_graph
-        return self._stages
-
-    def _layout(self) -> Layout:
-        return (self._stages or self._local()).graph.layout()
-
-    def _pending(self) -> bool:
-        stages = self._stages
-        return stages is not None and stages.pending()
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         while effects:
@@ -218,7 +191,7 @@ class Pass:
                 logger.debug("backward pass %s: dropped by worker %s: %s", self.key, self._me.name, last.why)
 
     def _run(self, stage: int) -> Sequence[Effect]:
-        stages = self._stages or self._local()
+        stages = self._local.stages()
         reports = stages.run(stage)
         self._reported.clear()
         for received, grads in reports:
@@ -235,7 +208,7 @@ class Pass:
             for send in message.sends:
                 tensors += self._reported.pop(send)
             report = message.report and tuple(message.report)
-            return GRADIENTS, self._retain_graph, message.marked, message.sends, tensors, report
+            return GRADIENTS, self._local.retain_graph, message.marked, message.sends, tensors, report
         if isinstance(message, Report):
             return REPORT, tuple(message)
         if isinstance(message, Mark):
@@ -275,11 +248,6 @@ class Pass:
         if isinstance(error, RemoteError):
             error._text = f"Error on Node {worker}: {text}\n{error._text}"
         return error
-
-
-def _by_id(sent: Any) -> int:
-    number: int = sent.id
-    return number
 
 
 def _text(error: BaseException) -> str:

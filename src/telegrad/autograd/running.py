@@ -14,6 +14,7 @@ import time
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -45,6 +46,37 @@ Answer = Callable[[list[Any], profiled.Profile | None], None]
 Event: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]  # a method of a pass, and its arguments
 
 
+class End:
+    """How a pass ended, at its root, and who waits for that."""
+
+    __slots__ = ("_lock", "_waiting", "error", "over")
+
+    def __init__(self) -> None:
+        self.over = False
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting: threading.Event | None = None
+
+    def come(self, error: BaseException | None) -> None:
+        """It is over, at the root."""
+        with self._lock:
+            if self.over:
+                return
+            self.over, self.error = True, error
+            waiting = self._waiting
+        if waiting is not None:
+            waiting.set()
+
+    def wait(self, nanoseconds: int) -> None:
+        """Until the pass has ended, or the time is over."""
+        with self._lock:
+            if self.over:
+                return
+            if self._waiting is None:
+                self._waiting = threading.Event()
+        self._waiting.wait(nanoseconds / 1e9)
+
+
 class Running:
     """One pass on this worker: at most one thread at a time is in it, and takes up what others bring meanwhile.
 
@@ -62,32 +94,17 @@ class Running:
         self.number = number
         self.deadline = deadline
         self.asked: deque[Question] = deque()  # at the root: what its thread may wait for
-        self.over = False
-        self.error: BaseException | None = None
+        self.end = End()
         self.working = False
         self._passes = passes
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._to_send: list[tuple[int, tuple[Any, ...]]] = []
-        self._ended: threading.Event | None = None  # where somebody waits for it
         worker = passes.worker
         self.profile = profiled.PassProfile(worker.calls, root == worker.info.id)
-        self._pass = Pass(worker.info, context, (context.id, number), root, self._send, self.give_up, worker.name_of)
-
-    # ---- called by the pass
-
-    def _send(self, peer: int, message: tuple[Any, ...]) -> None:
-        self._to_send.append((peer, message))
-
-    def give_up(self, error: BaseException | None) -> None:
-        """It is over, at the root."""
-        with self._lock:
-            if self.over:
-                return
-            self.over, self.error = True, error
-            ended = self._ended
-        if ended is not None:
-            ended.set()
+        # The pass gets nothing of this object itself: that would be a cycle, for the collector to find.
+        send = partial(_put, self._to_send)
+        self._pass = Pass(worker.info, context, (context.id, number), root, send, self.end.come, worker.name_of)
 
     # ---- events
 
@@ -160,10 +177,10 @@ class Running:
     ) -> None:
         for happen, arguments in events:
             happen(*arguments)
-        to_send, self._to_send = self._to_send, []
         by_peer: dict[int, list[Any]] = {}
-        for to, message in to_send:
+        for to, message in self._to_send:
             by_peer.setdefault(to, []).append(message)
+        self._to_send.clear()
         mine = by_peer.pop(peer, []) if answer is not None and peer is not None else []
         for to, messages in by_peer.items():
             profile = self.profile.leaving(recording, to == self.root)
@@ -185,14 +202,9 @@ class Running:
         """What is outstanding, and where."""
         return self._pass.waiting_for()
 
-    def wait(self, nanoseconds: int) -> None:
-        """Until the pass has ended, or the time is over."""
-        with self._lock:
-            if self.over:
-                return
-            if self._ended is None:
-                self._ended = threading.Event()
-        self._ended.wait(nanoseconds / 1e9)
+
+def _put(to_send: list[tuple[int, tuple[Any, ...]]], peer: int, message: tuple[Any, ...]) -> None:
+    to_send.append((peer, message))
 
 
 class Question:
@@ -247,7 +259,7 @@ class Passes:
         self._roots.add(run)
         try:
             run.start(roots, retain_graph)
-            if not run.over:
+            if not run.end.over:
                 if _get_running_loop() is not None:
                     with holding_up():
                         self._wait(run, timeout)
@@ -259,15 +271,16 @@ class Passes:
         finally:
             self._roots.discard(run)
             run.profile.end()
+            run.asked.clear()
             with context.lock:
                 context.passes.pop((self.me, run.number), None)
-        if run.error is not None:
-            error, run.error = run.error, None
+        if run.end.error is not None:
+            error, run.end.error = run.end.error, None
             raise error
 
     def _wait(self, run: Running, timeout: int) -> None:
         engine = self.worker.engine
-        while not run.over:
+        while not run.end.over:
             at = time.monotonic_ns()
             until = at + _LOOK
             if run.deadline:
@@ -276,7 +289,7 @@ class Passes:
                     self._time_is_over(run, timeout)
                     return
             if not run.asked:
-                run.wait(until - at)
+                run.end.wait(until - at)
                 continue
             question = run.asked[0]
             outcome = None if question.done else engine.wait(question.call, until - at)
@@ -290,7 +303,7 @@ class Passes:
         what = f"a backward pass in autograd context {run.context.id}"
         error = RpcTimeout(timeout / 1e9, what, f"waiting for {run.waiting_for()}", _REMEDY)
         run.abort(error)
-        run.give_up(error)  # if another thread is in it, in a hook that does not return
+        run.end.come(error)  # if another thread is in it, in a hook that does not return
 
     # ---- messages
 
@@ -413,4 +426,4 @@ class Passes:
     def close(self) -> None:
         """The worker is closed: whoever waits here does so no longer."""
         for run in list(self._roots):
-            run.give_up(NotInitialized(f"{NotInitialized.CALL} (A backward pass was under way when it shut down.)"))
+            run.end.come(NotInitialized(f"{NotInitialized.CALL} (A backward pass was under way when it shut down.)"))
