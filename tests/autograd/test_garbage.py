@@ -1,5 +1,5 @@
-"""What calls, references and backward passes leave behind goes with its last user. Nothing waits for the cycle collector:
-it would come late, hold tensors until then, and hand out cold memory meanwhile."""
+"""What calls, references and backward passes leave behind goes with its last user. Nothing waits for the cycle
+collector: it would come late, hold tensors until then, and hand out cold memory meanwhile."""
 
 import gc
 from collections import Counter
