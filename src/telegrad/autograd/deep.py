@@ -1,25 +1,36 @@
 """Deep graphs, which torch would free recursively, and overflow the stack.
 
 From torch 2.13 on (2.12 was not tried) a node that Python has seen keeps its Python object, and a chain of such nodes
-is freed recursively: one of 20,000 overflows a stack of 8 MiB when its last tensor dies. Our walk sees every node. So
-in a graph of more than `DEEP` nodes each node through which one enters another `DEEP` levels holds, in its `metadata`,
-what those levels lead on to. When it dies, that goes to the graveyard instead of the stack, and is let go of a little
-later, a level at a time.
+is freed recursively: one of 20,000 overflows a stack of 8 MiB when its last tensor dies. Our walks see every node. So
+now and then, on its way through a large graph, a walk lets the node at hand hold, in its `metadata`, those that it
+leads to. When it dies, so do they, but not further down the stack: the first such node on the way frees what all the
+others have held, one after the other.
+
+Whichever way one goes down the graph, one comes by such a node: they are drawn with pseudo-random gaps, of 64 nodes on
+average, so that they have nothing to do with the shape of the graph. That a way of 2000 nodes has none has a
+probability of 2e-14.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Any
+import gc
+import itertools
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    from telegrad.autograd.graph import Walk
+__all__ = ["Descent"]
 
-__all__ = ["DEEP", "drain_graveyard", "hold_deep"]
+FIRST = 512  # nodes of a large graph; smaller ones need no care
+_GAPS = random.Random(0).choices(range(1, 128), k=1021)
 
-DEEP = 2000  # nodes that may be freed recursively
 
-_graveyard: deque[Any] = deque()
+class _Freeing(threading.local):
+    nodes: list[Any] | None = None  # to be let go of by who is at it in this thread
+
+
+_freeing = _Freeing()
 
 
 class _Held:
@@ -29,36 +40,45 @@ class _Held:
         self.nodes = nodes
 
     def __del__(self) -> None:
-        _graveyard.append(self.nodes)
-
-
-def drain_graveyard() -> None:
-    """Lets go of what deep graphs have left behind. Call it when a pass or a context has ended, on no lock."""
-    while _graveyard:
-        try:
-            _graveyard.popleft()
-        except IndexError:  # another thread was faster
+        # Torch takes the node's own edges apart before its metadata, so what is let go of here dies here.
+        others = _freeing.nodes
+        if others is not None:
+            others += self.nodes
             return
+        others = _freeing.nodes = self.nodes
+        while others:
+            others.pop()
+        _freeing.nodes = None
 
 
-def hold_deep(walk: Walk) -> None:
-    """Prepares a graph for its end."""
-    order, below, nodes = walk.order, walk.below, walk.nodes
-    depth = [0] * len(nodes)
-    for here in order:
-        next_depth = depth[here] + 1
-        for there in below(here):
-            if there >= 0 and depth[there] < next_depth:
-                depth[there] = next_depth
-    onward: dict[int, dict[int, None]] = {}  # level -> nodes of later levels to which its edges lead
-    for here in order:
-        level = depth[here] // DEEP
-        for there in below(here):
-            if there >= 0 and depth[there] // DEEP > level and walk.kinds[there] == 0:
-                onward.setdefault(level, {})[there] = None
-    held = {level: [nodes[there] for there in found] for level, found in onward.items()}
-    entries = {there for found in onward.values() for there in found}
-    for here in (*(n for n in order if not depth[n]), *entries):
-        found = held.get(depth[here] // DEEP)
-        if found is not None:
-            nodes[here].metadata["telegrad"] = _Held(found)
+class Descent:
+    """What a walk of a large graph takes care of, as a context around it.
+
+    Attributes:
+        at: `pass_by` is to be called with the node that is the walk's `at`-th.
+    """
+
+    __slots__ = ("_collecting", "_gaps", "at")
+
+    def __init__(self) -> None:
+        self.at = FIRST
+        self._gaps: Iterator[int] | None = None
+        self._collecting = False
+
+    def __enter__(self) -> Descent:
+        return self
+
+    def pass_by(self, node: Any, nexts: Iterable[tuple[Any, int]]) -> None:
+        """Lets the node hold those that it leads to, its `next_functions`."""
+        if self._gaps is None:
+            self._gaps = itertools.cycle(_GAPS)
+            # A new object for each node, and none of them garbage: the cycle collector would go over the whole heap
+            # again and again, which takes longer than the walk.
+            self._collecting = gc.isenabled()
+            gc.disable()
+        self.at += next(self._gaps)
+        node.metadata["telegrad"] = _Held([there for there, _ in nexts if there is not None])
+
+    def __exit__(self, *_: object) -> None:
+        if self._collecting:
+            gc.enable()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from telegrad.autograd.ddp import any_reduced
-from telegrad.autograd.deep import DEEP, hold_deep
+from telegrad.autograd.deep import Descent
 from telegrad.errors import TelegradError
 from telegrad.protocols.backward_messages import FINAL, Group, Layout
 
@@ -123,7 +123,9 @@ class LocalGraph:
         # In a forest:
         self.shared: dict[Node, list[int]] = {}  # leaf -> its sources, by bit, where there are several
         self._stages: list[Stage] = []  # by group
-        if not self._plant():
+        with Descent() as descent:
+            planted = self._plant(descent)
+        if not planted:
             from telegrad.autograd.planning import plan
 
             self.is_forest = False
@@ -165,7 +167,7 @@ class LocalGraph:
                     leaves[leaf] = None
         return Stage(cells[-1].rank, tuple(cells), self.recvs_of[group], [], list(leaves), crossings)
 
-    def _plant(self) -> bool:
+    def _plant(self, descent: Descent) -> bool:
         """Walks from one source after the other; False where two of them meet."""
         node: Any
         recvs, shared = self.recvs, self.shared
@@ -204,15 +206,16 @@ class LocalGraph:
                         stage.whole.append(node)
                 if not stack:
                     break
+                here = stack.pop()
+                nexts = here.next_functions
                 inner += 1
-                nexts = stack.pop().next_functions
+                if inner == descent.at:
+                    descent.pass_by(here, nexts)
             if len(stage.recvs) > 1:
                 stage.recvs.sort(key=by_id)
             leaves += stage.whole
         if any_reduced(leaves):
             return False
-        if inner > DEEP:
-            hold_deep(Walk(self.sources.values()))
         if len(self._stages) == 1:  # then it comes last, too
             self.final = self._stages[0]
             return True
@@ -243,6 +246,10 @@ class Walk:
     __slots__ = ("_begin", "_end", "_targets", "kinds", "nodes", "number_of", "order")
 
     def __init__(self, starts: Iterable[Iterable[GradientEdge | None]]) -> None:
+        with Descent() as descent:
+            self._walk(starts, descent)
+
+    def _walk(self, starts: Iterable[Iterable[GradientEdge | None]], descent: Descent) -> None:
         nodes: list[Any] = []
         kind_of: list[int] = []
         begin: list[int] = []
@@ -251,6 +258,7 @@ class Walk:
         order: list[int] = []
         number_of: dict[Any, int] = {}
         stack: list[int] = []
+        inner = 0
         roots = [edge.node for edges in starts for edge in edges if edge is not None]
         for node in reversed(roots):
             number = number_of.get(node)
@@ -270,7 +278,11 @@ class Walk:
                 begin[here] = len(targets)
                 if kind_of[here] == INNER:
                     push(~here)
-                    for node, _ in nodes[here].next_functions:
+                    nexts: Any = nodes[here].next_functions
+                    inner += 1
+                    if inner == descent.at:
+                        descent.pass_by(nodes[here], nexts)
+                    for node, _ in nexts:
                         if node is None:
                             targets.append(-1)
                             continue

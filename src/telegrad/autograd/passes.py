@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.deep import drain_graveyard
 from telegrad.autograd.local import Local
 from telegrad.errors import RemoteError, WorkerLost
 from telegrad.protocols.backward import Part
@@ -155,7 +154,6 @@ class Pass:
         if self._local.held and (self._part.over is not None or self._part.complete):
             self._local.close()
             self._reported.clear()
-            drain_graveyard()
 
     def _start(self, roots: Sequence[Tensor]) -> Sequence[Effect]:
         self._local.roots = [get_gradient_edge(root) for root in roots]

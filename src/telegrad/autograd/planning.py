@@ -18,7 +18,6 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from telegrad.autograd.deep import DEEP, hold_deep
 from telegrad.autograd.graph import LEAF, RECV, Cell, Crossing, LocalGraph, Walk, by_id, has_hooks
 from telegrad.protocols.backward_messages import Group
 
@@ -44,8 +43,6 @@ class _Planner:
             self._cells(self._needs())
             self._crossings()
         graph.final.whole.extend([n for n, kind in zip(self.walk.nodes, self.walk.kinds, strict=True) if kind == LEAF])
-        if len(self.walk.order) > DEEP:
-            hold_deep(self.walk)
 
     def _masks(self) -> None:
         """Pushes sources down, and groups the recvs."""
