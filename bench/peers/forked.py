@@ -13,6 +13,9 @@ GOODBYE = 30.0  # seconds for the others to end once worker 0 has
 
 
 class ForkedPeer(Peer):
+    def prepare(self) -> None:
+        """Imports what a worker needs."""
+
     @abstractmethod
     def join(self, seat: Seat) -> Client:
         """Makes this process a worker of the group; returns when calls can be made."""

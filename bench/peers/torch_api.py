@@ -55,6 +55,9 @@ class TorchApiPeer(ForkedPeer):
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
         """What `init_rpc` is given as `rpc_backend_options`, with `TIMEOUT`."""
 
+    def prepare(self) -> None:
+        importlib.import_module(self.module)
+
     def join(self, seat: Seat) -> Client:
         rpc = importlib.import_module(self.module)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = seat.address(0), str(seat.port)

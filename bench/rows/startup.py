@@ -31,6 +31,7 @@ OURS_ALONE = {
 
 def work(peer: ForkedPeer, rank: int, workers: int, orders: int, answers: int) -> None:
     """Joins and leaves a group for each port that comes down a pipe."""
+    peer.prepare()
     os.write(answers, b".")
     with os.fdopen(orders) as lines:
         for line in lines:
@@ -55,6 +56,8 @@ def together(workers: int, start: Start, peer: Peer, take: Take) -> Samples:
     """Seconds from the order until all workers have left again."""
     assert isinstance(peer, ForkedPeer)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if start is forked:
+        peer.prepare()
     with ExitStack() as stack:
         orders, answers = [], []
         for rank in range(workers):

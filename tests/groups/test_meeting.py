@@ -12,6 +12,7 @@ from actors import PATIENCE, Actor, actors, call, call_many, free_port, join, sh
 
 from telegrad import rpc
 from telegrad.rpc import Options
+from telegrad.testing import cluster
 
 # ---- steps
 
@@ -243,3 +244,24 @@ def test_calls_in_a_dynamic_group_end_before_a_member_leaves(three: list[Actor],
     assert three[0].do(names) == ["w0", "w2"]
     for actor in (three[0], three[2]):
         actor.do(leave)
+
+
+class CountingStore:
+    """Counts what a group wants of its store."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()  # type: ignore[attr-defined]
+        self.uses = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.uses += callable(getattr(self.store, name))
+        return getattr(self.store, name)
+
+
+def test_uses_of_the_store_grow_as_the_group_does() -> None:
+    uses = {}
+    for size in (4, 8, 16):
+        store = CountingStore()
+        with cluster(size, store=store):
+            uses[size] = store.uses
+    assert uses[16] - uses[8] == 2 * (uses[8] - uses[4])

@@ -92,13 +92,21 @@ def _infer_backend(options: RpcBackendOptions | None) -> Any:
     raise TypeError(f"Could not infer backend for options {options}")
 
 
+class _Part(dist.PrefixStore):  # type: ignore[name-defined,misc]
+    """A part of a store, which keeps the whole: that may be written in Python, and torch's keeps only its C++ side."""
+
+    def __init__(self, prefix: str, whole: Any) -> None:
+        super().__init__(prefix, whole)
+        self._whole = whole
+
+
 def part_of(store: Any, world_size: int | None) -> Any:
     """The part of the store that belongs to the next static group of this process, or to the dynamic one.
 
     Of the latter there is one on a store, since who comes back must find those who stayed, however often each joined.
     """
-    next_one = dist.PrefixStore(f"rpc_prefix_{_groups[0]}", store)  # type: ignore[attr-defined]
-    dynamic = dist.PrefixStore("rpc_dynamic", store)  # type: ignore[attr-defined]
+    next_one = _Part(f"rpc_prefix_{_groups[0]}", store)
+    dynamic = _Part("rpc_dynamic", store)
     if rendezvous.read_members(dynamic) if world_size else rendezvous.is_static(next_one):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
     if not world_size:
@@ -160,7 +168,6 @@ def join(
         try:
             member = worker.member._replace(devices=tuple(mine))
             members = rendezvous.gather_static(store, member, world_size or 0, timeout)
-            rendezvous.check_members(members, world_size)
             devices.check({member.name: devices.Devices(*member.devices) for member in members}, True)
             for member in members:
                 worker.add_member(member)

@@ -3,26 +3,88 @@
 A static group meets where torch's rendezvous says, so that it shares MASTER_PORT with ``init_process_group``. So does a
 worker of a dynamic group that is given a rank. One without a rank cannot be told by it whether to host the store: it
 tries to, and whoever gets the port first is the host. Its store lives as long as its process.
+
+Workers of a static group that are on the host of its store reach it as `local_store` says, not by its port.
 """
 
 import errno
+import logging
 import os
 import socket
+import time
+import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
 from telegrad.options import RpcBackendOptions
+from telegrad.rpc.local_store import Door, LocalStore
 from telegrad.worker.addresses import is_loopback
 from telegrad.worker.calls import FOREVER
 
 __all__ = ["meet", "patience"]
 
+logger = logging.getLogger("telegrad")
+
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _rendezvous: list[Any] = []  # kept alive: some stores end with their iterator
 _hosted: list[Any] = []  # stores of this process that others may use, though its own worker has left
+_SOONEST, _LATEST = 0.001, 0.05  # s between two looks for a host that has not come yet
+
+
+class _Place(NamedTuple):
+    """Where a static group meets."""
+
+    host: str
+    port: int
+    rank: int
+    libuv: bool
+
+
+class _Host:
+    """The store that this process hosts at a port, as rank 0 of a group, and its door. Both end with it."""
+
+    def __init__(self, place: _Place, timeout: timedelta) -> None:
+        door = None
+        try:
+            door = Door(place.port)  # first: whoever finds the port open may rely on it that the door is there
+        except OSError as e:
+            logger.info("workers of this host will reach the group's store by its port alone: %s", e)
+        try:
+            self.store = TCPStore(
+                place.host,
+                place.port,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,  # a process group of this process may meet here as well
+                use_libuv=place.libuv,
+            )
+        except BaseException:
+            if door is not None:
+                door.close()
+            raise
+        self.door = door
+        if door is not None:
+            door.open(self.store)
+            weakref.finalize(self, door.close)
+
+
+_hosts: "weakref.WeakValueDictionary[int, _Host]" = weakref.WeakValueDictionary()  # by port
+_latest: list[Any] = []  # what this process has of the last static group's store
+
+
+def _forget_in_child() -> None:
+    """A forked child hosts nothing, and must not hold what its parent has at a door."""
+    for host in list(_hosts.values()):
+        if host.door is not None:
+            host.door.abandon()
+    _hosts.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def patience(options: RpcBackendOptions) -> float:
@@ -43,7 +105,11 @@ def meet(
         RuntimeError: the store cannot be reached, or not made.
     """
     timeout = timedelta(seconds=patience(options))
-    if world_size:
+    place = _place(options.init_method, rank) if world_size else None
+    if place is not None:
+        rank = place.rank
+        store = _as_host(place, timeout) if rank == 0 else _as_guest(place, timeout)
+    elif world_size:
         meeting = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
         _rendezvous[:] = [meeting]
         store, rank, world_size = next(meeting)
@@ -55,6 +121,121 @@ def meet(
             store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
     store.set_timeout(timeout)
     return store, rank, world_size
+
+
+def _place(init_method: str, rank: int) -> _Place | None:
+    """Where to meet, if one of the workers hosts a store there; None if that is not so, or the address lacks something:
+    then it is for torch to say."""
+    url = urlparse(init_method)
+    query = parse_qs(url.query)
+    if {"rank", "world_size"} & set(query):
+        return None
+    try:
+        if url.scheme == "tcp":
+            host, port = url.hostname, url.port
+        elif url.scheme == "env":
+            host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", ""))
+            rank = int(os.environ.get("RANK", "-1")) if rank < 0 else rank
+        else:
+            return None
+    except ValueError:
+        return None
+    if not host or not port or rank < 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return _Place(host, port, rank, _libuv(query))
+
+
+def _libuv(query: dict[str, list[str]]) -> bool:
+    return query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[-1] == "1"
+
+
+def _as_host(place: _Place, timeout: timedelta) -> Any:
+    """The store, with a door for workers of this host. This process may have had it for its last group already."""
+    host = _hosts.get(place.port)
+    if host is None:
+        _latest.clear()
+        host = _hosts[place.port] = _Host(place, timeout)
+    if host.door is None:
+        store = host.store
+    else:
+        store = LocalStore(place.host, place.port, timeout)
+        store.behind = host
+    _latest[:] = [host, store]
+    return store
+
+
+def _as_guest(place: _Place, timeout: timedelta) -> Any:
+    """The store that rank 0 hosts, once it does: through the door of this host, else by its port."""
+    _latest.clear()
+    store = _through_door(place, timeout) if _is_here(place.host) else None
+    if store is None:
+        store = TCPStore(
+            place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False, use_libuv=place.libuv
+        )
+    _latest[:] = [store]
+    return store
+
+
+def _through_door(place: _Place, timeout: timedelta) -> LocalStore | None:
+    """Waits for the door; None if the host, which is on this machine, has none.
+
+    Raises:
+        DistNetworkError: there is no host within `timeout`.
+    """
+    until = time.monotonic() + timeout.total_seconds()
+    pause = _SOONEST
+    while time.monotonic() < until:
+        listens = False
+        for _ in range(2):
+            try:
+                return LocalStore(place.host, place.port, timeout)
+            except ConnectionRefusedError:
+                if listens:
+                    return None
+            except OSError:  # the host of another group, which is just going
+                break
+            listens = _listens(place.host, place.port)
+            if not listens:
+                break
+        time.sleep(pause)
+        pause = min(2 * pause, _LATEST)
+    raise dist.DistNetworkError(
+        f"no store at {place.host}:{place.port} within {timeout.total_seconds():g} s: rank 0, which hosts it, has not"
+        " come. Is it started, with this address?"
+    )
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((_plain(host), port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_here(host: str) -> bool:
+    """Is it an address of this machine?"""
+    if is_loopback(host):
+        return True
+    try:
+        found = socket.getaddrinfo(_plain(host), 0, type=socket.SOCK_STREAM)
+    except OSError:  # for torch to say
+        return False
+    return any(_is_own(family, address) for family, _, _, _, address in found)
+
+
+def _plain(host: str) -> Any:
+    """For `socket`, which imports tables of Unicode to look a string up, but not for bytes."""
+    return host.encode() if host.isascii() else host
+
+
+def _is_own(family: int, address: tuple[Any, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
 
 
 def _without_rank(init_method: str, timeout: timedelta) -> Any:
@@ -75,8 +256,7 @@ def _without_rank(init_method: str, timeout: timedelta) -> Any:
         host, port = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))
     else:
         return None
-    libuv = query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[-1] == "1"
-    return _tcp_store(host, port, timeout, libuv)
+    return _tcp_store(host, port, timeout, _libuv(query))
 
 
 def _from_environment(variable: str) -> str:
@@ -124,11 +304,8 @@ def _listen(host: str, port: int) -> socket.socket | None:
     except OSError as e:
         raise RuntimeError(f"the store's host {host} cannot be resolved: {e}") from e
     for family, _, _, _, address in found:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((address[0], 0, *address[2:]))
-            except OSError:  # not an address of this machine
-                continue
+        if not _is_own(family, address):
+            continue
         try:
             if is_loopback(host):
                 return socket.create_server((str(address[0]), port), family=family)

@@ -119,7 +119,5 @@ def _without_wildcard(host: str, store_at: str) -> str:
 
 def candidates(addresses: list[str], same_host: bool, transports: tuple[str, ...]) -> list[str]:
     """Which of another worker's addresses to try, best first."""
-    usable = [a for a in addresses if same_host or a.partition(":")[0] not in _SAME_HOST]
-    return sorted(
-        (a for a in usable if a.partition(":")[0] in transports), key=lambda a: transports.index(a.partition(":")[0])
-    )
+    usable = [f"{name}:" for name in transports if same_host or name not in _SAME_HOST]
+    return [address for scheme in usable for address in addresses if address.startswith(scheme)]

@@ -35,15 +35,16 @@ def check(members: Mapping[str, Devices], all_known: bool) -> None:
     Raises:
         ValueError: something does not fit; in torch's words.
     """
-    for name, devices in members.items():
+    choosy = {name: devices for name, devices in members.items() if devices.own or devices.maps}
+    for name, devices in choosy.items():
         if len(set(devices.own)) != len(devices.own):
             raise ValueError(f"Node {name} has duplicated devices\ndevices = {devices.own}")
         if not _exist(devices.own, devices.cuda):
             raise ValueError(
                 f"Node {name} has devices with invalid indices\ndevices = {devices.own}\ndevice count = {devices.cuda}"
             )
-    for name, devices in members.items():
-        strangers = set(devices.maps) - set(members)
+    for name, devices in choosy.items():
+        strangers = devices.maps.keys() - members.keys()
         if strangers and all_known:
             raise ValueError(
                 f"Node {name} has invalid target node names in its device maps\n"

@@ -1,8 +1,9 @@
 """How the members of a group find each other: through a c10d store.
 
-Every member writes who and where it is, and reads who and where the others are. The first member chooses the group's
-token, and its secret unless one was given. In a static group all wait for all; a dynamic one keeps a list, guarded by a
-token as torch does it, and each change is told to the members that are there.
+The first member chooses the group's token, and its secret unless one was given. In a static group every member writes
+who and where it is; rank 0 waits for all of them and writes the list, for which the others wait, so that uses of the
+store grow as the group does. A dynamic group keeps a list, guarded by a token as torch does it, and each change is told
+to the members that are there.
 """
 
 import json
@@ -36,6 +37,8 @@ logger = logging.getLogger("telegrad")
 
 STATIC_AND_DYNAMIC = "RPC group mixes statically and dynamically initialized members which is not supported."
 _LOCK = "RpcGroupManagementToken"
+_AGREEMENT = "agreement"
+_MEMBERS = "members"
 
 StoreGone: type[RuntimeError] = dist.DistNetworkError
 """What using a store raises whose host has gone."""
@@ -60,6 +63,15 @@ class Group(NamedTuple):
     shared_secret: bool  # the secret came through the store
 
 
+class _Agreement(NamedTuple):
+    """What the first member of a group chooses, as it stands in the store."""
+
+    static: bool
+    world_size: int  # 0: dynamic
+    token: str
+    secret: str  # "": the members have one of their own
+
+
 def _first(store: Any, key: str, mine: str) -> str:
     """The value of the first one to write a key."""
     return bytes(store.compare_set(key, "", mine)).decode()
@@ -71,24 +83,30 @@ def agree(store: Any, secret: bytes | None, static: bool, world_size: int) -> Gr
     Raises:
         RuntimeError: a member joins in another way, or expects another number of workers.
     """
-    if _first(store, "mode", "static" if static else "dynamic") != ("static" if static else "dynamic"):
+    mine = _Agreement(static, world_size, secrets.token_hex(16), secrets.token_hex(32) if secret is None else "")
+    agreed = _Agreement(**json.loads(_first(store, _AGREEMENT, json.dumps(mine._asdict()))))
+    if agreed.static != static:
         raise TelegradError(STATIC_AND_DYNAMIC)
-    if static:
-        expected = _first(store, "world_size", str(world_size))
-        if expected != str(world_size):
-            raise TelegradError(
-                f"this worker was started with world_size={world_size}, but others of the group with"
-                f" world_size={expected}. Start all workers with the same world_size."
-            )
-    token = _first(store, "group", secrets.token_hex(16))
+    if agreed.world_size != world_size:
+        raise TelegradError(
+            f"this worker was started with world_size={world_size}, but others of the group with"
+            f" world_size={agreed.world_size}. Start all workers with the same world_size."
+        )
     if secret is not None:
-        return Group(token, secret, False)
-    return Group(token, bytes.fromhex(_first(store, "secret", secrets.token_hex(32))), True)
+        return Group(agreed.token, secret, False)
+    # Whoever came first may have a secret of its own: then those who have none cannot talk to it.
+    return Group(agreed.token, bytes.fromhex(agreed.secret or mine.secret), True)
+
+
+def _agreed(store: Any) -> _Agreement | None:
+    """What the first member chose, if one has come."""
+    return _Agreement(**json.loads(store.get(_AGREEMENT))) if store.check([_AGREEMENT]) else None
 
 
 def is_static(store: Any) -> bool:
     """Has a static group met here?"""
-    return bool(store.check(["mode"])) and bytes(store.get("mode")) == b"static"
+    agreed = _agreed(store)
+    return agreed is not None and agreed.static
 
 
 def ordinal(store: Any, name: str) -> int:
@@ -108,16 +126,15 @@ def take_rank(store: Any, rank: int, name: str) -> None:
 
 
 def give_up(store: Any, rank: int, why: str) -> None:
-    """Tells those who wait that this rank will not come, unless another worker has it.
-
-    It is put down for every rank that has not come: who waits for several must not wait for the others of them first.
-    """
-    failure = json.dumps({"failed": why, "rank": rank})
-    agreed = int(store.get("world_size")) if store.check(["world_size"]) else 0
+    """Tells those who wait that this rank will not come, unless another worker has it."""
+    failure = json.dumps({"failed": f"the worker with rank {rank} failed to join: {why}", "rank": rank})
     if json.loads(store.compare_set(f"member/{rank}", "", failure)).get("rank") != rank:
         return
-    for other in range(agreed):
+    # Rank 0 must not wait for the others of those who have not come first, and the others not for rank 0.
+    agreed = _agreed(store)
+    for other in range(agreed.world_size if agreed else 0):
         store.compare_set(f"member/{other}", "", failure)
+    store.compare_set(_MEMBERS, "", failure)
 
 
 def gather_static(store: Any, me: Member, world_size: int, timeout: float) -> list[Member]:
@@ -126,22 +143,56 @@ def gather_static(store: Any, me: Member, world_size: int, timeout: float) -> li
     Raises:
         RuntimeError: one of them failed, did not come in time, or has another's name.
     """
-    store.set(f"member/{me.id}", json.dumps(me._asdict()))
+    store.set(f"member/{me.id}", json.dumps({"facts": me}))
+    written = _collect(store, me, world_size, timeout) if me.id == 0 else _wait_for_list(store, me, world_size, timeout)
+    found = json.loads(written)
+    if "failed" in found:
+        raise TelegradError(found["failed"])
+    return [Member(*facts) for facts in found["members"]]
+
+
+def _collect(store: Any, me: Member, world_size: int, timeout: float) -> bytes:
+    """Rank 0: makes the list for all, or says why there is none."""
+    keys = [f"member/{rank}" for rank in range(world_size)]
     try:
-        store.wait([f"member/{rank}" for rank in range(world_size)], timedelta(seconds=timeout))
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except StoreGone:
+            raise
+        except RuntimeError as e:
+            raise _too_late(store, me, world_size, timeout) from e
+        found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        written = [json.loads(each) for each in found]
+        failed = next((each for each in written if "failed" in each), None)
+        members = [each.get("facts") for each in written]
+        if failed is None:
+            check_members([Member(*facts) for facts in members], world_size)
+    except BaseException as e:
+        with suppress(RuntimeError):
+            store.compare_set(_MEMBERS, "", json.dumps({"failed": str(e) or f"worker {me.name} has been interrupted"}))
+        raise
+    return bytes(store.compare_set(_MEMBERS, "", json.dumps(failed or {"members": members})))
+
+
+def _wait_for_list(store: Any, me: Member, world_size: int, timeout: float) -> bytes:
+    """The other ranks."""
+    patience = timedelta(seconds=timeout)
+    try:
+        if store.timeout != patience:  # else `get` waits as long
+            store.wait([_MEMBERS], patience)
+        return bytes(store.get(_MEMBERS))
+    except StoreGone:
+        raise
     except RuntimeError as e:
-        missing = [rank for rank in range(world_size) if not store.check([f"member/{rank}"])]
-        raise TelegradError(
-            f"worker {me.name} (rank {me.id}) waited {timeout:g} s for the other workers; those with rank"
-            f" {', '.join(map(str, missing))} of {world_size} did not come. Are they started, with this init_method?"
-        ) from e
-    members = []
-    for rank in range(world_size):
-        facts = json.loads(store.get(f"member/{rank}"))
-        if "failed" in facts:
-            raise TelegradError(f"the worker with rank {facts['rank']} failed to join: {facts['failed']}")
-        members.append(Member(**facts))
-    return members
+        raise _too_late(store, me, world_size, timeout) from e
+
+
+def _too_late(store: Any, me: Member, world_size: int, timeout: float) -> TelegradError:
+    missing = [rank for rank in range(world_size) if not store.check([f"member/{rank}"])]
+    return TelegradError(
+        f"worker {me.name} (rank {me.id}) waited {timeout:g} s for the other workers; those with rank"
+        f" {', '.join(map(str, missing or [0]))} of {world_size} did not come. Are they started, with this init_method?"
+    )
 
 
 def check_members(members: list[Member], world_size: int | None) -> GroupView:
@@ -199,10 +250,10 @@ def membership(store: Any, name: str, joining: bool, budget: Budget | None = Non
 
 def read_members(store: Any) -> list[Member]:
     """Who is in the group, as the store has it."""
-    if not store.check(["members"]):
+    if not store.check([_MEMBERS]):
         return []
-    return [Member(**facts) for facts in json.loads(store.get("members"))]
+    return [Member(**facts) for facts in json.loads(store.get(_MEMBERS))]
 
 
 def write_members(store: Any, members: list[Member]) -> None:
-    store.set("members", json.dumps([member._asdict() for member in members]))
+    store.set(_MEMBERS, json.dumps([member._asdict() for member in members]))

@@ -424,6 +424,7 @@ class Worker:
             self.references.close()
             assert isinstance(self.engine, _core.Engine)
             self._replace_engine(EndedEngine(self.engine))
+            self.store = None  # its host may end
             _core.release()
             lifetimes.live_workers.discard(self)
 

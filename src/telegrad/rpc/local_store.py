@@ -1,0 +1,391 @@
+"""A second door to the group's store, for workers of the store's own host.
+
+Rank 0 hosts a `TCPStore`. Whoever connects to that has it look up the names of both ends' addresses, which takes as
+long as the resolver does: milliseconds each time, and seconds where it drops questions that come all at once, as
+those of a group that starts do. So the host keeps a Unix socket beside the port of the store (`Door`), and workers
+of the same host (`LocalStore`) send what they want of the store there. All is in the one store behind it, so
+workers of other hosts, who take the port, see the same.
+
+The socket's name is an abstract one made of the port, which only one process of a network namespace can have; each end
+makes sure that the other belongs to the same user. Messages are a byte that says what it is, and fields with their
+lengths before them.
+"""
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Door", "LocalStore"]
+
+logger = logging.getLogger("telegrad")
+
+_Store: Any = dist.Store  # type: ignore[attr-defined]
+_LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")
+_MOST = 1 << 28  # bytes of a message
+_HELLO = b"telegrad store 1"
+_OK, _FAILED = 0, 1
+_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _MULTI_GET, _MULTI_SET, _APPEND = range(9)
+# Between two looks for keys that workers of other hosts have written; it grows while nothing comes.
+_SOONEST, _LATEST = 0.002, 0.05  # s
+
+
+def _name_of(port: int) -> str:
+    return f"\0telegrad-store-{port}"
+
+
+def _message(kind: int, fields: Iterable[bytes]) -> bytes:
+    body = bytes([kind]) + b"".join(_LENGTH.pack(len(field)) + field for field in fields)
+    return _LENGTH.pack(len(body)) + body
+
+
+def _fields(body: bytes) -> list[bytes]:
+    found, at = [], 1
+    while at < len(body):
+        (length,) = _LENGTH.unpack_from(body, at)
+        at += _LENGTH.size
+        if at + length > len(body):
+            raise ValueError("a field is longer than its message")
+        found.append(body[at : at + length])
+        at += length
+    return found
+
+
+def _is_same_user(s: socket.socket) -> bool:
+    credentials = s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+
+
+class _Guest:
+    """A worker at the door."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self.received = bytearray()
+        self.unsent = b""
+        self.waiting: tuple[set[str], Callable[[], bytes]] | None = None  # keys that are missing, and then the answer
+
+
+class Door:
+    """The host's side: takes up what workers of this host want of a store, on a thread of its own.
+
+    Args:
+        port: of the store.
+
+    Raises:
+        OSError: a process of this host has the door of this port already.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listening.bind(_name_of(port))
+        except OSError:
+            self._listening.close()
+            raise
+        self._listening.listen(4096)
+        self._listening.setblocking(False)
+        self._wake, self._woken = socket.socketpair()
+        self._guests: set[_Guest] = set()
+        self._thread: threading.Thread | None = None
+        self._store: Any = None
+        self._look_again = _SOONEST
+        self._short = False  # of descriptors, and it has been said
+
+    def open(self, store: Any) -> None:
+        """From now on, whoever is at the door is served."""
+        self._store = store
+        self._thread = threading.Thread(target=self._serve, name="telegrad-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends everybody away. The store is not touched."""
+        self._wake.close()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._release()
+
+    def abandon(self) -> None:
+        """In a forked child, which has no thread: lets go of the parent's sockets without a word."""
+        for s in (self._listening, self._wake, self._woken, *(guest.link for guest in list(self._guests))):
+            s.close()
+
+    def _release(self) -> None:
+        for s in (self._listening, self._woken, *(guest.link for guest in self._guests)):
+            s.close()
+        self._guests.clear()
+        self._store = None
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listening, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            self._look_again = _SOONEST
+            while True:
+                waited_for = any(guest.waiting for guest in self._guests)
+                ready = selector.select(self._look_again if waited_for else None)
+                if not ready:
+                    self._look_again = min(2 * self._look_again, _LATEST)
+                    self._look(selector)
+                for key, events in ready:
+                    if key.fileobj is self._woken:
+                        self._release()
+                        return
+                    if key.fileobj is self._listening:
+                        self._accept(selector)
+                    elif key.data in self._guests:
+                        self._attend(selector, key.data, events)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        while True:
+            try:
+                link, _ = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                if not self._short:
+                    logger.warning("the store of the group cannot take up another worker of this host: %s", e)
+                self._short = True
+                time.sleep(_LATEST)  # whoever is at the door stays there
+                return
+            self._short = False
+            if not _is_same_user(link):
+                link.close()
+                continue
+            link.setblocking(False)
+            guest = _Guest(link)
+            self._guests.add(guest)
+            selector.register(link, selectors.EVENT_READ, guest)
+            self._answer(selector, guest, _message(_OK, [_HELLO]))
+
+    def _attend(self, selector: selectors.BaseSelector, guest: _Guest, events: int) -> None:
+        """A guest has said something, can take more of its answer, or has gone."""
+        if events & selectors.EVENT_WRITE:
+            self._answer(selector, guest, b"")
+            return
+        try:
+            received = guest.link.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self._part_from(selector, guest)
+            return
+        guest.received += received
+        while guest in self._guests and len(guest.received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(guest.received)
+            if not 0 < length <= _MOST:
+                self._part_from(selector, guest)
+                return
+            if len(guest.received) < _LENGTH.size + length:
+                return
+            body = bytes(guest.received[_LENGTH.size : _LENGTH.size + length])
+            del guest.received[: _LENGTH.size + length]
+            self._take_up(selector, guest, body)
+
+    def _take_up(self, selector: selectors.BaseSelector, guest: _Guest, body: bytes) -> None:
+        touched: Sequence[str] = ()
+        try:
+            answer, touched = self._carry_out(guest, body[0], _fields(body))
+        except Exception as e:  # the store's own, or nonsense: it is the guest's
+            answer = _message(_FAILED, [str(e).encode()])
+        if answer is not None:
+            self._answer(selector, guest, answer)
+        if touched:
+            self._look(selector, set(touched))
+
+    def _carry_out(self, guest: _Guest, kind: int, fields: list[bytes]) -> tuple[bytes | None, Sequence[str]]:
+        """The answer, unless it has to wait; and the keys that have been written."""
+        store = self._store
+        keys = [field.decode() for field in (fields if kind in (_CHECK, _WAIT, _MULTI_GET) else fields[:1])]
+        if kind == _SET:
+            store.set(keys[0], fields[1])
+            return _message(_OK, []), keys
+        if kind == _COMPARE_SET:
+            return _message(_OK, [store.compare_set(keys[0], *fields[1:3])]), keys
+        if kind == _ADD:
+            return _message(_OK, [b"%d" % store.add(keys[0], int(fields[1]))]), keys
+        if kind == _APPEND:
+            store.append(keys[0], fields[1])
+            return _message(_OK, []), keys
+        if kind == _MULTI_SET:
+            keys = [field.decode() for field in fields[::2]]
+            store.multi_set(keys, fields[1::2])
+            return _message(_OK, []), keys
+        if kind == _CHECK:
+            return _message(_OK, [b"1" if store.check(keys) else b""]), ()
+        answers: dict[int, Callable[[], bytes]] = {
+            _GET: lambda: _message(_OK, [store.get(keys[0])]),
+            _MULTI_GET: lambda: _message(_OK, store.multi_get(keys)),
+            _WAIT: lambda: _message(_OK, []),
+        }
+        answer = answers[kind]
+        if store.check(keys):
+            return answer(), ()
+        missing = {key for key in keys if not store.check([key])} if len(keys) > 1 else set(keys)
+        if not missing:  # they have come meanwhile
+            return answer(), ()
+        guest.waiting = missing, answer
+        self._look_again = _SOONEST
+        return None, ()
+
+    def _look(self, selector: selectors.BaseSelector, written: set[str] | None = None) -> None:
+        """Answers who has waited for keys that are there now: these, or any."""
+        here: dict[str, bool] = {}
+        for guest in list(self._guests):
+            if guest.waiting is None or (written is not None and not guest.waiting[0] & written):
+                continue
+            missing, answer = guest.waiting
+            try:
+                for key in list(missing if written is None else missing & written):
+                    if key not in here:
+                        here[key] = bool(self._store.check([key]))
+                    if not here[key]:
+                        if written is None:
+                            break
+                        continue
+                    missing.discard(key)
+                if missing:
+                    continue
+                reply = answer()
+            except Exception as e:
+                reply = _message(_FAILED, [str(e).encode()])
+            guest.waiting = None
+            self._answer(selector, guest, reply)
+
+    def _answer(self, selector: selectors.BaseSelector, guest: _Guest, more: bytes) -> None:
+        guest.unsent += more
+        try:
+            sent = guest.link.send(guest.unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._part_from(selector, guest)
+            return
+        guest.unsent = guest.unsent[sent:]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0)
+        selector.modify(guest.link, events, guest)
+
+    def _part_from(self, selector: selectors.BaseSelector, guest: _Guest) -> None:
+        self._guests.discard(guest)
+        selector.unregister(guest.link)
+        guest.link.close()
+
+
+class LocalStore(_Store):  # type: ignore[misc]
+    """A store through the door of its host, for one process; a c10d ``Store`` like any other.
+
+    Args:
+        host: what the store's host is called.
+        port: of the store.
+        timeout: how long to wait for keys, and for the host to answer at all.
+
+    Raises:
+        ConnectionRefusedError: nobody of this user has a door at this port.
+        ConnectionError: whoever had it has gone.
+    """
+
+    def __init__(self, host: str, port: int, timeout: timedelta) -> None:
+        super().__init__()
+        self.host, self.port = host, port
+        self.behind: Any = None  # what the host itself keeps for as long as it uses this
+        self.set_timeout(timeout)
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = self._connect()
+
+    def _connect(self) -> socket.socket:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            link.settimeout(self.timeout.total_seconds())
+            link.connect(_name_of(self.port))
+            if not _is_same_user(link):
+                raise ConnectionRefusedError("the door of the store belongs to another user")
+            if _fields(_receive(link)) != [_HELLO]:
+                raise ConnectionRefusedError("the door of the store speaks another language")
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _ask(self, kind: int, *fields: bytes, timeout: timedelta | None = None) -> list[bytes]:
+        with self._lock:
+            try:
+                if self._link is None:
+                    self._link = self._connect()
+                link, self._link = self._link, None  # what goes wrong leaves half a conversation behind
+                link.settimeout((timeout or self.timeout).total_seconds())
+                link.sendall(_message(kind, fields))
+                body = _receive(link)
+            except TimeoutError as e:
+                raise dist.DistStoreError("the store has waited for keys in vain") from e
+            except OSError as e:
+                raise dist.DistNetworkError(f"the host of the group's store has gone: {e}") from e
+            self._link = link
+        answer = _fields(body)
+        if body[0] != _OK:
+            raise dist.DistStoreError(answer[0].decode())
+        return answer
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask(_SET, key.encode(), _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(_GET, key.encode())[0]
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._ask(_COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired))[0]
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._ask(_ADD, key.encode(), b"%d" % number)[0])
+
+    def append(self, key: str, value: Any) -> None:
+        self._ask(_APPEND, key.encode(), _bytes(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(_CHECK, *(key.encode() for key in keys))[0])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask(_WAIT, *(key.encode() for key in keys), timeout=timeout)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._ask(_MULTI_GET, *(key.encode() for key in keys))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        pairs = zip(keys, values, strict=True)
+        self._ask(_MULTI_SET, *(field for key, value in pairs for field in (key.encode(), _bytes(value))))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _receive(link: socket.socket) -> bytes:
+    """The next message, whole. The socket's time-out is for all of it."""
+    timeout = link.gettimeout()
+    until = None if timeout is None else time.monotonic() + timeout
+    received = bytearray()
+    wanted = _LENGTH.size
+    while len(received) < wanted:
+        if until is not None:
+            link.settimeout(max(until - time.monotonic(), 1e-3))
+        more = link.recv(min(1 << 16, wanted - len(received)))
+        if not more:
+            raise ConnectionResetError("it has closed the door")
+        received += more
+        if wanted == _LENGTH.size == len(received):
+            wanted += _LENGTH.unpack(received)[0]
+    return bytes(received[_LENGTH.size :])

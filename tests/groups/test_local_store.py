@@ -1,0 +1,254 @@
+"""The store's second door, and who meets at it."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from actors import PATIENCE, Actor, actors, call_many, free_port, join, shut_all_down, state
+
+from telegrad import rpc
+from telegrad.rpc import Options, stores
+from telegrad.rpc.local_store import Door, LocalStore
+from telegrad.worker.rendezvous import StoreGone
+
+LONG = timedelta(seconds=PATIENCE)
+BLINK = timedelta(seconds=0.05)
+
+
+@pytest.fixture
+def behind() -> Any:
+    """The store behind the door."""
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def port(behind: Any) -> Iterator[int]:
+    """A port with an open door."""
+    number = free_port()
+    door = Door(number)
+    door.open(behind)
+    yield number
+    door.close()
+
+
+def later(function: Callable[[], Any]) -> "threading.Thread":
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def test_whatever_is_written_is_in_the_store_behind(port: int, behind: Any) -> None:
+    store = LocalStore("localhost", port, LONG)
+    store.set("text", "äö")
+    store.set("bytes", b"\0\xff")
+    assert (behind.get("text"), behind.get("bytes")) == ("äö".encode(), b"\0\xff")
+    assert store.get("bytes") == b"\0\xff"
+    assert store.compare_set("chosen", "", "mine") == b"mine"
+    assert LocalStore("localhost", port, LONG).compare_set("chosen", "", "other") == b"mine"
+    assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
+    assert store.check(["text", "count"])
+    assert not store.check(["text", "nothing"])
+    store.multi_set(["a", "b"], ["1", b"2"])
+    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
+    store.append("a", "9")
+    assert behind.get("a") == b"19"
+    large = os.urandom(5_000_000)  # more than a socket takes at once
+    store.set("large", large)
+    assert store.get("large") == large
+
+
+def test_as_torch_uses_a_store(port: int, behind: Any) -> None:
+    """A part of it, from C++."""
+    whole = LocalStore("localhost", port, LONG)
+    part = dist.PrefixStore("part", whole)  # type: ignore[attr-defined]
+    part.set("key", "value")
+    assert behind.get("part/key") == b"value"
+    assert part.get("key") == b"value"
+    assert part.has_extended_api()
+    assert part.multi_get(["key"]) == [b"value"]
+    part.set_timeout(BLINK)
+    assert whole.timeout == BLINK
+    with pytest.raises(RuntimeError):
+        part.wait(["nothing"])
+
+
+@pytest.mark.parametrize("writer", ["at the door", "behind it"])
+def test_whoever_waits_hears_of_what_is_written(port: int, behind: Any, writer: str) -> None:
+    other = LocalStore("localhost", port, LONG) if writer == "at the door" else behind
+    store, asking = LocalStore("localhost", port, LONG), LocalStore("localhost", port, LONG)
+    got: list[bytes] = []
+    threads = [later(lambda: store.wait(["a", "b"], LONG)), later(lambda: got.append(asking.get("b")))]
+    other.set("unrelated", "0")
+    other.set("a", "1")
+    assert threads[0].is_alive()
+    other.set("b", "2")
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert got == [b"2"]
+
+
+def test_waiting_in_vain_ends_and_the_store_can_be_used_again(port: int, behind: Any) -> None:
+    store = LocalStore("localhost", port, BLINK)
+    for wait in (lambda: store.wait(["nothing"]), lambda: store.get("nothing"), lambda: store.wait(["x"], BLINK)):
+        with pytest.raises(dist.DistStoreError):
+            wait()
+    store.set("x", "1")
+    assert behind.get("x") == b"1"
+
+
+def test_what_the_store_behind_refuses(port: int) -> None:
+    store = LocalStore("localhost", port, LONG)
+    store.set("word", "one")
+    with pytest.raises(dist.DistStoreError):
+        store.add("word", 1)
+    assert store.get("word") == b"one"
+
+
+@pytest.mark.parametrize(
+    "said", [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\1\0\0\0\x63", b"\5\0\0\0\0\xff\xff\xff\xff", b"\2"], ids=repr
+)
+def test_nonsense_harms_nobody_else(port: int, said: bytes) -> None:
+    store = LocalStore("localhost", port, LONG)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0telegrad-store-{port}")
+        stranger.sendall(said)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+
+
+def test_a_door_that_closes_sends_everybody_away(behind: Any) -> None:
+    number = free_port()
+    with pytest.raises(ConnectionRefusedError):
+        LocalStore("localhost", number, LONG)
+    door = Door(number)
+    with pytest.raises(OSError, match="in use"):
+        Door(number)
+    door.open(behind)
+    store = LocalStore("localhost", number, LONG)
+    ended = []
+
+    def wait() -> None:
+        with pytest.raises(StoreGone):
+            store.get("nothing")
+        ended.append(True)
+
+    thread = later(wait)
+    door.close()
+    thread.join(PATIENCE)
+    assert ended == [True]
+    with pytest.raises(StoreGone):
+        store.get("nothing")
+    Door(number).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_not_let_in(port: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        try:
+            LocalStore("localhost", port, LONG)
+        except ConnectionRefusedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+# ---- groups that meet there
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Actor]]:
+    with actors(3, tmp_path, method="none") as company:
+        yield company
+
+
+def kind_of_store() -> str:
+    store = rpc.api._get_current_rpc_agent().worker.store
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return type(store).__name__
+
+
+def join_as_torchs_host(name: str, port: int, size: int) -> None:
+    """Rank 0 with a store of the program's own, which has no door."""
+    state["store"] = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    rpc.init_rpc(name, rank=0, world_size=size, store=state["store"])
+
+
+def all_meet(company: list[Actor], where: str) -> None:
+    for step in [actor.begin(join, actor.name, actor.rank, len(company), where, {}) for actor in company]:
+        step.result()
+    for actor in company:
+        assert actor.do(call_many, company[0].name, 2) == 2
+
+
+def test_workers_of_one_host_meet_at_the_door(three: list[Actor]) -> None:
+    all_meet(three, f"tcp://localhost:{free_port()}")
+    assert [actor.do(kind_of_store) for actor in three] == ["LocalStore"] * 3
+    shut_all_down(three)
+
+
+def test_without_a_door_they_meet_at_the_port(three: list[Actor]) -> None:
+    port = free_port()
+    steps = [actor.begin(join, actor.name, actor.rank, 3, f"tcp://127.0.0.1:{port}", {}) for actor in three[1:]]
+    steps.append(three[0].begin(join_as_torchs_host, "w0", port, 3))
+    for step in steps:
+        step.result()
+    assert [actor.do(kind_of_store) for actor in three] == ["TCPStore"] * 3
+    shut_all_down(three)
+
+
+def forks_that_stay(count: int) -> None:
+    """Children that do nothing while their parent lives, as those of a DataLoader that is never closed."""
+    end, held = os.pipe()
+    state["held"] = held
+    for _ in range(count):
+        if os.fork() == 0:
+            os.close(held)
+            os.read(end, 1)
+            os._exit(0)
+
+
+def end_forks() -> None:
+    os.close(state.pop("held"))
+    for _ in range(2):
+        os.wait()
+
+
+def test_children_of_the_host_do_not_hold_its_door(three: list[Actor]) -> None:
+    port = free_port()
+    where = f"tcp://127.0.0.1:{port}"
+    all_meet(three[:2], where)
+    three[0].do(forks_that_stay, 2)
+    shut_all_down(three[:2])
+    all_meet(three[:2], f"tcp://127.0.0.1:{free_port()}")  # gives the first one up
+    with pytest.raises(ConnectionRefusedError):
+        LocalStore("localhost", port, LONG)
+    shut_all_down(three[:2])
+    three[0].do(end_forks)
+
+
+def test_one_process_may_be_host_and_guest() -> None:
+    port = free_port()
+    store = stores._as_host(stores._Place("127.0.0.1", port, 0, True), LONG)
+    again = stores._as_guest(stores._Place("127.0.0.1", port, 1, True), LONG)
+    store.set("key", "1")
+    assert again.get("key") == b"1"
+    del store, again
+    stores._latest.clear()
+    with pytest.raises(ConnectionRefusedError):
+        LocalStore("localhost", port, LONG)
+
+
+def test_a_host_that_does_not_come() -> None:
+    options = Options(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=0.1)
+    with pytest.raises(RuntimeError, match=r"no store at 127.0.0.1:\d+ within 0.1 s: rank 0, which hosts it, has not"):
+        rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=options)
