@@ -58,7 +58,7 @@ bench-check: build ## the same; fails when another framework is ahead of us in a
 lint: build ## ruff, mypy --strict, clang-format, and the stub of the core
 	$(PY) -m ruff check -q .
 	$(PY) -m ruff format -q --check .
-	$(PY) -m mypy --strict src/telegrad
+	$(PY) -m mypy --strict src/telegrad bench
 	tools/clang_format.sh $(VENV) --dry-run -Werror
 	$(PY) tools/stubs.py --check
 

@@ -136,7 +136,7 @@ def local_step(batch: int) -> Step:
     def step(clock: Clock) -> None:
         with clock:
             optimizer.zero_grad()
-            F.nll_loss(model(x), labels).backward()
+            F.nll_loss(model(x), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     return step

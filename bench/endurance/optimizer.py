@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn, optim
 from telegrad.autograd.versions import gate_for, handler_run
 from telegrad.optim.local import LocalOptimizer
 
-SHAPES = {
+SHAPES: dict[str, list[tuple[int, ...]]] = {
     "8 of 16 elements": [(4, 4)] * 8,
     "those of a ConvNet": [(32, 1, 3, 3), (64, 32, 3, 3), (128, 9216), (10, 128)],
 }
@@ -39,6 +39,11 @@ def microseconds(function: Callable[[], object], batch: int = 1, repeats: int = 
     return statistics.median(samples) / MICROSECOND
 
 
+def made(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Parameters."""
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     worker = OneWorker()
@@ -58,7 +63,7 @@ def main() -> None:
     table.add_row("an operation that saves two tensors", *(f"{one:.1f}" for one in times))
     for name, shapes in SHAPES.items():
         for cls in (optim.SGD, optim.Adam):
-            ours, theirs = ([nn.Parameter(torch.randn(shape)) for shape in shapes] for _ in range(2))
+            ours, theirs = made(shapes), made(shapes)
             gradients: dict[torch.Tensor, torch.Tensor] = {one: torch.randn_like(one) for one in ours}
             for one, gradient in zip(theirs, gradients.values(), strict=True):
                 one.grad = gradient

@@ -1,4 +1,4 @@
-"""Telegrad."""
+"""Telegrad, as it comes and over each of its transports."""
 
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,15 @@ from bench.row import OURS
 class Telegrad(TorchApiPeer):
     name, about, module = OURS, "as it comes; TCP between network namespaces", "telegrad.rpc"
 
+    def __init__(self, *transports: str) -> None:
+        """By default those that it comes with; between network namespaces always TCP."""
+        self._transports = transports
+
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
         from telegrad.options import Options
 
-        return Options(rpc_timeout=TIMEOUT, **{"transports": ("tcp",)} if seat.places else {})
+        options = Options(rpc_timeout=TIMEOUT)
+        transports = ("tcp",) if seat.places else self._transports
+        if transports:
+            options.transports = transports
+        return options

@@ -8,8 +8,20 @@ from bench.rows.groups import GROUPS
 from bench.rows.networks import NETWORKS
 from bench.rows.startup import STARTUP
 from bench.rows.tensors import TENSORS
+from bench.rows.transports import TRANSPORTS
 
-FAMILIES: tuple[Family, ...] = (CALLS, THREADS, TENSORS, GROUPS, NETWORKS, AUTOGRAD, TRAINING, STARTUP, COSTS)
+FAMILIES: tuple[Family, ...] = (
+    CALLS,
+    THREADS,
+    TENSORS,
+    TRANSPORTS,
+    GROUPS,
+    NETWORKS,
+    AUTOGRAD,
+    TRAINING,
+    STARTUP,
+    COSTS,
+)
 ROWS: dict[str, Row] = {row.name: row for family in FAMILIES for row in family.rows}
 
 if len(ROWS) != sum(len(family.rows) for family in FAMILIES):

@@ -1,0 +1,49 @@
+"""What each of Telegrad's transports brings: the same calls over one of them at a time."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import functions
+from bench.groups import ask
+from bench.peers.base import Client, Peer
+from bench.peers.telegrad import Telegrad
+from bench.row import OURS, Family, Row, Samples, Take, timed
+from bench.rows.calls import PAIR, SERVER, right
+
+__all__ = ["TRANSPORTS"]
+
+MB = 1 << 20
+OURS_ALONE = {OURS: "", "": "this is about the transports of Telegrad"}
+VALUES: dict[str, Any] = {"int": 7, "2 floats": PAIR, "4 MB": torch.arange(MB, dtype=torch.float32)}
+
+
+def over(transport: str, value: Any, _: Peer, take: Take) -> Samples:
+    """The times of a call in a fresh group whose workers have this transport alone."""
+    return {"": ask(Telegrad(transport), 2, called, value, take)}
+
+
+def called(client: Client, value: Any, take: Take) -> list[float]:
+    call = client.caller(SERVER, functions.identity, value)
+    right(call(), value)
+    return take.loop(lambda: timed(call))
+
+
+TRANSPORTS = Family(
+    "transports",
+    "the transports of Telegrad, each alone",
+    tuple(
+        Row(
+            f"identity, {name}, over {transport}",
+            partial(over, transport, value),
+            workers=0,
+            repeats=100 if name == "4 MB" else 2000,
+            only=OURS_ALONE,
+            amount=2 * 4 * MB if name == "4 MB" else 0,
+            of="bytes" if name == "4 MB" else "",
+        )
+        for name, value in VALUES.items()
+        for transport in ("shm", "unix", "tcp")
+    ),
+)
