@@ -13,7 +13,7 @@
 namespace telegrad::test {
 namespace {
 
-std::optional<Credentials> nobody(int) { return std::nullopt; }
+constexpr SocketKind kNobody{.credentials = [](int) { return std::optional<Credentials>(); }};
 
 /// A stream link whose other end is a bare socket.
 struct Raw {
@@ -21,7 +21,7 @@ struct Raw {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
     socket = Descriptor(ends[0]);
-    link = std::make_unique<StreamLink>(Descriptor(ends[1]), "test", false, nobody);
+    link = std::make_unique<StreamLink>(Descriptor(ends[1]), "test", false, kNobody);
   }
   void write(std::string_view bytes) {
     while (!bytes.empty()) {

@@ -7,12 +7,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <new>
+#include <utility>
 
 namespace telegrad {
 namespace {
 
 constexpr std::size_t kBuffer = 64 << 10;
 constexpr std::uint64_t kTurn = 4 << 20;  // bytes of a message sent before other threads have their turn
+constexpr std::uint64_t kMuch = 1 << 20;
 constexpr int kVectors = 64;              // iovecs a sendmsg
 
 std::string reason(int error) { return std::generic_category().message(error); }
@@ -24,11 +26,10 @@ void forget_leases(Outgoing& m) {
 
 }  // namespace
 
-StreamLink::StreamLink(Descriptor socket, std::string description, bool connecting,
-                       std::optional<Credentials> (*credentials_of)(int fd))
+StreamLink::StreamLink(Descriptor socket, std::string description, bool connecting, const SocketKind& kind)
     : socket_(std::move(socket)),
       description_(std::move(description)),
-      credentials_of_(credentials_of),
+      kind_(kind),
       connecting_(connecting),
       buffer_(new std::byte[kBuffer]) {}
 
@@ -98,6 +99,7 @@ SendState StreamLink::send(Outgoing& m) {
       if (n > 0) m.sent = static_cast<std::uint64_t>(n);  // the loop below goes on, or finds out what is wrong
     }
     begin(m);
+    if (m.total >= kMuch && !std::exchange(sent_much_, true) && kind_.before_much) kind_.before_much(fd());
   }
   if (m.total == 0) m.total = m.prefix.size() + payload_in_frame(m);
   const std::uint64_t turn = m.sent + kTurn;

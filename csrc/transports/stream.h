@@ -9,11 +9,16 @@
 
 namespace telegrad {
 
+/// What links over one kind of socket do differently.
+struct SocketKind {
+  std::optional<Credentials> (*credentials)(int fd);  // who is at the other end
+  void (*before_much)(int fd) = nullptr;              // called once, before the first large message is sent
+};
+
 class StreamLink final : public Link {
  public:
-  /// `connecting`: the socket's connect() is still under way. `credentials_of`: who is at a socket's other end.
-  StreamLink(Descriptor socket, std::string description, bool connecting,
-             std::optional<Credentials> (*credentials_of)(int fd));
+  /// `connecting`: the socket's connect() is still under way.
+  StreamLink(Descriptor socket, std::string description, bool connecting, const SocketKind& kind);
   ~StreamLink() override;
 
   int fd() const override { return socket_.get(); }
@@ -24,7 +29,7 @@ class StreamLink final : public Link {
   void set_limits(const Limits& limits) override { reader_.set_limits(limits); }
   void close() override;
   std::string error() const override;
-  std::optional<Credentials> credentials() const override { return credentials_of_(socket_.get()); }
+  std::optional<Credentials> credentials() const override { return kind_.credentials(socket_.get()); }
   std::string describe() const override { return description_; }
 
  private:
@@ -35,7 +40,7 @@ class StreamLink final : public Link {
 
   Descriptor socket_;
   const std::string description_;
-  std::optional<Credentials> (*const credentials_of_)(int fd);
+  const SocketKind& kind_;
   std::atomic<bool> connecting_;
 
   mutable std::mutex error_mutex_;
@@ -45,6 +50,7 @@ class StreamLink final : public Link {
 
   // The sending thread's.
   bool send_broken_ = false;
+  bool sent_much_ = false;
   HeldFrames held_;
 
   FrameReader reader_;

@@ -1,13 +1,12 @@
-// Unix-domain and TCP sockets: how a stream link's socket comes to be.
+// Stream links over TCP: tcp:host:port, tcp:[v6]:port; port 0 lets the system choose.
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
 #include <cerrno>
-#include <cstring>
-#include <system_error>
 
+#include "transports/congestion.h"
 #include "transports/peer_user.h"
 #include "transports/stream.h"
 #include "transports/transports.h"
@@ -16,30 +15,25 @@
 namespace telegrad {
 namespace {
 
-constexpr int kSocketBuffer = 1 << 20;
 constexpr int kBacklog = 1024;
 
-void tune(int fd, bool tcp) {
+/// TCP sizes its own buffers better than we can.
+void tune(int fd) {
   const int on = 1;
-  const int buffer = kSocketBuffer;
-  // TCP sizes its own buffers better than we can; a Unix socket has one fixed size.
-  if (tcp) {
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  } else {
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
-  }
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-std::optional<Credentials> local_tcp_peer(int fd) {
+std::optional<Credentials> local_peer(int fd) {
   const auto user = user_of_local_peer(fd);
   if (!user) return std::nullopt;
   return Credentials{.pid = 0, .uid = *user};
 }
 
-class SocketListener final : public Listener {
+constexpr SocketKind kTcpSocket{.credentials = local_peer, .before_much = [](int fd) { suit_path(fd); }};
+
+class TcpListener final : public Listener {
  public:
-  SocketListener(Descriptor socket, std::string address, bool tcp)
-      : acceptor_(std::move(socket)), address_(std::move(address)), tcp_(tcp) {}
+  TcpListener(Descriptor socket, std::string address) : acceptor_(std::move(socket)), address_(std::move(address)) {}
 
   int fd() const override { return acceptor_.fd(); }
   std::string address() const override { return address_; }
@@ -47,32 +41,14 @@ class SocketListener final : public Listener {
   std::unique_ptr<Link> accept() override {
     Descriptor s = acceptor_.accept();
     if (!s) return nullptr;
-    tune(s.get(), tcp_);
-    return std::make_unique<StreamLink>(std::move(s), address_, false, tcp_ ? local_tcp_peer : unix_peer);
+    tune(s.get());
+    return std::make_unique<StreamLink>(std::move(s), address_, false, kTcpSocket);
   }
 
  private:
   Acceptor acceptor_;
   std::string address_;
-  bool tcp_;
 };
-
-// ---- unix:@name or unix:/path
-
-class UnixTransport final : public Transport {
- public:
-  std::unique_ptr<Listener> listen(const std::string& address) override {
-    return std::make_unique<SocketListener>(listen_unix(SOCK_STREAM, address), address, false);
-  }
-
-  std::unique_ptr<Link> connect(const std::string& address) override {
-    Descriptor s = connect_unix(SOCK_STREAM, address);
-    tune(s.get(), false);
-    return std::make_unique<StreamLink>(std::move(s), address, false, unix_peer);
-  }
-};
-
-// ---- tcp:host:port, tcp:[v6]:port; port 0 lets the system choose
 
 struct Resolved {
   addrinfo* list = nullptr;
@@ -90,9 +66,10 @@ class TcpTransport final : public Transport {
       Descriptor s = make_socket(a->ai_family, SOCK_STREAM, address);
       const int on = 1;
       setsockopt(s.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+      begin_unpaced(s.get());
       if (::bind(s.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(s.get(), kBacklog) == 0) {
         std::string bound = "tcp:" + local_name(s.get());
-        return std::make_unique<SocketListener>(std::move(s), std::move(bound), true);
+        return std::make_unique<TcpListener>(std::move(s), std::move(bound));
       }
       error = errno;
     }
@@ -103,10 +80,11 @@ class TcpTransport final : public Transport {
     // Only numeric addresses are published, so this never waits for a name server.
     Resolved r = resolve(address, AI_NUMERICHOST);
     Descriptor s = make_socket(r.list->ai_family, SOCK_STREAM, address);
-    tune(s.get(), true);
+    tune(s.get());
+    begin_unpaced(s.get());
     const bool at_once = ::connect(s.get(), r.list->ai_addr, r.list->ai_addrlen) == 0;
     if (!at_once && errno != EINPROGRESS) raise(errno, "cannot reach " + address);
-    return std::make_unique<StreamLink>(std::move(s), address, !at_once, local_tcp_peer);
+    return std::make_unique<StreamLink>(std::move(s), address, !at_once, kTcpSocket);
   }
 
  private:
@@ -140,11 +118,6 @@ class TcpTransport final : public Transport {
 };
 
 }  // namespace
-
-Transport* unix_transport() {
-  static UnixTransport t;
-  return &t;
-}
 
 Transport* tcp_transport() {
   static TcpTransport t;

@@ -1,0 +1,59 @@
+// TCP without pacing on short paths, and what the system says on long ones. Which that is depends on the machine.
+#include "transports/congestion.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <string>
+
+#include "tests/links.h"
+#include "transports/descriptor.h"
+
+namespace telegrad::test {
+namespace {
+
+std::string used_by(int socket) {
+  char name[17] = {};
+  socklen_t size = 16;
+  CHECK_EQ(getsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name, &size), 0);
+  return name;
+}
+
+std::string of_the_system() { return used_by(Descriptor(::socket(AF_INET, SOCK_STREAM, 0)).get()); }
+
+CASE(what_paces) {
+  for (const char* name : {"bbr", "bbr2", "bbr3"}) CHECK(paces(name));
+  for (const char* name : {"cubic", "reno", "dctcp", ""}) CHECK(!paces(name));
+}
+
+CASE(both_ends_of_a_fresh_link_send_without_pacing) {
+  const std::string system = of_the_system();
+  Ends e("tcp");
+  for (const Link* link : {e.a.get(), e.b.get()}) {
+    const std::string used = used_by(link->fd());
+    CHECK(!paces(used));
+    if (!paces(system)) CHECK_EQ(used, system);  // then it is left alone
+  }
+}
+
+CASE(a_long_path_gets_what_the_system_says) {
+  Ends e("tcp");
+  const std::string before = used_by(e.a->fd());
+  suit_path(e.a->fd(), kShortPath);
+  CHECK_EQ(used_by(e.a->fd()), before);
+  suit_path(e.a->fd(), kShortPath + 1);
+  CHECK_EQ(used_by(e.a->fd()), of_the_system());
+}
+
+CASE(loopback_is_short) {
+  Ends e("tcp");
+  const std::string before = used_by(e.a->fd());
+  Collector inbox;
+  Random random(1);
+  send_whole(*e.a, random_message(random, 10, {3 << 20}), *e.b, inbox);
+  CHECK_EQ(used_by(e.a->fd()), before);
+}
+
+}  // namespace
+}  // namespace telegrad::test
