@@ -93,7 +93,7 @@ std::optional<nb::tuple> next(Engine& e, PoolThread& self) {
 void construct(Engine* self, int id, const std::string& name, std::uint64_t incarnation, const std::string& group,
                const nb::bytes& secret, Nanos spin, std::size_t handlers, std::int64_t window, std::size_t pool_cache,
                Nanos handshake_timeout, Nanos connect_timeout, std::uint64_t max_body, std::uint64_t max_message,
-               std::uint64_t shared_memory, bool check_uid) {
+               std::uint64_t shared_memory, std::uint32_t lanes, bool check_uid) {
   Settings s;
   s.credo.me = {.id = id, .name = name, .incarnation = incarnation};
   s.credo.group = group;
@@ -107,6 +107,7 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
   s.limits.body = max_body;
   s.limits.message = max_message;
   s.limits.lent = shared_memory;
+  s.credo.lanes = lanes;
   s.check_uid = check_uid;
   new (self) Engine(std::move(s));
 }
@@ -129,6 +130,7 @@ nb::dict stats(const Engine& e) {
   d["running_handlers"] = s.running_handlers;
   d["running_requests"] = s.running_requests;
   d["connections"] = s.connections;
+  d["lanes"] = s.lanes;
   d["requests"] = s.requests;
   d["replies"] = s.replies;
   d["sent_messages"] = s.sent_messages;
@@ -176,7 +178,7 @@ void init_engine(nb::module_& m) {
                      "time-out of 0 is infinite.")
       .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
            "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "max_body"_a,
-           "max_message"_a, "shared_memory"_a, "check_uid"_a)
+           "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a)
       .def("listen", &Engine::listen, "address"_a, "Listens on an address; returns what peers connect to.")
       .def(
           "set_peer",

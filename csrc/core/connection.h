@@ -38,6 +38,9 @@ class Burst {
   int length_ = 0;
 };
 
+struct Connection;
+using ConnectionPtr = std::shared_ptr<Connection>;
+
 struct Connection {
   enum class State { kHandshaking, kOpen, kDead };
 
@@ -52,6 +55,7 @@ struct Connection {
   bool awake = false;  // see Link::stay_awake
   Handshake handshake;
   const bool initiator;
+  bool has_asked_for_lanes = false;
   std::atomic<bool> goodbye = false;  // the peer has said that it ends
   std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
 
@@ -60,8 +64,9 @@ struct Connection {
 
   // Under the engine's mutex.
   Nanos handshake_deadline = kNever;
-  bool late = false;    // it has not met that
-  bool opened = false;  // it has been a link to `peer`, whatever the state is now
+  bool late = false;      // it has not met that
+  bool opened = false;    // it has been a link to `peer`, whatever the state is now
+  ConnectionPtr lane_of;  // what an initiated lane is for
 
   // Sending, under send_mutex. Messages leave in the order of the queue; `flushed` counts those that have left.
   std::mutex send_mutex;
@@ -91,7 +96,5 @@ struct Departure {
   std::uint64_t ticket = 0;
   bool gone = false;  // it has left, or been dropped
 };
-
-using ConnectionPtr = std::shared_ptr<Connection>;
 
 }  // namespace telegrad

@@ -123,6 +123,7 @@ EngineStats Engine::stats() const {
   s.running_handlers = running_;
   s.running_requests = running_requests_;
   s.connections = connections_.size();
+  for (const auto& [token, c] : connections_) s.lanes += c->link->lanes();
   s.requests = requests_;
   s.replies = replies_;
   s.sent_messages = sent_messages_;
@@ -145,7 +146,9 @@ void Engine::after_fork_in_parent() {
 /// threads of the parent had in their hands is left alone, for it may be half done: links and their locks, threads and
 /// their stacks.
 void Engine::after_fork_in_child() {
-  for (auto& [token, c] : connections_) ::close(c->link->fd());
+  for (auto& [token, c] : connections_) {
+    for (const int fd : c->link->descriptors()) ::close(fd);
+  }
   for (auto& [token, l] : listeners_) ::close(l->fd());
   for (Descriptor* d : {&inner_, &outer_, &kick_, &park_bell_, &timer_, &nudge_}) ::close(d->release());
   struct Abandoned {  // never destroyed

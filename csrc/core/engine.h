@@ -113,7 +113,7 @@ struct PoolThread {
 
 struct EngineStats {
   std::size_t pending_calls = 0, queued_requests = 0, pool_threads = 0, running_handlers = 0, running_requests = 0,
-              connections = 0;
+              connections = 0, lanes = 0;
   std::uint64_t requests = 0, replies = 0, sent_messages = 0, received_messages = 0;
   PoolStats memory;
 };
@@ -247,6 +247,12 @@ class Engine {
   void expire_handshakes(Lock& lock, Nanos at);
   void remind(Nanos at);
 
+  // engine_lanes.cc
+  void widen(const ConnectionPtr& c);
+  void open_lane(const ConnectionPtr& c);
+  void join_lane(const ConnectionPtr& lane);
+  static std::unique_ptr<Outgoing> frame(const Handshake::Step& step);
+
   // engine_send.cc
   enum class Sent { kGone, kQueued, kBroken };
   struct Passage {     // how a message goes, and where it has got to
@@ -329,13 +335,15 @@ class Engine {
 
   // Descriptors.
   static constexpr std::uint64_t kKickToken = 1, kInnerToken = 2, kParkToken = 3, kNudgeToken = 4, kFirstToken = 16;
+  static constexpr std::uint64_t kLanes = std::uint64_t{1} << 63;  // with a link's token: its `lanes_fd`
   Descriptor inner_, outer_, kick_, park_bell_, timer_, nudge_;
   std::atomic<bool> nudged_ = false;
   std::uint64_t next_token_ = kFirstToken;  // links and listeners
   std::unordered_map<std::uint64_t, ConnectionPtr> connections_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Listener>> listeners_;
-  std::size_t strangers_ = 0;  // connections that have not authenticated
-  Nanos refusals_since_ = 0;   // strangers that were refused, and how many of them have been logged
+  std::vector<ConnectionPtr> widened_;  // links that have got a lane, to be looked at; the polling thread's
+  std::size_t strangers_ = 0;           // connections that have not authenticated
+  Nanos refusals_since_ = 0;            // strangers that were refused, and how many of them have been logged
   std::size_t refusals_ = 0;
   Nanos handshakes_at_ = kNever;  // when a handshake or a retry is due
 

@@ -28,19 +28,6 @@ bool passing(const std::string& why) {
                                     [&](int error) { return why.ends_with(std::generic_category().message(error)); });
 }
 
-std::unique_ptr<Outgoing> frame(const Handshake::Step& step) {
-  auto m = std::make_unique<Outgoing>();
-  m->header.type = *step.send;
-  struct Text final : Keep {
-    std::string text;
-  };
-  auto keep = std::make_unique<Text>();
-  keep->text = step.body;
-  m->body = keep->text;
-  m->keep = std::move(keep);
-  return m;
-}
-
 }  // namespace
 
 void Engine::set_peer(PeerAddress address) {
@@ -221,6 +208,7 @@ void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vi
     if (transmit(c, frame(step)) == Sent::kBroken) return;
   }
   if (!step.failed.empty()) return lost(c, step.failed);
+  if (step.open && c->handshake.for_lane()) return join_lane(c);
   if (step.open) opened(c);  // after the welcome has gone: it must come first on the link
 }
 
@@ -336,7 +324,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
   {
     Lock lock(mutex_);
     const bool was_open = c->opened;
-    epoll_ctl(inner_.get(), EPOLL_CTL_DEL, c->link->fd(), nullptr);
+    for (const int fd : {c->link->fd(), c->link->lanes_fd()}) epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr);
     if (!was_open) --strangers_;
     const bool may_be_there = c->late || passing(why);
     const bool gone = why.empty() || why == std::generic_category().message(ECONNRESET);
@@ -348,6 +336,8 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
       if (!c->initiator) {
         // One that only came and went (it may have been shut down meanwhile) is not worth a line.
         if (!stopping() && !gone) log_refusal(*c, why);
+      } else if (c->lane_of) {
+        if (!stopping()) log("no further lane to " + c->link->describe() + ": " + why);
       } else if (found != peers_.end()) {
         Peer& peer = found->second;
         peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;

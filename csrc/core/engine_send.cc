@@ -103,9 +103,10 @@ Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Out
   if (p.own) {
     if (auto spent = own_memory(*m)) p.spent = std::move(spent);
   }
+  const bool first = c->queue.empty();
   c->queue.push_back(std::move(m));
   p.ticket = ++c->queued;
-  watch_writable(*c, true);
+  if (first) watch_writable(*c, c->link->waits_for_fd());
   return Sent::kQueued;
 }
 
@@ -134,6 +135,7 @@ void Engine::flush(const ConnectionPtr& c) {
   {
     std::lock_guard lock(c->send_mutex);
     const bool held = c->link->release() == SendState::kBlocked;
+    bool waits_for_fd = true;
     while (!held && !c->queue.empty()) {
       const std::uint64_t before = c->queue.front()->sent;
       const SendState state = c->link->send(*c->queue.front());
@@ -141,13 +143,15 @@ void Engine::flush(const ConnectionPtr& c) {
         c->progress.fetch_add(1, std::memory_order_relaxed);
         c->stalled.store(false, std::memory_order_relaxed);
       }
+      if (state == SendState::kBlocked) waits_for_fd = c->link->waits_for_fd();
       if (state != SendState::kSent) break;  // if broken, the reader will hear of it
       gone.push_back(std::move(c->queue.front()));
       c->queue.pop_front();
       c->flushed.fetch_add(1, std::memory_order_release);
     }
-    if (!held && c->queue.empty()) watch_writable(*c, false);
+    watch_writable(*c, held || (!c->queue.empty() && waits_for_fd));
   }
+  widen(c);
   if (!gone.empty()) {
     std::lock_guard lock(mutex_);
     ring_progress();

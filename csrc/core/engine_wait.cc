@@ -2,6 +2,7 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "core/bells.h"
 #include "core/engine.h"
@@ -10,6 +11,7 @@ namespace telegrad {
 namespace {
 
 constexpr Nanos kSlice = kSecond;            // a sleep that a signal may have to end is at most this long
+constexpr std::size_t kMuch = 1 << 20;       // bytes of a tensor that may make lanes worth while
 constexpr std::size_t kBudget = 4 << 20;     // bytes read from one link before the others have their turn
 constexpr std::uint32_t kHotTurns = 16;      // looks at the last busy link alone, before the others are looked at too
 constexpr std::uint32_t kGlances = 128;      // looks at links that are awake, before the others are looked at too
@@ -147,7 +149,11 @@ bool Engine::read_from(const ConnectionPtr& c) {
     Arrivals(Engine& engine, const ConnectionPtr& c) : engine_(engine), c_(c) {}
     BlockPtr allocate(std::size_t size) override { return engine_.pool_->allocate(size); }
     BlockPtr take_over(BlockPtr lent) override { return engine_.pool_->count(std::move(lent)); }
-    void deliver(Incoming&& m) override { engine_.on_message(c_, std::move(m)); }
+    void deliver(Incoming&& m) override {
+      large = large || (!m.segments.empty() && m.segments.back()->size() >= kMuch);
+      engine_.on_message(c_, std::move(m));
+    }
+    bool large = false;
 
    private:
     Engine& engine_;
@@ -157,10 +163,12 @@ bool Engine::read_from(const ConnectionPtr& c) {
   Arrivals arrivals(*this, c);
   const ReceiveState state = c->link->receive(arrivals, kBudget);
   take_in_answers(c);
+  for (const ConnectionPtr& other : std::exchange(widened_, {})) read_from(other);  // what came right behind a lane
   if (state == ReceiveState::kBroken) {
     lost(c, c->link->error());
     return true;
   }
+  if (arrivals.large) widen(c);
   if (arrivals_ == before) return false;
   if (!c->awake) stay_awake(c);
   return true;
@@ -225,9 +233,10 @@ bool Engine::look(int timeout_ms) {
     }
     ConnectionPtr c;
     std::shared_ptr<Listener> listener;
+    const bool lanes = token & kLanes;
     {
       std::lock_guard lock(mutex_);
-      if (auto found = connections_.find(token); found != connections_.end()) {
+      if (auto found = connections_.find(token & ~kLanes); found != connections_.end()) {
         c = found->second;
       } else if (auto l = listeners_.find(token); l != listeners_.end()) {
         listener = l->second;
@@ -235,7 +244,8 @@ bool Engine::look(int timeout_ms) {
     }
     if (listener) accept_from(*listener);
     if (!c) continue;
-    if (events[i].events & EPOLLOUT) flush(c);
+    if (lanes) c->link->look_at_lanes();
+    if (lanes || events[i].events & EPOLLOUT) flush(c);
     if (events[i].events & ~static_cast<std::uint32_t>(EPOLLOUT)) {
       if (read_from(c)) hot_ = c;
     }

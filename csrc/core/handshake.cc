@@ -2,8 +2,10 @@
 
 #include <sys/random.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "core/sha256.h"
 
@@ -107,17 +109,26 @@ constexpr std::string_view kWrongSecret = "the group's secret does not match";
 
 }  // namespace
 
-Handshake Handshake::initiate(const Credo& credo, const Identity& target) {
+Handshake Handshake::initiate(const Credo& credo, const Identity& target, std::string session) {
   Handshake h(credo);
   h.peer_ = target;
+  h.for_lane_ = !session.empty();
+  h.session_ = std::move(session);
   return h;
 }
 
 Handshake Handshake::accept(const Credo& credo) { return Handshake(credo); }
 
 Handshake::Step Handshake::begin() {
-  hello_ =
-      Writer().number(kProtocolVersion).text(credo_->group).identity(credo_->me).identity(peer_).text(nonce()).done();
+  hello_ = Writer()
+               .number(kProtocolVersion)
+               .text(credo_->group)
+               .identity(credo_->me)
+               .identity(peer_)
+               .text(nonce())
+               .number(credo_->lanes)
+               .text(session_)
+               .done();
   state_ = State::kSentHello;
   return {.send = FrameType::kHello, .body = hello_};
 }
@@ -130,7 +141,7 @@ Handshake::Step Handshake::on_frame(FrameType type, std::string_view body) {
   if (state_ == State::kSentHello && type == FrameType::kChallenge) return on_challenge(body);
   if (state_ == State::kSentChallenge && type == FrameType::kProof) return on_proof(body);
   if (state_ == State::kSentProof && type == FrameType::kWelcome) {
-    state_ = State::kOpen;
+    open();
     return {.open = true};
   }
   return fail("a frame out of order in the handshake (type " + std::to_string(static_cast<int>(type)) + ")");
@@ -147,6 +158,9 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   peer_ = in.identity();
   const Identity wanted = in.identity();
   const std::string their_nonce = in.text();
+  lanes_ = std::min(in.number<std::uint32_t>(), credo_->lanes);
+  session_ = in.text();
+  for_lane_ = !session_.empty();
   if (!in.finished() || their_nonce.size() != kNonce) return refuse("a malformed greeting");
   if (group != credo_->group) return refuse("this worker belongs to another group");
   if (wanted.id != credo_->me.id || wanted.name != credo_->me.name ||
@@ -155,7 +169,7 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
                   credo_->me.name + " (id " + std::to_string(credo_->me.id) + ")");
   }
   hello_ = body;
-  const std::string mine = Writer().identity(credo_->me).text(nonce()).done();
+  const std::string mine = Writer().identity(credo_->me).text(nonce()).number(credo_->lanes).done();
   transcript_ = Writer().text(hello_).text(mine).done();
   state_ = State::kSentChallenge;
   return {.send = FrameType::kChallenge, .body = Writer().text(mine).text(mac("acceptor", transcript_)).done()};
@@ -168,6 +182,7 @@ Handshake::Step Handshake::on_challenge(std::string_view body) {
   Reader who(theirs);
   const Identity peer = who.identity();
   const std::string their_nonce = who.text();
+  lanes_ = std::min(who.number<std::uint32_t>(), credo_->lanes);
   if (!in.finished() || !who.finished() || their_nonce.size() != kNonce) return refuse("a malformed challenge");
   transcript_ = Writer().text(hello_).text(theirs).done();
   if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse(std::string(kWrongSecret));
@@ -184,8 +199,13 @@ Handshake::Step Handshake::on_proof(std::string_view body) {
   const std::string proof = in.text();
   if (!in.finished()) return refuse("a malformed proof");
   if (!equal_in_constant_time(proof, mac("initiator", transcript_))) return refuse(std::string(kWrongSecret));
-  state_ = State::kOpen;
+  open();
   return {.send = FrameType::kWelcome, .open = true};
+}
+
+void Handshake::open() {
+  state_ = State::kOpen;
+  if (!for_lane_) session_ = mac("session", transcript_);
 }
 
 Handshake::Step Handshake::refuse(std::string why) {

@@ -14,9 +14,12 @@ std::unique_ptr<Keep> own_memory(Outgoing& m) {
   };
   if (m.owned || m.segments.empty()) return nullptr;
   const bool begun = !m.prefix.empty();
-  const bool leased = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
-  // What has left of body and segments need not be copied; where leases leave in their place, it is not known.
-  std::uint64_t gone = begun && !leased && m.sent > m.prefix.size() ? m.sent - m.prefix.size() : 0;
+  const bool lent = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
+  const bool leased = lent && !m.scattered;
+  // What has left of body and segments need not be copied; where leases leave in their place, or pieces, it is not
+  // known.
+  const bool whole = leased || m.scattered;
+  std::uint64_t gone = begun && !whole && m.sent > m.prefix.size() ? m.sent - m.prefix.size() : 0;
   const std::uint64_t size = (begun ? 0 : m.name.size()) + m.payload_size() - gone;
   auto copy = std::make_unique<Copy>();
   copy->bytes.reset(new (std::nothrow) std::byte[size]);
@@ -41,14 +44,14 @@ std::unique_ptr<Keep> own_memory(Outgoing& m) {
   segments.reserve(m.segments.size());
   for (const OutSegment& s : m.segments) {
     const auto [data, n] = rest(s.data, s.size);
-    if (s.lease != 0) {
+    if (s.lease != 0 && leased) {
       segments.push_back(s);
-    } else if (n > 0 || !begun || leased) {
-      segments.push_back({copied(data, n), n});
+    } else if (n > 0 || !begun || whole) {
+      segments.push_back({copied(data, n), n, s.lease});
     }
   }
   m.segments = std::move(segments);
-  if (!leased) m.sent = std::min<std::uint64_t>(m.sent, m.prefix.size());
+  if (!whole) m.sent = std::min<std::uint64_t>(m.sent, m.prefix.size());
   m.segment = 0;
   m.passed = m.total = 0;
   m.owned = true;

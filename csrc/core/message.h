@@ -21,7 +21,7 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 1;
+inline constexpr std::uint32_t kProtocolVersion = 2;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: who I am, whom I want, a nonce
@@ -34,6 +34,7 @@ enum class FrameType : std::uint8_t {
   kOneway = 18,   // never answered
   kCredit = 19,   // carries nothing but `credit`, and as call_id the window of a sender that waits
   kGoodbye = 20,  // orderly end: what follows is end of stream
+  kPiece = 21,    // a part of a message that is spread over several lanes; see transports/lanes.h
 };
 
 inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
@@ -55,7 +56,7 @@ struct FrameHeader {
   std::uint32_t segment_count = 0;
   std::uint32_t reserved = 0;
   std::uint64_t call_id = 0;
-  std::int64_t timeout = 0;  // requests: nanoseconds left; 0: no limit
+  std::int64_t timeout = 0;  // requests: nanoseconds left; 0: no limit. Pieces: where in the message they belong
   std::uint64_t credit = 0;  // request bytes taken up by the sender of this frame since its last frame
 };
 static_assert(sizeof(FrameHeader) == 56);
@@ -104,6 +105,7 @@ struct Outgoing {
   std::vector<OutSegment> segments;
   std::unique_ptr<Keep> keep;
   bool owned = false;                    // nobody else can change its bytes: see `own_memory`
+  bool scattered = false;                // by the link: its segments leave in pieces, in no order
   std::shared_ptr<Departure> departure;  // told what becomes of a message that waits for its link
 
   // Owned by the link that sends it: how many bytes have left, of the prefix, the body and the segments in that order.

@@ -27,6 +27,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/clock.h"
 #include "core/message.h"
@@ -116,6 +117,30 @@ class Link {
   /// From now on `fd` tells of everything again, as it does at first. False: there is a message now, and the link stays
   /// awake.
   virtual bool fall_asleep() { return true; }
+
+  /// Lanes: more connections to the same end, over which a link may spread large messages. Does it want some now? The
+  /// engine asks, once in a while, at the end that has connected; it makes them as it makes links, handshake and all,
+  /// so that a lane is from whom it says it is, and gives them to the links at both ends. Called by who receives, as
+  /// the next three.
+  virtual bool wants_lanes() const { return false; }
+
+  /// Takes a link to the same end, of the same transport, which nobody else uses from now on. A lane that breaks breaks
+  /// the link. False: it is not taken, for the link is closed, or has no use for it.
+  virtual bool add_lane([[maybe_unused]] std::shared_ptr<Link> lane) { return false; }
+
+  /// How many it has.
+  virtual std::size_t lanes() const { return 0; }
+
+  /// One more descriptor, from the first lane on: it polls readable when `receive` has something to do that `fd` does
+  /// not tell of, or `send` after kBlocked. -1: there is none. Who finds it readable calls `look_at_lanes` first.
+  virtual int lanes_fd() const { return -1; }
+  virtual void look_at_lanes() {}
+
+  /// After kBlocked: does `fd` tell when to send on? Else `lanes_fd` does.
+  virtual bool waits_for_fd() const { return true; }
+
+  /// Every descriptor of the link, for a forked child to close.
+  virtual std::vector<int> descriptors() const { return {fd()}; }
 
   /// What a frame may be from now on. Called from inside `Inbox::deliver` or before the first `receive`.
   virtual void set_limits(const Limits& limits) = 0;

@@ -73,6 +73,35 @@ CASE(members_pass_and_know_each_other) {
   CHECK_EQ(t.bob.peer().incarnation, 11u);
 }
 
+/// Both ends call the link the same, and no other link is called that.
+CASE(links_have_names_that_lanes_ask_for) {
+  Credo alice_credo = credo(kAlice), bob_credo = credo(kBob);
+  alice_credo.lanes = 4;
+  bob_credo.lanes = 3;
+  Talk link(alice_credo, bob_credo), another(alice_credo, bob_credo);
+  run(link);
+  run(another);
+  CHECK_EQ(link.alice.session().size(), 32u);
+  CHECK_EQ(link.alice.session(), link.bob.session());
+  CHECK(link.alice.session() != another.alice.session());
+  CHECK(!link.alice.for_lane() && !link.bob.for_lane());
+  CHECK_EQ(link.alice.lanes(), 3u);
+  CHECK_EQ(link.bob.lanes(), 3u);
+
+  Talk lane(alice_credo, bob_credo);
+  lane.alice = Handshake::initiate(lane.alice_credo, kBob, link.alice.session());
+  CHECK(run(lane) == std::pair<std::string, std::string>("open", "open"));
+  CHECK(lane.alice.for_lane() && lane.bob.for_lane());
+  CHECK_EQ(lane.bob.session(), link.bob.session());
+
+  Talk changed(alice_credo, bob_credo);  // on the way: to be a lane of another link
+  changed.alice = Handshake::initiate(changed.alice_credo, kBob, link.alice.session());
+  Frame hello = frame_of(changed.alice.begin());
+  hello.body.back() = static_cast<char>(hello.body.back() ^ 1);
+  const Frame challenge = frame_of(changed.bob.on_frame(hello.type, hello.body));
+  check_failed(changed.alice.on_frame(challenge.type, challenge.body), "secret does not match");
+}
+
 CASE(frames_of_the_handshake_fit_a_strangers_limits) {
   const std::string longest(127, 'n');
   Identity a{.id = 32767, .name = longest, .incarnation = UINT64_MAX}, b = a;
@@ -175,7 +204,8 @@ CASE(a_member_in_place_of_another) {
   auto number = [](auto n) { return std::string(reinterpret_cast<const char*>(&n), sizeof n); };
   auto text = [&](const std::string& s) { return number(static_cast<std::uint32_t>(s.size())) + s; };
   auto answer = [&](const Identity& me, const std::string& hello) {
-    const std::string mine = number(me.id) + text(me.name) + number(me.incarnation) + text(std::string(32, 'n'));
+    const std::string mine =
+        number(me.id) + text(me.name) + number(me.incarnation) + text(std::string(32, 'n')) + number(std::uint32_t{1});
     return text(mine) + text(hmac_sha256("secret", "acceptor" + text(hello) + text(mine)));
   };
   Talk t;

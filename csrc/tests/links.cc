@@ -1,8 +1,13 @@
 #include "tests/links.h"
 
+#include <sys/epoll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <tuple>
+
+#include "transports/lanes.h"
 
 namespace telegrad::test {
 
@@ -68,7 +73,7 @@ BlockPtr Collector::allocate(std::size_t size) {
 
 std::string fresh_address(const std::string& scheme) {
   static std::atomic<int> count = 0;
-  if (scheme == "tcp") return "tcp:127.0.0.1:0";
+  if (scheme == "tcp" || scheme == "lanes") return "tcp:127.0.0.1:0";
   const std::string name = "telegrad-test-" + std::to_string(getpid()) + "-" + std::to_string(++count);
   return scheme + (scheme == "inproc" ? ":" : ":@") + name;
 }
@@ -81,15 +86,85 @@ bool polls(int fd, short events, int timeout_ms) {
   }
 }
 
+namespace {
+
+/// Does one of its lanes tell of that?
+bool lanes_tell(const Link& link, short events) {
+  epoll_event found[16];
+  const int n = link.lanes_fd() < 0 ? 0 : epoll_wait(link.lanes_fd(), found, 16, 0);
+  return std::any_of(found, found + std::max(n, 0), [&](const epoll_event& e) {
+    const bool takes = e.events & EPOLLOUT, has = e.events & ~static_cast<std::uint32_t>(EPOLLOUT);
+    return (takes && (events & POLLOUT)) || (has && (events & POLLIN));
+  });
+}
+
+}  // namespace
+
+bool polls(const Link& link, short events, int timeout_ms) {
+  const Nanos until = timeout_ms < 0 ? kNever : now() + timeout_ms * kMillisecond;
+  do {
+    // Its lanes may tell all the time of something else: they are looked at in between.
+    const int slice = link.lanes_fd() < 0 ? timeout_ms : std::min(timeout_ms < 0 ? 1 : timeout_ms, 1);
+    const bool lanes_only = events & POLLOUT && !link.waits_for_fd();
+    const short wanted = lanes_only ? static_cast<short>(events & ~POLLOUT) : events;
+    if (polls(link.fd(), wanted, slice) || lanes_tell(link, events)) return true;
+  } while (now() < until);
+  return false;
+}
+
+void wait_for_either(const Link& from, const Link& to) {
+  const short writable = from.waits_for_fd() ? POLLOUT : 0;
+  pollfd p[4] = {{.fd = from.fd(), .events = writable, .revents = 0},
+                 {.fd = from.lanes_fd(), .events = POLLIN, .revents = 0},
+                 {.fd = to.fd(), .events = POLLIN, .revents = 0},
+                 {.fd = to.lanes_fd(), .events = POLLIN, .revents = 0}};
+  ::poll(p, 4, -1);
+}
+
+ReceiveState receive(Link& link, Inbox& inbox, std::size_t budget) {
+  link.look_at_lanes();
+  return link.receive(inbox, budget);
+}
+
 Ends::Ends(const std::string& scheme) {
   const std::string address = fresh_address(scheme);
   Transport* transport = find_transport(address);
   CHECK(transport != nullptr);
   listener = transport->listen(address);
+  if (scheme == "lanes") {
+    connect_lanes();
+    return;
+  }
   a = transport->connect(listener->address());
   while (!b) {
     CHECK(readable(listener->fd()));
     b = listener->accept();
+  }
+}
+
+void Ends::connect_lanes() {
+  static constexpr SocketKind kKind{.credentials = [](int) { return std::optional<Credentials>(); }};
+  constexpr Spread kAll{.message = 1, .segment = 1, .piece = 50'000, .measured = false};
+  auto both = [&] {
+    auto out = find_transport("tcp:")->connect(listener->address());
+    std::unique_ptr<Link> in;
+    do {
+      readable(listener->fd());
+      in = listener->accept();
+    } while (!in);
+    const Message m;
+    Outgoing hello = m.outgoing();
+    while (out->send(hello) == SendState::kBlocked) writable(out->fd());  // it is connected
+    Collector inbox;
+    receive_until(*in, inbox, 1);
+    return std::pair{std::make_unique<LanedLink>(Descriptor(dup(out->fd())), "lanes", false, kKind, kAll),
+                     std::make_unique<LanedLink>(Descriptor(dup(in->fd())), "lanes", false, kKind, kAll)};
+  };
+  std::tie(a, b) = both();
+  for (int i = 0; i < 3; ++i) {
+    auto [at_a, at_b] = both();
+    CHECK(a->add_lane(std::move(at_a)));
+    CHECK(b->add_lane(std::move(at_b)));
   }
 }
 
@@ -99,16 +174,15 @@ void send_whole(Link& from, const Message& message, Link& to, Collector& inbox) 
     const SendState state = from.send(m);
     if (state == SendState::kSent) return;
     if (state == SendState::kBroken) fail(__FILE__, __LINE__, "a send failed: " + from.error());
-    pollfd p[2] = {{.fd = from.fd(), .events = POLLOUT, .revents = 0}, {.fd = to.fd(), .events = POLLIN, .revents = 0}};
-    ::poll(p, 2, -1);
-    if (p[1].revents) CHECK(to.receive(inbox, kAnyBudget) != ReceiveState::kBroken);
+    wait_for_either(from, to);
+    if (readable(to, 0)) CHECK(receive(to, inbox, kAnyBudget) != ReceiveState::kBroken);
   }
 }
 
 void receive_until(Link& link, Collector& inbox, std::size_t count) {
   while (inbox.messages.size() < count) {
-    readable(link.fd());
-    if (link.receive(inbox, kAnyBudget) == ReceiveState::kBroken) {
+    readable(link);
+    if (receive(link, inbox, kAnyBudget) == ReceiveState::kBroken) {
       CHECK_EQ(link.error() + std::to_string(inbox.messages.size()) + " messages", std::to_string(count));
     }
   }
@@ -116,8 +190,8 @@ void receive_until(Link& link, Collector& inbox, std::size_t count) {
 
 void receive_until_broken(Link& link, Collector& inbox) {
   do {
-    readable(link.fd());
-  } while (link.receive(inbox, kAnyBudget) != ReceiveState::kBroken);
+    readable(link);
+  } while (receive(link, inbox, kAnyBudget) != ReceiveState::kBroken);
 }
 
 Clogged clog(Link& link, std::size_t size) {
@@ -131,7 +205,7 @@ Clogged clog(Link& link, std::size_t size) {
     SendState state;
     // The kernel may still be moving bytes towards the reader: blocked is what stays blocked.
     for (int turn = 0; (state = link.send(*c.sent.back())) == SendState::kBlocked; ++turn) {
-      if (!writable(link.fd(), 20)) return c;
+      if (!writable(link, 20)) return c;
       CHECK(turn < 1000);  // it says it is writable, and is not
     }
     CHECK(state == SendState::kSent);

@@ -49,11 +49,24 @@ bool polls(int fd, short events, int timeout_ms);
 inline bool readable(int fd, int timeout_ms = -1) { return polls(fd, POLLIN, timeout_ms); }
 inline bool writable(int fd, int timeout_ms = -1) { return polls(fd, POLLOUT, timeout_ms); }
 
-/// Two ends of one link; `a` has connected, `b` was accepted.
+/// The same of a link, all of its descriptors taken together.
+bool polls(const Link& link, short events, int timeout_ms);
+inline bool readable(const Link& link, int timeout_ms = -1) { return polls(link, POLLIN, timeout_ms); }
+inline bool writable(const Link& link, int timeout_ms = -1) { return polls(link, POLLOUT, timeout_ms); }
+/// Waits until one end can send on or the other has something to receive.
+void wait_for_either(const Link& from, const Link& to);
+/// Reads what is there, over lanes too.
+ReceiveState receive(Link& link, Inbox& inbox, std::size_t budget);
+
+/// Two ends of one link; `a` has connected, `b` was accepted. The scheme "lanes" is tcp with lanes, over which the
+/// segments of all messages are spread in small pieces.
 struct Ends {
   explicit Ends(const std::string& scheme);
   std::unique_ptr<Listener> listener;
   std::unique_ptr<Link> a, b;
+
+ private:
+  void connect_lanes();
 };
 
 constexpr std::size_t kAnyBudget = std::size_t{1} << 20;

@@ -86,11 +86,11 @@ void both_ways_in_order(Scheme scheme) {
       Outgoing out = m.outgoing();
       SendState state;
       while ((state = mine.send(out)) == SendState::kBlocked) {
-        mine.receive(inbox, kAnyBudget);
-        if (!polls(mine.fd(), POLLIN | POLLOUT, -1)) break;
+        receive(mine, inbox, kAnyBudget);
+        if (!polls(mine, POLLIN | POLLOUT, -1)) break;
       }
       CHECK(state == SendState::kSent);
-      if (++i % 64 == 0) mine.receive(inbox, kAnyBudget);
+      if (++i % 64 == 0) receive(mine, inbox, kAnyBudget);
     }
     receive_until(mine, inbox, static_cast<std::size_t>(count));
   };
@@ -130,7 +130,7 @@ void sends_while_it_receives(Scheme scheme) {
   auto send = [&](Link& link) {
     for (const Message& m : sent) {
       Outgoing out = m.outgoing();
-      while (link.send(out) == SendState::kBlocked) writable(link.fd());
+      while (link.send(out) == SendState::kBlocked) writable(link);
     }
   };
   Collector at_a, at_b;
@@ -163,7 +163,7 @@ void held_messages_leave_in_order(Scheme scheme) {
   auto send = [&](std::size_t i) { send_whole(*e.a, sent[i], *e.b, inbox); };
   hold(0);
   hold(1);
-  CHECK(!polls(e.b->fd(), POLLIN, 0));
+  CHECK(!readable(*e.b, 0));
   send(2);  // takes them along
   send(3);
   hold(4);
@@ -216,7 +216,7 @@ void held_messages_wait_for_a_peer_that_does_not_read(Scheme scheme) {
   } while (e.a->release() == SendState::kSent);
   Outgoing out = last.outgoing();
   CHECK(e.a->send(out) == SendState::kBlocked);
-  while (e.a->send(out) == SendState::kBlocked) e.b->receive(inbox, kAnyBudget);
+  while (e.a->send(out) == SendState::kBlocked) receive(*e.b, inbox, kAnyBudget);
   receive_until(*e.b, inbox, count + 1);
   for (std::size_t i = 0; i < count; ++i) check_same(small, inbox.messages[i]);
   check_same(last, inbox.messages[count]);
@@ -229,8 +229,8 @@ std::optional<Lent> lend(Ends& e, std::size_t size) {
   for (int turn = 0; turn < 20; ++turn) {
     if (auto lent = e.a->lend(size)) return lent;
     Collector nothing;
-    e.b->receive(nothing, kAnyBudget);
-    e.a->receive(nothing, kAnyBudget);
+    receive(*e.b, nothing, kAnyBudget);
+    receive(*e.a, nothing, kAnyBudget);
     CHECK(nothing.messages.empty());
   }
   return std::nullopt;
@@ -316,7 +316,7 @@ void leases_come_back(Scheme scheme) {
     }
     // It may come with the link's next frame.
     Collector at_a;
-    while (!e.a->lend(most)) e.a->receive(at_a, kAnyBudget);
+    while (!e.a->lend(most)) receive(*e.a, at_a, kAnyBudget);
   }
 }
 
@@ -391,12 +391,12 @@ void blocks_and_resumes(Scheme scheme) {
   Clogged c = clog(*e.a, 12 * kMiB);
   Outgoing& last = *c.sent.back();
   CHECK(e.a->send(last) == SendState::kBlocked);
-  CHECK(!writable(e.a->fd(), 0));
+  CHECK(!writable(*e.a, 0));
   SendState state = SendState::kBlocked;
   while (state == SendState::kBlocked) {
-    CHECK(readable(e.b->fd()));
-    CHECK(e.b->receive(inbox, 64 * kKiB) != ReceiveState::kBroken);
-    if (writable(e.a->fd(), 0)) state = e.a->send(last);
+    CHECK(readable(*e.b));
+    CHECK(receive(*e.b, inbox, 64 * kKiB) != ReceiveState::kBroken);
+    if (writable(*e.a, 0)) state = e.a->send(last);
   }
   CHECK(state == SendState::kSent);
   receive_until(*e.b, inbox, c.messages.size());
@@ -411,13 +411,10 @@ void both_ends_full_at_once(Scheme scheme) {
   bool a_done = false, b_done = false;
   while (!a_done || !b_done || at_b.messages.size() < from_a.messages.size() ||
          at_a.messages.size() < from_b.messages.size()) {
-    pollfd p[2] = {{.fd = e.a->fd(), .events = static_cast<short>(a_done ? POLLIN : POLLIN | POLLOUT), .revents = 0},
-                   {.fd = e.b->fd(), .events = static_cast<short>(b_done ? POLLIN : POLLIN | POLLOUT), .revents = 0}};
-    ::poll(p, 2, -1);
-    if (p[0].revents & POLLIN) e.a->receive(at_a, kAnyBudget);
-    if (p[1].revents & POLLIN) e.b->receive(at_b, kAnyBudget);
-    if (p[0].revents & POLLOUT) a_done = e.a->send(*from_a.sent.back()) == SendState::kSent;
-    if (p[1].revents & POLLOUT) b_done = e.b->send(*from_b.sent.back()) == SendState::kSent;
+    if (readable(*e.a, 0)) receive(*e.a, at_a, kAnyBudget);
+    if (readable(*e.b, 0)) receive(*e.b, at_b, kAnyBudget);
+    if (!a_done && writable(*e.a, 0)) a_done = e.a->send(*from_a.sent.back()) == SendState::kSent;
+    if (!b_done && writable(*e.b, 0)) b_done = e.b->send(*from_b.sent.back()) == SendState::kSent;
   }
   for (std::size_t i = 0; i < from_a.messages.size(); ++i) check_same(from_a.messages[i], at_b.messages[i]);
   for (std::size_t i = 0; i < from_b.messages.size(); ++i) check_same(from_b.messages[i], at_a.messages[i]);
@@ -433,18 +430,18 @@ void budget_gives_others_a_turn(Scheme scheme) {
     Outgoing out = m.outgoing();
     CHECK(e.a->send(out) == SendState::kSent);
   }
-  CHECK(readable(e.b->fd()));
-  CHECK(e.b->receive(inbox, 1) == ReceiveState::kMore);
+  CHECK(readable(*e.b));
+  CHECK(receive(*e.b, inbox, 1) == ReceiveState::kMore);
   CHECK(inbox.messages.size() < 10);
   int turns = 1;
   while (inbox.messages.size() < 10) {
-    CHECK(readable(e.b->fd(), 0));  // what is left over must not wait for more to arrive
-    CHECK(e.b->receive(inbox, 30 * kKiB) != ReceiveState::kBroken);
+    CHECK(readable(*e.b, 0));  // what is left over must not wait for more to arrive
+    CHECK(receive(*e.b, inbox, 30 * kKiB) != ReceiveState::kBroken);
     ++turns;
   }
   CHECK(turns > 2);
-  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
-  CHECK(!readable(e.b->fd(), 0));
+  CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK(!readable(*e.b, 0));
 }
 
 // ---- a receiver that is awake
@@ -464,16 +461,16 @@ void an_awake_receiver_looks_by_itself(Scheme scheme) {
     CHECK(!e.b->ready());
     send_whole(*e.a, m, *e.b, inbox);
     CHECK(e.b->ready());
-    CHECK(!readable(e.b->fd(), 0));
-    CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+    CHECK(!readable(*e.b, 0));
+    CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
     CHECK_EQ(inbox.messages.size(), ++count);
     CHECK(!e.b->ready());
     CHECK(e.b->fall_asleep());
     send_whole(*e.a, m, *e.b, inbox);
-    CHECK(readable(e.b->fd(), 0));
-    CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+    CHECK(readable(*e.b, 0));
+    CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
     CHECK_EQ(inbox.messages.size(), ++count);
-    CHECK(!readable(e.b->fd(), 0));
+    CHECK(!readable(*e.b, 0));
   }
 }
 
@@ -487,10 +484,10 @@ void nobody_falls_asleep_over_a_message(Scheme scheme) {
   send_whole(*e.a, m, *e.b, inbox);
   CHECK(!e.b->fall_asleep());
   CHECK(e.b->ready());
-  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
   CHECK_EQ(inbox.messages.size(), 1u);
   CHECK(e.b->fall_asleep());
-  CHECK(!readable(e.b->fd(), 0));
+  CHECK(!readable(*e.b, 0));
 }
 
 void an_awake_receiver_is_told_of_the_end(Scheme scheme) {
@@ -522,13 +519,13 @@ void no_wake_up_is_lost(Scheme scheme) {
       while (inbox.messages.empty()) {
         bool awake = random.below(3) > 0 && link.stay_awake();
         for (std::size_t looks = random.below(40); awake && looks > 0; --looks) {
-          if (link.ready()) CHECK(link.receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+          if (link.ready()) CHECK(receive(link, inbox, kAnyBudget) == ReceiveState::kIdle);
           if (!inbox.messages.empty()) break;
         }
         if (!inbox.messages.empty()) break;
         if (!link.fall_asleep()) continue;
-        readable(link.fd());
-        CHECK(link.receive(inbox, kAnyBudget) != ReceiveState::kBroken);
+        readable(link);
+        CHECK(receive(link, inbox, kAnyBudget) != ReceiveState::kBroken);
       }
     }
     if (!begins) {
@@ -549,8 +546,8 @@ void a_sender_that_waits_hears_from_an_awake_receiver(Scheme scheme) {
   Clogged c = clog(*e.a, 12 * kMiB);
   SendState state = SendState::kBlocked;
   while (inbox.messages.size() < c.messages.size()) {
-    if (e.b->ready() || readable(e.b->fd(), 0)) CHECK(e.b->receive(inbox, 64 * kKiB) != ReceiveState::kBroken);
-    if (state == SendState::kBlocked && writable(e.a->fd(), 0)) state = e.a->send(*c.sent.back());
+    if (e.b->ready() || readable(*e.b, 0)) CHECK(receive(*e.b, inbox, 64 * kKiB) != ReceiveState::kBroken);
+    if (state == SendState::kBlocked && writable(*e.a, 0)) state = e.a->send(*c.sent.back());
   }
   CHECK(state == SendState::kSent);
   for (std::size_t i = 0; i < c.messages.size(); ++i) check_same(c.messages[i], inbox.messages[i]);
@@ -568,7 +565,7 @@ void refuses(Scheme scheme, const Limits& limits, const Message& message) {
   CHECK_EQ(inbox.allocations, 0);
   CHECK(inbox.messages.empty());
   CHECK_SAYS(e.b->error(), "limit");
-  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kBroken);
+  CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kBroken);
   CHECK_SAYS(e.b->error(), "limit");
 }
 
@@ -604,7 +601,7 @@ void a_frame_over_the_limits_spares_those_before_it(Scheme scheme) {
   receive_until_broken(*e.b, inbox);
   CHECK_EQ(inbox.messages.size(), 1u);
   check_same(good, inbox.messages[0]);
-  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kBroken);
+  CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kBroken);
   CHECK_EQ(inbox.messages.size(), 1u);
 }
 
@@ -629,8 +626,8 @@ void limits_change_from_inside_deliver(Scheme scheme) {
     CHECK(e.a->send(out) == SendState::kSent);
   }
   while (inbox.inner.messages.size() < 2) {
-    readable(e.b->fd());
-    CHECK(e.b->receive(inbox, kAnyBudget) != ReceiveState::kBroken);
+    readable(*e.b);
+    CHECK(receive(*e.b, inbox, kAnyBudget) != ReceiveState::kBroken);
   }
   check_same(small, inbox.inner.messages[0]);
   check_same(large, inbox.inner.messages[1]);
@@ -650,7 +647,7 @@ void no_memory_breaks_the_link(Scheme scheme) {
     receive_until_broken(*e.b, inbox);
     CHECK_EQ(inbox.messages.size(), 1u);
     CHECK_SAYS(e.b->error(), "memory");
-    CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kBroken);
+    CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kBroken);
     CHECK_EQ(inbox.messages.size(), 1u);
     inbox.messages.clear();
   }
@@ -675,7 +672,7 @@ void sent_data_survives_close(Scheme scheme) {
   CHECK_EQ(inbox.messages.size(), 10u);
   for (std::size_t i = 0; i < 10; ++i) check_same(sent[i], inbox.messages[i]);
   CHECK_EQ(e.b->error(), "");
-  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kBroken);
+  CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kBroken);
   CHECK_EQ(inbox.messages.size(), 10u);
   CHECK_EQ(e.b->error(), "");
 }
@@ -698,7 +695,7 @@ void sent_data_survives_a_failed_send(Scheme scheme) {
     state = e.b->send(out);
     CHECK(state != SendState::kBlocked);
   } while (state == SendState::kSent);
-  CHECK(readable(e.b->fd(), 0));
+  CHECK(readable(*e.b, 0));
   receive_until_broken(*e.b, inbox);
   CHECK_EQ(inbox.messages.size(), 10u);
   Outgoing out = m.outgoing();
@@ -709,7 +706,7 @@ void close_ends_both_directions(Scheme scheme) {
   Ends e(scheme);
   Collector inbox;
   CHECK_EQ(e.a->error(), "");
-  CHECK(e.b->receive(inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
   e.a->close();
   e.a->close();
   const Message m;
@@ -751,7 +748,7 @@ void close_while_sending(Scheme scheme) {
       while (true) {
         Outgoing out = m.outgoing();
         SendState state;
-        while ((state = e.a->send(out)) == SendState::kBlocked) writable(e.a->fd());
+        while ((state = e.a->send(out)) == SendState::kBlocked) writable(*e.a);
         if (state == SendState::kBroken) return;
         sends.add();
       }
@@ -855,8 +852,10 @@ void who_is_there(Scheme scheme) {
 struct Row {
   const char* name;
   void (*run)(Scheme);
+  bool of_links;  // else of how they come to be, which for lanes is the engine's business
 };
-#define ROW(f) {#f, f}
+#define ROW(f) {#f, f, true}
+#define ROW_OF_TRANSPORTS(f) {#f, f, false}
 const Row kSuite[] = {
     ROW(bodies_of_all_sizes),
     ROW(names_of_all_sizes),
@@ -894,22 +893,22 @@ const Row kSuite[] = {
     ROW(close_wakes_both_ends),
     ROW(close_while_sending),
     ROW(everything_is_given_back),
-    ROW(listener_says_what_to_connect_to),
-    ROW(sent_before_it_is_accepted),
-    ROW(nobody_there),
-    ROW(who_is_there),
+    ROW_OF_TRANSPORTS(listener_says_what_to_connect_to),
+    ROW_OF_TRANSPORTS(sent_before_it_is_accepted),
+    ROW_OF_TRANSPORTS(nobody_there),
+    ROW_OF_TRANSPORTS(who_is_there),
 };
 
 const char* const kSchemes[] = {
-    "shm",
-    "unix",
-    "tcp",
+    "shm",    "unix", "tcp",
+    "lanes",  // tcp with lanes, see Ends
     "inproc",
 };
 
 const bool registered = [] {
   for (const std::string scheme : kSchemes) {
     for (const Row& row : kSuite) {
+      if (scheme == "lanes" && !row.of_links) continue;
       add_case(scheme + "/" + row.name, [scheme, run = row.run] { run(scheme); });
     }
   }

@@ -221,8 +221,9 @@ void Puppet::shake(Handshake handshake, bool begins) {
   if (begins) act(handshake.begin());
   while (true) {
     const Incoming m = receive();
-    if (act(handshake.on_frame(m.header.type, m.body_view()))) return;
+    if (act(handshake.on_frame(m.header.type, m.body_view()))) break;
   }
+  session = handshake.session();
 }
 
 Incoming Puppet::receive() {

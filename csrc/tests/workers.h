@@ -116,6 +116,7 @@ class Puppet {
   Credo credo;
   std::unique_ptr<Listener> listener;
   std::unique_ptr<Link> link;
+  std::string session;  // of the link
 
  private:
   void shake(Handshake handshake, bool begins);

@@ -1,9 +1,9 @@
 // Which congestion control a TCP connection uses.
 //
-// One that paces what it sends (BBR) earns its keep on long paths. Within a host or a rack it sends in small bursts on a
-// timer, which takes twice the processor time of both ends for the same bytes and so is half as fast. A socket begins
-// without; whoever is about to send much knows by then how long the path is, and gives a long one back what the system's
-// administrator chose. Where that does not pace, nothing is touched.
+// One that paces what it sends (BBR) earns its keep on long paths. Within a host or a rack it sends in small bursts on
+// a timer, which takes twice the processor time of both ends for the same bytes and so is half as fast. A socket begins
+// without; whoever is about to send much knows by then how long the path is, and gives a long one back what the
+// system's administrator chose. Where that does not pace, nothing is touched.
 #pragma once
 
 #include <cstdint>

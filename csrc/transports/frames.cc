@@ -122,8 +122,9 @@ bool FrameReader::begin_segments(Inbox& inbox) {
   // Headers are taken one by one, so a lying count costs nothing before the bytes are really there.
   while (segment_headers_.size() < incoming_.header.segment_count) {
     if (!fill(&segment_header_, sizeof segment_header_)) return false;
-    if (segment_header_.lease != 0 && !leases_) {
-      fail("a link that shares no memory got a segment that lies in shared memory");
+    if ((segment_header_.lease != 0 || incoming_.header.type == FrameType::kPiece) && !leases_) {
+      fail(segment_header_.lease != 0 ? "a link that shares no memory got a segment that lies in shared memory"
+                                      : "a link without lanes got a piece of a message");
       return false;
     }
     segment_headers_.push_back(segment_header_);
@@ -139,9 +140,11 @@ bool FrameReader::begin_segments(Inbox& inbox) {
   if (incoming_.header.body_size > 0) incoming_.body = inbox.allocate(incoming_.header.body_size);
   incoming_.segments.reserve(segment_headers_.size());
   for (const auto& h : segment_headers_) {
-    incoming_.segments.push_back(h.lease ? leases_->borrow(h, inbox) : inbox.allocate(h.size));
+    const bool piece = incoming_.header.type == FrameType::kPiece;
+    const bool borrowed = h.lease != 0 || piece;
+    incoming_.segments.push_back(borrowed ? leases_->borrow(incoming_.header, h, inbox) : inbox.allocate(h.size));
     if (!incoming_.segments.back()) {
-      fail("a segment lies in shared memory that has not been shared");
+      fail(piece ? "a piece belongs to no message" : "a segment lies in shared memory that has not been shared");
       return false;
     }
   }

@@ -42,8 +42,9 @@ int gather(Outgoing& message, iovec* out, int count, std::uint64_t most);
 class Leases {
  public:
   virtual ~Leases() = default;
-  /// The memory of a segment that is not in the frame; null when there is no such lease. May throw std::bad_alloc.
-  virtual BlockPtr borrow(const SegmentHeader& segment, Inbox& inbox) = 0;
+  /// The memory of a segment that is not in the frame, or of a piece; null when there is none such. May throw
+  /// std::bad_alloc.
+  virtual BlockPtr borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) = 0;
 };
 
 /// Takes a stream apart into messages. One thread at a time.
@@ -51,6 +52,9 @@ class FrameReader {
  public:
   /// `leases`: null where there are none.
   explicit FrameReader(Leases* leases = nullptr) : leases_(leases) {}
+
+  /// Also from inside `Inbox::deliver`.
+  void set_leases(Leases* leases) { leases_ = leases; }
 
   /// What a frame may be from now on. Also from inside `Inbox::deliver`.
   void set_limits(const Limits& limits) { limits_ = limits; }
@@ -80,7 +84,7 @@ class FrameReader {
   bool fill(void* to, std::size_t size);
   void fail(std::string why) { error_ = std::move(why); }
 
-  Leases* const leases_;
+  Leases* leases_;
   Limits limits_;
   std::string error_;
 

@@ -383,7 +383,9 @@ void ShmLink::answer_offers() {
   });
 }
 
-BlockPtr ShmLink::borrow(const SegmentHeader& segment, Inbox& inbox) { return borrower_->borrow(segment, inbox); }
+BlockPtr ShmLink::borrow(const FrameHeader&, const SegmentHeader& segment, Inbox& inbox) {
+  return borrower_->borrow(segment, inbox);
+}
 
 ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
   if (broken_) return ReceiveState::kBroken;

@@ -61,7 +61,7 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   void on_packet(const std::byte* packet, std::size_t size, Descriptor passed);
   void take_memory(std::uint64_t size, Descriptor passed);
   void answer_offers();
-  BlockPtr borrow(const SegmentHeader& segment, Inbox& inbox) override;
+  BlockPtr borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) override;
   bool offer(std::uint32_t chunk, std::size_t size, int file) override;
   bool drop(std::uint32_t chunk) override;
 

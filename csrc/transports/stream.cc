@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kBuffer = 64 << 10;
 constexpr std::uint64_t kTurn = 4 << 20;  // bytes of a message sent before other threads have their turn
 constexpr std::uint64_t kMuch = 1 << 20;
-constexpr int kVectors = 64;              // iovecs a sendmsg
+constexpr int kVectors = 64;  // iovecs a sendmsg
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
@@ -61,6 +61,13 @@ std::string StreamLink::error() const {
   return error_;
 }
 
+void StreamLink::set_leases(Leases* leases) {
+  reader_.set_leases(leases);
+  leases_ = leases != nullptr;
+}
+
+void StreamLink::stop_sending() { ::shutdown(socket_.get(), SHUT_WR); }
+
 void StreamLink::close() { ::shutdown(socket_.get(), SHUT_RDWR); }
 
 /// True once connected. The kernel tells only once why that failed: the lock keeps the other thread from finding out
@@ -89,7 +96,7 @@ SendState StreamLink::send(Outgoing& m) {
     if (state != SendState::kSent) return state;
   }
   if (m.prefix.empty()) {
-    forget_leases(m);
+    if (!leases_) forget_leases(m);
     if (frame_size(m) <= kFlatFrame) {
       complete(m.header, m);
       std::byte flat[kFlatFrame];

@@ -27,6 +27,12 @@ class StreamLink final : public Link {
   SendState release() override;
   ReceiveState receive(Inbox& inbox, std::size_t budget) override;
   void set_limits(const Limits& limits) override { reader_.set_limits(limits); }
+
+  /// From now on segments with leases, and pieces of messages, mean something at both ends.
+  void set_leases(Leases* leases);
+
+  /// Nothing more is sent; the other end sees the end. What it has sent is still received.
+  void stop_sending();
   void close() override;
   std::string error() const override;
   std::optional<Credentials> credentials() const override { return kind_.credentials(socket_.get()); }
@@ -51,6 +57,7 @@ class StreamLink final : public Link {
   // The sending thread's.
   bool send_broken_ = false;
   bool sent_much_ = false;
+  std::atomic<bool> leases_ = false;
   HeldFrames held_;
 
   FrameReader reader_;

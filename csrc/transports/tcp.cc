@@ -7,8 +7,8 @@
 #include <cerrno>
 
 #include "transports/congestion.h"
+#include "transports/lanes.h"
 #include "transports/peer_user.h"
-#include "transports/stream.h"
 #include "transports/transports.h"
 #include "transports/unix_socket.h"
 
@@ -42,7 +42,7 @@ class TcpListener final : public Listener {
     Descriptor s = acceptor_.accept();
     if (!s) return nullptr;
     tune(s.get());
-    return std::make_unique<StreamLink>(std::move(s), address_, false, kTcpSocket);
+    return std::make_unique<LanedLink>(std::move(s), address_, false, kTcpSocket);
   }
 
  private:
@@ -84,7 +84,7 @@ class TcpTransport final : public Transport {
     begin_unpaced(s.get());
     const bool at_once = ::connect(s.get(), r.list->ai_addr, r.list->ai_addrlen) == 0;
     if (!at_once && errno != EINPROGRESS) raise(errno, "cannot reach " + address);
-    return std::make_unique<StreamLink>(std::move(s), address, !at_once, kTcpSocket);
+    return std::make_unique<LanedLink>(std::move(s), address, !at_once, kTcpSocket);
   }
 
  private:

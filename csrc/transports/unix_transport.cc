@@ -16,8 +16,7 @@ constexpr SocketKind kUnixSocket{.credentials = unix_peer};
 
 class UnixListener final : public Listener {
  public:
-  UnixListener(Descriptor socket, std::string address)
-      : acceptor_(std::move(socket)), address_(std::move(address)) {}
+  UnixListener(Descriptor socket, std::string address) : acceptor_(std::move(socket)), address_(std::move(address)) {}
 
   int fd() const override { return acceptor_.fd(); }
   std::string address() const override { return address_; }

@@ -33,7 +33,7 @@ class Engine:
     The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a time-out of 0 is infinite.
     """
 
-    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, max_body: int, max_message: int, shared_memory: int, check_uid: bool) -> None: ...
+    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, max_body: int, max_message: int, shared_memory: int, lanes: int, check_uid: bool) -> None: ...
 
     def listen(self, address: str) -> str:
         """Listens on an address; returns what peers connect to."""

@@ -34,6 +34,9 @@ _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 
+MOST_LANES: Final = 16
+"""Connections of one link over TCP, at most."""
+
 TRANSPORTS: Final = ("shm", "unix", "tcp")
 """Every transport there is, best first."""
 
@@ -191,6 +194,13 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_SHARED_MEMORY_BYTES",
         unit="bytes",
     )
+    tcp_lanes: int = _option(
+        4,
+        "how many TCP connections to one worker may be used at once for large tensors; more than one are opened only where"
+        " much is sent, and used only where they are faster",
+        env="TELEGRAD_TCP_LANES",
+        unit="connections",
+    )
     connect_timeout: float = _option(
         30.0,
         "how long a call may wait for a connection to its worker; 0 is no limit",
@@ -227,6 +237,8 @@ class Options(RpcBackendOptions):
             value, unit = getattr(self, row.name), row.metadata["unit"]
             if unit and (not isinstance(value, (int, float)) or value < 0):
                 raise ValueError(f"option {row.name} has to be a number of {unit}, 0 or more, not {value!r}")
+        if not isinstance(self.tcp_lanes, int) or not 1 <= self.tcp_lanes <= MOST_LANES:
+            raise ValueError(f"option tcp_lanes has to be a number from 1 to {MOST_LANES}, not {self.tcp_lanes!r}")
         self.transports = tuple(self.transports)
         unknown = set(self.transports) - set(TRANSPORTS)
         if unknown or not self.transports:

@@ -34,6 +34,7 @@ def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Optio
         max_body=options.max_header_bytes,
         max_message=options.max_message_bytes,
         shared_memory=options.shared_memory_bytes,
+        lanes=options.tcp_lanes,
         check_uid=True,
     )
 

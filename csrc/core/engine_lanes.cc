@@ -1,0 +1,110 @@
+// Lanes: more connections for links that move much. See Link::wants_lanes.
+#include <sys/epoll.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <system_error>
+#include <utility>
+
+#include "core/engine.h"
+
+namespace telegrad {
+namespace {
+
+constexpr std::size_t kShare = 4;  // lanes must not need more than one of so many descriptors
+
+/// May a process with so many connections have so many lanes for each?
+bool affordable(std::size_t connections, std::size_t lanes) {
+  rlimit most;
+  return getrlimit(RLIMIT_NOFILE, &most) != 0 || connections * lanes <= most.rlim_cur / kShare;
+}
+
+}  // namespace
+
+std::unique_ptr<Outgoing> Engine::frame(const Handshake::Step& step) {
+  auto m = std::make_unique<Outgoing>();
+  m->header.type = *step.send;
+  struct Text final : Keep {
+    std::string text;
+  };
+  auto keep = std::make_unique<Text>();
+  keep->text = step.body;
+  m->body = keep->text;
+  m->keep = std::move(keep);
+  return m;
+}
+
+/// Much has gone over a link: it may want lanes. By the thread that polls, without locks.
+void Engine::widen(const ConnectionPtr& c) {
+  if (!c->initiator || c->has_asked_for_lanes || c->state != Connection::State::kOpen || !c->link->wants_lanes())
+    return;
+  c->has_asked_for_lanes = true;
+  const std::uint32_t lanes = c->handshake.lanes();
+  {
+    std::lock_guard lock(mutex_);
+    if (stopping() || !affordable(connections_.size(), lanes)) return;
+  }
+  for (std::uint32_t i = 1; i < lanes; ++i) open_lane(c);
+}
+
+void Engine::open_lane(const ConnectionPtr& c) {
+  try {
+    const std::string address = c->link->describe();
+    auto link = find_transport(address)->connect(address);
+    Handshake handshake = Handshake::initiate(settings_.credo, c->handshake.peer(), c->handshake.session());
+    const Handshake::Step hello = handshake.begin();
+    ConnectionPtr lane;
+    {
+      std::lock_guard lock(mutex_);
+      lane = add_connection(std::move(link), std::move(handshake), true);
+      lane->lane_of = c;
+      lane->peer = c->peer;
+    }
+    transmit(lane, frame(hello));
+  } catch (const std::exception& e) {  // no descriptor, no random bytes
+    std::lock_guard lock(mutex_);
+    log(std::string("no further lane: ") + e.what());
+  }
+}
+
+/// A connection has proven that it is from the peer, and of which link it is to be a lane. From now on it belongs to
+/// that link, at this end as at the other.
+void Engine::join_lane(const ConnectionPtr& lane) {
+  const Identity& who = lane->handshake.peer();
+  ConnectionPtr link;
+  bool taken = false;
+  bool welcomed;
+  {
+    std::lock_guard lock(lane->send_mutex);
+    welcomed = lane->queue.empty();
+  }
+  if (!welcomed) return lost(lane, "its welcome did not leave");
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [token, c] : connections_) {
+      const bool same = c->state == Connection::State::kOpen && c->peer == who.id &&
+                        c->handshake.peer().incarnation == who.incarnation &&
+                        c->handshake.session() == lane->handshake.session();
+      if (same && c->link->lanes() + 1 < c->handshake.lanes()) link = c;
+    }
+    if (link && connections_.contains(lane->id)) {
+      const bool first = link->link->lanes_fd() < 0;
+      epoll_ctl(inner_.get(), EPOLL_CTL_DEL, lane->link->fd(), nullptr);
+      taken = link->link->add_lane(std::shared_ptr<Link>(lane, lane->link.get()));
+      if (taken) {
+        lane->state = Connection::State::kDead;  // as a connection of its own
+        lane->lane_of.reset();
+        connections_.erase(lane->id);
+        --strangers_;
+        if (first) {
+          epoll_event event{.events = EPOLLIN, .data = {.u64 = link->id | kLanes}};
+          epoll_ctl(inner_.get(), EPOLL_CTL_ADD, link->link->lanes_fd(), &event);
+        }
+        widened_.push_back(link);
+      }
+    }
+  }
+  if (!taken) lost(lane, link ? "its link takes no lane" : "it is a lane of no link here");
+}
+
+}  // namespace telegrad

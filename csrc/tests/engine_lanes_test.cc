@@ -1,0 +1,185 @@
+// How links between workers get lanes, who may be one, and what becomes of calls when one breaks.
+#include <sys/socket.h>
+
+#include <algorithm>
+
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+Settings with_lanes(int id, std::uint32_t lanes) {
+  Settings s = Worker::settings_of(id);
+  s.credo.lanes = lanes;
+  return s;
+}
+
+const std::string kTensor = [] { return Random(1).bytes(std::size_t{9} << 20); }();
+
+void echo_large(Worker& from, int to) {
+  const Outcome o = from.call(to, {.body = "x", .segments = {kTensor}});
+  CHECK_EQ(body_of(o), "x");
+  CHECK(text_of(o.reply.segments[0]) == kTensor);
+}
+
+/// Calls until both have so many lanes. They come when they come.
+void call_until_lanes(Worker& a, Worker& b, std::size_t lanes) {
+  while (a.engine->stats().lanes < lanes || b.engine->stats().lanes < lanes) echo_large(a, b.id);
+}
+
+CASE(links_that_move_much_get_lanes) {
+  for (const bool callee_connects : {false, true}) {
+    Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 3));
+    introduce({&a, &b}, "tcp");
+    if (callee_connects) CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
+    CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+    CHECK_EQ(a.engine->stats().lanes, 0u);
+    call_until_lanes(a, b, 2);
+    for (int i = 0; i < 20; ++i) echo_large(a, 1);  // over one, two and all
+    CHECK_EQ(a.engine->stats().lanes, 2u);
+    CHECK_EQ(a.engine->stats().connections, 1u);
+    CHECK_EQ(b.engine->stats().connections, 1u);
+  }
+}
+
+CASE(who_has_one_lane_gets_no_more) {
+  Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 1));
+  introduce({&a, &b}, "tcp");
+  for (int i = 0; i < 10; ++i) echo_large(a, 1);
+  CHECK_EQ(a.engine->stats().lanes + b.engine->stats().lanes, 0u);
+}
+
+CASE(many_callers_over_lanes) {
+  Worker a(0, with_lanes(0, 4), 4), b(1, with_lanes(1, 4), 4);
+  introduce({&a, &b}, "tcp");
+  call_until_lanes(a, b, 3);
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 4; ++t) {
+    callers.emplace_back([&, t] {
+      for (int i = 0; i < times(6); ++i) echo_large(t % 2 ? a : b, t % 2 ? 1 : 0);
+      for (int i = 0; i < 100; ++i) CHECK_EQ(body_of((t % 2 ? a : b).call(t % 2 ? 1 : 0, {.body = "s"})), "s");
+    });
+  }
+  for (auto& t : callers) t.join();
+}
+
+/// The sender may change its tensor as soon as an asynchronous call returns.
+CASE(what_was_sent_over_lanes_may_change) {
+  Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 4));
+  introduce({&a, &b}, "tcp");
+  call_until_lanes(a, b, 3);
+  for (const bool never_wait : {false, true}) {
+    for (int i = 0; i < 8; ++i) {
+      std::string tensor = kTensor;
+      auto m = std::make_unique<Outgoing>();
+      m->header.tag = kEcho;
+      m->segments.push_back({reinterpret_cast<const std::byte*>(tensor.data()), tensor.size()});
+      CallOptions o;
+      o.never_wait = never_wait;
+      const std::uint64_t call = a.engine->start(1, std::move(m), std::move(o));
+      std::ranges::fill(tensor, 'x');
+      Outcome outcome;
+      CHECK(a.engine->wait(call, kNever, {}, outcome) == WaitEnd::kDone);
+      CHECK(text_of(outcome.reply.segments[0]) == kTensor);
+    }
+  }
+}
+
+/// Takes what connects to a puppet through the handshake's first steps, as its greeting says.
+struct Attempt {
+  Attempt(const PeerAddress& at, const Credo& credo, std::string session)
+      : link(find_transport(at.addresses[0])->connect(at.addresses[0])),
+        handshake(Handshake::initiate(credo, at.identity, std::move(session))) {
+    act(handshake.begin());
+    while (!over) {
+      readable(link->fd());
+      over = link->receive(inbox, kAnyBudget) == ReceiveState::kBroken;
+      for (; !over && read < inbox.messages.size(); ++read) {
+        const Incoming& m = inbox.messages[read];
+        act(handshake.on_frame(m.header.type, m.body_view()));
+      }
+    }
+  }
+  void act(const Handshake::Step& step) {
+    welcome = welcome || step.open;
+    if (!step.send) return;
+    const Message m = message(*step.send, step.body);
+    Outgoing out = m.outgoing();
+    SendState state;
+    while ((state = link->send(out)) == SendState::kBlocked) writable(link->fd());
+    over = state == SendState::kBroken;
+  }
+  std::unique_ptr<Link> link;
+  Handshake handshake;
+  Collector inbox;
+  std::size_t read = 0;
+  bool over = false, welcome = false;
+};
+
+/// Whoever is not at the other end of a link gets no lane of it: neither a stranger, nor a member with a link of its
+/// own.
+CASE(nobody_else_is_a_lane) {
+  Worker a(0, with_lanes(0, 4));
+  a.listen("tcp");
+  Puppet p(1, "tcp");
+  p.credo.lanes = 4;
+  p.connect(a.address());
+  Credo wrong = p.credo;
+  wrong.secret = "another";
+  Attempt stranger(a.address(), wrong, std::string(32, 's'));
+  CHECK(!stranger.welcome);
+  CHECK_SAYS(a.wait_for_event(EventKind::kLog), "secret does not match");
+  Attempt guess(a.address(), p.credo, std::string(32, 's'));  // knows the secret, and not the link
+  Credo third = Worker::settings_of(2).credo;
+  third.lanes = 4;
+  Attempt member(a.address(), third, p.session);  // the link of another
+  CHECK_EQ(a.engine->stats().lanes, 0u);
+  p.send(message(FrameType::kRequest, "x", 1));
+  Message request = message(FrameType::kRequest, "still here", 2);
+  request.header.tag = kEcho;
+  p.send(request);
+  CHECK_EQ(std::string(p.receive().body_view()), "still here");
+  a.stop();
+  std::lock_guard lock(a.mutex);
+  CHECK_EQ(
+      std::ranges::count_if(a.events, [](const Item& e) { return e.text.ends_with("it is a lane of no link here"); }),
+      2);
+}
+
+CASE(a_lane_that_breaks_fails_the_calls_of_its_link) {
+  Worker a(0, with_lanes(0, 2)), b(1, with_lanes(1, 2));
+  introduce({&a, &b}, "tcp");
+  const int before = open_descriptors();
+  call_until_lanes(a, b, 1);
+  a.start(1, 1, {.tag = kHold, .body = "held"});
+  b.handled.wait_for(b.handled.value());
+  // The last two sockets of this process are the lane's ends.
+  for (int fd = before + 100; fd > 2; --fd) {
+    int type = 0;
+    socklen_t size = sizeof type;
+    sockaddr_storage peer;
+    socklen_t peer_size = sizeof peer;
+    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) != 0 || type != SOCK_STREAM) continue;
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) != 0) continue;
+    CHECK_EQ(::shutdown(fd, SHUT_RDWR), 0);
+    break;
+  }
+  a.outcome_count.wait_for(1);
+  CHECK(a.outcomes.at(1).status == CallStatus::kPeerLost);
+  b.release.set();
+  echo_large(a, 1);  // over a new link
+}
+
+CASE(descriptors_of_lanes_are_given_back) {
+  const int before = open_descriptors();
+  {
+    Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 4));
+    introduce({&a, &b}, "tcp");
+    call_until_lanes(a, b, 3);
+  }
+  CHECK_EQ(open_descriptors(), before);
+  CHECK_EQ(Bytes::live.load(), 0);
+}
+
+}  // namespace
+}  // namespace telegrad::test

@@ -1,0 +1,243 @@
+// Links with lanes: what a peer may send over them that it should not, and what happens when one breaks. That messages
+// arrive whole and in order over lanes, transport_test.cc shows.
+#include "transports/lanes.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+
+#include "tests/links.h"
+#include "transports/lane_choice.h"
+
+namespace telegrad::test {
+namespace {
+
+constexpr SocketKind kNobody{.credentials = [](int) { return std::optional<Credentials>(); }};
+
+template <class T>
+std::string raw(const T& value) {
+  return std::string(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+/// A link with one lane, both of whose other ends are bare sockets.
+struct Raw {
+  Raw() {
+    auto end = [](Descriptor& mine) {
+      int ends[2];
+      CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+      mine = Descriptor(ends[0]);
+      return std::make_unique<LanedLink>(Descriptor(ends[1]), "test", false, kNobody);
+    };
+    link = end(first);
+    CHECK(link->add_lane(end(lane)));
+    CHECK_EQ(link->lanes(), 1u);
+  }
+  static void write(const Descriptor& to, const std::string& bytes) {
+    CHECK_EQ(::send(to.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
+  }
+  ReceiveState receive() { return test::receive(*link, inbox, kAnyBudget); }
+  Descriptor first, lane;
+  std::unique_ptr<LanedLink> link;
+  Collector inbox;
+};
+
+/// The frame of a message whose segments come in pieces.
+std::string frame(std::uint64_t call, const std::vector<std::uint64_t>& segments, std::uint64_t lease = kScattered) {
+  FrameHeader h;
+  h.type = FrameType::kRequest;
+  h.call_id = call;
+  h.segment_count = static_cast<std::uint32_t>(segments.size());
+  std::string out = raw(h);
+  for (const std::uint64_t size : segments) out += raw(SegmentHeader{.size = size, .lease = lease});
+  return out;
+}
+
+std::string piece(std::uint64_t number, std::uint64_t place, const std::string& bytes) {
+  FrameHeader h;
+  h.type = FrameType::kPiece;
+  h.call_id = number;
+  h.timeout = static_cast<std::int64_t>(place);
+  h.segment_count = 1;
+  return raw(h) + raw(SegmentHeader{.size = bytes.size()}) + bytes;
+}
+
+std::string text(const BlockPtr& block) {
+  return std::string(reinterpret_cast<const char*>(block->data()), block->size());
+}
+
+CASE(pieces_in_any_order_over_any_connection) {
+  Raw r;
+  r.write(r.first, frame(1, {6, 4}) + piece(0, 3, "def"));
+  r.write(r.lane, piece(0, 6, "ghij") + piece(0, 0, "abc"));
+  CHECK(r.receive() == ReceiveState::kIdle);
+  CHECK_EQ(r.inbox.messages.size(), 1u);
+  CHECK_EQ(text(r.inbox.messages[0].segments[0]), "abcdef");
+  CHECK_EQ(text(r.inbox.messages[0].segments[1]), "ghij");
+  CHECK_EQ(r.inbox.allocations, 2);  // straight into place
+}
+
+CASE(a_piece_that_overtakes_its_frame) {
+  Raw r;
+  r.write(r.lane, piece(0, 2, "cd"));
+  CHECK(r.receive() == ReceiveState::kIdle);
+  CHECK(!readable(*r.link, 0));
+  r.write(r.lane, piece(1, 0, "x"));  // is not read before the lane's first has found its place
+  CHECK(!readable(*r.link, 0));
+  r.write(r.first, frame(1, {4}) + frame(2, {1}));
+  CHECK(r.receive() == ReceiveState::kIdle);
+  CHECK(r.inbox.messages.empty());
+  r.write(r.first, piece(0, 0, "ab"));
+  receive_until(*r.link, r.inbox, 2);
+  CHECK_EQ(text(r.inbox.messages[0].segments[0]), "abcd");
+  CHECK_EQ(text(r.inbox.messages[1].segments[0]), "x");
+}
+
+CASE(what_comes_behind_waits_its_turn) {
+  Raw r;
+  FrameHeader small;
+  small.type = FrameType::kOneway;
+  small.call_id = 3;
+  r.write(r.first, frame(1, {2}) + frame(2, {2}) + raw(small));
+  r.write(r.lane, piece(1, 0, "cd"));
+  CHECK(r.receive() == ReceiveState::kIdle);
+  CHECK(r.inbox.messages.empty());
+  r.write(r.lane, piece(0, 0, "ab"));
+  receive_until(*r.link, r.inbox, 3);
+  for (std::uint64_t i = 0; i < 3; ++i) CHECK_EQ(r.inbox.messages[i].header.call_id, i + 1);
+}
+
+void check_refused(const std::string& first, const std::string& lane, const std::string& why) {
+  Raw r;
+  r.link->set_limits({.message = 1 << 20});
+  if (!first.empty()) r.write(r.first, first);
+  if (!lane.empty()) r.write(r.lane, lane);
+  while (r.receive() != ReceiveState::kBroken) {
+    // A lane that talks nonsense ends the link by ending its sending; the other end, which is us, ends the rest.
+    char byte;
+    if (::recv(r.first.get(), &byte, 1, MSG_DONTWAIT) == 0) r.first = Descriptor();
+  }
+  CHECK_SAYS(r.link->error(), why);
+  CHECK(r.inbox.messages.empty());
+}
+
+CASE(pieces_that_lie) {
+  const std::string four = frame(1, {4});
+  for (const bool over_lane : {false, true}) {
+    auto refused = [&](const std::string& pieces, const std::string& why) {
+      check_refused(over_lane ? four : four + pieces, over_lane ? pieces : "", why);
+    };
+    refused(piece(0, 0, "abcde"), "belongs to no message");    // too long
+    refused(piece(0, 2, "abc"), "belongs to no message");      // over the end
+    refused(piece(0, 1 << 20, "a"), "belongs to no message");  // far beyond
+    refused(piece(0, UINT64_MAX, "a"), "belongs to no message");
+    refused(piece(0, 0, "abc") + piece(0, 1, "bcd"), "belongs to no message");  // more than there is
+    refused(piece(5000, 0, "a"), "belongs to no message");                      // of a message far ahead
+    refused(piece(0, 0, ""), "belongs to no message");
+    refused(piece(0, 0, std::string(kLargestPiece + 1, 'x')).substr(0, 100), "belongs to no message");
+  }
+  check_refused(frame(1, {2, 2}) + piece(0, 1, "bc"), "", "belongs to no message");  // over two segments
+  check_refused(frame(1, {4}, kScattered + 1), "", "not been shared");
+  check_refused(frame(1, {1 << 19, 1 << 19}) + frame(2, {1}), "", "not been shared");
+  FrameHeader bare;
+  bare.type = FrameType::kPiece;
+  check_refused(raw(bare), "", "do not fit");
+  check_refused("", piece(0, 3, "ab") + std::string("GET / HTTP/1.1\r\nHost: localhost and some more of it, and yet more of it\r\n"),
+                "not a Telegrad frame");
+}
+
+CASE(a_lane_that_is_cut_ends_the_link_and_says_so) {
+  for (const bool middle : {false, true}) {
+    Ends e("lanes");
+    Collector at_a, at_b;
+    Random random(1);
+    const Message m = random_message(random, 10, {40 << 20});
+    Outgoing out = m.outgoing();
+    if (middle) CHECK(e.a->send(out) == SendState::kBlocked);
+    const std::vector<int> all = e.a->descriptors();
+    CHECK_EQ(all.size(), 5u);  // the first connection, the epoll, three lanes
+    ::shutdown(all.back(), SHUT_RDWR);
+    std::thread other([&] {
+      receive_until_broken(*e.b, at_b);
+      e.b->close();
+    });
+    receive_until_broken(*e.a, at_a);
+    other.join();
+    CHECK_SAYS(e.a->error(), "lane");
+    CHECK(at_b.messages.empty());
+    Outgoing again = m.outgoing();
+    if (!middle) CHECK(e.a->send(again) == SendState::kBroken);
+  }
+}
+
+/// Whoever stops waiting has what is left copied, wherever its pieces are.
+CASE(memory_that_is_copied_on_the_way) {
+  Ends e("lanes");
+  Collector inbox;
+  Random random(2);
+  Message m = random_message(random, 10, {1000, 24 << 20, 24 << 20});
+  const Message original = m;
+  Outgoing out = m.outgoing();
+  CHECK(e.a->send(out) == SendState::kBlocked);
+  own_memory(out);
+  for (auto& s : m.segments) std::ranges::fill(s, 'x');
+  while (e.a->send(out) == SendState::kBlocked) {
+    wait_for_either(*e.a, *e.b);
+    receive(*e.b, inbox, kAnyBudget);
+  }
+  receive_until(*e.b, inbox, 1);
+  check_same(original, inbox.messages[0]);
+}
+
+CASE(a_link_takes_no_lane_that_is_none) {
+  Ends one("tcp"), other("tcp"), unix("unix"), closed("tcp");
+  closed.a->close();
+  CHECK(!unix.a->add_lane(std::move(unix.b)));
+  CHECK(!one.a->add_lane(std::move(unix.a)));
+  CHECK(!closed.a->add_lane(std::move(other.a)));
+  CHECK_EQ(one.a->lanes_fd(), -1);
+}
+
+// ---- how many
+
+/// Messages of 1 ms for each connection's share, where connections are limited one by one; the rates are made up.
+std::size_t chosen_where(double (*rate)(std::size_t lanes), LaneChoice& choice, std::size_t open, int messages) {
+  std::vector<std::size_t> used(open + 1);
+  for (int i = 0; i < messages; ++i) {
+    const std::size_t lanes = choice.next(open);
+    CHECK(lanes >= 1 && lanes <= open);
+    ++used[lanes];
+    choice.took(lanes, 1'000'000, static_cast<Nanos>(1'000'000 / rate(lanes)));
+  }
+  return static_cast<std::size_t>(std::ranges::max_element(used) - used.begin());
+}
+
+CASE(lanes_are_used_where_they_are_faster) {
+  LaneChoice limited, equal, few;
+  CHECK_EQ(chosen_where([](std::size_t n) { return 1.0 * static_cast<double>(n); }, limited, 4, 100), 4u);
+  CHECK_EQ(chosen_where([](std::size_t) { return 1.0; }, equal, 4, 100), 1u);
+  CHECK_EQ(chosen_where([](std::size_t n) { return n == 2 ? 2.0 : 1.0; }, few, 4, 100), 2u);
+  LaneChoice odd, one;
+  CHECK_EQ(chosen_where([](std::size_t n) { return 1.0 * static_cast<double>(n); }, odd, 3, 100), 3u);
+  CHECK_EQ(chosen_where([](std::size_t) { return 1.0; }, one, 1, 100), 1u);
+}
+
+CASE(a_choice_is_revised) {
+  LaneChoice choice;
+  CHECK_EQ(chosen_where([](std::size_t) { return 1.0; }, choice, 4, 300), 1u);
+  CHECK_EQ(chosen_where([](std::size_t n) { return 1.0 * static_cast<double>(n); }, choice, 4, 3000), 4u);
+}
+
+/// What loses is tried ever more rarely.
+CASE(trying_costs_little) {
+  LaneChoice choice;
+  int others = 0;
+  for (int i = 0; i < 4000; ++i) {
+    const std::size_t lanes = choice.next(4);
+    if (lanes != 1) ++others;
+    choice.took(lanes, 1'000'000, lanes == 1 ? 1'000'000 : 4'000'000);
+  }
+  CHECK(others > 6 && others < 40);
+}
+
+}  // namespace
+}  // namespace telegrad::test

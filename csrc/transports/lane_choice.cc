@@ -1,0 +1,65 @@
+#include "transports/lane_choice.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace telegrad {
+namespace {
+
+constexpr int kTries = 3;            // messages before a number of lanes is judged
+constexpr double kMargin = 1.1;      // more lanes have to be faster by this factor
+constexpr double kLatest = 0.3;      // weight of the latest message
+constexpr int kFirstPause = 32;      // messages after which what lost is tried again,
+constexpr int kLongestPause = 4096;  // twice as many each time, up to here
+
+}  // namespace
+
+/// The last step is for all lanes, however many.
+std::size_t LaneChoice::step_of(std::size_t lanes) {
+  return std::min<std::size_t>(static_cast<std::size_t>(std::bit_width(lanes - 1)), kSteps - 1);
+}
+
+std::size_t LaneChoice::best() const {
+  std::size_t best = 0;
+  for (std::size_t step = 1; step < steps_; ++step) {
+    if (seen_[step].samples >= kTries && seen_[step].rate > kMargin * seen_[best].rate) best = step;
+  }
+  return best;
+}
+
+std::size_t LaneChoice::next(std::size_t open) {
+  steps_ = step_of(open) + 1;
+  std::size_t chosen = steps_;
+  for (std::size_t step = 0; step < steps_; ++step) {
+    if (seen_[step].samples < kTries) {
+      chosen = step;
+      break;
+    }
+  }
+  if (chosen == steps_) {
+    chosen = best();
+    for (std::size_t step = 0; step < steps_; ++step) {
+      Seen& other = seen_[step];
+      if (step == best()) {
+        other.pause = other.next_pause = 0;
+      } else if (other.pause == 0) {  // it has just lost, or comes out of its pause
+        if (other.next_pause > 0) chosen = step;
+        other.next_pause = std::clamp(2 * other.next_pause, kFirstPause, kLongestPause);
+        other.pause = other.next_pause;
+        if (chosen == step) break;
+      } else {
+        --other.pause;
+      }
+    }
+  }
+  return std::min(std::size_t{1} << chosen, open);
+}
+
+void LaneChoice::took(std::size_t lanes, std::uint64_t bytes, Nanos time) {
+  Seen& seen = seen_[step_of(lanes)];
+  const double rate = static_cast<double>(bytes) / static_cast<double>(std::max<Nanos>(time, 1));
+  seen.rate = seen.samples == 0 ? rate : seen.rate + kLatest * (rate - seen.rate);
+  ++seen.samples;
+}
+
+}  // namespace telegrad

@@ -1,0 +1,308 @@
+#include "transports/lanes.h"
+
+#include <linux/sockios.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace telegrad {
+namespace {
+
+constexpr std::uint64_t kWorthLanes = 32 << 20;  // bytes of such messages before lanes are asked for
+constexpr std::uint64_t kTurn = 4 << 20;         // bytes sent before other threads have their turn
+constexpr std::size_t kLaneBudget = 1 << 20;     // bytes read of a lane before it is the next one's turn
+constexpr Nanos kPatience = 10 * kSecond;        // with lanes, once the first connection has ended
+
+}  // namespace
+
+LanedLink::LanedLink(Descriptor socket, std::string description, bool connecting, const SocketKind& kind, Spread spread)
+    : spread_(spread), first_(std::move(socket), std::move(description), connecting, kind) {
+  first_.set_leases(&scattered_);
+}
+
+LanedLink::~LanedLink() = default;
+
+void LanedLink::set_limits(const Limits& limits) {
+  limits_ = limits;
+  first_.set_limits(limits);
+  scattered_.set_limits(limits);
+}
+
+void LanedLink::fail(std::string why) {
+  std::lock_guard lock(error_mutex_);
+  if (!broken_) error_ = std::move(why);
+  broken_ = true;
+}
+
+std::string LanedLink::error() const {
+  std::lock_guard lock(error_mutex_);
+  return error_;
+}
+
+void LanedLink::close() {
+  closed_ = true;
+  first_.close();
+  for (std::size_t i = 0, n = open_; i < n; ++i) lanes_[i].stream->close();
+}
+
+std::vector<int> LanedLink::descriptors() const {
+  std::vector<int> all{fd()};
+  if (epoll_) all.push_back(epoll_.get());
+  for (std::size_t i = 0, n = open_; i < n; ++i) all.push_back(lanes_[i].stream->fd());
+  return all;
+}
+
+// ---- lanes come
+
+bool LanedLink::wants_lanes() const { return open_ == 0 && moved_.load(std::memory_order_relaxed) >= kWorthLanes; }
+
+bool LanedLink::add_lane(std::shared_ptr<Link> lane) {
+  auto* other = dynamic_cast<LanedLink*>(lane.get());
+  const std::size_t n = open_;
+  if (!other || other == this || n == kMost || lane_of_ || other->open_ > 0 || closed_ || broken_ || ended_)
+    return false;
+  if (!epoll_) epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = n}};
+  if (!epoll_ || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, other->fd(), &event) != 0) return false;
+  other->lane_of_ = this;
+  other->first_.set_limits(limits_);
+  other->first_.set_leases(&scattered_);
+  lanes_[n].stream = &other->first_;
+  lanes_[n].owner = std::move(lane);
+  open_ = n + 1;
+  if (closed_) lanes_[n].stream->close();
+  looked_for_ = true;
+  return true;
+}
+
+/// A message with so many bytes of tensors has gone or come.
+void LanedLink::count(std::uint64_t bytes) {
+  if (bytes >= spread_.message) moved_.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+/// What the epoll is to tell of a lane.
+void LanedLink::watch(std::size_t index, bool Lane::* what, bool on) {
+  Lane& lane = lanes_[index];
+  std::lock_guard lock(interest_mutex_);
+  if (std::exchange(lane.*what, on) == on) return;
+  const auto events = (lane.reads ? std::uint32_t{EPOLLIN} : 0u) | (lane.writes ? std::uint32_t{EPOLLOUT} : 0u);
+  epoll_event event{.events = events, .data = {.u64 = index}};
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, lane.stream->fd(), &event);  // a lane that has ended is not in there
+}
+
+// ---- sending
+
+SendState LanedLink::send(Outgoing& m) {
+  if (large_.under_way) return send_large(m);
+  if (m.segments.empty() || !m.prefix.empty() || m.sent > 0) return first_.send(m);
+  waits_for_first_ = true;
+  std::uint64_t size = 0;
+  for (OutSegment& s : m.segments) {
+    s.lease = 0;  // there is no memory to share
+    if (s.size >= spread_.segment) size += s.size;
+  }
+  if (size < spread_.message) return first_.send(m);
+  if (broken_ || closed_) return SendState::kBroken;
+  count(size);
+  large_ = {
+      .under_way = true, .connections = spread_.measured ? choice_.next(lanes() + 1) : lanes() + 1, .bytes = size};
+  large_.start = now();
+  large_.queued = queued();
+  if (large_.connections > 1) {
+    m.scattered = true;
+    for (OutSegment& s : m.segments) s.lease = (s.size >= spread_.segment) ? kScattered : 0;
+  }
+  return send_large(m);
+}
+
+SendState LanedLink::send_large(Outgoing& m) {
+  const SendState state = large_.connections == 1 ? first_.send(m) : send_pieces(m);
+  if (state == SendState::kSent) finish();
+  return state;
+}
+
+/// Bytes that the system has taken and not got rid of.
+std::uint64_t LanedLink::queued() {
+  std::uint64_t all = 0;
+  for (std::size_t i = 0, n = lanes() + 1; i < n; ++i) {
+    int bytes = 0;
+    if (ioctl(connection(i).fd(), SIOCOUTQ, &bytes) == 0) all += static_cast<std::uint64_t>(bytes);
+  }
+  return all;
+}
+
+/// A large message has left. What counts is what the other end has got meanwhile: systems take a lot at once.
+void LanedLink::finish() {
+  const std::uint64_t before = large_.bytes + large_.queued, left = queued();
+  const std::uint64_t moved = before - std::min(before, left);
+  if (moved > large_.bytes / 2) choice_.took(large_.connections, moved, now() - large_.start);
+  large_.under_way = false;
+}
+
+/// The next piece of the message, if there is any left.
+bool LanedLink::cut(Outgoing& m, Piece& piece) {
+  while (large_.segment < m.segments.size()) {
+    const OutSegment& s = m.segments[large_.segment];
+    if (s.lease == 0 || large_.offset == s.size) {
+      ++large_.segment;
+      large_.offset = 0;
+      continue;
+    }
+    const std::uint64_t size = std::min(s.size - large_.offset, spread_.piece);
+    piece.out = Outgoing();
+    piece.out.header.type = FrameType::kPiece;
+    piece.out.header.call_id = next_out_;
+    piece.out.header.timeout = static_cast<std::int64_t>(large_.place);
+    piece.out.segments.push_back({s.data, size});
+    piece.segment = large_.segment;
+    piece.offset = large_.offset;
+    piece.busy = true;
+    large_.offset += size;
+    large_.place += size;
+    return true;
+  }
+  return false;
+}
+
+SendState LanedLink::send_pieces(Outgoing& m) {
+  if (!large_.framed) {
+    waits_for_first_ = true;
+    const SendState state = first_.send(m);
+    if (state != SendState::kSent) return state;
+    large_.framed = true;
+  }
+  std::array<bool, kMost + 1> blocked{};
+  std::uint64_t sent = 0;
+  bool left = true, moves = true;
+  while (left && moves && sent < kTurn) {
+    left = moves = false;
+    for (std::size_t i = 0; i < large_.connections; ++i) {
+      Piece& piece = pieces_[i];
+      if (blocked[i] || (!piece.busy && !cut(m, piece))) {
+        left = left || blocked[i];
+        continue;
+      }
+      left = true;
+      piece.out.segments[0].data = m.segments[piece.segment].data + piece.offset;  // it may have been copied meanwhile
+      const std::uint64_t before = piece.out.sent;
+      const SendState state = connection(i).send(piece.out);
+      if (state == SendState::kBroken) return state;
+      sent += piece.out.sent - before;
+      piece.busy = state != SendState::kSent;
+      blocked[i] = piece.busy;
+      moves = moves || !piece.busy;
+    }
+  }
+  m.sent += sent;  // whoever waits sees that it moves
+  waits_for_first_ = blocked[0] || (left && moves);
+  for (std::size_t i = 1; i < large_.connections; ++i) watch(i - 1, &Lane::writes, left && blocked[i]);
+  if (left) {
+    if (!blocked[0] || !moves) return SendState::kBlocked;
+    for (std::size_t i = 1; i < large_.connections; ++i) watch(i - 1, &Lane::writes, true);
+    return SendState::kBlocked;
+  }
+  ++next_out_;
+  return SendState::kSent;
+}
+
+// ---- receiving
+
+/// What comes over the first connection or a lane.
+class LanedLink::Taker final : public Inbox {
+ public:
+  Taker(LanedLink& link, Inbox& inbox) : link_(link), inbox_(inbox) {}
+  BlockPtr allocate(std::size_t size) override { return inbox_.allocate(size); }
+  BlockPtr take_over(BlockPtr lent) override { return inbox_.take_over(std::move(lent)); }
+  void deliver(Incoming&& m) override {
+    LanedLink& link = link_.lane_of_ ? *link_.lane_of_ : link_;  // it can become a lane while it is read
+    Scattered& scattered = link.scattered_;
+    if (m.header.type != FrameType::kPiece) {
+      if (!m.segments.empty()) link.count(m.payload_size());
+      if (!scattered.begun() && !scattered.waits()) return inbox_.deliver(std::move(m));
+    }
+    if (!scattered.take(std::move(m))) link.fail("pieces of a message do not fit together");
+    if (&link == &link_) scattered.deliver(inbox_);
+  }
+
+ private:
+  LanedLink& link_;
+  Inbox& inbox_;
+};
+
+ReceiveState LanedLink::receive(Inbox& inbox, std::size_t budget) {
+  if (broken_) return ReceiveState::kBroken;
+  scattered_.deliver(inbox);
+  bool more = false;
+  if (!ended_) {
+    Taker taker(*this, inbox);
+    const ReceiveState state = first_.receive(taker, budget);
+    more = state == ReceiveState::kMore;
+    if (state == ReceiveState::kBroken) {
+      ended_ = true;
+      patience_ = now() + kPatience;
+      const std::string why = first_.error();
+      if (!why.empty()) fail(lane_error_.empty() ? why : lane_error_);
+    }
+  }
+  if (open_ > 0 && (scattered_.waits() || looked_for_ || ended_)) more = read_lanes(inbox, budget) || more;
+  return verdict(more);
+}
+
+/// True: a lane has more.
+bool LanedLink::read_lanes(Inbox& inbox, std::size_t budget) {
+  looked_for_ = false;
+  const std::size_t n = open_;
+  for (std::size_t i = 0; i < n && !scattered_.has_early(); ++i) {
+    if (std::exchange(lanes_[i].paused, false)) watch(i, &Lane::reads, true);
+  }
+  epoll_event events[kMost];
+  const int count = epoll_wait(epoll_.get(), events, static_cast<int>(kMost), 0);
+  bool more = false;
+  for (int e = 0; e < count && !broken_; ++e) {
+    const std::size_t i = events[e].data.u64;
+    Lane& lane = lanes_[i];
+    if (lane.ended || lane.paused || (events[e].events & ~static_cast<std::uint32_t>(EPOLLOUT)) == 0) continue;
+    Taker taker(*this, inbox);
+    const ReceiveState state = lane.stream->receive(taker, std::min(budget, kLaneBudget));
+    more = more || state == ReceiveState::kMore;
+    if (state == ReceiveState::kBroken) {
+      lane_ended(i, lane.stream->error());
+    } else if (scattered_.has_early()) {
+      lane.paused = true;
+      watch(i, &Lane::reads, false);
+    }
+  }
+  return more;
+}
+
+/// The link ends too, but not before what the other end had sent over the first connection has been read. If it is
+/// there and well, it ends that when it sees the end of ours.
+void LanedLink::lane_ended(std::size_t index, const std::string& why) {
+  lanes_[index].ended = true;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, lanes_[index].stream->fd(), nullptr);
+  pollfd first{.fd = fd(), .events = POLLRDHUP, .revents = 0};
+  const bool alone = !closed_ && !ended_ && ::poll(&first, 1, 0) == 0;
+  if (lane_error_.empty() && !why.empty()) lane_error_ = "one of its lanes broke: " + why;
+  if (lane_error_.empty() && alone) lane_error_ = "one of its lanes was closed";
+  first_.stop_sending();
+}
+
+ReceiveState LanedLink::verdict(bool more) {
+  if (ended_ && !broken_) {
+    const std::size_t n = open_;
+    const bool lanes_ended = std::all_of(lanes_.begin(), lanes_.begin() + static_cast<std::ptrdiff_t>(n),
+                                         [](const Lane& lane) { return lane.ended; });
+    if (!scattered_.waits() || lanes_ended || now() >= patience_) {
+      fail(!lane_error_.empty() ? lane_error_
+           : scattered_.waits() ? "the connection ended in the middle of a message"
+                                : "");
+    }
+  }
+  if (broken_) return ReceiveState::kBroken;
+  return more ? ReceiveState::kMore : ReceiveState::kIdle;
+}
+
+}  // namespace telegrad

@@ -1,0 +1,112 @@
+#include "transports/scattered.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace telegrad {
+namespace {
+
+constexpr std::uint64_t kFarAhead = 1024;  // messages that pieces may be ahead of their frames
+
+/// The place of a piece within its message, whose memory others hold.
+class Place final : public Block {
+ public:
+  Place(std::byte* data, std::size_t size) : Block(data, size) {}
+};
+
+}  // namespace
+
+BlockPtr Scattered::borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) {
+  if (frame.type == FrameType::kPiece) return place_of_piece(frame, segment, inbox);
+  if (segment.lease != kScattered || segment.size > limits_.message - std::min(missing_, limits_.message)) {
+    return nullptr;
+  }
+  if (!beginning_) {
+    beginning_ = std::make_unique<Pending>();
+    beginning_->number = next_++;
+  }
+  BlockPtr block = inbox.allocate(segment.size);
+  beginning_->parts.push_back({block->data(), segment.size});
+  beginning_->missing += segment.size;
+  beginning_->unasked += segment.size;
+  missing_ += segment.size;
+  return block;
+}
+
+BlockPtr Scattered::place_of_piece(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) {
+  if (segment.lease != 0 || segment.size == 0 || segment.size > kLargestPiece) return nullptr;
+  const std::uint64_t number = frame.call_id;
+  if (Pending* message = find(number)) {
+    std::byte* at = locate(*message, static_cast<std::uint64_t>(frame.timeout), segment.size);
+    if (!at || segment.size > message->unasked) return nullptr;
+    message->unasked -= segment.size;
+    return std::make_unique<Place>(at, segment.size);
+  }
+  if (number < next_ || number - next_ >= kFarAhead) return nullptr;
+  early_until_ = std::max(early_until_, number + 1);
+  return inbox.allocate(segment.size);
+}
+
+Scattered::Pending* Scattered::find(std::uint64_t number) {
+  if (beginning_ && beginning_->number == number) return beginning_.get();
+  for (const auto& m : messages_) {
+    if (m->number == number) return m.get();
+  }
+  return nullptr;
+}
+
+/// Where `size` bytes at a place belong; null if they are not within one part.
+std::byte* Scattered::locate(Pending& message, std::uint64_t place, std::uint64_t size) {
+  for (const Part& part : message.parts) {
+    if (place < part.size) return size <= part.size - place ? part.data + place : nullptr;
+    place -= part.size;
+  }
+  return nullptr;
+}
+
+/// A piece is whole. False: it does not fit.
+bool Scattered::arrived(std::uint64_t number, std::uint64_t place, const Block& block) {
+  Pending& message = *find(number);
+  std::byte* at = locate(message, place, block.size());
+  if (!at) return false;
+  if (at != block.data()) {  // it was early
+    if (block.size() > message.unasked) return false;
+    message.unasked -= block.size();
+    std::memcpy(at, block.data(), block.size());
+  }
+  message.missing -= block.size();
+  missing_ -= block.size();
+  return true;
+}
+
+bool Scattered::take(Incoming&& frame) {
+  if (frame.header.type == FrameType::kPiece) {
+    if (frame.segments.size() != 1) return false;
+    const std::uint64_t number = frame.header.call_id, place = static_cast<std::uint64_t>(frame.header.timeout);
+    if (find(number)) return arrived(number, place, *frame.segments[0]);
+    if (number < next_) return false;
+    early_.push_back({number, place, std::move(frame.segments[0])});
+    return true;
+  }
+  auto pending = beginning_ ? std::move(beginning_) : std::make_unique<Pending>();
+  pending->message = std::move(frame);
+  messages_.push_back(std::move(pending));
+  bool good = true;
+  std::erase_if(early_, [&](const Early& e) {
+    const bool known = e.number < next_;
+    if (known) good = find(e.number) && arrived(e.number, e.place, *e.block) && good;
+    return known;
+  });
+  return good;
+}
+
+void Scattered::deliver(Inbox& inbox) {
+  while (!messages_.empty() && messages_.front()->missing == 0) {
+    const auto first = std::move(messages_.front());
+    messages_.pop_front();
+    inbox.deliver(std::move(first->message));
+  }
+}
+
+}  // namespace telegrad
