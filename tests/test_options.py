@@ -110,3 +110,9 @@ def test_can_be_pickled() -> None:
 def test_document_holds_the_table() -> None:
     document = Path(__file__).parent.parent / "docs" / "options.md"
     assert document.read_text().endswith("\n" + options_markdown())
+
+
+@pytest.mark.parametrize("lanes", [0, 17, 2.5])
+def test_number_of_lanes(lanes: float) -> None:
+    with pytest.raises(ValueError, match="option tcp_lanes has to be a number from 1 to 16"):
+        Options(tcp_lanes=lanes)  # type: ignore[arg-type]

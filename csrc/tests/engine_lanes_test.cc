@@ -14,7 +14,7 @@ Settings with_lanes(int id, std::uint32_t lanes) {
   return s;
 }
 
-const std::string kTensor = [] { return Random(1).bytes(std::size_t{9} << 20); }();
+const std::string kTensor = [] { return Random(1).bytes(std::size_t{5} << 20); }();
 
 void echo_large(Worker& from, int to) {
   const Outcome o = from.call(to, {.body = "x", .segments = {kTensor}});
@@ -35,7 +35,7 @@ CASE(links_that_move_much_get_lanes) {
     CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
     CHECK_EQ(a.engine->stats().lanes, 0u);
     call_until_lanes(a, b, 2);
-    for (int i = 0; i < 20; ++i) echo_large(a, 1);  // over one, two and all
+    for (int i = 0; i < times(20); ++i) echo_large(a, 1);  // over one, two and all
     CHECK_EQ(a.engine->stats().lanes, 2u);
     CHECK_EQ(a.engine->stats().connections, 1u);
     CHECK_EQ(b.engine->stats().connections, 1u);

@@ -295,7 +295,7 @@ ReceiveState LanedLink::verdict(bool more) {
     const std::size_t n = open_;
     const bool lanes_ended = std::all_of(lanes_.begin(), lanes_.begin() + static_cast<std::ptrdiff_t>(n),
                                          [](const Lane& lane) { return lane.ended; });
-    if (!scattered_.waits() || lanes_ended || now() >= patience_) {
+    if (!scattered_.waits() || lanes_ended || !lane_error_.empty() || now() >= patience_) {
       fail(!lane_error_.empty() ? lane_error_
            : scattered_.waits() ? "the connection ended in the middle of a message"
                                 : "");

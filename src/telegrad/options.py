@@ -196,8 +196,8 @@ class Options(RpcBackendOptions):
     )
     tcp_lanes: int = _option(
         4,
-        "how many TCP connections to one worker may be used at once for large tensors; more than one are opened only where"
-        " much is sent, and used only where they are faster",
+        "how many TCP connections to one worker may be used at once for large tensors; more than one are opened only"
+        " where much is sent, and used only where they are faster",
         env="TELEGRAD_TCP_LANES",
         unit="connections",
     )
@@ -237,7 +237,7 @@ class Options(RpcBackendOptions):
             value, unit = getattr(self, row.name), row.metadata["unit"]
             if unit and (not isinstance(value, (int, float)) or value < 0):
                 raise ValueError(f"option {row.name} has to be a number of {unit}, 0 or more, not {value!r}")
-        if not isinstance(self.tcp_lanes, int) or not 1 <= self.tcp_lanes <= MOST_LANES:
+        if self.tcp_lanes not in range(1, MOST_LANES + 1):
             raise ValueError(f"option tcp_lanes has to be a number from 1 to {MOST_LANES}, not {self.tcp_lanes!r}")
         self.transports = tuple(self.transports)
         unknown = set(self.transports) - set(TRANSPORTS)

@@ -49,6 +49,7 @@ class Native:
             "max_body": 1 << 30,
             "max_message": 1 << 36,
             "shared_memory": 1 << 30,
+            "lanes": 4,
             "check_uid": True,
         }
         self.engine = _core.Engine(id=ident, name=f"w{ident}", **settings | options)

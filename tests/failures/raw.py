@@ -10,7 +10,7 @@ from typing import Any, Self
 from telegrad.rpc import Worker
 
 MAGIC = 0x31524754
-VERSION = 1
+VERSION = 2
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = 1, 2, 3, 4, 5
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
 
@@ -121,6 +121,8 @@ class RawPeer:
             + identity(*me)
             + identity(core.info.id, core.info.name, core.incarnation)
             + text(nonce or os.urandom(32))
+            + struct.pack("<I", 1)  # lanes
+            + text(b"")  # and of no other link
         )
 
     def proof(self, hello: bytes, challenge: bytes, secret: bytes | None = None) -> bytes:

@@ -115,7 +115,7 @@ def test_another_version(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> Non
     peer.send(frame(HELLO, struct.pack("<I", 999) + peer.hello(STRANGER)[4:]))
     ((kind, why),) = peer.ended()
     assert kind == REFUSE
-    assert b"protocol version 999 is not 1" in why
+    assert b"protocol version 999 is not 2" in why
     refused(caplog, "run one version of telegrad on all workers")
 
 
