@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bench.peers.base import here
 
 OPERATIONS = 200
+
+allocate: Callable[..., Tensor] = torch.empty  # what a handler makes its result with; a peer may put its own here
 
 
 def identity(value: Any) -> Any:
@@ -25,6 +28,11 @@ def operations(x: Tensor) -> Tensor:
     for _ in range(OPERATIONS):
         x.add_(1.0)
     return x
+
+
+def built(size: int) -> Tensor:
+    """A result of so many bytes, which is made in place."""
+    return allocate(size // 4).fill_(1.0)
 
 
 def size_of(x: Tensor) -> int:
@@ -69,5 +77,5 @@ class Counter:
 
 
 TABLE: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (identity, plus, operations, size_of, back, exchange, hammer)
+    function.__name__: function for function in (identity, plus, operations, built, size_of, back, exchange, hammer)
 }

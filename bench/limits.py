@@ -61,6 +61,13 @@ def copies(size: int, times: int, take: Take) -> list[float]:
     return [times * seconds for seconds in limit.measure("memcpy", size, min(take.seconds, LONG))]
 
 
+def filled(size: int, take: Take) -> list[float]:
+    """A tensor written here, in warm memory."""
+    torch.set_num_threads(1)
+    x = torch.zeros(size // 4)
+    return take.loop(lambda: timed(lambda: x.fill_(1.0)))
+
+
 def worked(size: int, take: Take) -> list[float]:
     """The talk's 200 operations on a tensor here, and two copies of it."""
     torch.set_num_threads(1)

@@ -3,7 +3,8 @@
 from types import ModuleType
 from typing import Any
 
-from bench.peers.base import Seat
+from bench import functions
+from bench.peers.base import Client, Seat
 from bench.peers.torch_api import TIMEOUT, TorchApiPeer
 from bench.row import OURS
 
@@ -14,6 +15,12 @@ class Telegrad(TorchApiPeer):
     def __init__(self, *transports: str) -> None:
         """By default those that it comes with; between network namespaces always TCP."""
         self._transports = transports
+
+    def join(self, seat: Seat) -> Client:
+        client = super().join(seat)
+        assert client.rpc is not None
+        functions.allocate = client.rpc.empty
+        return client
 
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
         from telegrad.options import Options

@@ -31,6 +31,12 @@ def worked(size: int, client: Client, take: Take) -> Samples:
     return take(call)
 
 
+def built(size: int, client: Client, take: Take) -> Samples:
+    call = client.caller(SERVER, functions.built, size)
+    right(call(), torch.ones(size // 4))
+    return take(call)
+
+
 def sized(label: str, size: int, seconds: float, repeats: int, *goals: TimesLess | TimesLimit, **rest: Any) -> Row:
     """Identity of so many bytes; two copies of them are the limit."""
     return Row(
@@ -68,6 +74,16 @@ TENSORS = Family(
             least=4,
             warm_up=1e-9,
             limit=partial(limits.worked, 4 * MB),
+        ),
+        Row(
+            "a result of 4 MB, built in place",
+            partial(built, 4 * MB),
+            seconds=0.5,
+            repeats=100,
+            warm_up=0.1,
+            limit=partial(limits.filled, 4 * MB),
+            amount=4 * MB,
+            of="bytes",
         ),
         sized("40 MB", 40 * MB, 0.8, 10),
         sized("400 MB", 400 * MB, 6.0, 5, TimesLess(7), OF_MEMCPY, rounds=2),

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bind/interruption.h"
+#include "bind/loans.h"
 #include "bind/messages.h"
 
 namespace telegrad::bind {
@@ -72,6 +73,7 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
 }
 
 void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m) {
+  give_loans(*m, connection);
   if (m->payload_size() <= kSmall) {
     GilUntilBlocked gil;
     e.reply(connection, call, std::move(m), false, gil.before_blocking());

@@ -15,7 +15,7 @@ Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m,
 /// will come of the call.
 std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait);
 
-/// Answers a request.
+/// Answers a request. Nothing but the message may hold what lies in lent memory and is to be handed over as it is.
 void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m);
 
 }  // namespace telegrad::bind

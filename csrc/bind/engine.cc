@@ -12,6 +12,7 @@
 #include "bind/engine.h"
 #include "bind/interruption.h"
 #include "bind/keep.h"
+#include "bind/loans.h"
 #include "bind/messages.h"
 
 using namespace nanobind::literals;
@@ -70,7 +71,9 @@ std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
 
 void reply(Engine& e, std::uint64_t connection, std::uint64_t call, int tag, int flags, const nb::bytes& body,
            nb::handle segments) {
-  send_reply(e, connection, call, compose(tag, flags, body, segments));
+  auto m = compose(tag, flags, body, segments);
+  if (any_loans() && !segments.is_none()) nb::cast<nb::list>(segments).clear();
+  send_reply(e, connection, call, std::move(m));
 }
 
 bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& body, nb::handle segments) {
@@ -200,7 +203,13 @@ void init_engine(nb::module_& m) {
            "The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an "
            "outcome that has come by then waits for the next call of this, which must follow.")
       .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
-           "Answers a request. The segments' memory may change once this has returned.")
+           "Answers a request. The segments' memory may change once this has returned; the list may be emptied.")
+      .def(
+          "lend", lend, "peer"_a, "connection"_a, "size"_a,
+          "Memory, with a buffer, for a tensor of so many bytes that is to go to a peer: over a connection if that is\n"
+          "the peer's (which may be -1), else over the link that requests go over. None if that has none.\n\n"
+          "It is handed over as it is with a reply over that connection when nothing else holds it by then; otherwise\n"
+          "it is copied.")
       .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
            "Sends a message that is never answered. False: the peer is known to be gone.")
       .def("next", next, "thread"_a,

@@ -5,7 +5,8 @@
 
 #include <nanobind/nanobind.h>
 
-#include <initializer_list>
+#include <cstddef>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,10 @@ class References final : public Keep {
     object.inc_ref();
     objects_.push_back(object.ptr());
   }
+  /// Gives up one, by its number. With the GIL held and no lock of the core.
+  void drop(std::size_t index) { Py_DECREF(std::exchange(objects_[index], Py_NewRef(Py_None))); }
+  /// Something that is no object, and may be destroyed on any thread.
+  void hold(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
   PyObject* front() const { return objects_.front(); }
   bool empty() const { return objects_.empty(); }
 
@@ -34,6 +39,7 @@ class References final : public Keep {
 
  private:
   std::vector<PyObject*> objects_;
+  std::vector<std::shared_ptr<void>> memory_;
 };
 
 /// While it lives, references that this thread puts aside have a pool thread of the engine woken, to release them.

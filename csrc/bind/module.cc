@@ -3,6 +3,7 @@
 
 #include "bind/block.h"
 #include "bind/engine.h"
+#include "bind/loans.h"
 #include "bind/plain.h"
 #include "codec/codec.h"
 
@@ -10,6 +11,7 @@ NB_MODULE(_core, m) {
   m.doc() = "Telegrad's native core.";
   nanobind::set_leak_warnings(false);  // modules that live as long as the process hold some of it at exit
   telegrad::bind::init_block(m);
+  telegrad::bind::init_loans(m);
   telegrad::bind::init_engine(m);
   telegrad::bind::init_plain_calls(m);
   telegrad::bind::init_plain_pool(m);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bind/calls.h"
+#include "bind/loans.h"
 #include "bind/plain.h"
 #include "bind/recorded.h"
 
@@ -33,7 +34,7 @@ struct Hooks {
   nb::object resolver;                                     // resolver(name) -> function() -> the function
   nb::object clean_state;
   nb::object make;      // make(peer, connection, call, deadline, local id, function, args, kwargs) -> to be answered?
-  nb::object answer;    // answer(peer, connection, call, deadline, function, args, kwargs, result, error, context)
+  nb::object answer;    // answer(peer, connection, call, deadline, function, args, kwargs, [result], error, context)
   nb::object complete;  // complete(future, value)
   nb::object fail;      // fail(future, error)
 };
@@ -119,17 +120,19 @@ class PlainPool {
     Py_XDECREF(token);
   }
 
-  /// Scope(worker, deadline, nested=True, request=True, context), made without its constructor's detours.
-  nb::object request_scope(Nanos deadline, const nb::object& context) const {
+  /// Scope(worker, deadline, nested=True, request=True, context, connection), made without its constructor's detours.
+  nb::object request_scope(Nanos deadline, const nb::object& context, std::uint64_t connection) const {
     auto* type = reinterpret_cast<PyTypeObject*>(hooks_.scope_type.ptr());
-    nb::object scope = nb::steal(type->tp_alloc(type, 5));
+    nb::object scope = nb::steal(type->tp_alloc(type, 6));
     PyObject* until = PyLong_FromLongLong(deadline);
-    if (!scope.is_valid() || !until) throw nb::python_error();
+    PyObject* over = PyLong_FromUnsignedLongLong(connection);
+    if (!scope.is_valid() || !until || !over) throw nb::python_error();
     PyTuple_SET_ITEM(scope.ptr(), 0, nb::object(hooks_.worker).release().ptr());
     PyTuple_SET_ITEM(scope.ptr(), 1, until);
     PyTuple_SET_ITEM(scope.ptr(), 2, nb::bool_(true).release().ptr());
     PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
     PyTuple_SET_ITEM(scope.ptr(), 4, Py_NewRef(context.ptr()));
+    PyTuple_SET_ITEM(scope.ptr(), 5, over);
     return scope;
   }
 
@@ -167,7 +170,7 @@ class PlainPool {
         wrap = recorder_.wrap(in, item.peer, context);
         item.message.segments.pop_back();
       }
-      set_scope(request_scope(deadline, context).ptr());
+      set_scope(request_scope(deadline, context, item.connection).ptr());
       invoke(item, wrap, function, args, kwargs, result);
       if (!comes_later(function, result)) {
         reply = context.is_none()
@@ -182,11 +185,15 @@ class PlainPool {
       error = take_error();
     }
     if (reply) {
+      if (any_loans()) result = {};  // the message alone has what it returned
       send_reply(engine_, item.connection, h.call_id, std::move(reply));
       call(hooks_.clean_state);
     } else {
+      nb::list made;  // see Handlers._settle_made
+      made.append(or_none(result));
+      result = {};
       call(hooks_.answer, nb::int_(item.peer), nb::int_(item.connection), nb::int_(h.call_id), nb::int_(deadline),
-           function, or_none(args), or_none(kwargs), or_none(result), or_none(error), context);
+           function, or_none(args), or_none(kwargs), made, or_none(error), context);
     }
     return true;
   }
@@ -206,7 +213,7 @@ class PlainPool {
       }
       const nb::handle args = PyTuple_GET_ITEM(parts.ptr(), 0), kwargs = PyTuple_GET_ITEM(parts.ptr(), 1),
                        local_id = PyTuple_GET_ITEM(parts.ptr(), 2);
-      set_scope(request_scope(item.deadline == kNever ? 0 : item.deadline, nb::none()).ptr());
+      set_scope(request_scope(item.deadline == kNever ? 0 : item.deadline, nb::none(), item.connection).ptr());
       const nb::object made = nb::steal(
           PyObject_CallFunctionObjArgs(hooks_.make.ptr(), peer.ptr(), connection.ptr(), id.ptr(), deadline.ptr(),
                                        local_id.ptr(), function.ptr(), args.ptr(), kwargs.ptr(), nullptr));

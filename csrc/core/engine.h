@@ -32,6 +32,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -120,6 +121,13 @@ struct EngineStats {
 
 inline constexpr const char* kForked = "this process is a fork of its worker's, which cannot use its calls";
 
+/// Memory that a link has lent for a message's segment.
+struct Loan {
+  std::uint64_t connection;  // over which it may go
+  std::uint64_t lease;       // what OutSegment::lease is to say then
+  BlockPtr memory;           // see `Link::lend`
+};
+
 enum class WaitEnd : std::uint8_t { kDone, kDeadline, kInterrupted, kStopped };
 
 /// What `start` is told about a call.
@@ -178,6 +186,12 @@ class Engine {
   /// Sends a message that is never answered; copies what does not leave at once, and never waits. False when the peer
   /// is known to be unreachable.
   bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);
+
+  // ---- memory (engine_memory.cc). Any thread, never blocks.
+
+  /// Memory of `size` bytes for what is to go to a peer: over a connection if that is the peer's (which may be -1, for
+  /// whoever it is), else over the link that requests go over. Nothing if that has none to lend.
+  std::optional<Loan> lend(std::int32_t peer, std::uint64_t connection, std::size_t size);
 
   // ---- the pool (engine_wait.cc)
 

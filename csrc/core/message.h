@@ -90,8 +90,8 @@ class Keep {
 struct OutSegment {
   const std::byte* data;
   std::uint64_t size;
-  // 0, or the lease under which the link lent this memory (`Link::lend`): then the link hands the memory over instead
-  // of its bytes. A link to which the lease means nothing sends the bytes.
+  // 0, or the lease under which the link lent the memory that this lies in (`Link::lend`), and which nobody else holds:
+  // then the link hands the memory over instead of its bytes. A link to which the lease means nothing sends the bytes.
   std::uint64_t lease = 0;
 };
 

@@ -12,12 +12,14 @@
 // blocks it got from `Inbox::allocate`.
 //
 // A link that shares memory with its peer may lend some to its sender (`Link::lend`). A segment that names its lease
-// (OutSegment::lease) is not copied: the link sends the lease (SegmentHeader::lease), and the receiver maps the region
-// and delivers it as a block of its own. There are two holders then, the sender's block and the receiver's; each
-// destructor lets go, on whatever thread it runs, the receiver's by giving the lease back (in a batch with the link's
-// next frame, or in a frame of its own). When nobody holds it, the region can be lent again. Blocks stay readable when
-// the link is closed and gone. What is lent is bounded: where leases do not come back, `lend` gives nothing, and the
-// sender sends bytes; it never waits for them.
+// (OutSegment::lease), and lies in that memory, is not copied: the link sends where it lies (SegmentHeader::lease), and
+// the receiver maps the region and delivers it as a block of its own, to read and to write. So the sender gives it up:
+// nobody reads or writes it through the sender's block any more, which is to be destroyed once the message has left. It
+// can be given once; what cannot be given is copied. The receiver's block gives the region back when it is destroyed,
+// on whatever thread that happens. When nobody holds it, the region can be lent again. Blocks stay readable when the
+// link is closed and gone. What is lent is bounded: where regions do not come back, `lend` gives nothing, and the
+// sender sends bytes; it never waits for them. A process that forks finds what it has been lent in both processes, each
+// its own.
 #pragma once
 
 #include <sys/types.h>
@@ -68,7 +70,7 @@ struct Credentials {
 /// Memory that a link lends its sender.
 struct Lent {
   std::uint64_t lease;  // not 0, and the link's own; OutSegment::lease names it
-  BlockPtr memory;      // to be written before the message that names it is sent, and not after
+  BlockPtr memory;      // to be written before the message that names it is sent, and not after; 64-byte aligned
 };
 
 class Link {

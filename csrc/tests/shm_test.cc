@@ -136,26 +136,56 @@ CASE(unused_memory_is_given_up) {
   p.warm_up(kMiB);  // and there is more when it is needed
 }
 
-CASE(memory_that_the_sender_holds_is_its_own) {
+/// What `a` has lent, filled.
+Lent lent_by(Pair& p, char fill) {
+  auto lent = p.ends.a->lend(kMiB);
+  for (int i = 0; !lent; ++i) {
+    CHECK(i < 100);
+    p.pass(std::string(kMiB, 'w'));
+    p.inbox.messages.clear();
+    lent = p.ends.a->lend(kMiB);
+  }
+  std::memset(lent->memory->data(), fill, kMiB);
+  return std::move(*lent);
+}
+
+/// Sends it; was it handed over as it was?
+bool give(Pair& p, const Lent& lent) {
+  Outgoing m;
+  m.header.type = FrameType::kRequest;
+  m.segments.push_back({lent.memory->data(), kMiB, lent.lease});
+  const int before = p.inbox.allocations;
+  const std::size_t count = p.inbox.messages.size();
+  CHECK(p.ends.a->send(m) == SendState::kSent);
+  receive_until(*p.ends.b, p.inbox, count + 1);
+  return p.inbox.allocations == before && m.segments[0].data == lent.memory->data();
+}
+
+CASE(lent_memory_is_the_receivers_once_it_is_given) {
   Pair p;
-  p.warm_up(kMiB);
-  for (int round = 0; round < 3; ++round) {  // each time over the same pages, none of which may be found again
-    auto lent = p.ends.a->lend(kMiB);
-    CHECK(lent.has_value());
-    std::memset(lent->memory->data(), 'a' + round, kMiB);
-    Outgoing m;
-    m.header.type = FrameType::kRequest;
-    m.segments.push_back({lent->memory->data(), kMiB, lent->lease});
-    CHECK(p.ends.a->send(m) == SendState::kSent);
-    receive_until(*p.ends.b, p.inbox, 1);
+  for (int round = 0; round < 3; ++round) {
+    Lent lent = lent_by(p, static_cast<char>('a' + round));
+    CHECK(give(p, lent));
+    lent.memory.reset();
     CHECK(p.text(0) == std::string(kMiB, static_cast<char>('a' + round)));
     std::memset(p.block(0).data(), 'x', kMiB / 2);
-    CHECK_EQ(static_cast<char>(lent->memory->data()[0]), static_cast<char>('a' + round));
-    lent->memory.reset();
-    p.inbox.messages.clear();
-    CHECK(p.pass(std::string(kMiB, 'o')));
+    CHECK(p.pass(std::string(kMiB, 'o')));  // elsewhere
+    CHECK(p.text(0).substr(0, 10) == "xxxxxxxxxx");
     p.inbox.messages.clear();
   }
+}
+
+CASE(lent_memory_of_a_closed_link_is_copied) {
+  Pair p, q;
+  Lent lent = lent_by(p, 'a');
+  q.warm_up(kMiB);
+  CHECK(!give(q, lent));  // nor by another link
+  CHECK(q.text(0) == std::string(kMiB, 'a'));
+  p.ends.b.reset();
+  Collector nothing;
+  receive_until_broken(*p.ends.a, nothing);
+  p.ends.a.reset();
+  CHECK(static_cast<char>(lent.memory->data()[kMiB - 1]) == 'a');
 }
 
 // ---- forks
@@ -205,19 +235,36 @@ CASE(a_fork_keeps_tensors_as_they_were) {
   for (int i = 0; i < 4; ++i) CHECK(p.pass(std::string(kMiB, static_cast<char>('0' + i))));
 }
 
-CASE(a_fork_keeps_the_private_pages_of_held_memory) {
+CASE(a_fork_finds_what_was_lent_in_both_processes) {
   Pair p;
-  p.warm_up(kMiB);
-  auto lent = p.ends.a->lend(kMiB);
-  std::memset(lent->memory->data(), 'h', kMiB);
-  Outgoing m;
-  m.header.type = FrameType::kRequest;
-  m.segments.push_back({lent->memory->data(), kMiB, lent->lease});
-  CHECK(p.ends.a->send(m) == SendState::kSent);
-  receive_until(*p.ends.b, p.inbox, 1);
-  CHECK(in_a_fork([&] { return p.text(0) == std::string(kMiB, 'h'); },
+  Lent lent = lent_by(p, 'a');
+  std::byte* data = lent.memory->data();
+  CHECK(in_a_fork(
+      [&] {
+        const bool same = std::string_view(reinterpret_cast<char*>(data), kMiB) == std::string(kMiB, 'a');
+        std::memset(data, 'c', kMiB);  // the child's own
+        lent.memory.reset();           // and not the child's to give back
+        return same;
+      },
+      [&] { std::memset(data, 'b', kMiB); }));
+  CHECK(!p.ends.a->lend(std::size_t{1} << 30));
+  CHECK(!give(p, lent));  // nobody else sees what is written there since
+  CHECK(p.text(0) == std::string(kMiB, 'b'));
+  p.inbox.messages.clear();
+  lent.memory.reset();
+  Lent again = lent_by(p, 'd');
+  CHECK_EQ(again.memory->data(), data);
+  CHECK(give(p, again));
+  CHECK(p.text(0) == std::string(kMiB, 'd'));
+}
+
+CASE(a_fork_leaves_alone_what_has_been_given) {
+  Pair p;
+  Lent lent = lent_by(p, 'a');
+  CHECK(give(p, lent));
+  CHECK(in_a_fork([&] { return p.text(0) == std::string(kMiB, 'a'); },
                   [&] {
-                    lent->memory.reset();
+                    lent.memory.reset();
                     p.inbox.messages.clear();
                     CHECK(p.pass(std::string(kMiB, 'n')));
                   }));

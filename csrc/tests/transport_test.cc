@@ -352,12 +352,12 @@ void a_strange_lease_means_bytes(Scheme scheme) {
   check_same(m, inbox.messages[0]);
 }
 
-void a_message_can_be_lent_and_held_at_once(Scheme scheme) {
+void lent_memory_is_given_once(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
   Collector inbox;
   LentMessage m(e, {5000}, 'g');
-  for (int i = 0; i < 3; ++i) {  // the same memory for several messages: it goes back once all have let go
+  for (int i = 0; i < 3; ++i) {  // the same memory for several messages: all but the first bring copies
     Outgoing again;
     again.header = m.out.header;
     again.segments = m.out.segments;
@@ -365,9 +365,34 @@ void a_message_can_be_lent_and_held_at_once(Scheme scheme) {
   }
   m.blocks.clear();
   receive_until(*e.b, inbox, 3);
-  for (const Incoming& got : inbox.messages) check_same(m.original, got);
-  inbox.messages.erase(inbox.messages.begin());
-  for (const Incoming& got : inbox.messages) check_same(m.original, got);
+  CHECK_EQ(inbox.allocations, 2);
+  for (int i = 0; i < 3; ++i) {
+    check_same(m.original, inbox.messages[0]);
+    std::memset(inbox.messages[0].segments[0]->data(), 'x', 5000);
+    inbox.messages.erase(inbox.messages.begin());
+  }
+}
+
+void a_part_of_lent_memory_is_handed_over(Scheme scheme) {
+  if (!lends(scheme)) return;
+  Ends e(scheme);
+  struct Part {
+    std::size_t begin, size;
+    bool aligned;
+  };
+  for (const Part& part :
+       {Part{64, 1000, true}, Part{4096, 4096, true}, Part{8256, 60000, true}, Part{4, 500, false}}) {
+    Collector inbox;
+    LentMessage m(e, {100000}, 'h');
+    OutSegment& s = m.out.segments[0];
+    s = {s.data + part.begin, part.size, s.lease};
+    m.original.segments[0].resize(part.size);
+    CHECK(e.a->send(m.out) == SendState::kSent);
+    m.blocks.clear();
+    receive_until(*e.b, inbox, 1);
+    check_same(m.original, inbox.messages[0]);
+    CHECK_EQ(inbox.allocations, part.aligned ? 0 : 1);
+  }
 }
 
 void limits_hold_for_lent_memory(Scheme scheme) {
@@ -873,7 +898,8 @@ const Row kSuite[] = {
     ROW(leases_come_back),
     ROW(nothing_to_lend_means_bytes),
     ROW(a_strange_lease_means_bytes),
-    ROW(a_message_can_be_lent_and_held_at_once),
+    ROW(lent_memory_is_given_once),
+    ROW(a_part_of_lent_memory_is_handed_over),
     ROW(limits_hold_for_lent_memory),
     ROW(blocks_and_resumes),
     ROW(both_ends_full_at_once),

@@ -40,18 +40,29 @@ class Arena::Holder final : public Block {
   const std::shared_ptr<Arena> arena_;
 };
 
+std::shared_ptr<Arena> Arena::make(Returns* returns) {
+  std::shared_ptr<Arena> arena(new Arena(returns));
+  watch_forks(arena.get());
+  return arena;
+}
+
+Arena::~Arena() { unwatch_forks(this); }
+
 // ---- lending
 
-std::optional<Arena::Place> Arena::place(std::size_t size) {
+std::optional<Arena::Place> Arena::place(std::size_t size) { return place(size, false); }
+
+std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
   if (size > limit_.load(std::memory_order_relaxed)) return std::nullopt;
   std::unique_lock lock(mutex_);
   if (!returns_) return std::nullopt;
+  lends_ = lends_ || lent;
   take_back();
-  auto place = find(size);
+  auto place = find(size, lent);
   if (!place && size >= kWorthALook && out_ > 0) {
     // Most often the receiver has just answered, and is about to let go of what it had.
     for (const Nanos until = now() + kMoment; !place && now() < until;) {
-      if (take_back()) place = find(size);
+      if (take_back()) place = find(size, lent);
     }
   }
   if (!place && out_ < Returns::kSlots) {
@@ -61,14 +72,15 @@ std::optional<Arena::Place> Arena::place(std::size_t size) {
 }
 
 /// With the mutex held.
-std::optional<Arena::Place> Arena::find(std::size_t length) {
+std::optional<Arena::Place> Arena::find(std::size_t length, bool lent) {
   if (out_ + regions_.size() >= Returns::kSlots) return std::nullopt;
   const std::size_t size = class_of(length);
-  const auto best = free_.lower_bound({size, 0, 0});
+  auto best = free_.lower_bound({size, 0, 0});
+  while (lent && best != free_.end() && chunks_.at(std::get<1>(*best)).memory.file() < 0) ++best;
   if (best == free_.end()) return std::nullopt;
   const auto [room, number, offset] = *best;
   const std::uint64_t lease = Lease::of(number, offset);
-  regions_.emplace(lease, Region{.size = size, .length = length, .held = true, .handed_over = 0});
+  regions_.emplace(lease, Region{.size = size, .held = true, .lent = lent});
   Chunk& chunk = chunks_.at(number);
   remove_free(number, chunk, chunk.free.find(offset));
   if (room > size) add_free(number, chunk, offset + size, room - size);
@@ -77,35 +89,54 @@ std::optional<Arena::Place> Arena::find(std::size_t length) {
 }
 
 std::optional<Lent> Arena::lend(std::size_t size) {
-  const auto found = place(size);
+  const auto found = place(size, true);
   if (!found) return std::nullopt;
   return Lent{.lease = found->lease, .memory = std::make_unique<Holder>(*found, size, shared_from_this())};
 }
 
 void Arena::hand_over(std::uint64_t lease) {
   std::lock_guard lock(mutex_);
-  const auto region = regions_.find(lease);
-  region->second.held = false;
-  ++region->second.handed_over;
+  Region& region = regions_.at(lease);
+  region.held = false;
+  region.handed_over = true;
   ++out_;
 }
 
-std::uint64_t Arena::share(const OutSegment& s) {
+std::uint64_t Arena::give(const OutSegment& s) {
   std::lock_guard lock(mutex_);
-  const auto region = regions_.find(s.lease);
-  if (!returns_ || region == regions_.end() || !region->second.held || region->second.length != s.size) return 0;
-  const auto chunk = chunks_.find(Lease::chunk(s.lease));
-  if (chunk->second.memory.data() + Lease::offset(s.lease) != s.data || out_ >= Returns::kSlots) return 0;
-  ++region->second.handed_over;
+  const auto found = region_of(s.lease);
+  if (!returns_ || found == regions_.end() || out_ >= Returns::kSlots) return 0;
+  auto& [lease, region] = *found;
+  if (!region.lent || !region.held || region.handed_over || region.is_private) return 0;
+  const std::byte* data = data_of(lease);
+  if (s.data < data || s.data + s.size > data + region.size) return 0;
+  const auto begin = static_cast<std::size_t>(s.data - data);
+  if (begin % kAlignment != 0) return 0;
+  region.handed_over = true;
   ++out_;
-  return s.lease | Lease::kHeld;
+  return Lease::of(Lease::chunk(lease), Lease::offset(lease) + begin);
+}
+
+/// With the mutex held: the region that a lease is of, or of a part of.
+Arena::Regions::iterator Arena::region_of(std::uint64_t lease) {
+  const auto next = regions_.upper_bound(lease);
+  if (next == regions_.begin()) return regions_.end();
+  const auto region = std::prev(next);
+  const bool within = Lease::chunk(lease) == Lease::chunk(region->first) &&
+                      Lease::offset(lease) - Lease::offset(region->first) < region->second.size;
+  return within ? region : regions_.end();
+}
+
+/// With the mutex held.
+std::byte* Arena::data_of(std::uint64_t lease) {
+  return chunks_.at(Lease::chunk(lease)).memory.data() + Lease::offset(lease);
 }
 
 void Arena::let_go(std::uint64_t lease) {
   std::lock_guard lock(mutex_);
   const auto region = regions_.find(lease);
   region->second.held = false;
-  free_if_unused(region);
+  if (!forked_) free_if_unused(region);
 }
 
 /// With the mutex held: takes in what the receiver has given back; true if it was anything.
@@ -115,10 +146,10 @@ bool Arena::take_back() {
   bool sound = given - taken_ <= out_;
   for (; sound && taken_ != given; ++taken_) {
     const std::uint64_t lease = returns_->leases[taken_ % Returns::kSlots].load(std::memory_order_relaxed);
-    const auto region = regions_.find(lease & ~Lease::kHeld);
-    sound = region != regions_.end() && region->second.handed_over > 0;
+    const auto region = region_of(lease);
+    sound = region != regions_.end() && region->second.handed_over;
     if (!sound) break;
-    --region->second.handed_over;
+    region->second.handed_over = false;
     --out_;
     free_if_unused(region);
   }
@@ -131,9 +162,10 @@ bool Arena::take_back() {
 }
 
 /// With the mutex held.
-void Arena::free_if_unused(std::unordered_map<std::uint64_t, Region>::iterator region) {
+void Arena::free_if_unused(Regions::iterator region) {
   const auto& [lease, r] = *region;
-  if (r.held || r.handed_over > 0) return;
+  if (r.held || r.handed_over) return;
+  if (r.is_private && !chunks_.at(Lease::chunk(lease)).memory.make_shared(data_of(lease), r.size)) return;
   const std::uint32_t number = Lease::chunk(lease);
   const auto found = chunks_.find(number);
   Chunk& chunk = found->second;
@@ -231,7 +263,7 @@ void Arena::on_answer(std::uint32_t number, bool mapped) {
   Chunk& chunk = found->second;
   chunk.mapped = true;
   chunk.idle_since = now();
-  chunk.memory.close_file();
+  if (!lends_) chunk.memory.close_file();
   add_free(number, chunk, 0, chunk.memory.size());
   growing_ = 0;
   wanted_ = 0;
@@ -258,6 +290,27 @@ void Arena::trim(Nanos before, Messenger& messenger) {
 void Arena::close() {
   std::lock_guard lock(mutex_);
   returns_ = nullptr;
+}
+
+// ---- forks
+
+/// What the program has been lent becomes this process's own, unless the receiver has it by now: then nobody here looks
+/// at it any more.
+void Arena::before_fork() {
+  mutex_.lock();
+  for (auto& [lease, region] : regions_) {
+    if (!region.lent || !region.held || region.handed_over || region.is_private) continue;
+    std::byte* data = data_of(lease);
+    region.is_private = chunks_.at(Lease::chunk(lease)).memory.make_private(data, region.size);
+    if (region.is_private) own_pages(data, region.size);
+  }
+}
+
+void Arena::after_fork_in_parent() { mutex_.unlock(); }
+
+void Arena::after_fork_in_child() {
+  forked_ = true;
+  mutex_.unlock();
 }
 
 }  // namespace telegrad

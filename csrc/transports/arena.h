@@ -6,6 +6,10 @@
 // next needs room: neither end wakes the other for that. So a tensor is copied once, into memory that has been touched
 // before, and its pages are never faulted in or zeroed again.
 //
+// A region may also be lent to the program that sends, which writes a tensor there to begin with. Then it is not copied
+// at all: it is handed over as it is, and the program must have let go of it. Before a fork such a region becomes the
+// process's own, so that parent and child have each their own as they would expect; then it is copied when it is sent.
+//
 // A chunk is used once the receiver has said that it has mapped it. Until then, and where there is no room, nothing is
 // lent, and bytes go through the ring: nobody waits for memory. Chunks that nobody has used for a while are dropped.
 #pragma once
@@ -17,9 +21,9 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <unordered_map>
 
 #include "core/clock.h"
+#include "core/forks.h"
 #include "core/transport.h"
 #include "transports/shared_memory.h"
 
@@ -33,23 +37,25 @@ struct Returns {
   alignas(64) std::atomic<std::uint64_t> leases[kSlots];
 };
 
-/// A lease says where a region lies: its chunk and its first page there. One with `kHeld` is of memory that the sender
-/// still holds and that the receiver must not change.
+/// A lease says where a segment lies: its chunk and how far from its beginning. One with `kHeld` is of memory that the
+/// sender still holds and that the receiver must not change.
 struct Lease {
   static constexpr std::uint64_t kHeld = std::uint64_t{1} << 63;
-  static constexpr int kPageBits = 32;
+  static constexpr int kOffsetBits = 32;
 
   static std::uint64_t of(std::uint32_t chunk, std::size_t offset) {
-    return std::uint64_t{chunk} << kPageBits | offset / kPage;
+    return std::uint64_t{chunk} << kOffsetBits | offset / kAlignment;
   }
-  static std::uint32_t chunk(std::uint64_t lease) { return static_cast<std::uint32_t>((lease & ~kHeld) >> kPageBits); }
+  static std::uint32_t chunk(std::uint64_t lease) {
+    return static_cast<std::uint32_t>((lease & ~kHeld) >> kOffsetBits);
+  }
   static std::size_t offset(std::uint64_t lease) {
-    return static_cast<std::size_t>(lease & ((std::uint64_t{1} << kPageBits) - 1)) * kPage;
+    return static_cast<std::size_t>(lease & ((std::uint64_t{1} << kOffsetBits) - 1)) * kAlignment;
   }
 };
 
 /// The sender's side. Any thread; never blocks for more than a moment.
-class Arena : public std::enable_shared_from_this<Arena> {
+class Arena final : public ForkWatcher, public std::enable_shared_from_this<Arena> {
  public:
   /// What the peer must be told. False: it cannot be told now, and will be asked again.
   class Messenger {
@@ -59,7 +65,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
     virtual bool drop(std::uint32_t chunk) = 0;
   };
 
-  explicit Arena(Returns* returns) : returns_(returns) {}
+  static std::shared_ptr<Arena> make(Returns* returns);
+  ~Arena() override;
 
   /// Bytes of all chunks together at most.
   void set_limit(std::uint64_t limit) { limit_.store(limit, std::memory_order_relaxed); }
@@ -71,12 +78,13 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// A region for `size` bytes, which the caller holds; nothing when there is no room. Then the arena grows with
   /// `grow`.
   std::optional<Place> place(std::size_t size);
-  /// The same as a block.
+  /// The same as a block, for the program to write to.
   std::optional<Lent> lend(std::size_t size);
   /// The receiver gets a region in the caller's place.
   void hand_over(std::uint64_t lease);
-  /// The receiver gets it as well: the lease to send; 0 if this is not what the arena has lent.
-  std::uint64_t share(const OutSegment& segment);
+  /// The receiver gets what has been lent, the whole or a part: the lease to send. 0 if this is not of this arena, or
+  /// cannot be had as it is: then it is to be copied.
+  std::uint64_t give(const OutSegment& segment);
 
   /// A little work towards a chunk that somebody has found missing.
   void grow(Messenger& messenger);
@@ -93,6 +101,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// Has the receiver given back what it does not have?
   bool spoiled() const { return spoiled_.load(std::memory_order_relaxed); }
 
+  void before_fork() override;
+  void after_fork_in_parent() override;
+  void after_fork_in_child() override;
+
  private:
   class Holder;
   using Ranges = std::map<std::size_t, std::size_t>;  // offset, size
@@ -106,17 +118,23 @@ class Arena : public std::enable_shared_from_this<Arena> {
     Ranges free;
   };
   struct Region {
-    std::size_t size;  // in whole pages and more
-    std::size_t length;
-    bool held;                  // by this side
-    std::uint32_t handed_over;  // times
+    std::size_t size;  // in whole pages
+    bool held;         // by this side,
+    bool lent;         // which is the program
+    bool handed_over = false;
+    bool is_private = false;  // since a fork
   };
+  using Regions = std::map<std::uint64_t, Region>;                      // by lease
   using FreeKey = std::tuple<std::size_t, std::uint32_t, std::size_t>;  // size, chunk, offset
 
-  std::optional<Place> find(std::size_t size);
+  explicit Arena(Returns* returns) : returns_(returns) {}
+  std::optional<Place> place(std::size_t size, bool lent);
+  std::optional<Place> find(std::size_t size, bool lent);
+  Regions::iterator region_of(std::uint64_t lease);
+  std::byte* data_of(std::uint64_t lease);
   bool take_back();
   void let_go(std::uint64_t lease);
-  void free_if_unused(std::unordered_map<std::uint64_t, Region>::iterator region);
+  void free_if_unused(Regions::iterator region);
   void add_free(std::uint32_t number, Chunk& chunk, std::size_t offset, std::size_t size);
   void remove_free(std::uint32_t number, Chunk& chunk, Ranges::iterator range);
   bool begin_chunk(Messenger& messenger);
@@ -137,7 +155,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::uint32_t growing_ = 0;   // the chunk that is being made or offered
   Nanos no_growth_before_ = 0;  // the machine or the peer has refused
   std::set<FreeKey> free_;
-  std::unordered_map<std::uint64_t, Region> regions_;
+  Regions regions_;
+  bool lends_ = false;   // new chunks keep their files, which take what is lent out of a fork's way
+  bool forked_ = false;  // this is a child: what becomes of the memory is the parent's business
 };
 
 }  // namespace telegrad

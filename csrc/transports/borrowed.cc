@@ -3,27 +3,10 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <utility>
 
 namespace telegrad {
-namespace {
-
-std::size_t whole_pages(std::size_t size) { return (std::max(size, std::size_t{1}) + kPage - 1) / kPage * kPage; }
-
-/// Makes every page of a private mapping this process's own, as if each were written to with what it holds.
-void own_pages(std::byte* data, std::size_t size) {
-#ifdef MADV_POPULATE_WRITE
-  if (::madvise(data, size, MADV_POPULATE_WRITE) == 0) return;
-#endif
-  for (std::size_t at = 0; at < size; at += kPage) {
-    std::atomic_ref<char>(*reinterpret_cast<char*>(data + at)).fetch_or(0, std::memory_order_relaxed);
-  }
-}
-
-}  // namespace
-
 class Borrower::Borrowed final : public Block {
  public:
   Borrowed(std::byte* data, std::size_t size, std::uint64_t lease, std::shared_ptr<Chunk> chunk, bool is_private,
@@ -34,6 +17,12 @@ class Borrower::Borrowed final : public Block {
         is_private(is_private),
         borrower_(std::move(borrower)) {}
   ~Borrowed() override { borrower_->let_go(*this); }
+
+  /// The whole pages that it lies in, which have nothing else of this process's.
+  std::byte* pages() const { return data() - std::size_t{reinterpret_cast<std::uintptr_t>(data()) % kPage}; }
+  std::size_t pages_size() const {
+    return std::max(whole_pages(static_cast<std::size_t>(data() + size() - pages())), kPage);
+  }
 
   const std::uint64_t lease;
   const std::shared_ptr<Chunk> chunk;
@@ -105,17 +94,11 @@ BlockPtr Borrower::borrow(const SegmentHeader& s, Inbox& inbox) {
 void Borrower::let_go(Borrowed& region) {
   std::lock_guard lock(mutex_);
   regions_.erase(&region);
-  const std::size_t size = whole_pages(region.size());
-  if (region.is_private && ::madvise(region.data(), size, MADV_DONTNEED) != 0) return;
+  if (region.is_private && ::madvise(region.pages(), region.pages_size(), MADV_DONTNEED) != 0) return;
   if (forked_ || closed_ || region.is_stuck) return;
   const bool was_shared = !(region.lease & Lease::kHeld);
   if (region.is_private && was_shared) {  // since a fork
-    const auto offset = static_cast<off_t>(Lease::offset(region.lease));
-    constexpr int kAsItWas = MAP_SHARED | MAP_FIXED;
-    if (::mmap(region.data(), size, PROT_READ | PROT_WRITE, kAsItWas, region.chunk->memory.file(), offset) ==
-        MAP_FAILED) {
-      return;
-    }
+    if (!region.chunk->memory.make_shared(region.pages(), region.pages_size())) return;
   }
   give_back(region.lease);
 }
@@ -130,12 +113,7 @@ void Borrower::give_back(std::uint64_t lease) {
 /// With the mutex held: from now on what this process writes to a region is seen by nobody else.
 void Borrower::make_private(Borrowed& region) {
   if (region.is_private || region.is_stuck) return;
-  const auto offset = static_cast<off_t>(Lease::offset(region.lease));
-  constexpr int kPrivate = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
-  const int file = region.chunk->memory.file();
-  const void* mapped =
-      ::mmap(region.data(), whole_pages(region.size()), PROT_READ | PROT_WRITE, kPrivate, file, offset);
-  region.is_private = mapped != MAP_FAILED;
+  region.is_private = region.chunk->memory.make_private(region.pages(), region.pages_size());
   region.is_stuck = !region.is_private;  // a child would share it: the least is that nobody else gets it
 }
 
@@ -156,7 +134,7 @@ void Borrower::before_fork() {
   if (closed_) return;  // nobody changes what these regions lie in any more: the kernel keeps processes apart
   for (Borrowed* region : regions_) {
     make_private(*region);
-    if (region->is_private) own_pages(region->data(), whole_pages(region->size()));
+    if (region->is_private) own_pages(region->pages(), region->pages_size());
   }
 }
 

@@ -74,7 +74,8 @@ class Doorbell {
   bool writable_ = true;
 };
 
-/// The memory that one link lends. Each lease has as many holders as there are blocks over it.
+/// The memory that one link lends. Each lease has as many holders as there are blocks over it: the sender's, the
+/// receiver's, and for a moment both.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
   /// Null when there is not so much left.
@@ -87,15 +88,18 @@ class Arena : public std::enable_shared_from_this<Arena> {
     const std::uint64_t lease = next_++;
     regions_.emplace(lease, Region{.memory = memory, .size = size, .holders = 0});
     lent_ += size;
-    return Lent{.lease = lease, .memory = hold(lease)};
+    return Lent{.lease = lease, .memory = hold(lease, 0, size)};
   }
 
-  /// One more block over a lease; null when it means nothing here, or something else.
-  BlockPtr share(const OutSegment& s) {
+  /// The receiver's block over a lease, or a part of it; null when it means nothing here, or has been given already.
+  BlockPtr give(const OutSegment& s) {
     std::lock_guard lock(mutex_);
     const auto found = s.lease ? regions_.find(s.lease) : regions_.end();
-    if (found == regions_.end() || found->second.memory != s.data || found->second.size != s.size) return nullptr;
-    return hold(s.lease);
+    if (found == regions_.end() || found->second.holders != 1) return nullptr;
+    std::byte* memory = found->second.memory;
+    if (s.data < memory || s.data + s.size > memory + found->second.size) return nullptr;
+    const auto begin = static_cast<std::size_t>(s.data - memory);
+    return begin % kAlignment == 0 ? hold(s.lease, begin, s.size) : nullptr;
   }
 
  private:
@@ -107,8 +111,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   class Holder final : public Block {
    public:
-    Holder(const Region& region, std::uint64_t lease, std::shared_ptr<Arena> arena)
-        : Block(region.memory, region.size), lease_(lease), arena_(std::move(arena)) {}
+    Holder(std::byte* data, std::size_t size, std::uint64_t lease, std::shared_ptr<Arena> arena)
+        : Block(data, size), lease_(lease), arena_(std::move(arena)) {}
     ~Holder() override { arena_->give_back(lease_); }
 
    private:
@@ -116,9 +120,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
     const std::shared_ptr<Arena> arena_;
   };
 
-  BlockPtr hold(std::uint64_t lease) {
+  BlockPtr hold(std::uint64_t lease, std::size_t begin, std::size_t size) {
     Region& region = regions_.at(lease);
-    auto block = std::make_unique<Holder>(region, lease, shared_from_this());
+    auto block = std::make_unique<Holder>(region.memory + begin, size, lease, shared_from_this());
     ++region.holders;
     return block;
   }
@@ -159,7 +163,7 @@ Parcel pack(const Outgoing& m, Arena& arena) {
   p.total = m.payload_size() + m.name.size() + sizeof p.header;
   for (const auto& s : m.segments) {
     p.sizes.push_back(s.size);
-    p.handed_over.push_back(arena.share(s));
+    p.handed_over.push_back(arena.give(s));
     p.segments.emplace_back();
     if (p.handed_over.back()) {
       p.total -= s.size;

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <cerrno>
 #include <system_error>
 
@@ -15,6 +16,15 @@ constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
 [[noreturn]] void raise(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
 }  // namespace
+
+void own_pages(std::byte* data, std::size_t size) {
+#ifdef MADV_POPULATE_WRITE
+  if (::madvise(data, size, MADV_POPULATE_WRITE) == 0) return;
+#endif
+  for (std::size_t at = 0; at < size; at += kPage) {
+    std::atomic_ref<char>(*reinterpret_cast<char*>(data + at)).fetch_or(0, std::memory_order_relaxed);
+  }
+}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
   std::swap(file_, other.file_);
@@ -70,6 +80,15 @@ void SharedMemory::reserve(std::size_t begin, std::size_t end) {
     error = ::fallocate(file_.get(), 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin)) == 0 ? 0 : errno;
   } while (error == EINTR);
   if (error != 0) raise(error, "cannot reserve shared memory");
+}
+
+bool SharedMemory::make_private(std::byte* data, std::size_t size) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+  return ::mmap(data, size, PROT_READ | PROT_WRITE, kFlags, file(), data - data_) != MAP_FAILED;
+}
+
+bool SharedMemory::make_shared(std::byte* data, std::size_t size) {
+  return ::mmap(data, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file(), data - data_) != MAP_FAILED;
 }
 
 void SharedMemory::keep_from_forks() { ::madvise(data_, size_, MADV_DONTFORK); }

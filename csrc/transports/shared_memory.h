@@ -12,6 +12,10 @@
 namespace telegrad {
 
 inline constexpr std::size_t kPage = 4096;
+inline std::size_t whole_pages(std::size_t size) { return (size + kPage - 1) / kPage * kPage; }
+
+/// Makes every page of a private mapping this process's own, as if each were written to with what it holds.
+void own_pages(std::byte* data, std::size_t size);
 
 class SharedMemory {
  public:
@@ -30,6 +34,12 @@ class SharedMemory {
 
   /// Sees to it that the pages of [begin, end) are there. Throws std::system_error when the machine has no such memory.
   void reserve(std::size_t begin, std::size_t end);
+
+  /// From now on nobody else sees what this process writes to some whole pages, and it sees what others write there
+  /// until it has written to them itself (see `own_pages`). The file must be open. False: it cannot be done.
+  bool make_private(std::byte* data, std::size_t size);
+  /// Such pages as they were before; what has been written to them since is lost. False: it cannot be done.
+  bool make_shared(std::byte* data, std::size_t size);
 
   /// Forked processes do not get this memory.
   void keep_from_forks();

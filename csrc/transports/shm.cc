@@ -111,7 +111,7 @@ void ShmLink::use(SharedMemory memory) {
   std::byte* data[2] = {memory_->data() + kShmRings, memory_->data() + kShmRings + kShmRing};
   out_ = RingWriter(&shared->rings[end_], data[end_], kShmRing);
   in_ = RingReader(&shared->rings[1 - end_], data[1 - end_], kShmRing);
-  arena_ = std::make_shared<Arena>(&shared->returns[end_]);
+  arena_ = Arena::make(&shared->returns[end_]);
   borrower_ = Borrower::make(memory_, &shared->returns[1 - end_]);
   set_limits(limits_);
   shared_.store(shared, std::memory_order_release);
@@ -213,10 +213,7 @@ SendState ShmLink::place(Outgoing& m) {
   std::uint64_t copied = 0;
   for (; placing_.segment < m.segments.size(); ++placing_.segment) {
     OutSegment& s = m.segments[placing_.segment];
-    if (s.lease != 0) {
-      s.lease = arena_->share(s);
-      continue;
-    }
+    if (s.lease != 0 && (s.lease = arena_->give(s)) != 0) continue;
     if (s.size < kLeastPlaced) continue;
     if (!placing_.place) placing_.place = arena_->place(s.size);
     if (!placing_.place) {

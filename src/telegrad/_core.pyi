@@ -10,6 +10,11 @@ class Block:
 
     def __len__(self) -> int: ...
 
+class Lent:
+    """
+    Memory that a link has lent, 64-byte aligned and writable, for a tensor that is to go over it.
+    """
+
 class PoolThread:
     """A thread of the pool, for `Engine.next`; used by one thread only."""
 
@@ -61,7 +66,16 @@ class Engine:
 
     def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None) -> None:
         """
-        Answers a request. The segments' memory may change once this has returned.
+        Answers a request. The segments' memory may change once this has returned; the list may be emptied.
+        """
+
+    def lend(self, peer: int, connection: int, size: int) -> object:
+        """
+        Memory, with a buffer, for a tensor of so many bytes that is to go to a peer: over a connection if that is
+        the peer's (which may be -1), else over the link that requests go over. None if that has none.
+
+        It is handed over as it is with a reply over that connection when nothing else holds it by then; otherwise
+        it is copied.
         """
 
     def send(self, peer: int, tag: int, flags: int, body: bytes, segments: object | None) -> bool:

@@ -121,8 +121,7 @@ def _enter(scope: Scope | None) -> tuple[Autograd, Scope]:
     else:
         if scope.autograd is not None and not scope.autograd.ended:
             raise RuntimeError(NESTED)
-        _, deadline, nested, request, _ = scope
-        inner = Scope(service.worker, deadline, nested, request, service.contexts.open())
+        inner = scope._replace(worker=service.worker, autograd=service.contexts.open())
     current.set(inner)
     return service, inner
 

@@ -15,6 +15,7 @@ from telegrad.rpc.api import (
     rpc_sync,
     shutdown,
 )
+from telegrad.rpc.memory import empty
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.start import Worker, init_rpc, is_available
 from telegrad.types import WorkerInfo
@@ -31,6 +32,7 @@ __all__ = [
     "api",
     "backend_registry",
     "constants",
+    "empty",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",

@@ -48,6 +48,9 @@ class EndedEngine:
 
     next = open = close = reply = nudge = stop = part_from = forget_peer = not_spawned = _ignore
 
+    def lend(self, *_: Any) -> None:
+        """None: there is no link, and so no memory of one."""
+
     def send(self, *_: Any) -> bool:
         """False: every peer is gone."""
         return False

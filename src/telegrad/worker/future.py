@@ -13,7 +13,7 @@ from telegrad.errors import NotInitialized
 from telegrad.serialize.exceptions import afresh, forget_frames
 from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
-from telegrad.worker.scope import Scope, current
+from telegrad.worker.scope import current
 
 __all__ = ["NO_DEVICES", "CallFuture", "Failure"]
 
@@ -193,7 +193,7 @@ def in_scope(callback: Callable[[Any], T]) -> Callable[[Any], T]:
         if here is scope:
             return callback(done)
         nested = scope.nested or (here is not None and here.nested)
-        token = current.set(Scope(scope.worker, scope.deadline, nested, autograd=scope.autograd))
+        token = current.set(scope._replace(nested=nested, request=False))
         guard = None if scope.autograd is None else scope.worker.autograd.within(scope.autograd)
         try:
             if guard is None:

@@ -95,7 +95,7 @@ class Handlers:
             self.fail(Asked(peer, connection, call, tag, deadline), e)
             return
         context = preamble.context
-        current.set(Scope(self._worker, deadline, True, True, context))
+        current.set(Scope(self._worker, deadline, True, True, context, connection))
         asked = Asked(peer, connection, call, tag, deadline, None if flags & _STATE else context)
         self._handle(asked, flags, name, body, segments, preamble)
         current.set(None)
@@ -136,28 +136,35 @@ class Handlers:
         function: Any,
         args: Any,
         kwargs: Any,
-        result: Any,
+        made: list[Any],
         error: BaseException | None,
         context: Any,
     ) -> None:
-        """Answers a request that the core has run, where the answer is not a plain value."""
+        """Answers a request that the core has run, where the answer is not a plain value.
+
+        Args:
+            made: the result, as the one item of a list.
+        """
         asked = Asked(peer, connection, call, _CALL, deadline, context)
-        if type(result) is Later:
-            result, function = result.result, result.method
-        elif type(result) is NotYet:
-            self._fetch(asked._replace(tag=_FETCH), result.rref)
+        if type(made[0]) is Later:
+            later = made.pop()
+            made.append(later.result)
+            function = later.method
+            del later
+        elif type(made[0]) is NotYet:
+            self._fetch(asked._replace(tag=_FETCH), made[0].rref)
             clean_state()
             return
         try:
             if error is not None and args is not None and kwargs is not None:
-                result, error = _as_torch_says(function, args, kwargs, error)
-            if error is None and comes_later(function, result):
-                self._answer_later(asked, 0, _NO_PREAMBLE, result, function)
+                made[0], error = _as_torch_says(function, args, kwargs, error)
+            if error is None and comes_later(function, made[0]):
+                self._answer_later(asked, 0, _NO_PREAMBLE, made.pop(), function)
                 clean_state()
                 return
         except BaseException as e:
-            error = e
-        self._settle(asked, None, result, error)
+            made, error = [None], e
+        self._settle_made(asked, None, made, error)
         clean_state()
 
     def _fetch(self, asked: Asked, rref: RRefId) -> None:
@@ -192,7 +199,8 @@ class Handlers:
         self._run(asked, flags, name, body, segments, preamble)
 
     def _run_parked(self, *arrived: Any) -> None:
-        current.set(Scope(self._worker, arrived[0].deadline, True, True, arrived[-1].context))
+        asked = arrived[0]
+        current.set(Scope(self._worker, asked.deadline, True, True, arrived[-1].context, asked.connection))
         self._run(*arrived)
         current.set(None)
 
@@ -212,26 +220,27 @@ class Handlers:
         try:
             if flags & _STATE or preamble.autocast:
                 with handler_state(flags, preamble.autocast):
-                    result, function = self._invoke(asked, flags, name, body, segments, preamble)
+                    made, function = self._invoke(asked, flags, name, body, segments, preamble)
             else:
-                result, function = self._invoke(asked, flags, name, body, segments, preamble)
-            if type(result) is NotYet:
-                self._fetch(asked._replace(tag=_FETCH), result.rref)
+                made, function = self._invoke(asked, flags, name, body, segments, preamble)
+            if type(made[0]) is NotYet:
+                self._fetch(asked._replace(tag=_FETCH), made[0].rref)
                 return
-            if comes_later(function, result):
-                self._answer_later(asked, flags, preamble, result, function)
+            if comes_later(function, made[0]):
+                self._answer_later(asked, flags, preamble, made.pop(), function)
                 return
         except BaseException as e:  # SystemExit too: it must not end a thread of the pool, and the caller must hear
             self._settle(asked, preamble.target, None, e)
         else:
-            self._settle(asked, preamble.target, result, None)
+            self._settle_made(asked, preamble.target, made, None)
         finally:
             clean_state()
 
     def _invoke(
         self, asked: Asked, flags: int, name: bytes | None, body: Any, segments: Any, preamble: Preamble
-    ) -> tuple[Any, Any]:
-        """Runs the function; its result, and the function if it was called (for its decorations)."""
+    ) -> tuple[list[Any], Any]:
+        """Runs the function; its result, as the one item of a list, and the function if it was called (for its
+        decorations)."""
         tag = asked.tag
         if tag == _MAKE:
             function = _found(name or b"")
@@ -250,9 +259,9 @@ class Handlers:
                 )
             value = self._references.owned(subject).get()
             if tag == _FETCH:
-                return value, None
+                return [value], None
             if tag == _TYPE:
-                return type(value), None
+                return [type(value)], None
             if tag not in (_METHOD, _CREATE_METHOD):
                 raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
             function = method_of(value, resolve(name or b"M"))
@@ -262,7 +271,7 @@ class Handlers:
                 result = run(function, args, kwargs)
         else:
             result = run(function, args, kwargs)
-        return (result.result, result.method) if type(result) is Later else (result, function)
+        return ([result.result], result.method) if type(result) is Later else ([result], function)
 
     # ---- results that come later
 
@@ -294,6 +303,12 @@ class Handlers:
 
     def _settle(self, asked: Asked, target: RRefId | None, value: Any, error: BaseException | None) -> None:
         """The request has its answer."""
+        self._settle_made(asked, target, [value], error)
+
+    def _settle_made(self, asked: Asked, target: RRefId | None, made: list[Any], error: BaseException | None) -> None:
+        """The same, of a value in a list, which is emptied: what is in lent memory must be the message's alone when
+        it leaves."""
+        value = made.pop()
         if error is not None:
             self._report(error)
         if asked.tag in _CREATES and target is not None:
@@ -311,6 +326,7 @@ class Handlers:
                 self._report(e)
                 self.fail(asked, e)
             else:
+                del value
                 self.reply(asked, _VALUE, message, _MAY_LINGER if message.tickets else 0)
 
     def _report(self, error: BaseException) -> None:

@@ -36,6 +36,7 @@ class Scope(NamedTuple):
     nested: bool  # inside a handler, or a callback of the pool
     request: bool = False  # in the thread that runs a request
     autograd: Any = None  # the autograd context (telegrad.autograd.context.Context) that it belongs to
+    connection: int = 0  # over which the request came that it runs for, and its answer goes
 
 
 current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)

@@ -290,8 +290,8 @@ class Worker:
             current.set(Scope(self, 0, False))
         elif outer.worker is self:
             current.set(outer)
-        else:  # an autograd context is one worker's
-            current.set(outer._replace(worker=self, autograd=None))
+        else:  # an autograd context, and a connection, is one worker's
+            current.set(outer._replace(worker=self, autograd=None, connection=0))
         return self
 
     def __exit__(self, *_: object) -> None:

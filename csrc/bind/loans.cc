@@ -1,0 +1,116 @@
+#include "bind/loans.h"
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "bind/keep.h"
+#include "core/forks.h"
+
+namespace telegrad::bind {
+namespace {
+
+namespace nb = nanobind;
+
+class Held;
+
+/// All that is alive, by address.
+struct Registry {
+  std::mutex mutex;
+  std::map<std::uintptr_t, std::weak_ptr<Held>> loans;
+  std::atomic<std::size_t> count = 0;
+};
+
+Registry& registry() {
+  static auto* r = new Registry;  // never destroyed: tensors may outlive static objects
+  return *r;
+}
+
+[[maybe_unused]] const bool held = hold_at_forks(registry().mutex);
+
+std::uintptr_t address_of(const std::byte* data) { return reinterpret_cast<std::uintptr_t>(data); }
+
+/// One loan, held by the tensors over it and by messages. May be destroyed on any thread.
+class Held {
+ public:
+  static std::shared_ptr<Held> make(Loan loan) {
+    auto made = std::make_shared<Held>(std::move(loan));
+    Registry& r = registry();
+    std::lock_guard lock(r.mutex);
+    r.loans[address_of(made->loan.memory->data())] = made;
+    r.count.fetch_add(1, std::memory_order_relaxed);
+    return made;
+  }
+  /// The one that some bytes lie in, or null.
+  static std::shared_ptr<Held> of(const std::byte* data, std::uint64_t size) {
+    Registry& r = registry();
+    std::shared_ptr<Held> found;  // let go of without the lock, if it is not
+    std::lock_guard lock(r.mutex);
+    const auto next = r.loans.upper_bound(address_of(data));
+    if (next == r.loans.begin()) return nullptr;
+    found = std::prev(next)->second.lock();
+    if (!found) return nullptr;
+    const Block& memory = *found->loan.memory;
+    return data + size <= memory.data() + memory.size() ? found : nullptr;
+  }
+
+  explicit Held(Loan loan) : loan(std::move(loan)) {}
+  ~Held() {  // the memory is still here, so nobody else can have come to its place
+    Registry& r = registry();
+    std::lock_guard lock(r.mutex);
+    if (r.loans.erase(address_of(loan.memory->data())) > 0) r.count.fetch_sub(1, std::memory_order_relaxed);
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+  const Loan loan;
+};
+
+/// `_core.Lent`: what tensors are made over.
+struct PyLent {
+  std::shared_ptr<Held> held;
+};
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const Block& block = *nb::inst_ptr<PyLent>(self)->held->loan.memory;
+  return PyBuffer_FillInfo(view, self, block.data(), static_cast<Py_ssize_t>(block.size()), 0, flags);
+}
+
+PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
+
+}  // namespace
+
+bool any_loans() { return registry().count.load(std::memory_order_relaxed) > 0; }
+
+void give_loans(Outgoing& m, std::uint64_t connection) {
+  if (!any_loans() || !m.keep || m.owned) return;
+  auto& keep = static_cast<References&>(*m.keep);
+  std::vector<std::pair<OutSegment*, std::shared_ptr<Held>>> mine;
+  for (std::size_t i = 0; i < m.segments.size(); ++i) {
+    OutSegment& s = m.segments[i];
+    auto one = Held::of(s.data, s.size);
+    if (!one || one->loan.connection != connection) continue;
+    mine.emplace_back(&s, std::move(one));
+    keep.drop(1 + i);  // the body is the first
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);  // whoever let go of it has done with it
+  for (auto& [segment, one] : mine) {
+    if (one.use_count() == 1) segment->lease = one->loan.lease;
+  }
+  for (auto& [segment, one] : mine) keep.hold(std::move(one));
+}
+
+nb::object lend(Engine& engine, std::int32_t peer, std::uint64_t connection, std::size_t size) {
+  auto loan = engine.lend(peer, connection, size);
+  return loan ? nb::cast(PyLent{Held::make(std::move(*loan))}) : nb::none();
+}
+
+void init_loans(nb::module_& m) {
+  nb::class_<PyLent>(m, "Lent", nb::type_slots(slots),
+                     "Memory that a link has lent, 64-byte aligned and writable, for a tensor that is to go over it.");
+}
+
+}  // namespace telegrad::bind

@@ -1,0 +1,29 @@
+// Memory that a link has lent for a tensor of the program's, on its way out with a message.
+//
+// A tensor can be handed over as it is only if nobody else has it: its receiver may write to it, and so may whoever
+// kept it here. Who that is only torch knows; but when the last of them lets go, the memory is released. So a message
+// takes hold of the memory beside the tensor, lets go of the tensor, and looks whether it is the only one left.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "core/engine.h"
+
+namespace telegrad::bind {
+
+/// Is there any such memory? Cheap.
+bool any_loans();
+
+/// A message is about to leave on a connection, and nothing in this thread holds its tensors but the message: it gives
+/// up those that lie in memory of the connection's, and names the leases of those that nobody else holds either. With
+/// the GIL held and no lock of the core.
+void give_loans(Outgoing& message, std::uint64_t connection);
+
+/// Memory for a tensor that is to go to a peer, as an object with a buffer; None if there is none. See `Engine::lend`.
+nanobind::object lend(Engine& engine, std::int32_t peer, std::uint64_t connection, std::size_t size);
+
+void init_loans(nanobind::module_& m);
+
+}  // namespace telegrad::bind
