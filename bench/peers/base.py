@@ -61,6 +61,10 @@ class Client(ABC):
     def begin(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Starts a call."""
 
+    def begin_all(self, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Starts the same call on several workers, as a user of this peer would."""
+        return [self.begin(rank, function, *args) for rank in ranks]
+
     @abstractmethod
     def collect(self, begun: Sequence[Any]) -> list[Any]:
         """The results of started calls."""

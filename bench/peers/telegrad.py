@@ -1,12 +1,18 @@
 """Telegrad, as it comes and over each of its transports."""
 
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from bench import functions
 from bench.peers.base import Client, Seat
-from bench.peers.torch_api import TIMEOUT, TorchApiPeer
+from bench.peers.torch_api import TIMEOUT, TorchApiClient, TorchApiPeer, name_of
 from bench.row import OURS
+
+
+class TelegradClient(TorchApiClient):
+    def begin_all(self, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
+        return list(self.rpc.multicast([name_of(rank) for rank in ranks], function, args=args))
 
 
 class Telegrad(TorchApiPeer):
@@ -17,10 +23,10 @@ class Telegrad(TorchApiPeer):
         self._transports = transports
 
     def join(self, seat: Seat) -> Client:
-        client = super().join(seat)
-        assert client.rpc is not None
-        functions.allocate = client.rpc.empty
-        return client
+        joined = super().join(seat)
+        assert joined.rpc is not None
+        functions.allocate = joined.rpc.empty
+        return TelegradClient(joined.rpc, seat)
 
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
         from telegrad.options import Options

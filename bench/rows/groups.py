@@ -27,6 +27,21 @@ def fan_out(size: int, count: int, client: Client, take: Take) -> Samples:
     return take(call)
 
 
+def one_way(size: int, count: int, at_once: bool, client: Client, take: Take) -> Samples:
+    """The same tensor to `count` workers, which say that they have it: by one call for all of them, or one for each."""
+    x = torch.ones(size // 4)
+    ranks = range(1, count + 1)
+
+    def call() -> list[object]:
+        if at_once:
+            return client.collect(client.begin_all(ranks, functions.size_of, x))
+        return client.collect([client.begin(rank, functions.size_of, x) for rank in ranks])
+
+    if call() != [x.numel()] * count:
+        raise AssertionError("a worker got another tensor")
+    return take(call)
+
+
 def all_to_all(size: int, client: Client, take: Take) -> Samples:
     """Every worker sends a tensor to every other and gets it back, all at once."""
     x = torch.ones(size // 4)
@@ -69,6 +84,21 @@ GROUPS = Family(
                 of="bytes",
             )
             for count in range(1, WORKERS)
+        ),
+        *(
+            Row(
+                f"1 to {count}, {label}, one way, {how}",
+                partial(one_way, size, count, at_once),
+                workers=WORKERS,
+                seconds=0.25,
+                repeats=100,
+                quick=at_once and count == WORKERS - 1 and size == MB,
+                amount=count * size,
+                of="bytes",
+            )
+            for label, size in (("1 MB", MB), ("4 MB", 4 * MB))
+            for count in (2, 4, WORKERS - 1)
+            for how, at_once in (("a call each", False), ("one for all", True))
         ),
         Row(
             "all to all, 8 workers, 1 MB each",

@@ -14,6 +14,7 @@
 #include "bind/keep.h"
 #include "bind/loans.h"
 #include "bind/messages.h"
+#include "bind/multicast.h"
 
 using namespace nanobind::literals;
 
@@ -138,6 +139,7 @@ nb::dict stats(const Engine& e) {
   d["replies"] = s.replies;
   d["sent_messages"] = s.sent_messages;
   d["received_messages"] = s.received_messages;
+  d["common_pieces"] = s.common_pieces;
   add(d, s.memory);
   return d;
 }
@@ -176,9 +178,10 @@ void init_engine(nb::module_& m) {
         "Releases Python objects that engines have done with. Every call of an engine does; after the end of the last "
         "one nobody would.");
 
-  nb::class_<Engine>(m, "Engine",
-                     "The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a "
-                     "time-out of 0 is infinite.")
+  nb::class_<Engine> engine(m, "Engine",
+                            "The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a "
+                            "time-out of 0 is infinite.");
+  engine
       .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
            "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "max_body"_a,
            "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a)
@@ -223,6 +226,7 @@ void init_engine(nb::module_& m) {
       .def("stop", &Engine::stop, "linger"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("stats", stats)
       .def_prop_ro("memory", [](const Engine& e) { return Memory{e.pool()}; });
+  init_multicast(engine);
 }
 
 }  // namespace telegrad::bind

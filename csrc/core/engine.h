@@ -33,6 +33,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -45,6 +46,7 @@
 #include "core/pool.h"
 #include "core/spin.h"
 #include "core/transport.h"
+#include "transports/commons.h"
 #include "transports/descriptor.h"
 
 namespace telegrad {
@@ -53,6 +55,8 @@ namespace telegrad {
 inline constexpr Nanos kGrace = 500 * kMicrosecond;
 /// The same for links, after handlers that all came back sooner.
 inline constexpr Nanos kMostGrace = 4 * kGrace;
+/// Memory kept warm for longer than this is given back.
+inline constexpr Nanos kTrim = 10 * kSecond;
 /// How long a message of a burst may wait for others to leave with.
 inline constexpr Nanos kGather = 50 * kMicrosecond;
 /// How long replies to lazy calls may lie.
@@ -117,6 +121,7 @@ struct EngineStats {
               connections = 0, lanes = 0;
   std::uint64_t requests = 0, replies = 0, sent_messages = 0, received_messages = 0;
   PoolStats memory;
+  std::size_t common_pieces = 0;  // in common memory, that a message or a receiver has
 };
 
 inline constexpr const char* kForked = "this process is a fork of its worker's, which cannot use its calls";
@@ -192,6 +197,9 @@ class Engine {
   /// Memory of `size` bytes for what is to go to a peer: over a connection if that is the peer's (which may be -1, for
   /// whoever it is), else over the link that requests go over. Nothing if that has none to lend.
   std::optional<Loan> lend(std::int32_t peer, std::uint64_t connection, std::size_t size);
+  /// Memory of `size` bytes for what goes to all of these peers (OutSegment::common), of which those on this host are
+  /// told that it will come; null if there is none.
+  std::shared_ptr<Common> share(std::span<const std::int32_t> peers, std::size_t size);
 
   // ---- the pool (engine_wait.cc)
 
@@ -345,6 +353,7 @@ class Engine {
 
   const Settings settings_;
   const std::shared_ptr<Pool> pool_;
+  const std::shared_ptr<Commons> commons_;
   mutable std::mutex mutex_;
 
   // Descriptors.

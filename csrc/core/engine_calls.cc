@@ -172,7 +172,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
       }
     }
   }
-  const bool lent = !m->segments.empty();
+  const bool lent = !m->segments.empty() && !m->owned;
   Passage p{.own = o.never_wait, .may_gather = async, .before_blocking = &o.before_blocking};
   if (lent && o.never_wait && size > kLarge) p.spent = own_memory(*m);  // here, where no lock is held
   if (straight) p.via = link;

@@ -28,4 +28,22 @@ std::optional<Loan> Engine::lend(std::int32_t peer, std::uint64_t connection, st
   }
 }
 
+std::shared_ptr<Common> Engine::share(std::span<const std::int32_t> peers, std::size_t size) {
+  std::shared_ptr<Common> piece = commons_->put(size);
+  if (!piece) return nullptr;
+  std::vector<ConnectionPtr> links;
+  {
+    std::lock_guard lock(mutex_);
+    for (const std::int32_t peer : peers) {
+      const auto found = peers_.find(peer);
+      if (found != peers_.end() && found->second.link) links.push_back(found->second.link);
+    }
+    arm_timer(now() + kTrim);
+  }
+  for (const auto& c : links) {
+    if (c->state == Connection::State::kOpen) c->link->prepare(*piece);
+  }
+  return piece;
+}
+
 }  // namespace telegrad

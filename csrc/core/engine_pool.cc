@@ -10,7 +10,6 @@ namespace telegrad {
 namespace {
 
 constexpr Nanos kRetire = 10 * kSecond;  // a pool thread that nobody needed for this long goes home
-constexpr Nanos kTrim = 10 * kSecond;    // memory kept warm for longer than this is given back
 
 thread_local PoolThread* current = nullptr;
 
@@ -211,6 +210,7 @@ void Engine::keep_time() {
 void Engine::tick(Lock& lock) {
   Kept kept;
   std::vector<ConnectionPtr> lending;
+  bool trims = false;
   const Nanos at = now();
   timer_at_ = kNever;
   expire_calls(at, kept);
@@ -244,9 +244,10 @@ void Engine::tick(Lock& lock) {
   }
   const bool lends = std::any_of(connections_.begin(), connections_.end(),
                                  [](const auto& c) { return c.second->link->lendable() > 0; });
-  if (lends || pool_->stats().cached_blocks > 0) {
+  if (lends || commons_->size() > 0 || pool_->stats().cached_blocks > 0) {
     if (at >= trim_at_) {
       pool_->trim(at - kTrim);
+      trims = true;
       for (auto& [token, c] : connections_) lending.push_back(c);
       trim_at_ = at + kTrim;
     }
@@ -258,6 +259,7 @@ void Engine::tick(Lock& lock) {
   if (since != kNever && !gathered) arm_timer(since + kGrace);
   lock.unlock();
   if (gathered) release_gathered();
+  if (trims) commons_->trim(at - kTrim);
   for (const auto& c : lending) c->link->trim(at - kTrim);
   kept.clear();
 }

@@ -81,6 +81,8 @@ struct Limits {
 /// Limits while the peer is a stranger: one small handshake frame at a time.
 inline constexpr Limits kStrangerLimits{.body = 4096, .message = 0, .segments = 0, .name = 0, .lent = 0};
 
+class Common;  // what goes to several peers and lies in memory once, see transports/commons.h
+
 /// Keeps whatever the bytes of an outgoing message live in. Destroyed on any thread, with no lock of the core held.
 class Keep {
  public:
@@ -93,6 +95,7 @@ struct OutSegment {
   // 0, or the lease under which the link lent the memory that this lies in (`Link::lend`), and which nobody else holds:
   // then the link hands the memory over instead of its bytes. A link to which the lease means nothing sends the bytes.
   std::uint64_t lease = 0;
+  const Common* common = nullptr;  // what it is the whole of, kept by `keep`: for links that can hand it over
 };
 
 struct Departure;  // see connection.h

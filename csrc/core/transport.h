@@ -18,8 +18,13 @@
 // can be given once; what cannot be given is copied. The receiver's block gives the region back when it is destroyed,
 // on whatever thread that happens. When nobody holds it, the region can be lent again. Blocks stay readable when the
 // link is closed and gone. What is lent is bounded: where regions do not come back, `lend` gives nothing, and the
-// sender sends bytes; it never waits for them. A process that forks finds what it has been lent in both processes, each
-// its own.
+// sender sends bytes; it never waits for them.
+//
+// What goes to several peers lies in memory once (OutSegment::common, transports/commons.h). A link that can hands its
+// peer that memory in place of the bytes; the receiver's block is the receiver's own to write all the same. Any other
+// link sends the bytes.
+//
+// A process that forks finds what it has been lent, or has received, in both processes, each its own.
 #pragma once
 
 #include <sys/types.h>
@@ -96,6 +101,10 @@ class Link {
   /// Memory of the link's own for `size` bytes, or nothing: most links have none, and what they have may be lent out,
   /// or not be there yet because nobody has asked for so much before. Any thread; never blocks, never throws.
   virtual std::optional<Lent> lend([[maybe_unused]] std::size_t size) { return std::nullopt; }
+
+  /// Something is about to be sent to several peers (OutSegment::common): a link that can hand over the memory it lies
+  /// in tells its peer of that. True: the peer knows it. Any thread; never blocks, never throws.
+  virtual bool prepare([[maybe_unused]] const Common& piece) { return false; }
 
   /// Bytes of memory that the link keeps for lending.
   virtual std::size_t lendable() const { return 0; }

@@ -361,7 +361,7 @@ CASE(leases_of_nothing_break_the_link) {
                       {kMiB + 1, Lease::of(1, 0)},
                       {kPage + 1, Lease::of(1, kMiB - kPage)},
                       {100, Lease::of(1, 0) | ~std::uint64_t{0} >> 32},
-                      {kMiB + 1, Lease::of(1, 0) | Lease::kHeld}};
+                      {100, Lease::of(kCommonChunks, 0)}};
   for (const Lie& lie : lies) {
     Liar l;
     l.send({.what = ShmPacket::kOffer, .number = 1, .size = kMiB}, chunk.file());

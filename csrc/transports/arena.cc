@@ -13,18 +13,9 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr std::size_t kStep = 8 * kMiB;        // of a chunk's pages are reserved at once
 constexpr std::size_t kLeastChunk = 8 * kMiB;  // a chunk is as large as all before it together,
 constexpr std::size_t kMostChunk = 64 * kMiB;  // but no larger than this unless a region needs it
-constexpr std::size_t kFinest = 2 * kMiB;      // regions are multiples of at most this
 constexpr std::size_t kWorthALook = kMiB;      // a region of this size is worth waiting for a moment,
 constexpr Nanos kMoment = 30 * kMicrosecond;   // which is less than a copy of it takes
 constexpr Nanos kPause = kSecond;              // before a machine or a peer that has refused is asked again
-
-std::size_t round_up(std::size_t size, std::size_t to) { return (size + to - 1) / to * to; }
-
-/// The size class: regions that differ by less than an eighth are the same, so that one fits where the other was.
-std::size_t class_of(std::size_t size) {
-  const std::size_t step = std::clamp(std::bit_floor(std::max(size, kPage)) / 8, kPage, kFinest);
-  return round_up(std::max(size, std::size_t{1}), step);
-}
 
 }  // namespace
 
@@ -66,7 +57,7 @@ std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
     }
   }
   if (!place && out_ < Returns::kSlots) {
-    wanted_.store(std::max(wanted_.load(std::memory_order_relaxed), class_of(size)), std::memory_order_relaxed);
+    wanted_.store(std::max(wanted_.load(std::memory_order_relaxed), region_size(size)), std::memory_order_relaxed);
   }
   return place;
 }
@@ -74,18 +65,14 @@ std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
 /// With the mutex held.
 std::optional<Arena::Place> Arena::find(std::size_t length, bool lent) {
   if (out_ + regions_.size() >= Returns::kSlots) return std::nullopt;
-  const std::size_t size = class_of(length);
-  auto best = free_.lower_bound({size, 0, 0});
-  while (lent && best != free_.end() && chunks_.at(std::get<1>(*best)).memory.file() < 0) ++best;
-  if (best == free_.end()) return std::nullopt;
-  const auto [room, number, offset] = *best;
-  const std::uint64_t lease = Lease::of(number, offset);
+  const std::size_t size = region_size(length);
+  const auto has_file = [this](std::uint32_t chunk) { return chunks_.at(chunk).memory.file() >= 0; };
+  const auto found = lent ? free_.take(size, has_file) : free_.take(size);
+  if (!found) return std::nullopt;
+  const std::uint64_t lease = Lease::of(found->chunk, found->offset);
   regions_.emplace(lease, Region{.size = size, .held = true, .lent = lent});
-  Chunk& chunk = chunks_.at(number);
-  remove_free(number, chunk, chunk.free.find(offset));
-  if (room > size) add_free(number, chunk, offset + size, room - size);
-  chunk.used += size;
-  return Place{.lease = lease, .data = chunk.memory.data() + offset};
+  chunks_.at(found->chunk).used += size;
+  return Place{.lease = lease, .data = data_of(lease)};
 }
 
 std::optional<Lent> Arena::lend(std::size_t size) {
@@ -146,12 +133,7 @@ bool Arena::take_back() {
   bool sound = given - taken_ <= out_;
   for (; sound && taken_ != given; ++taken_) {
     const std::uint64_t lease = returns_->leases[taken_ % Returns::kSlots].load(std::memory_order_relaxed);
-    const auto region = region_of(lease);
-    sound = region != regions_.end() && region->second.handed_over;
-    if (!sound) break;
-    region->second.handed_over = false;
-    --out_;
-    free_if_unused(region);
+    sound = take_back(lease);
   }
   returns_->taken.store(taken_, std::memory_order_release);
   if (!sound) {
@@ -159,6 +141,21 @@ bool Arena::take_back() {
     returns_ = nullptr;
   }
   return sound;
+}
+
+/// The same of one lease; false if the receiver does not have it.
+bool Arena::take_back(std::uint64_t lease) {
+  if (Lease::is_common(lease)) {
+    if (shared_.erase(lease) == 0) return false;
+    commons_->let_go(lease);
+  } else {
+    const auto region = region_of(lease);
+    if (region == regions_.end() || !region->second.handed_over) return false;
+    region->second.handed_over = false;
+    free_if_unused(region);
+  }
+  --out_;
+  return true;
 }
 
 /// With the mutex held.
@@ -171,34 +168,8 @@ void Arena::free_if_unused(Regions::iterator region) {
   Chunk& chunk = found->second;
   chunk.used -= r.size;
   if (chunk.used == 0) chunk.idle_since = now();
-  add_free(number, chunk, Lease::offset(lease), r.size);
+  free_.add(number, Lease::offset(lease), r.size);
   regions_.erase(region);
-}
-
-// ---- free ranges, joined with their neighbours. With the mutex held.
-
-void Arena::add_free(std::uint32_t number, Chunk& chunk, std::size_t offset, std::size_t size) {
-  auto next = chunk.free.lower_bound(offset);
-  if (next != chunk.free.end() && offset + size == next->first) {
-    size += next->second;
-    const auto joined = next++;
-    remove_free(number, chunk, joined);
-  }
-  if (next != chunk.free.begin()) {
-    const auto before = std::prev(next);
-    if (before->first + before->second == offset) {
-      offset = before->first;
-      size += before->second;
-      remove_free(number, chunk, before);
-    }
-  }
-  chunk.free.emplace(offset, size);
-  free_.emplace(size, number, offset);
-}
-
-void Arena::remove_free(std::uint32_t number, Chunk& chunk, Ranges::iterator range) {
-  free_.erase({range->second, number, range->first});
-  chunk.free.erase(range);
 }
 
 // ---- chunks
@@ -239,7 +210,7 @@ bool Arena::begin_chunk(Messenger& messenger) {
   if (size() + wanted > limit) return false;
   const std::size_t comfortable = std::max(wanted, std::clamp(size(), kLeastChunk, kMostChunk));
   Chunk chunk;
-  chunk.memory = SharedMemory::create(round_up(std::min<std::size_t>(comfortable, limit - size()), kPage));
+  chunk.memory = SharedMemory::create(whole_pages(std::min<std::size_t>(comfortable, limit - size())));
   total_ += chunk.memory.size();
   growing_ = next_++;
   chunks_.emplace(growing_, std::move(chunk));
@@ -256,6 +227,10 @@ void Arena::give_up_growing(Nanos at) {
 
 void Arena::on_answer(std::uint32_t number, bool mapped) {
   std::lock_guard lock(mutex_);
+  if (const auto common = common_chunks_.find(number); common != common_chunks_.end()) {
+    common->second.mapped = mapped && common->second.offered;
+    return;
+  }
   if (number == 0 || number != growing_) return;
   const auto found = chunks_.find(number);
   if (!found->second.offered) return;
@@ -264,14 +239,14 @@ void Arena::on_answer(std::uint32_t number, bool mapped) {
   chunk.mapped = true;
   chunk.idle_since = now();
   if (!lends_) chunk.memory.close_file();
-  add_free(number, chunk, 0, chunk.memory.size());
+  free_.add(number, 0, chunk.memory.size());
   growing_ = 0;
   wanted_ = 0;
 }
 
 /// With the mutex held.
 void Arena::drop(std::map<std::uint32_t, Chunk>::iterator chunk) {
-  for (const auto& [offset, size] : chunk->second.free) free_.erase({size, chunk->first, offset});
+  free_.forget(chunk->first);
   total_ -= chunk->second.memory.size();
   chunks_.erase(chunk);
 }
@@ -285,11 +260,55 @@ void Arena::trim(Nanos before, Messenger& messenger) {
     const Chunk& c = looked_at->second;
     if (c.mapped && c.used == 0 && c.idle_since < before && messenger.drop(looked_at->first)) drop(looked_at);
   }
+  std::erase_if(common_chunks_,
+                [&](const auto& chunk) { return !commons_->has(chunk.first) && messenger.drop(chunk.first); });
 }
 
 void Arena::close() {
   std::lock_guard lock(mutex_);
+  if (returns_ && !forked_) take_back();
   returns_ = nullptr;
+  if (forked_) return;
+  for (const std::uint64_t lease : std::exchange(shared_, {})) commons_->give_up(lease);
+}
+
+// ---- common memory
+
+bool Arena::introduce(const Common& piece, Messenger& messenger) {
+  std::lock_guard lock(mutex_);
+  return introduce_locked(piece, messenger);
+}
+
+bool Arena::introduce_locked(const Common& piece, Messenger& messenger) {
+  if (!returns_ || limit_.load(std::memory_order_relaxed) == 0) return false;
+  if (!commons_) {
+    commons_ = piece.commons();
+    commons_->join(weak_from_this());
+  }
+  const std::uint32_t number = Lease::chunk(piece.lease());
+  CommonChunk& chunk = common_chunks_[number];
+  if (!chunk.offered) {
+    const Commons::Offer offer = commons_->offer(number);
+    chunk.offered = messenger.offer(number, offer.size, offer.file);
+  }
+  return chunk.mapped;
+}
+
+std::uint64_t Arena::share(const OutSegment& s, Messenger& messenger) {
+  const Common& piece = *s.common;
+  std::lock_guard lock(mutex_);
+  if (!introduce_locked(piece, messenger)) return 0;
+  take_back();
+  if (!returns_ || out_ + regions_.size() >= Returns::kSlots) return 0;
+  if (s.data != piece.data() || s.size != piece.size() || !shared_.insert(piece.lease()).second) return 0;
+  commons_->hold(piece.lease());
+  ++out_;
+  return piece.lease();
+}
+
+void Arena::collect() {
+  std::lock_guard lock(mutex_);
+  if (returns_ && !forked_) take_back();
 }
 
 // ---- forks

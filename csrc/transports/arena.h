@@ -25,6 +25,8 @@
 #include "core/clock.h"
 #include "core/forks.h"
 #include "core/transport.h"
+#include "transports/commons.h"
+#include "transports/free_ranges.h"
 #include "transports/shared_memory.h"
 
 namespace telegrad {
@@ -37,21 +39,19 @@ struct Returns {
   alignas(64) std::atomic<std::uint64_t> leases[kSlots];
 };
 
-/// A lease says where a segment lies: its chunk and how far from its beginning. One with `kHeld` is of memory that the
-/// sender still holds and that the receiver must not change.
+/// A lease says where a segment lies: its chunk and how far from its beginning.
 struct Lease {
-  static constexpr std::uint64_t kHeld = std::uint64_t{1} << 63;
   static constexpr int kOffsetBits = 32;
 
   static std::uint64_t of(std::uint32_t chunk, std::size_t offset) {
     return std::uint64_t{chunk} << kOffsetBits | offset / kAlignment;
   }
-  static std::uint32_t chunk(std::uint64_t lease) {
-    return static_cast<std::uint32_t>((lease & ~kHeld) >> kOffsetBits);
-  }
+  static std::uint32_t chunk(std::uint64_t lease) { return static_cast<std::uint32_t>(lease >> kOffsetBits); }
   static std::size_t offset(std::uint64_t lease) {
     return static_cast<std::size_t>(lease & ((std::uint64_t{1} << kOffsetBits) - 1)) * kAlignment;
   }
+  /// Is it of memory that others have as well, so that the receiver must not write to it?
+  static bool is_common(std::uint64_t lease) { return chunk(lease) >= kCommonChunks; }
 };
 
 /// The sender's side. Any thread; never blocks for more than a moment.
@@ -86,6 +86,13 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   /// cannot be had as it is: then it is to be copied.
   std::uint64_t give(const OutSegment& segment);
 
+  /// The receiver is told of the chunk that a common piece lies in, unless it has been. True: it has mapped it.
+  bool introduce(const Common& piece, Messenger& messenger);
+  /// The receiver gets a common piece: the lease to send, or 0.
+  std::uint64_t share(const OutSegment& segment, Messenger& messenger);
+  /// Takes in what the receiver has given back.
+  void collect();
+
   /// A little work towards a chunk that somebody has found missing.
   void grow(Messenger& messenger);
   bool is_wanted() const { return wanted_.load(std::memory_order_relaxed) > 0; }
@@ -107,7 +114,6 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
 
  private:
   class Holder;
-  using Ranges = std::map<std::size_t, std::size_t>;  // offset, size
   struct Chunk {
     SharedMemory memory;
     std::size_t reserved = 0;
@@ -115,7 +121,6 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
     bool mapped = false;   // by the receiver as well
     std::size_t used = 0;  // bytes
     Nanos idle_since = 0;
-    Ranges free;
   };
   struct Region {
     std::size_t size;  // in whole pages
@@ -124,8 +129,11 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
     bool handed_over = false;
     bool is_private = false;  // since a fork
   };
-  using Regions = std::map<std::uint64_t, Region>;                      // by lease
-  using FreeKey = std::tuple<std::size_t, std::uint32_t, std::size_t>;  // size, chunk, offset
+  using Regions = std::map<std::uint64_t, Region>;  // by lease
+  struct CommonChunk {
+    bool offered = false;
+    bool mapped = false;  // by the receiver
+  };
 
   explicit Arena(Returns* returns) : returns_(returns) {}
   std::optional<Place> place(std::size_t size, bool lent);
@@ -133,10 +141,10 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   Regions::iterator region_of(std::uint64_t lease);
   std::byte* data_of(std::uint64_t lease);
   bool take_back();
+  bool take_back(std::uint64_t lease);
+  bool introduce_locked(const Common& piece, Messenger& messenger);
   void let_go(std::uint64_t lease);
   void free_if_unused(Regions::iterator region);
-  void add_free(std::uint32_t number, Chunk& chunk, std::size_t offset, std::size_t size);
-  void remove_free(std::uint32_t number, Chunk& chunk, Ranges::iterator range);
   bool begin_chunk(Messenger& messenger);
   void give_up_growing(Nanos at);
   void drop(std::map<std::uint32_t, Chunk>::iterator chunk);
@@ -154,10 +162,13 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   std::uint32_t next_ = 1;
   std::uint32_t growing_ = 0;   // the chunk that is being made or offered
   Nanos no_growth_before_ = 0;  // the machine or the peer has refused
-  std::set<FreeKey> free_;
+  FreeRanges free_;
   Regions regions_;
-  bool lends_ = false;   // new chunks keep their files, which take what is lent out of a fork's way
-  bool forked_ = false;  // this is a child: what becomes of the memory is the parent's business
+  std::shared_ptr<Commons> commons_;  // once something of it was to be shared
+  std::map<std::uint32_t, CommonChunk> common_chunks_;
+  std::set<std::uint64_t> shared_;  // leases of common pieces that the receiver has
+  bool lends_ = false;              // new chunks keep their files, which take what is lent out of a fork's way
+  bool forked_ = false;             // this is a child: what becomes of the memory is the parent's business
 };
 
 }  // namespace telegrad

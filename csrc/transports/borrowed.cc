@@ -1,12 +1,24 @@
 #include "transports/borrowed.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 namespace telegrad {
+namespace {
+
+constexpr int kCopies = 15;  // of common regions, before it is tried again whether they are written to
+
+// Of a page, in the kernel's pagemap: it is of a file, and not this process's own; it is in memory or swapped out.
+constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61, kThere = std::uint64_t{3} << 62;
+
+}  // namespace
+
 class Borrower::Borrowed final : public Block {
  public:
   Borrowed(std::byte* data, std::size_t size, std::uint64_t lease, std::shared_ptr<Chunk> chunk, bool is_private,
@@ -33,10 +45,6 @@ class Borrower::Borrowed final : public Block {
   const std::shared_ptr<Borrower> borrower_;
 };
 
-Borrower::Chunk::~Chunk() {
-  if (view) ::munmap(view, memory.size());
-}
-
 std::shared_ptr<Borrower> Borrower::make(std::shared_ptr<SharedMemory> memory, Returns* returns) {
   std::shared_ptr<Borrower> borrower(new Borrower(std::move(memory), returns));
   watch_forks(borrower.get());
@@ -49,7 +57,7 @@ bool Borrower::map(std::uint32_t number, std::size_t size, Descriptor file) {
   if (!file || size % kPage != 0 || size > limit_ || mapped_ > limit_ - size || chunks_.contains(number)) return false;
   try {
     auto chunk = std::make_shared<Chunk>();
-    chunk->memory = SharedMemory::adopt(std::move(file), size);
+    chunk->memory = SharedMemory::adopt(std::move(file), size, number >= kCommonChunks);
     chunks_.emplace(number, std::move(chunk));
     mapped_ += size;
     return true;
@@ -71,36 +79,63 @@ BlockPtr Borrower::borrow(const SegmentHeader& s, Inbox& inbox) {
   Chunk& chunk = *found->second;
   const std::size_t size = chunk.memory.size(), offset = Lease::offset(s.lease);
   if (offset >= size || s.size > size - offset) return nullptr;
-  const bool is_private = s.lease & Lease::kHeld;
-  if (is_private && !chunk.view) {
-    void* view = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, chunk.memory.file(), 0);
-    if (view == MAP_FAILED) {
-      BlockPtr copy = inbox.allocate(s.size);
-      if (s.size > 0) std::memcpy(copy->data(), chunk.memory.data() + offset, s.size);
-      std::lock_guard lock(mutex_);
-      give_back(s.lease);
-      return copy;
-    }
-    chunk.view = static_cast<std::byte*>(view);
+  const bool is_common = Lease::is_common(s.lease);
+  std::byte* data = chunk.memory.data() + offset;
+  if (is_common && is_to_be_copied()) {
+    BlockPtr bytes = inbox.allocate(s.size);
+    std::memcpy(bytes->data(), data, s.size);
+    std::lock_guard lock(mutex_);
+    give_back(s.lease);
+    return bytes;
   }
-  std::byte* data = (is_private ? chunk.view : chunk.memory.data()) + offset;
-  auto block = std::make_unique<Borrowed>(data, s.size, s.lease, found->second, is_private, shared_from_this());
+  auto block = std::make_unique<Borrowed>(data, s.size, s.lease, found->second, is_common, shared_from_this());
   std::unique_lock lock(mutex_);
   regions_.insert(block.get());
   lock.unlock();
   return inbox.take_over(std::move(block));
 }
 
+/// Is this receiver likely to write to what it gets?
+bool Borrower::is_to_be_copied() {
+  std::lock_guard lock(mutex_);
+  return to_copy_ > 0 && to_copy_-- > 0;
+}
+
 void Borrower::let_go(Borrowed& region) {
   std::lock_guard lock(mutex_);
   regions_.erase(&region);
-  if (region.is_private && ::madvise(region.pages(), region.pages_size(), MADV_DONTNEED) != 0) return;
+  if (region.is_private && !drop_own_pages(region)) return;
   if (forked_ || closed_ || region.is_stuck) return;
-  const bool was_shared = !(region.lease & Lease::kHeld);
-  if (region.is_private && was_shared) {  // since a fork
+  if (region.is_private && !Lease::is_common(region.lease)) {  // since a fork
     if (!region.chunk->memory.make_shared(region.pages(), region.pages_size())) return;
   }
   give_back(region.lease);
+}
+
+/// With the mutex held: a private region shows what is in its memory again. False: it cannot be done.
+bool Borrower::drop_own_pages(Borrowed& region) {
+  const std::size_t own = count_own_pages(region);
+  if (Lease::is_common(region.lease) && own * kPage > region.pages_size() / 2) to_copy_ = kCopies;
+  return own == 0 || ::madvise(region.pages(), region.pages_size(), MADV_DONTNEED) == 0;
+}
+
+/// With the mutex held: how many pages have been written to; where that is not to be found out, at least one.
+std::size_t Borrower::count_own_pages(const Borrowed& region) {
+  if (forked_ || closed_) return 1;
+  if (!pagemap_) pagemap_ = Descriptor(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+  std::uint64_t entries[512];
+  std::size_t own = 0;
+  auto page = reinterpret_cast<std::uintptr_t>(region.pages()) / kPage;
+  for (const auto end = page + region.pages_size() / kPage; page < end;) {
+    const std::size_t count = std::min<std::size_t>(end - page, std::size(entries));
+    const std::size_t size = count * sizeof entries[0];
+    const ssize_t read = ::pread(pagemap_.get(), entries, size, static_cast<off_t>(page * sizeof entries[0]));
+    if (read != static_cast<ssize_t>(size)) return 1;
+    own += static_cast<std::size_t>(
+        std::count_if(entries, entries + count, [](auto entry) { return (entry & kThere) && !(entry & kOfFile); }));
+    page += count;
+  }
+  return own;
 }
 
 /// With the mutex held. There is a slot for every lease that can be here.
@@ -125,6 +160,7 @@ void Borrower::close() {
     region->chunk->memory.close_file();
   }
   chunks_.clear();
+  pagemap_ = Descriptor();
 }
 
 // ---- forks

@@ -1,8 +1,10 @@
 // The receiver's side of an arena (arena.h): memory of the peer's, mapped here, of which regions come with messages.
 //
-// A region that was handed over is this process's alone and mapped as it is: to write into it costs nothing. Of memory
-// that the sender still holds the receiver gets a private view, whose pages are its own from the first write on; they
-// are dropped before the lease goes back, so nobody finds them under another tensor later.
+// A region that was handed over is this process's alone and mapped as it is: to write into it costs nothing. Of common
+// memory (commons.h), which others have as well, the receiver gets a private view, whose pages are its own from the
+// first write on; they are dropped before the lease goes back, so nobody finds them under another tensor later. Pages
+// that were only read stay mapped, so that what comes there next is read without a page fault. A page that is written
+// to costs ten times its share of a copy, so a receiver that writes to what it gets is given copies.
 //
 // A forked child must find tensors as they were, whatever becomes of them in the parent. So before a fork, the regions
 // that are in use become private as well, pages and all.
@@ -48,12 +50,13 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
  private:
   class Borrowed;
   struct Chunk {
-    SharedMemory memory;
-    std::byte* view = nullptr;  // the private one, of the same size
-    ~Chunk();
+    SharedMemory memory;  // common memory as a private view
   };
 
   Borrower(std::shared_ptr<SharedMemory> memory, Returns* returns) : memory_(std::move(memory)), returns_(returns) {}
+  bool is_to_be_copied();
+  bool drop_own_pages(Borrowed& region);
+  std::size_t count_own_pages(const Borrowed& region);
   void make_private(Borrowed& region);
   void let_go(Borrowed& region);
   void give_back(std::uint64_t lease);
@@ -66,6 +69,8 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
 
   std::mutex mutex_;  // of what is below
   std::set<Borrowed*> regions_;
+  Descriptor pagemap_;  // of this process, once it is needed
+  int to_copy_ = 0;     // so many common regions
   bool forked_ = false;
   bool closed_ = false;
 };

@@ -37,24 +37,25 @@ SharedMemory::~SharedMemory() {
   if (data_) ::munmap(data_, size_);
 }
 
-void SharedMemory::map() {
-  void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file_.get(), 0);
+void SharedMemory::map(int flags) {
+  void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
   if (memory == MAP_FAILED) raise(errno, "cannot map shared memory");
   data_ = static_cast<std::byte*>(memory);
 }
 
-SharedMemory SharedMemory::create(std::size_t size) {
+SharedMemory SharedMemory::create(std::size_t size, bool to_be_read) {
   SharedMemory m;
   m.size_ = size;
   m.file_ = Descriptor(::memfd_create("telegrad", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!m.file_) raise(errno, "cannot make shared memory");
   if (::ftruncate(m.file_.get(), static_cast<off_t>(size)) != 0) raise(errno, "cannot make shared memory");
-  if (::fcntl(m.file_.get(), F_ADD_SEALS, kSealed | F_SEAL_SEAL) != 0) raise(errno, "cannot seal shared memory");
-  m.map();
+  m.map(MAP_SHARED);
+  const int seals = kSealed | F_SEAL_SEAL | (to_be_read ? F_SEAL_FUTURE_WRITE : 0);
+  if (::fcntl(m.file_.get(), F_ADD_SEALS, seals) != 0) raise(errno, "cannot seal shared memory");
   return m;
 }
 
-SharedMemory SharedMemory::adopt(Descriptor file, std::size_t size) {
+SharedMemory SharedMemory::adopt(Descriptor file, std::size_t size, bool is_private) {
   SharedMemory m;
   m.size_ = size;
   m.file_ = std::move(file);
@@ -66,7 +67,7 @@ SharedMemory SharedMemory::adopt(Descriptor file, std::size_t size) {
   if (s.st_size != static_cast<off_t>(size) || s.st_blocks * kBlock < static_cast<off_t>(size)) {
     raise(EINVAL, "shared memory that is smaller than it was said to be");
   }
-  m.map();
+  m.map(is_private ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED);
   return m;
 }
 

@@ -26,11 +26,13 @@ class SharedMemory {
 
   /// A new file of `size` bytes (whole pages), all zero, sealed. Its pages come with `reserve`. Throws
   /// std::system_error.
-  static SharedMemory create(std::size_t size);
+  /// Whoever adopts one `to_be_read` cannot write to it.
+  static SharedMemory create(std::size_t size, bool to_be_read = false);
 
   /// A file that another process has made with `create` and reserved. Throws std::system_error when it is not one of
   /// that size, sealed and reserved, or when it cannot be mapped.
-  static SharedMemory adopt(Descriptor file, std::size_t size);
+  /// As a private view, nobody else sees what is written to it (see `make_private`).
+  static SharedMemory adopt(Descriptor file, std::size_t size, bool is_private = false);
 
   /// Sees to it that the pages of [begin, end) are there. Throws std::system_error when the machine has no such memory.
   void reserve(std::size_t begin, std::size_t end);
@@ -52,7 +54,7 @@ class SharedMemory {
   std::size_t size() const { return size_; }
 
  private:
-  void map();
+  void map(int flags);
 
   Descriptor file_;
   std::byte* data_ = nullptr;

@@ -213,6 +213,7 @@ SendState ShmLink::place(Outgoing& m) {
   std::uint64_t copied = 0;
   for (; placing_.segment < m.segments.size(); ++placing_.segment) {
     OutSegment& s = m.segments[placing_.segment];
+    if (s.common && (s.lease = arena_->share(s, *this)) != 0) continue;
     if (s.lease != 0 && (s.lease = arena_->give(s)) != 0) continue;
     if (s.size < kLeastPlaced) continue;
     if (!placing_.place) placing_.place = arena_->place(s.size);
@@ -245,6 +246,10 @@ std::optional<Lent> ShmLink::lend(std::size_t size) {
   } catch (const std::bad_alloc&) {
     return std::nullopt;
   }
+}
+
+bool ShmLink::prepare(const Common& piece) {
+  return shared_.load(std::memory_order_acquire) && arena_->introduce(piece, *this);
 }
 
 std::size_t ShmLink::lendable() const { return shared_.load(std::memory_order_acquire) ? arena_->size() : 0; }

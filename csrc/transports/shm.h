@@ -34,6 +34,7 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   bool hold(const Outgoing& message) override;
   SendState release() override;
   std::optional<Lent> lend(std::size_t size) override;
+  bool prepare(const Common& piece) override;
   std::size_t lendable() const override;
   void trim(Nanos before) override;
   ReceiveState receive(Inbox& inbox, std::size_t budget) override;

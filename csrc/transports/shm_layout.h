@@ -11,7 +11,7 @@
 
 namespace telegrad {
 
-inline constexpr std::uint32_t kShmLayout = 0x53475431;  // "1TGS": changes with anything below
+inline constexpr std::uint32_t kShmLayout = 0x53475432;  // "2TGS": changes with anything below
 
 /// At the beginning of the memory; then come the bytes of the two rings.
 struct ShmControl {

@@ -1,6 +1,7 @@
 """Telegrad's native core."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class Block:
@@ -104,6 +105,13 @@ class Engine:
 
     @property
     def memory(self) -> Memory: ...
+
+    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, preambles: list[bytes] | None, timeout: int, nested: bool, never_wait: bool, futures: list[Any]) -> list[int]:
+        """
+        Sends the same request to several peers, each with a preamble of its own if there are any: its last segment. As
+        `start` for each of them, with its future as the cookie. The segments' memory may change once this has
+        returned, and no peer waits for another one to take its request.
+        """
 
 class Unusual:
     """What `PlainCalls.call` returns when there is no plain value to return."""

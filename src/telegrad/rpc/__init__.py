@@ -16,6 +16,7 @@ from telegrad.rpc.api import (
     shutdown,
 )
 from telegrad.rpc.memory import empty
+from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.start import Worker, init_rpc, is_available
 from telegrad.types import WorkerInfo
@@ -38,6 +39,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "multicast",
     "options",
     "remote",
     "rpc_async",

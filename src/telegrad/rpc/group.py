@@ -10,7 +10,9 @@ from typing import Any
 
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.wire import Flag
 from telegrad.worker import Worker
+from telegrad.worker.multicast import call_many
 from telegrad.worker.scope import current
 
 __all__ = ["AllGatherStates", "Gathering", "LeftAfterGathering", "LostWhileGathering", "gather", "gathering_of"]
@@ -131,14 +133,18 @@ def gather(
             _tell_followers(worker, sequence_id, names - {me}, e, rpc_timeout)
         raise
     if leader == me:
-        followers = {
-            name: worker.internal(
-                worker.info_of(name).id, broadcast, (sequence_id, state.gathered_objects), rpc_timeout
-            )
-            for name in sorted(names - {me})
-        }
+        followers = sorted(names - {me})
+        told = call_many(
+            worker.calls,
+            [worker.info_of(name).id for name in followers],
+            broadcast,
+            (sequence_id, state.gathered_objects),
+            {},
+            worker.calls.timeout(rpc_timeout),
+            int(Flag.INTERNAL),
+        )
         errors = []
-        for name, future in followers.items():
+        for name, future in zip(followers, told, strict=True):
             try:
                 future.wait()
             except RuntimeError as e:

@@ -64,6 +64,7 @@ def _left(core: WorkerCore, references: bool) -> list[str]:
     counts |= cast("Autograd", core.autograd).left()
     if references:
         counts["buffers in use"] = stats["live_blocks"]
+        counts["buffers that several workers have"] = stats["common_pieces"]
     if core.closed:
         counts["threads"] = sum(t.name.startswith(f"telegrad-{core.info.name}-") for t in core.pool.threads())
     return [f"{count} {key}" for key, count in counts.items() if count]

@@ -13,7 +13,15 @@ from telegrad.errors import NotInitialized
 
 __all__ = ["AnyEngine", "AnyPlainCalls", "AnyPlainPool", "EndedEngine"]
 
-_UNDER_WAY = ("pending_calls", "queued_requests", "pool_threads", "running_handlers", "running_requests", "connections")
+_UNDER_WAY = (
+    "pending_calls",
+    "queued_requests",
+    "pool_threads",
+    "running_handlers",
+    "running_requests",
+    "connections",
+    "common_pieces",
+)
 _TOTALS = ("requests", "replies", "sent_messages", "received_messages", "pool_hits", "pool_misses")
 _MEMORY = ("live_blocks", "live_bytes", "cached_blocks", "cached_bytes")
 
@@ -39,7 +47,7 @@ class EndedEngine:
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotInitialized
 
-    call = start = make = wait = listen = set_peer = _refuse
+    call = start = start_many = make = wait = listen = set_peer = _refuse
 
     # ---- what is done already, or concerns nobody any more
 

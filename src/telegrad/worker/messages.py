@@ -8,7 +8,7 @@ and brings it what was recorded.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +22,7 @@ from telegrad.wire import BodyKind, Flag
 from telegrad.worker.profiling import Span
 from telegrad.worker.recorder import Recorder
 
-__all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble", "being_written"]
+__all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble", "Written", "being_written"]
 
 _BODY, _PREAMBLE, _CODEC = int(Flag.BODY), int(Flag.PREAMBLE), int(BodyKind.CODEC)  # enumerations are slow
 Segments = list[Any]  # (address, size in bytes, owner), or bytes
@@ -38,6 +38,16 @@ class Encoded(NamedTuple):
     recorded: tuple[Any, int] | None = None  # the autograd context that it was made in, and its id there (0: none)
 
 
+class Written(NamedTuple):
+    """What several peers are to get, but for what is said to each alone."""
+
+    flags: int
+    body: bytes
+    segments: Segments | None
+    handles: tuple[Any, ...]  # the references in it, by their places
+    recorded: Sequence[Any]  # the tensors in it that require grad, if it is made in an autograd context
+
+
 class Preamble(NamedTuple):
     """What stands in front of a body; empty for nearly all calls."""
 
@@ -50,6 +60,7 @@ class Preamble(NamedTuple):
 
 
 is_grad_enabled = torch.is_grad_enabled
+_EVERYBODY = -1  # in place of the peer to which a message being written goes
 _MOST_SEGMENTS = (1 << 20) - 1  # of csrc/core/message.h, less the preamble
 NO_PREAMBLE = Preamble([], None, None)
 
@@ -59,7 +70,7 @@ class _Passing(threading.local):
 
     def __init__(self) -> None:
         self.peer: int | None = None  # whom the message being written goes to
-        self.tickets: list[Ticket] | None = None
+        self.tickets: list[Any] | None = None  # or, if it goes to several, the references themselves
         self.handles: list[Any] = []
 
 
@@ -119,11 +130,12 @@ class Messages:
         Raises:
             RRefNotPicklable: no message is being written.
         """
-        if _passing.peer is None:
+        peer = _passing.peer
+        if peer is None:
             raise RRefNotPicklable
         if _passing.tickets is None:
             _passing.tickets = []
-        _passing.tickets.append(self._share(handle, _passing.peer))
+        _passing.tickets.append(handle if peer == _EVERYBODY else self._share(handle, peer))
         return len(_passing.tickets) - 1
 
     def unpack_handle(self, index: int) -> Any:
@@ -192,6 +204,48 @@ class Messages:
         finally:
             passing.peer, passing.tickets = outer
 
+    def write(self, value: Any, parts: tuple[str, ...], context: Any) -> Written:
+        """Writes what the body of a request to several peers says, once for all of them.
+
+        Args:
+            parts, context: as of `encode`.
+
+        Raises:
+            what pickling the value raises.
+        """
+        passing = _passing
+        outer = passing.peer, passing.tickets
+        passing.peer, passing.tickets = _EVERYBODY, None
+        try:
+            recorded: list[Any] | None = None if context is None or not is_grad_enabled() else []
+            flags, body, segments = self._body(_EVERYBODY, value, None, None, parts, recorded)
+            self._check_size(body, segments)
+            return Written(flags, body, segments, tuple(_passing.tickets or ()), recorded or ())
+        finally:
+            passing.peer, passing.tickets = outer
+
+    def address(
+        self, peer: int, written: Written, autocast: tuple[tuple[str, str], ...] | None, context: Any
+    ) -> bytes | None:
+        """What is said to one of them alone, the preamble, or None if there is nothing to say; the tickets and what is
+        recorded are made for it.
+
+        Raises:
+            RRefError, OwnerLost: a reference cannot travel there.
+        """
+        tickets: list[Ticket] = []
+        try:
+            for handle in written.handles:
+                tickets.append(self._share(handle, peer))
+            message = None if context is None else self.recorder.carry(context, peer, written.recorded, True)
+        except BaseException:
+            for ticket in tickets:
+                self._unshare(ticket, peer)
+            raise
+        if not tickets and autocast is None and message is None:
+            return None
+        return self._preamble(tickets, None, autocast, None if message is None else context.id, message or 0, None)
+
     def bare(self, peer: int, value: Any) -> Encoded:
         """As `encode`, of what is most often plain, and has nothing to do with the program's calls."""
         coded = self._codec.encode(value)
@@ -238,7 +292,7 @@ class Messages:
 
     def _take_back(self, peer: int, keep: Ticket | None) -> None:
         for ticket in _passing.tickets or ():
-            if ticket is not keep:
+            if ticket is not keep and peer != _EVERYBODY:
                 self._unshare(ticket, peer)
         _passing.tickets = None if keep is None else [keep]
 

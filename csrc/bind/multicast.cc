@@ -1,0 +1,146 @@
+// The same request to several peers. Its body and the memory of its segments are there once for all of them: in memory
+// that peers of this host map, else in a copy. So no request waits until it has left, and no peer for another one.
+#include "bind/multicast.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "bind/calls.h"
+#include "bind/interruption.h"
+#include "bind/messages.h"
+#include "transports/commons.h"
+#include "transports/copy.h"
+
+using namespace nanobind::literals;
+
+namespace telegrad::bind {
+namespace {
+
+constexpr std::uint64_t kLeastCommon = 256 << 10;  // smaller ones are copied sooner than they are mapped
+
+/// The segments of a message, in memory that nobody changes.
+struct Stored {
+  std::vector<OutSegment> segments;
+  std::vector<std::shared_ptr<void>> memory;
+  std::uint64_t size = 0;
+};
+
+/// Without the GIL: copies what `segments` name.
+Stored store(Engine& e, std::span<const std::int32_t> peers, const std::vector<OutSegment>& segments) {
+  Stored stored;
+  std::uint64_t small = 0;
+  for (const OutSegment& s : segments) {
+    std::shared_ptr<Common> piece = s.size >= kLeastCommon ? e.share(peers, s.size) : nullptr;
+    stored.segments.push_back({.data = piece ? piece->data() : nullptr, .size = s.size, .common = piece.get()});
+    stored.size += s.size;
+    if (piece) {
+      stored.memory.push_back(std::move(piece));
+    } else {
+      small += (s.size + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+  std::shared_ptr<std::byte[]> rest(small > 0 ? new std::byte[small] : nullptr);
+  std::byte* at = rest.get();
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    OutSegment& s = stored.segments[i];
+    std::byte* to = at;
+    if (s.common) {
+      to = s.common->data();
+    } else {
+      at += (s.size + kAlignment - 1) / kAlignment * kAlignment;
+      s.data = to;
+    }
+    copy_to_shared(to, segments[i].data, s.size, s.size < kBeyondCaches);
+  }
+  if (rest) stored.memory.push_back(std::move(rest));
+  return stored;
+}
+
+/// Peers that take the request at once come first: the others hold up nobody then.
+std::vector<std::size_t> order_of(Engine& e, std::span<const std::int32_t> peers, std::uint64_t size) {
+  std::vector<std::size_t> order(peers.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::ranges::stable_partition(order, [&](std::size_t i) { return e.may_send_now(peers[i], size); });
+  return order;
+}
+
+nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::uint32_t name_id, nb::handle name,
+                    const nb::bytes& body, nb::handle segments, nb::handle preambles, Nanos timeout, bool nested,
+                    bool never_wait, const nb::list& futures) {
+  std::vector<std::int32_t> to;
+  for (nb::handle peer : peers) to.push_back(nb::cast<std::int32_t>(peer));
+  Stored stored;
+  {
+    const auto original = compose(tag, flags, body, segments);
+    nb::gil_scoped_release no_gil;
+    stored = store(e, to, original->segments);
+  }
+  struct Request {
+    std::unique_ptr<Outgoing> message;
+    CallOptions options;
+    std::uint64_t call = 0;
+  };
+  Interruption interruption;
+  std::vector<Request> requests(to.size());
+  const Nanos deadline = deadline_after(now(), timeout);
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    auto m = compose(tag, flags, body);
+    auto& keep = static_cast<References&>(*m->keep);
+    m->segments = stored.segments;
+    for (const auto& memory : stored.memory) keep.hold(memory);
+    if (!preambles.is_none()) {
+      const auto preamble = nb::cast<nb::bytes>(preambles[i]);
+      m->segments.push_back({reinterpret_cast<const std::byte*>(preamble.c_str()), preamble.size()});
+      keep.add(preamble);
+    }
+    set_name(*m, name_id, name);
+    m->owned = true;
+    auto cookie = std::make_unique<References>();
+    cookie->add(futures[i]);
+    CallOptions& o = requests[i].options;
+    o.deadline = deadline;
+    o.nested = nested;
+    o.never_wait = never_wait;
+    o.interrupted = interruption.ask();
+    o.cookie = std::move(cookie);
+    requests[i].message = std::move(m);
+  }
+  {
+    nb::gil_scoped_release no_gil;
+    for (const std::size_t i : order_of(e, to, stored.size)) {
+      if (interruption.raised()) break;
+      Request& r = requests[i];
+      r.call = e.start(to[i], std::move(r.message), std::move(r.options));
+      if (e.stopping() && e.withdraw(r.call)) r.call = 0;
+    }
+    stored.memory.clear();
+  }
+  nb::list calls;
+  for (Request& r : requests) {
+    let_go(r.message);
+    calls.append(r.call);
+  }
+  requests.clear();
+  release_references();
+  if (interruption.raised()) nb::raise_python_error();
+  return calls;
+}
+
+}  // namespace
+
+void init_multicast(nb::class_<Engine>& engine) {
+  engine.def("start_many", start_many, "peers"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a,
+             "segments"_a.none(), "preambles"_a.none(), "timeout"_a, "nested"_a, "never_wait"_a, "futures"_a,
+             nb::sig("def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, "
+                     "body: bytes, segments: object | None, preambles: list[bytes] | None, timeout: int, nested: bool, "
+                     "never_wait: bool, futures: list[typing.Any]) -> list[int]"),
+             "Sends the same request to several peers, each with a preamble of its own if there are any: its last "
+             "segment. As\n"
+             "`start` for each of them, with its future as the cookie. The segments' memory may change once this has\n"
+             "returned, and no peer waits for another one to take its request.");
+}
+
+}  // namespace telegrad::bind

@@ -1,0 +1,78 @@
+// Free memory of chunks, beside a map of every page.
+#include "transports/free_ranges.h"
+
+#include <optional>
+#include <vector>
+
+#include "tests/check.h"
+#include "transports/shared_memory.h"
+
+namespace telegrad::test {
+namespace {
+
+CASE(sizes_are_whole_pages_and_near) {
+  for (std::size_t size = 0; size < std::size_t{1} << 30; size += size / 3 + 1) {
+    const std::size_t region = region_size(size);
+    CHECK(region >= size && region % kPage == 0);
+    CHECK(region <= size + std::max(size / 8, kPage));
+  }
+}
+
+CASE(neighbours_join) {
+  FreeRanges free;
+  free.add(1, 0, 30);
+  free.add(2, 30, 10);  // another chunk's is no neighbour
+  CHECK(!free.take(40));
+  free.add(1, 60, 10);
+  free.add(1, 30, 30);
+  const auto all = free.take(70);
+  CHECK(all && all->chunk == 1 && all->offset == 0);
+  CHECK(!free.take(20));
+}
+
+CASE(the_smallest_that_will_do_is_taken) {
+  FreeRanges free;
+  free.add(1, 0, 100);
+  free.add(2, 0, 10);
+  free.add(3, 0, 20);
+  CHECK_EQ(free.take(10)->chunk, 2u);
+  CHECK_EQ(free.take(5, [](std::uint32_t chunk) { return chunk != 3; })->chunk, 1u);
+  free.forget(3);
+  free.forget(1);
+  CHECK(!free.take(1));
+}
+
+CASE(nothing_is_lost_or_given_twice) {
+  constexpr std::size_t kSize = 200;
+  FreeRanges free;
+  std::vector<bool> used(kSize, false);
+  struct Taken {
+    std::size_t offset, size;
+  };
+  std::vector<Taken> taken;
+  free.add(7, 0, kSize);
+  Random random(3);
+  for (int turn = 0; turn < times(20000); ++turn) {
+    if (random.below(2) == 0) {
+      const std::size_t size = 1 + random.below(20);
+      const auto place = free.take(size);
+      if (!place) continue;
+      CHECK(place->chunk == 7 && place->offset + size <= kSize);
+      for (std::size_t i = 0; i < size; ++i) {
+        CHECK(!used[place->offset + i]);
+        used[place->offset + i] = true;
+      }
+      taken.push_back({place->offset, size});
+    } else if (!taken.empty()) {
+      std::swap(taken[random.below(taken.size())], taken.back());
+      free.add(7, taken.back().offset, taken.back().size);
+      for (std::size_t i = 0; i < taken.back().size; ++i) used[taken.back().offset + i] = false;
+      taken.pop_back();
+    }
+  }
+  for (const Taken& t : taken) free.add(7, t.offset, t.size);
+  CHECK_EQ(free.take(kSize)->offset, 0u);
+}
+
+}  // namespace
+}  // namespace telegrad::test

@@ -1,0 +1,60 @@
+"""One call for several workers."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from telegrad.errors import NotInitialized
+from telegrad.rpc import api
+from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.types import WorkerInfo
+from telegrad.worker.default import current_worker
+from telegrad.worker.future import CallFuture
+from telegrad.worker.multicast import call_many
+
+__all__ = ["multicast"]
+
+
+def multicast(
+    to: Iterable[str | int | WorkerInfo],
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> list[CallFuture]:
+    """Runs ``func(*args, **kwargs)`` on several workers at once, without waiting.
+
+    What ``rpc_async`` would do for each of them, but the arguments are serialized once, and large tensors (from 256
+    KiB) are stored once for all workers of this host, which map the same memory: a tensor costs no copy for each of
+    them. Every worker still gets tensors of its own, which it may write to in place without anybody else seeing it. A
+    slow worker holds up no other, and one that fails is its own future's business.
+
+    Args:
+        to: the workers: names, ids or WorkerInfos, in any order, this one among them if need be. None is fine.
+        func, args, kwargs, timeout: as of `rpc_async`; everything may be changed as soon as this returns.
+
+    Returns:
+        The futures of the results, in the order of ``to``.
+
+    Raises:
+        RuntimeError: one of the workers does not exist (then none is called), or this one has not joined a group.
+        SerializationError: an argument cannot travel.
+
+    Example::
+
+        rpc.init_rpc("trainer", rank=0, world_size=8)
+        weights = model.state_dict()
+        torch.futures.wait_all(rpc.multicast(range(1, 8), load_weights, args=(weights,)))
+    """
+    if not callable(func):
+        raise TypeError(api.NOT_CALLABLE)
+    worker = current_worker()
+    if worker is None:
+        raise NotInitialized
+    calls = worker.calls
+    ns = calls.timeout(timeout)
+    peers = [worker._peer(each) for each in to]
+    futures = call_many(calls, peers, func, tuple(args or ()), dict(kwargs or {}), ns)
+    if threading.get_ident() in api._collecting:
+        api._thread_local_var.future_list.extend(futures)
+    return futures

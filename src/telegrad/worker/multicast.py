@@ -1,0 +1,92 @@
+"""The same call to several workers: what it says is written once, and on this host its tensors are stored once."""
+
+from asyncio import _get_running_loop
+from collections.abc import Sequence
+from typing import Any
+
+from telegrad.errors import NotInitialized
+from telegrad.serialize.names import NotByName
+from telegrad.wire import Flag, Tag
+from telegrad.worker import profiling
+from telegrad.worker.calls import Calls
+from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.scope import caller_flags, caller_state, current, remaining
+
+__all__ = ["call_many"]
+
+_CALL, _INTERNAL, _PREAMBLE = int(Tag.CALL), int(Flag.INTERNAL), int(Flag.PREAMBLE)
+
+
+def call_many(
+    calls: Calls,
+    peers: Sequence[int],
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: int,
+    flags: int = 0,
+) -> list[CallFuture]:
+    """Runs a function on several workers; the futures of its values, in the order of the workers.
+
+    Args:
+        calls: of the worker that calls.
+        timeout: ns; 0 is none.
+        flags: of the requests.
+
+    Raises:
+        SerializationError: an argument cannot travel.
+        NotInitialized: the worker is closed.
+    """
+    watched = calls.send_filter is not None or calls.custom_pickler is not None or profiling.observer.on
+    if watched or len(peers) < 2:  # each goes by itself
+        mode = "" if flags & _INTERNAL else "async"
+        return [
+            calls.start(calls.function_call(peer, function, args, kwargs, timeout, flags=flags, mode=mode))
+            for peer in peers
+        ]
+    scope = current.get()
+    context = None if scope is None or flags & _INTERNAL else scope.autograd
+    timeout = remaining(timeout, scope)
+    parts: tuple[str, ...] = ("args", "kwargs")
+    body: tuple[Any, ...] = (args, kwargs)
+    number, text = 0, None
+    try:
+        number, text = calls.names.find(function)
+    except NotByName:
+        parts, body = ("the function", *parts), (function, *body)
+    written = calls.messages.write(body, parts, context)
+    autocast = caller_state()
+
+    flags |= caller_flags() | written.flags
+    futures: list[CallFuture] = []
+    spoken_to: list[tuple[int, CallFuture, bytes]] = []  # alone, besides
+    others: list[tuple[int, CallFuture, None]] = []
+    for peer in peers:
+        future: CallFuture = CallFuture(NO_DEVICES)
+        future._calls = calls
+        future._request = (peer, function, timeout)
+        futures.append(future)
+        try:
+            preamble = calls.messages.address(peer, written, autocast, context)
+        except Exception as e:  # a reference cannot travel there
+            future.set_exception(e)
+        else:
+            if preamble is None:
+                others.append((peer, future, None))
+            else:
+                spoken_to.append((peer, future, preamble))
+    for requests in (spoken_to, others):  # one of them is empty, unless an autograd context has ended meanwhile
+        if not requests:
+            continue
+        to, theirs, preambles = (list(column) for column in zip(*requests, strict=True))
+        alone = requests is spoken_to
+        ids = calls.engine.start_many(
+            to, _CALL, flags | _PREAMBLE if alone else flags, number, text, written.body, written.segments,
+            preambles if alone else None, timeout, scope is not None and scope.nested,
+            _get_running_loop() is not None, theirs,
+        )  # fmt: skip
+        for future, call in zip(theirs, ids, strict=True):
+            future._call = call
+        if not all(ids):
+            raise NotInitialized
+    return futures
