@@ -163,7 +163,9 @@ bool Engine::read_from(const ConnectionPtr& c) {
   Arrivals arrivals(*this, c);
   const ReceiveState state = c->link->receive(arrivals, kBudget);
   take_in_answers(c);
-  for (const ConnectionPtr& other : std::exchange(widened_, {})) read_from(other);  // what came right behind a lane
+  if (!widened_.empty()) {  // what came right behind a lane
+    for (const ConnectionPtr& other : std::exchange(widened_, {})) read_from(other);
+  }
   if (state == ReceiveState::kBroken) {
     lost(c, c->link->error());
     return true;
