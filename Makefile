@@ -37,15 +37,22 @@ test-python: build
 test-core: $(READY)
 	tools/test_core.sh $(VENV) $(BUILD)/asan address,undefined
 
+# The tests run over what workers choose by themselves, which is shm; of the slow ones these run over the others, too.
+OTHER_TRANSPORTS := unix tcp
+OVER_TRANSPORTS := $(addprefix tests/,rpc references autograd optim nn failures groups compat observe testing)
+
 test-slow: build ## the slow tests: stress and soak in Python, every transport, the core and the bindings under sanitizers
 	$(PY) -m pytest -q -m slow --timeout 600 $(ARGS)
-	set -e; for one in unix tcp; do TELEGRAD_TRANSPORTS=$$one $(PY) -m pytest -q -m "not slow" tests/rpc tests/references; done
+	set -e; for one in $(OTHER_TRANSPORTS); do export TELEGRAD_TRANSPORTS=$$one; \
+	  $(PY) -m pytest -q -m "not slow" $(OVER_TRANSPORTS); $(CONFORMANCE); done
 	tools/test_core.sh $(VENV) $(BUILD)/tsan thread
 	tools/test_bindings_sanitized.sh $(VENV) $(BUILD)/asan-python
 
+CONFORMANCE = $(PY) tests/conformance/conformance.py --package telegrad --set open --jobs 2 \
+  --known tests/conformance/known.txt --flaky tests/conformance/flaky.txt
+
 conformance: build ## PyTorch's own RPC test-suite, run over Telegrad
-	$(PY) tests/conformance/conformance.py --package telegrad --set open --jobs 2 \
-	  --known tests/conformance/known.txt --flaky tests/conformance/flaky.txt $(ARGS)
+	$(CONFORMANCE) $(ARGS)
 
 bench: build ## speed beside other frameworks and the machine's limit; ARGS="--only calls --rounds 1", see bench/README.md
 	@tools/install_peers.sh $(VENV)

@@ -68,6 +68,11 @@ def filled(size: int, take: Take) -> list[float]:
     return take.loop(lambda: timed(lambda: x.fill_(1.0)))
 
 
+def loopback(size: int, times: int, take: Take) -> list[float]:
+    """So many bytes through TCP within this machine, and a byte back, so many times."""
+    return [times * seconds for seconds in limit.measure("stream", size, min(take.seconds, LONG))]
+
+
 def worked(size: int, take: Take) -> list[float]:
     """The talk's 200 operations on a tensor here, and two copies of it."""
     torch.set_num_threads(1)

@@ -12,22 +12,20 @@ from bench.functions import TABLE
 from bench.peers.base import Client, Main, Peer, Seat, Unsupported, take_seat
 
 ROOT = Path(__file__).parents[2]
+CALLING = ("back", "exchange", "hammer")  # functions that call other workers
 
 
 class MonarchClient(Client):
-    """Of worker 0. The actors of the others have no client, so they call nobody."""
+    """An actor does one thing at a time, so each process has two: one that is called, and one that calls others."""
 
-    rank = 0
-
-    def __init__(self, actors: Any, workers: int, spawn: Callable[[type], Any]) -> None:
-        self._actors = [None, *(actors.slice(workers=i) for i in range(workers - 1))]
-        self.workers, self.leader = workers, os.getpid()
+    def __init__(self, rank: int, called: Sequence[Any], calling: Sequence[Any], spawn: Callable[[type], Any]) -> None:
+        self.rank, self.workers, self.leader = rank, len(called), os.getpid()
+        self._called, self._calling = called, calling
         self._spawn = spawn
 
     def _endpoint(self, rank: int, function: Callable[..., Any]) -> Any:
-        if function.__name__ in ("back", "exchange", "hammer"):
-            raise Unsupported("this bench gives its actors nobody to call")
-        return getattr(self._actors[rank], function.__name__)
+        actors = self._calling if function.__name__ in CALLING else self._called
+        return getattr(actors[rank], function.__name__)
 
     def caller(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         call = self._endpoint(rank, function).call_one
@@ -72,8 +70,15 @@ def actor_class() -> type:
     def __init__(self: Any) -> None:
         torch.set_num_threads(1)
 
+    def meet(_self: Any, rank: int, called: Sequence[Any], calling: Sequence[Any]) -> None:
+        take_seat(MonarchClient(rank, called, calling, _spawns_nothing))
+
     endpoints = {name: made(name, function) for name, function in TABLE.items()}
-    return _actor("Worker", {"__init__": __init__} | endpoints)
+    return _actor("Worker", {"__init__": __init__, "meet": _endpoint("meet", meet)} | endpoints)
+
+
+def _spawns_nothing(cls: type) -> Any:
+    raise Unsupported("only worker 0 makes remote objects here")
 
 
 def actor_of(cls: type, name: str) -> type:
@@ -90,16 +95,25 @@ def actor_of(cls: type, name: str) -> type:
 
 class Monarch(Peer):
     name, package, distribution, spans_hosts = "Monarch", "monarch", "torchmonarch", False
-    about = "Monarch actors; actor.method.call_one(...).get()"
+    about = (
+        "Monarch actors; actor.method.call_one(...).get(); a process whose actor calls others has one more to be called"
+    )
 
     def run(self, seats: Sequence[Seat], main: Main) -> None:
         os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": _path()}
         torch.set_num_threads(1)
-        from monarch.actor import shutdown_context, this_host
+        from monarch.actor import shutdown_context, this_host, this_proc
 
-        processes = this_host().spawn_procs(per_host={"workers": len(seats) - 1})
-        actors = processes.spawn("bench", actor_class())
-        main(take_seat(MonarchClient(actors, len(seats), lambda cls: processes.spawn(cls.__name__, cls))))
+        others = len(seats) - 1
+        processes = this_host().spawn_procs(per_host={"workers": others})
+        cls = actor_class()
+        called, calling = (
+            [own, *(meshed.slice(workers=i) for i in range(others))]
+            for own, meshed in ((this_proc().spawn(name, cls), processes.spawn(name, cls)) for name in ("a", "b"))
+        )
+        for rank in range(1, len(seats)):
+            calling[rank].meet.call_one(rank, called, calling).get()
+        main(take_seat(MonarchClient(0, called, calling, lambda cls: processes.spawn(cls.__name__, cls))))
         shutdown_context().get()
 
 

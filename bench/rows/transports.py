@@ -1,11 +1,12 @@
 """What each of Telegrad's transports brings: the same calls over one of them at a time."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench import functions
+from bench import functions, limits
 from bench.groups import ask
 from bench.peers.base import Client, Peer
 from bench.peers.telegrad import Telegrad
@@ -30,9 +31,16 @@ def called(client: Client, value: Any, take: Take) -> list[float]:
     return take.loop(lambda: timed(call))
 
 
+LIMITS: dict[tuple[str, bool], Callable[[Take], Sequence[float]]] = {  # by transport, and whether the value is large
+    ("shm", False): limits.ring,
+    ("shm", True): partial(limits.copies, 4 * MB, 2),
+    ("tcp", False): partial(limits.loopback, 64, 1),
+    ("tcp", True): partial(limits.loopback, 4 * MB, 2),
+}
+
 TRANSPORTS = Family(
     "transports",
-    "the transports of Telegrad, each alone",
+    "those of Telegrad, each alone; limits: a spinning round trip, two copies (shm), a stream on loopback (tcp)",
     tuple(
         Row(
             f"identity, {name}, over {transport}",
@@ -40,6 +48,7 @@ TRANSPORTS = Family(
             workers=0,
             repeats=100 if name == "4 MB" else 2000,
             only=OURS_ALONE,
+            limit=LIMITS.get((transport, name == "4 MB")),
             amount=2 * 4 * MB if name == "4 MB" else 0,
             of="bytes" if name == "4 MB" else "",
         )
