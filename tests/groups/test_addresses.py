@@ -67,6 +67,6 @@ def test_worker_that_listens_everywhere_is_called(wildcard: str) -> None:
 
 def test_an_empty_bind_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_BIND", "")
-    listen, host = addresses.listen_addresses(Options(), "127.0.0.1", "a")
+    listen, host = addresses.listen_addresses(Options(transports=("unix", "tcp")), "127.0.0.1", "a")
     assert host == "127.0.0.1"
     assert "tcp:127.0.0.1:0" in listen

@@ -21,6 +21,7 @@ _UNDER_WAY = (
     "running_requests",
     "connections",
     "common_pieces",
+    "lanes",
 )
 _TOTALS = ("requests", "replies", "sent_messages", "received_messages", "pool_hits", "pool_misses")
 _MEMORY = ("live_blocks", "live_bytes", "cached_blocks", "cached_bytes")
