@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Any, Self
 
-from telegrad.rpc import Worker
+from telegrad.rpc import Options, Worker
 
 MAGIC = 0x31524754
 VERSION = 2
@@ -52,6 +52,11 @@ _incarnations = itertools.count(1)
 def member(worker_id: int, name: str) -> tuple[int, str, int]:
     """A worker that has never been there before: one that has said goodbye does not come back."""
     return worker_id, name, next(_incarnations)
+
+
+def reachable(**options: Any) -> Options:
+    """Options of a worker that raw peers reach; its friends use what they would have used anyway."""
+    return Options(transports=tuple(dict.fromkeys((*Options().transports, "unix", "tcp"))), **options)
 
 
 class RawPeer:

@@ -323,7 +323,7 @@ def test_name_or_rank_taken_in_a_dynamic_group(store: Any, name: str, rank: int,
     ids=str,
 )
 def test_option_that_makes_no_sense(store: Any, wrong: dict[str, Any], text: str) -> None:
-    options = Options(rpc_timeout=FAR)
+    options = Options(rpc_timeout=FAR, transports=("unix", "tcp"))
     for name, value in wrong.items():
         setattr(options, name, value)
     with pytest.raises((ValueError, RuntimeError, TypeError, OSError)) as raised:

@@ -13,7 +13,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from raw import CHALLENGE, GOODBYE, HELLO, ONEWAY, PROOF, REFUSE, REPLY, REQUEST, WELCOME, Bomb, RawPeer, frame, member
+from raw import (
+    CHALLENGE,
+    GOODBYE,
+    HELLO,
+    ONEWAY,
+    PROOF,
+    REFUSE,
+    REPLY,
+    REQUEST,
+    WELCOME,
+    Bomb,
+    RawPeer,
+    frame,
+    member,
+    reachable,
+)
 
 from telegrad.errors import SerializationError, WorkerLost
 from telegrad.rpc import Options
@@ -25,7 +40,7 @@ STRANGER = (7, "stranger", 1)
 
 @pytest.fixture(scope="module")
 def w() -> Iterator[Cluster]:
-    with cluster(3, Options(handshake_timeout=0.3)) as workers:
+    with cluster(3, reachable(handshake_timeout=0.3)) as workers:
         yield workers
 
 
@@ -226,7 +241,7 @@ def test_message_over_the_limit_is_an_error_of_its_sender() -> None:
 
 
 def test_peer_with_a_smaller_limit_cuts_the_link_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    with cluster(2, check=False, graceful=False) as w:
+    with cluster(2, reachable(), check=False, graceful=False) as w:
         with RawPeer(w[1], "tcp") as raw:
             assert raw.join(member(22, "large")) == WELCOME
             raw.send(frame(REQUEST, size=(256 << 20) + 1, tag=Tag.CALL))
