@@ -189,8 +189,8 @@ class Options(RpcBackendOptions):
     )
     shared_memory_bytes: int = _option(
         _GIB,
-        "how much memory may be shared with one other worker on the same host for tensors on their way to it; what does"
-        " not fit is sent as bytes",
+        "how much memory may be shared with one other worker on the same host for tensors on their way to it, and as"
+        " much with all of them for what goes to several at once; what does not fit is sent as bytes",
         env="TELEGRAD_SHARED_MEMORY_BYTES",
         unit="bytes",
     )

@@ -70,6 +70,11 @@ def nested(value: float) -> torch.Tensor:
     return rpc.rpc_sync("w2", build, (value,))
 
 
+class Builder:
+    def build(self, value: float) -> torch.Tensor:
+        return build(value)
+
+
 async def build_later(value: float) -> torch.Tensor:
     return build(value)
 
@@ -133,6 +138,12 @@ def test_every_way_of_calling() -> None:
     assert place(got) == made["place"]
     got = rpc.rpc_sync("w1", build_later, (4.0,))
     assert (got == 4.0).all()
+    builder = rpc.remote("w1", Builder)
+    assert place(builder.rpc_sync().build(6.0)) == made["place"]
+    got = builder.rpc_async().build(7.0).wait()
+    assert place(got) == made["place"]
+    assert (got == 7.0).all()
+    del builder
     rref = rpc.remote("w1", build, (5.0,))
     assert (rref.to_here() == 5.0).all()
     assert (rref.to_here() == 5.0).all()

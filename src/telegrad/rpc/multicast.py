@@ -30,7 +30,7 @@ def multicast(
     slow worker holds up no other, and one that fails is its own future's business.
 
     Args:
-        to: the workers: names, ids or WorkerInfos, in any order, this one among them if need be. None is fine.
+        to: the workers: names, ids or WorkerInfos, in any order, this one among them if need be. May be empty.
         func, args, kwargs, timeout: as of `rpc_async`; everything may be changed as soon as this returns.
 
     Returns:
