@@ -86,7 +86,7 @@ def test_pair_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, caplog: p
         return ["shm:@telegrad-nobody-is-here", *[a for a in real(*args) if not a.startswith("shm:")]]
 
     monkeypatch.setattr(addresses, "candidates", gone)
-    with caplog.at_level(logging.INFO), cluster(2):
+    with caplog.at_level(logging.INFO), cluster(2, Options(transports=("shm", "unix"))):
         assert rpc.rpc_sync("w1", abs, (-1,)) == 1
     assert "w1 is reached at unix:" in caplog.text
     assert "cannot reach shm:@telegrad-nobody-is-here: Connection refused" in caplog.text
