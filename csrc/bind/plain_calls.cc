@@ -53,7 +53,12 @@ class PlainCalls {
                      nb::handle local_id, Nanos timeout, bool nested, bool never_wait, nb::handle cookie) {
     const nb::object value = nb::steal(PyTuple_Pack(3, args.ptr(), kwargs.ptr(), local_id.ptr()));
     if (!value.is_valid()) throw nb::python_error();
-    auto m = encode_plain(codec_, words_, words_.make, words_.may_linger, value);
+    std::unique_ptr<Outgoing> m;
+    try {
+      m = encode_plain(codec_, words_, words_.make, words_.may_linger, value);
+    } catch (const nb::python_error& e) {
+      if (!e.matches(PyExc_Exception)) throw;  // else the other way says what is wrong, and that nothing has been sent
+    }
     if (!m) return 0;
     set_name(*m, name_id, name);
     return begin(peer, std::move(m), timeout, nested, never_wait, true, cookie);

@@ -233,8 +233,9 @@ class PlainPool {
       PyErr_NoMemory();
       error = take_error();
     }
-    call(hooks_.answer, peer, connection, id, deadline, function, nb::none(), nb::none(), nb::none(), error,
-         nb::none());
+    nb::list nothing;
+    nothing.append(nb::none());
+    call(hooks_.answer, peer, connection, id, deadline, function, nb::none(), nb::none(), nothing, error, nb::none());
     return true;
   }
 

@@ -12,6 +12,7 @@ from telegrad.rpc import RRef, rpc_async
 from telegrad.rpc.functions import async_execution
 from telegrad.rref import create
 from telegrad.testing import Cluster, Gate, eventually
+from telegrad.wire import Status, Tag
 from telegrad.worker.uses import fetch
 
 
@@ -136,6 +137,40 @@ def test_a_fetch_of_what_was_never_created(w: Cluster) -> None:
     with pytest.raises(RRefError):
         w[0].rpc_sync("w1", fetch, (*RRefId(0, me.new_id()),))
     eventually(lambda: w[1]._worker.references.stats().expected == 0)
+
+
+@pytest.mark.parametrize("way", ["core", "python"])
+@pytest.mark.parametrize("body", [b"\xff", ((1,), {}), "twice"], ids=["garbage", "too little", "an id in use"])
+def test_creations_that_make_no_sense_are_answered(w: Cluster, body: Any, way: str) -> None:
+    me, owner = w[0]._worker, w[1]._worker
+    number, text = me.calls.names.find(double)
+    if body == "twice":
+        rref = w[0].remote("w1", double, (1,))
+        assert rref.to_here() == 2
+        body = ((1,), {}, rref.id.local_id)
+        owner.references.values[rref.id].ready = False  # the owner takes a ready one for a lost creator's
+    coded = body if type(body) is bytes else me.messages.encode(1, body).body
+    plain: Any = owner.plain
+    if way == "python":
+        plain.close()
+    try:
+        outcome: Any = me.engine.call(1, int(Tag.MAKE), 0, number, text, coded, None, int(PATIENCE * 1e9), False, None)
+    finally:
+        plain.open()
+    assert outcome[0] == Status.REPLIED
+    assert outcome[1] == Tag.ERROR
+    assert w[0].rpc_sync("w1", ping) == "pong"
+
+
+def test_an_argument_that_cannot_be_coded_leaves_nothing_pending(w: Cluster) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for odd in ("\ud800", loop):
+        try:
+            assert w[0].remote("w1", both, (odd,)).to_here() is not None
+        except (ValueError, RecursionError):
+            pass
+    eventually(lambda: w[0]._worker.references.pending_creations == 0)
 
 
 def test_callbacks_of_a_creation_run_in_the_pool(w: Cluster) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad.errors import SerializationError
-from telegrad.protocols.rref import RRefId, Ticket, TicketKind
+from telegrad.protocols.rref import RRefId, RRefProtocolError, Ticket, TicketKind
 from telegrad.serialize.exceptions import describe_exception, let_go_of_frames, pack_exception
 from telegrad.serialize.names import resolve
 from telegrad.types import WorkerInfo
@@ -90,6 +90,8 @@ class Handlers:
                 preamble = self._messages.preamble(peer, flags, segments, request=True)
             elif tag == _MAKE:
                 *body, local_id = self._messages.decode(flags, body, segments, [])
+                if type(local_id) is not int or len(body) != 2:
+                    raise SerializationError("a request to make a value has no arguments, or no reference to it")
                 preamble = _NO_PREAMBLE._replace(target=RRefId(peer, local_id))
         except Exception as e:
             self.fail(Asked(peer, connection, call, tag, deadline), e)
@@ -182,7 +184,11 @@ class Handlers:
         target = preamble.target
         if tag in _CREATES:
             assert target is not None
-            owned = self._references.accept_create(target, asked.peer)
+            try:
+                owned = self._references.accept_create(target, asked.peer)
+            except RRefProtocolError as e:  # the caller must hear all the same
+                self.fail(asked, e)
+                return
             owned.scripted = False
         if flags & _PREAMBLE:
             # What it needs may still be on its way: then the request waits there, and no thread with it.
