@@ -58,10 +58,12 @@ def test_each_outcome_has_its_own_status(pair: tuple[Native, Native]) -> None:
     assert a.call(1, NEVER, timeout=1_000_000)[0] == TIMED_OUT
     assert a.call(9)[0] == UNREACHABLE
     assert a.call(9)[6] == "no such worker"
+    assert a.call(1)[0] == REPLIED  # what was sent before has come by now
+    before = b.engine.stats()["requests"]
     waiting: list[int] = []
     thread = threading.Thread(target=lambda: waiting.append(a.call(1, NEVER)[0]))
     thread.start()
-    while a.engine.stats()["pending_calls"] == 0:
+    while b.engine.stats()["requests"] == before:
         pass
     b.stop()
     thread.join()

@@ -286,8 +286,7 @@ def test_a_thousand_in_flight(w: Cluster) -> None:
 
 def _until_empty(worker: object) -> None:
     references = worker._worker.references  # type: ignore[attr-defined]
-    with references._changed:
-        assert references._changed.wait_for(lambda: not references.values and not references.stats().users, PATIENCE)
+    eventually(lambda: not references.values and not references.stats().users)
 
 
 def test_from_many_threads_at_once(w: Cluster) -> None:
