@@ -76,7 +76,7 @@ class PlainCalls {
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
     o.nested = nested;
-    o.lazy = lazy;
+    o.lazy = o.aside = lazy;
     auto cookie = std::make_unique<References>();
     cookie->add(goes_with_outcome);
     o.cookie = std::move(cookie);

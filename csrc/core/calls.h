@@ -42,7 +42,7 @@ struct Call {
   bool used = false;
   bool collected = false;  // async: its outcome goes to the pool
   bool counted = false;    // and somebody may be waiting for it
-  bool lazy = false;       // its reply may lie for a while
+  bool aside = false;      // its reply may lie for a while, and any caller may take it
   bool must_send = false;  // its request is sent even if it is over by then
   std::int32_t peer = -1;
   std::uint64_t connection = 0;

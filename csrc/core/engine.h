@@ -59,10 +59,10 @@ inline constexpr Nanos kMostGrace = 4 * kGrace;
 inline constexpr Nanos kTrim = 10 * kSecond;
 /// How long a message of a burst may wait for others to leave with.
 inline constexpr Nanos kGather = 50 * kMicrosecond;
-/// How long replies to lazy calls may lie.
-inline constexpr Nanos kLazyGrace = 4 * kGrace;
 /// The same for finished calls that wait while a thread is at others.
 inline constexpr Nanos kOutcomeGrace = 20 * kMillisecond;
+/// How long replies that may be taken aside may lie.
+inline constexpr Nanos kLazyGrace = 4 * kGrace;
 
 struct Settings {
   Credo credo;
@@ -138,8 +138,9 @@ enum class WaitEnd : std::uint8_t { kDone, kDeadline, kInterrupted, kStopped };
 /// What `start` is told about a call.
 struct CallOptions {
   Nanos deadline = kNever;
-  bool nested = false;  // made inside a handler: exempt from the window, and always finds a thread
-  bool lazy = false;    // nobody waits for its outcome: its reply may lie for kLazyGrace, and wakes nobody until then
+  bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
+  bool lazy = false;        // nobody waits for its outcome: the links may go unread for it for kGrace
+  bool aside = false;       // and its reply may lie for kLazyGrace; it runs no user code, so `take_lazy` may have it
   bool never_wait = false;  // wait neither for the window nor for segments to leave: what does not leave is copied
   std::function<bool()> interrupted;      // asked now and then while `start` waits: should it stop waiting?
   std::function<void()> before_blocking;  // called before `start` waits for another thread that sends to the same peer

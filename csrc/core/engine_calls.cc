@@ -51,7 +51,7 @@ void Engine::settle(std::uint64_t id, Outcome&& outcome, Kept& kept) {
     item.message.header.call_id = id;  // for `withdraw`
     item.cookie = std::move(call->cookie);
     item.outcome = std::move(outcome);
-    const bool lazy = call->lazy && replied;
+    const bool lazy = call->aside && replied;
     close_call(id, replied, kept);
     if (lazy) {
       item.since = now();
@@ -133,7 +133,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     Call& call = *calls_.find(id);
     call.collected = async;
     call.must_send = m->header.flags & kMayLinger;
-    call.lazy = o.lazy;
+    call.aside = o.aside;
     call.cookie = std::move(o.cookie);
     call.linger = std::move(o.linger);
     if (async) {

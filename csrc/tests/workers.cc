@@ -169,7 +169,7 @@ std::uint64_t Worker::start(int peer, int cookie, Request r) {
   o.deadline = deadline_after(now(), r.timeout);
   o.nested = r.nested;
   o.never_wait = r.never_wait;
-  o.lazy = r.lazy;
+  o.lazy = o.aside = r.lazy;
   o.linger = std::move(r.linger);
   if (cookie >= 0) o.cookie = std::make_unique<Bytes>(std::to_string(cookie));
   return engine->start(peer, compose(r), std::move(o));
