@@ -8,8 +8,9 @@ from typing import Any
 
 HOW = (
     "Median: the median of the rounds' medians. ±: the spread, half the distance between the lowest and the highest of"
-    " the rounds' medians, in percent of the median (of one round alone: half the distance between its quartiles). p99:"
-    " the smallest sample of all rounds that 99 % of them do not exceed; of fewer than 100, the largest."
+    " the rounds' medians, in percent of the median (of one round alone: half the distance between its quartiles); where"
+    " samples are less exact, how exact they are. p99: the smallest sample of all rounds that 99 % of them do not"
+    " exceed; of fewer than 100, the largest."
 )
 
 
@@ -31,12 +32,12 @@ class Figure:
         return cls(**data | {"rounds": tuple(data["rounds"])})
 
 
-def figure(rounds: Sequence[Sequence[float]]) -> Figure:
-    """The figure of the samples of some rounds, none of which is empty."""
+def figure(rounds: Sequence[Sequence[float]], resolution: float = 0.0) -> Figure:
+    """The figure of the samples of some rounds, none of which is empty; each is as exact as `resolution`."""
     medians = tuple(statistics.median(samples) for samples in rounds)
     pooled = [sample for samples in rounds for sample in samples]
     spread = (max(medians) - min(medians)) / 2 if len(medians) > 1 else half_of_middle(pooled)
-    return Figure(statistics.median(medians), spread, p99(pooled), len(pooled), medians)
+    return Figure(statistics.median(medians), max(spread, resolution), p99(pooled), len(pooled), medians)
 
 
 def half_of_middle(samples: Sequence[float]) -> float:

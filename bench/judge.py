@@ -67,7 +67,8 @@ def judge(families: Sequence[Family], results: Results) -> list[Judged]:
     found = []
     for family in families:
         for row in family.rows:
-            figures = {who: figure(rounds) for who, rounds in results.rounds.get(row.name, {}).items()}
+            rounds = results.rounds.get(row.name, {})
+            figures = {who: figure(of, row.resolution) for who, of in rounds.items()}
             absent = {who: why for who, why in results.absent.get(row.name, {}).items() if who not in figures}
             medians = {who: one.median for who, one in figures.items()}
             verdicts = []

@@ -1,8 +1,10 @@
 """The largest memory of a tree of processes: python peak.py PID. Prints a line when it has looked once; ends with its
 standard input, and prints megabytes: what was there first, and the most since.
 
-A page that several processes share is counted once (proportional set size). Only the standard library, so that it
-starts at once and is small; it leaves itself out.
+Memory is what the processes have of their own, and what the machine has of shared memory (tmpfs and files without a
+name), where each page counts once however many have mapped it, or none. Both are counters that the kernel keeps, so a
+look takes no time and short peaks are seen; but shared memory of other programs counts as well, when it changes
+meanwhile. Only the standard library, so that it starts at once and is small; it leaves itself out.
 """
 
 import os
@@ -10,11 +12,11 @@ import select
 import sys
 from pathlib import Path
 
-PAUSE_MS = 2
+PAUSE_MS = 1
 
 
-def resident(root: int) -> float:
-    """Megabytes of `root` and all processes below it."""
+def below(root: int) -> list[int]:
+    """`root` and all processes below it."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -23,34 +25,36 @@ def resident(root: int) -> float:
             except OSError:
                 continue
             children.setdefault(parent, []).append(int(entry))
-    total, front = 0.0, [root]
-    while front:
-        pid = front.pop()
-        front += children.get(pid, [])
-        if pid != os.getpid():
-            total += proportional(pid)
-    return total
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return [pid for pid in found if pid != os.getpid()]
 
 
-def proportional(pid: int) -> float:
+def resident(pids: list[int]) -> float:
+    """Megabytes of the processes, shared memory included."""
+    return sum(_counter(f"/proc/{pid}/status", "RssAnon:") for pid in pids) + _counter("/proc/meminfo", "Shmem:")
+
+
+def _counter(file: str, name: str) -> float:
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(name):
                 return int(line.split()[1]) * 1024 / 1e6
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         pass
     return 0.0
 
 
 def main() -> None:
-    root = int(sys.argv[1])
+    pids = below(int(sys.argv[1]))
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
-    first = most = resident(root)
+    first = most = resident(pids)
     print("looking", flush=True)
     while not poll.poll(PAUSE_MS):
-        most = max(most, resident(root))
-    print(first, max(most, resident(root)), flush=True)
+        most = max(most, resident(pids))
+    print(first, max(most, resident(pids)), flush=True)
 
 
 if __name__ == "__main__":

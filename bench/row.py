@@ -149,6 +149,7 @@ class Row:
     seconds: float = 0.3  # for each turn, after the warm-up, at most
     repeats: int = 2000  # in each turn, at most
     least: int = 2  # in each turn
+    resolution: float = 0.0  # how exact a sample is, in the unit
     warm_up: float = 0.1  # seconds, at least one repeat; 0: none
     rounds: int | None = None  # fewer than the run has
     only: Mapping[str, str] | None = None  # None: every peer. Else for whom it is, and under "" why for nobody else

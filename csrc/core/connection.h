@@ -78,7 +78,7 @@ struct Connection {
   bool gathering = false;  // the engine knows of them
   std::uint64_t queued = 0;
   std::atomic<std::uint64_t> flushed = 0;
-  std::atomic<std::uint64_t> progress = 0;  // grows whenever something of the queue has left
+  std::atomic<std::uint64_t> progress = 0;  // grows whenever the link takes more of the queue
   std::atomic<bool> stalled = false;        // the peer has not read for a while: nobody waits for it to
 
   // Flow control: request bytes that we sent and the peer has not taken up; that we took up and have not told.

@@ -136,13 +136,10 @@ void Engine::flush(const ConnectionPtr& c) {
     std::lock_guard lock(c->send_mutex);
     const bool held = c->link->release() == SendState::kBlocked;
     bool waits_for_fd = true;
+    c->progress.fetch_add(1, std::memory_order_relaxed);
+    c->stalled.store(false, std::memory_order_relaxed);
     while (!held && !c->queue.empty()) {
-      const std::uint64_t before = c->queue.front()->sent;
       const SendState state = c->link->send(*c->queue.front());
-      if (state == SendState::kSent || c->queue.front()->sent != before) {
-        c->progress.fetch_add(1, std::memory_order_relaxed);
-        c->stalled.store(false, std::memory_order_relaxed);
-      }
       if (state == SendState::kBlocked) waits_for_fd = c->link->waits_for_fd();
       if (state != SendState::kSent) break;  // if broken, the reader will hear of it
       gone.push_back(std::move(c->queue.front()));

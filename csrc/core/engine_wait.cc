@@ -170,6 +170,7 @@ bool Engine::read_from(const ConnectionPtr& c) {
     lost(c, c->link->error());
     return true;
   }
+  if (state == ReceiveState::kToSend) flush(c);
   if (arrivals.large) widen(c);
   if (arrivals_ == before) return false;
   if (!c->awake) stay_awake(c);

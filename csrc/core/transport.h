@@ -64,6 +64,8 @@ enum class SendState {
 enum class ReceiveState {
   kIdle,    // nothing more to read for now
   kMore,    // the budget is used up, there may be more
+  kToSend,  // nothing more to read for now, and what has been read lets the sending side go on: `release`, and `send`
+            // what was blocked
   kBroken,  // the link has failed or the other end is gone; `error()` says why
 };
 
@@ -147,7 +149,7 @@ class Link {
   virtual int lanes_fd() const { return -1; }
   virtual void look_at_lanes() {}
 
-  /// After kBlocked: does `fd` tell when to send on? Else `lanes_fd` does.
+  /// After kBlocked: does `fd` tell when to send on? Else `lanes_fd` does, or `receive` (kToSend).
   virtual bool waits_for_fd() const { return true; }
 
   /// Every descriptor of the link, for a forked child to close.

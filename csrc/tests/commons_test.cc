@@ -28,8 +28,8 @@ struct Receiver {
   bool prepare(const Piece& piece) {
     Collector nothing;
     ends.a->prepare(*piece);
-    ends.b->receive(nothing, kAnyBudget);
-    ends.a->receive(nothing, kAnyBudget);
+    receive(*ends.b, nothing, kAnyBudget);
+    receive(*ends.a, nothing, kAnyBudget);
     return ends.a->prepare(*piece);
   }
   /// Sends it one; was it handed over as it is?
@@ -39,10 +39,10 @@ struct Receiver {
     m.segments.push_back({.data = piece->data(), .size = piece->size(), .common = piece.get()});
     const int before = inbox.allocations;
     const std::size_t count = inbox.messages.size();
-    while (ends.a->send(m) == SendState::kBlocked) ends.b->receive(inbox, kAnyBudget);
+    while (ends.a->send(m) == SendState::kBlocked) receive(*ends.b, inbox, kAnyBudget);
     receive_until(*ends.b, inbox, count + 1);
     Collector nothing;
-    ends.a->receive(nothing, kAnyBudget);
+    receive(*ends.a, nothing, kAnyBudget);
     return inbox.allocations == before;
   }
   std::byte* data(std::size_t i = 0) { return inbox.messages[i].segments[0]->data(); }
@@ -138,7 +138,7 @@ CASE(other_links_send_the_bytes) {
     Outgoing m;
     m.header.type = FrameType::kRequest;
     m.segments.push_back({.data = piece->data(), .size = piece->size(), .common = piece.get()});
-    while (ends.a->send(m) == SendState::kBlocked) ends.b->receive(inbox, kAnyBudget);
+    while (ends.a->send(m) == SendState::kBlocked) receive(*ends.b, inbox, kAnyBudget);
     receive_until(*ends.b, inbox, 1);
     CHECK(std::memcmp(inbox.messages[0].segments[0]->data(), piece->data(), kMiB) == 0);
   }
@@ -203,7 +203,7 @@ CASE(unused_memory_is_given_up_and_the_receivers_told) {
   s.commons->trim(kNever);
   CHECK_EQ(s.commons->stats().bytes, 0u);
   r.ends.a->trim(kNever);
-  r.ends.b->receive(r.inbox, kAnyBudget);
+  receive(*r.ends.b, r.inbox, kAnyBudget);
   CHECK_EQ(open_descriptors(), descriptors + 1);  // how the receiver sees what it has written to
   piece = s.put('b');
   CHECK(r.prepare(piece) && r.send(piece) && r.has('b'));

@@ -113,7 +113,7 @@ bool polls(const Link& link, short events, int timeout_ms) {
 }
 
 void wait_for_either(const Link& from, const Link& to) {
-  const short writable = from.waits_for_fd() ? POLLOUT : 0;
+  const short writable = from.waits_for_fd() ? POLLIN | POLLOUT : POLLIN;
   pollfd p[4] = {{.fd = from.fd(), .events = writable, .revents = 0},
                  {.fd = from.lanes_fd(), .events = POLLIN, .revents = 0},
                  {.fd = to.fd(), .events = POLLIN, .revents = 0},
@@ -123,7 +123,10 @@ void wait_for_either(const Link& from, const Link& to) {
 
 ReceiveState receive(Link& link, Inbox& inbox, std::size_t budget) {
   link.look_at_lanes();
-  return link.receive(inbox, budget);
+  const ReceiveState state = link.receive(inbox, budget);
+  if (state != ReceiveState::kToSend) return state;
+  link.release();  // if it is blocked, the next send does it
+  return ReceiveState::kIdle;
 }
 
 Ends::Ends(const std::string& scheme) {
@@ -175,6 +178,9 @@ void send_whole(Link& from, const Message& message, Link& to, Collector& inbox) 
     if (state == SendState::kSent) return;
     if (state == SendState::kBroken) fail(__FILE__, __LINE__, "a send failed: " + from.error());
     wait_for_either(from, to);
+    Collector nothing;
+    if (readable(from, 0)) CHECK(receive(from, nothing, kAnyBudget) != ReceiveState::kBroken);
+    CHECK(nothing.messages.empty());
     if (readable(to, 0)) CHECK(receive(to, inbox, kAnyBudget) != ReceiveState::kBroken);
   }
 }

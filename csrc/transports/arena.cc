@@ -174,11 +174,12 @@ void Arena::free_if_unused(Regions::iterator region) {
 
 // ---- chunks
 
-void Arena::grow(Messenger& messenger) {
+Arena::Growth Arena::grow(Messenger& messenger) {
   std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || !returns_ || wanted_.load(std::memory_order_relaxed) == 0) return;
+  if (!lock) return Growth::kGoesOn;
+  if (!returns_ || wanted_.load(std::memory_order_relaxed) == 0) return Growth::kNone;
   const Nanos at = now();
-  if (at < no_growth_before_) return;
+  if (at < no_growth_before_) return Growth::kNone;
   try {
     if (growing_ == 0 && !begin_chunk(messenger)) return give_up_growing(at);
     const auto found = chunks_.find(growing_);
@@ -191,10 +192,11 @@ void Arena::grow(Messenger& messenger) {
     if (chunk.reserved == chunk.memory.size() && !chunk.offered) {
       chunk.offered = messenger.offer(growing_, chunk.memory.size(), chunk.memory.file());
     }
+    return chunk.offered ? Growth::kOffered : Growth::kGoesOn;
   } catch (const std::system_error&) {
-    give_up_growing(at);
+    return give_up_growing(at);
   } catch (const std::bad_alloc&) {
-    give_up_growing(at);
+    return give_up_growing(at);
   }
 }
 
@@ -218,11 +220,12 @@ bool Arena::begin_chunk(Messenger& messenger) {
 }
 
 /// With the mutex held: the machine, the peer or the limit does not allow more, for now.
-void Arena::give_up_growing(Nanos at) {
+Arena::Growth Arena::give_up_growing(Nanos at) {
   if (growing_ != 0) drop(chunks_.find(growing_));
   growing_ = 0;
   wanted_ = 0;
   no_growth_before_ = at + kPause;
+  return Growth::kNone;
 }
 
 void Arena::on_answer(std::uint32_t number, bool mapped) {
@@ -234,7 +237,10 @@ void Arena::on_answer(std::uint32_t number, bool mapped) {
   if (number == 0 || number != growing_) return;
   const auto found = chunks_.find(number);
   if (!found->second.offered) return;
-  if (!mapped) return give_up_growing(now());
+  if (!mapped) {
+    give_up_growing(now());
+    return;
+  }
   Chunk& chunk = found->second;
   chunk.mapped = true;
   chunk.idle_since = now();

@@ -11,7 +11,8 @@
 // process's own, so that parent and child have each their own as they would expect; then it is copied when it is sent.
 //
 // A chunk is used once the receiver has said that it has mapped it. Until then, and where there is no room, nothing is
-// lent, and bytes go through the ring: nobody waits for memory. Chunks that nobody has used for a while are dropped.
+// lent, and bytes go through the ring; only what is large waits for a chunk that is on its way. Chunks that nobody has
+// used for a while are dropped.
 #pragma once
 
 #include <atomic>
@@ -93,9 +94,13 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   /// Takes in what the receiver has given back.
   void collect();
 
+  enum class Growth {
+    kNone,     // nothing is wanted, or there will be no room: the limit, the machine or the peer does not allow more
+    kGoesOn,   // there is more to do: call it again
+    kOffered,  // the peer has a chunk to map; `on_answer` comes
+  };
   /// A little work towards a chunk that somebody has found missing.
-  void grow(Messenger& messenger);
-  bool is_wanted() const { return wanted_.load(std::memory_order_relaxed) > 0; }
+  Growth grow(Messenger& messenger);
   /// The peer has mapped a chunk that it was offered, or it cannot.
   void on_answer(std::uint32_t chunk, bool mapped);
   /// Drops chunks that have not been used since `before`.
@@ -146,7 +151,7 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   void let_go(std::uint64_t lease);
   void free_if_unused(Regions::iterator region);
   bool begin_chunk(Messenger& messenger);
-  void give_up_growing(Nanos at);
+  Growth give_up_growing(Nanos at);
   void drop(std::map<std::uint32_t, Chunk>::iterator chunk);
 
   std::atomic<std::uint64_t> limit_ = 0;

@@ -8,8 +8,10 @@
 #include <cstring>
 #include <new>
 #include <system_error>
+#include <utility>
 
 #include "transports/copy.h"
+#include "transports/packets.h"
 #include "transports/shm_layout.h"
 #include "transports/transports.h"
 #include "transports/unix_socket.h"
@@ -21,48 +23,12 @@ constexpr std::uint64_t kTurn = 4 << 20;          // bytes of a message sent bef
 constexpr std::size_t kPiece = 64 << 10;          // least bytes of the ring taken in at once
 constexpr int kVectors = 64;                      // pieces of a message looked at together
 constexpr std::uint64_t kLeastPlaced = 32 << 10;  // segments from here on go into the arena
+constexpr std::uint64_t kWorthWaiting = 8 << 20;  // and wait for room there that is in the making
 constexpr std::uint64_t kPlacedTurn = 32 << 20;   // bytes copied there before other threads have their turn
 constexpr int kLeastSocketBuffer = 1;             // the kernel makes the least of it that there can be
 constexpr int kFilling = 64;                      // packets that surely fill it
+
 std::string reason(int error) { return std::generic_category().message(error); }
-
-/// One packet without waiting, perhaps with a descriptor; 0 or an error number.
-int send_packet(int socket, const void* data, std::size_t size, int passed = -1) {
-  iovec part{.iov_base = const_cast<void*>(data), .iov_len = size};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof passed)] = {};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  if (passed >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    cmsghdr* c = CMSG_FIRSTHDR(&message);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(sizeof passed);
-    std::memcpy(CMSG_DATA(c), &passed, sizeof passed);
-  }
-  while (::sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
-    if (errno != EINTR) return errno;
-  }
-  return 0;
-}
-
-/// The first descriptor that came with a packet; the others are closed.
-Descriptor passed_with(msghdr& message) {
-  Descriptor first;
-  for (cmsghdr* c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
-    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-    const std::size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (std::size_t i = 0; i < count; ++i) {
-      int fd;
-      std::memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
-      Descriptor one(fd);
-      if (!first) first = std::move(one);
-    }
-  }
-  return first;
-}
 
 void check_user(int socket, const std::string& description) {
   const auto peer = unix_peer(socket);
@@ -179,7 +145,7 @@ bool ShmLink::is_open() const {
 SendState ShmLink::send(Outgoing& m) {
   if (!is_open()) return SendState::kBroken;
   if (!shared_.load(std::memory_order_acquire)) return SendState::kBlocked;
-  if (!held_.empty()) {
+  if (!held_.empty() || has_answers_.load(std::memory_order_relaxed)) {
     const SendState state = release();
     if (state != SendState::kSent) return state;
   }
@@ -207,10 +173,12 @@ SendState ShmLink::send(Outgoing& m) {
   return SendState::kSent;
 }
 
-/// Before a frame is begun: its large segments are copied into the arena, as far as there is room. kBlocked: it is
-/// others' turn.
+/// Before a frame is begun: its large segments are copied into the arena, as far as there is room, or will be soon.
+/// What goes as bytes instead needs as much memory at the receiver, once more, and two copies. kBlocked: there is no
+/// room yet, or it is others' turn.
 SendState ShmLink::place(Outgoing& m) {
   std::uint64_t copied = 0;
+  awaits_room_ = false;
   for (; placing_.segment < m.segments.size(); ++placing_.segment) {
     OutSegment& s = m.segments[placing_.segment];
     if (s.common && (s.lease = arena_->share(s, *this)) != 0) continue;
@@ -218,8 +186,10 @@ SendState ShmLink::place(Outgoing& m) {
     if (s.size < kLeastPlaced) continue;
     if (!placing_.place) placing_.place = arena_->place(s.size);
     if (!placing_.place) {
-      arena_->grow(*this);
-      continue;
+      const Arena::Growth growth = arena_->grow(*this);
+      if (s.size < kWorthWaiting || growth == Arena::Growth::kNone) continue;
+      awaits_room_ = growth == Arena::Growth::kOffered;
+      return SendState::kBlocked;
     }
     if (copied >= kPlacedTurn) return SendState::kBlocked;
     const std::uint64_t size = std::min(s.size - placing_.copied, kPlacedTurn - copied);
@@ -268,10 +238,23 @@ bool ShmLink::drop(std::uint32_t chunk) {
   return send_packet(fd(), &packet, sizeof packet) == 0;
 }
 
+/// Tells the peer which chunks have been mapped. False: the socket does not take all of it now.
+bool ShmLink::answer_offers() {
+  if (!has_answers_.load(std::memory_order_relaxed)) return true;
+  std::lock_guard lock(answers_mutex_);
+  std::erase_if(answers_, [this](const Answer& a) {
+    const ShmPacket packet{.what = a.mapped ? ShmPacket::kMapped : ShmPacket::kRefused, .number = a.chunk, .size = 0};
+    return send_packet(fd(), &packet, sizeof packet) == 0;
+  });
+  has_answers_.store(!answers_.empty(), std::memory_order_relaxed);
+  return answers_.empty();
+}
+
 bool ShmLink::hold(const Outgoing& m) { return is_open() && shared_ && held_.take(m); }
 
 SendState ShmLink::release() {
   if (broken_ || send_broken_) return SendState::kBroken;
+  if (!answer_offers()) return SendState::kBlocked;
   while (!held_.empty()) {
     const std::size_t room = out_.room();
     if (room == 0) return out_.broken() ? fail_to_send() : blocked();
@@ -354,10 +337,10 @@ void ShmLink::on_packet(const std::byte* bytes, std::size_t size, Descriptor pas
   if (!memory_) return fail("the shared memory is not laid out as here: run one version of telegrad on all workers");
   switch (packet.what) {
     case ShmPacket::kOffer:
-      answers_.push_back({packet.number, borrower_->map(packet.number, packet.size, std::move(passed))});
-      return;
+      return on_offer(packet.number, packet.size, std::move(passed));
     case ShmPacket::kMapped:
     case ShmPacket::kRefused:
+      to_send_ = true;
       return arena_->on_answer(packet.number, packet.what == ShmPacket::kMapped);
     case ShmPacket::kDrop:
       return borrower_->unmap(packet.number);
@@ -377,17 +360,19 @@ void ShmLink::take_memory(std::uint64_t size, Descriptor passed) {
   }
 }
 
-/// Tells the peer which chunks have been mapped, as far as the socket takes it now.
-void ShmLink::answer_offers() {
-  std::erase_if(answers_, [this](const Answer& a) {
-    const ShmPacket packet{.what = a.mapped ? ShmPacket::kMapped : ShmPacket::kRefused, .number = a.chunk, .size = 0};
-    return send_packet(fd(), &packet, sizeof packet) == 0;
-  });
+void ShmLink::on_offer(std::uint32_t chunk, std::size_t size, Descriptor passed) {
+  const bool mapped = borrower_->map(chunk, size, std::move(passed));
+  std::lock_guard lock(answers_mutex_);
+  answers_.push_back({chunk, mapped});
+  has_answers_.store(true, std::memory_order_relaxed);
+  to_send_ = true;
 }
 
 BlockPtr ShmLink::borrow(const FrameHeader&, const SegmentHeader& segment, Inbox& inbox) {
   return borrower_->borrow(segment, inbox);
 }
+
+ReceiveState ShmLink::idle() { return std::exchange(to_send_, false) ? ReceiveState::kToSend : ReceiveState::kIdle; }
 
 ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
   if (broken_) return ReceiveState::kBroken;
@@ -415,14 +400,13 @@ ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
       if (mapped && in_.broken()) fail("the other end has spoiled the memory of the link");
       if (ended_) fail(reader_.at_rest() ? "" : "the stream ended in the middle of a frame");
       if (broken_) return ReceiveState::kBroken;
-      if (awake_ && got > 0) return ReceiveState::kIdle;
+      if (awake_ && got > 0) return idle();
       hear();
       if (ended_) continue;  // what was written before the end is there now
       if (broken_) return ReceiveState::kBroken;
-      if (!memory_) return ReceiveState::kIdle;
-      if (!answers_.empty()) answer_offers();
+      if (!memory_) return idle();
       if (!awake_) in_.sleep();
-      if (!in_.ready()) return ReceiveState::kIdle;
+      if (!in_.ready()) return idle();
     }
   } catch (const std::bad_alloc&) {
     fail("no memory for " + reader_.describe());

@@ -41,6 +41,7 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   bool stay_awake() override;
   bool ready() override;
   bool fall_asleep() override;
+  bool waits_for_fd() const override { return !awaits_room_; }
   void set_limits(const Limits& limits) override;
   void close() override;
   std::string error() const override;
@@ -60,8 +61,10 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   SendState place(Outgoing& message);
   void hear(unsigned most = kPackets);
   void on_packet(const std::byte* packet, std::size_t size, Descriptor passed);
+  void on_offer(std::uint32_t chunk, std::size_t size, Descriptor passed);
   void take_memory(std::uint64_t size, Descriptor passed);
-  void answer_offers();
+  bool answer_offers();
+  ReceiveState idle();
   BlockPtr borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) override;
   bool offer(std::uint32_t chunk, std::size_t size, int file) override;
   bool drop(std::uint32_t chunk) override;
@@ -82,6 +85,7 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   // The sending thread's.
   RingWriter out_;
   bool send_broken_ = false;
+  bool awaits_room_ = false;  // the peer has been offered memory that what is being sent needs
   HeldFrames held_;
   struct {
     std::size_t segment = 0;  // of the message being sent: those before it are in their places
@@ -92,13 +96,18 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   // The receiving thread's.
   RingReader in_;
   FrameReader reader_{this};
+  bool awake_ = false;    // it looks into the ring by itself
+  bool ended_ = false;    // the other end has gone
+  bool to_send_ = false;  // something for the sending thread has come: see ReceiveState::kToSend
+
+  // For the sending thread, from the receiving one.
   struct Answer {
     std::uint32_t chunk;
     bool mapped;
   };
+  std::mutex answers_mutex_;
   std::vector<Answer> answers_;  // to offers, not sent yet
-  bool awake_ = false;           // it looks into the ring by itself
-  bool ended_ = false;           // the other end has gone
+  std::atomic<bool> has_answers_ = false;
 };
 
 }  // namespace telegrad

@@ -38,6 +38,7 @@ def test_the_median_is_of_rounds_and_the_spread_between_them() -> None:
 def test_the_spread_of_one_round_is_between_its_quartiles() -> None:
     assert figure([[1.0, 2.0, 3.0, 4.0, 5.0]]).spread == 1.0
     assert figure([[7.0]]).spread == 0.0
+    assert figure([[7.0], [7.5]], resolution=1.0).spread == 1.0
 
 
 def test_p99_leaves_one_in_a_hundred_out() -> None:

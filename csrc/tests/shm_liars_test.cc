@@ -1,0 +1,196 @@
+// Shared-memory links whose peer lies, about counts, leases, memory and packets.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <new>
+
+#include "tests/links.h"
+#include "transports/shm.h"
+
+namespace telegrad::test {
+namespace {
+
+constexpr std::size_t kChunk = std::size_t{1} << 20;
+
+/// A link whose peer is this test, with the memory of the link in its hands.
+struct Liar {
+  Liar() {
+    int pair[2];
+    CHECK_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
+    socket = Descriptor(pair[0]);
+    memory = SharedMemory::create(kShmSize);
+    memory.reserve(0, kShmSize);
+    control = new (memory.data()) ShmControl{};
+    writer = RingWriter(&control->rings[0], memory.data() + kShmRings, kShmRing);
+    send({.what = ShmPacket::kMemory, .number = kShmLayout, .size = kShmSize}, memory.file());
+    link = ShmLink::accept(Descriptor(pair[1]), "test");
+    link->set_limits(Limits{});
+  }
+  void send(const ShmPacket& packet, int passed = -1) { write(&packet, sizeof packet, passed); }
+  /// A chunk of one size, which the link answers.
+  void offer(int file) {
+    send({.what = ShmPacket::kOffer, .number = 1, .size = kChunk}, file);
+    CHECK(link->receive(inbox, kAnyBudget) == ReceiveState::kToSend);
+    CHECK(link->release() == SendState::kSent);
+  }
+  void write(const void* data, std::size_t size, int passed = -1) {
+    iovec part{.iov_base = const_cast<void*>(data), .iov_len = size};
+    alignas(cmsghdr) char room[CMSG_SPACE(sizeof passed)] = {};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (passed >= 0) {
+      message.msg_control = room;
+      message.msg_controllen = sizeof room;
+      cmsghdr* c = CMSG_FIRSTHDR(&message);
+      c->cmsg_level = SOL_SOCKET;
+      c->cmsg_type = SCM_RIGHTS;
+      c->cmsg_len = CMSG_LEN(sizeof passed);
+      std::memcpy(CMSG_DATA(c), &passed, sizeof passed);
+    }
+    CHECK_EQ(::sendmsg(socket.get(), &message, MSG_NOSIGNAL), static_cast<ssize_t>(size));
+  }
+  void frame(const SegmentHeader& segment) {
+    FrameHeader h;
+    h.type = FrameType::kRequest;
+    h.segment_count = 1;
+    writer.put(&h, sizeof h);
+    writer.put(&segment, sizeof segment);
+    writer.publish();
+  }
+  void check_broken(const std::string& why) {
+    receive_until_broken_at_once();
+    CHECK_SAYS(link->error(), why);
+    CHECK(inbox.messages.empty());
+  }
+  void receive_until_broken_at_once() {
+    for (int i = 0; link->receive(inbox, kAnyBudget) != ReceiveState::kBroken; ++i) CHECK(i < 10);
+  }
+  /// What the link has said over the socket.
+  bool hears(std::uint32_t what) {
+    while (true) {
+      ShmPacket packet;
+      const ssize_t n = ::recv(socket.get(), &packet, sizeof packet, MSG_DONTWAIT);
+      if (n < 0) return false;
+      if (n == sizeof packet && packet.what == what) return true;
+    }
+  }
+  Descriptor socket;
+  SharedMemory memory;
+  ShmControl* control = nullptr;
+  RingWriter writer;
+  std::unique_ptr<ShmLink> link;
+  Collector inbox;
+};
+
+CASE(counts_that_lie_break_the_link) {
+  for (const std::uint64_t lie : {std::uint64_t{kShmRing + 1}, ~std::uint64_t{0}}) {
+    Liar l;
+    l.control->rings[0].written = lie;
+    l.check_broken("spoiled");
+  }
+  Liar l;
+  l.control->rings[1].read = 12345;
+  const Message m;
+  Outgoing out = m.outgoing();
+  CHECK(l.link->send(out) == SendState::kBroken);
+}
+
+CASE(leases_of_nothing_break_the_link) {
+  SharedMemory chunk = SharedMemory::create(kChunk);
+  chunk.reserve(0, kChunk);
+  struct Lie {
+    std::uint64_t size, lease;
+  };
+  const Lie lies[] = {{100, Lease::of(7, 0)},
+                      {100, Lease::of(1, kChunk)},
+                      {kChunk + 1, Lease::of(1, 0)},
+                      {kPage + 1, Lease::of(1, kChunk - kPage)},
+                      {100, Lease::of(1, 0) | ~std::uint64_t{0} >> 32},
+                      {100, Lease::of(kCommonChunks, 0)}};
+  for (const Lie& lie : lies) {
+    Liar l;
+    l.offer(chunk.file());
+    CHECK(l.hears(ShmPacket::kMapped));
+    l.frame({.size = lie.size, .lease = lie.lease});
+    l.check_broken("has not been shared");
+  }
+  Liar l;  // and the truth does not
+  l.offer(chunk.file());
+  l.frame({.size = kPage, .lease = Lease::of(1, kChunk - kPage)});
+  CHECK(l.link->receive(l.inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK_EQ(l.inbox.messages[0].segments[0]->size(), kPage);
+}
+
+CASE(memory_that_could_be_cut_is_refused) {
+  Descriptor unsealed(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  CHECK_EQ(::ftruncate(unsealed.get(), kChunk), 0);
+  Descriptor hollow(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));  // sealed, but without its pages
+  CHECK_EQ(::ftruncate(hollow.get(), kChunk), 0);
+  CHECK_EQ(::fcntl(hollow.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+  SharedMemory small = SharedMemory::create(kChunk / 2);
+  small.reserve(0, kChunk / 2);
+  const Descriptor file(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
+  for (const int fd : {unsealed.get(), hollow.get(), small.file(), file.get(), -1}) {
+    Liar l;
+    l.offer(fd);
+    CHECK(l.hears(ShmPacket::kRefused));
+  }
+}
+
+CASE(returns_that_lie_break_the_link) {
+  const std::function<void(Returns&)> lies[] = {
+      [](Returns& r) { r.given = 1; },                    // nothing was handed over
+      [](Returns& r) { r.given = Returns::kSlots + 1; },  // more than there are
+      [](Returns& r) { r.given = ~std::uint64_t{0}; },
+  };
+  for (const auto& lie : lies) {
+    Liar l;
+    lie(l.control->returns[1]);
+    Random random(5);
+    const Message m = random_message(random, 10, {kChunk});
+    Outgoing out = m.outgoing();
+    CHECK(l.link->send(out) == SendState::kBroken);
+  }
+}
+
+CASE(packets_that_are_none_break_the_link) {
+  for (const std::uint32_t what : {0u, 1u, 77u}) {
+    Liar l;
+    l.send({.what = what, .number = 1, .size = 1});
+    l.receive_until_broken_at_once();
+  }
+  Liar l;
+  l.write("some text", 9);
+  l.check_broken("not a packet");
+  Liar many;  // answers to what was never asked are nothing
+  for (const std::uint32_t what : {ShmPacket::kMapped, ShmPacket::kRefused, ShmPacket::kDrop}) {
+    many.send({.what = what, .number = 3, .size = 0});
+  }
+  CHECK(many.link->receive(many.inbox, kAnyBudget) != ReceiveState::kBroken);
+}
+
+CASE(a_scribbling_peer_breaks_at_most_the_link) {
+  const int rounds = times(300);
+  for (int round = 0; round < rounds; ++round) {
+    Liar l;
+    Random random(static_cast<std::uint64_t>(round) + 100);
+    const Message m = random_message(random, 500, {1000}, 20);
+    std::string bytes = random.bytes(kShmRing / 2);
+    l.writer.put(bytes.data(), bytes.size());
+    l.writer.publish();
+    for (int i = 0; i < 50; ++i) {
+      const std::size_t at = random.below(sizeof(ShmControl) / 8) * 8;
+      reinterpret_cast<std::atomic<std::uint64_t>*>(l.memory.data() + at)->store(random.next());
+    }
+    l.link->receive(l.inbox, kAnyBudget);
+    Outgoing out = m.outgoing();
+    l.link->send(out);
+  }
+}
+
+}  // namespace
+}  // namespace telegrad::test
