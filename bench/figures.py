@@ -8,8 +8,8 @@ from typing import Any
 
 HOW = (
     "Median: the median of the rounds' medians. ±: the spread, half the distance between the lowest and the highest of"
-    " the rounds' medians, in percent of the median (of one round alone: half the distance between its quartiles); where"
-    " samples are less exact, how exact they are. p99: the smallest sample of all rounds that 99 % of them do not"
+    " the rounds' medians, in percent of the median (of one round alone: half the distance between its quartiles);"
+    " where samples are less exact, how exact they are. p99: the smallest sample of all rounds that 99 % of them do not"
     " exceed; of fewer than 100, the largest."
 )
 
