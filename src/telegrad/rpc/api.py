@@ -26,12 +26,13 @@ from telegrad.rref.create import create
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
 from telegrad.worker.budget import Budget
-from telegrad.worker.calls import Calls, nanoseconds
+from telegrad.worker.calls import Calls
 from telegrad.worker.default import current_worker, set_default_worker
 from telegrad.worker.future import CallFuture
 from telegrad.worker.membership import leave_dynamic
 from telegrad.worker.messages import Messages
 from telegrad.worker.scope import current
+from telegrad.worker.timeouts import nanoseconds
 
 __all__ = [
     "AllGatherStates",

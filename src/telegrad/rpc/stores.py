@@ -22,7 +22,7 @@ import torch.distributed as dist
 from telegrad.options import RpcBackendOptions
 from telegrad.rpc.local_store import Door, LocalStore
 from telegrad.worker.addresses import is_loopback
-from telegrad.worker.calls import FOREVER
+from telegrad.worker.timeouts import FOREVER
 
 __all__ = ["meet", "patience"]
 

@@ -2,17 +2,23 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from telegrad.rref.rref import UNSET, RRef
 from telegrad.wire import Tag
-from telegrad.worker.uses import goes_short, run_method
+from telegrad.worker.uses import NOT_MADE, run_method
 
-__all__ = ["RRefProxy"]
+if TYPE_CHECKING:
+    from telegrad.rref.rref import RRef
+
+__all__ = ["UNSET", "RRefProxy"]
+
+UNSET = -1.0
 
 _KINDS = {"rpc_sync": "sync", "rpc_async": "async", "remote": "remote"}
+_NO_KWARGS: dict[str, Any] = {}
 
 
 class RRefProxy:
@@ -26,63 +32,58 @@ class RRefProxy:
 
     __slots__ = ("_kind", "_rref", "_timeout")
 
-    def __init__(self, rref: RRef[Any], kind: str | Callable[..., Any], timeout: float = UNSET) -> None:
+    def __init__(self, rref: "RRef[Any]", kind: str | Callable[..., Any], timeout: float = UNSET) -> None:
         self._rref = rref
         self._kind = kind if type(kind) is str else _KINDS[kind.__name__]  # type: ignore[union-attr]
         self._timeout = timeout
 
-    def __getattr__(self, name: str) -> "_Method":
-        return _Method(self._rref, self._kind, self._timeout, name)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(_CALLS[self._kind], self._rref, name, self._timeout)
 
 
-class _Method:
-    __slots__ = ("_kind", "_name", "_rref", "_timeout")
-
-    def __init__(self, rref: RRef[Any], kind: str, timeout: float, name: str) -> None:
-        self._rref = rref
-        self._kind = kind
-        self._timeout = timeout
-        self._name = name
-
-    def __repr__(self) -> str:
-        return f"<remote method {self._name} of {self._rref!r}>"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rref = self._rref
-        rref._check()
-        worker = rref._worker
-        worker.require_open()
-        calls = worker.calls
-        timeout = calls.timeout(self._timeout)
-        if self._kind == "remote":
-            return self._remote(args, kwargs, timeout)
-        if self._kind == "sync" and rref._exists and goes_short(calls) and not rref.is_owner():
-            return calls.call(rref.owner_id, run_method, (*rref.id, self._name, args, kwargs), {}, timeout, self._name)
-        request = rref._request(
-            Tag.METHOD, timeout, self._name, method=self._name, body=(args, kwargs), mode=self._kind
-        )
-        if self._kind != "sync":
-            return calls.start(request)
-        try:
-            result = calls.sync(request)
-        except AttributeError:  # of the value, or of what its method does
-            rref._exists = True
-            raise
+def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
+    worker = rref.checked()
+    calls = worker.calls
+    timeout = calls.default_timeout if seconds == UNSET else calls.timeout(seconds)
+    if rref._exists and rref.owner_id != worker.info.id:
+        created_on, local_id = rref.id
+        use = (created_on, local_id, name, args, kwargs)
+        result = calls.call(rref.owner_id, run_method, use, _NO_KWARGS, timeout, name)
+        if result is not NOT_MADE:
+            return result
+    try:
+        result = calls.sync(_request(rref, name, timeout, args, kwargs, "sync"))
+    except AttributeError:  # of the value, or of what its method does
         rref._exists = True
-        return result
+        raise
+    rref._exists = True
+    return result
 
-    def _remote(self, args: Any, kwargs: Any, timeout: int) -> RRef[Any]:
-        from telegrad.rref.create import create_by_method
 
-        rref = self._rref
-        start = time.monotonic_ns()
-        # Whoever gives it a time hears here, as in torch, that the value has not been made within it.
-        kind = rref._get_type(self._timeout) if self._timeout not in (UNSET, 0) else rref._known_type()
-        if kind is not None:
-            # As in torch, a method that does not exist is an error here and now; of a value that is still being made,
-            # the reference made here says so when it is used.
-            if not issubclass(kind, torch.jit.ScriptModule):
-                getattr(kind, self._name)
-            if timeout:
-                timeout = max(timeout - (time.monotonic_ns() - start), 1)
-        return create_by_method(rref, self._name, args, kwargs, timeout)
+def _async(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
+    calls = rref.checked().calls
+    return calls.start(_request(rref, name, calls.timeout(seconds), args, kwargs, "async"))
+
+
+def _remote(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> "RRef[Any]":
+    from telegrad.rref.create import create_by_method
+
+    timeout = rref.checked().calls.timeout(seconds)
+    start = time.monotonic_ns()
+    # Whoever gives it a time hears here, as in torch, that the value has not been made within it.
+    kind = rref._get_type(seconds) if seconds not in (UNSET, 0) else rref._known_type()
+    if kind is not None:
+        # As in torch, a method that does not exist is an error here and now; of a value that is still being made, the
+        # reference made here says so when it is used.
+        if not issubclass(kind, torch.jit.ScriptModule):
+            getattr(kind, name)
+        if timeout:
+            timeout = max(timeout - (time.monotonic_ns() - start), 1)
+    return create_by_method(rref, name, args, kwargs, timeout)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {"sync": _sync, "async": _async, "remote": _remote}
+
+
+def _request(rref: "RRef[Any]", name: str, timeout: int, args: Any, kwargs: Any, mode: str) -> Any:
+    return rref._request(Tag.METHOD, timeout, name, method=name, body=(args, kwargs), mode=mode)

@@ -9,6 +9,7 @@ from telegrad import autograd
 from telegrad.errors import NotInitialized, RpcTimeout, RRefDeleted, RRefError, RRefNotPicklable
 from telegrad.protocols.rref import RRefId
 from telegrad.rref.creation import Creation
+from telegrad.rref.proxy import UNSET, RRefProxy
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
@@ -16,13 +17,13 @@ from telegrad.worker.coroutines import holding_up
 from telegrad.worker.default import current_worker
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.scope import remaining
-from telegrad.worker.uses import fetch, goes_short
+from telegrad.worker.uses import NOT_MADE, fetch
 
 __all__ = ["RRef", "backward_at_owner"]
 
 T = TypeVar("T")
 
-UNSET = -1.0
+_NO_KWARGS: dict[str, Any] = {}
 
 
 def _global_id(created_on: int, local_id: int) -> str:
@@ -129,19 +130,22 @@ class RRef(Generic[T]):
             what the function that made the value raised, as its own type.
         """
         self._check()
-        if self.is_owner():
-            return self._local(self._worker.calls.timeout(timeout))
         worker = self._worker
         references, calls = worker.references, worker.calls
-        fetched: T
-        if (self._creation is not None or references.confirmed(self.id)) and goes_short(calls):
-            fetched = calls.call(self.owner_id, fetch, (*self.id,), {}, calls.timeout(timeout), "to_here")
-        else:
+        within = calls.default_timeout if timeout == UNSET else calls.timeout(timeout)
+        if self.owner_id == worker.info.id:
+            return self._local(within)
+        fetched: Any = NOT_MADE
+        created_on, local_id = self.id
+        if self._creation is not None or references.confirmed(self.id):
+            fetched = calls.call(self.owner_id, fetch, (created_on, local_id), _NO_KWARGS, within, "to_here")
+        if fetched is NOT_MADE:
             fetched = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
         self._exists = True
         if self._creation is not None and not references.confirmed(self.id):
             references.created(self.id)  # what has a value has been created, though the word of that may come later
-        return fetched
+        value: T = fetched
+        return value
 
     def local_value(self) -> T:
         """The value itself, on its owner. Blocks while it is being made, in a handler no longer than its caller waits.
@@ -171,8 +175,17 @@ class RRef(Generic[T]):
         value: T = owned.get()
         return value
 
+    def checked(self) -> Worker:
+        """The worker that calls about it go through; raises what stands against them."""
+        self._check()
+        worker = self._worker
+        if worker.closed:
+            raise NotInitialized
+        return worker
+
     def _check(self) -> None:
-        self._used()
+        if self._creation is not None:
+            self._creation.used()
         self._worker.references.check(self.id, self.owner_id)
 
     def _used(self) -> None:
@@ -184,14 +197,10 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET) -> Any:
         """A proxy whose methods run on the owner: ``rref.rpc_sync().f(x)`` is the result of ``value.f(x)``."""
-        from telegrad.rref.proxy import RRefProxy
-
         return RRefProxy(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET) -> Any:
         """As `rpc_sync`, but methods return futures."""
-        from telegrad.rref.proxy import RRefProxy
-
         return RRefProxy(self, "async", timeout)
 
     def remote(self, timeout: float = UNSET) -> Any:
@@ -200,8 +209,6 @@ class RRef(Generic[T]):
         They return at once, also where the value is still being made, unless a time-out is given: then they wait for
         the value, for no longer, and a method that it does not have raises `AttributeError` here.
         """
-        from telegrad.rref.proxy import RRefProxy
-
         return RRefProxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:

@@ -1,6 +1,5 @@
 """The calling side: what leaves, what comes back, and how long to wait for it."""
 
-import math
 from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -20,6 +19,8 @@ from telegrad.worker.ended import AnyEngine, AnyPlainCalls
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.messages import NO_PREAMBLE, Encoded, Messages
 from telegrad.worker.scope import caller_flags, caller_state, current, remaining
+from telegrad.worker.timeouts import nanoseconds
+from telegrad.worker.uses import NOT_MADE, goes_short
 
 __all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete", "sent"]
 
@@ -30,22 +31,8 @@ _REPLIED = int(Status.REPLIED)
 _PREAMBLE, _INTERNAL = int(Flag.PREAMBLE), int(Flag.INTERNAL)
 NOT_PLAIN_REPLY = int(Flag.PREAMBLE | Flag.BODY)
 _NO_NAME = (0, None)
-FOREVER = 1e9  # s; longer time-outs, infinity too, are none
 _PARTS = ("args", "kwargs")
 _PARTS_BY_VALUE = ("the function", *_PARTS)
-
-
-def nanoseconds(seconds: float) -> int:
-    """A time-out in ns: 0 for none, at least 1 for one that is over before it begins.
-
-    Raises:
-        TypeError, ValueError: it is not a number.
-    """
-    if seconds < FOREVER:
-        return max(int(seconds * 1e9), 1) if seconds else 0
-    if math.isnan(seconds):
-        raise ValueError(f"a time-out has to be a number of seconds, not {seconds}")
-    return 0
 
 
 class DroppedMessage(TelegradError):
@@ -221,7 +208,8 @@ class Calls:
     # ---- the short way, for calls that carry nothing but plain values
 
     def call(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int, what: str = "") -> Any:
-        """Runs a function on a peer and waits for its value. Errors say `what`, or the function's name."""
+        """Runs a function on a peer and waits for its value. For a use of a reference (telegrad.worker.uses) errors
+        say `what`, and `NOT_MADE` is returned where it may not go the way of all calls."""
         scope = current.get()
         nested = False
         context = None
@@ -249,6 +237,8 @@ class Calls:
         return self._call_at_length(peer, function, args, kwargs, timeout, what)
 
     def _call_at_length(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int, what: str) -> Any:
+        if what and not goes_short(self):
+            return NOT_MADE
         r = self.function_call(peer, function, args, kwargs, timeout, mode="sync")
         return self.sync(r._replace(what=what) if what else r)
 

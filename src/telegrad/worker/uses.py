@@ -11,12 +11,19 @@ from telegrad.protocols.rref import RRefId
 from telegrad.worker import profiling
 from telegrad.worker.scope import current
 
-__all__ = ["Later", "NotYet", "fetch", "goes_short", "method_of", "run_method"]
+__all__ = ["NOT_MADE", "Later", "NotMade", "NotYet", "fetch", "goes_short", "method_of", "run_method"]
 
 
 def goes_short(calls: Any) -> bool:
     """May a use of a value go the way of all calls? (Else profiles, and who drops messages, would take it for one.)"""
     return calls.send_filter is None and calls.custom_pickler is None and not profiling.unusual()
+
+
+class NotMade:
+    """What `Calls.call` returns for a use that may not go that way, and has not been made."""
+
+
+NOT_MADE = NotMade()
 
 
 class Later:
@@ -42,7 +49,11 @@ def run_method(created_on: int, local_id: int, name: str, args: Any, kwargs: Any
     """Runs on an owner: a method of a value. The caller has a reference to it, and knows that it exists."""
     scope = current.get()
     assert scope is not None
-    method = method_of(scope.worker.references.owned(RRefId(created_on, local_id)).get(), name)
+    references = scope.worker.references
+    owned = references.values.get((created_on, local_id))  # as good as an RRefId, and sooner made
+    if owned is None:
+        owned = references.owned(RRefId(created_on, local_id))
+    method = method_of(owned.value if owned.ready and owned.error is None else owned.get(), name)
     result = method(*args, **kwargs)
     return Later(method, result) if hasattr(method, "_wrapped_async_rpc_function") else result
 
@@ -51,10 +62,9 @@ def fetch(created_on: int, local_id: int) -> Any:
     """Runs on an owner: the value. The caller has a reference that the owner counts, or has sent its creation."""
     scope = current.get()
     assert scope is not None
-    rref = RRefId(created_on, local_id)
-    owned = scope.worker.references.values.get(rref)
+    owned = scope.worker.references.values.get((created_on, local_id))
     if owned is None or not owned.ready or owned.error is not None:
-        return NotYet(rref)
+        return NotYet(RRefId(created_on, local_id))
     return owned.value
 
 

@@ -24,7 +24,7 @@ from telegrad.protocols.shutdown import GaveUp
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import addresses, lifetimes, rendezvous
-from telegrad.worker.calls import Calls, nanoseconds
+from telegrad.worker.calls import Calls
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.draining import Draining
 from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
@@ -38,6 +38,7 @@ from telegrad.worker.recorder import Layers
 from telegrad.worker.references import References
 from telegrad.worker.rendezvous import Group, Member
 from telegrad.worker.scope import Scope, current
+from telegrad.worker.timeouts import nanoseconds
 from telegrad.worker.timers import Timers
 
 __all__ = ["Worker"]
