@@ -111,8 +111,11 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
   {
     nb::gil_scoped_release no_gil;
     for (const std::size_t i : order_of(e, to, stored.size)) {
-      if (interruption.raised()) break;
       Request& r = requests[i];
+      if (interruption.raised()) {  // then nothing is waited for, and only what others count on is sent
+        if (!(r.message->header.flags & kMayLinger)) break;
+        r.options.never_wait = true;
+      }
       r.call = e.start(to[i], std::move(r.message), std::move(r.options));
       if (e.stopping() && e.withdraw(r.call)) r.call = 0;
     }

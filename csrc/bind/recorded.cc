@@ -47,7 +47,8 @@ std::unique_ptr<Outgoing> Recorder::encode(const codec::Codec& codec, const Word
   encoded.segments.push_back({.address = reinterpret_cast<std::uintptr_t>(PyBytes_AS_STRING(bytes.ptr())),
                               .nbytes = static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr())),
                               .owner = bytes});
-  return compose(tag, flags | words.preamble, encoded);
+  // A request has been counted: its receiver waits for it when the context ends.
+  return compose(tag, flags | words.preamble | (request ? words.may_linger : 0), encoded);
 }
 
 bool Recorder::read(const codec::Codec& codec, const Incoming& message, InContext& out) {

@@ -44,6 +44,7 @@ struct Call {
   bool counted = false;    // and somebody may be waiting for it
   bool aside = false;      // its reply may lie for a while, and any caller may take it
   bool must_send = false;  // its request is sent even if it is over by then
+  bool patient = false;    // and waits for a link however long that takes
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
   Waiter* waiter = nullptr;

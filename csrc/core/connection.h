@@ -95,6 +95,7 @@ struct Departure {
   std::shared_ptr<Connection> via;  // it is in this link's queue
   std::uint64_t ticket = 0;
   bool gone = false;  // it has left, or been dropped
+  bool late = false;  // its call has waited for a link long enough; it waits on by itself
 };
 
 }  // namespace telegrad

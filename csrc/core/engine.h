@@ -138,9 +138,10 @@ enum class WaitEnd : std::uint8_t { kDone, kDeadline, kInterrupted, kStopped };
 /// What `start` is told about a call.
 struct CallOptions {
   Nanos deadline = kNever;
-  bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
-  bool lazy = false;        // nobody waits for its outcome: the links may go unread for it for kGrace
-  bool aside = false;       // and its reply may lie for kLazyGrace; it runs no user code, so `take_lazy` may have it
+  bool nested = false;  // made inside a handler: exempt from the window, and always finds a thread
+  bool lazy = false;    // nobody waits for its outcome: the links may go unread for it for kMostGrace, and if it must
+                        // be sent it waits for a link without end
+  bool aside = false;   // and its reply may lie for kLazyGrace; it runs no user code, so `take_lazy` may have it
   bool never_wait = false;  // wait neither for the window nor for segments to leave: what does not leave is copied
   std::function<bool()> interrupted;      // asked now and then while `start` waits: should it stop waiting?
   std::function<void()> before_blocking;  // called before `start` waits for another thread that sends to the same peer
@@ -246,7 +247,8 @@ class Engine {
     ConnectionPtr link;  // where requests go
     struct Waiting {
       std::unique_ptr<Outgoing> message;
-      Nanos until;  // kNever for what its protocol relies on: that waits until the peer is reached or known to be dead
+      Nanos until;  // how long its call waits. What its protocol relies on is kept all the same, until the peer is
+                    // reached or known to be dead
     };
     std::deque<Waiting> waiting;  // until there is one
   };

@@ -133,6 +133,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     Call& call = *calls_.find(id);
     call.collected = async;
     call.must_send = m->header.flags & kMayLinger;
+    call.patient = o.lazy && call.must_send;
     call.aside = o.aside;
     call.cookie = std::move(o.cookie);
     call.linger = std::move(o.linger);

@@ -171,18 +171,30 @@ void Engine::drop(Peer::Waiting&& waiting, const std::string& why, Kept& kept) {
   kept.push_back(std::move(keep));
 }
 
-/// With the mutex held: what has waited long enough for a link fails. The peer may be there all the same.
+/// With the mutex held: what has waited long enough for a link fails. The peer may be there all the same, and what must
+/// be sent goes on waiting by itself.
 void Engine::expire_waiting(Peer& peer, Nanos at, Kept& kept) {
   std::deque<Peer::Waiting> late;
-  std::erase_if(peer.waiting, [&](Peer::Waiting& w) {
-    if (w.until > at) remind(w.until);
-    if (w.until <= at) late.push_back(std::move(w));
-    return !w.message;
-  });
-  if (late.empty()) return;
-  if (peer.waiting.empty() && std::exchange(peer.retry_at, kNever) != kNever) peer.connecting = false;
+  bool any = false;
   const std::string why = "no connection to worker " + peer.identity.name + " within connect_timeout: " +
                           (peer.last_error.empty() ? "it does not answer" : peer.last_error);
+  std::erase_if(peer.waiting, [&](Peer::Waiting& w) {
+    if (w.until > at) {
+      remind(w.until);
+      return false;
+    }
+    any = true;
+    if (!(w.message->header.flags & kMayLinger)) {
+      late.push_back(std::move(w));
+      return true;
+    }
+    w.until = kNever;
+    if (w.message->departure) w.message->departure->late = true;
+    settle(w.message->header.call_id, Outcome{.status = CallStatus::kUnreachable, .why = why}, kept);
+    return false;
+  });
+  if (!any) return;
+  if (peer.waiting.empty() && std::exchange(peer.retry_at, kNever) != kNever) peer.connecting = false;
   for (auto& w : late) drop(std::move(w), why, kept);
   ring_progress();
 }

@@ -49,8 +49,8 @@ Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Pass
       } else if (!m->segments.empty() && !m->owned) {
         passage.departure = m->departure = std::make_shared<Departure>();
       }
-      const bool must_go = !id || m->header.flags & kMayLinger;
-      const Nanos until = must_go ? kNever : deadline_after(now(), settings_.connect_timeout);
+      const bool patient = !id || !pending || call->patient;
+      const Nanos until = patient ? kNever : deadline_after(now(), settings_.connect_timeout);
       p.waiting.push_back({.message = std::move(m), .until = until});
       remind(until);
       if (!p.connecting) connect(lock, p);
@@ -206,27 +206,27 @@ void Engine::wait_until_gone(std::int32_t peer, Passage& p, Nanos deadline, cons
 bool Engine::wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted) {
   Waiter w;
   auto moved = [&] { return p.departure->gone || p.departure->via; };
-  if (wait_for(For::kProgress, w, moved, deadline, interrupted) != WaitEnd::kDone) {
-    std::unique_ptr<Outgoing> m;
-    {
-      std::lock_guard lock(mutex_);
-      auto& waiting = peers_[peer].waiting;
-      auto found =
-          std::find_if(waiting.begin(), waiting.end(), [&](auto& o) { return o.message->departure == p.departure; });
-      if (found != waiting.end()) {
-        m = std::move(found->message);
-        waiting.erase(found);
-      }
+  auto over = [&] { return moved() || p.departure->late; };
+  const WaitEnd end = wait_for(For::kProgress, w, over, deadline, interrupted);
+  std::unique_ptr<Outgoing> m;
+  {
+    std::lock_guard lock(mutex_);
+    auto& waiting = peers_[peer].waiting;
+    auto found =
+        std::find_if(waiting.begin(), waiting.end(), [&](auto& o) { return o.message->departure == p.departure; });
+    if ((end != WaitEnd::kDone || p.departure->late) && found != waiting.end()) {
+      m = std::move(found->message);
+      waiting.erase(found);
     }
-    if (m) {
-      const std::unique_ptr<Keep> spent = own_memory(*m);
-      Passage again;
-      route(peer, m, again);
-      return false;
-    }
-    Waiter again;
-    wait_for(For::kProgress, again, moved, kNever, {});  // it is being put into the queue of a fresh link
   }
+  if (m) {
+    const std::unique_ptr<Keep> spent = own_memory(*m);
+    Passage again;
+    route(peer, m, again);
+    return false;
+  }
+  Waiter again;
+  wait_for(For::kProgress, again, moved, kNever, {});  // it may be on its way into the queue of a fresh link
   std::lock_guard lock(mutex_);
   p.via = p.departure->via;
   p.ticket = p.departure->ticket;

@@ -147,16 +147,20 @@ CASE(a_peer_that_is_not_reached_in_time_is_not_lost) {
   a.engine->set_peer(p.address());
   Request news{.body = "news"};
   CHECK(a.engine->send(1, compose(news)));
-  a.start(1, 1, {.body = "must", .flags = kMayLinger});
-  const Outcome o = a.call(1, {.body = "may"});
-  CHECK(o.status == CallStatus::kUnreachable);
-  CHECK_SAYS(o.why, "no connection to worker w1");
+  a.start(1, 1, {.body = "patient", .lazy = true, .flags = kMayLinger});
+  for (const std::uint16_t flags : {std::uint16_t{0}, std::uint16_t{kMayLinger}}) {
+    const Outcome o = a.call(1, {.body = flags ? "must" : "may", .segments = {"lent"}, .flags = flags});
+    CHECK(o.status == CallStatus::kUnreachable);
+    CHECK_SAYS(o.why, "no connection to worker w1");
+  }
   ignore_one(p);
   p.accept();
   CHECK_EQ(std::string(p.receive().body_view()), "news");
-  const Incoming must = p.receive();
+  const Incoming patient = p.receive(), must = p.receive();
+  CHECK_EQ(std::string(patient.body_view()), "patient");
   CHECK_EQ(std::string(must.body_view()), "must");
-  p.reply(must, "done");
+  CHECK_EQ(std::string(reinterpret_cast<const char*>(must.segments[0]->data()), must.segments[0]->size()), "lent");
+  p.reply(patient, "done");
   a.outcome_count.wait_for(1);
   CHECK_EQ(body_of(a.outcomes.at(1)), "done");
   check_not_lost(a);

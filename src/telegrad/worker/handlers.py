@@ -333,7 +333,7 @@ class Handlers:
                 self.fail(asked, e)
             else:
                 del value
-                self.reply(asked, _VALUE, message, _MAY_LINGER if message.tickets else 0)
+                self.reply(asked, _VALUE, message, 0)
 
     def _report(self, error: BaseException) -> None:
         """Says on this worker too what its user code raised."""

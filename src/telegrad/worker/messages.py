@@ -5,6 +5,9 @@ if the body cannot be read), the reference it is about, and the caller's autocas
 by its place among the tickets. A request made in an autograd context names it there, and a message that carries tensors
 which require grad has an id of its own, under which both ends record it. A preamble also says what a profiler asks for,
 and brings it what was recorded.
+
+Tickets, and requests made in a context, are counted at both ends. So a message with any is sent, or looked at, even if
+its caller has given up (`Flag.MAY_LINGER`).
 """
 
 import threading
@@ -25,6 +28,7 @@ from telegrad.worker.recorder import Recorder
 __all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble", "Written", "being_written"]
 
 _BODY, _PREAMBLE, _CODEC = int(Flag.BODY), int(Flag.PREAMBLE), int(BodyKind.CODEC)  # enumerations are slow
+_MAY_LINGER = int(Flag.MAY_LINGER)
 Segments = list[Any]  # (address, size in bytes, owner), or bytes
 
 
@@ -192,7 +196,8 @@ class Messages:
             preamble = self._preamble(tickets or (), target, autocast, context_id, message or 0, asked)
             segments = [*(segments or ()), preamble]
             made_in = None if message is None else (context, message)
-            return Encoded(flags | _PREAMBLE, body, segments, tuple(tickets or ()), made_in)
+            flags |= _PREAMBLE | _MAY_LINGER if tickets or (request and made_in) else _PREAMBLE
+            return Encoded(flags, body, segments, tuple(tickets or ()), made_in)
         except BaseException as e:
             if span is not None:
                 span.end()

@@ -14,7 +14,8 @@ from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 
 __all__ = ["call_many"]
 
-_CALL, _INTERNAL, _PREAMBLE = int(Tag.CALL), int(Flag.INTERNAL), int(Flag.PREAMBLE)
+_CALL, _INTERNAL = int(Tag.CALL), int(Flag.INTERNAL)
+_PREAMBLE, _MAY_LINGER = int(Flag.PREAMBLE), int(Flag.MAY_LINGER)
 
 
 def call_many(
@@ -80,8 +81,9 @@ def call_many(
             continue
         to, theirs, preambles = (list(column) for column in zip(*requests, strict=True))
         alone = requests is spoken_to
+        said = (_PREAMBLE | _MAY_LINGER if written.handles or context is not None else _PREAMBLE) if alone else 0
         ids = calls.engine.start_many(
-            to, _CALL, flags | _PREAMBLE if alone else flags, number, text, written.body, written.segments,
+            to, _CALL, flags | said, number, text, written.body, written.segments,
             preambles if alone else None, timeout, scope is not None and scope.nested,
             _get_running_loop() is not None, theirs,
         )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Calls that give up while they wait for the other end to keep up. Both ends count references that travel, and requests
+that are made in autograd contexts: nothing of such calls may be missing, or be waited for."""
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.errors import RpcTimeout
+from telegrad.options import Options
+from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster
+
+SOON = 0.05  # s
+WINDOW = 1 << 16  # bytes
+LARGE = torch.ones(WINDOW // 4)
+
+held: list[Any] = []
+
+
+def hold() -> None:
+    held[0].enter()
+
+
+def size(x: Any, *_: Any) -> int:
+    return int(x.numel())
+
+
+@pytest.fixture
+def group() -> Iterator[Cluster]:
+    with cluster(3, Options(num_worker_threads=1, request_window_bytes=WINDOW)) as workers:
+        yield workers
+        for worker in workers:
+            assert_nothing_left(worker)
+
+
+class Shut:
+    """Within, the window of w1 is shut: it does not keep up."""
+
+    def __enter__(self) -> None:
+        held[:] = [Gate()]
+        held.append(rpc.rpc_async("w1", hold))
+        held[0].wait_for()
+        held.append(rpc.rpc_async("w1", size, (LARGE,)))
+
+    def __exit__(self, *_: object) -> None:
+        gate, *futures = held
+        gate.open()
+        for future in futures:
+            future.wait()
+        held.clear()
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "sync": lambda to, *call: rpc.rpc_sync(to, *call, timeout=SOON),
+    "async": lambda to, *call: rpc.rpc_async(to, *call, timeout=SOON).wait(),
+    "multicast": lambda to, *call: [future.wait() for future in rpc.multicast((to, to), *call, timeout=SOON)],
+}
+way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@way
+def test_references(group: Cluster, way: Any) -> None:
+    rref = rpc.remote("w2", torch.ones, (3,))
+    assert rref.to_here().sum() == 3
+    with Shut(), pytest.raises(RpcTimeout):
+        way("w1", size, (LARGE, rref))
+    del rref
+    for worker in group:
+        assert_nothing_left(worker)
+
+
+@way
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "pickled"])
+def test_autograd_contexts(group: Cluster, way: Any, plain: bool) -> None:
+    x = LARGE.clone().requires_grad_()
+    with autograd.context():
+        assert rpc.rpc_sync("w1", size, (x,)) == len(x)
+        with Shut(), pytest.raises(RpcTimeout):
+            way("w1", size, (x,) if plain else (x, {"a set"}))
+    for worker in group:
+        assert_nothing_left(worker)
+
+
+class Stop(BaseException):
+    """What a signal handler raises."""
+
+
+def test_a_signal(group: Cluster) -> None:
+    def stop(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, stop)
+    rref = rpc.remote("w2", torch.ones, (3,))
+    try:
+        with Shut():
+            signal.setitimer(signal.ITIMER_REAL, SOON)
+            with pytest.raises(Stop):
+                rpc.multicast(("w1", "w1", "w1"), size, (LARGE, rref))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    del rref
