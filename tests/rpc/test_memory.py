@@ -84,6 +84,10 @@ def build_in_set(value: float) -> Any:
     return {"a set"}, build(value)
 
 
+def dtype_of(empty: Any, dtype: torch.dtype) -> torch.dtype:
+    return empty(N, dtype=dtype).dtype  # type: ignore[no-any-return]
+
+
 def warm_up(worker: str = "w1", n: int = N, **kwargs: Any) -> None:
     """Calls until there is shared memory."""
 
@@ -240,10 +244,17 @@ def test_more_than_may_be_shared() -> None:
 
 
 @pytest.mark.usefixtures("two")
+@pytest.mark.filterwarnings("ignore:torch.quantize")
 def test_sizes_and_types() -> None:
     for size, dtype in (((0,), None), ((3, 0), torch.bool), ((), torch.int8), ((7, 9), torch.bfloat16)):
         assert rpc.empty(*size, dtype=dtype).shape == size
         assert rpc.empty(size, to="w1", dtype=dtype).dtype is (dtype or torch.get_default_dtype())
+    for like_torch in (torch.empty, rpc.empty):  # where there is no telling them apart
+        with pytest.raises(RuntimeError, match="negative dimension"):
+            rpc.rpc_sync("w1", like_torch, (-1000, -1000))
+        with pytest.raises(RuntimeError, match="overflow"):
+            rpc.rpc_sync("w1", like_torch, (1 << 62,))
+        assert rpc.rpc_sync("w1", dtype_of, (like_torch, torch.qint8)) == torch.qint8
     big = rpc.rpc_sync("w1", build, (1.0, 20 << 20))
     assert big.sum() == 20 << 20
     with pytest.raises(RuntimeError, match="nobody"):

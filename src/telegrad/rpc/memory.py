@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from telegrad.errors import NotInitialized
-from telegrad.serialize.tensors import storage_over
+from telegrad.serialize.tensors import CODE_OF_DTYPE, storage_over
 from telegrad.types import WorkerInfo
 from telegrad.worker.default import current_worker
 from telegrad.worker.scope import current
@@ -32,7 +32,7 @@ def empty(
 
     Where there is no such memory, it is ordinary memory, and everything works the same: the other worker is on another
     host, is reached by sockets, or has had no large tensor from this one yet; as much as ``shared_memory_bytes`` is in
-    use; or the tensor has less than 32 KiB.
+    use; or the tensor has less than 32 KiB, or is quantized.
 
     Args:
         size: of each dimension, as for ``torch.empty``: integers, or one sequence of them.
@@ -65,8 +65,11 @@ def empty(
     scope = current.get()
     connection = scope.connection if scope is not None and scope.worker is worker else 0
     nbytes = shape.numel() * dtype.itemsize
-    if worker is not None and (connection or peer >= 0) and nbytes >= _LEAST:
-        lent = worker.engine.lend(peer, connection, nbytes)
+    # Other types, and sizes that make no sense, are torch's business.
+    plain = dtype in CODE_OF_DTYPE and min(shape, default=0) >= 0
+    if worker is not None and (connection or peer >= 0) and plain:
+        most = worker.options.shared_memory_bytes
+        lent = worker.engine.lend(peer, connection, nbytes) if _LEAST <= nbytes <= most else None
         if lent is not None:
             tensor = torch.empty(0, dtype=dtype, device="cpu")
             tensor.set_(storage_over(lent), 0, shape)  # type: ignore[call-overload]  # contiguous without strides
