@@ -209,6 +209,19 @@ def test_what_cannot_be_sent() -> None:
     assert values(rpc.multicast(("w1", "w2"), echo, (1,))) == [1, 1]
 
 
+def test_of_a_worker_of_its_own(any_four: Cluster) -> None:
+    x = torch.ones(N)
+    for worker in any_four:
+        mine = worker.rref("travels only in calls of its worker")
+        futures = worker.multicast(("w1", 3, worker.info), owner_of, (mine,), {"x": x}, timeout=30)
+        assert values(futures) == [worker.info.name] * 3
+
+
+def owner_of(rref: Any, x: torch.Tensor) -> str:
+    assert x.sum() == N
+    return str(rref.owner_name())
+
+
 def test_outside_of_a_group() -> None:
     with pytest.raises(RuntimeError, match="init_rpc"):
         rpc.multicast(("w1",), echo, (1,))

@@ -1,6 +1,7 @@
 """Joining a group: ``init_rpc``, and workers as objects."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from telegrad.errors import TelegradError
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc import api, backend_registry, stores
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
@@ -226,6 +228,13 @@ class Worker:
         """See `telegrad.rpc.rpc_async`."""
         with self._worker:
             return api.rpc_async(to, func, args, kwargs, timeout)
+
+    def multicast(
+        self, to: Iterable[Any], func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0
+    ) -> list[Any]:
+        """See `telegrad.rpc.multicast`."""
+        with self._worker:
+            return multicast(to, func, args, kwargs, timeout)
 
     def remote(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> RRef[Any]:
         """See `telegrad.rpc.remote`."""
