@@ -200,8 +200,10 @@ void init_engine(nb::module_& m) {
            "Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).")
       .def("start", start, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "never_wait"_a, "lazy"_a, "cookie"_a, "linger"_a.none(),
-           "Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it; half a "
-           "millisecond later if `lazy`. Returns the call's id; 0 if the engine has been stopped.")
+           "Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. If `lazy`, no "
+           "thread is woken to look out for it: where none does so by itself, it comes up to 2 ms later; and if it "
+           "must be sent (MAY_LINGER), it waits for a connection without end. Returns the call's id; 0 if the engine "
+           "has been stopped.")
       .def("wait", wait, "call"_a, "timeout"_a,
            "The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an "
            "outcome that has come by then waits for the next call of this, which must follow.")

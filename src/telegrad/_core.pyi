@@ -57,7 +57,7 @@ class Engine:
 
     def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, lazy: bool, cookie: object, linger: object | None) -> int:
         """
-        Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it; half a millisecond later if `lazy`. Returns the call's id; 0 if the engine has been stopped.
+        Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. If `lazy`, no thread is woken to look out for it: where none does so by itself, it comes up to 2 ms later; and if it must be sent (MAY_LINGER), it waits for a connection without end. Returns the call's id; 0 if the engine has been stopped.
         """
 
     def wait(self, call: int, timeout: int) -> tuple | None:
