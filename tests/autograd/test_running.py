@@ -342,32 +342,6 @@ def test_a_worker_that_has_lost_its_part_says_so(four: Cluster) -> None:
             autograd.backward(context_id, [y])
 
 
-def calling(x: Tensor) -> Tensor:
-    y = x * 2
-    y.register_hook(call)
-    return y
-
-
-_seen: list[Any] = []
-
-
-def call(gradient: Tensor) -> None:
-    _seen.append(rpc.rpc_sync("w2", where))
-
-
-def where() -> int | None:
-    scope = rpc.api.current.get()
-    return None if scope is None or scope.autograd is None else scope.autograd.id
-
-
-def test_hooks_make_their_calls_in_the_context(four: Cluster) -> None:
-    _seen.clear()
-    with autograd.context() as context_id:
-        y = rpc.rpc_sync("w1", calling, (leaf(3),))
-        autograd.backward(context_id, [calling(y).sum()])
-        assert _seen == [context_id] * 2
-
-
 def test_a_lost_worker_ends_the_pass() -> None:
     with cluster(3, current=None, check=False) as group, group[0]:
         x = leaf(3)

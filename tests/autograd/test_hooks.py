@@ -1,0 +1,86 @@
+"""The program's hooks in backward passes: in which context, and in which threads, they run."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad import autograd, rpc
+from telegrad.testing import Cluster, eventually
+
+
+def leaf() -> Tensor:
+    return torch.rand(3, requires_grad=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(four: Cluster) -> Iterator[None]:
+    yield
+    for worker in four:
+        eventually(lambda worker=worker: not any(worker._worker.autograd.left().values()))  # type: ignore[misc]
+
+
+def calling(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(call)
+    return y
+
+
+_seen: list[Any] = []
+
+
+def call(gradient: Tensor) -> None:
+    _seen.append(rpc.rpc_sync("w2", where))
+
+
+def where() -> int | None:
+    scope = rpc.api.current.get()
+    return None if scope is None or scope.autograd is None else scope.autograd.id
+
+
+def test_hooks_make_their_calls_in_the_context(four: Cluster) -> None:
+    _seen.clear()
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w1", calling, (leaf(),))
+        autograd.backward(context_id, [calling(y).sum()])
+        assert _seen == [context_id] * 2
+
+
+_hooked: set[str] = set()  # threads in which the hook of `beyond` has run
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def beyond(x: Tensor, to: str) -> Tensor:
+    """The way back comes by here again, with the answer of another worker."""
+    y = x * 2
+    y.register_hook(lambda _: _hooked.add(threading.current_thread().name))
+    return rpc.rpc_sync(to, double, (y,))  # type: ignore[no-any-return]
+
+
+def test_hooks_run_in_nobody_elses_call(four: Cluster) -> None:
+    over = threading.Event()
+
+    def call_all_the_time() -> None:
+        with four[1]:
+            while not over.is_set():
+                assert rpc.rpc_sync("w3", abs, (-1,)) == 1
+
+    other = threading.Thread(target=call_all_the_time, name="another caller")
+    other.start()
+    _hooked.clear()
+    try:
+        for _ in range(30):
+            x = leaf()
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [rpc.rpc_sync("w1", beyond, (x, "w2")).sum()])
+                assert x in autograd.get_gradients(context_id)
+    finally:
+        over.set()
+        other.join()
+    assert {name.rpartition("-")[0] for name in _hooked} <= {"telegrad-w1"}
