@@ -141,6 +141,7 @@ def test_methods_of_what_is_still_being_made_wait_at_the_owner(w: Cluster, owner
     assert [result.to_here() for result in results] == [3, 5, 15, 7, len("argument greets you")]
     with pytest.raises(AttributeError, match="type object 'Slow' has no attribute 'nope'"):
         unknown.to_here()
+    rref._get_future().wait()
     with pytest.raises(AttributeError, match="type object 'Slow' has no attribute 'nope'"):
         rref.remote().nope()  # now the type can be known
 
