@@ -147,6 +147,19 @@ CASE(pieces_that_lie) {
       "not a Telegrad frame");
 }
 
+CASE(pieces_of_what_never_comes_are_not_kept_without_end) {
+  for (const std::size_t size : {std::size_t{1}, std::size_t{100} << 10}) {
+    Raw r;
+    std::string some = piece(1, 0, std::string(size, 'x'));
+    while (some.size() < 80 << 10) some += piece(1, 0, std::string(size, 'x'));
+    for (std::size_t sent = 0; r.receive() != ReceiveState::kBroken; sent += some.size()) {
+      CHECK(sent < 70 << 20);
+      r.write(r.first, some);
+    }
+    CHECK_SAYS(r.link->error(), "do not fit");
+  }
+}
+
 CASE(a_lane_that_is_cut_ends_the_link_and_says_so) {
   for (const bool middle : {false, true}) {
     Ends e("lanes");

@@ -7,7 +7,10 @@
 namespace telegrad {
 namespace {
 
-constexpr std::uint64_t kFarAhead = 1024;  // messages that pieces may be ahead of their frames
+constexpr std::uint64_t kFarAhead = 1024;       // messages that pieces may be ahead of their frames,
+constexpr std::uint64_t kMostEarly = 64 << 20;  // and bytes of such: more than lanes bring before they are not read
+
+std::uint64_t on_the_wire(const Block& piece) { return sizeof(FrameHeader) + sizeof(SegmentHeader) + piece.size(); }
 
 /// The place of a piece within its message, whose memory others hold.
 class Place final : public Block {
@@ -86,8 +89,9 @@ bool Scattered::take(Incoming&& frame) {
     const std::uint64_t number = frame.header.call_id, place = static_cast<std::uint64_t>(frame.header.timeout);
     if (find(number)) return arrived(number, place, *frame.segments[0]);
     if (number < next_) return false;
+    early_bytes_ += on_the_wire(*frame.segments[0]);
     early_.push_back({number, place, std::move(frame.segments[0])});
-    return true;
+    return early_bytes_ <= kMostEarly;
   }
   auto pending = beginning_ ? std::move(beginning_) : std::make_unique<Pending>();
   pending->message = std::move(frame);
@@ -95,6 +99,7 @@ bool Scattered::take(Incoming&& frame) {
   bool good = true;
   std::erase_if(early_, [&](const Early& e) {
     const bool known = e.number < next_;
+    if (known) early_bytes_ -= on_the_wire(*e.block);
     if (known) good = find(e.number) && arrived(e.number, e.place, *e.block) && good;
     return known;
   });

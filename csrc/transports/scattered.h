@@ -67,7 +67,8 @@ class Scattered final : public Leases {
   std::uint64_t next_ = 0;                         // the number of the next scattered one
   std::uint64_t missing_ = 0;                      // bytes, of all of them
   std::uint64_t early_until_ = 0;                  // numbers below it have been seen
-  std::vector<Early> early_;                       // pieces that are whole, and whose message has not begun
+  std::vector<Early> early_;                       // pieces that are whole, and whose message has not begun,
+  std::uint64_t early_bytes_ = 0;                  // and their bytes on the wire
 };
 
 }  // namespace telegrad
