@@ -21,7 +21,13 @@ std::mutex& lock_of_all() {
   return *m;
 }
 
-[[maybe_unused]] const bool held = hold_at_forks(lock_of_all());
+/// Held while a chunk is made, which takes as long as filling it. The other one may be taken under it.
+std::mutex& growing() {
+  static auto* m = new std::mutex;
+  return *m;
+}
+
+[[maybe_unused]] const bool held = hold_at_forks(growing()) && hold_at_forks(lock_of_all());
 
 using Guard = std::lock_guard<std::mutex>;
 
@@ -33,9 +39,28 @@ std::shared_ptr<Common> Commons::put(std::size_t size) {
   if (size > limit_) return nullptr;
   collect();
   try {
+    {
+      Guard guard(lock_of_all());
+      if (auto found = take(size)) return found;
+    }
+    std::lock_guard grows(growing());
+    Chunk chunk;
+    std::size_t room;
+    {
+      Guard guard(lock_of_all());
+      if (auto found = take(size)) return found;  // another thread has made room meanwhile
+      room = room_for(size);
+    }
+    if (room == 0) return nullptr;
+    chunk.memory = SharedMemory::create(room, true);
+    chunk.memory.reserve(0, room);
+    chunk.memory.keep_from_forks();
     Guard guard(lock_of_all());
-    if (auto found = take(size)) return found;
-    return make_chunk(size) ? take(size) : nullptr;
+    chunk.idle_since = now();
+    total_ += room;
+    free_.add(next_, 0, room);
+    chunks_.emplace(next_++, std::move(chunk));
+    return take(size);
   } catch (const std::system_error&) {  // the machine has no such memory, or no descriptor for it
     Guard guard(lock_of_all());
     no_growth_before_ = now() + kPause;
@@ -70,24 +95,16 @@ std::shared_ptr<Common> Commons::take(std::size_t length) {
   return std::make_shared<Common>(lease, chunk.memory.data() + place->offset, length, shared_from_this());
 }
 
-bool Commons::make_chunk(std::size_t length) {
-  if (now() < no_growth_before_) return false;
+/// Bytes of a chunk that may be made; 0 if none may.
+std::size_t Commons::room_for(std::size_t length) {
+  if (now() < no_growth_before_) return 0;
   const std::size_t size = region_size(length);
   for (auto chunk = chunks_.begin(); chunk != chunks_.end() && total_ + size > limit_;) {
     const auto looked_at = chunk++;
     if (looked_at->second.pieces == 0) drop(looked_at);
   }
-  if (total_ + size > limit_) return false;
-  Chunk chunk;
-  const std::size_t comfortable = std::max(size, std::min<std::size_t>(kLeastChunk, limit_ - total_));
-  chunk.memory = SharedMemory::create(whole_pages(comfortable), true);
-  chunk.memory.reserve(0, chunk.memory.size());
-  chunk.memory.keep_from_forks();
-  chunk.idle_since = now();
-  total_ += chunk.memory.size();
-  free_.add(next_, 0, chunk.memory.size());
-  chunks_.emplace(next_++, std::move(chunk));
-  return true;
+  if (total_ + size > limit_) return 0;
+  return whole_pages(std::max(size, std::min<std::size_t>(kLeastChunk, limit_ - total_)));
 }
 
 void Commons::drop(Chunks::iterator chunk) {

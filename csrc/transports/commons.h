@@ -100,7 +100,7 @@ class Commons : public std::enable_shared_from_this<Commons> {
 
   void collect();
   std::shared_ptr<Common> take(std::size_t size);
-  bool make_chunk(std::size_t size);
+  std::size_t room_for(std::size_t size);
   void drop(Chunks::iterator chunk);
 
   const std::uint64_t limit_;
