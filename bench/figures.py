@@ -63,6 +63,11 @@ def show(value: float, unit: str) -> str:
     return f"{value * 1e3:,.2f} ms" if abs(value) < 1 else f"{value:,.2f} s"
 
 
+def show_spread(one: Figure, unit: str) -> str:
+    """In percent, unless it is many times what was found: then as a cost."""
+    return f"±{one.spread / one.median:.0%}" if one.spread < 10 * one.median else f"±{show(one.spread, unit)}"
+
+
 def show_rate(cost: float, amount: float, of: str) -> str:
     """How much per second, where a cost is so many seconds for an amount."""
     rate = amount / cost

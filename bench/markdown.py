@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.figures import show
+from bench.figures import show, show_spread
 from bench.judge import Judged
 from bench.machine import in_words
 from bench.row import LIMIT, OURS, Family
@@ -34,7 +34,7 @@ def cell(row: Judged, name: str) -> str:
         return "-"
     text = show(one.median, row.unit)
     if name == OURS:
-        text = f"{text} ±{one.spread / max(abs(one.median), 1e-12):.0%}"
+        text = f"{text} {show_spread(one, row.unit)}"
     return f"**{text}**" if name in row.ahead else text
 
 

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -149,12 +150,41 @@ def nothing_left_behind() -> Iterator[None]:
         end_descendants()
 
 
-def processor_seconds(pids: Collection[int]) -> float:
-    """Processor time that these processes have used so far, threads that have ended included."""
-    total = 0.0
-    for pid in pids:
+class Meter:
+    """Processor time that some processes use from now on, threads that end included.
+
+    Looking for processes takes milliseconds. It is not counted: the first look is over when the clocks are read, and
+    those that have come since are looked for when they have been read again.
+
+    Args:
+        look: finds the processes.
+        but_here: leave out the thread that measures.
+    """
+
+    def __init__(self, look: Callable[[], Collection[int]], but_here: bool = False) -> None:
+        self._look, self._but_here = look, but_here
+        self._before = _read(self._clocks())
+
+    def seconds(self) -> float:
+        after = _read(self._before)
+        later = _read(self._clocks() - self._before.keys())
+        return sum(after[clock] - self._before[clock] for clock in after) + sum(later.values())
+
+    def _clocks(self) -> set[int]:
+        pids = set(self._look())
+        threads: set[int] = set()
+        if self._but_here and os.getpid() in pids:
+            pids.remove(os.getpid())
+            threads = {int(entry) for entry in os.listdir("/proc/self/task")} - {threading.get_native_id()}
+        # As clock_getcpuclockid(3) makes them, and pthread_getcpuclockid(3) for threads of this process.
+        return {(~pid << 3) | 2 for pid in pids} | {(~thread << 3) | 6 for thread in threads}
+
+
+def _read(clocks: Collection[int]) -> dict[int, float]:
+    found = {}
+    for clock in clocks:
         try:
-            total += time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
+            found[clock] = time.clock_gettime(clock)
         except OSError:  # it has ended
             pass
-    return total
+    return found

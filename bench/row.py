@@ -142,6 +142,7 @@ class Row:
     name: str
     measure: Callable[[Any, Take], Samples]
     workers: int = 2
+    fresh: bool = False  # has a group of its own, so that no row before it has used its memory
     unit: str = "s"  # one of those that figures.show knows
     amount: float = 0  # of what one sample is the cost: calls, or bytes
     of: str = ""  # "calls" or "bytes", if the table is to show a rate too

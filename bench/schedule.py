@@ -3,7 +3,8 @@
 A run has rounds. In each round every row is measured for every peer, each time in fresh processes, and the order of the
 peers turns from round to round: a machine that slows down, or another program that comes, hits all alike. No two
 peers are ever alive at the same time (an idle torch.distributed.rpc process polls and keeps a core busy). Rows that
-need equally many workers share a group, because the groups of some peers take ten seconds to stand.
+need equally many workers share a group, because the groups of some peers take ten seconds to stand; but those that ask
+for a fresh one.
 """
 
 import json
@@ -79,11 +80,12 @@ def run(plan: Plan, tell: Callable[[str], object], save: Callable[[Results], obj
 
 
 def settings(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows that share a group. A row that makes its own processes is alone."""
-    for workers in sorted({row.workers for row in rows if row.workers}):
-        yield [row for row in rows if row.workers == workers]
+    """Rows that share a group. A row that wants a fresh one is alone, and so is one that makes its own processes."""
+    shared = [row for row in rows if row.workers and not row.fresh]
+    for workers in sorted({row.workers for row in shared}):
+        yield [row for row in shared if row.workers == workers]
     for row in rows:
-        if not row.workers:
+        if row not in shared:
             yield [row]
 
 

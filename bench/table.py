@@ -6,7 +6,7 @@ from string import ascii_lowercase
 from rich.console import Console
 from rich.table import Table
 
-from bench.figures import HOW, Figure, show, show_rate
+from bench.figures import HOW, Figure, show, show_rate, show_spread
 from bench.judge import Judged
 from bench.peers.table import PEERS
 from bench.row import LIMIT, OURS, TORCH, Family
@@ -62,7 +62,7 @@ def median(one: Figure | None, unit: str) -> str:
 
 
 def with_spread(one: Figure, unit: str) -> str:
-    return f"{show(one.median, unit)} [dim]±{one.spread / max(abs(one.median), 1e-12):.0%}[/]"
+    return f"{show(one.median, unit)} [dim]{show_spread(one, unit)}[/]"
 
 
 def mark_of(absent: Mapping[str, str], name: str, notes: dict[str, str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench import heap
 from bench.peers.base import Client
 from bench.row import OURS, TORCH, AddsLess, Family, Goal, Row, Samples, Take, TimesLess, TimesLimit
 from bench.training import (
@@ -131,6 +132,7 @@ def layers(framework: Framework) -> Pair:
 
 def behind_one_call(framework: Framework, x: Tensor, graph: Callable[[Tensor], Tensor]) -> Pair:
     """The backward pass alone, of a graph on this worker that begins with what a call returned."""
+    heap.keep()
     step = one_pass(framework, x, lambda: graph(framework.rpc.rpc_sync(SERVER, as_is, args=(x,))), whole=False)
     leaves = [x, *(graph.parameters() if isinstance(graph, nn.Module) else ())]
 
@@ -171,17 +173,25 @@ AUTOGRAD = Family(
             row(
                 f"backward, {count:,} nodes",
                 partial(small_nodes, count),
-                repeats=max(3, 20_000 // count),
-                least=2 if count < 10_000 else 1,
-                warm_up=0.1 if count < 10_000 else 0,
-                rounds=3 if count < 10_000 else 2,
+                repeats=max(4, 40_000 // count),
+                least=2,
+                seconds=1.0 if count < 10_000 else 3.0,
+                fresh=True,
                 amount=count,
                 of="nodes",
                 quick=count <= 1000,
             )
             for count in NODES
         ),
-        row("backward, 500 nodes that work", layers, TimesLimit(1 / (1 - SHARE)), repeats=10, rounds=2, quick=False),
+        row(
+            "backward, 500 nodes that work",
+            layers,
+            TimesLimit(1 / (1 - SHARE)),
+            repeats=10,
+            seconds=3.0,
+            fresh=True,
+            quick=False,
+        ),
     ),
 )
 

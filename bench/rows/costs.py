@@ -12,7 +12,7 @@ import torch
 from bench import functions
 from bench.groups import ask
 from bench.peers.base import Client, Peer
-from bench.processes import descendants, processor_seconds
+from bench.processes import Meter, descendants
 from bench.row import AtMost, Family, Row, Samples, Take
 from bench.rows.calls import SERVER, right
 
@@ -20,11 +20,13 @@ __all__ = ["COSTS"]
 
 MB = 1 << 20
 COUNTED = 10_000  # calls
+SETTLING = 2.5  # windows of an idle worker that pass before the first: threads go home, warm memory is given back
+WAKING = 0.001  # seconds a minute that a single wake-up within a window is taken for
 SAMPLER = Path(__file__).parents[1] / "peak.py"
 
 
-def used(client: Client) -> float:
-    return processor_seconds([client.leader, *descendants(client.leader)])
+def group(client: Client) -> list[int]:
+    return [client.leader, *descendants(client.leader)]
 
 
 def calls(client: Client, take: Take) -> Samples:
@@ -34,24 +36,28 @@ def calls(client: Client, take: Take) -> Samples:
     window = take.seconds / 2
 
     def sample() -> float:
-        before, count, end = used(client), 0, time.perf_counter() + window
+        meter = Meter(partial(group, client))
+        count, end = 0, time.perf_counter() + window
         while time.perf_counter() < end:
             call()
             count += 1
-        return (used(client) - before) / count * COUNTED
+        return meter.seconds() / count * COUNTED
 
     return {"": take.loop(sample)}
 
 
 def idle(client: Client, take: Take) -> Samples:
-    """Processor seconds of a worker in a minute without a call."""
+    """Processor seconds of a worker in a minute without a call, once what calls have left behind is put away.
+
+    The thread that measures is no part of a worker: it sleeps, and what its waking takes is left out.
+    """
     right(client.caller(SERVER, functions.identity, 7)(), 7)
-    time.sleep(take.seconds / 4)
+    time.sleep(SETTLING * take.seconds)
 
     def sample() -> float:
-        before, start = used(client), time.perf_counter()
+        meter, start = Meter(partial(group, client), but_here=True), time.perf_counter()
         time.sleep(take.seconds)
-        return (used(client) - before) / (time.perf_counter() - start) * 60 / client.workers
+        return meter.seconds() / (time.perf_counter() - start) * 60 / client.workers
 
     return {"": [sample() for _ in range(take.least)]}
 
@@ -91,10 +97,12 @@ COSTS = Family(
         Row(
             "an idle minute of a worker",
             idle,
+            fresh=True,
             unit="CPU s",
             seconds=5.0,
             least=1,
             rounds=1,
+            resolution=WAKING,
             goals=(AtMost(0.06, "0.1 % of a core"),),
         ),
         Row(

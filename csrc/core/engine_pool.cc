@@ -180,9 +180,10 @@ void Engine::park(Lock& lock, PoolThread& self) {
 bool Engine::idle(Lock& lock, PoolThread& self) {
   self.bell.reset();
   idle_.push_back(&self);
+  const bool stays = threads_ - running_ <= 2;  // whoever comes to idle beside these sees to it that one goes home
   lock.unlock();
   const Nanos start = now();
-  self.bell.wait(start + kRetire);
+  self.bell.wait(stays ? kNever : start + kRetire);
   self.spin.slept(now() - start);
   lock.lock();
   std::erase(idle_, &self);

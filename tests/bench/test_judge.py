@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from bench.figures import Figure, figure, show, show_rate
+from bench.figures import Figure, figure, show, show_rate, show_spread
 from bench.judge import Judged, ahead_of_us, failures, judge
 from bench.row import BESIDE, LIMIT, OURS, TORCH, AddsLess, AtMost, Family, Goal, Row, TimesLess, TimesLimit
 from bench.schedule import Results
@@ -102,6 +102,11 @@ def test_what_torch_adds_is_beside_the_limit_of_its_own_turns() -> None:
     results = Results({"row": {OURS: [[2.0]], TORCH: [[10.0]], LIMIT: [[1.0]], BESIDE + TORCH: [[6.0]]}})
     (verdict,) = one_row(results, AddsLess(4)).verdicts
     assert verdict.value == pytest.approx(4.0)
+
+
+def test_a_spread_of_many_times_what_was_found_is_shown_in_its_unit() -> None:
+    assert show_spread(figure([[1.0], [2.0], [3.0]]), "s") == "±50%"
+    assert show_spread(figure([[0.0]], resolution=0.001), "CPU s") == "±0.001 CPU s"
 
 
 def test_costs_are_shown_in_their_unit() -> None:

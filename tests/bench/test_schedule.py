@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ pytest.importorskip("rich")
 from bench import schedule
 from bench.groups import Failed, in_leader
 from bench.peers.base import Client, Main, Peer, Seat, Unsupported
-from bench.processes import fork, wait
+from bench.processes import Meter, fork, wait
 from bench.row import LIMIT, Row, Samples, Take
 from bench.rows import table
 from bench.schedule import Plan, Results, read, run, settings, turns
@@ -75,7 +76,9 @@ def test_every_place_in_the_order_is_taken() -> None:
 def test_rows_with_as_many_workers_share_a_group() -> None:
     workers = {"a": 2, "b": 0, "c": 8, "d": 2, "e": 0}
     rows = [Row(name, unsupported, workers=count) for name, count in workers.items()]
-    assert [[row.name for row in shared] for shared in settings(rows)] == [["a", "d"], ["c"], ["b"], ["e"]]
+    rows += [Row(name, unsupported, fresh=True) for name in "fg"]
+    shared = [[row.name for row in together] for together in settings(rows)]
+    assert shared == [["a", "d"], ["c"], ["b"], ["e"], ["f"], ["g"]]
 
 
 def test_what_a_peer_lacks_is_shown_and_the_next_row_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,3 +168,38 @@ def test_a_leader_takes_all_it_started_with_it(tmp_path: Path) -> None:
     finally:
         os.kill(kept, signal.SIGKILL)
         assert wait(kept, 10) == -signal.SIGKILL
+
+
+def works(told: int, tell: int) -> None:
+    """Works when told, says so, and stays until it is told again."""
+    os.read(told, 1)
+    spend(0.05)
+    os.write(tell, b".")
+    os.read(told, 1)
+
+
+def spend(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_a_meter_counts_others_whenever_they_came_and_not_who_measures() -> None:
+    orders, (hear, tell) = [os.pipe(), os.pipe()], os.pipe()
+    pids = [os.getpid(), fork(partial(works, orders[0][0], tell))]
+    meter, whole = Meter(lambda: pids, but_here=True), Meter(lambda: pids)
+    assert meter.seconds() < 0.01
+    pids.append(fork(partial(works, orders[1][0], tell)))
+    try:
+        spend(0.2)
+        for _, order in orders:
+            os.write(order, b".")
+        assert os.read(hear, 1) + os.read(hear, 1) == b".."
+        assert 0.1 <= meter.seconds() < 0.2
+        assert whole.seconds() >= 0.3
+    finally:
+        for _, order in orders:
+            os.write(order, b".")
+        assert [wait(pid, 30) for pid in pids[1:]] == [0, 0]
+        for end in (hear, tell, *orders[0], *orders[1]):
+            os.close(end)
