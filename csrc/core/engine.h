@@ -55,6 +55,9 @@ namespace telegrad {
 inline constexpr Nanos kGrace = 500 * kMicrosecond;
 /// The same for links, after handlers that all came back sooner.
 inline constexpr Nanos kMostGrace = 4 * kGrace;
+/// How much later than who polls the timekeeper looks at the clock: a thread that wakes up beside two that spin takes a
+/// core from one of them.
+inline constexpr Nanos kTimerSlack = 200 * kMicrosecond;
 /// Memory kept warm for longer than this is given back.
 inline constexpr Nanos kTrim = 10 * kSecond;
 /// How long a message of a burst may wait for others to leave with.
@@ -350,6 +353,7 @@ class Engine {
   void arm_timer(Nanos at);
   void keep_time();
   void tick(Lock& lock);
+  void tick_if_due(Nanos at);
   void kick();
   void ring_park();
   void ring_progress();
@@ -404,9 +408,9 @@ class Engine {
   std::list<Waiter*> sleepers_;          // callers asleep
   std::list<Waiter*> progress_;          // those of them who wait for credit or for bytes to leave
   Nanos released_at_ = 0;
-  Nanos grace_ = kGrace;  // how long after that links may go unread; grows while nobody is needed then
-  Nanos popped_at_ = 0;   // when a pool thread last took something
-  Nanos timer_at_ = kNever;
+  Nanos grace_ = kGrace;                  // how long after that links may go unread; grows while nobody is needed then
+  Nanos popped_at_ = 0;                   // when a pool thread last took something
+  std::atomic<Nanos> timer_at_ = kNever;  // written with the mutex held
   Nanos trim_at_ = 0;
   Spin caller_spin_;  // the polling caller's
   bool leaving_ = false, stopped_ = false, quit_ = false, forked_ = false;

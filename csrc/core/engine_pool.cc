@@ -195,7 +195,14 @@ bool Engine::idle(Lock& lock, PoolThread& self) {
 void Engine::arm_timer(Nanos at) {
   if (at >= timer_at_) return;
   timer_at_ = at;
-  ring_at(timer_.get(), at);
+  ring_at(timer_.get(), at + kTimerSlack);
+}
+
+/// By who polls, without locks.
+void Engine::tick_if_due(Nanos at) {
+  if (at < timer_at_.load(std::memory_order_relaxed)) return;
+  Lock lock(mutex_);
+  tick(lock);
 }
 
 void Engine::keep_time() {

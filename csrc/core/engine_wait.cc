@@ -263,6 +263,7 @@ bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
   const Nanos stop = std::min(until, start + spin.budget());
   for (std::uint32_t turn = 1;; ++turn) {
     const Nanos at = now();
+    tick_if_due(at);
     if (at >= stop) break;
     if (at - gathering_since_.load(std::memory_order_relaxed) >= kGather) release_gathered();
     if (!gate_.enter(pass)) return false;
