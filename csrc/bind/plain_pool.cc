@@ -28,6 +28,20 @@ nb::object take_error() {
   return nb::steal(value);
 }
 
+/// Runs it. What it raises, as such an exception; not valid if it raises nothing.
+template <class F>
+nb::object error_of(const F& run) {
+  try {
+    run();
+    return {};
+  } catch (nb::python_error& e) {
+    e.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  }
+  return take_error();
+}
+
 struct Hooks {
   nb::object engine, codec;
   nb::object worker, scope_type, current, callback_scope;  // see telegrad.worker.scope
@@ -162,9 +176,9 @@ class PlainPool {
     if (!function.is_valid()) return false;
     const Nanos deadline = item.deadline == kNever ? 0 : item.deadline;
 
-    nb::object context = nb::none(), wrap, args, kwargs, result, error;
+    nb::object context = nb::none(), wrap, args, kwargs, result;
     std::unique_ptr<Outgoing> reply;
-    try {
+    const nb::object error = error_of([&] {
       if (unusual) {
         context = recorder_.arrived(in, item.peer);
         wrap = recorder_.wrap(in, item.peer, context);
@@ -177,13 +191,7 @@ class PlainPool {
                     ? encode_plain(codec_, words_, words_.value, 0, result)
                     : recorder_.encode(codec_, words_, words_.value, 0, result, item.peer, context, false);
       }
-    } catch (nb::python_error& e) {
-      e.restore();
-      error = take_error();
-    } catch (const std::bad_alloc&) {
-      PyErr_NoMemory();
-      error = take_error();
-    }
+    });
     if (reply) {
       if (any_loans()) result = {};  // the message alone has what it returned
       send_reply(engine_, item.connection, h.call_id, std::move(reply));
@@ -204,8 +212,7 @@ class PlainPool {
     if (!function.is_valid()) return false;
     const nb::int_ peer(item.peer), connection(item.connection), id(item.message.header.call_id);
     const nb::int_ deadline(item.deadline == kNever ? 0 : item.deadline);
-    nb::object error;
-    try {
+    const nb::object error = error_of([&] {
       const nb::object parts = decode_plain(codec_, item.message);
       if (!PyTuple_CheckExact(parts.ptr()) || PyTuple_GET_SIZE(parts.ptr()) != 3) {
         PyErr_SetString(codec::codec_error(), "a request to make a value has no arguments");
@@ -225,14 +232,8 @@ class PlainPool {
                    encode_plain(codec_, words_, words_.created, words_.may_linger, target));
       }
       call(hooks_.clean_state);
-      return true;
-    } catch (nb::python_error& e) {
-      e.restore();
-      error = take_error();
-    } catch (const std::bad_alloc&) {
-      PyErr_NoMemory();
-      error = take_error();
-    }
+    });
+    if (!error.is_valid()) return true;
     nb::list nothing;
     nothing.append(nb::none());
     call(hooks_.answer, peer, connection, id, deadline, function, nb::none(), nb::none(), nothing, error, nb::none());
@@ -283,13 +284,7 @@ class PlainPool {
     auto& cookie = static_cast<References&>(*item.cookie);
     const nb::object future = nb::borrow(cookie.front());
     cookie.release();
-    nb::object error;
-    try {
-      call(hooks_.complete, future, decode_plain(codec_, item.outcome.reply));
-    } catch (nb::python_error& e) {
-      e.restore();
-      error = take_error();
-    }
+    const nb::object error = error_of([&] { call(hooks_.complete, future, decode_plain(codec_, item.outcome.reply)); });
     if (error.is_valid()) call(hooks_.fail, future, error);
     return true;
   }

@@ -2,8 +2,6 @@
 #include "transports/commons.h"
 
 #include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <string_view>
@@ -13,7 +11,6 @@
 namespace telegrad::test {
 namespace {
 
-constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr std::uint64_t kPlenty = std::uint64_t{1} << 30;
 
 using Piece = std::shared_ptr<Common>;
@@ -250,31 +247,23 @@ CASE(a_fork_keeps_what_it_has) {
   Piece piece = s.put('a');
   CHECK(r.prepare(piece) && r.send(piece));
   r.data()[5] = std::byte{'x'};
-  int pipes[2];
-  CHECK_EQ(::pipe(pipes), 0);
-  const pid_t child = ::fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    char go;
-    bool good = ::read(pipes[0], &go, 1) == 1 && static_cast<char>(r.data()[5]) == 'x';
-    r.data()[5] = std::byte{'a'};
-    good = good && r.has('a');
-    std::memset(r.data(), 'c', kMiB);
-    r.drop();
-    ::_exit(good ? 0 : 1);
-  }
-  CHECK_EQ(static_cast<char>(r.data()[5]), 'x');
-  r.drop();
-  piece = nullptr;
-  piece = s.put('b');
-  CHECK_EQ(::write(pipes[1], "!", 1), 1);
-  int status = 0;
-  CHECK_EQ(::waitpid(child, &status, 0), child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(in_a_fork(
+      [&] {
+        bool good = static_cast<char>(r.data()[5]) == 'x';
+        r.data()[5] = std::byte{'a'};
+        good = good && r.has('a');
+        std::memset(r.data(), 'c', kMiB);
+        r.drop();
+        return good;
+      },
+      [&] {
+        CHECK_EQ(static_cast<char>(r.data()[5]), 'x');
+        r.drop();
+        piece = nullptr;
+        piece = s.put('b');
+      }));
   r.send(piece);
   CHECK(r.has('b'));
-  ::close(pipes[0]);
-  ::close(pipes[1]);
 }
 
 }  // namespace

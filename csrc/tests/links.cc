@@ -1,6 +1,7 @@
 #include "tests/links.h"
 
 #include <sys/epoll.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -216,6 +217,25 @@ Clogged clog(Link& link, std::size_t size) {
     }
     CHECK(state == SendState::kSent);
   }
+}
+
+bool in_a_fork(const std::function<bool()>& check, const std::function<void()>& meanwhile) {
+  int pipes[2];
+  CHECK_EQ(::pipe(pipes), 0);
+  const pid_t child = ::fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    char go;
+    const bool good = ::read(pipes[0], &go, 1) == 1 && check();
+    ::_exit(good ? 0 : 1);
+  }
+  meanwhile();
+  CHECK_EQ(::write(pipes[1], "!", 1), 1);
+  int status = 0;
+  CHECK_EQ(::waitpid(child, &status, 0), child);
+  ::close(pipes[0]);
+  ::close(pipes[1]);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 }  // namespace telegrad::test

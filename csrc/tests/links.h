@@ -3,6 +3,7 @@
 
 #include <poll.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -70,6 +71,7 @@ struct Ends {
 };
 
 constexpr std::size_t kAnyBudget = std::size_t{1} << 20;
+constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 /// Sends one message, reading at the other end meanwhile.
 void send_whole(Link& from, const Message& message, Link& to, Collector& inbox);
@@ -84,5 +86,8 @@ struct Clogged {
   std::vector<std::unique_ptr<Outgoing>> sent;
 };
 Clogged clog(Link& link, std::size_t size);
+
+/// Forks, and does `meanwhile`; after that, was `check` true in the child?
+bool in_a_fork(const std::function<bool()>& check, const std::function<void()>& meanwhile);
 
 }  // namespace telegrad::test

@@ -4,19 +4,15 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
-#include <functional>
 #include <new>
 
 #include "tests/links.h"
 
 namespace telegrad::test {
 namespace {
-
-constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 /// One large segment from `a` to `b`; the inbox tells by `allocations` whether it was copied at `b`.
 struct Pair {
@@ -189,26 +185,6 @@ CASE(lent_memory_of_a_closed_link_is_copied) {
 }
 
 // ---- forks
-
-/// Runs in a child of this process; true if `check` was.
-bool in_a_fork(const std::function<bool()>& check, const std::function<void()>& meanwhile) {
-  int pipes[2];
-  CHECK_EQ(::pipe(pipes), 0);
-  const pid_t child = ::fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    char go;
-    const bool good = ::read(pipes[0], &go, 1) == 1 && check();
-    ::_exit(good ? 0 : 1);
-  }
-  meanwhile();
-  CHECK_EQ(::write(pipes[1], "!", 1), 1);
-  int status = 0;
-  CHECK_EQ(::waitpid(child, &status, 0), child);
-  ::close(pipes[0]);
-  ::close(pipes[1]);
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
-}
 
 CASE(a_fork_keeps_tensors_as_they_were) {
   Pair p;

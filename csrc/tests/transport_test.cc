@@ -16,7 +16,6 @@ namespace {
 using Scheme = const std::string&;
 
 constexpr std::size_t kKiB = 1024;
-constexpr std::size_t kMiB = 1024 * kKiB;
 const std::vector<std::size_t> kSizes = {0, 1, 63, 64, 65, 64 * kKiB - 1, 64 * kKiB, 64 * kKiB + 1, 3 * kMiB + 7};
 
 // ---- messages arrive whole and exact

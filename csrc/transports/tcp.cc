@@ -9,6 +9,7 @@
 #include "transports/congestion.h"
 #include "transports/lanes.h"
 #include "transports/peer_user.h"
+#include "transports/socket_listener.h"
 #include "transports/transports.h"
 #include "transports/unix_socket.h"
 
@@ -31,24 +32,10 @@ std::optional<Credentials> local_peer(int fd) {
 
 constexpr SocketKind kTcpSocket{.credentials = local_peer, .before_much = [](int fd) { suit_path(fd); }};
 
-class TcpListener final : public Listener {
- public:
-  TcpListener(Descriptor socket, std::string address) : acceptor_(std::move(socket)), address_(std::move(address)) {}
-
-  int fd() const override { return acceptor_.fd(); }
-  std::string address() const override { return address_; }
-
-  std::unique_ptr<Link> accept() override {
-    Descriptor s = acceptor_.accept();
-    if (!s) return nullptr;
-    tune(s.get());
-    return std::make_unique<LanedLink>(std::move(s), address_, false, kTcpSocket);
-  }
-
- private:
-  Acceptor acceptor_;
-  std::string address_;
-};
+std::unique_ptr<Link> accepted(Descriptor socket, const std::string& address) {
+  tune(socket.get());
+  return std::make_unique<LanedLink>(std::move(socket), address, false, kTcpSocket);
+}
 
 struct Resolved {
   addrinfo* list = nullptr;
@@ -69,7 +56,7 @@ class TcpTransport final : public Transport {
       begin_unpaced(s.get());
       if (::bind(s.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(s.get(), kBacklog) == 0) {
         std::string bound = "tcp:" + local_name(s.get());
-        return std::make_unique<TcpListener>(std::move(s), std::move(bound));
+        return std::make_unique<SocketListener>(std::move(s), std::move(bound), accepted);
       }
       error = errno;
     }

@@ -1,7 +1,5 @@
 #include "transports/unix_socket.h"
 
-#include <fcntl.h>
-
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -58,21 +56,6 @@ std::optional<Credentials> unix_peer(int fd) {
   socklen_t size = sizeof c;
   if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &size) != 0) return std::nullopt;
   return Credentials{.pid = c.pid, .uid = c.uid};
-}
-
-Descriptor Acceptor::make_spare() { return Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
-
-Descriptor Acceptor::accept() {
-  Descriptor s(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (!s && (errno == EMFILE || errno == ENFILE)) turn_one_away();
-  return s;
-}
-
-/// Out of descriptors: whoever knocks is told so by an end of stream. Left waiting, it would wake us for ever.
-void Acceptor::turn_one_away() {
-  spare_ = Descriptor();
-  Descriptor(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  spare_ = make_spare();
 }
 
 }  // namespace telegrad

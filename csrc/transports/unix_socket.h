@@ -32,20 +32,4 @@ Descriptor connect_unix(int type, const std::string& address);
 
 std::optional<Credentials> unix_peer(int fd);
 
-/// Takes connections from a listening socket.
-class Acceptor {
- public:
-  explicit Acceptor(Descriptor socket) : socket_(std::move(socket)) {}
-  int fd() const { return socket_.get(); }
-  /// Empty when nobody waits. Who cannot be let in for want of descriptors is turned away.
-  Descriptor accept();
-
- private:
-  void turn_one_away();
-
-  Descriptor socket_;
-  Descriptor spare_ = make_spare();
-  static Descriptor make_spare();
-};
-
 }  // namespace telegrad

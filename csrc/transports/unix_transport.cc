@@ -1,6 +1,7 @@
 // Stream links over Unix sockets: unix:@name or unix:/path.
 #include <sys/socket.h>
 
+#include "transports/socket_listener.h"
 #include "transports/stream.h"
 #include "transports/transports.h"
 #include "transports/unix_socket.h"
@@ -14,35 +15,19 @@ void tune(int fd) { setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSocketBuffer, sizeof
 
 constexpr SocketKind kUnixSocket{.credentials = unix_peer};
 
-class UnixListener final : public Listener {
- public:
-  UnixListener(Descriptor socket, std::string address) : acceptor_(std::move(socket)), address_(std::move(address)) {}
-
-  int fd() const override { return acceptor_.fd(); }
-  std::string address() const override { return address_; }
-
-  std::unique_ptr<Link> accept() override {
-    Descriptor s = acceptor_.accept();
-    if (!s) return nullptr;
-    tune(s.get());
-    return std::make_unique<StreamLink>(std::move(s), address_, false, kUnixSocket);
-  }
-
- private:
-  Acceptor acceptor_;
-  std::string address_;
-};
+std::unique_ptr<Link> link_over(Descriptor socket, const std::string& address) {
+  tune(socket.get());
+  return std::make_unique<StreamLink>(std::move(socket), address, false, kUnixSocket);
+}
 
 class UnixTransport final : public Transport {
  public:
   std::unique_ptr<Listener> listen(const std::string& address) override {
-    return std::make_unique<UnixListener>(listen_unix(SOCK_STREAM, address), address);
+    return std::make_unique<SocketListener>(listen_unix(SOCK_STREAM, address), address, link_over);
   }
 
   std::unique_ptr<Link> connect(const std::string& address) override {
-    Descriptor s = connect_unix(SOCK_STREAM, address);
-    tune(s.get());
-    return std::make_unique<StreamLink>(std::move(s), address, false, kUnixSocket);
+    return link_over(connect_unix(SOCK_STREAM, address), address);
   }
 };
 

@@ -3,11 +3,11 @@
 import multiprocessing
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mapped import place
 
 from telegrad import rpc
 from telegrad.options import Options
@@ -16,17 +16,6 @@ from telegrad.testing import Footprint, Processes, assert_nothing_left, cluster,
 N = 300_000  # floats, 1.2 MB
 
 made: dict[str, Any] = {}  # by the last handler
-
-
-def place(x: torch.Tensor) -> tuple[str, int] | None:
-    """Which file a tensor's memory is of, and where in it; None if of none. Both ends map the same file."""
-    at = x.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, offset, _, inode, *_ = line.split()
-        begin, end = (int(number, 16) for number in span.split("-"))
-        if begin <= at < end:
-            return None if inode == "0" else (inode, int(offset, 16) + at - begin)
-    raise AssertionError("no such memory")
 
 
 def build(value: float, n: int = N, to: str | None = None) -> torch.Tensor:

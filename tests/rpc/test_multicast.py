@@ -4,11 +4,11 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mapped import place
 
 from telegrad import autograd, rpc
 from telegrad.options import TRANSPORTS, Options
@@ -21,17 +21,6 @@ seen: dict[str, Any] = {}  # by handlers, by their worker's name
 
 def me() -> str:
     return rpc.get_worker_info().name
-
-
-def place(x: torch.Tensor) -> tuple[str, int] | None:
-    """Which file a tensor's memory is of, and where in it; None if of none."""
-    at = x.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, offset, _, inode, *_ = line.split()
-        begin, end = (int(number, 16) for number in span.split("-"))
-        if begin <= at < end:
-            return None if inode == "0" else (inode, int(offset, 16) + at - begin)
-    raise AssertionError("no such memory")
 
 
 def where(x: torch.Tensor) -> Any:
