@@ -85,13 +85,14 @@ CASE(what_was_sent_over_lanes_may_change) {
   }
 }
 
-/// Takes what connects to a puppet through the handshake's first steps, as its greeting says.
+/// Connects to a worker and greets it as a lane, until the end of the connection or, if it `stays`, until it is
+/// welcome.
 struct Attempt {
-  Attempt(const PeerAddress& at, const Credo& credo, std::string session)
+  Attempt(const PeerAddress& at, const Credo& credo, std::string session, bool stays = false)
       : link(find_transport(at.addresses[0])->connect(at.addresses[0])),
         handshake(Handshake::initiate(credo, at.identity, std::move(session))) {
     act(handshake.begin());
-    while (!over) {
+    while (!over && !(stays && welcome)) {
       readable(link->fd());
       over = link->receive(inbox, kAnyBudget) == ReceiveState::kBroken;
       for (; !over && read < inbox.messages.size(); ++read) {
@@ -144,6 +145,20 @@ CASE(nobody_else_is_a_lane) {
   CHECK_EQ(
       std::ranges::count_if(a.events, [](const Item& e) { return e.text.ends_with("it is a lane of no link here"); }),
       2);
+}
+
+CASE(no_more_lanes_than_both_ends_want) {
+  for (const auto& [mine, theirs] : {std::pair{2u, 4u}, std::pair{4u, 2u}}) {
+    Worker a(0, with_lanes(0, mine));
+    a.listen("tcp");
+    Puppet p(1, "tcp");
+    p.credo.lanes = theirs;
+    p.connect(a.address());
+    Attempt first(a.address(), p.credo, p.session, true), second(a.address(), p.credo, p.session);
+    CHECK(first.welcome);
+    CHECK_EQ(a.engine->stats().lanes, 1u);
+    CHECK_SAYS(a.wait_for_event(EventKind::kLog), "it is a lane of no link here");
+  }
 }
 
 CASE(a_lane_that_breaks_fails_the_calls_of_its_link) {

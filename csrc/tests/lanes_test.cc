@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <set>
 
 #include "tests/links.h"
 #include "transports/lane_choice.h"
@@ -204,6 +205,36 @@ CASE(memory_that_is_copied_on_the_way) {
     receive_until(*e.b, inbox, 1);
     check_same(original, inbox.messages[0]);
   }
+}
+
+/// What a connection does before it sends much, each of them does.
+CASE(every_lane_is_made_ready_for_much) {
+  static std::set<int> ready;
+  static constexpr SocketKind kKind{.credentials = [](int) { return std::optional<Credentials>(); },
+                                    .before_much = [](int fd) { CHECK(ready.insert(fd).second); }};
+  std::set<int> all;
+  std::vector<Descriptor> others;
+  std::unique_ptr<LanedLink> link;
+  for (int i = 0; i < 3; ++i) {
+    int ends[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    others.emplace_back(ends[0]);
+    all.insert(ends[1]);
+    auto one = std::make_unique<LanedLink>(Descriptor(ends[1]), "test", false, kKind,
+                                           Spread{.message = 1, .segment = 1, .measured = false});
+    if (link) {
+      CHECK(link->add_lane(std::move(one)));
+    } else {
+      link = std::move(one);
+    }
+  }
+  Random random(3);
+  const Message small = random_message(random, 100), large = random_message(random, 10, {4 << 20});
+  Outgoing first = small.outgoing(), second = large.outgoing();
+  CHECK(link->send(first) == SendState::kSent);
+  CHECK(ready.empty());
+  CHECK(link->send(second) == SendState::kBlocked);  // nobody reads
+  CHECK(ready == all);
 }
 
 CASE(a_link_takes_no_lane_that_is_none) {

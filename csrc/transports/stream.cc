@@ -106,7 +106,8 @@ SendState StreamLink::send(Outgoing& m) {
       if (n > 0) m.sent = static_cast<std::uint64_t>(n);  // the loop below goes on, or finds out what is wrong
     }
     begin(m);
-    if (m.total >= kMuch && !std::exchange(sent_much_, true) && kind_.before_much) kind_.before_much(fd());
+    const bool much = m.total >= kMuch || m.header.type == FrameType::kPiece;
+    if (much && !std::exchange(sent_much_, true) && kind_.before_much) kind_.before_much(fd());
   }
   if (m.total == 0) m.total = m.prefix.size() + payload_in_frame(m);
   const std::uint64_t turn = m.sent + kTurn;

@@ -12,7 +12,7 @@ namespace telegrad {
 /// What links over one kind of socket do differently.
 struct SocketKind {
   std::optional<Credentials> (*credentials)(int fd);  // who is at the other end
-  void (*before_much)(int fd) = nullptr;              // called once, before the first large message is sent
+  void (*before_much)(int fd) = nullptr;  // called once, before the first large message, or a piece of one, is sent
 };
 
 class StreamLink final : public Link {
