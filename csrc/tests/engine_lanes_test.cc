@@ -1,4 +1,5 @@
 // How links between workers get lanes, who may be one, and what becomes of calls when one breaks.
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -33,7 +34,9 @@ CASE(links_that_move_much_get_lanes) {
     introduce({&a, &b}, "tcp");
     if (callee_connects) CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
     CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
-    CHECK_EQ(a.engine->stats().lanes, 0u);
+    echo_large(a, 1);  // that is little
+    CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+    for (Worker* w : {&a, &b}) CHECK(w->engine->stats().lanes == 0 && w->engine->stats().connections == 1);
     call_until_lanes(a, b, 2);
     for (int i = 0; i < times(20); ++i) echo_large(a, 1);  // over one, two and all
     CHECK_EQ(a.engine->stats().lanes, 2u);
@@ -47,6 +50,22 @@ CASE(who_has_one_lane_gets_no_more) {
   introduce({&a, &b}, "tcp");
   for (int i = 0; i < 10; ++i) echo_large(a, 1);
   CHECK_EQ(a.engine->stats().lanes + b.engine->stats().lanes, 0u);
+}
+
+CASE(a_process_with_few_descriptors_keeps_them) {
+  Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 4));
+  introduce({&a, &b}, "tcp");
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  rlimit before;
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit few{.rlim_cur = 15, .rlim_max = before.rlim_max};  // less than four for each lane
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  for (int i = 0; i < 10; ++i) echo_large(a, 1);
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  CHECK_EQ(a.engine->stats().lanes, 0u);
+  a.stop();
+  std::lock_guard lock(a.mutex);
+  CHECK(a.events.empty());  // it has not even tried
 }
 
 CASE(many_callers_over_lanes) {
