@@ -72,6 +72,19 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   return id;
 }
 
+bool take_outcome(Engine& e, std::uint64_t call, Nanos timeout, Outcome& out) {
+  Interruption interruption;
+  const auto interrupted = interruption.ask();
+  WaitEnd end;
+  {
+    nb::gil_scoped_release no_gil;
+    end = e.wait(call, deadline_after(now(), timeout), interrupted, out);
+  }
+  release_references();
+  if (end == WaitEnd::kInterrupted) nb::raise_python_error();
+  return end == WaitEnd::kDone;
+}
+
 void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m) {
   give_loans(*m, connection);
   if (m->payload_size() <= kSmall) {

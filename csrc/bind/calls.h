@@ -15,6 +15,10 @@ Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m,
 /// will come of the call.
 std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait);
 
+/// Waits for the outcome of a call that was begun, without the GIL, as `Engine::wait`; false if there is none. Raises
+/// what a signal handler raises.
+bool take_outcome(Engine& e, std::uint64_t call, Nanos timeout, Outcome& out);
+
 /// Answers a request. Nothing but the message may hold what lies in lent memory and is to be handed over as it is.
 void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m);
 

@@ -10,7 +10,6 @@
 
 #include "bind/calls.h"
 #include "bind/engine.h"
-#include "bind/interruption.h"
 #include "bind/keep.h"
 #include "bind/loans.h"
 #include "bind/messages.h"
@@ -56,17 +55,8 @@ std::uint64_t start(Engine& e, std::int32_t peer, int tag, int flags, std::uint3
 }
 
 std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
-  Interruption interruption;
-  const auto interrupted = interruption.ask();
   Outcome outcome;
-  WaitEnd end;
-  {
-    nb::gil_scoped_release no_gil;
-    end = e.wait(id, deadline_of(timeout), interrupted, outcome);
-  }
-  release_references();
-  if (end == WaitEnd::kInterrupted) nb::raise_python_error();
-  if (end != WaitEnd::kDone) return std::nullopt;
+  if (!take_outcome(e, id, timeout, outcome)) return std::nullopt;
   return outcome_tuple(std::move(outcome));
 }
 

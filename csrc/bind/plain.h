@@ -21,6 +21,8 @@ struct Words {
   int request_flags = 0;       // a request with any of these is not plain
   int reply_flags = 0;         // nor is a reply with any of these
   std::uint64_t max_body = 0;  // nor is a longer body
+  int gradients = 0;           // the tag of messages of backward passes, and of replies to them
+  int ended = 0;               // the tag of the word that an autograd context has ended
   int preamble = 0;            // but for this one: a message with it may be plain and made in an autograd context
 };
 

@@ -8,6 +8,8 @@ using namespace nanobind::literals;
 namespace telegrad::bind {
 namespace {
 
+constexpr std::uint64_t kNotPlain = ~std::uint64_t{0};  // no call has this id
+
 /// What `PlainCalls.call` returns when there is no plain value to return.
 struct Unusual {
   nb::object outcome;  // as Engine.call returns it; None: nothing has been sent
@@ -46,7 +48,7 @@ class PlainCalls {
                       nb::handle kwargs, Nanos timeout, bool nested, bool never_wait, nb::handle future,
                       nb::handle context) {
     auto m = write(peer, flags, name_id, name, args, kwargs, context);
-    return m ? begin(peer, std::move(m), timeout, nested, never_wait, false, future) : 0;
+    return m ? begin(peer, std::move(m), timeout, nested, never_wait, false, false, future) : 0;
   }
 
   std::uint64_t make(std::int32_t peer, std::uint32_t name_id, nb::handle name, nb::handle args, nb::handle kwargs,
@@ -61,7 +63,33 @@ class PlainCalls {
     }
     if (!m) return 0;
     set_name(*m, name_id, name);
-    return begin(peer, std::move(m), timeout, nested, never_wait, true, cookie);
+    return begin(peer, std::move(m), timeout, nested, never_wait, true, true, cookie);
+  }
+
+  std::uint64_t ask(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle cookie) {
+    auto m = encode_plain(codec_, words_, words_.gradients, 0, messages);
+    if (!m) return kNotPlain;
+    return begin(peer, std::move(m), timeout, true, true, true, false, cookie);
+  }
+
+  nb::object answer(std::uint64_t call, Nanos timeout) {
+    Outcome outcome;
+    if (!take_outcome(engine_, call, timeout, outcome)) return nb::none();
+    const FrameHeader& h = outcome.reply.header;
+    if (outcome.status != CallStatus::kReplied || h.tag != words_.gradients || h.flags & words_.reply_flags)
+      return nb::cast(Unusual{outcome_tuple(std::move(outcome))});
+    return decode_plain(codec_, outcome.reply);
+  }
+
+  bool tell(std::int32_t peer, nb::handle value) {
+    auto m = encode_plain(codec_, words_, words_.ended, 0, value);
+    if (!m) return false;
+    {
+      nb::gil_scoped_release no_gil;
+      engine_.send(peer, std::move(m));
+    }
+    release_references();
+    return true;
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -72,11 +100,12 @@ class PlainCalls {
 
  private:
   std::uint64_t begin(std::int32_t peer, std::unique_ptr<Outgoing> m, Nanos timeout, bool nested, bool never_wait,
-                      bool lazy, nb::handle goes_with_outcome) {
+                      bool lazy, bool aside, nb::handle goes_with_outcome) {
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
     o.nested = nested;
-    o.lazy = o.aside = lazy;
+    o.lazy = lazy;
+    o.aside = aside;
     auto cookie = std::make_unique<References>();
     cookie->add(goes_with_outcome);
     o.cookie = std::move(cookie);
@@ -131,7 +160,7 @@ void init_plain_calls(nb::module_& m) {
       .def(
           "__init__",
           [](PlainCalls* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value, int make,
-             int may_linger, int reply_flags, std::uint64_t max_body, int preamble) {
+             int gradients, int ended, int may_linger, int reply_flags, std::uint64_t max_body, int preamble) {
             new (self) PlainCalls(std::move(engine), std::move(codec), recorder,
                                   Words{.call = call,
                                         .value = value,
@@ -139,10 +168,12 @@ void init_plain_calls(nb::module_& m) {
                                         .may_linger = may_linger,
                                         .reply_flags = reply_flags,
                                         .max_body = max_body,
+                                        .gradients = gradients,
+                                        .ended = ended,
                                         .preamble = preamble});
           },
-          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "may_linger"_a,
-          "reply_flags"_a, "max_body"_a, "preamble"_a)
+          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "gradients"_a, "ended"_a,
+          "may_linger"_a, "reply_flags"_a, "max_body"_a, "preamble"_a)
       .def("call", &PlainCalls::call, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
            "nested"_a, "context"_a.none(), "Runs a function on a peer and waits. Its value, or `Unusual`.")
       .def("start", &PlainCalls::start, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
@@ -153,7 +184,15 @@ void init_plain_calls(nb::module_& m) {
            "nested"_a, "never_wait"_a, "cookie"_a,
            "Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that "
            "it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread "
-           "that makes a call. Returns as `start` does.");
+           "that makes a call. Returns as `start` does.")
+      .def("ask", &PlainCalls::ask, "peer"_a, "messages"_a, "timeout"_a, "cookie"_a,
+           "Sends messages of a backward pass. The outcome is for `answer`, or for `cookie`, which the pool calls with "
+           "it if nobody takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.")
+      .def("answer", &PlainCalls::answer, "call"_a, "timeout"_a,
+           "Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None.")
+      .def("tell", &PlainCalls::tell, "peer"_a, "value"_a,
+           "Sends a peer the word that an autograd context has ended. False: the value is not plain.")
+      .def_ro_static("NOT_PLAIN", &kNotPlain);
 }
 
 }  // namespace telegrad::bind

@@ -15,7 +15,9 @@ namespace telegrad::bind {
 namespace {
 
 constexpr int kAtATime = 16;  // items done here before Python may let another thread have the GIL
-constexpr int kAgain = 5;     // "nothing for you; come again"
+constexpr std::size_t kMostEnded = 64;
+constexpr Nanos kEndDelay = 2 * kMillisecond;  // that contexts which have ended wait for a moment of leisure
+constexpr int kAgain = 5;                      // "nothing for you; come again"
 
 /// The Python error that is set, as an exception with its traceback.
 nb::object take_error() {
@@ -47,10 +49,12 @@ struct Hooks {
   nb::object worker, scope_type, current, callback_scope;  // see telegrad.worker.scope
   nb::object resolver;                                     // resolver(name) -> function() -> the function
   nb::object clean_state;
-  nb::object make;      // make(peer, connection, call, deadline, local id, function, args, kwargs) -> to be answered?
-  nb::object answer;    // answer(peer, connection, call, deadline, function, args, kwargs, [result], error, context)
-  nb::object complete;  // complete(future, value)
-  nb::object fail;      // fail(future, error)
+  nb::object make;       // make(peer, connection, call, deadline, local id, function, args, kwargs) -> to be answered?
+  nb::object answer;     // answer(peer, connection, call, deadline, function, args, kwargs, [result], error, context)
+  nb::object complete;   // complete(future, value)
+  nb::object fail;       // fail(future, error)
+  nb::object gradients;  // gradients(peer, connection, call, deadline, messages)
+  nb::object ended;      // ended(peer, (context id, requests))
 };
 
 class PlainPool {
@@ -69,21 +73,29 @@ class PlainPool {
       Item item;
       if (!next_item(engine_, self, item, [&scoped] { scoped.leave(); })) return std::nullopt;
       if (item.kind == ItemKind::kRequest) scoped.undo_callbacks();
-      if (item.spawn || !(item.kind == ItemKind::kRequest ? run(item) : finish(item, scoped))) {
+      if (item.spawn || !take(item, scoped)) {
         scoped.leave();
+        end_contexts();
         return item_tuple(std::move(item));
       }
     }
     return nb::make_tuple(kAgain, false);
   }
 
+  bool reply(std::uint64_t connection, std::uint64_t call, nb::handle messages) {
+    auto m = encode_plain(codec_, words_, words_.gradients, 0, messages);
+    if (!m) return false;
+    send_reply(engine_, connection, call, std::move(m));
+    return true;
+  }
+
   /// From now on requests may run, or may not.
   void open(bool open) { open_ = open; }
 
   int traverse(visitproc visit, void* arg) const {
-    for (const nb::object* o :
-         {&hooks_.engine, &hooks_.codec, &hooks_.worker, &hooks_.scope_type, &hooks_.current, &hooks_.callback_scope,
-          &hooks_.resolver, &hooks_.clean_state, &hooks_.make, &hooks_.answer, &hooks_.complete, &hooks_.fail}) {
+    for (const nb::object* o : {&hooks_.engine, &hooks_.codec, &hooks_.worker, &hooks_.scope_type, &hooks_.current,
+                                &hooks_.callback_scope, &hooks_.resolver, &hooks_.clean_state, &hooks_.make,
+                                &hooks_.answer, &hooks_.complete, &hooks_.fail, &hooks_.gradients, &hooks_.ended}) {
       Py_VISIT(o->ptr());
     }
     return recorder_.traverse(visit, arg);
@@ -91,7 +103,9 @@ class PlainPool {
   /// No thread is in `next` any more, nor will be: each holds this object.
   void clear() {
     const Hooks gone = std::move(hooks_);
+    const auto told = std::move(ended_);
     hooks_ = {};
+    ended_.clear();
     recorder_.clear();
   }
 
@@ -163,11 +177,69 @@ class PlainPool {
     return found;
   }
 
+  /// Does what is plain. False: nothing has been done.
+  bool take(Item& item, Scoped& scoped) {
+    if (item.kind == ItemKind::kRequest) return run(item);
+    if (item.kind == ItemKind::kOneway) return told(item);
+    return finish(item, scoped);
+  }
+
+  /// A peer says that a context has ended. To end it here takes a while, and another request may be right behind: so it
+  /// is done after the answer to that, when this worker has nothing to do, or when the engine's nudge comes.
+  bool told(Item& item) {
+    const FrameHeader& h = item.message.header;
+    if (!open_ || h.tag != words_.ended || h.flags & words_.request_flags) return false;
+    try {
+      ended_.emplace_back(item.peer, decode_plain(codec_, item.message));
+    } catch (nb::python_error& e) {
+      e.discard_as_unraisable("the word that an autograd context has ended");
+      return true;
+    }
+    if (ended_.size() < kMostEnded) {
+      engine_.nudge(kEndDelay);
+    } else {
+      end_contexts();
+    }
+    return true;
+  }
+
+  void end_contexts() {
+    if (ended_.empty()) return;
+    set_scope(nullptr);
+    for (const auto& [peer, what] : std::exchange(ended_, {})) {
+      const nb::object done =
+          nb::steal(PyObject_CallFunctionObjArgs(hooks_.ended.ptr(), nb::int_(peer).ptr(), what.ptr(), nullptr));
+      if (!done.is_valid()) PyErr_WriteUnraisable(hooks_.ended.ptr());
+    }
+  }
+
+  /// Hands on messages of a backward pass, which will be answered with `reply`.
+  bool gradients(Item& item) {
+    const nb::int_ peer(item.peer), connection(item.connection), id(item.message.header.call_id);
+    const nb::int_ deadline(item.deadline == kNever ? 0 : item.deadline);
+    set_scope(nullptr);
+    try {
+      call(hooks_.gradients, peer, connection, id, deadline, decode_plain(codec_, item.message));
+      call(hooks_.clean_state);
+    } catch (nb::python_error& e) {
+      e.restore();
+      nb::list nothing;
+      nothing.append(nb::none());
+      const nb::object error = take_error();
+      call(hooks_.answer, peer, connection, id, deadline, nb::none(), nb::none(), nb::none(), nothing, error,
+           nb::none());
+    }
+    end_contexts();
+    return true;
+  }
+
   /// Runs a request and answers it. False: it is not plain, and nothing has been done.
   bool run(Item& item) {
     const FrameHeader& h = item.message.header;
     const int unusual = h.flags & words_.request_flags;
+    if (open_ && h.tag == words_.gradients && !unusual) return gradients(item);
     if (!open_ || !item.name) return false;
+    if (!unusual) end_contexts();
     if (h.tag == words_.make && !unusual) return make(item);
     if (h.tag != words_.call || (unusual && unusual != words_.preamble)) return false;
     InContext in;
@@ -196,6 +268,7 @@ class PlainPool {
       if (any_loans()) result = {};  // the message alone has what it returned
       send_reply(engine_, item.connection, h.call_id, std::move(reply));
       call(hooks_.clean_state);
+      if (unusual) end_contexts();
     } else {
       nb::list made;  // see Handlers._settle_made
       made.append(or_none(result));
@@ -303,6 +376,7 @@ class PlainPool {
   Recorder recorder_;
   const Words words_;
   const nb::object async_mark_;
+  std::vector<std::pair<std::int32_t, nb::object>> ended_;  // contexts, as peers have told, to be ended here soon
   bool open_ = false;
 };
 
@@ -329,29 +403,34 @@ void init_plain_pool(nb::module_& m) {
       .def(
           "__init__",
           [](PlainPool* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value, int make,
-             int created, int may_linger, int request_flags, int reply_flags, std::uint64_t max_body, int preamble,
-             nb::object worker, nb::object scope_type, nb::object current, nb::object callback_scope,
-             nb::object resolver, nb::object clean_state, nb::object make_value, nb::object answer, nb::object complete,
-             nb::object fail) {
-            new (self) PlainPool(
-                Hooks{std::move(engine), std::move(codec), std::move(worker), std::move(scope_type), std::move(current),
-                      std::move(callback_scope), std::move(resolver), std::move(clean_state), std::move(make_value),
-                      std::move(answer), std::move(complete), std::move(fail)},
-                recorder,
-                Words{.call = call,
-                      .value = value,
-                      .make = make,
-                      .created = created,
-                      .may_linger = may_linger,
-                      .request_flags = request_flags,
-                      .reply_flags = reply_flags,
-                      .max_body = max_body,
-                      .preamble = preamble});
+             int created, int gradients, int ended, int may_linger, int request_flags, int reply_flags,
+             std::uint64_t max_body, int preamble, nb::object worker, nb::object scope_type, nb::object current,
+             nb::object callback_scope, nb::object resolver, nb::object clean_state, nb::object make_value,
+             nb::object answer, nb::object complete, nb::object fail, nb::object on_gradients, nb::object on_ended) {
+            new (self)
+                PlainPool(Hooks{std::move(engine), std::move(codec), std::move(worker), std::move(scope_type),
+                                std::move(current), std::move(callback_scope), std::move(resolver),
+                                std::move(clean_state), std::move(make_value), std::move(answer), std::move(complete),
+                                std::move(fail), std::move(on_gradients), std::move(on_ended)},
+                          recorder,
+                          Words{.call = call,
+                                .value = value,
+                                .make = make,
+                                .created = created,
+                                .may_linger = may_linger,
+                                .request_flags = request_flags,
+                                .reply_flags = reply_flags,
+                                .max_body = max_body,
+                                .gradients = gradients,
+                                .ended = ended,
+                                .preamble = preamble});
           },
-          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "created"_a,
-          "may_linger"_a, "request_flags"_a, "reply_flags"_a, "max_body"_a, "preamble"_a, "worker"_a, "scope_type"_a,
-          "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "make_value"_a, "answer"_a, "complete"_a,
-          "fail"_a)
+          nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "created"_a, "gradients"_a,
+          "ended"_a, "may_linger"_a, "request_flags"_a, "reply_flags"_a, "max_body"_a, "preamble"_a, "worker"_a,
+          "scope_type"_a, "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "make_value"_a, "answer"_a,
+          "complete"_a, "fail"_a, "on_gradients"_a, "on_ended"_a)
+      .def("reply", &PlainPool::reply, "connection"_a, "call"_a, "messages"_a,
+           "Answers messages of a backward pass with others. False: they are not plain, and nothing has been sent.")
       .def(
           "open", [](PlainPool& self) { self.open(true); },
           "From now on requests may run here; until then all go to Python.")

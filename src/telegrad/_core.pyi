@@ -1,7 +1,7 @@
 """Telegrad's native core."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 
 class Block:
@@ -125,7 +125,7 @@ class Unusual:
 class PlainCalls:
     """The short way for calls that carry only plain values."""
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, may_linger: int, reply_flags: int, max_body: int, preamble: int) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, gradients: int, ended: int, may_linger: int, reply_flags: int, max_body: int, preamble: int) -> None: ...
 
     def call(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, context: object | None) -> object:
         """Runs a function on a peer and waits. Its value, or `Unusual`."""
@@ -140,13 +140,34 @@ class PlainCalls:
         Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread that makes a call. Returns as `start` does.
         """
 
+    def ask(self, peer: int, messages: object, timeout: int, cookie: object) -> int:
+        """
+        Sends messages of a backward pass. The outcome is for `answer`, or for `cookie`, which the pool calls with it if nobody takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.
+        """
+
+    def answer(self, call: int, timeout: int) -> object:
+        """Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None."""
+
+    def tell(self, peer: int, value: object) -> bool:
+        """
+        Sends a peer the word that an autograd context has ended. False: the value is not plain.
+        """
+
+    NOT_PLAIN: Final[int] = ...
+    """(arg: object, /) -> int"""
+
 class PlainPool:
     """
     What threads of the pool wait on. Does by itself what is plain: requests to run a function on
     plain values, and replies with a plain value to asynchronous calls.
     """
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, may_linger: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, gradients: int, ended: int, may_linger: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object, on_gradients: object, on_ended: object) -> None: ...
+
+    def reply(self, connection: int, call: int, messages: object) -> bool:
+        """
+        Answers messages of a backward pass with others. False: they are not plain, and nothing has been sent.
+        """
 
     def open(self) -> None:
         """From now on requests may run here; until then all go to Python."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.context import Context
+from telegrad.autograd.recording import edges_of
 
 
 def contexts(worker: Any) -> dict[int, Context]:
@@ -19,7 +20,7 @@ def of(worker: Any, context: Context) -> Context:
 
 def leads_to(context: Context, message: int) -> list[Any]:
     """The leaves that the tensors of a message were, None for those that were results."""
-    edges = context.sends[message].edges
+    edges = edges_of(context.sends[message])
     return [getattr(edge.node, "variable", None) for edge in edges if edge is not None]
 
 

@@ -73,7 +73,8 @@ class Group:
         made = self.passes.get((worker, number))
         if made is None:
 
-            def send(to: int, message: tuple[Any, ...]) -> None:
+            def send(item: tuple[int, tuple[Any, ...]]) -> None:
+                to, message = item
                 assert to != worker, "messages to oneself stay inside"
                 assert to not in self.dead or worker in self.dead or not self.noticed(worker, to), "sent to the dead"
                 check_plain(message)
@@ -84,7 +85,7 @@ class Group:
             made = self.passes[worker, number] = Pass(
                 WorkerInfo(f"w{worker}", worker),
                 self.contexts[worker],
-                (7, number),
+                number,
                 root,
                 send,
                 lambda error: self.results.setdefault(number, []).append(error),

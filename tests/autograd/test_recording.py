@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd, rpc
 from telegrad.autograd.context import Context
-from telegrad.autograd.recording import edge_of
+from telegrad.autograd.recording import edge_of, edges_of
 from telegrad.testing import Cluster
 from telegrad.worker import current
 
@@ -301,7 +301,7 @@ def test_tensors_of_all_kinds(context: Context, pickled: bool) -> None:
         dense = (t if t.layout is torch.strided else t.to_dense() for t in (back, tensor))
         assert torch.equal(*dense), name
         message = list(context.sends)[-1]
-        edge = context.sends[message].edges[0]
+        edge = edges_of(context.sends[message])[0]
         assert edge is not None
         expected, _ = edge_of(tensor)
         assert (edge.node, edge.output_nr) == (expected.node, expected.output_nr), name

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -10,12 +10,15 @@ from torch.autograd.graph import Node
 from telegrad.autograd import profiled
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import ID_BITS
+from telegrad.autograd.recording import edges_of
 from telegrad.autograd.service import Autograd
 from telegrad.errors import NotInitialized, TelegradError
-from telegrad.worker import Scope, Worker, current
+from telegrad.worker import Scope, Worker, current, profiling
 from telegrad.worker.default import current_worker
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+
+_new: Any = tuple.__new__  # a scope without its constructor's frame
 
 NESTED = "Already have an autograd context id for this thread."
 NO_CONTEXT = (
@@ -83,15 +86,22 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
             or what a backward function or a hook raised, on whichever worker, see `telegrad.errors.RemoteError`.
         TypeError: roots is not a sequence of tensors.
     """
-    if not _is_id(context_id) or not _are_tensors(roots):
-        raise TypeError(
-            "backward(): incompatible function arguments. It takes a context's id, a list of tensors, and whether to"
-            f" retain the graph; got {context_id!r} and {type(roots).__name__}."
-        )
+    if not _is_id(context_id) or not isinstance(roots, (list, tuple)):
+        raise _no_arguments(context_id, roots)
+    for root in roots:
+        if not isinstance(root, Tensor):
+            raise _no_arguments(context_id, roots)
     service = _service()
-    found = _find(service, context_id)
-    _check(roots)
-    with profiled.whole():
+    found = service.contexts.table.get(context_id) or _find(service, context_id)
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for number, root in enumerate(roots):
+        if not root.requires_grad or root.grad_fn is None or root.numel() != 1:
+            _refuse(number, root)
+    if profiling.observer.on:
+        with profiled.whole():
+            service.backward(found, list(roots), retain_graph)
+    else:
         service.backward(found, list(roots), retain_graph)
 
 
@@ -117,7 +127,7 @@ def _enter(scope: Scope | None) -> tuple[Autograd, Scope]:
     """Opens a context, and makes it that of what runs here, which has this scope: the new one."""
     service = _service()
     if scope is None:
-        inner = Scope(service.worker, 0, False, False, service.contexts.open())
+        inner = _new(Scope, (service.worker, 0, False, False, service.contexts.open(), 0))
     else:
         if scope.autograd is not None and not scope.autograd.ended:
             raise RuntimeError(NESTED)
@@ -160,22 +170,20 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int)
 
 
-def _are_tensors(roots: Any) -> bool:
-    return isinstance(roots, (list, tuple)) and all(isinstance(root, Tensor) for root in roots)
+def _no_arguments(context_id: Any, roots: Any) -> TypeError:
+    return TypeError(
+        "backward(): incompatible function arguments. It takes a context's id, a list of tensors, and whether to"
+        f" retain the graph; got {context_id!r} and {type(roots).__name__}."
+    )
 
 
-def _check(roots: Sequence[Tensor]) -> None:
-    if not roots:
-        raise RuntimeError("No tensors provided for gradient computation.")
-    for number, root in enumerate(roots):
-        if root.requires_grad and root.numel() == 1 and root.grad_fn is not None:
-            continue
-        which = f"root {number} of shape {tuple(root.shape)}"
-        if not root.requires_grad:
-            raise RuntimeError(f"requires_grad not set on root ({which}): no tensor that it was made of requires grad.")
-        if root.numel() != 1:
-            raise RuntimeError(f"{which} is not a scalar, all roots need to be scalar. Sum it up, for example.")
-        raise RuntimeError(f"{which} does not have a valid gradient function. It has to be an operation's result.")
+def _refuse(number: int, root: Tensor) -> NoReturn:
+    which = f"root {number} of shape {tuple(root.shape)}"
+    if not root.requires_grad:
+        raise RuntimeError(f"requires_grad not set on root ({which}): no tensor that it was made of requires grad.")
+    if root.numel() != 1:
+        raise RuntimeError(f"{which} is not a scalar, all roots need to be scalar. Sum it up, for example.")
+    raise RuntimeError(f"{which} does not have a valid gradient function. It has to be an operation's result.")
 
 
 # ---- torch's private names
@@ -204,7 +212,7 @@ class DistAutogradContext:
         with self._context.lock:
             sends = list(self._context.sends.values())
         return {
-            sent.id: _SendFunction(tuple((edge.node, edge.output_nr) for edge in sent.edges if edge is not None))
+            sent.id: _SendFunction(tuple((edge.node, edge.output_nr) for edge in edges_of(sent) if edge is not None))
             for sent in sends
         }
 

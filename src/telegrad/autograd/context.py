@@ -7,8 +7,7 @@ Data only. `recording.py` fills it while the forward pass runs; a `Pass` reads i
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,22 +16,21 @@ if TYPE_CHECKING:
     from telegrad.autograd.running import Running
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class Sent:
+class Sent(NamedTuple):
     """A message of mine that carried tensors: where the gradients that come back for it enter my graph."""
 
     id: int
     """Of the message, the same on both sides: `worker id << 48 | counter`, the sender's worker id."""
     peer: int
     """Worker id of the receiver; my own for a call to myself."""
-    edges: tuple[GradientEdge | None, ...]
-    """For each tensor of the message, in its order, the edge taken as it was sent; None if it required no gradient."""
+    edges: tuple[GradientEdge | Tensor | None, ...]
+    """For each tensor of the message, in its order, the edge taken as it was sent, or a leaf itself, whose edge is made
+    when it is needed (`recording.edges_of`); None if it required no gradient."""
     owners: tuple[Node, ...] = ()
     """Nodes that keep the graph behind the edges alive: torch does not let the nodes of Python functions do it."""
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class Received:
+class Received(NamedTuple):
     """A message that brought me tensors: where gradients leave my graph."""
 
     id: int
@@ -48,24 +46,29 @@ class Received:
     a tensor that requires no gradient has its place too (None is reported for it)."""
 
 
-@dataclass(slots=True, eq=False)
 class Context:
-    """One worker's part of one autograd context. Guard changes of its tables with `lock`."""
+    """One worker's part of one autograd context. Guard changes of its tables with `lock`.
 
-    id: int
-    """`worker id << 48 | counter`, of the worker that opened it."""
-    sends: dict[int, Sent] = field(default_factory=dict)
-    receipts: dict[int, Received] = field(default_factory=dict)
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    """Leaf to its gradient, by identity of the leaf; same shape and dtype as the leaf, dense or sparse."""
-    ended: bool = False
-    """It was left: nothing is recorded in it, no pass begins in it."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    asked: dict[int, int] = field(default_factory=dict)
-    """By worker: how many requests I have sent it in this context. They are to be told when it ends."""
-    heard: dict[int, int] = field(default_factory=dict)
-    """By worker: how many requests have come from it in this context."""
-    passes: dict[tuple[int, int], Running] = field(default_factory=dict)
-    """Backward passes, by (root, number among those of the root): what has not been forgotten here yet."""
-    passes_over: dict[int, int] = field(default_factory=dict)
-    """By root: all its passes with a lower number are over."""
+    Args:
+        id: `worker id << 48 | counter`, of the worker that opened it.
+    """
+
+    __slots__ = ("asked", "ended", "gradients", "heard", "id", "lock", "passes", "passes_over", "receipts", "sends")
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.sends: dict[int, Sent] = {}
+        self.receipts: dict[int, Received] = {}
+        self.gradients: dict[Tensor, Tensor] = {}
+        """Leaf to its gradient, by identity of the leaf; same shape and dtype as the leaf, dense or sparse."""
+        self.ended = False
+        """It was left: nothing is recorded in it, no pass begins in it."""
+        self.lock = threading.Lock()
+        self.asked: dict[int, int] = {}
+        """By worker: how many requests I have sent it in this context. They are to be told when it ends."""
+        self.heard: dict[int, int] = {}
+        """By worker: how many requests have come from it in this context."""
+        self.passes: dict[tuple[int, int], Running] = {}
+        """Backward passes, by (root, number among those of the root): what has not been forgotten here yet."""
+        self.passes_over: dict[int, int] = {}
+        """By root: all its passes with a lower number are over."""

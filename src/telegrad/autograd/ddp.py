@@ -15,28 +15,26 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-
-__all__ = ["accumulate_beside", "any_reduced", "aside", "has_accumulate_hooks"]
+__all__ = ["accumulate_beside", "any_reduced", "aside", "ever"]
 
 _grad_lock = threading.RLock()
 _replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
-_ever: list[bool] = []  # not empty once there was one
+ever: list[bool] = []  # not empty once there was one
 
 
 def _notice(module: torch.nn.Module, name: str, submodule: Any) -> None:
     """DDP has registered the module that it replicates: the first thing that it does."""
     if isinstance(module, DistributedDataParallel) and submodule is not None:
-        _ever[:] = [True]
+        ever[:] = [True]
         _replicas[module] = frozenset(id(p) for p in submodule.parameters())
 
 
@@ -50,15 +48,10 @@ if torch.distributed.is_available() and torch.distributed.is_initialized():
 
 def any_reduced(leaves: Sequence[Any]) -> bool:
     """Whether a reducer of DDP waits for the gradient of one of these leaves, given as nodes."""
-    if not _ever:
+    if not ever:
         return False
     parameters = {id(leaf.variable) for leaf in leaves}
     return any(not parameters.isdisjoint(ids) for ids in list(_replicas.values()))
-
-
-def has_accumulate_hooks(leaf: Tensor) -> bool:
-    """Whether `register_post_accumulate_grad_hook` was used on it."""
-    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
 @contextmanager
@@ -83,9 +76,11 @@ def aside(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> It
                 leaf.grad = grad
 
 
-def accumulate_beside(leaf: Tensor, node: Node, grad: Tensor, so_far: Tensor | None) -> Tensor | None:
+def accumulate_beside(leaf: Tensor, grad: Tensor, so_far: Tensor | None) -> Tensor | None:
     """Runs the AccumulateGrad node of a leaf with post-accumulate hooks (its tensor hooks have run). As in local
     training the hooks see `grad` added to what there is so far, in `.grad`. Returns what they leave there."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node = get_gradient_edge(leaf).node
     with _grad_lock:
         before = leaf.grad
         try:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from telegrad.autograd.ddp import accumulate_beside, has_accumulate_hooks
+from telegrad.autograd.ddp import accumulate_beside
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from telegrad.autograd.context import Context
 
-__all__ = ["ALONE", "ALONE_IN_TUPLE", "Leaves", "references", "total_of"]
+__all__ = ["ALONE", "ALONE_IN_TUPLE", "Leaves", "land", "references", "total_of"]
 
 _use_count = getattr(Tensor, "_use_count", None)
 
@@ -107,29 +107,39 @@ class Leaves:
     def _whole(self, node: Node, found: _Sum) -> None:
         total, found.total = found.total, None
         if total is not None:
-            self.land(node, node.variable, total, found.own)  # type: ignore[attr-defined]
+            self.land(node.variable, total, found.own)  # type: ignore[attr-defined]
 
-    def land(self, node: Node, leaf: Tensor, grad: Tensor, alone: bool) -> None:
+    def land(self, leaf: Tensor, grad: Tensor, alone: bool) -> None:
         """Adds a whole gradient to the context. `alone`: nobody else in Python has this tensor."""
-        if not (alone and _use_count is not None and _use_count(grad) <= 1 and _lies_alike(leaf, grad)):
-            grad = _copied(leaf, grad)
-        context = self._context
-        if not has_accumulate_hooks(leaf):
-            self.add(leaf, grad)
-            return
-        result = accumulate_beside(leaf, node, grad, context.gradients.get(leaf))
-        with context.lock:
-            if result is None:
-                context.gradients.pop(leaf, None)
-            else:
-                context.gradients[leaf] = result
+        land(self._context, leaf, grad, alone)
 
     def add(self, leaf: Tensor, grad: Tensor) -> None:
         """Adds to the context what is its own."""
-        gradients = self._context.gradients
-        with self._context.lock:
-            before = gradients.get(leaf)
-            gradients[leaf] = grad if before is None else add(before, grad, False)
+        enter(self._context, leaf, grad)
+
+
+def land(context: Context, leaf: Tensor, grad: Tensor, alone: bool) -> None:
+    """Adds a leaf's whole gradient to a context. `alone`: nobody else in Python has this tensor."""
+    if not (alone and _use_count is not None and _use_count(grad) <= 1 and _lies_alike(leaf, grad)):
+        grad = _copied(leaf, grad)
+    if not getattr(leaf, "_post_accumulate_grad_hooks", None):
+        enter(context, leaf, grad)
+        return
+    result = accumulate_beside(leaf, grad, context.gradients.get(leaf))
+    with context.lock:
+        if result is None:
+            context.gradients.pop(leaf, None)
+        else:
+            context.gradients[leaf] = result
+
+
+def enter(context: Context, leaf: Tensor, grad: Tensor) -> None:
+    """Adds to a context what is its own."""
+    gradients = context.gradients
+    with context.lock:
+        before = gradients.setdefault(leaf, grad)
+        if before is not grad:
+            gradients[leaf] = add(before, grad, False)
 
 
 def total_of(parts: Sequence[Tensor]) -> Tensor:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from torch.autograd.graph import GradientEdge
 
-from telegrad.autograd.context import Context, Sent
+from telegrad.autograd.context import Context, Received, Sent
 from telegrad.autograd.graph import LocalGraph
+from telegrad.autograd.recording import edges_of
 from telegrad.autograd.stages import Stages
 from telegrad.protocols.backward import UnknownSend
 from telegrad.protocols.backward_messages import ROOT, Layout
@@ -24,7 +25,7 @@ class Local:
         context: what was recorded here.
     """
 
-    __slots__ = ("_closed", "_context", "_retain_graph", "_stages", "roots")
+    __slots__ = ("_closed", "_context", "_retain_graph", "_stages", "recorded", "roots")
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -32,6 +33,7 @@ class Local:
         self._retain_graph = False
         self._closed = False
         self.roots: Sequence[GradientEdge] | None = None  # at the root of the pass
+        self.recorded: tuple[list[Sent], list[Received]] | None = None  # if not all that the context has now
 
     @property
     def held(self) -> bool:
@@ -62,10 +64,14 @@ class Local:
     def _make(self) -> Stages:
         if self._closed:
             raise UnknownSend(-1, "had all the gradients that it can get")
-        with self._context.lock:
-            sends = sorted(self._context.sends.values(), key=_by_id)
-            receipts = list(self._context.receipts.values())
-        sources: list[tuple[int, Sequence[GradientEdge | None]]] = [(sent.id, sent.edges) for sent in sends]
+        if self.recorded is not None:
+            sends, receipts = self.recorded
+        else:
+            with self._context.lock:
+                sends = list(self._context.sends.values())
+                receipts = list(self._context.receipts.values())
+        sends.sort(key=_by_id)
+        sources: list[tuple[int, Sequence[GradientEdge | None]]] = [(sent.id, edges_of(sent)) for sent in sends]
         if self.roots is not None:
             sources.insert(0, (ROOT, self.roots))
         stages = Stages(self._context, LocalGraph(sources, receipts))
@@ -83,8 +89,7 @@ class Local:
     def close(self) -> None:
         """Nothing more can come."""
         self._closed = True
-        self._stages = None
-        self.roots = None
+        self._stages = self.roots = self.recorded = None
 
 
 def _by_id(sent: Sent) -> int:

@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.local import Local
+from telegrad.autograd.short import Answered, Asked, answer, begin
 from telegrad.errors import RemoteError, WorkerLost
 from telegrad.protocols.backward import Part
 from telegrad.protocols.backward_messages import (
@@ -45,7 +46,11 @@ logger = logging.getLogger("telegrad")
 
 GRADIENTS, MARK, MARKED, FINISH, REPORT, FAILED, LOST, ABORT = range(8)
 
+
 Failure = tuple[int, bytes, str]  # worker id, packed exception, its text
+
+
+_NOTHING = Local(Context(0))  # what is held of the local graph on the short way
 
 
 class Pass:
@@ -58,54 +63,81 @@ class Pass:
     Args:
         me: this worker.
         context: what was recorded here. Its `gradients` are added to.
-        key: (context id, number of the pass in it), for messages in logs.
+        number: of the pass among the root's, for messages in logs.
         root_worker: the id of the worker that called `backward`.
-        send: takes a worker id and a message; at once, or later, but never to be lost without `peer_lost`. What it
+        send: takes (a worker id, a message); at once, or later, but never to be lost without `peer_lost`. What it
             raises fails the pass. Tensors must be taken up (copied, or held) before it returns, and not be written to.
         finished: at the root only, and once: the pass is over, with None or the error that `backward` is to raise. All
             gradients are then in the contexts of their workers.
         name_of: a worker's name by its id, for errors.
     """
 
+    _short: Asked | Answered | None = None  # what has been done on the short way
+    _short_over = False  # at the root: nothing else was to be done
+    _cause: BaseException | None = None  # at the root: of the error that it raises, if it was its own
+    # On the long way:
+    _part: Part | None = None
+    _local = _NOTHING
+    _reported: dict[int, Sequence[Tensor | None]]  # recv -> gradients, from its stage to their sending
+
     def __init__(
         self,
         me: WorkerInfo,
         context: Context,
-        key: tuple[int, int],
+        number: int,
         root_worker: int,
-        send: Callable[[int, tuple[Any, ...]], None],
+        send: Callable[[tuple[int, tuple[Any, ...]]], None],
         finished: Callable[[BaseException | None], None],
         name_of: Callable[[int], str] = str,
     ) -> None:
-        self.key = key
+        self._number = number
         self._me = me
         self._context = context
         self._send = send
         self._finished = finished
         self._name_of = name_of
-        self._cause: BaseException | None = None  # at the root: of the error that it raises, if it was its own
-        self._local = Local(context)
-        self._reported: dict[int, Sequence[Tensor | None]] = {}  # recv -> gradients, from its stage to their sending
-        self._part = Part(me.id, root_worker, self._local.layout, self._local.pending)
+        self._root = root_worker
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def start(self, roots: Sequence[Tensor], retain_graph: bool) -> None:
         """At the root: begins, with a gradient of one at each of the roots: real scalars that require grad."""
-        self._local.retain_graph = retain_graph
-        self._guarded(self._start, roots)
+        try:
+            begun = begin(self._me.id, self._context, roots, retain_graph)
+            if begun is not None:
+                self._short, sends, tensors = begun
+                self._send((self._short.peer, (GRADIENTS, retain_graph, False, sends, tensors, None)))
+                return
+        except BaseException as error:
+            self._fail(error)
+            return
+        self._guarded(self._start, roots, retain_graph)
 
     def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
         """A message that `send` of the worker `peer` was given. Also after the end: some are late."""
+        if self._part is None:
+            try:
+                if self._is_short(peer, message):
+                    return
+            except BaseException as error:
+                self._fail(error, self._handle)
+                return
         self._guarded(self._handle, peer, message)
 
     def peer_lost(self, peer: int, why: str) -> None:
         """Worker `peer` is gone; tell it for every peer that is lost while the context lives."""
-        self._guarded(self._part.lost, peer, (peer, why))
+        if not self._short_over:
+            self._guarded(self._lost, peer, why)
 
     def abort(self, error: BaseException) -> None:
         """Ends the pass with this error, which at the root goes to `finished`: time is up, or the worker shuts down."""
-        self._guarded(self._part.abort, self._failure(error))
+        if not self._short_over:
+            self._guarded(self._abort, error)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Of its context, and its number."""
+        return self._context.id, self._number
 
     # ---- what it knows -----------------------------------------------------------------------------------------------
 
@@ -113,33 +145,100 @@ class Pass:
     def over(self) -> bool:
         """At the root: `finished` was called. Elsewhere: it has failed; a part that went well waits for the root's
         word, which need not come."""
-        return self._part.over is not None
+        return self._short_over if self._part is None else self._part.over is not None
 
     @property
     def busy(self) -> bool:
         """Something is held for it here: the local graph."""
-        return self._local.held
+        return self._local.held or type(self._short) is Asked
 
     @property
     def idle(self) -> bool:
         """Nothing is expected to arrive any more, and the local graph is let go of."""
+        if self._part is None:
+            return self._short_over or type(self._short) is Answered
         return self._part.over is not None or (self._part.complete and not self._local.held)
 
     def waiting_for(self) -> str:
         """At the root: what is outstanding, and where, for the error of a time-out."""
-        ledger = self._part.ledger
-        if ledger is None or self.over:
-            return "nothing"
         words = {TokenKind.GRADIENT: "gradients", TokenKind.MARK: "marks"}
         found: dict[tuple[int, str], int] = {}
-        for kind, number in ledger.outstanding:
-            what = words.get(TokenKind(kind), "its report")
-            worker = ledger.where.get((kind, number), -1)
-            found[worker, what] = found.get((worker, what), 0) + 1
-        return "; ".join(
+        short, part = self._short, self._part
+        if part is None:
+            if type(short) is Asked:
+                found[short.peer, words[TokenKind.GRADIENT]] = len(short.consumed)
+        elif part.ledger is not None and not self.over:
+            for kind, number in part.ledger.outstanding:
+                what = words.get(TokenKind(kind), "its report")
+                worker = part.ledger.where.get((kind, number), -1)
+                found[worker, what] = found.get((worker, what), 0) + 1
+        rows = [
             f"worker {self._name_of(worker) if worker >= 0 else '(not heard of yet)'}: {count} x {what}"
             for (worker, what), count in sorted(found.items())
-        )
+        ]
+        return "; ".join(rows) if rows else "nothing"
+
+    # ---- the short way -----------------------------------------------------------------------------------------------
+
+    def _is_short(self, peer: int, message: tuple[Any, ...]) -> bool:
+        """Takes a message up, if that is all that there is to do; else nothing has been done."""
+        if self._short_over:  # it is late
+            return True
+        short = self._short
+        kind = message[0]
+        if self._root == self._me.id:
+            if not isinstance(short, Asked):
+                return False
+            sends: Sequence[int] = ()
+            tensors: list[Tensor | None] = []
+            if kind == GRADIENTS:
+                _, _, marked, sends, tensors, report = message
+                if marked or report is None:
+                    return False
+            elif kind == REPORT:
+                report = message[1]
+            else:
+                return False
+            if not short.is_last(peer, sends, report):
+                return False
+            short.finish(self._context, sends, tensors)
+            tensors.clear()
+            self._short = None
+            self._short_over = True
+            self._finished(None)
+            return True
+        if short is not None or kind != GRADIENTS or peer != self._root:
+            return False
+        _, retain_graph, marked, sends, tensors, _ = message
+        if marked or len(sends) != 1:
+            return False
+        answered = answer(self._context, peer, sends[0], tensors, retain_graph)
+        if answered is None:
+            return False
+        self._short, found, report = answered
+        if self._short.reported:
+            ids = tuple([number for number, _ in self._short.reported])
+            self._send((peer, (GRADIENTS, retain_graph, False, ids, found, report)))
+        else:
+            self._send((peer, (REPORT, report)))
+        return True
+
+    def _at_length(self) -> Part:
+        """The schedule, at the point which the short way has come to."""
+        part = self._part
+        if part is None:
+            short, self._short = self._short, None
+            local = Local(self._context)
+            if isinstance(short, Answered):
+                local.close()
+                part = Part(self._me.id, self._root, short.layout, short.pending)
+                short.replay(part)
+            else:
+                part = Part(self._me.id, self._root, local.layout, local.pending)
+                if short is not None:
+                    short.replay(part, local)
+            self._part, self._local, self._reported = part, local, {}
+        return part
 
     # ---- the schedule ------------------------------------------------------------------------------------------------
 
@@ -147,38 +246,55 @@ class Pass:
         try:
             self._carry_out(event(*args))
         except BaseException as error:  # of hooks, functions, the engine, or of sending: the pass has failed
-            try:
-                self._carry_out(self._part.failed(self._failure(error, event)))
-            except Exception:
-                logger.exception("backward pass %s: worker %s cannot tell that it failed", self.key, self._me.name)
-        if self._local.held and (self._part.over is not None or self._part.complete):
+            self._fail(error, event)
+        self._tidy()
+
+    def _fail(self, error: BaseException, event: Any = None) -> None:
+        try:
+            part = self._at_length()
+            self._carry_out(part.failed(self._failure(error, event)))
+        except Exception:
+            logger.exception("backward pass %s: worker %s cannot tell that it failed", self.key, self._me.name)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        part = self._part
+        if self._local.held and part is not None and (part.over is not None or part.complete):
             self._local.close()
             self._reported.clear()
 
-    def _start(self, roots: Sequence[Tensor]) -> Sequence[Effect]:
+    def _lost(self, peer: int, why: str) -> Sequence[Effect]:
+        return self._at_length().lost(peer, (peer, why))
+
+    def _abort(self, error: BaseException) -> Sequence[Effect]:
+        return self._at_length().abort(self._failure(error))
+
+    def _start(self, roots: Sequence[Tensor], retain_graph: bool) -> Sequence[Effect]:
+        part = self._at_length()
+        self._local.retain_graph = retain_graph
         self._local.roots = [get_gradient_edge(root) for root in roots]
         self._local.stages().add(ROOT, [torch.ones_like(root) for root in roots])
-        return self._part.start()
+        return part.start()
 
     def _handle(self, peer: int, message: tuple[Any, ...]) -> Sequence[Effect]:
-        kind = message[0]
-        if kind == GRADIENTS:
+        part = self._at_length()
+        if message[0] == GRADIENTS:
             _, retain_graph, marked, sends, tensors, report = message
-            if self._part.over is None:
+            if part.over is None:
                 self._local.retain_graph = retain_graph
                 stages = self._local.stages()
                 place = 0
                 for send in sends:
                     place = stages.add(send, tensors, place)
             tensors.clear()  # they are in the stages now, and nobody else's
-            return self._part.handle(peer, Gradients(sends, marked, report and _report(report)))
-        return self._part.handle(peer, _received(message))
+            return part.handle(peer, Gradients(sends, marked, report and _report(report)))
+        return part.handle(peer, _received(message))
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         while effects:
             for effect in effects:
                 if isinstance(effect, Send):
-                    self._send(effect.to, self._wire(effect.message))
+                    self._send((effect.to, self._wire(effect.message)))
             last = effects[-1]
             effects = ()
             if isinstance(last, Run):
@@ -198,7 +314,7 @@ class Pass:
             else:
                 self._reported[received.id] = grads
         del reports
-        return self._part.ran(stage)
+        return self._at_length().ran(stage)
 
     def _wire(self, message: Message) -> tuple[Any, ...]:
         if isinstance(message, Gradients):
@@ -224,7 +340,7 @@ class Pass:
     def _failure(self, error: BaseException, event: Any = None) -> Any:
         """What travels of an error; the error itself where it need not. As in torch, what a message has led to at the
         root, after its own first stage, is told of as if it came from elsewhere."""
-        if self._part.ledger is not None:
+        if self._root == self._me.id:
             if event != self._handle:
                 return error
             self._cause = error

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
-from telegrad.autograd.passes import GRADIENTS
+from telegrad.autograd.passes import GRADIENTS, Pass
 from telegrad.worker import profiling
 from telegrad.worker.calls import Calls
 
@@ -42,9 +42,9 @@ def sending(messages: Sequence[tuple[Any, ...]]) -> _Range:
     return around
 
 
-def taking(message: tuple[Any, ...]) -> _Range:
-    """Around the taking up of a message of a pass."""
-    wanted = profiling.observer.on and message[0] == GRADIENTS
+def taking(event: tuple[Any, ...]) -> _Range:
+    """Around what happens to a pass: (a method of it, its arguments)."""
+    wanted = profiling.observer.on and event[0].__name__ == Pass.on_message.__name__ and event[2][0] == GRADIENTS
     around: _Range = profiling.observer.range(_SEND) if wanted else NOTHING
     return around
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from telegrad.autograd.context import Received, Sent
 from telegrad.autograd.graph import mark_recv
 
-__all__ = ["NOT_BY_ITSELF", "Recv", "received", "sent"]
+__all__ = ["NOT_BY_ITSELF", "Recv", "edge_of", "edges_of", "received", "sent"]
 
 NOT_BY_ITSELF = (
     "the graph of this tensor goes on at another worker: call telegrad.autograd.backward(context_id, [loss]) in place"
@@ -35,8 +35,7 @@ class Recv(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(_ctx: Any, _anchor: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         return tuple(tensors)
 
     @staticmethod
@@ -48,15 +47,11 @@ class Recv(torch.autograd.Function):
         return None, None
 
 
+_new: Any = tuple.__new__  # a record without its constructor's frame
+_REST = (None,) * (len(GradientEdge._fields) - 2)
+is_grad_enabled = torch.is_grad_enabled
 _apply: Any = super(torch.autograd.Function, Recv).apply
 _in_transform = getattr(torch._C, "_are_functorch_transforms_active", None)
-
-
-def _recv(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """`Recv.apply`, past its handling of default arguments and transforms, which takes as long as the rest."""
-    apply: Any = Recv.apply if _in_transform is None or _in_transform() else _apply
-    made: tuple[Tensor, ...] = apply(_anchor, tensors)
-    return made
 
 
 def edge_of(tensor: Tensor) -> tuple[GradientEdge, Node | None]:
@@ -76,18 +71,41 @@ def edge_of(tensor: Tensor) -> tuple[GradientEdge, Node | None]:
     return GradientEdge(node, number), None if tensor.is_leaf else owner
 
 
+def edges_of(record: Sent) -> tuple[GradientEdge | None, ...]:
+    """The edges of a message's tensors, those of leaves too. None also for a leaf that requires no gradient by now."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return tuple(
+            [
+                (edge_of(edge)[0] if edge.requires_grad else None) if isinstance(edge, Tensor) else edge
+                for edge in record.edges
+            ]
+        )
+
+
 def sent(message: int, peer: int, tensors: Sequence[Tensor]) -> Sent:
     """The record of a message that is about to leave.
 
     Args:
         tensors: all of it that require grad, in the order in which the receiver makes them.
     """
-    if torch.is_grad_enabled():
-        found = [edge_of(tensor) for tensor in tensors]
-    else:  # a reply, sent by a thread in which it is off
+    if not is_grad_enabled():  # a reply, sent by a thread in which it is off
         with torch.inference_mode(False), torch.enable_grad():
-            found = [edge_of(tensor) for tensor in tensors]
-    return Sent(message, peer, tuple([edge for edge, _ in found]), tuple([owner for _, owner in found if owner]))
+            return sent(message, peer, tensors)
+    edges: list[GradientEdge | Tensor] = []
+    owners: tuple[Node, ...] = ()
+    for tensor in tensors:
+        node: Any = tensor.grad_fn
+        if node is None:
+            edges.append(tensor)
+        elif not isinstance(node, FunctionNode):
+            edges.append(_new(GradientEdge, (node, tensor.output_nr, *_REST)))
+        else:
+            edge, owner = edge_of(tensor)
+            edges.append(edge)
+            if owner is not None:
+                owners = (*owners, owner)
+    record: Sent = _new(Sent, (message, peer, tuple(edges), owners))
+    return record
 
 
 def received(message: int, peer: int, tensors: list[Tensor]) -> tuple[Received, tuple[Tensor, ...]]:
@@ -96,11 +114,10 @@ def received(message: int, peer: int, tensors: list[Tensor]) -> tuple[Received, 
     Args:
         tensors: leaves that are no views and do not require grad; they are changed.
     """
-    if torch.is_grad_enabled():
-        made = _recv(tensors)
-    else:  # a reply that is read under no_grad was recorded all the same, where it was made
+    if not is_grad_enabled():  # a reply that is read under no_grad was recorded all the same, where it was made
         with torch.inference_mode(False), torch.enable_grad():
-            made = _recv(tensors)
-    node = made[0].grad_fn
-    assert node is not None
-    return Received(message, peer, node, len(made)), made
+            return received(message, peer, tensors)
+    # Past `Recv.apply`, whose handling of default arguments and transforms takes as long as the rest.
+    apply: Any = Recv.apply if _in_transform is None or _in_transform() else _apply
+    made: tuple[Tensor, ...] = apply(_anchor, tensors)
+    return _new(Received, (message, peer, made[0].grad_fn, len(made))), made

@@ -1,20 +1,18 @@
 """Distributed autograd of one worker: its contexts, and the backward passes that run in them.
 
 What the worker calls (`telegrad.worker.recorder.Recorder`) ends up here. Messages: the word that a context has ended is
-sent one way; the messages of a pass are requests, see `telegrad.autograd.running`.
+sent one way; the messages of a pass are requests, see `telegrad.autograd.exchange`.
 """
 
+from functools import partial
 from typing import Any
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.running import Passes
-from telegrad.autograd.versions import body, gate_of, handler_run
-from telegrad.wire import Tag
+from telegrad.autograd.exchange import Passes
+from telegrad.autograd.versions import GATE, body, gate_of, handler_run
 
 __all__ = ["Autograd"]
-
-_CONTEXT_ENDED = int(Tag.CONTEXT_ENDED)
 
 
 class Autograd:
@@ -28,9 +26,10 @@ class Autograd:
     def __init__(self, worker: Any, first_id: int) -> None:
         self.worker = worker
         self.contexts = Contexts(worker.info.id, first_id, self._tell, self._ended)
-        self.passes = Passes(worker, self.contexts.find)
+        self.passes = Passes(worker, self.contexts)
         self.backward = self.passes.backward
         self.on_request = self.passes.on_request
+        self.on_gradients = self.passes.on_gradients
         self.carry = self.contexts.carry
         self.take_back = self.contexts.take_back
         self.arrived = self.contexts.arrived
@@ -40,13 +39,11 @@ class Autograd:
     # ---- contexts
 
     def _tell(self, peer: int, ended: tuple[int, int]) -> None:
-        worker = self.worker
-        message = worker.messages.encode(peer, ended)
-
-        def send() -> None:
-            worker.engine.send(peer, _CONTEXT_ENDED, message.flags, message.body, message.segments)
-
-        worker.calls.filtered("Cleanup", False, peer, send)
+        calls = self.worker.calls
+        if calls.send_filter is None:
+            calls.plain.tell(peer, ended)
+        else:
+            calls.filtered("Cleanup", False, peer, partial(calls.plain.tell, peer, ended))
 
     def on_ended(self, peer: int, plain: Any) -> None:
         """A peer says that a context has ended."""
@@ -67,11 +64,11 @@ class Autograd:
     @property
     def plain(self) -> bool:
         """Is there nothing around the run of a handler?"""
-        return gate_of(self.worker) is None
+        return GATE not in self.worker.extras
 
     def within(self, context: Context) -> body | None:
         """Around other code."""
-        gate = gate_of(self.worker)
+        gate = self.worker.extras.get(GATE)
         return None if gate is None else body(gate, context.id)
 
     # ---- the group

@@ -16,12 +16,14 @@ the engine where it has tensor hooks, which must see the sum.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.ddp import any_reduced, aside
@@ -35,25 +37,41 @@ if TYPE_CHECKING:
 
     from telegrad.autograd.context import Context, Received
 
-__all__ = ["Stages"]
+__all__ = ["Stages", "run_engine"]
 
 Label = tuple[int, ...]  # (0, bit of the source), or (1, rank of the cell, number of the crossing)
 Report = tuple["Received", Sequence[Tensor | None]]
 Waiting = list[tuple[GradientEdge, Tensor]]
 
-_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_bare_engine: Any = getattr(Variable, "_execution_engine", None)
+_log: Any = getattr(torch.autograd.graph, "log", None)
 _python_function: type = getattr(torch._C, "_FunctionBase", torch.autograd.Function)
 
 
-def _gradients(
-    outputs: tuple[GradientEdge, ...], grads: tuple[Tensor, ...], inputs: tuple[Any, ...], retain_graph: bool
+def _has_devices() -> bool:
+    """May the engine run nodes on threads of its own?"""
+    accelerator = getattr(torch, "accelerator", None)
+    return accelerator is None or accelerator.current_accelerator() is not None
+
+
+# What torch puts around its engine hands this thread's context on to the threads of devices.
+_may_be_bare = _bare_engine is not None and _log is not None and not _has_devices()
+
+
+def run_engine(
+    outputs: tuple[Any, ...], grads: tuple[Tensor, ...], inputs: tuple[Any, ...], retain_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad(..., allow_unused=True)` without its checks, which take as long as the engine's start."""
-    if _engine is None:
-        return torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
-    found: tuple[Tensor | None, ...] = _engine(
-        outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
-    )
+    found: tuple[Tensor | None, ...]
+    if _may_be_bare and not _log.isEnabledFor(logging.DEBUG):
+        found = _bare_engine.run_backward(
+            outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
+        )
+    elif _engine is not None:
+        found = _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False)
+    else:
+        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
     return found
 
 
@@ -95,6 +113,11 @@ class Stages:
             for edge, grad in found:
                 self._put(edge.node, edge.output_nr, (0, bit), grad)
         return place
+
+    def skip(self, group: int) -> None:
+        """The stage of a group of a forest, or FINAL, has run elsewhere, and what its recvs report is known there."""
+        assert self.graph.is_forest
+        self._entered.pop(self.graph.stage(group, self._done).rank)
 
     def pending(self) -> bool:
         """Whether gradients wait that only the final stage takes up."""
@@ -146,11 +169,11 @@ class Stages:
         reports = _reports(stage.recvs, found)
         if whole:
             land = self._leaves.land
-            for place, leaf in enumerate(stage.whole):
+            for place in range(len(stage.whole)):
                 grad = found[recvs + place]
                 if grad is not None:
                     alone = references(grad) <= ALONE_IN_TUPLE  # but for `found`
-                    land(leaf, whole[place], grad, alone)
+                    land(whole[place], grad, alone)
         for number, (leaf, grad) in enumerate(zip(stage.parts, found[recvs + len(whole) :], strict=True)):
             if graph.is_forest:
                 self._leaves.part(leaf, stage.rank, grad)
@@ -165,7 +188,7 @@ class Stages:
     ) -> tuple[Tensor | None, ...]:
         if not outputs or not inputs:  # all gradients undefined; or nothing wants one
             return (None,) * len(inputs)
-        return _gradients(outputs, grads, tuple(inputs), retain_graph)
+        return run_engine(outputs, grads, tuple(inputs), retain_graph)
 
     def _run_crossing(
         self, stage: Stage, outputs: tuple[GradientEdge, ...], grads: tuple[Tensor, ...], inputs: list[Any]
@@ -223,6 +246,7 @@ class Stages:
         inputs: list[Any] = [*leaves, *(GradientEdge(node, 0) for node in nodes)]
         for node in nodes:
             node.report = partial(seen.__setitem__, node)
+            node.materialize_grads = False  # what is undefined stays so
         try:
             if outputs:
                 with aside(leaves, self._leaves.add):
@@ -257,7 +281,7 @@ class Stages:
             if node in self.graph.shared:
                 given[node] = grad
             else:
-                leaves.land(node, node.variable, grad, alone)  # type: ignore[attr-defined]
+                leaves.land(node.variable, grad, alone)  # type: ignore[attr-defined]
         if self.graph.is_forest:
             for node in stage.parts:
                 leaves.part(node, stage.rank, given.get(node))

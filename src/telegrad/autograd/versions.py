@@ -25,9 +25,20 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from telegrad.autograd.gate import StepGate
 
-__all__ = ["between_steps", "body", "gate_for", "gate_of", "handler_run", "is_shared", "put", "renew", "unprotected"]
+__all__ = [
+    "GATE",
+    "between_steps",
+    "body",
+    "gate_for",
+    "gate_of",
+    "handler_run",
+    "is_shared",
+    "put",
+    "renew",
+    "unprotected",
+]
 
-_GATE: Final = "autograd.gate"  # in a worker's extras
+GATE: Final = "autograd.gate"  # in a worker's extras
 _RETIRED: Final = "_telegrad_retired"  # of a storage: the version of the parameter that it was under to the last
 
 MODIFIED: Final = (
@@ -115,13 +126,13 @@ def renew(old: torch.Tensor) -> None:
 
 def gate_for(worker: Any) -> StepGate:
     """The gate of a worker. The first call switches protection on there, for good."""
-    gate: StepGate = worker.extras.setdefault(_GATE, StepGate())
+    gate: StepGate = worker.extras.setdefault(GATE, StepGate())
     return gate
 
 
 def gate_of(worker: Any) -> StepGate | None:
     """The gate of a worker; None if protection is off there, as nothing is stepped."""
-    gate: StepGate | None = worker.extras.get(_GATE)
+    gate: StepGate | None = worker.extras.get(GATE)
     return gate
 
 

@@ -104,6 +104,8 @@ class Calls:
             call=_CALL,
             value=_VALUE,
             make=int(Tag.MAKE),
+            gradients=int(Tag.GRADIENTS),
+            ended=int(Tag.CONTEXT_ENDED),
             may_linger=int(Flag.MAY_LINGER),
             reply_flags=NOT_PLAIN_REPLY,
             max_body=messages.limit,
@@ -111,7 +113,7 @@ class Calls:
         )
         self.names = NameTable()
         self.send_filter: Filter | None = None
-        self.delay: Callable[[float, Callable[[], None]], None] | None = None
+        self.delay: Callable[[float, Callable[[], object]], None] | None = None
 
     # ---- writing
 
@@ -356,7 +358,7 @@ class Calls:
             self.delay(r.timeout / 1e9, lambda: _fail(future, RpcTimeout(r.timeout / 1e9, self._what(r), "delayed")))
         self.delay(seconds, send_late)
 
-    def filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], None], attempt: int = 0) -> None:
+    def filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object], attempt: int = 0) -> None:
         """Sends a one-way message, past a fault injector if there is one. Such a message must arrive, so a dropped one
         is sent again, each time later than the last."""
         if self.send_filter is None or self.delay is None:

@@ -48,7 +48,7 @@ class EndedEngine:
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotInitialized
 
-    call = start = start_many = make = wait = listen = set_peer = _refuse
+    call = start = start_many = make = ask = answer = wait = listen = set_peer = _refuse
 
     # ---- what is done already, or concerns nobody any more
 
@@ -63,6 +63,10 @@ class EndedEngine:
     def send(self, *_: Any) -> bool:
         """False: every peer is gone."""
         return False
+
+    def tell(self, *_: Any) -> bool:
+        """True: there is nobody to be told."""
+        return True
 
     def stats(self) -> dict[str, Any]:
         """As that of the engine: totals as they were at the end, nothing under way, and what is still in use of the

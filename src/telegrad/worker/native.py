@@ -12,7 +12,9 @@ from telegrad.worker.handlers import NOT_PLAIN_REQUEST
 from telegrad.worker.rendezvous import Group
 from telegrad.worker.scope import Scope, clean_state, current
 
-__all__ = ["make_engine", "make_plain_pool"]
+__all__ = ["NOT_PLAIN", "Unusual", "make_engine", "make_plain_pool"]
+
+NOT_PLAIN, Unusual = _core.PlainCalls.NOT_PLAIN, _core.Unusual  # see there
 
 _SECOND = 1_000_000_000
 
@@ -49,6 +51,8 @@ def make_plain_pool(worker: Any, callback_scope: Scope) -> _core.PlainPool:
         value=Tag.VALUE,
         make=Tag.MAKE,
         created=Tag.CREATED,
+        gradients=Tag.GRADIENTS,
+        ended=Tag.CONTEXT_ENDED,
         may_linger=Flag.MAY_LINGER,
         request_flags=NOT_PLAIN_REQUEST,
         reply_flags=NOT_PLAIN_REPLY,
@@ -64,4 +68,6 @@ def make_plain_pool(worker: Any, callback_scope: Scope) -> _core.PlainPool:
         answer=worker.handlers.answer,
         complete=complete,
         fail=worker.calls.fail,
+        on_gradients=worker.autograd.on_gradients,
+        on_ended=worker.autograd.on_ended,
     )

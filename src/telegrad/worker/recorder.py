@@ -48,6 +48,9 @@ class Recorder(Protocol):
     def on_request(self, asked: Any, flags: int, body: Any, segments: Any) -> None:
         """A peer sends gradients: a request (`telegrad.worker.handlers.Asked`) to be answered, whatever comes of it."""
 
+    def on_gradients(self, peer: int, connection: int, call: int, deadline: int, message: Any) -> None:
+        """The same, as the core has read it."""
+
     # ---- code that runs in a context
 
     def running(self, context: Any) -> AbstractContextManager[None] | None:

@@ -22,12 +22,12 @@ class Timers:
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
-        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+        self._waiting: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def later(self, seconds: float, function: Callable[[], None]) -> None:
+    def later(self, seconds: float, function: Callable[[], object]) -> None:
         """Runs a function, which must not block, after a while; never, if the timers have been stopped by then."""
         with self._changed:
             if self._stopped:
