@@ -1,0 +1,206 @@
+"""The short way of a pass says what the schedule would, to the letter, and goes on at length where it has to."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from programs import Program, compare, distributed, local
+from simulation import Group
+from test_fuzz import Oops
+from torch import Tensor
+
+from telegrad.autograd import passes, short
+from telegrad.errors import RemoteError, WorkerLost
+
+SEEDS = 500
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.rand(*shape or (3,), dtype=torch.float64).requires_grad_()
+
+
+def called(group: Group, x: Tensor, weight: Tensor, by: int = 0, of: int = 1) -> Tensor:
+    """`x * weight` at one worker, called by another."""
+    (there,) = group.transfer(by, of, [x])
+    (back,) = group.transfer(of, by, [there * weight])
+    return back
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What has been done on the short way, and how often."""
+    seen: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, what: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def counting(*args: Any) -> Any:
+            result = original(*args)
+            seen[what] += result is not None or name in ("finish", "replay")
+            return result
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(passes, "begin", "begun")
+    count(passes, "answer", "answered")
+    count(short.Asked, "finish", "finished")
+    count(short.Asked, "replay", "left by the root")
+    count(short.Answered, "replay", "left by another")
+    return seen
+
+
+def talk(program: Program, network: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All that is said in a program's passes, in the order in which it is sent."""
+    said: list[str] = []
+    plain = Group.pass_of
+
+    def pass_of(self: Group, worker: int, number: int, root: int) -> Any:
+        self.on_send = lambda src, dst, message: said.append(f"{src} to {dst}: {message}")
+        return plain(self, worker, number, root)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "pass_of", pass_of)
+        compare(program, local(program), distributed(program, network)[0])
+    return said
+
+
+def test_it_says_what_the_schedule_would(monkeypatch: pytest.MonkeyPatch, taken: Counter[str]) -> None:
+    for seed in range(SEEDS):
+        size = 3 + seed % 6
+        found = talk(Program(seed, size), seed, monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "begin", lambda *_: None)
+            patch.setattr(passes, "answer", lambda *_: None)
+            expected = talk(Program(seed, size), seed, monkeypatch)
+        assert found == expected, f"seed {seed}"
+    assert min(taken[what] for what in ("begun", "answered", "finished", "left by the root")) >= 5, taken
+
+
+# ---- where it ends
+
+
+def test_a_call_takes_it(taken: Counter[str]) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    group.backward(0, [called(group, x, w).sum()])
+    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    assert torch.equal(group.contexts[0].gradients[x], w)
+    assert torch.equal(group.contexts[1].gradients[w], x)
+    assert all(not part.busy and part.idle for part in group.passes.values())
+
+
+def test_parameters_that_are_far_away_take_it(taken: Counter[str]) -> None:
+    """Nothing that was sent requires grad."""
+    group, w = Group(2, 0), leaf()
+    (back,) = group.transfer(1, 0, [w * 2])
+    assert group.backward(0, [back.sum()]) == 2
+    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    assert torch.equal(group.contexts[1].gradients[w], torch.full_like(w, 2))
+
+
+def test_the_root_goes_on_at_length_when_a_third_worker_has_a_gradient_for_it(taken: Counter[str]) -> None:
+    group, x, y = Group(3, 0), leaf(), leaf()
+    (there,) = group.transfer(0, 1, [x])
+    (further,) = group.transfer(1, 2, [there * 2])
+    (mine,) = group.transfer(0, 2, [y * 3])
+    (near,) = group.transfer(2, 1, [further * mine])
+    (back,) = group.transfer(1, 0, [near])
+    group.backward(0, [back.sum()])
+    assert taken["begun"] == taken["left by the root"] == 1
+    assert torch.allclose(group.contexts[0].gradients[x], 6 * y)
+    assert torch.allclose(group.contexts[0].gradients[y], 6 * x)
+
+
+def test_a_hook_that_fails_here_fails_the_pass(taken: Counter[str]) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    back = called(group, x, w)
+    again = back * 2
+
+    def fail(_: Tensor) -> None:
+        raise Oops
+
+    again.register_hook(fail)
+    with pytest.raises(Oops):
+        group.backward(0, [again.sum()])
+    assert not group.net
+    group.backward(0, [back.sum()])
+    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    assert torch.equal(group.contexts[0].gradients[x], w)
+
+
+@pytest.mark.parametrize("where", ["there", "back"])
+def test_a_hook_that_fails_on_the_way_fails_the_pass(where: str) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+
+    def fail(_: Tensor) -> None:
+        raise Oops("on the way")
+
+    (w if where == "there" else x).register_hook(fail)
+    with pytest.raises(RemoteError if where == "there" else Oops, match="on the way"):
+        group.backward(0, [called(group, x, w).sum()])
+    assert all(part.over and not part.busy for part in group.passes.values())
+
+
+@pytest.mark.parametrize("delivered", [0, 1])
+def test_a_worker_that_dies_fails_the_pass(delivered: int) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    number = group.begin(0, [called(group, x, w).sum()])
+    for _ in range(delivered):
+        group.deliver()
+    group.kill(1)
+    group.notice(0, 1)
+    with pytest.raises(WorkerLost):
+        group.result(number)
+    assert not group.passes[0, number].busy
+
+
+def test_a_root_that_dies_is_nobody_waited_for(taken: Counter[str]) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    group.begin(0, [called(group, x, w).sum()])
+    group.deliver()
+    group.kill(0)
+    group.notice(1, 0)
+    assert taken["left by another"] == 1
+    assert group.passes[1, 1].over
+    assert not group.passes[1, 1].busy
+
+
+def test_a_second_gradient_for_one_message_fails_the_pass(taken: Counter[str]) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    number = group.begin(0, [called(group, x, w).sum()])
+    _, src, dst, message = group.net[0]
+    group.net.append((number, src, dst, (*message[:4], [t.clone() for t in message[4]], None)))
+    group.settle()
+    with pytest.raises(RemoteError, match="had all the gradients that it can get"):
+        group.result(number)
+    assert taken["left by another"] == 1
+
+
+def test_what_the_root_waits_for() -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    number = group.begin(0, [called(group, x, w).sum()])
+    assert group.passes[0, number].waiting_for() == "worker w1: 1 x gradients"
+    group.settle()
+    assert group.passes[0, number].waiting_for() == "nothing"
+
+
+def test_leaves_with_hooks_of_either_kind() -> None:
+    """They are leaves that were sent as they are."""
+    group, w = Group(2, 0), leaf()
+    x, y = leaf(), leaf()
+    seen: list[str] = []
+
+    def note(gradient: Tensor) -> Tensor:
+        seen.append("tensor")
+        return gradient * 2
+
+    x.register_hook(note)
+    y.register_post_accumulate_grad_hook(lambda leaf: seen.append("leaf"))
+    there = group.transfer(0, 1, [x, y])
+    (back,) = group.transfer(1, 0, [there[0] * w + there[1]])
+    group.backward(0, [back.sum()])
+    assert seen == ["tensor", "leaf"]
+    assert torch.equal(group.contexts[0].gradients[x], 2 * w)
+    assert torch.equal(group.contexts[0].gradients[y], torch.ones_like(y))
+    assert x.grad is y.grad is None
