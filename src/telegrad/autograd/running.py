@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["End", "Question", "Running"]
 
+_new: Any = tuple.__new__  # a scope without its constructor's frame
+
 Answer: TypeAlias = Callable[[list[Any], profiled.Profile | None], None]
 Event: TypeAlias = tuple[Any, ...]  # a method of a pass, and its arguments
 
@@ -83,7 +85,7 @@ class Running:
         self._to_send: list[tuple[int, tuple[Any, ...]]] = []
         worker = passes.worker
         self.profile: profiled.PassProfile | None = None
-        if profiling.observer.on or profiling.observer.serving:
+        if profiling.observer.on or profiling.observer.serving:  # later, too, a message may ask for it
             self._profile()
         # The pass gets nothing of this object itself: that would be a cycle, for the collector to find.
         self._pass = Pass(worker.info, context, number, root, self._to_send.append, self.end.come, worker.name_of)
@@ -121,64 +123,64 @@ class Running:
         working = self._working
         while events and working.acquire(False):
             try:
-                self._work(peer, answer)
+                if self.profile is None and not profiling.observer.serving:
+                    self._carry_out(peer, answer, None)
+                else:
+                    recording = self._profile().recording()
+                    with recording or profiled.NOTHING:
+                        self._carry_out(peer, answer, recording)
+                    self._profile().done(recording)
                 answer = None
             finally:
                 working.release()
         if answer is not None:
             answer([], None)
 
-    def _work(self, peer: int | None, answer: Answer | None) -> None:
+    def _carry_out(self, peer: int | None, answer: Answer | None, recording: Recording | None) -> None:
+        events, to_send, passes = self._events, self._to_send, self.passes
         scope = current.get()
         if scope is None or scope.autograd is not self.context:  # hooks that make calls make them in the context
-            current.set(
-                Scope(self.passes.worker, self.deadline, True, scope is not None and scope.request, self.context)
-            )
-        mine = self.root == self.passes.me
-        if not mine:
-            self.passes.working.add(self)
+            request = scope is not None and scope.request
+            current.set(_new(Scope, (passes.worker, self.deadline, True, request, self.context, 0)))
+        if self.root != passes.me:
+            passes.working.add(self)
         try:
-            if self.profile is None and not profiling.observer.serving:
-                self._carry_out(peer, answer, None)
-            else:
-                recording = self._profile().recording()
-                with recording or profiled.NOTHING:
-                    self._carry_out(peer, answer, recording)
-                self._profile().done(recording)
-        finally:
-            if not mine:
-                self.passes.working.discard(self)
-            current.set(scope)
-
-    def _carry_out(self, peer: int | None, answer: Answer | None, recording: Recording | None) -> None:
-        events = self._events
-        to_send = self._to_send
-        while True:
-            for _ in range(len(events)):
-                event = events.popleft()
-                if profiling.observer.on:
-                    with profiled.taking(event):
+            while True:
+                for _ in range(len(events)):
+                    event = events.popleft()
+                    if profiling.observer.on:
+                        with profiled.taking(event):
+                            event[0](*event[1:])
+                    else:
                         event[0](*event[1:])
-                else:
-                    event[0](*event[1:])
-            mine: list[Any] = []
-            if to_send:
-                if len(to_send) == 1:
-                    by_peer = {to_send[0][0]: [to_send[0][1]]}
-                else:
-                    by_peer = {}
+                mine: list[Any] = []
+                if to_send:
+                    by_peer: dict[int, list[Any]] = {}
                     for to, message in to_send:
-                        by_peer.setdefault(to, []).append(message)
-                to_send.clear()
-                if answer is not None and peer is not None:
-                    mine = by_peer.pop(peer, mine)
-                for to, messages in by_peer.items():
-                    self._send(partial(self.passes.ask, self, to), messages, to, recording)
-            if answer is not None:
-                self._send(answer, mine, peer, recording)
-                answer = None
-            if not events:
-                return
+                        if to in by_peer:
+                            by_peer[to].append(message)
+                        else:
+                            by_peer[to] = [message]
+                    to_send.clear()
+                    if answer is not None and peer is not None:
+                        mine = by_peer.pop(peer, mine)
+                    for to, messages in by_peer.items():
+                        if self.profile is None:
+                            passes.ask(self, to, messages, None)
+                        else:
+                            self._send(partial(passes.ask, self, to), messages, to, recording)
+                if answer is not None:
+                    if self.profile is None:
+                        answer(mine, None)
+                    else:
+                        self._send(answer, mine, peer, recording)
+                    answer = None
+                if not events:
+                    return
+        finally:
+            if self.root != passes.me:
+                passes.working.discard(self)
+            current.set(scope)
 
     def _send(self, send: Answer, messages: list[Any], to: int | None, recording: Recording | None) -> None:
         profile = None if self.profile is None else self.profile.leaving(recording, to == self.root)
