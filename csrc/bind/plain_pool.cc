@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kAtATime = 16;  // items done here before Python may let another thread have the GIL
 constexpr std::size_t kMostEnded = 64;
-constexpr Nanos kEndDelay = 2 * kMillisecond;  // that contexts which have ended wait for a moment of leisure
+constexpr Nanos kEndDelay = 5 * kMillisecond;  // that contexts which have ended wait for a moment of leisure
 constexpr int kAgain = 5;                      // "nothing for you; come again"
 
 /// The Python error that is set, as an exception with its traceback.

@@ -12,7 +12,7 @@ goes on at length: `Asked.replay` and `Answered.replay` bring a `Part` to where 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -228,7 +228,7 @@ class Asked:
                 if edge is not None and (not isinstance(edge, Tensor) or getattr(edge, "_backward_hooks", None)):
                     break
             else:
-                _land(context, cast("Sequence[Tensor | None]", edges), tensors, place)
+                _land(context, edges, tensors, place)  # type: ignore[arg-type]  # all are tensors, as the loop has seen
                 place += len(edges)
                 continue
             outputs: list[Any] = []
