@@ -112,6 +112,19 @@ def test_the_root_goes_on_at_length_when_a_third_worker_has_a_gradient_for_it(ta
     assert torch.allclose(group.contexts[0].gradients[y], 6 * x)
 
 
+def test_marks_pass_a_worker_that_has_answered(taken: Counter[str]) -> None:
+    group, y, w = Group(3, 0), leaf(), leaf()
+    (h,) = group.transfer(2, 0, [y * 2])
+    (there,) = group.transfer(0, 1, [h * 2])
+    group.transfer(0, 2, [h * 3])  # the loss does not use it, so h waits for the end of the wave
+    (back,) = group.transfer(1, 0, [there * w])
+    group.backward(0, [back.sum()])
+    assert taken["answered"] == 1
+    assert taken["left by another"] == 1
+    assert group.passes[1, 1].idle
+    assert torch.equal(group.contexts[2].gradients[y], 4 * w)
+
+
 def test_a_hook_that_fails_here_fails_the_pass(taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     back = called(group, x, w)
