@@ -107,6 +107,18 @@ CASE(what_comes_behind_waits_its_turn) {
   for (std::uint64_t i = 0; i < 3; ++i) CHECK_EQ(r.inbox.messages[i].header.call_id, i + 1);
 }
 
+CASE(what_lanes_still_have_is_read_after_the_end_of_the_first_connection) {
+  Raw r;
+  r.write(r.first, frame(1, {4}));
+  r.first = Descriptor();
+  for (int i = 0; i < 3; ++i) CHECK(r.receive() == ReceiveState::kIdle);
+  r.write(r.lane, piece(0, 0, "abcd"));
+  while (r.receive() != ReceiveState::kBroken) readable(*r.link);
+  CHECK_EQ(r.link->error(), "");
+  CHECK_EQ(r.inbox.messages.size(), 1u);
+  CHECK_EQ(text(r.inbox.messages[0].segments[0]), "abcd");
+}
+
 void check_refused(const std::string& first, const std::string& lane, const std::string& why) {
   Raw r;
   r.link->set_limits({.message = 1 << 20});
