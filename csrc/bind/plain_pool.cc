@@ -189,12 +189,14 @@ class PlainPool {
   bool told(Item& item) {
     const FrameHeader& h = item.message.header;
     if (!open_ || h.tag != words_.ended || h.flags & words_.request_flags) return false;
+    nb::object what;
     try {
-      ended_.emplace_back(item.peer, decode_plain(codec_, item.message));
-    } catch (nb::python_error& e) {
-      e.discard_as_unraisable("the word that an autograd context has ended");
-      return true;
+      what = decode_plain(codec_, item.message);
+    } catch (nb::python_error&) {
+      return false;  // Python says what is wrong with it
     }
+    if (!PyTuple_CheckExact(what.ptr()) || PyTuple_GET_SIZE(what.ptr()) != 2) return false;
+    ended_.emplace_back(item.peer, std::move(what));
     if (ended_.size() < kMostEnded) {
       engine_.nudge(kEndDelay);
     } else {
