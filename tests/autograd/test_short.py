@@ -32,6 +32,7 @@ def called(group: Group, x: Tensor, weight: Tensor, by: int = 0, of: int = 1) ->
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What has been done on the short way, and how often."""
     seen: Counter[str] = Counter()
+    monkeypatch.setattr(short._large, "passes", 0)
 
     def count(owner: Any, name: str, what: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -88,6 +89,24 @@ def test_a_call_takes_it(taken: Counter[str]) -> None:
     assert torch.equal(group.contexts[0].gradients[x], w)
     assert torch.equal(group.contexts[1].gradients[w], x)
     assert all(not part.busy and part.idle for part in group.passes.values())
+
+
+def test_large_graphs_do_not_take_it_and_are_not_walked_in_vain_again(taken: Counter[str]) -> None:
+    def one_pass(nodes: int) -> Tensor:
+        group, x, w = Group(2, 0), leaf(), leaf()
+        y = called(group, x, w)
+        for _ in range(nodes):
+            y = y * 1.0
+        group.backward(0, [y.sum()])
+        assert torch.equal(group.contexts[1].gradients[w], x)
+        return group.contexts[0].gradients[x] - w
+
+    walks = 1 + short._SKIPPED
+    assert not any(one_pass(short._MOST_NODES + 1).any() for _ in range(walks))
+    assert taken["begun"] == 0
+    assert short._large.passes == 0  # the first was looked at, and none since
+    assert not one_pass(1).any()
+    assert taken["begun"] == taken["finished"] == 1
 
 
 def test_parameters_that_are_far_away_take_it(taken: Counter[str]) -> None:

@@ -11,6 +11,7 @@ goes on at length: `Asked.replay` and `Answered.replay` bring a `Part` to where 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,31 @@ __all__ = ["Answered", "Asked", "answer", "begin"]
 
 _GRADIENT = int(TokenKind.GRADIENT)
 _MOST_NODES = 400  # a walk of more has to take care (see deep.py), and takes so long that the schedule does not count
+_SKIPPED = 15  # passes after one with so many nodes, which are not walked in vain before
 _new = tuple.__new__
 _REST = (None,) * (len(GradientEdge._fields) - 2)
 
 Found = tuple[list[Tensor], list["Received"]]  # leaves and recvs
+
+
+class _Large(threading.local):
+    """What this thread has lately walked.
+
+    Attributes:
+        passes: that the short way is still not tried for.
+    """
+
+    passes = 0
+
+
+_large = _Large()
+
+
+def _is_likely_short() -> bool:
+    if _large.passes == 0:
+        return True
+    _large.passes -= 1
+    return False
 
 
 class _Reach:
@@ -67,6 +89,7 @@ class _Reach:
             kind = kinds[type(node)]
             if kind == INNER:
                 if len(nodes) > _MOST_NODES:
+                    _large.passes = _SKIPPED
                     return None
                 for there, _ in node.next_functions:
                     if there is not None:
@@ -268,7 +291,7 @@ def begin(
     Raises:
         what hooks and functions raise.
     """
-    if ddp.ever:
+    if ddp.ever or not _is_likely_short():
         return None
     receipts = list(context.receipts.values())
     sends = list(context.sends.values())
@@ -349,7 +372,7 @@ def answer(
         what hooks and functions raise.
     """
     sends = list(context.sends.values())
-    if ddp.ever or len(sends) != 1 or sends[0].id != send:
+    if ddp.ever or len(sends) != 1 or sends[0].id != send or not _is_likely_short():
         return None
     starts: list[Any] = []
     outputs: list[Any] = []
