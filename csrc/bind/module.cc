@@ -5,6 +5,7 @@
 #include "bind/engine.h"
 #include "bind/loans.h"
 #include "bind/plain.h"
+#include "bind/reach.h"
 #include "codec/codec.h"
 
 NB_MODULE(_core, m) {
@@ -15,5 +16,6 @@ NB_MODULE(_core, m) {
   telegrad::bind::init_engine(m);
   telegrad::bind::init_plain_calls(m);
   telegrad::bind::init_plain_pool(m);
+  telegrad::bind::init_reach(m);
   telegrad::codec::init_codec(m);
 }

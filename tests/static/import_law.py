@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serialize": BASE | {"wire", "serialize", "_core"},
     "worker": CALLS | {"_core"},
     "observe": CALLS | {"observe"},
-    "autograd": CALLS | {"observe", "autograd"},
+    "autograd": CALLS | {"observe", "autograd", "_core"},
     "rref": CALLS | {"observe", "autograd", "rref"},
     "rpc": CALLS | {"observe", "autograd", "rref", "rpc"},
     "optim": PUBLIC - {"nn"},

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from telegrad._core import Reach
 from telegrad.autograd.ddp import any_reduced
 from telegrad.autograd.deep import Descent
 from telegrad.errors import TelegradError
@@ -169,48 +170,29 @@ class LocalGraph:
 
     def _plant(self, descent: Descent) -> bool:
         """Walks from one source after the other; False where two of them meet."""
-        node: Any
         recvs, shared = self.recvs, self.shared
-        owner: dict[Any, int] = {}
+        reach = Reach(kinds)
         leaves: list[Any] = []
-        inner = 0
         for bit, edges in enumerate(self.sources.values()):
             stage = Stage(bit, (), [], [], [], ())
             self._stages.append(stage)
-            stack: list[Any] = []
-            nexts: Iterable[tuple[Any, int]] = [(edge.node, 0) for edge in edges if edge is not None]
-            while True:
-                for node, _ in nexts:
-                    if node is None:
-                        continue
-                    before = owner.get(node)
-                    if before is None:
-                        owner[node] = bit
-                        kind = kinds[type(node)]
-                        if kind == INNER:
-                            stack.append(node)
-                        elif kind == LEAF:
-                            stage.whole.append(node)
-                        elif node in recvs:
-                            stage.recvs.append(recvs[node])
-                        else:
-                            self.foreign.append((node, 1 << bit))
-                    elif before != bit:
-                        if kinds[type(node)] != LEAF or (node not in shared and has_hooks(node)):
-                            return False
+            ends = reach.walk([edge.node for edge in edges if edge is not None], bit, descent)
+            if ends is None:
+                return False
+            for node, before in ends:
+                if kinds[type(node)] == LEAF:
+                    if before is not None:
                         if node in shared:
                             shared[node].append(bit)
+                        elif has_hooks(node):
+                            return False
                         else:
                             shared[node] = [before, bit]
-                        owner[node] = bit
-                        stage.whole.append(node)
-                if not stack:
-                    break
-                here = stack.pop()
-                nexts = here.next_functions
-                inner += 1
-                if inner == descent.at:
-                    descent.pass_by(here, nexts)
+                    stage.whole.append(node)
+                elif node in recvs:
+                    stage.recvs.append(recvs[node])
+                else:
+                    self.foreign.append((node, 1 << bit))
             if len(stage.recvs) > 1:
                 stage.recvs.sort(key=by_id)
             leaves += stage.whole

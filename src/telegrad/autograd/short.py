@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from telegrad._core import Reach
 from telegrad.autograd import ddp
-from telegrad.autograd.graph import INNER, LEAF, kinds
+from telegrad.autograd.graph import LEAF, kinds
 from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, land, references, total_of
 from telegrad.autograd.local import Local
 from telegrad.autograd.stages import run_engine
@@ -67,8 +68,8 @@ class _Reach:
     __slots__ = ("_leaves", "_nodes", "_recvs")
 
     def __init__(self, receipts: Sequence[Received]) -> None:
-        self._nodes: dict[Any, int] = {}  # -> the source from which it was reached
-        self._leaves: dict[int, int] = {}  # the same, by the leaf's identity
+        self._nodes = Reach(kinds, _MOST_NODES)
+        self._leaves: dict[int, int] = {}  # a leaf's identity -> the source from which it was reached
         self._recvs: dict[Any, Received] = {}
         for received in receipts:
             self._recvs[received.node] = received
@@ -76,32 +77,22 @@ class _Reach:
     def of(self, source: int, starts: list[Any]) -> Found | None:
         """All leaves and recvs that these nodes, and leaves, lead to. None: there are too many nodes, another source
         leads to one of them, or one is a value that was received in another context."""
-        nodes, known = self._nodes, self._recvs
+        ends = self._nodes.walk(starts, source)
+        if ends is None:
+            if self._nodes.inner > _MOST_NODES:
+                _large.passes = _SKIPPED
+            return None
         leaves: list[Tensor] = []
         recvs: list[Received] = []
-        while starts:
-            node = starts.pop()
-            if node in nodes:
-                if nodes[node] != source:
-                    return None
-                continue
-            nodes[node] = source
-            kind = kinds[type(node)]
-            if kind == INNER:
-                if len(nodes) > _MOST_NODES:
-                    _large.passes = _SKIPPED
-                    return None
-                for there, _ in node.next_functions:
-                    if there is not None:
-                        starts.append(there)
-            elif kind == LEAF:
+        for node, _ in ends:
+            if kinds[type(node)] == LEAF:
                 leaf = node.variable
                 if id(leaf) in self._leaves:
                     return None
                 self._leaves[id(leaf)] = source
                 leaves.append(leaf)
             else:
-                received = known.get(node)
+                received = self._recvs.get(node)
                 if received is None:
                     return None
                 recvs.append(received)

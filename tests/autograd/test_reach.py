@@ -1,0 +1,95 @@
+"""The core's walk of torch's graph."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad._core import Reach
+from telegrad.autograd.deep import FIRST, Descent
+from telegrad.autograd.graph import INNER, LEAF, kinds
+
+
+def node_of(x: Tensor) -> Any:
+    node = torch.autograd.graph.get_gradient_edge(x).node
+    assert kinds[type(node)] == (LEAF if x.is_leaf else INNER)
+    return node
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.rand(3, requires_grad=True)
+
+
+def test_ends_come_once_for_each_source_with_who_came_before(x: Tensor) -> None:
+    y = torch.rand(3, requires_grad=True)
+    first, second, third = [node_of(z) for z in ((x * 2) * (x + y), x - 1, y * x)]
+    reach = Reach(kinds)
+    found = reach.walk([first], 5)
+    assert found is not None
+    assert len(found) == 2
+    assert set(found) == {(node_of(x), None), (node_of(y), None)}
+    assert reach.walk([first], 5) == []
+    assert reach.walk([second], -1) == [(node_of(x), 5)]
+    assert set(reach.walk([third, node_of(x)], 7) or []) == {(node_of(x), -1), (node_of(y), 5)}
+
+
+def test_sources_that_meet(x: Tensor) -> None:
+    middle = x * 2
+    reach = Reach(kinds)
+    assert reach.walk([node_of(middle + 1)], 0) is not None
+    assert reach.walk([node_of(middle - 1)], 1) is None
+
+
+def test_no_more_nodes_than_that(x: Tensor) -> None:
+    y = x * 1 * 2 * 3
+    assert Reach(kinds, 3).walk([node_of(y)], 0) == [(node_of(x), None)]
+    reach = Reach(kinds, 2)
+    assert reach.walk([node_of(y)], 0) is None
+    assert reach.inner == 3
+
+
+def test_a_large_graph_is_made_to_be_freed_step_by_step(x: Tensor) -> None:
+    """Of its nodes every 64th or so holds what it leads to: else the stack would overflow when they die."""
+    y = x
+    for _ in range(100_000):
+        y = y * 1.0
+    with Descent() as descent:
+        assert Reach(kinds).walk([node_of(y)], 0, descent) == [(node_of(x), None)]
+    held, node = [], node_of(y)
+    for _ in range(100_000):
+        held.append("telegrad" in node.metadata)
+        node = node.next_functions[0][0]
+    assert not any(held[: FIRST - 1])
+    gaps, last = [], 0
+    for at, is_held in enumerate(held):
+        if is_held:
+            gaps.append(at - last)
+            last = at
+    assert max(gaps[1:]) < 128
+    del node, y
+
+
+def test_nodes_are_let_go_of(x: Tensor) -> None:
+    reach = Reach(kinds)
+    y = x * 2
+    gone: list[int] = []
+
+    class Tell:
+        def __del__(self) -> None:
+            gone.append(1)
+
+    node_of(y).metadata["tell"] = Tell()
+    reach.walk([node_of(y)], 0)
+    del y
+    assert not gone
+    del reach
+    assert gone
+
+
+def test_what_is_no_graph() -> None:
+    with pytest.raises(AttributeError, match="next_functions"):
+        Reach({int: INNER}).walk([7], 0)
+    with pytest.raises(KeyError):
+        Reach({}).walk([7], 0)
