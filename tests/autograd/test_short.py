@@ -174,6 +174,19 @@ def test_a_hook_that_fails_on_the_way_fails_the_pass(where: str) -> None:
     assert all(part.over and not part.busy for part in group.passes.values())
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_leaf_that_requires_no_gradient_by_now_gets_none(taken: Counter[str], hooked: bool) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    if hooked:
+        x.register_hook(lambda gradient: gradient * 2)
+    back = called(group, x, w)
+    x.requires_grad_(False)
+    group.backward(0, [back.sum()])
+    assert not group.contexts[0].gradients
+    assert torch.equal(group.contexts[1].gradients[w], x)
+    assert taken == {"begun": 0, "answered": 1}
+
+
 @pytest.mark.parametrize("delivered", [0, 1])
 def test_a_worker_that_dies_fails_the_pass(delivered: int) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()

@@ -101,10 +101,13 @@ class _Reach:
         return leaves, recvs
 
     def of_sent(self, sent: Sent) -> list[Tensor] | None:
-        """The leaves that a message's gradients lead to; None also if they lead to recvs."""
+        """The leaves that a message's gradients lead to; None also if they lead to recvs, or a leaf that was sent
+        requires no gradient by now."""
         source, leaves, starts = sent.id, [], []
         for edge in sent.edges:
             if isinstance(edge, Tensor):
+                if not edge.requires_grad:
+                    return None
                 before = self._leaves.get(id(edge))
                 if before is None:
                     self._leaves[id(edge)] = source
