@@ -1,5 +1,6 @@
 """The program's hooks in backward passes: in which context, and in which threads, they run."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
+from telegrad.autograd import ddp, leaves
+from telegrad.autograd.context import Context
 from telegrad.testing import Cluster, eventually
 
 
@@ -84,3 +87,36 @@ def test_hooks_run_in_nobody_elses_call(four: Cluster) -> None:
         over.set()
         other.join()
     assert {name.rpartition("-")[0] for name in _hooked} <= {"telegrad-w1"}
+
+
+def is_in(thread: threading.Thread, code: Any) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def test_passes_of_one_context_take_turns_at_a_leaf_with_hooks() -> None:
+    """The second gets there while the hook of the first one runs."""
+    context, x = Context(1), leaf()
+    seen: list[Tensor | None] = []
+
+    def land() -> None:
+        leaves.land(context, x, torch.ones(3), False)
+
+    second = threading.Thread(target=land)
+
+    def note(x: Tensor) -> None:
+        seen.append(x.grad)
+        if len(seen) == 1:
+            second.start()
+            eventually(lambda: is_in(second, ddp.accumulate_beside.__code__))
+
+    x.register_post_accumulate_grad_hook(note)
+    land()
+    second.join()
+    assert torch.equal(context.gradients[x], torch.full((3,), 2.0))
+    assert seen[1] is context.gradients[x]
+    assert x.grad is None

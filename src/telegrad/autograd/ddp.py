@@ -15,7 +15,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from telegrad.autograd.context import Context
 
 __all__ = ["accumulate_beside", "any_reduced", "aside", "ever"]
 
@@ -76,16 +79,21 @@ def aside(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> It
                 leaf.grad = grad
 
 
-def accumulate_beside(leaf: Tensor, grad: Tensor, so_far: Tensor | None) -> Tensor | None:
+def accumulate_beside(leaf: Tensor, grad: Tensor, context: Context) -> None:
     """Runs the AccumulateGrad node of a leaf with post-accumulate hooks (its tensor hooks have run). As in local
-    training the hooks see `grad` added to what there is so far, in `.grad`. Returns what they leave there."""
+    training the hooks see `grad` added to what the context has so far, in `.grad`; it gets what they leave there."""
     with torch.inference_mode(False), torch.enable_grad():
         node = get_gradient_edge(leaf).node
-    with _grad_lock:
+    with _grad_lock:  # from the look at what there is to its change: another pass of the context may do the same
         before = leaf.grad
         try:
-            leaf.grad = so_far
+            with context.lock:
+                leaf.grad = context.gradients.get(leaf)
             node(grad)  # type: ignore[operator]  # typed as an abstract class
-            return leaf.grad
+            with context.lock:
+                if leaf.grad is None:
+                    context.gradients.pop(leaf, None)
+                else:
+                    context.gradients[leaf] = leaf.grad
         finally:
             leaf.grad = before

@@ -125,12 +125,7 @@ def land(context: Context, leaf: Tensor, grad: Tensor, alone: bool) -> None:
     if not getattr(leaf, "_post_accumulate_grad_hooks", None):
         enter(context, leaf, grad)
         return
-    result = accumulate_beside(leaf, grad, context.gradients.get(leaf))
-    with context.lock:
-        if result is None:
-            context.gradients.pop(leaf, None)
-        else:
-            context.gradients[leaf] = result
+    accumulate_beside(leaf, grad, context)
 
 
 def enter(context: Context, leaf: Tensor, grad: Tensor) -> None:
