@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
+from telegrad.autograd.passes import ABORT
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
 from telegrad.testing import Cluster, LeakError, assert_nothing_left, cluster, eventually, run_all
 
@@ -244,6 +245,23 @@ def test_an_error_of_ones_own(four: Cluster) -> None:
         assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_what_a_signal_handler_raises_is_no_error_of_the_pass(four: Cluster, when: str) -> None:
+    x = leaf(3)
+
+    def interrupt(gradient: Tensor) -> None:  # as if the signal came now
+        raise KeyboardInterrupt
+
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w1", scalar, (x,)) * 2
+        hook = (y if when == "first" else x).register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            autograd.backward(context_id, [y], retain_graph=True)
+        hook.remove()
+        autograd.backward(context_id, [y])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 4.0, dtype=torch.float64))
+
+
 def test_an_error_reaches_the_root_past_others(four: Cluster) -> None:
     x = leaf(3)
     with autograd.context() as context_id:
@@ -290,6 +308,43 @@ def test_the_time_out_says_what_is_outstanding(four: Cluster, gate: threading.Ev
         assert "larger rpc_timeout" in str(caught.value)  # backward has no timeout= of its own
         gate.set()
         eventually(lambda: not four[2]._worker.autograd.passes.count)
+
+
+def test_late_words_of_a_pass_do_not_end_an_earlier_one(four: Cluster, gate: threading.Event) -> None:
+    x = leaf(3)
+    passes: Any = four[0]._worker.autograd.passes  # type: ignore[attr-defined]
+    late: list[Any] = []
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w1", after, (x, "w2", slow)).sum()
+        z = rpc.rpc_sync("w3", scalar, (x,)) * 2
+        z.register_hook(lambda _: late.extend(table(four[0])[context_id].passes.values()))
+
+        def second() -> None:
+            assert _inside.wait(20)
+            with four[0]:
+                autograd.backward(context_id, [z])
+            passes.ask(late[-1], 1, [(ABORT, "late")], None)
+            eventually(lambda: (0, late[-1].number) in table(four[1])[context_id].passes)
+            _gate.set()
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        calls = four[0]._worker.calls
+        usual, calls.default_timeout = calls.default_timeout, 5_000_000_000
+        try:
+            autograd.backward(context_id, [y])
+        finally:
+            calls.default_timeout = usual
+            thread.join()
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 8.0, dtype=torch.float64))
+
+
+def after(x: Tensor, to: str, function: Any) -> Tensor:
+    return function(rpc.rpc_sync(to, double, (x,)))  # type: ignore[no-any-return]
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
 
 
 def train_slowly(x: Tensor) -> str:

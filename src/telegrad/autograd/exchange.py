@@ -161,7 +161,7 @@ class Passes:
         """The lowest number of the root's passes in the context that is not over."""
         if root != self.me:
             return context.passes_over.get(root, 0)
-        if len(context.passes) == 1:
+        if list(context.passes) == [(root, number)]:  # it is over itself, maybe, and an earlier one is not
             return number
         with context.lock:
             return min((number for who, number in context.passes if who == root), default=0)

@@ -339,9 +339,10 @@ class Pass:
 
     def _failure(self, error: BaseException, event: Any = None) -> Any:
         """What travels of an error; the error itself where it need not. As in torch, what a message has led to at the
-        root, after its own first stage, is told of as if it came from elsewhere."""
+        root, after its own first stage, is told of as if it came from elsewhere; but for what is no `Exception`: what
+        a signal handler raises (KeyboardInterrupt) must not look like an error of the pass."""
         if self._root == self._me.id:
-            if event != self._handle:
+            if event != self._handle or not isinstance(error, Exception):
                 return error
             self._cause = error
         return self._me.id, pack_exception(error, self._me), _text(error)
