@@ -27,17 +27,17 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
 
-__all__ = ["accumulate_beside", "any_reduced", "aside", "ever"]
+__all__ = ["accumulate_beside", "any_reduced", "are_reduced", "aside"]
 
 _grad_lock = threading.RLock()
 _replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
-ever: list[bool] = []  # not empty once there was one
+_ever: list[bool] = []  # not empty once there was one
 
 
 def _notice(module: torch.nn.Module, name: str, submodule: Any) -> None:
     """DDP has registered the module that it replicates: the first thing that it does."""
     if isinstance(module, DistributedDataParallel) and submodule is not None:
-        ever[:] = [True]
+        _ever[:] = [True]
         _replicas[module] = frozenset(id(p) for p in submodule.parameters())
 
 
@@ -51,9 +51,14 @@ if torch.distributed.is_available() and torch.distributed.is_initialized():
 
 def any_reduced(leaves: Sequence[Any]) -> bool:
     """Whether a reducer of DDP waits for the gradient of one of these leaves, given as nodes."""
-    if not ever:
+    return bool(_ever) and are_reduced([leaf.variable for leaf in leaves])
+
+
+def are_reduced(leaves: Sequence[Tensor]) -> bool:
+    """The same of leaves themselves."""
+    if not _ever:
         return False
-    parameters = {id(leaf.variable) for leaf in leaves}
+    parameters = {id(leaf) for leaf in leaves}
     return any(not parameters.isdisjoint(ids) for ids in list(_replicas.values()))
 
 

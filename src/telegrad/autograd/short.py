@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad._core import Reach
-from telegrad.autograd import ddp
+from telegrad.autograd.ddp import are_reduced
 from telegrad.autograd.graph import LEAF, kinds
 from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, land, references, total_of
 from telegrad.autograd.local import Local
@@ -285,7 +285,7 @@ def begin(
     Raises:
         what hooks and functions raise.
     """
-    if ddp.ever or not _is_likely_short():
+    if not _is_likely_short():
         return None
     receipts = list(context.receipts.values())
     sends = list(context.sends.values())
@@ -299,7 +299,7 @@ def begin(
     if reached is None:
         return None
     leaves, recvs = reached
-    if not recvs or recvs[0].peer == me:
+    if not recvs or recvs[0].peer == me or are_reduced(leaves):
         return None
     peer = recvs[0].peer
     ids: tuple[int, ...] = ()
@@ -310,7 +310,7 @@ def begin(
     entries: dict[int, tuple[Sent, list[Tensor]]] = {}
     for sent in sends:
         below = reach.of_sent(sent)
-        if below is None:
+        if below is None or are_reduced(below):
             return None
         entries[sent.id] = sent, below
     tensors = _run(context, list(roots), grads, leaves, recvs, retain_graph)
@@ -366,7 +366,7 @@ def answer(
         what hooks and functions raise.
     """
     sends = list(context.sends.values())
-    if ddp.ever or len(sends) != 1 or sends[0].id != send or not _is_likely_short():
+    if len(sends) != 1 or sends[0].id != send or not _is_likely_short():
         return None
     starts: list[Any] = []
     outputs: list[Any] = []
@@ -383,6 +383,8 @@ def answer(
     if reached is None:
         return None
     leaves, recvs = reached
+    if are_reduced(leaves):
+        return None
     reported: tuple[tuple[int, int], ...] = ()
     produced: tuple[Any, ...] = ()
     for received in recvs:
