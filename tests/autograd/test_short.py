@@ -11,7 +11,7 @@ from simulation import Group
 from test_fuzz import Oops
 from torch import Tensor
 
-from telegrad.autograd import ddp, passes, short
+from telegrad.autograd import passes, short
 from telegrad.errors import RemoteError, WorkerLost
 
 SEEDS = 500
@@ -33,7 +33,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What has been done on the short way, and how often."""
     seen: Counter[str] = Counter()
     monkeypatch.setattr(short._large, "passes", 0)
-    monkeypatch.setattr(ddp, "ever", [])  # other tests have reducers
 
     def count(owner: Any, name: str, what: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
