@@ -59,3 +59,19 @@ def test_an_end_that_makes_no_sense_harms_nobody(
     coded = body if type(body) is bytes else me.messages.encode(1, body).body
     me.engine.send(1, int(Tag.CONTEXT_ENDED), 0, coded, None)
     gradient_there_and_back()
+
+
+@pytest.mark.parametrize("answer", [(1, 2), 7, [5], [()]], ids=["a tuple", "a number", "no message", "an empty one"])
+def test_an_answer_that_makes_no_sense_ends_the_pass(
+    four: Cluster, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: Any = four[1]._worker.autograd.passes  # type: ignore[attr-defined]
+    reply = passes._reply
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            passes, "_reply", lambda peer, connection, call, _, said: reply(peer, connection, call, answer, said)
+        )
+        patch.setattr(four[0]._worker.calls, "default_timeout", int(PATIENCE * 1e9))
+        with pytest.raises((TypeError, IndexError)):
+            gradient_there_and_back()
+    gradient_there_and_back()

@@ -114,12 +114,11 @@ class Passes:
                 continue
             question = run.asked[0]
             found = None if question.done else answer(question.call, until - at)
-            if type(found) is list:
-                if found:
-                    run.messages(question.peer, found)
-            elif type(found) is Unusual:
+            if type(found) is Unusual:
                 question(cast("tuple[Any, ...]", found.outcome))
-            elif not question.done and time.monotonic_ns() >= until:
+            elif found:
+                run.messages(question.peer, cast("list[Any]", found))
+            elif found is None and not question.done and time.monotonic_ns() >= until:
                 continue  # there is no answer yet
             run.asked.popleft()  # it is here, or a thread of the pool has it
 
