@@ -445,3 +445,16 @@ def test_contexts_are_independent_of_what_others_record() -> None:
     group.result(number)
     assert isinstance(group.contexts[1], Context)
     assert torch.equal(group.contexts[1].gradients[w], x)
+
+
+def test_a_root_with_nothing_left_to_run_is_not_idle() -> None:
+    group = Group(3, 0)
+    leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
+    (one,), (two,) = (group.transfer(at, 0, [leaf * 2]) for at, leaf in enumerate(leaves, 1))
+    number = group.begin(0, [(one + two).sum()])
+    root = group.passes[0, number]
+    assert not root.busy
+    assert not root.idle
+    group.settle()
+    group.result(number)
+    assert root.idle

@@ -339,6 +339,35 @@ def test_late_words_of_a_pass_do_not_end_an_earlier_one(four: Cluster, gate: thr
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 8.0, dtype=torch.float64))
 
 
+def test_a_pass_that_begins_later_does_not_end_one_that_begins_at_once(
+    four: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = leaf(3)
+    passes: Any = four[0]._worker.autograd.passes  # type: ignore[attr-defined]
+    with autograd.context() as context_id:
+        losses = [rpc.rpc_sync("w1", scalar, (x,)) for _ in range(2)]
+
+        def second() -> None:
+            with four[0]:
+                autograd.backward(context_id, [losses[1]])
+
+        thread = threading.Thread(target=second)
+
+        def numbers() -> Iterator[int]:
+            monkeypatch.undo()
+            number = next(passes._numbers)
+            thread.start()
+            if not table(four[0])[context_id].lock.locked():  # then the second can overtake this one
+                thread.join()
+            yield number
+
+        monkeypatch.setattr(four[0]._worker.calls, "default_timeout", 5_000_000_000)
+        monkeypatch.setattr(passes, "_numbers", numbers())
+        autograd.backward(context_id, [losses[0]])
+        thread.join()
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 4.0, dtype=torch.float64))
+
+
 def after(x: Tensor, to: str, function: Any) -> Tensor:
     return function(rpc.rpc_sync(to, double, (x,)))  # type: ignore[no-any-return]
 

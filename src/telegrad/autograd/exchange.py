@@ -71,11 +71,11 @@ class Passes:
         if scope is not None and scope.deadline:
             timeout = remaining(timeout, scope)
         deadline = time.monotonic_ns() + timeout if timeout else 0
-        run = Running(self, context, self.me, next(self._numbers), deadline)
         with context.lock:
             if context.ended:
                 raise TelegradError(f"Could not find autograd context with id: {context.id}. It was left just now.")
-            context.passes[self.me, run.number] = run
+            number = next(self._numbers)  # with the lock: once a later one is seen, this one is, too (`_oldest`)
+            run = context.passes[self.me, number] = Running(self, context, self.me, number, deadline)
         self._roots.add(run)
         try:
             run.start(roots, retain_graph)

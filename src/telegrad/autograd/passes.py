@@ -154,9 +154,12 @@ class Pass:
 
     @property
     def idle(self) -> bool:
-        """Nothing is expected to arrive any more, and the local graph is let go of."""
+        """Nothing is expected to arrive any more, and the local graph is let go of. A root waits for reports to the
+        end, though nothing may be left for it to run."""
+        if self._root == self._me.id:
+            return self.over
         if self._part is None:
-            return self._short_over or type(self._short) is Answered
+            return type(self._short) is Answered
         return self._part.over is not None or (self._part.complete and not self._local.held)
 
     def waiting_for(self) -> str:
