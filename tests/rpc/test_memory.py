@@ -321,7 +321,8 @@ def test_forks_have_each_their_own() -> None:
 
 
 def _maker_dies(rank: int, n: int, init_method: str) -> float:
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=Options(init_method=init_method))
+    options = Options(init_method=init_method, transports=("shm",))
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     if rank == 1:
         rpc.rpc_sync("w0", abs, (1,))
         signal.pause()
