@@ -353,7 +353,8 @@ def keep_for(to: str) -> None:
 
 
 def _receiver_dies(rank: int, n: int, init_method: str) -> float:
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=Options(init_method=init_method))
+    options = Options(init_method=init_method, transports=("shm",))
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     if rank == 1:
         signal.pause()
     rpc.rpc_sync("w1", torch.sum, (torch.ones(N),))

@@ -345,7 +345,8 @@ def test_tensors_outlive_their_worker() -> None:
 
 
 def _stays(rank: int, n: int, init_method: str) -> Any:
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=Options(init_method=init_method))
+    options = Options(init_method=init_method, transports=("shm",))
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     if rank > 0:
         signal.pause()
     engine = rpc.api._get_current_rpc_agent().worker.engine
