@@ -8,6 +8,7 @@
 #include <new>
 
 #include "tests/links.h"
+#include "transports/packets.h"
 #include "transports/shm.h"
 
 namespace telegrad::test {
@@ -37,21 +38,7 @@ struct Liar {
     CHECK(link->release() == SendState::kSent);
   }
   void write(const void* data, std::size_t size, int passed = -1) {
-    iovec part{.iov_base = const_cast<void*>(data), .iov_len = size};
-    alignas(cmsghdr) char room[CMSG_SPACE(sizeof passed)] = {};
-    msghdr message{};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    if (passed >= 0) {
-      message.msg_control = room;
-      message.msg_controllen = sizeof room;
-      cmsghdr* c = CMSG_FIRSTHDR(&message);
-      c->cmsg_level = SOL_SOCKET;
-      c->cmsg_type = SCM_RIGHTS;
-      c->cmsg_len = CMSG_LEN(sizeof passed);
-      std::memcpy(CMSG_DATA(c), &passed, sizeof passed);
-    }
-    CHECK_EQ(::sendmsg(socket.get(), &message, MSG_NOSIGNAL), static_cast<ssize_t>(size));
+    CHECK_EQ(send_packet(socket.get(), data, size, passed), 0);
   }
   void frame(const SegmentHeader& segment) {
     FrameHeader h;
