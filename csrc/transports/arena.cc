@@ -189,10 +189,9 @@ Arena::Growth Arena::grow(Messenger& messenger) {
       chunk.memory.reserve(chunk.reserved, end);
       chunk.reserved = end;
     }
-    if (chunk.reserved == chunk.memory.size() && !chunk.offered) {
-      chunk.offered = messenger.offer(growing_, chunk.memory.size(), chunk.memory.file());
-    }
-    return chunk.offered ? Growth::kOffered : Growth::kGoesOn;
+    if (chunk.reserved < chunk.memory.size()) return Growth::kGoesOn;
+    if (!chunk.offered) chunk.offered = messenger.offer(growing_, chunk.memory.size(), chunk.memory.file());
+    return chunk.offered ? Growth::kOffered : Growth::kNone;
   } catch (const std::system_error&) {
     return give_up_growing(at);
   } catch (const std::bad_alloc&) {

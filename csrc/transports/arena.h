@@ -95,7 +95,8 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   void collect();
 
   enum class Growth {
-    kNone,     // nothing is wanted, or there will be no room: the limit, the machine or the peer does not allow more
+    kNone,     // nothing is wanted, or there will be no room for now: the limit, the machine or the peer does not allow
+               // more, or the peer cannot be told
     kGoesOn,   // there is more to do: call it again
     kOffered,  // the peer has a chunk to map; `on_answer` comes
   };
