@@ -1,5 +1,12 @@
 // The calling side of the short way.
+#include <algorithm>
+#include <deque>
+#include <utility>
+#include <vector>
+
 #include "bind/calls.h"
+#include "bind/direct.h"
+#include "bind/interruption.h"
 #include "bind/plain.h"
 #include "bind/recorded.h"
 
@@ -7,6 +14,16 @@ using namespace nanobind::literals;
 
 namespace telegrad::bind {
 namespace {
+
+/// What a program gives as arguments. False: Python must look.
+bool as_arguments(nb::handle args, nb::handle kwargs, nb::object& given, nb::object& named) {
+  const bool none = args.is_none();
+  if (!none && !PyTuple_CheckExact(args.ptr()) && !PyList_CheckExact(args.ptr())) return false;
+  if (!kwargs.is_none() && !PyDict_CheckExact(kwargs.ptr())) return false;
+  given = none ? nb::steal(PyTuple_New(0)) : nb::borrow(args);
+  named = kwargs.is_none() ? nb::steal(PyDict_New()) : nb::borrow(kwargs);
+  return given.is_valid() && named.is_valid();
+}
 
 constexpr std::uint64_t kNotPlain = ~std::uint64_t{0};  // no call has this id
 
@@ -17,12 +34,13 @@ struct Unusual {
 
 class PlainCalls {
  public:
-  PlainCalls(nb::object engine, nb::object codec, const nb::object& recorder, Words words)
+  PlainCalls(nb::object engine, nb::object codec, const nb::object& recorder, Surroundings around, Words words)
       : engine_object_(std::move(engine)),
         codec_object_(std::move(codec)),
         engine_(nb::cast<Engine&>(engine_object_)),
         codec_(nb::cast<codec::Codec&>(codec_object_)),
         recorder_(recorder),
+        direct_(std::move(around)),
         words_(words) {}
 
   nb::object call(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
@@ -42,6 +60,30 @@ class PlainCalls {
       return decode_plain(codec_, outcome.reply, wrap);
     }
     return nb::cast(Unusual{outcome_tuple(std::move(outcome))});
+  }
+
+  nb::object call_directly(nb::handle to, nb::handle function, nb::handle args, nb::handle kwargs, Nanos timeout) {
+    Addressed a;
+    nb::object given, named;
+    if (!as_arguments(args, kwargs, given, named) || !direct_.address(to, function, a)) {
+      return nb::cast(Unusual{nb::none()});
+    }
+    return call(a.peer, 0, a.number, a.text, given, named, timeout, false, nb::none());
+  }
+
+  nb::object start_directly(nb::handle calls, nb::handle to, nb::handle function, nb::handle args, nb::handle kwargs,
+                            nb::handle timeout) {
+    Addressed a;
+    nb::object given, named;
+    if (!as_arguments(args, kwargs, given, named) || !direct_.address(to, function, a)) return nb::none();
+    auto m = write(a.peer, 0, a.number, a.text, given, named, nb::none());
+    if (!m) return nb::none();
+    nb::object future = direct_.future(calls, function, a.peer, timeout);
+    const bool never_wait = direct_.in_event_loop();
+    const auto id = begin(a.peer, std::move(m), nb::cast<Nanos>(timeout), false, never_wait, false, false, future);
+    if (id == 0) return nb::none();
+    direct_.set_call(future, id);
+    return future;
   }
 
   std::uint64_t start(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
@@ -81,6 +123,38 @@ class PlainCalls {
     return decode_plain(codec_, outcome.reply);
   }
 
+  nb::object collect(const nb::sequence& futures, const nb::list& ids, nb::list results, nb::handle complete,
+                     nb::handle end) {
+    Collecting collecting(engine_);
+    std::vector<std::pair<std::uint64_t, std::size_t>> places;
+    for (std::size_t i = 0; i < ids.size(); ++i) places.emplace_back(nb::cast<std::uint64_t>(ids[i]), i);
+    std::sort(places.begin(), places.end());
+    for (const auto& [id, place] : places) {
+      auto& calls = collecting.collector.calls;
+      if (calls.empty() || calls.back() != id) calls.push_back(id);  // one may be given twice
+    }
+    if (!engine_.collect(collecting.collector)) return nb::bool_(false);
+    Interruption interruption;
+    const auto interrupted = interruption.ask();
+    while (true) {
+      WaitEnd ended;
+      {
+        nb::gil_scoped_release no_gil;
+        ended = engine_.wait(collecting.collector, interrupted, collecting.ready);
+      }
+      release_references();
+      if (ended == WaitEnd::kInterrupted) nb::raise_python_error();
+      if (collecting.ready.empty()) return nb::none();
+      while (!collecting.ready.empty()) {
+        Item item = std::move(collecting.ready.front());
+        collecting.ready.pop_front();
+        const auto at =
+            std::lower_bound(places.begin(), places.end(), std::pair{item.message.header.call_id, std::size_t{0}});
+        if (!bring(item, at->second, results, complete, end)) return futures[at->second];
+      }
+    }
+  }
+
   bool tell(std::int32_t peer, nb::handle value) {
     auto m = encode_plain(codec_, words_, words_.ended, 0, value);
     if (!m) return false;
@@ -95,6 +169,7 @@ class PlainCalls {
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(engine_object_.ptr());
     Py_VISIT(codec_object_.ptr());
+    if (const int visited = direct_.traverse(visit, arg)) return visited;
     return recorder_.traverse(visit, arg);
   }
 
@@ -110,6 +185,40 @@ class PlainCalls {
     cookie->add(goes_with_outcome);
     o.cookie = std::move(cookie);
     return begin_call(engine_, peer, std::move(m), std::move(o), never_wait);
+  }
+
+  /// What a thread waits for that collects outcomes. However that ends, the pool has the rest.
+  struct Collecting {
+    explicit Collecting(Engine& engine) : engine(engine) {}
+    ~Collecting() { engine.stop_collecting(collector, std::move(ready)); }
+    Collecting(const Collecting&) = delete;
+    Collecting& operator=(const Collecting&) = delete;
+
+    Engine& engine;
+    Collector collector;
+    std::deque<Item> ready;
+  };
+
+  /// Ends a future with what has come of its call. False: it has failed.
+  bool bring(Item& item, std::size_t place, nb::list& results, nb::handle complete, nb::handle end) {
+    auto& cookie = static_cast<References&>(*item.cookie);
+    const nb::object future = nb::borrow(cookie.front());
+    cookie.release();
+    nb::object outcome, error = nb::none();
+    if (is_plain_value(words_, item.outcome)) {
+      try {
+        nb::object value = decode_plain(codec_, item.outcome.reply);
+        complete(future, value);
+        results[place] = std::move(value);
+        return true;
+      } catch (nb::python_error& e) {
+        outcome = nb::none();
+        error = nb::borrow(e.value());
+      }
+    } else {
+      outcome = outcome_tuple(std::move(item.outcome));
+    }
+    return !nb::cast<bool>(end(future, outcome, error));
   }
 
   /// Hands on what has come of lazy calls meanwhile, sooner than the pool would.
@@ -139,6 +248,7 @@ class PlainCalls {
   Engine& engine_;
   codec::Codec& codec_;
   Recorder recorder_;
+  Direct direct_;
   const Words words_;
 };
 
@@ -160,8 +270,21 @@ void init_plain_calls(nb::module_& m) {
       .def(
           "__init__",
           [](PlainCalls* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value, int make,
-             int gradients, int ended, int may_linger, int reply_flags, std::uint64_t max_body, int preamble) {
+             int gradients, int ended, int may_linger, int reply_flags, std::uint64_t max_body, int preamble,
+             nb::object current, nb::dict infos, nb::object info_type, nb::dict known, nb::set by_value,
+             nb::dict profiling, nb::object is_grad_enabled, nb::object running_loop, nb::object future_type,
+             nb::object no_devices) {
             new (self) PlainCalls(std::move(engine), std::move(codec), recorder,
+                                  Surroundings{.current = std::move(current),
+                                               .infos = std::move(infos),
+                                               .info_type = std::move(info_type),
+                                               .known = std::move(known),
+                                               .by_value = std::move(by_value),
+                                               .profiling = std::move(profiling),
+                                               .is_grad_enabled = std::move(is_grad_enabled),
+                                               .running_loop = std::move(running_loop),
+                                               .future_type = std::move(future_type),
+                                               .no_devices = std::move(no_devices)},
                                   Words{.call = call,
                                         .value = value,
                                         .make = make,
@@ -173,7 +296,15 @@ void init_plain_calls(nb::module_& m) {
                                         .preamble = preamble});
           },
           nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "gradients"_a, "ended"_a,
-          "may_linger"_a, "reply_flags"_a, "max_body"_a, "preamble"_a)
+          "may_linger"_a, "reply_flags"_a, "max_body"_a, "preamble"_a, "current"_a, "infos"_a, "info_type"_a, "known"_a,
+          "by_value"_a, "profiling"_a, "is_grad_enabled"_a, "running_loop"_a, "future_type"_a, "no_devices"_a)
+      .def("call_directly", &PlainCalls::call_directly, "to"_a.none(), "function"_a.none(), "args"_a.none(),
+           "kwargs"_a.none(), "timeout"_a,
+           "As `call`, of a call that the program makes outside of any request: the worker `to` is a name, an id or a\n"
+           "WorkerInfo. `Unusual` without an outcome where Python must look.")
+      .def("start_directly", &PlainCalls::start_directly, "calls"_a, "to"_a.none(), "function"_a.none(),
+           "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
+           "As `start`, likewise; the future, which it makes, or None.")
       .def("call", &PlainCalls::call, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
            "nested"_a, "context"_a.none(), "Runs a function on a peer and waits. Its value, or `Unusual`.")
       .def("start", &PlainCalls::start, "peer"_a, "flags"_a, "name_id"_a, "name"_a, "args"_a, "kwargs"_a, "timeout"_a,
@@ -190,6 +321,12 @@ void init_plain_calls(nb::module_& m) {
            "it if nobody takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.")
       .def("answer", &PlainCalls::answer, "call"_a, "timeout"_a,
            "Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None.")
+      .def("collect", &PlainCalls::collect, "futures"_a, "calls"_a, "results"_a, "complete"_a, "end"_a,
+           "Waits for calls that were begun and completes their futures, in this thread, as their outcomes come:\n"
+           "complete(future, value) where that is plain, and the value is put into the list of results, else\n"
+           "end(future, outcome, error), which returns whether it has failed. Returns the first one that has;\n"
+           "None: none has, though the pool may have some in hand. False: somebody else waits for one of them, and\n"
+           "nothing has been done. Raises what a signal handler raises.")
       .def("tell", &PlainCalls::tell, "peer"_a, "value"_a,
            "Sends a peer the word that an autograd context has ended. False: the value is not plain.")
       .def_ro_static("NOT_PLAIN", &kNotPlain);

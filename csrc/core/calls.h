@@ -36,6 +36,8 @@ struct Waiter {
   bool promoted = false;  // it has been handed the polling role
 };
 
+struct Collector;
+
 struct Call {
   std::uint32_t generation = 1;
   CallStatus status = CallStatus::kPending;
@@ -48,6 +50,7 @@ struct Call {
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
   Waiter* waiter = nullptr;
+  Collector* collector = nullptr;  // has the outcome in place of the pool
   Outcome outcome;
   std::unique_ptr<Keep> cookie;  // async: handed back with the outcome
   std::unique_ptr<Keep> linger;  // kept until the reply is here, even a late one, or the peer is lost

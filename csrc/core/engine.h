@@ -43,6 +43,7 @@
 #include "core/connection.h"
 #include "core/gate.h"
 #include "core/handshake.h"
+#include "core/item.h"
 #include "core/pool.h"
 #include "core/spin.h"
 #include "core/transport.h"
@@ -82,26 +83,6 @@ struct Settings {
 struct PeerAddress {
   Identity identity;
   std::vector<std::string> addresses;  // in the order to try them
-};
-
-enum class ItemKind : std::uint8_t { kRequest, kOneway, kOutcome, kEvent, kRetire };
-enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kNudge, kPeerBack };
-
-/// Something for a pool thread to do.
-struct Item {
-  ItemKind kind{};
-  EventKind event{};
-  bool spawn = false;  // this was the last free thread: start another one
-  std::int32_t peer = -1;
-  std::uint64_t connection = 0;
-  Nanos deadline = kNever;  // requests
-  Nanos since = 0;          // when it was queued
-  Incoming message;
-  std::shared_ptr<const Name> name;
-  Outcome outcome;                // kOutcome
-  std::unique_ptr<Keep> cookie;   // kOutcome
-  std::uint64_t incarnation = 0;  // kEvent
-  std::string text;               // kEvent
 };
 
 /// A thread of the pool, from its first `next` to its last.
@@ -183,6 +164,13 @@ class Engine {
   WaitEnd wait(std::uint64_t call, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out);
   /// The caller stops waiting; a late reply is dropped.
   void give_up(std::uint64_t call);
+  /// From now on what becomes of `c.calls` is brought to `c`, not to the pool (which may have some of it in hand, and
+  /// goes on with that). False: somebody else waits for one of them, and nothing has changed.
+  bool collect(Collector& c);
+  /// Waits until something has come, which it adds to `out`, or nothing is left to come. kStopped: nothing will.
+  WaitEnd wait(Collector& c, const std::function<bool()>& interrupted, std::deque<Item>& out);
+  /// The pool has the rest, and `left`, of what `wait` has brought.
+  void stop_collecting(Collector& c, std::deque<Item>&& left);
   /// Takes back an outcome that has been put down for the pool; false if the pool has it, or will. After `stop`, when
   /// there may be nobody left in the pool.
   bool withdraw(std::uint64_t call);
@@ -314,6 +302,7 @@ class Engine {
   void settle(std::uint64_t id, Outcome&& outcome, Kept& kept);
   void orphan(std::int32_t peer, Incoming&& m);
   void close_call(std::uint64_t id, bool replied, Kept& kept);
+  bool take_back(std::uint64_t id, Outcome& out, Kept& kept);
   void stop_lingering(std::uint64_t id, Kept& kept);
   void on_message(const ConnectionPtr& c, Incoming&& m);
   void take_in_answers(const ConnectionPtr& c);
@@ -321,7 +310,7 @@ class Engine {
   void expire_calls(Nanos at, Kept& kept);
 
   // engine_wait.cc
-  enum class For { kReply, kProgress };
+  enum class For { kReply, kOutcomes, kProgress };
   WaitEnd wait_for(For what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
                    const std::function<bool()>& interrupted, std::uint64_t connection = 0);
   bool poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass = Gate::kCaller);
@@ -350,6 +339,7 @@ class Engine {
   bool has_work() const;
   bool has_requests() const;
   bool has_urgent() const;
+  bool finishes_calls() const;
   void arm_timer(Nanos at);
   void keep_time();
   void tick(Lock& lock);

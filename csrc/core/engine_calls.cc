@@ -6,6 +6,7 @@
 namespace telegrad {
 namespace {
 
+constexpr std::size_t kAmongFirst = 4;
 constexpr std::int64_t kLarge = 64 << 10;  // more than this is not copied under a lock
 
 }  // namespace
@@ -52,7 +53,15 @@ void Engine::settle(std::uint64_t id, Outcome&& outcome, Kept& kept) {
     item.cookie = std::move(call->cookie);
     item.outcome = std::move(outcome);
     const bool lazy = call->aside && replied;
+    Collector* const collector = call->collector;
     close_call(id, replied, kept);
+    if (collector) {
+      --collector->expected;
+      collector->outcomes.push_back(std::move(item));
+      collector->waiter.bell.ring();
+      if (!replied) kick();  // it may be the one that polls
+      return;
+    }
     if (lazy) {
       item.since = now();
       lazy_.push_back(std::move(item));
@@ -182,7 +191,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   if (async && !role_held_) {  // who holds the role sees the call when it lets go
     std::lock_guard lock(mutex_);
     if (role_held_) return id;
-    if (o.lazy || finishing_ > 0) {  // a thread that is at finished calls will look for more when it is done
+    if (o.lazy || finishes_calls()) {  // a thread that is at finished calls will look for more when it is done
       arm_timer(now() + grace_);
     } else {
       watch();  // the pool must see the reply
@@ -191,9 +200,25 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   return id;
 }
 
+/// With the mutex held: an outcome that is about to be the pool's. Who waits for calls in the order in which they were
+/// made finds it among the first.
+bool Engine::take_back(std::uint64_t id, Outcome& out, Kept& kept) {
+  const auto end = urgent_.begin() + static_cast<std::ptrdiff_t>(std::min(urgent_.size(), kAmongFirst));
+  const auto found = std::find_if(urgent_.begin(), end, [id](const Item& i) {
+    return i.kind == ItemKind::kOutcome && i.cookie && i.message.header.call_id == id;
+  });
+  if (found == end) return false;
+  out = std::move(found->outcome);
+  kept.push_back(std::move(found->cookie));
+  urgent_.erase(found);
+  popped_at_ = now();
+  return true;
+}
+
 WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out) {
   Waiter w;
   std::uint64_t link;
+  Kept kept;
   {
     std::lock_guard lock(mutex_);
     Call* call = calls_.find(id);
@@ -201,8 +226,9 @@ WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool(
       out = {.status = CallStatus::kStopped, .why = kForked};
       return WaitEnd::kDone;
     }
+    if (!call && take_back(id, out, kept)) return WaitEnd::kDone;
     if (!call) hurry_lazy();  // it may be one of them
-    if (!call || call->waiter) return WaitEnd::kStopped;
+    if (!call || call->waiter || call->collector) return WaitEnd::kStopped;
     call->waiter = &w;
     link = call->connection;
   }
@@ -213,7 +239,6 @@ WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool(
         return call->status != CallStatus::kPending;
       },
       deadline, interrupted, link);
-  Kept kept;
   std::lock_guard lock(mutex_);
   Call* call = calls_.find(id);
   call->waiter = nullptr;

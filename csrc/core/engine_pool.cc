@@ -163,7 +163,12 @@ void Engine::leave(Lock& lock, const Item& item) {
 /// Sleeps in the kernel until somebody has work for this thread, or a link has something and nobody polls.
 void Engine::park(Lock& lock, PoolThread& self) {
   parked_ = &self;
-  set_outer(!role_held_);
+  if (finishes_calls() && !role_held_) {  // that thread looks when it is done, so this one only after a while
+    released_at_ = now();
+    arm_timer(released_at_ + grace_);
+  } else {
+    set_outer(!role_held_);
+  }
   lock.unlock();
   const Nanos start = now();
   epoll_event events[2];

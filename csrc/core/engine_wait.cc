@@ -89,9 +89,11 @@ void Engine::stay_awake(const ConnectionPtr& c) {
 bool Engine::has_work() const { return has_requests() || has_urgent(); }
 
 bool Engine::has_urgent() const {
-  return !urgent_.empty() &&
-         (finishing_ == 0 || urgent_.front().kind != ItemKind::kOutcome || now() - popped_at_ >= kOutcomeGrace);
+  return !urgent_.empty() && (urgent_.front().kind != ItemKind::kOutcome || !finishes_calls());
 }
+
+/// Is a thread of the pool at finished calls, and not held up?
+bool Engine::finishes_calls() const { return finishing_ > 0 && now() - popped_at_ < kOutcomeGrace; }
 
 bool Engine::has_requests() const { return !nested_.empty() || (!top_.empty() && running_top_ < settings_.handlers); }
 
@@ -361,7 +363,8 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
     progress_.remove(&w);
     --progress_waiters_;
   }
-  if (holding || w.promoted) release_role(false);
+  // Who has collected some outcomes comes back for more, and if not, says so.
+  if (holding || std::exchange(w.promoted, false)) release_role(what == For::kOutcomes && end == WaitEnd::kDone);
   if (!urgent_.empty()) arm_timer(now() + kGrace);
   return end;
 }

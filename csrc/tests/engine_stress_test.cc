@@ -26,7 +26,9 @@ class World {
       Worker& w = *workers_[static_cast<std::size_t>(i)];
       w.outcome_count.wait_for(started_[i]);
       CHECK_EQ(w.outcomes.size(), static_cast<std::size_t>(started_[i].load()));
-      CHECK_EQ(w.engine->stats().pending_calls, 0u);
+      while (w.engine->stats().pending_calls > 0) {  // handlers of calls that were cut may be making some
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
     }
     CHECK(replied_ > 0);
   }

@@ -125,7 +125,16 @@ class Unusual:
 class PlainCalls:
     """The short way for calls that carry only plain values."""
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, gradients: int, ended: int, may_linger: int, reply_flags: int, max_body: int, preamble: int) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, gradients: int, ended: int, may_linger: int, reply_flags: int, max_body: int, preamble: int, current: object, infos: dict, info_type: object, known: dict, by_value: set, profiling: dict, is_grad_enabled: object, running_loop: object, future_type: object, no_devices: object) -> None: ...
+
+    def call_directly(self, to: object | None, function: object | None, args: object | None, kwargs: object | None, timeout: int) -> object:
+        """
+        As `call`, of a call that the program makes outside of any request: the worker `to` is a name, an id or a
+        WorkerInfo. `Unusual` without an outcome where Python must look.
+        """
+
+    def start_directly(self, calls: object, to: object | None, function: object | None, args: object | None, kwargs: object | None, timeout: object) -> object:
+        """As `start`, likewise; the future, which it makes, or None."""
 
     def call(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, context: object | None) -> object:
         """Runs a function on a peer and waits. Its value, or `Unusual`."""
@@ -147,6 +156,15 @@ class PlainCalls:
 
     def answer(self, call: int, timeout: int) -> object:
         """Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None."""
+
+    def collect(self, futures: Sequence, calls: list, results: list, complete: object, end: object) -> object:
+        """
+        Waits for calls that were begun and completes their futures, in this thread, as their outcomes come:
+        complete(future, value) where that is plain, and the value is put into the list of results, else
+        end(future, outcome, error), which returns whether it has failed. Returns the first one that has;
+        None: none has, though the pool may have some in hand. False: somebody else waits for one of them, and
+        nothing has been done. Raises what a signal handler raises.
+        """
 
     def tell(self, peer: int, value: object) -> bool:
         """

@@ -387,7 +387,7 @@ def make_unsendable(x: Tensor) -> Any:
 
 
 def test_what_is_lost_on_purpose_is_not_recorded(four: Cluster, context: Context) -> None:
-    from telegrad.worker.calls import DroppedMessage
+    from telegrad.worker.faults import DroppedMessage
 
     def lose(kind: str, *_: Any) -> None:
         raise DroppedMessage(kind)

@@ -20,6 +20,7 @@ from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.start import Worker, init_rpc, is_available
 from telegrad.types import WorkerInfo
+from telegrad.worker.waiting import wait_all
 
 __all__ = [
     "AllGatherStates",
@@ -45,6 +46,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_all",
 ]
 
 

@@ -18,11 +18,11 @@ import cloudpickle
 
 from telegrad.serialize.by_value import is_importable
 
-__all__ = ["NameTable", "NotByName", "resolve", "resolver"]
+__all__ = ["BY_VALUE", "NameTable", "NotByName", "resolve", "resolver"]
 
 _BY_PATH = b"G"  # module and dotted name
 _BY_PICKLE = b"P"  # what pickle makes of it; for torch's builtins, which have odd homes
-_BY_VALUE = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES  # the registry itself: a look at it costs nothing
+BY_VALUE = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES  # the registry itself: a look at it costs nothing
 _METHOD = b"M"  # the name of a method, for calls on a reference
 
 
@@ -43,7 +43,7 @@ class NameTable:
     """Gives names and numbers to the functions that one worker calls elsewhere. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Known] = {}
+        self.known: dict[Any, _Known] = {}  # the core looks there, too (csrc/bind/direct.h)
         self._holders: dict[bytes, Any] = {}  # who stands under each name, last we knew
         self._methods: dict[str, tuple[int, bytes]] = {}
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class NameTable:
             NotByName: it has none, or another object stands under it.
         """
         try:
-            known = self._known.get(function)
+            known = self.known.get(function)
         except TypeError:  # not hashable
             raise NotByName from None
         if known is None:
@@ -65,7 +65,7 @@ class NameTable:
         if home is not None:
             if home.get(known.name) is not function and not _stands(function, home, known.path):
                 raise NotByName
-            if _BY_VALUE and not is_importable(known.module):
+            if BY_VALUE and not is_importable(known.module):
                 raise NotByName
         return known.number, known.text
 
@@ -81,15 +81,15 @@ class NameTable:
     def _learn(self, function: Any) -> _Known:
         home, module, path, text = _name_of(function)
         with self._lock:
-            known = self._known.get(function)
+            known = self.known.get(function)
             if known is None:
                 # A name that has changed its meaning, as a notebook's cell does when it is run again, keeps its number;
                 # the function that had it is let go.
-                before = self._known.pop(self._holders.get(text), None)
+                before = self.known.pop(self._holders.get(text), None)
                 number = self._next if before is None else before.number
                 self._next += before is None
                 known = _Known(number, text, home, module, path.rpartition(".")[2], path)
-                self._known[function] = known
+                self.known[function] = known
                 self._holders[text] = function
         return known
 

@@ -10,9 +10,10 @@ from telegrad import _core
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
 from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.serialize.exceptions import unpack_exception
-from telegrad.serialize.names import NameTable, NotByName
+from telegrad.serialize.names import BY_VALUE, NameTable, NotByName
+from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Status, Tag
-from telegrad.worker import profiling
+from telegrad.worker import faults, profiling
 from telegrad.worker.callables import is_scripted, name_of
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.ended import AnyEngine, AnyPlainCalls
@@ -22,7 +23,7 @@ from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 from telegrad.worker.timeouts import nanoseconds
 from telegrad.worker.uses import NOT_MADE, goes_short
 
-__all__ = ["NOT_PLAIN_REPLY", "Calls", "DroppedMessage", "Request", "complete", "sent"]
+__all__ = ["NOT_PLAIN_REPLY", "Calls", "Request", "complete", "sent"]
 
 _CALL = int(Tag.CALL)
 _CREATES = (int(Tag.CREATE), int(Tag.CREATE_METHOD))
@@ -35,13 +36,10 @@ _PARTS = ("args", "kwargs")
 _PARTS_BY_VALUE = ("the function", *_PARTS)
 
 
-class DroppedMessage(TelegradError):
-    """A fault injector has dropped a message instead of sending it."""
-
-
 complete = torch._C.Future.set_result  # torch.futures.Future's own only calls it
 is_grad_enabled = torch.is_grad_enabled
 Unusual = _core.Unusual
+_PEER = 5  # of an outcome
 
 
 class Request(NamedTuple):
@@ -73,9 +71,6 @@ def sent(request: tuple[int, Any, int]) -> Sent:
     return Sent(peer, what if isinstance(what, str) else name_of(what), timeout)
 
 
-Filter = Callable[[str, bool, int, int], float | None]  # see telegrad.compat.rpc._testing.faults.Faults
-
-
 class Calls:
     """Makes the calls of one worker.
 
@@ -84,19 +79,27 @@ class Calls:
         messages: writes and reads messages.
         name_of: a worker's name by its id.
         me: the id of the worker itself.
-        default_timeout: ns; the worker may change it.
+        infos: the workers by name and by id; the worker changes it.
+        default_timeout: seconds; 0: none.
     """
 
     custom_pickler: Any = None  # a pickler of the program's own, for the whole process as in torch, and what it pickles
 
     def __init__(
-        self, engine: AnyEngine, messages: Messages, name_of: Callable[[int], str], me: int, default_timeout: int
+        self,
+        engine: AnyEngine,
+        messages: Messages,
+        name_of: Callable[[int], str],
+        me: int,
+        infos: dict[str | int, WorkerInfo],
+        default_timeout: float,
     ) -> None:
         self.engine = engine
         self.messages = messages
         self.name_of = name_of
         self.me = me
-        self.default_timeout = default_timeout
+        self.default_timeout = nanoseconds(default_timeout)  # the program may change it
+        self.names = NameTable()
         self.plain: AnyPlainCalls = _core.PlainCalls(
             engine=engine,
             codec=messages.serializer.codec,
@@ -110,9 +113,18 @@ class Calls:
             reply_flags=NOT_PLAIN_REPLY,
             max_body=messages.limit,
             preamble=_PREAMBLE,
+            current=current,
+            infos=infos,
+            info_type=WorkerInfo,
+            known=self.names.known,
+            by_value=BY_VALUE,
+            profiling=vars(profiling),
+            is_grad_enabled=is_grad_enabled,
+            running_loop=_get_running_loop,
+            future_type=CallFuture,
+            no_devices=NO_DEVICES,
         )
-        self.names = NameTable()
-        self.send_filter: Filter | None = None
+        self.send_filter: faults.Filter | None = None
         self.delay: Callable[[float, Callable[[], object]], None] | None = None
 
     # ---- writing
@@ -208,6 +220,28 @@ class Calls:
         )  # fmt: skip
 
     # ---- the short way, for calls that carry nothing but plain values
+
+    def call_directly(self, to: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on a worker, given as a program does, with the default time-out; its value. `NOT_MADE`
+        where that takes more than a look."""
+        if self.send_filter is not None or self.custom_pickler is not None:
+            return NOT_MADE
+        timeout = self.default_timeout
+        value = self.plain.call_directly(to, function, args, kwargs, timeout)
+        if type(value) is not Unusual:
+            return value
+        if value.outcome is None:
+            return NOT_MADE
+        outcome = cast("tuple[Any, ...]", value.outcome)
+        return self.result(outcome, Sent(outcome[_PEER], name_of(function), timeout))
+
+    def start_directly(self, to: Any, function: Any, args: Any, kwargs: Any) -> CallFuture | None:
+        """As `call_directly`; the future, or None."""
+        if self.send_filter is not None or self.custom_pickler is not None:
+            return None
+        return cast(
+            "CallFuture | None", self.plain.start_directly(self, to, function, args, kwargs, self.default_timeout)
+        )
 
     def call(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int, what: str = "") -> Any:
         """Runs a function on a peer and waits for its value. For a use of a reference (telegrad.worker.uses) errors
@@ -313,7 +347,7 @@ class Calls:
             future._span = span
             torch.futures.Future.add_done_callback(future, lambda _: span.end())
         if self.send_filter is not None:
-            self._start_filtered(r, future)
+            faults.start(self, r, future)
         else:
             self.send(r, future)
         return future
@@ -331,48 +365,12 @@ class Calls:
         if not future._call:
             raise NotInitialized
 
-    def _start_filtered(self, r: Request, future: CallFuture) -> None:
-        """As `send`, past a fault injector (rpc._testing)."""
-        assert self.send_filter is not None
-        assert self.delay is not None
-        kinds = {Tag.CREATE: "remote", Tag.CREATE_METHOD: "remote", Tag.FETCH: "fetch"}
-        try:
-            seconds = self.send_filter(kinds.get(Tag(r.tag), "call"), r.scripted, r.peer, 0)
-        except DroppedMessage as e:
-            self.messages.take_back(r.peer, r.message)
-            future.set_exception(e)
-            return
-        if not seconds:
-            self.send(r, future)
-            return
-
-        def send_late() -> None:
-            try:
-                self.send(r._replace(timeout=0), inner)
-            except Exception as e:
-                inner.set_exception(e)
-
-        inner = CallFuture(NO_DEVICES)
-        inner.add_done_callback(lambda done: _settle(future, done))
-        if r.timeout:
-            self.delay(r.timeout / 1e9, lambda: _fail(future, RpcTimeout(r.timeout / 1e9, self._what(r), "delayed")))
-        self.delay(seconds, send_late)
-
-    def filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object], attempt: int = 0) -> None:
-        """Sends a one-way message, past a fault injector if there is one. Such a message must arrive, so a dropped one
-        is sent again, each time later than the last."""
-        if self.send_filter is None or self.delay is None:
+    def filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object]) -> None:
+        """Sends a one-way message, past a fault injector if there is one."""
+        if self.send_filter is None:
             send()
-            return
-        try:
-            seconds = self.send_filter(kind, scripted, peer, attempt)
-        except DroppedMessage:
-            self.delay(0.01 * 2**attempt, lambda: self.filtered(kind, scripted, peer, send, attempt + 1))
-            return
-        if seconds:
-            self.delay(seconds, send)
         else:
-            send()
+            faults.send(self, kind, scripted, peer, send)
 
     # ---- what comes back
 
@@ -410,31 +408,17 @@ class Calls:
                 raise unpack_exception(body)
             if tag == _CREATED:
                 return None
-            raise TelegradError(f"{self.name_of(r.peer)} answered {self._what(r)} with a message of unknown tag {tag}")
+            raise TelegradError(
+                f"{self.name_of(r.peer)} answered {self.name_of_request(r)} with a message of unknown tag {tag}"
+            )
         if status == Status.TIMED_OUT:
-            raise RpcTimeout(r.timeout / 1e9, self._what(r))
+            raise RpcTimeout(r.timeout / 1e9, self.name_of_request(r))
         if status == Status.STOPPED:
-            raise NotInitialized(f"{NotInitialized.CALL} ({self._what(r)} was under way when this worker shut down.)")
+            raise NotInitialized(
+                f"{NotInitialized.CALL} ({self.name_of_request(r)} was under way when this worker shut down.)"
+            )
         raise WorkerLost(self.name_of(r.peer), why or "no connection")
 
-    def _what(self, r: Request | Sent) -> str:
+    def name_of_request(self, r: Request | Sent) -> str:
+        """For errors."""
         return f"{r.what} on {self.name_of(r.peer)}"
-
-
-def _settle(future: CallFuture, done: Any) -> None:
-    """What became of a delayed call, for the future that its caller has, which may have timed out."""
-    try:
-        value = done.value()
-    except Exception as e:
-        if not future.done():
-            future.set_exception(e)
-    else:
-        if not future.done():
-            future.set_result(value)
-        elif future._late is not None:
-            future._late()
-
-
-def _fail(future: CallFuture, error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -48,7 +48,8 @@ class EndedEngine:
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotInitialized
 
-    call = start = start_many = make = ask = answer = wait = listen = set_peer = _refuse
+    call = call_directly = start = start_directly = start_many = make = ask = answer = wait = collect = _refuse
+    listen = set_peer = _refuse
 
     # ---- what is done already, or concerns nobody any more
 

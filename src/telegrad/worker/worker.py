@@ -38,8 +38,8 @@ from telegrad.worker.recorder import Layers
 from telegrad.worker.references import References
 from telegrad.worker.rendezvous import Group, Member
 from telegrad.worker.scope import Scope, current
-from telegrad.worker.timeouts import nanoseconds
 from telegrad.worker.timers import Timers
+from telegrad.worker.uses import NOT_MADE
 
 __all__ = ["Worker"]
 
@@ -128,7 +128,7 @@ class Worker:
             options.max_header_bytes,
             self.name_of,
         )
-        self.calls = Calls(self.engine, self.messages, self.name_of, info.id, nanoseconds(options.rpc_timeout))
+        self.calls = Calls(self.engine, self.messages, self.name_of, info.id, self._infos, options.rpc_timeout)
         self.timers = Timers(f"telegrad-{info.name}-timers")
         self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
         self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
@@ -258,20 +258,20 @@ class Worker:
     def rpc_sync(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
         """See `telegrad.rpc.rpc_sync`."""
         calls = self.calls
-        ns = calls.default_timeout if timeout == -1.0 else calls.timeout(timeout)
-        return calls.call(self._peer(to), func, args or (), kwargs or {}, ns)
+        direct = timeout == -1.0 and not self.closed
+        if direct and (value := calls.call_directly(to, func, args, kwargs)) is not NOT_MADE:
+            return value
+        return calls.call(self._peer(to), func, args or (), kwargs or {}, calls.timeout(timeout))
 
     def rpc_async(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> CallFuture:
         """See `telegrad.rpc.rpc_async`."""
         calls = self.calls
-        ns = calls.default_timeout if timeout == -1.0 else calls.timeout(timeout)
-        return calls.call_async(self._peer(to), func, args or (), kwargs or {}, ns)
+        direct = timeout == -1.0 and not self.closed
+        if direct and (future := calls.start_directly(to, func, args, kwargs)) is not None:
+            return future
+        return calls.call_async(self._peer(to), func, args or (), kwargs or {}, calls.timeout(timeout))
 
     def _peer(self, to: object) -> int:
-        if type(to) is str or type(to) is int:
-            info = self._infos.get(to)
-            if info is not None and not self.closed:
-                return info.id
         if self.closed:
             raise NotInitialized
         return self.info_of(to).id

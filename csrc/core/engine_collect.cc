@@ -1,0 +1,59 @@
+// Waiting for many calls at once: their outcomes come to the thread that waits, which spares the pool, and so the
+// interpreter's lock, going back and forth.
+#include <algorithm>
+#include <iterator>
+
+#include "core/engine.h"
+
+namespace telegrad {
+
+bool Engine::collect(Collector& c) {
+  std::lock_guard lock(mutex_);
+  std::vector<Call*> pending;
+  for (const std::uint64_t id : c.calls) {
+    Call* call = calls_.find(id);
+    if (!call || call->status != CallStatus::kPending) continue;
+    if (!call->collected || call->waiter || call->collector) return false;
+    pending.push_back(call);
+  }
+  for (Call* call : pending) {
+    call->collector = &c;
+    c.connection = call->connection;
+  }
+  c.expected = pending.size();
+  // What has been put down for the pool, and not been taken up.
+  const auto rest = std::stable_partition(urgent_.begin(), urgent_.end(), [&](const Item& item) {
+    const bool mine = item.kind == ItemKind::kOutcome && item.cookie &&
+                      std::binary_search(c.calls.begin(), c.calls.end(), item.message.header.call_id);
+    return !mine;
+  });
+  std::move(rest, urgent_.end(), std::back_inserter(c.outcomes));
+  urgent_.erase(rest, urgent_.end());
+  return true;
+}
+
+WaitEnd Engine::wait(Collector& c, const std::function<bool()>& interrupted, std::deque<Item>& out) {
+  const auto done = [&c] { return !c.outcomes.empty() || c.expected == 0; };
+  const WaitEnd end = wait_for(For::kOutcomes, c.waiter, done, kNever, interrupted, c.connection);
+  std::lock_guard lock(mutex_);
+  std::move(c.outcomes.begin(), c.outcomes.end(), std::back_inserter(out));
+  c.outcomes.clear();
+  return end;
+}
+
+void Engine::stop_collecting(Collector& c, std::deque<Item>&& left) {
+  std::lock_guard lock(mutex_);
+  if (c.expected > 0) {
+    for (const std::uint64_t id : c.calls) {
+      if (Call* call = calls_.find(id); call && call->collector == &c) call->collector = nullptr;
+    }
+  }
+  for (auto* items : {&left, &c.outcomes}) {
+    std::move(items->begin(), items->end(), std::back_inserter(urgent_));
+    items->clear();
+  }
+  wake_for_work();
+  if (!role_held_ && (calls_.waiting_async() > 0 || !sleepers_.empty())) watch();
+}
+
+}  // namespace telegrad

@@ -1,0 +1,206 @@
+// One thread that waits for many calls has what becomes of them brought to it.
+#include <algorithm>
+
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+/// Collects in a worker, as the bindings do. What is left at its end is the pool's.
+class Collecting {
+ public:
+  Collecting(Worker& worker, std::vector<std::uint64_t> calls) : engine_(*worker.engine) {
+    std::sort(calls.begin(), calls.end());
+    collector.calls = std::move(calls);
+    began = engine_.collect(collector);
+  }
+  ~Collecting() { end(); }
+
+  /// What comes next; nothing if nothing is left to come.
+  std::deque<Item> next() {
+    std::deque<Item> items;
+    const WaitEnd end = engine_.wait(collector, {}, items);
+    CHECK(end == WaitEnd::kDone || end == WaitEnd::kStopped);
+    return items;
+  }
+  /// Everything that comes, by call.
+  std::map<std::uint64_t, Outcome> all() {
+    std::map<std::uint64_t, Outcome> found;
+    while (true) {
+      std::deque<Item> items = next();
+      if (items.empty()) return found;
+      for (Item& item : items) {
+        CHECK(item.kind == ItemKind::kOutcome && item.cookie);
+        CHECK(found.emplace(item.message.header.call_id, std::move(item.outcome)).second);
+      }
+    }
+  }
+  void end(std::deque<Item>&& left = {}) {
+    if (!std::exchange(ended_, true)) engine_.stop_collecting(collector, std::move(left));
+  }
+
+  telegrad::Collector collector;
+  bool began;
+
+ private:
+  Engine& engine_;
+  bool ended_ = false;
+};
+
+CASE_ON_EVERY_SCHEME(all_outcomes_come_to_who_collects_or_to_the_pool) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const int count = 50;
+  int collected = 0;
+  for (int round = 0; round < times(40); ++round) {
+    std::vector<std::uint64_t> calls;
+    for (int i = 0; i < count; ++i) calls.push_back(a.start(1, round * count + i, {.body = std::to_string(i)}));
+    Collecting collecting(a, calls);
+    CHECK(collecting.began);
+    for (auto& [call, outcome] : collecting.all()) {
+      const auto at = std::find(calls.begin(), calls.end(), call) - calls.begin();
+      CHECK_EQ(body_of(outcome), std::to_string(at));
+      ++collected;
+    }
+    collecting.end();
+    a.outcome_count.wait_for((round + 1) * count - collected);
+  }
+  CHECK(collected > 0);
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE_ON_EVERY_SCHEME(what_the_pool_has_not_taken_up_is_collected_too) {
+  Worker a(0, {}, 0), b(1);  // nobody takes anything up
+  introduce({&a, &b}, scheme);
+  std::vector<std::uint64_t> calls;
+  for (int i = 0; i < 10; ++i) calls.push_back(a.start(1, i, {.body = std::to_string(i)}));
+  CHECK_EQ(body_of(a.call(1, {.body = "behind them"})), "behind them");
+  const std::uint64_t other = a.start(1, 10, {.body = "not asked for"});
+  CHECK_EQ(body_of(a.call(1, {})), "");
+  {
+    Collecting collecting(a, calls);
+    CHECK(collecting.began);
+    CHECK_EQ(collecting.collector.outcomes.size() + collecting.collector.expected, 10u);
+    CHECK_EQ(collecting.all().size(), 10u);
+  }
+  Outcome o;
+  CHECK(a.engine->wait(other, kNever, {}, o) == WaitEnd::kDone);  // it was left where it was
+  CHECK_EQ(body_of(o), "not asked for");
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE(who_waits_in_order_has_what_came_before_the_pool) {
+  Worker a(0, {}, 0), b(1);
+  introduce({&a, &b}, "shm");
+  std::vector<std::uint64_t> calls;
+  for (int i = 0; i < 10; ++i) calls.push_back(a.start(1, i, {.body = std::to_string(i)}));
+  CHECK_EQ(body_of(a.call(1, {.body = "behind them"})), "behind them");
+  for (int i = 0; i < 10; ++i) {
+    Outcome o;
+    CHECK(a.engine->wait(calls[static_cast<std::size_t>(i)], kNever, {}, o) == WaitEnd::kDone);
+    CHECK_EQ(body_of(o), std::to_string(i));
+  }
+}
+
+CASE(calls_that_somebody_waits_for_are_not_collected) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  const std::uint64_t mine = a.start(1, 0, {.tag = kHold, .body = "mine"});
+  const std::uint64_t waited_for = a.start(1, 1, {.tag = kHold, .body = "waited for"});
+  Event waiting;
+  std::thread other([&] {
+    Outcome o;
+    while (a.engine->wait(waited_for, now() + kMillisecond, {}, o) != WaitEnd::kDone) waiting.set();
+    CHECK_EQ(body_of(o), "waited for");
+  });
+  waiting.wait();
+  bool refused = false;  // as soon as the other one is inside `wait`
+  while (!refused) refused = !Collecting(a, {mine, waited_for}).began;
+  {
+    Collecting first(a, {mine});
+    CHECK(first.began);
+    Collecting second(a, {mine});
+    CHECK(!second.began);
+    Outcome o;
+    CHECK(a.engine->wait(mine, kNever, {}, o) == WaitEnd::kStopped);
+    b.release.set();
+    auto found = first.all();
+    CHECK_EQ(body_of(found.at(mine)), "mine");
+  }
+  other.join();
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+CASE_ON_EVERY_SCHEME(who_stops_collecting_leaves_the_rest_to_the_pool) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const std::uint64_t soon = a.start(1, 0, {.tag = kHold, .body = "soon"});
+  std::vector<std::uint64_t> calls = {soon};
+  for (int i = 1; i < 10; ++i) calls.push_back(a.start(1, i, {.tag = kNoAnswer, .timeout = kSecond / 10}));
+  {
+    Collecting collecting(a, calls);
+    CHECK(collecting.began);
+    b.release.set();
+    std::deque<Item> came = collecting.next();
+    CHECK(!came.empty());
+    collecting.end(std::move(came));  // it has not looked at them
+  }
+  a.outcome_count.wait_for(10);
+  std::lock_guard lock(a.mutex);
+  CHECK_EQ(body_of(a.outcomes.at(0)), "soon");
+  for (int i = 1; i < 10; ++i) CHECK(a.outcomes.at(i).status == CallStatus::kTimedOut);
+}
+
+CASE(who_collects_hears_of_time_outs_losses_and_the_end) {
+  Worker a(0), b(1), c(2);
+  introduce({&a, &b, &c}, "unix");
+  const std::uint64_t late = a.start(1, 0, {.tag = kNoAnswer, .timeout = kMillisecond});
+  const std::uint64_t lost = a.start(2, 1, {.tag = kNoAnswer});
+  const std::uint64_t stopped = a.start(1, 2, {.tag = kNoAnswer});
+  c.handled.wait_for(1);
+  Event collecting_began;
+  std::map<std::uint64_t, Outcome> found;
+  std::thread collects([&] {
+    Collecting collecting(a, {late, lost, stopped});
+    collecting_began.set();
+    found = collecting.all();
+  });
+  collecting_began.wait();
+  c.stop(0);
+  a.wait_for_event(EventKind::kPeerLeft);
+  a.stop();
+  collects.join();
+  // The time-out may have been the pool's before there was a collector.
+  const auto status = [&](std::uint64_t call, int cookie) {
+    return found.contains(call) ? found.at(call).status : a.outcomes.at(cookie).status;
+  };
+  CHECK(status(late, 0) == CallStatus::kTimedOut);
+  CHECK(status(lost, 1) == CallStatus::kPeerLost);
+  CHECK(status(stopped, 2) == CallStatus::kStopped);
+}
+
+CASE_ON_EVERY_SCHEME(several_threads_collect_beside_callers) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  std::vector<std::thread> threads;
+  std::atomic<int> collected = 0;
+  const int rounds = times(100);
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      for (int round = 0; round < rounds; ++round) {
+        std::vector<std::uint64_t> calls;
+        for (int i = 0; i < 20; ++i) calls.push_back(a.start(1, (t * rounds + round) * 20 + i, {.body = "async"}));
+        Collecting collecting(a, calls);
+        CHECK(collecting.began);
+        collected += static_cast<int>(collecting.all().size());
+        CHECK_EQ(body_of(a.call(1, {.body = "sync"})), "sync");
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  a.outcome_count.wait_for(3 * 20 * rounds - collected);
+  CHECK_EQ(a.engine->stats().pending_calls, 0u);
+}
+
+}  // namespace
+}  // namespace telegrad::test

@@ -1,0 +1,107 @@
+"""Waiting for many futures at once."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch.futures import Future
+
+from telegrad.errors import NotInitialized
+from telegrad.worker.calls import complete
+from telegrad.worker.coroutines import holding_up
+from telegrad.worker.future import CallFuture
+
+__all__ = ["wait_all"]
+
+_NOT_HERE = object()
+
+
+def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+    """Waits for all of these futures; their values, in their order. Raises as soon as one of them has failed.
+
+    The thread that waits drives the network, as in a future's own ``wait``: what comes of the calls needs no hop
+    between threads. It runs the callbacks of those futures, too.
+
+    Args:
+        futures: any of Telegrad's and of torch's, mixed.
+
+    Raises:
+        what the first future that failed raises; the others are not waited for.
+    """
+    if asyncio._get_running_loop() is None:
+        return _wait_all(futures)
+    with holding_up():
+        return _wait_all(futures)
+
+
+def _wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+    values = [_NOT_HERE] * len(futures)
+    if not _collect(futures, values):
+        failed = _first_failure(futures)
+        if failed is not None:
+            failed.wait()
+    return [future.wait() if value is _NOT_HERE else value for future, value in zip(futures, values, strict=True)]
+
+
+def _collect(futures: Sequence[Any], values: list[Any]) -> bool:
+    """Has the outcomes of calls brought to this thread, if all are calls of one worker, and puts plain values into the
+    list. False: they are not, or one has failed already."""
+    try:
+        calls = futures[0]._calls
+        ids = [f._call for f in futures if type(f) is CallFuture and f._calls is calls and f._failure is None]
+    except (AttributeError, IndexError):
+        return False
+    if len(ids) < len(futures):
+        return False
+    try:
+        failed = calls.plain.collect(futures, ids, values, complete, _end)
+    except NotInitialized:  # the worker has been closed meanwhile: its futures have ended, or will not
+        return True
+    if failed is False:
+        return False
+    if failed is not None:
+        failed.wait()
+    return True
+
+
+def _end(future: CallFuture, outcome: tuple[Any, ...] | None, error: BaseException | None) -> bool:
+    """Ends a future whose call has not brought a plain value, or one that cannot be read. Has it failed?"""
+    if error is None:
+        assert outcome is not None
+        future._end(outcome)
+    else:
+        future._calls.fail(future, error)
+    return future.failure() is not None
+
+
+def _first_failure(futures: Sequence[Future[Any]]) -> Future[Any] | None:
+    """Waits until one has failed, which it returns, or all have succeeded."""
+    decided: Future[Future[Any] | None] = Future()
+    lock = threading.Lock()
+    left = len(futures)
+
+    def completed(future: Future[Any]) -> None:
+        nonlocal left
+        outcome = future if _has_failed(future) else None
+        with lock:
+            if left <= 0:
+                return  # decided already
+            left = 0 if outcome is not None else left - 1
+            if left:
+                return
+        decided.set_result(outcome)
+
+    for future in futures:
+        future.add_done_callback(lambda _, future=future: completed(future))  # type: ignore[misc]
+    return decided.wait()
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    if isinstance(future, CallFuture):
+        return future.failure() is not None
+    try:
+        future.value()
+    except BaseException:
+        return True
+    return False
