@@ -4,24 +4,17 @@ namespace telegrad {
 
 std::uint64_t CallTable::open(std::int32_t peer) {
   if (free_.empty()) {
-    free_.push_back(static_cast<std::uint32_t>(slots_.size()));
-    slots_.emplace_back();
+    if (size_ % kTogether == 0) pieces_.push_back(std::make_unique<Call[]>(kTogether));
+    free_.push_back(size_++);
   }
   const std::uint32_t index = free_.back();
   free_.pop_back();
-  Call& call = slots_[index];
+  Call& call = at(index);
   call.used = true;
   call.status = CallStatus::kPending;
   call.peer = peer;
   ++used_;
   return id_of(index);
-}
-
-Call* CallTable::find(std::uint64_t id) {
-  const std::uint64_t index = (id & 0xffffffff) - 1;
-  if (index >= slots_.size()) return nullptr;
-  Call& call = slots_[index];
-  return call.used && call.generation == id >> 32 ? &call : nullptr;
 }
 
 void CallTable::close(std::uint64_t id) {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -62,7 +62,12 @@ struct Call {
 class CallTable {
  public:
   std::uint64_t open(std::int32_t peer);
-  Call* find(std::uint64_t id);
+  Call* find(std::uint64_t id) {
+    const std::uint64_t index = (id & 0xffffffff) - 1;
+    if (index >= size_) return nullptr;
+    Call& call = at(index);
+    return call.used && call.generation == id >> 32 ? &call : nullptr;
+  }
   /// Forgets the call; its id is never valid again. The caller has taken what it kept.
   void close(std::uint64_t id);
 
@@ -82,17 +87,19 @@ class CallTable {
 
   template <class F>
   void for_each(F f) {
-    for (std::uint32_t i = 0; i < slots_.size(); ++i) {
-      if (slots_[i].used) f(id_of(i), slots_[i]);
+    for (std::uint32_t i = 0; i < size_; ++i) {
+      if (Call& call = at(i); call.used) f(id_of(i), call);
     }
   }
 
  private:
-  std::uint64_t id_of(std::uint32_t index) const {
-    return (std::uint64_t{slots_[index].generation} << 32) | (index + 1);
-  }
+  static constexpr std::uint64_t kTogether = 64;  // slots of a piece of the slab
 
-  std::deque<Call> slots_;
+  Call& at(std::uint64_t index) const { return pieces_[index / kTogether][index % kTogether]; }
+  std::uint64_t id_of(std::uint32_t index) const { return (std::uint64_t{at(index).generation} << 32) | (index + 1); }
+
+  std::vector<std::unique_ptr<Call[]>> pieces_;
+  std::uint32_t size_ = 0;  // slots that have been used at some time
   std::vector<std::uint32_t> free_;
   std::multimap<Nanos, std::uint64_t> deadlines_;
   std::size_t used_ = 0;
