@@ -72,6 +72,7 @@ bool Direct::find_peer(nb::handle to, std::int32_t& peer) const {
 bool Direct::find_name(nb::handle function, Addressed& out) const {
   if (PySet_GET_SIZE(around_.by_value.ptr()) != 0) return false;
   PyObject* known = PyDict_GetItemWithError(around_.known.ptr(), function.ptr());
+  if (!known && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
   if (!known) {
     PyErr_Clear();  // it is not hashable
     return false;
