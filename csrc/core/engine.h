@@ -400,6 +400,7 @@ class Engine {
   Nanos released_at_ = 0;
   Nanos grace_ = kGrace;                  // how long after that links may go unread; grows while nobody is needed then
   Nanos popped_at_ = 0;                   // when a pool thread last took something
+  Nanos finished_at_ = 0;                 // the same for a finished call
   std::atomic<Nanos> timer_at_ = kNever;  // written with the mutex held
   Nanos trim_at_ = 0;
   Spin caller_spin_;  // the polling caller's

@@ -210,8 +210,8 @@ bool Engine::take_back(std::uint64_t id, Outcome& out, Kept& kept) {
   if (found == end) return false;
   out = std::move(found->outcome);
   kept.push_back(std::move(found->cookie));
+  if (found == urgent_.begin()) popped_at_ = finished_at_ = now();  // else what is before it waits as long as it did
   urgent_.erase(found);
-  popped_at_ = now();
   return true;
 }
 

@@ -28,7 +28,10 @@ bool Engine::pop(PoolThread& self, Item& out) {
                             : has_work()       ? &top_
                             : !lazy_.empty()   ? &lazy_
                                                : nullptr;
-  if (!queue) return false;
+  if (!queue) {
+    if (!urgent_.empty()) arm_timer(finished_at_ + kOutcomeGrace);  // whoever is at finished calls may be held up
+    return false;
+  }
   popped_at_ = now();
   out = std::move(queue->front());
   queue->pop_front();
@@ -38,7 +41,10 @@ bool Engine::pop(PoolThread& self, Item& out) {
   if (self.top_level) ++running_top_;
   self.kind = out.kind;
   if (self.kind == ItemKind::kRequest) ++running_requests_;
-  if (self.kind == ItemKind::kOutcome) ++finishing_;
+  if (self.kind == ItemKind::kOutcome) {
+    ++finishing_;
+    finished_at_ = popped_at_;
+  }
   self.tells = self.kind == ItemKind::kEvent && out.event != EventKind::kNudge && out.event != EventKind::kLog;
   out.spawn = running_ >= threads_ && !spawning_;
   if (out.spawn) spawning_ = true;
@@ -164,6 +170,7 @@ void Engine::leave(Lock& lock, const Item& item) {
 void Engine::park(Lock& lock, PoolThread& self) {
   parked_ = &self;
   if (finishes_calls() && !role_held_) {  // that thread looks when it is done, so this one only after a while
+    set_outer(false);                     // `tick` puts the links to sleep when it enables that
     released_at_ = now();
     arm_timer(released_at_ + grace_);
   } else {

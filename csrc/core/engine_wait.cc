@@ -93,7 +93,7 @@ bool Engine::has_urgent() const {
 }
 
 /// Is a thread of the pool at finished calls, and not held up?
-bool Engine::finishes_calls() const { return finishing_ > 0 && now() - popped_at_ < kOutcomeGrace; }
+bool Engine::finishes_calls() const { return finishing_ > 0 && now() - finished_at_ < kOutcomeGrace; }
 
 bool Engine::has_requests() const { return !nested_.empty() || (!top_.empty() && running_top_ < settings_.handlers); }
 

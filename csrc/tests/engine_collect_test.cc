@@ -179,6 +179,92 @@ CASE(who_collects_hears_of_time_outs_losses_and_the_end) {
   CHECK(status(stopped, 2) == CallStatus::kStopped);
 }
 
+/// A thread of a worker's pool that stays at the first finished call, as one does that runs a long callback.
+class HeldUp {
+ public:
+  explicit HeldUp(Worker& worker) : thread_([this, &worker] { run(worker); }) { taken_.wait(); }
+  ~HeldUp() {
+    release_.set();
+    thread_.join();
+  }
+
+ private:
+  void run(Worker& worker) {
+    PoolThread self;
+    Item item;
+    while (worker.engine->next(self, item) && item.kind != ItemKind::kRetire) {
+      if (item.kind == ItemKind::kRequest) worker.answer(item, std::string(item.message.body_view()));
+      if (item.kind != ItemKind::kOutcome || taken_.is_set()) continue;
+      taken_.set();
+      release_.wait();
+      return;
+    }
+  }
+
+  Event taken_, release_;
+  std::thread thread_;
+};
+
+/// For a thread of the pool to get to rest, which nobody announces. A case holds without it, but shows less.
+void pause(Nanos time) {
+  for (const Nanos until = now() + time; now() < until;) std::this_thread::yield();
+}
+
+CASE_ON_EVERY_SCHEME(requests_are_heard_while_a_thread_is_at_a_finished_call) {
+  for (int round = 0; round < times(20); ++round) {
+    Worker a(0, {}, 0), b(1);
+    introduce({&a, &b}, scheme);
+    a.start(1, 0, {.body = "keeps a thread"});
+    HeldUp held_up(a);
+    a.add_threads(2);
+    for (int i = 0; i < 20; ++i) {
+      CHECK_EQ(body_of(b.call(0, {.body = "heard", .timeout = 5 * kSecond})), "heard");
+      pause(kMillisecond / 2);  // then a parks
+    }
+  }
+}
+
+CASE_ON_EVERY_SCHEME(finished_calls_go_on_beside_a_thread_that_is_held_up) {
+  Worker a(0, {}, 0), b(1);
+  introduce({&a, &b}, scheme);
+  a.start(1, 0, {.body = "keeps a thread"});
+  HeldUp held_up(a);
+  a.add_threads(2);
+  const Nanos deadline = now() + 10 * kSecond;
+  a.start(1, 1, {.body = "while requests come"});
+  while (a.outcome_count.value() < 1 && now() < deadline) b.call(0, {.body = "a request"});
+  CHECK_EQ(a.outcome_count.value(), 1);
+  a.start(1, 2, {.body = "while somebody takes others"});
+  for (int cookie = 3; a.outcome_count.value() < 2 && now() < deadline; cookie += 2) {
+    const std::uint64_t calls[] = {a.start(1, -1, {}), a.start(1, cookie, {}), a.start(1, cookie + 1, {})};
+    Outcome o;
+    for (const std::uint64_t call : calls) a.engine->wait(call, kNever, {}, o);  // unless the pool has it: it goes on
+  }
+  CHECK(a.outcome_count.value() >= 2);
+}
+
+CASE_ON_EVERY_SCHEME(what_is_read_beside_a_thread_that_is_held_up_goes_on) {
+  for (int round = 0; round < 5; ++round) {
+    Settings settings;
+    settings.spin = 5 * kMillisecond;
+    Worker a(0, std::move(settings), 0), b(1);
+    a.on_custom = [&a](Item& item) {
+      pause(3 * kMillisecond);  // another thread parks
+      a.answer(item, "");
+    };
+    introduce({&a, &b}, scheme);
+    a.start(1, 0, {.body = "keeps a thread"});
+    HeldUp held_up(a);
+    a.add_threads(2);
+    a.start(1, 1, {.tag = kHold, .body = "read by who spins after a request, and then idles"});
+    b.call(0, {.tag = kCustom});
+    const Nanos released_at = now();
+    b.release.set();
+    a.outcome_count.wait_for(1);
+    CHECK(now() - released_at < 5 * kSecond);  // not whenever a timer goes off for something else
+  }
+}
+
 CASE_ON_EVERY_SCHEME(several_threads_collect_beside_callers) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
