@@ -123,9 +123,9 @@ class PlainCalls {
     return decode_plain(codec_, outcome.reply);
   }
 
-  nb::object collect(const nb::sequence& futures, const nb::list& ids, nb::list results, nb::handle complete,
-                     nb::handle end) {
-    Collecting collecting(engine_);
+  nb::object collect(const nb::list& futures, const nb::list& ids, nb::list results, nb::handle complete,
+                     nb::handle end, nb::handle tell_when_done) {
+    Collecting collecting(*this, end);
     std::vector<std::pair<std::uint64_t, std::size_t>> places;
     for (std::size_t i = 0; i < ids.size(); ++i) places.emplace_back(nb::cast<std::uint64_t>(ids[i]), i);
     std::sort(places.begin(), places.end());
@@ -134,9 +134,24 @@ class PlainCalls {
       if (calls.empty() || calls.back() != id) calls.push_back(id);  // one may be given twice
     }
     if (!engine_.collect(collecting.collector)) return nb::bool_(false);
+    const auto place_of = [&places](std::uint64_t call) {
+      return std::lower_bound(places.begin(), places.end(), std::pair{call, std::size_t{0}})->second;
+    };
+    std::vector<nb::object> elsewhere;
+    for (const std::uint64_t call : collecting.collector.elsewhere) {
+      nb::object future = futures[place_of(call)];
+      if (!is_done(future)) tell_when_done(future);
+      elsewhere.push_back(std::move(future));
+    }
     Interruption interruption;
     const auto interrupted = interruption.ask();
     while (true) {
+      for (std::size_t i = 0; i < elsewhere.size(); ++i) {
+        if (!is_done(elsewhere[i])) continue;
+        if (!nb::object(elsewhere[i].attr("failure")()).is_none()) return elsewhere[i];
+        std::swap(elsewhere[i--], elsewhere.back());
+        elsewhere.pop_back();
+      }
       WaitEnd ended;
       {
         nb::gil_scoped_release no_gil;
@@ -144,16 +159,17 @@ class PlainCalls {
       }
       release_references();
       if (ended == WaitEnd::kInterrupted) nb::raise_python_error();
-      if (collecting.ready.empty()) return nb::none();
+      if (collecting.ready.empty() && (collecting.collector.over || ended == WaitEnd::kStopped)) return nb::none();
       while (!collecting.ready.empty()) {
         Item item = std::move(collecting.ready.front());
         collecting.ready.pop_front();
-        const auto at =
-            std::lower_bound(places.begin(), places.end(), std::pair{item.message.header.call_id, std::size_t{0}});
-        if (!bring(item, at->second, results, complete, end)) return futures[at->second];
+        const std::size_t place = place_of(item.message.header.call_id);
+        if (!bring(item, place, results, complete, end)) return futures[place];
       }
     }
   }
+
+  void tell_collectors() { engine_.tell_collectors(); }
 
   bool tell(std::int32_t peer, nb::handle value) {
     auto m = encode_plain(codec_, words_, words_.ended, 0, value);
@@ -187,47 +203,64 @@ class PlainCalls {
     return begin_call(engine_, peer, std::move(m), std::move(o), never_wait);
   }
 
-  /// What a thread waits for that collects outcomes. However that ends, the pool has the rest.
+  /// What a thread waits for that collects outcomes. However that ends, the pool has the rest; or this thread, if
+  /// nobody is in the pool any more.
   struct Collecting {
-    explicit Collecting(Engine& engine) : engine(engine) {}
-    ~Collecting() { engine.stop_collecting(collector, std::move(ready)); }
+    Collecting(PlainCalls& calls, nb::handle end) : calls(calls), end(end) {}
+    ~Collecting() {
+      calls.engine_.stop_collecting(collector, ready);
+      for (Item& item : ready) {
+        try {
+          const nb::object future = taker_of(item);
+          end(future, outcome_tuple(std::move(item.outcome)), nb::none());
+        } catch (nb::python_error& e) {
+          e.discard_as_unraisable(end);
+        }
+      }
+    }
     Collecting(const Collecting&) = delete;
     Collecting& operator=(const Collecting&) = delete;
 
-    Engine& engine;
+    PlainCalls& calls;
+    const nb::handle end;
     Collector collector;
     std::deque<Item> ready;
   };
 
+  /// Who was to have the outcome: a future, or what is called with it.
+  static nb::object taker_of(Item& item) {
+    auto& cookie = static_cast<References&>(*item.cookie);
+    nb::object taker = nb::borrow(cookie.front());
+    cookie.release();
+    return taker;
+  }
+
+  static bool is_done(const nb::object& future) { return nb::cast<bool>(future.attr("done")()); }
+
   /// Ends a future with what has come of its call. False: it has failed.
   bool bring(Item& item, std::size_t place, nb::list& results, nb::handle complete, nb::handle end) {
-    auto& cookie = static_cast<References&>(*item.cookie);
-    const nb::object future = nb::borrow(cookie.front());
-    cookie.release();
-    nb::object outcome, error = nb::none();
-    if (is_plain_value(words_, item.outcome)) {
-      try {
-        nb::object value = decode_plain(codec_, item.outcome.reply);
-        complete(future, value);
-        results[place] = std::move(value);
-        return true;
-      } catch (nb::python_error& e) {
-        outcome = nb::none();
-        error = nb::borrow(e.value());
+    const nb::object future = taker_of(item);
+    nb::object error;
+    try {
+      if (!is_plain_value(words_, item.outcome)) {
+        return !nb::cast<bool>(end(future, outcome_tuple(std::move(item.outcome)), nb::none()));
       }
-    } else {
-      outcome = outcome_tuple(std::move(item.outcome));
+      nb::object value = decode_plain(codec_, item.outcome.reply);
+      complete(future, value);
+      results[place] = std::move(value);
+      return true;
+    } catch (nb::python_error& e) {
+      if (is_done(future)) throw;
+      error = nb::borrow(e.value());  // the value cannot be read, or a signal handler's: nobody else has the outcome
     }
-    return !nb::cast<bool>(end(future, outcome, error));
+    return !nb::cast<bool>(end(future, nb::none(), error));
   }
 
   /// Hands on what has come of lazy calls meanwhile, sooner than the pool would.
   void take_lazy() {
     Item item;
     while (engine_.take_lazy(item)) {
-      auto& cookie = static_cast<References&>(*item.cookie);
-      const nb::object taker = nb::borrow(cookie.front());
-      cookie.release();
+      const nb::object taker = taker_of(item);
       const nb::object outcome = outcome_tuple(std::move(item.outcome));
       const nb::object done = nb::steal(PyObject_CallOneArg(taker.ptr(), outcome.ptr()));
       if (!done.is_valid()) PyErr_WriteUnraisable(taker.ptr());
@@ -321,12 +354,17 @@ void init_plain_calls(nb::module_& m) {
            "it if nobody takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.")
       .def("answer", &PlainCalls::answer, "call"_a, "timeout"_a,
            "Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None.")
-      .def("collect", &PlainCalls::collect, "futures"_a, "calls"_a, "results"_a, "complete"_a, "end"_a,
-           "Waits for calls that were begun and completes their futures, in this thread, as their outcomes come:\n"
-           "complete(future, value) where that is plain, and the value is put into the list of results, else\n"
-           "end(future, outcome, error), which returns whether it has failed. Returns the first one that has;\n"
-           "None: none has, though the pool may have some in hand. False: somebody else waits for one of them, and\n"
-           "nothing has been done. Raises what a signal handler raises.")
+      .def(
+          "collect", &PlainCalls::collect, "futures"_a, "calls"_a, "results"_a, "complete"_a, "end"_a,
+          "tell_when_done"_a,
+          "Waits for calls that were begun and completes their futures, in this thread, as their outcomes come:\n"
+          "complete(future, value) where that is plain, and the value is put into the list of results, else\n"
+          "end(future, outcome, error), which returns whether it has failed. One that another thread has in hand is\n"
+          "given to tell_when_done(future), which sees to it that `tell_collectors` is called. Returns the first that\n"
+          "has failed; None: none has, though others may have some in hand. False: somebody else waits for one of\n"
+          "them, and nothing has been done. Raises what a signal handler raises.")
+      .def("tell_collectors", &PlainCalls::tell_collectors,
+           "A future is done that another thread had in hand when one began to collect.")
       .def("tell", &PlainCalls::tell, "peer"_a, "value"_a,
            "Sends a peer the word that an autograd context has ended. False: the value is not plain.")
       .def_ro_static("NOT_PLAIN", &kNotPlain);

@@ -164,13 +164,18 @@ class Engine {
   WaitEnd wait(std::uint64_t call, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out);
   /// The caller stops waiting; a late reply is dropped.
   void give_up(std::uint64_t call);
-  /// From now on what becomes of `c.calls` is brought to `c`, not to the pool (which may have some of it in hand, and
-  /// goes on with that). False: somebody else waits for one of them, and nothing has changed.
+  /// From now on what becomes of `c.calls` is brought to `c`, not to the pool; but what the pool or a thread that
+  /// waited has in hand, it goes on with: see `c.elsewhere`. False: somebody else waits for one of them, and nothing
+  /// has changed.
   bool collect(Collector& c);
-  /// Waits until something has come, which it adds to `out`, or nothing is left to come. kStopped: nothing will.
+  /// Waits until something has come, which it adds to `out`, or nothing is left to come, or `tell_collectors` is
+  /// called. kStopped: nothing will come.
   WaitEnd wait(Collector& c, const std::function<bool()>& interrupted, std::deque<Item>& out);
-  /// The pool has the rest, and `left`, of what `wait` has brought.
-  void stop_collecting(Collector& c, std::deque<Item>&& left);
+  /// Somebody is done with what was in its hands when one who collects began.
+  void tell_collectors();
+  /// The pool has the rest, and `left`, of what `wait` has brought. All of that is in `left` afterwards if the engine
+  /// has been stopped and nobody is in the pool any more.
+  void stop_collecting(Collector& c, std::deque<Item>& left);
   /// Takes back an outcome that has been put down for the pool; false if the pool has it, or will. After `stop`, when
   /// there may be nobody left in the pool.
   bool withdraw(std::uint64_t call);
@@ -369,6 +374,7 @@ class Engine {
 
   std::map<std::int32_t, Peer> peers_;
   CallTable calls_;
+  std::vector<Collector*> collectors_;
   struct Lingering {
     std::uint64_t connection;
     std::unique_ptr<Keep> keep;

@@ -35,10 +35,13 @@ struct Item {
 /// One thread that waits for many calls, and takes what becomes of them as it comes. Guarded by the engine's mutex.
 struct Collector {
   Waiter waiter;
-  std::vector<std::uint64_t> calls;  // in ascending order
-  std::size_t expected = 0;          // of them, those whose outcomes are to come
-  std::uint64_t connection = 0;      // over which one of these will
-  std::deque<Item> outcomes;         // that have come
+  std::vector<std::uint64_t> calls;      // in ascending order
+  std::vector<std::uint64_t> elsewhere;  // of them, those that are over, or in somebody else's hands
+  std::size_t expected = 0;              // and those whose outcomes are to come:
+  bool over = false;                     // none, when `wait` returned
+  std::uint64_t connection = 0;          // over which one of these will
+  std::deque<Item> outcomes;             // that have come
+  bool told = false;                     // that somebody else is done with one
 };
 
 }  // namespace telegrad

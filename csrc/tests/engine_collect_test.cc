@@ -35,8 +35,10 @@ class Collecting {
       }
     }
   }
-  void end(std::deque<Item>&& left = {}) {
-    if (!std::exchange(ended_, true)) engine_.stop_collecting(collector, std::move(left));
+  /// What nobody is left in the pool for.
+  std::deque<Item> end(std::deque<Item> left = {}) {
+    if (!std::exchange(ended_, true)) engine_.stop_collecting(collector, left);
+    return left;
   }
 
   telegrad::Collector collector;
@@ -179,6 +181,50 @@ CASE(who_collects_hears_of_time_outs_losses_and_the_end) {
   CHECK(status(stopped, 2) == CallStatus::kStopped);
 }
 
+CASE(what_somebody_has_in_hand_is_elsewhere) {
+  Worker a(0, {}, 0), b(1);
+  introduce({&a, &b}, "unix");
+  const std::uint64_t in_hand = a.start(1, 0, {.body = "in hand"});
+  CHECK_EQ(body_of(a.call(1, {.body = "behind it"})), "behind it");
+  const std::uint64_t put_down = a.start(1, 1, {.body = "put down"});
+  const std::uint64_t to_come = a.start(1, 2, {.tag = kHold, .body = "to come"});
+  CHECK_EQ(body_of(a.call(1, {.body = "behind it"})), "behind it");
+  PoolThread pool;
+  Item item;
+  CHECK(a.engine->next(pool, item));
+  CHECK_EQ(item.message.header.call_id, in_hand);
+  Collecting collecting(a, {in_hand, put_down, to_come});
+  CHECK(collecting.began);
+  CHECK(collecting.collector.elsewhere == std::vector{in_hand});
+  CHECK_EQ(collecting.next().size(), 1u);
+  Event waiting;
+  std::thread other([&] {
+    waiting.wait();
+    a.engine->tell_collectors();
+  });
+  waiting.set();
+  CHECK(collecting.next().empty());  // it has been told, and more is to come
+  CHECK(!collecting.collector.over);
+  other.join();
+  b.release.set();
+  CHECK_EQ(body_of(collecting.all().at(to_come)), "to come");
+  CHECK(collecting.collector.over);
+}
+
+CASE(what_is_left_after_the_end_is_not_put_down_for_nobody) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  std::vector<std::uint64_t> calls;
+  for (int i = 0; i < 3; ++i) calls.push_back(a.start(1, i, {.tag = kNoAnswer}));
+  Collecting collecting(a, calls);
+  CHECK(collecting.began);
+  a.stop(0);
+  std::deque<Item> came = collecting.next();
+  CHECK_EQ(came.size(), 3u);
+  came.pop_front();
+  CHECK_EQ(collecting.end(std::move(came)).size(), 2u);
+}
+
 /// A thread of a worker's pool that stays at the first finished call, as one does that runs a long callback.
 class HeldUp {
  public:
@@ -263,6 +309,19 @@ CASE_ON_EVERY_SCHEME(what_is_read_beside_a_thread_that_is_held_up_goes_on) {
     a.outcome_count.wait_for(1);
     CHECK(now() - released_at < 5 * kSecond);  // not whenever a timer goes off for something else
   }
+}
+
+CASE(what_who_collects_leaves_goes_on_beside_a_thread_that_is_held_up) {
+  Worker a(0, {}, 0), b(1);
+  introduce({&a, &b}, "unix");
+  a.start(1, 0, {.body = "keeps a thread"});
+  HeldUp held_up(a);
+  a.add_threads(2);
+  Collecting collecting(a, {a.start(1, 1, {.body = "left"})});
+  std::deque<Item> came = collecting.next();
+  pause(5 * kMillisecond);  // no timer is left that would look by chance
+  collecting.end(std::move(came));
+  a.outcome_count.wait_for(1);
 }
 
 CASE_ON_EVERY_SCHEME(several_threads_collect_beside_callers) {

@@ -157,13 +157,19 @@ class PlainCalls:
     def answer(self, call: int, timeout: int) -> object:
         """Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None."""
 
-    def collect(self, futures: Sequence, calls: list, results: list, complete: object, end: object) -> object:
+    def collect(self, futures: list, calls: list, results: list, complete: object, end: object, tell_when_done: object) -> object:
         """
         Waits for calls that were begun and completes their futures, in this thread, as their outcomes come:
         complete(future, value) where that is plain, and the value is put into the list of results, else
-        end(future, outcome, error), which returns whether it has failed. Returns the first one that has;
-        None: none has, though the pool may have some in hand. False: somebody else waits for one of them, and
-        nothing has been done. Raises what a signal handler raises.
+        end(future, outcome, error), which returns whether it has failed. One that another thread has in hand is
+        given to tell_when_done(future), which sees to it that `tell_collectors` is called. Returns the first that
+        has failed; None: none has, though others may have some in hand. False: somebody else waits for one of
+        them, and nothing has been done. Raises what a signal handler raises.
+        """
+
+    def tell_collectors(self) -> None:
+        """
+        A future is done that another thread had in hand when one began to collect.
         """
 
     def tell(self, peer: int, value: object) -> bool:

@@ -56,7 +56,7 @@ class EndedEngine:
     def _ignore(self, *_: Any) -> None:
         """Nothing is left to do."""
 
-    next = open = close = reply = nudge = stop = part_from = forget_peer = not_spawned = _ignore
+    next = open = close = reply = nudge = stop = part_from = forget_peer = not_spawned = tell_collectors = _ignore
 
     def lend(self, *_: Any) -> None:
         """None: there is no link, and so no memory of one."""

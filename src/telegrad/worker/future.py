@@ -67,6 +67,7 @@ class CallFuture(torch.futures.Future[Any]):
     # On the class, so that a future that nothing special happens to carries little.
     _read = False  # nobody has to read it
     _failure: Failure | None = None
+    _has_callbacks = False  # of the program's
     _span: profiling.Span | None = None  # in a profile
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
 
@@ -122,10 +123,12 @@ class CallFuture(torch.futures.Future[Any]):
             else:
                 child.set_result(value)
 
+        self._has_callbacks = True
         super().add_done_callback(run)
         return child
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
+        self._has_callbacks = True
         super().add_done_callback(in_scope(callback))
 
     def set_exception(self, result: T) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 from telegrad.errors import NotInitialized
@@ -15,13 +16,15 @@ from telegrad.worker.future import CallFuture
 __all__ = ["wait_all"]
 
 _NOT_HERE = object()
+_add_done_callback = torch._C.Future.add_done_callback  # what is none of the program's callbacks
 
 
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
     """Waits for all of these futures; their values, in their order. Raises as soon as one of them has failed.
 
     The thread that waits drives the network, as in a future's own ``wait``: what comes of the calls needs no hop
-    between threads. It runs the callbacks of those futures, too.
+    between threads. Where one of them has callbacks it only waits: those may wait for others of these futures, and so
+    run on threads of their worker's pool.
 
     Args:
         futures: any of Telegrad's and of torch's, mixed.
@@ -29,13 +32,14 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
     Raises:
         what the first future that failed raises; the others are not waited for.
     """
+    given = list(futures)
     if asyncio._get_running_loop() is None:
-        return _wait_all(futures)
+        return _wait_all(given)
     with holding_up():
-        return _wait_all(futures)
+        return _wait_all(given)
 
 
-def _wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+def _wait_all(futures: list[Future[Any]]) -> list[Any]:
     values = [_NOT_HERE] * len(futures)
     if not _collect(futures, values):
         failed = _first_failure(futures)
@@ -44,18 +48,22 @@ def _wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
     return [future.wait() if value is _NOT_HERE else value for future, value in zip(futures, values, strict=True)]
 
 
-def _collect(futures: Sequence[Any], values: list[Any]) -> bool:
-    """Has the outcomes of calls brought to this thread, if all are calls of one worker, and puts plain values into the
-    list. False: they are not, or one has failed already."""
+def _collect(futures: list[Any], values: list[Any]) -> bool:
+    """Has the outcomes of calls brought to this thread, if all are calls of one worker, without callbacks, and puts
+    plain values into the list. False: they are not, or one has failed already."""
     try:
         calls = futures[0]._calls
-        ids = [f._call for f in futures if type(f) is CallFuture and f._calls is calls and f._failure is None]
+        ids = [
+            f._call
+            for f in futures
+            if type(f) is CallFuture and f._calls is calls and f._failure is None and not f._has_callbacks
+        ]
     except (AttributeError, IndexError):
         return False
     if len(ids) < len(futures):
         return False
     try:
-        failed = calls.plain.collect(futures, ids, values, complete, _end)
+        failed = calls.plain.collect(futures, ids, values, complete, _end, _tell_when_done)
     except NotInitialized:  # the worker has been closed meanwhile: its futures have ended, or will not
         return True
     if failed is False:
@@ -75,8 +83,16 @@ def _end(future: CallFuture, outcome: tuple[Any, ...] | None, error: BaseExcepti
     return future.failure() is not None
 
 
-def _first_failure(futures: Sequence[Future[Any]]) -> Future[Any] | None:
+def _tell_when_done(future: CallFuture) -> None:
+    """Another thread has the outcome of its call in hand."""
+    calls = future._calls
+    _add_done_callback(future, lambda _: calls.plain.tell_collectors())
+
+
+def _first_failure(futures: list[Future[Any]]) -> Future[Any] | None:
     """Waits until one has failed, which it returns, or all have succeeded."""
+    if not futures:
+        return None
     decided: Future[Future[Any] | None] = Future()
     lock = threading.Lock()
     left = len(futures)
@@ -93,7 +109,7 @@ def _first_failure(futures: Sequence[Future[Any]]) -> Future[Any] | None:
         decided.set_result(outcome)
 
     for future in futures:
-        future.add_done_callback(lambda _, future=future: completed(future))  # type: ignore[misc]
+        _add_done_callback(future, lambda _, future=future: completed(future))
     return decided.wait()
 
 
