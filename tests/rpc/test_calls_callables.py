@@ -270,26 +270,3 @@ def test_unpicklable_callables_name_the_culprit() -> None:
         rpc.rpc_async("w1", where, (lock,))
     with pytest.raises((RuntimeError, TypeError), match="lock"):
         rpc.remote("w1", where, (lock,))
-
-
-class Interrupting:
-    """Hashing it is interrupted, once."""
-
-    def __init__(self) -> None:
-        self.interruptions = [KeyboardInterrupt("while hashing")]
-
-    def __hash__(self) -> int:
-        if self.interruptions:
-            raise self.interruptions.pop()
-        return 1
-
-    def __call__(self) -> str:
-        return "called"
-
-
-@pytest.mark.parametrize("start", [rpc.rpc_sync, rpc.rpc_async])
-def test_what_interrupts_the_look_at_a_function_is_not_lost(start: Any) -> None:
-    function = Interrupting()
-    with pytest.raises(KeyboardInterrupt, match="while hashing"):
-        start("w1", function)
-    assert rpc.rpc_sync("w1", function) == "called"

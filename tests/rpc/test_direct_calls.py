@@ -1,0 +1,196 @@
+"""Calls that the program makes outside of any request and of any worker's context: the core itself finds the worker and
+the function's name, and leaves to Python what takes more than a look."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.errors import NotInitialized, UnknownWorker
+from telegrad.testing import Cluster, assert_nothing_left, cluster
+from telegrad.worker.calls import Calls
+
+
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def who() -> str:
+    worker = rpc.get_worker_info()
+    return worker.name
+
+
+def state() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Cluster]:
+    with cluster(2, current=None) as group:
+        yield group
+
+
+@pytest.fixture
+def w0(group: Cluster) -> Iterator[Any]:
+    yield group[0]._worker  # a Worker's own methods make it the current one, which is a context
+    for worker in group:
+        assert_nothing_left(worker)
+
+
+@pytest.fixture(params=["sync", "async"])
+def start(request: pytest.FixtureRequest, w0: Any) -> Any:
+    """start(to, function, args, kwargs) -> value"""
+    if request.param == "sync":
+        return w0.rpc_sync
+    return lambda *given, **named: w0.rpc_async(*given, **named).wait()
+
+
+@pytest.fixture
+def only_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in which Python looks, as it does at the first call of a function."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("Python has looked")
+
+    monkeypatch.setattr(Calls, "call", refuse)
+    monkeypatch.setattr(Calls, "call_async", refuse)
+
+
+@pytest.mark.parametrize("to", ["w1", 1, rpc.WorkerInfo("w1", 1)])
+def test_workers(start: Any, to: Any, request: pytest.FixtureRequest) -> None:
+    assert start(to, who) == "w1"
+    request.getfixturevalue("only_direct")
+    assert start(to, who) == "w1"
+
+
+@pytest.mark.parametrize("to", ["w0", 0, rpc.WorkerInfo("w0", 0)])
+def test_a_worker_calls_itself(start: Any, to: Any) -> None:
+    assert start(to, who) == start(to, who) == "w0"
+
+
+def test_ranks_of_odd_types(start: Any) -> None:
+    class Name(str):
+        pass
+
+    assert start(True, who) == start(Name("w1"), who) == "w1"
+
+
+@pytest.mark.parametrize("to", ["w7", 7, rpc.WorkerInfo("w7", 7)])
+def test_unknown_workers(start: Any, to: Any) -> None:
+    with pytest.raises(UnknownWorker):
+        start(to, who)
+
+
+@pytest.mark.parametrize("to", [None, 1.0, [], b"w1"])
+def test_what_is_no_worker(start: Any, to: Any) -> None:
+    with pytest.raises(ValueError, match="Cannot get WorkerInfo"):
+        start(to, who)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        (None, None, ((), {})),
+        ((), {}, ((), {})),
+        ([], None, ((), {})),
+        ((1, 2), None, ((1, 2), {})),
+        ([1, [2]], {"k": 3}, ((1, [2]), {"k": 3})),
+        (None, {"k": None}, ((), {"k": None})),
+    ],
+)
+def test_forms_of_arguments(start: Any, args: Any, kwargs: Any, expected: Any, request: pytest.FixtureRequest) -> None:
+    start("w1", echo)
+    request.getfixturevalue("only_direct")
+    assert start("w1", echo, args, kwargs) == expected
+
+
+def test_other_forms_of_arguments(start: Any) -> None:
+    assert start("w1", echo, torch.Size([1, 2])) == ((1, 2), {})
+    tensor = torch.ones(3)
+    assert torch.equal(start("w1", echo, (tensor,))[0][0], tensor)
+    assert start("w1", echo, (frozenset({1}),)) == ((frozenset({1}),), {})
+    with pytest.raises(TypeError):
+        start("w1", who, (1,))
+
+
+def test_torchs_state_travels(start: Any) -> None:
+    for _ in range(2):
+        assert start("w1", state) == (True, False)
+        with torch.no_grad():
+            assert start("w1", state) == (False, False)
+        with torch.autocast("cpu"):
+            assert start("w1", state) == (True, True)
+
+
+def test_a_function_that_is_replaced(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = who
+    assert start("w1", old) == start("w1", old) == "w1"
+    monkeypatch.setitem(globals(), "who", lambda: "another")
+    assert start("w1", old) == "w1"  # by value
+    assert start("w1", who) == "another"
+
+
+def test_a_module_that_travels_by_value(start: Any) -> None:
+    import telegrad.testing.waiting as module
+
+    assert start("w1", echo) == ((), {})
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        assert start("w1", echo, (1,)) == ((1,), {})
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+class Odd:
+    """Not hashable."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self) -> str:
+        return "called"
+
+
+class Interrupting:
+    """Hashing it is interrupted, once."""
+
+    def __init__(self) -> None:
+        self.interruptions = [KeyboardInterrupt("while hashing")]
+
+    def __hash__(self) -> int:
+        if self.interruptions:
+            raise self.interruptions.pop()
+        return 1
+
+    def __call__(self) -> str:
+        return "called"
+
+
+def test_other_callables(start: Any) -> None:
+    assert start("w1", Odd()) == "called"
+    assert start("w1", lambda: 5) == 5
+    assert start("w1", max, (1, 2)) == start("w1", max, (1, 2)) == 2
+    function = Interrupting()
+    with pytest.raises(KeyboardInterrupt, match="while hashing"):
+        start("w1", function)
+    assert start("w1", function) == "called"
+
+
+def test_in_an_event_loop(start: Any, w0: Any) -> None:
+    async def main() -> Any:
+        return start("w1", who), await w0.rpc_async("w1", who)
+
+    assert asyncio.run(main()) == asyncio.run(main()) == ("w1", "w1")
+
+
+def test_a_worker_that_is_closed() -> None:
+    with cluster(2, current=None, graceful=False) as group:
+        w0 = group[0]._worker
+        assert w0.rpc_sync("w1", who) == w0.rpc_sync("w1", who) == "w1"
+        group[0].shutdown(graceful=False)
+        for start in (w0.rpc_sync, w0.rpc_async):
+            with pytest.raises(NotInitialized):
+                start("w1", who)
