@@ -15,6 +15,10 @@ class TelegradClient(TorchApiClient):
         return list(self.rpc.multicast([name_of(rank) for rank in ranks], function, args=args))
 
 
+    def collect(self, begun: Sequence[Any]) -> list[Any]:
+        return list(self.rpc.wait_all(begun))
+
+
 class Telegrad(TorchApiPeer):
     name, about, module = OURS, "as it comes; TCP between network namespaces", "telegrad.rpc"
 

@@ -206,7 +206,6 @@ TRAINING = Family(
             amount=1,
             of="samples",
             seconds=1.2,
-            rounds=2,
             goals=(TimesLess(1),) if count > 1 else (),
             only=ONLY,
             quick=batch == 1 and count > 1,
