@@ -14,7 +14,6 @@ class TelegradClient(TorchApiClient):
     def begin_all(self, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
         return list(self.rpc.multicast([name_of(rank) for rank in ranks], function, args=args))
 
-
     def collect(self, begun: Sequence[Any]) -> list[Any]:
         return list(self.rpc.wait_all(begun))
 
