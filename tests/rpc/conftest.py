@@ -1,0 +1,24 @@
+"""Threads of tests, which end with them."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def in_thread() -> Any:
+    """Runs something in a thread, which the test joins at its end."""
+    threads = []
+
+    def begin(function: Callable[[], Any]) -> threading.Thread:
+        thread = threading.Thread(target=function, daemon=True)
+        threads.append(thread)
+        thread.start()
+        return thread
+
+    yield begin
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,71 @@
+"""What tests of waiting for many calls share: calls that the test holds, and threads that wait."""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from telegrad import rpc
+from telegrad.testing import Gate, Local, eventually
+from telegrad.worker import waiting
+
+
+def echo(x: Any = 1) -> Any:
+    return x
+
+
+def fail(text: str = "on purpose") -> None:
+    raise ValueError(text)
+
+
+def call(function: Any = echo, *args: Any, **kwargs: Any) -> Any:
+    return rpc.rpc_async("w1", function, args, **kwargs)
+
+
+def held(gate: Gate, value: Any = None) -> Any:
+    """A call that runs until the gate opens."""
+    future = call(gate.enter, value)
+    gate.wait_for()
+    return future
+
+
+class Unpickled:
+    """Is read by calling a function of the test's, which the test keeps."""
+
+    def __init__(self, read: Local[Callable[[], Any]]) -> None:
+        self.read = read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return run_local, (self.read,)
+
+
+def run_local(function: Local[Callable[[], Any]]) -> Any:
+    return function.value()
+
+
+def unpickled(read: Local[Callable[[], Any]], gate: Gate | None = None) -> Any:
+    if gate is not None:
+        gate.enter()
+    return Unpickled(read)
+
+
+def until_it_collects(thread: threading.Thread) -> None:
+    """Waits until the thread is inside the core, which brings it what comes."""
+
+    def collects() -> bool:
+        frame = sys._current_frames().get(thread.ident or 0)
+        return frame is not None and frame.f_code is waiting._collect.__code__
+
+    eventually(collects)
+
+
+def until_it_waits(thread: threading.Thread) -> None:
+    """Waits until the thread is inside `wait_all`, however that waits."""
+
+    def waits() -> bool:
+        frame = sys._current_frames().get(thread.ident or 0)
+        while frame is not None and frame.f_code is not waiting._wait_all.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    eventually(waits)

@@ -1,0 +1,297 @@
+"""Waiting for many calls of which some fail, time out or are lost; signals meanwhile; and what is left over."""
+
+import gc
+import signal
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from many import call, echo, fail, held, unpickled, until_it_collects
+
+from telegrad import rpc
+from telegrad.errors import NotInitialized, RpcTimeout, WorkerLost
+from telegrad.testing import Gate, Local, cluster, eventually
+from telegrad.worker import waiting
+
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("error")]
+
+
+# ---- errors
+
+
+def test_leaves_at_the_first_error() -> None:
+    gate = Gate()
+    late = held(gate, "late")
+    with pytest.raises(ValueError, match="on purpose"):
+        rpc.wait_all([late, call(), call(fail), late])
+    assert not late.done()
+    gate.open()
+    assert late.wait() == "late"
+
+
+def test_leaves_at_an_error_of_before() -> None:
+    gate = Gate()
+    late, failed = held(gate), call(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        failed.wait()
+    for futures in ([late, failed], [failed, late], [failed]):
+        with pytest.raises(ValueError, match="on purpose"):
+            rpc.wait_all(futures)
+    assert not late.done()
+    gate.open()
+    late.wait()
+
+
+def test_leaves_at_an_error_of_another_kind_of_future() -> None:
+    gate = Gate()
+    late = held(gate)
+    torchs: torch.futures.Future[int] = torch.futures.Future()
+    torchs.set_exception(KeyError("torch's"))
+    child = call().then(lambda _: fail("in a child"))
+    for failed, text in ((torchs, "torch's"), (child, "in a child")):
+        with pytest.raises(Exception, match=text):
+            rpc.wait_all([late, failed])
+    assert not late.done()
+    gate.open()
+    late.wait()
+
+
+def test_leaves_at_an_error_that_another_thread_has_in_hand(in_thread: Any) -> None:
+    """A thread of the pool is reading an outcome when this one begins to wait, and cannot."""
+    reading, late = Gate(), Gate()
+
+    def read() -> None:
+        reading.enter()
+        fail("cannot be read")
+
+    read_here = Local(read)
+    unreadable, never = call(unpickled, read_here), held(late, "late")
+    reading.wait_for()  # in the pool
+    errors: list[Any] = []
+
+    def wait() -> None:
+        with pytest.raises(ValueError, match="cannot be read") as caught:
+            rpc.wait_all([never, unreadable])
+        errors.append(caught.value)
+
+    thread = in_thread(wait)
+    until_it_collects(thread)
+    reading.open()
+    thread.join(10)
+    assert not never.done()
+    assert len(errors) == 1
+    late.open()
+    assert never.wait() == "late"
+
+
+def test_what_another_thread_has_in_hand_is_waited_for(in_thread: Any) -> None:
+    reading, late = Gate(), Gate()
+    read = Local(lambda: reading.enter("read"))
+    slow, other = call(unpickled, read), held(late, "late")
+    reading.wait_for()
+    values: list[Any] = []
+    thread = in_thread(lambda: values.append(rpc.wait_all([other, slow])))
+    until_it_collects(thread)
+    late.open()
+    eventually(other.done)
+    assert not slow.done()
+    reading.open()
+    thread.join(10)
+    assert values == [["late", "read"]]
+
+
+def test_an_outcome_that_cannot_be_read(in_thread: Any) -> None:
+    gate = Gate()
+    read = Local(lambda: fail("cannot be read"))
+    unreadable = call(unpickled, read, gate)
+    gate.wait_for()
+
+    def wait() -> None:
+        with pytest.raises(ValueError, match="cannot be read"):
+            rpc.wait_all([unreadable])
+
+    thread = in_thread(wait)
+    until_it_collects(thread)
+    gate.open()
+    thread.join(10)
+    with pytest.raises(ValueError, match="cannot be read"):
+        unreadable.value()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_while_an_outcome_is_read(in_thread: Any, kind: type[BaseException]) -> None:
+    gate = Gate()
+
+    def read() -> None:
+        raise kind("while reading")
+
+    read_here = Local(read)
+    futures = [call(unpickled, read_here, gate), *(call(gate.enter, i) for i in range(3))]
+    gate.wait_for(4)
+
+    def wait() -> None:
+        with pytest.raises(kind, match="while reading"):
+            rpc.wait_all(futures)
+
+    thread = in_thread(wait)
+    until_it_collects(thread)
+    gate.open()
+    thread.join(10)
+    with pytest.raises(kind, match="while reading"):
+        futures[0].wait()
+    assert [f.wait() for f in futures[1:]] == [0, 1, 2]
+
+
+def test_time_outs() -> None:
+    gate = Gate()
+    late, other = call(gate.enter, timeout=0.05), call(gate.enter, "other")
+    gate.wait_for(2)
+    with pytest.raises(RpcTimeout, match="RPC ran for more than set timeout"):
+        rpc.wait_all([other, late])
+    gate.open()
+    assert rpc.wait_all([other]) == ["other"]
+
+
+def test_a_worker_that_is_lost(in_thread: Any) -> None:
+    gate = Gate()
+    mine = held(gate, "mine")
+    with cluster(2, graceful=False) as group:
+        its = [call(gate.enter, i) for i in range(3)]
+        gate.wait_for(3)
+
+        def wait() -> None:
+            with pytest.raises(WorkerLost, match="w1"):
+                rpc.wait_all(its)
+
+        thread = in_thread(wait)
+        until_it_collects(thread)
+        closing = in_thread(lambda: group[1].shutdown(graceful=False))
+        thread.join(10)
+        for future in its:
+            with pytest.raises(WorkerLost, match="w1"):
+                future.wait()
+        gate.open()
+        closing.join(10)
+    assert mine.wait() == "mine"
+
+
+def test_a_worker_that_is_closed_meanwhile(in_thread: Any) -> None:
+    """All of its futures end, also those that nobody waits for any more."""
+    gate, ended = Gate(), threading.Semaphore(0)
+    with cluster(2, graceful=False) as group:
+        futures = [call(gate.enter, i) for i in range(3)]
+        gate.wait_for(3)
+
+        def wait() -> None:
+            with pytest.raises(NotInitialized):
+                rpc.wait_all(futures)
+
+        thread = in_thread(wait)
+        until_it_collects(thread)
+        for future in futures:
+            future.add_done_callback(lambda _: ended.release())
+        group[0].shutdown(graceful=False)
+        thread.join(10)
+        for _ in futures:
+            assert ended.acquire(timeout=10)
+        gate.open()
+    for future in futures:
+        with pytest.raises(NotInitialized):
+            rpc.wait_all([future])
+
+
+# ---- signals
+
+
+@pytest.fixture
+def on_signal() -> Any:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda handler: signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGUSR1, before)
+
+
+class Alarm(Exception):
+    """What a signal's handler raises."""
+
+
+def test_a_signal_ends_the_wait(on_signal: Any, in_thread: Any) -> None:
+    def alarm(*_: object) -> None:
+        raise Alarm
+
+    gate = Gate()
+    futures = [held(gate, i) for i in range(3)]
+    on_signal(alarm)
+    main = threading.main_thread()
+
+    def send() -> None:
+        until_it_collects(main)
+        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+
+    in_thread(send)
+    with pytest.raises(Alarm):
+        rpc.wait_all(futures)
+    gate.open()
+    assert [f.wait() for f in futures] == [0, 1, 2]
+
+
+def test_a_signal_while_a_future_is_being_ended(monkeypatch: pytest.MonkeyPatch, in_thread: Any) -> None:
+    """Its outcome is nobody else's then, so it ends with what the handler raises."""
+    gate = Gate()
+    read = Local(echo)
+    odd, other = call(unpickled, read, gate), held(gate, "other")
+    gate.wait_for()
+    interrupted = iter([True])
+    end = waiting._end
+
+    def interrupted_end(*given: Any) -> bool:
+        if next(interrupted, False):
+            raise Alarm
+        return end(*given)
+
+    monkeypatch.setattr(waiting, "_end", interrupted_end)
+    main = threading.current_thread()
+
+    def open_late() -> None:
+        until_it_collects(main)
+        gate.open()
+
+    in_thread(open_late)
+    with pytest.raises(Alarm):
+        rpc.wait_all([odd, other])
+    assert odd.done()
+    with pytest.raises(Alarm):
+        odd.wait()
+    assert other.wait() == "other"
+
+
+# ---- what is left over
+
+
+def test_leaves_nothing_behind() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        gate = Gate()
+        late = held(gate)
+        futures = [call(echo, frozenset({i})) for i in range(5)]
+        watches = [weakref.ref(f) for f in futures]
+        assert rpc.wait_all(futures) == [{i} for i in range(5)]
+        del futures
+        assert [w() for w in watches] == [None] * 5
+        failed = call(fail)
+        watch = weakref.ref(failed)
+        try:
+            rpc.wait_all([late, failed])
+        except ValueError:
+            pass
+        del failed
+        assert watch() is None
+        gate.open()
+        late.wait()
+        watch = weakref.ref(late)
+        del late
+        assert watch() is None
+    finally:
+        gc.enable()
