@@ -2,6 +2,7 @@
 the function's name, and leaves to Python what takes more than a look."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.errors import NotInitialized, UnknownWorker
+from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker
 from telegrad.testing import Cluster, assert_nothing_left, cluster
 from telegrad.worker.calls import Calls
 
@@ -194,3 +195,41 @@ def test_a_worker_that_is_closed() -> None:
         for start in (w0.rpc_sync, w0.rpc_async):
             with pytest.raises(NotInitialized):
                 start("w1", who)
+
+
+def test_a_fault_injector_sees_every_call(start: Any, w0: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start("w1", who) == "w1"
+    seen: list[str] = []
+    monkeypatch.setattr(w0.calls, "send_filter", lambda kind, *_: seen.append(kind))
+    assert start("w1", who) == "w1"
+    assert seen == ["call"]
+
+
+def test_a_pickler_of_the_programs_own_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start("w1", who) == "w1"
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("the pickler was asked")
+
+    monkeypatch.setattr(Calls, "custom_pickler", (None, refuse))
+    with pytest.raises(ValueError, match="the pickler was asked"):
+        start("w1", who)
+
+
+OPEN = threading.Event()
+
+
+def when_open() -> str:
+    assert OPEN.wait(10)
+    return "open"
+
+
+def test_a_time_out_of_its_own(start: Any) -> None:
+    OPEN.set()
+    assert start("w1", when_open) == start("w1", when_open) == "open"
+    OPEN.clear()
+    try:
+        with pytest.raises(RpcTimeout):
+            start("w1", when_open, timeout=0.05)
+    finally:
+        OPEN.set()
