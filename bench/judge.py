@@ -1,7 +1,7 @@
 """What the figures say: which goals are reached, and who is ahead of us."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench.figures import Figure, figure
@@ -31,6 +31,7 @@ class Judged:
     absent: Mapping[str, str]  # why a peer has none
     verdicts: Sequence[Verdict]
     ahead: Sequence[str]  # the peers that beat us
+    apart: Mapping[str, Sequence[float]] = field(default_factory=dict)  # seconds, by peer, for each round: see cores.py
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -43,6 +44,7 @@ class Judged:
             "absent": dict(self.absent),
             "goals": [vars(verdict) for verdict in self.verdicts],
             "ahead": list(self.ahead),
+            "apart": {name: list(rounds) for name, rounds in self.apart.items()},
         }
 
     @classmethod
@@ -59,6 +61,7 @@ class Judged:
             data["absent"],
             [Verdict(**verdict) for verdict in data["goals"]],
             ahead_of_us(figures),
+            data.get("apart", {}),
         )
 
 
@@ -86,6 +89,7 @@ def judge(families: Sequence[Family], results: Results) -> list[Judged]:
                     absent,
                     verdicts,
                     ahead_of_us(figures),
+                    results.apart.get(row.name, {}),
                 )
             )
     return found

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench import cores
 from bench.figures import show, show_spread
 from bench.judge import Judged
 from bench.machine import in_words
@@ -25,6 +26,8 @@ def markdown(rows: Sequence[Judged], families: Sequence[Family], peers: Sequence
             cells = [cell(row, name) for name in columns]
             lines.append(f"| {' | '.join([row.name, *cells, goals(row)])} |")
         lines.append("")
+    if seen := [one for row in rows for rounds in row.apart.values() for one in rounds]:
+        lines += [cores.in_words(seen), ""]
     return "\n".join(lines)
 
 

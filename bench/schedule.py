@@ -4,7 +4,7 @@ A run has rounds. In each round every row is measured for every peer, each time 
 peers turns from round to round: a machine that slows down, or another program that comes, hits all alike. No two
 peers are ever alive at the same time (an idle torch.distributed.rpc process polls and keeps a core busy). Rows that
 need equally many workers share a group, because the groups of some peers take ten seconds to stand; but those that ask
-for a fresh one.
+for a fresh one. Every turn waits for a while until the cores of the machine are near to each other: see cores.py.
 """
 
 import json
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from bench import cores
 from bench.groups import Failed, group_body, in_leader
 from bench.peers.base import Client, Peer, Unsupported
 from bench.row import BESIDE, LIMIT, OURS, Row, Samples
@@ -25,16 +26,25 @@ SHOWN = 160  # characters of a failure in the table
 
 @dataclass
 class Results:
-    """What was found: for each row and peer the samples of each round, or why there are none."""
+    """What was found: for each row and peer the samples of each round, or why there are none.
+
+    And how far apart the cores were in each turn, and how long turns have waited for them to be near.
+    """
 
     rounds: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
     absent: dict[str, dict[str, str]] = field(default_factory=dict)
+    apart: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    waited: float = 0.0
 
     def add(self, row: str, who: str, samples: Samples) -> None:
         for owner, found in samples.items():
             name = BESIDE + who if owner == LIMIT and who != OURS else owner or who
             if found:
                 self.rounds.setdefault(row, {}).setdefault(name, []).append(list(found))
+
+    def add_apart(self, row: str, who: str, apart: float, waited: float) -> None:
+        self.apart.setdefault(row, {}).setdefault(who, []).append(apart)
+        self.waited += waited
 
     def leave_out(self, row: str, who: str, why: str) -> None:
         self.absent.setdefault(row, {})[who] = why
@@ -47,6 +57,10 @@ class Plan:
     rounds: int
     quick: bool = False
     full: bool = False
+
+    def patience(self, results: Results) -> float | None:
+        """Seconds that turns may still wait for near cores; None: nobody looks where they are."""
+        return None if self.quick else max(0.0, cores.IN_ALL - results.waited)
 
 
 def run(plan: Plan, tell: Callable[[str], object], save: Callable[[Results], object] = lambda _: None) -> Results:
@@ -119,10 +133,11 @@ def turn(plan: Plan, peer: Peer, rows: Sequence[Row], results: Results) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found")
-        main = Measure(tuple(row.name for row in rows), plan.quick, plan.full, found)
+        near = plan.patience(results)
+        main = Measure(tuple(row.name for row in rows), plan.quick, plan.full, found, near)
         why = None
         try:
-            patience = START + sum(row.patience for row in rows)
+            patience = START + sum(row.patience for row in rows) + (near or 0.0)
             in_leader(partial(group_body, peer, rows[0].workers, main), patience)
         except Failed as e:
             why = str(e)
@@ -139,8 +154,10 @@ def turn(plan: Plan, peer: Peer, rows: Sequence[Row], results: Results) -> None:
 def turn_alone(plan: Plan, row: Row, who: str, measure: Callable[[bool, bool], Samples], results: Results) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found")
+        near = plan.patience(results)
+        body = partial(_record, row.name, partial(measure, plan.quick, plan.full), found, near, again=row.workers > 0)
         try:
-            in_leader(partial(_record, row.name, partial(measure, plan.quick, plan.full), found), row.patience)
+            in_leader(body, 2 * row.patience + (near or 0.0))
         except Failed as e:
             if read(found, who, results) is not None or not found.exists():
                 results.leave_out(row.name, who, f"failed: {shorten(str(e))}")
@@ -160,17 +177,26 @@ class Measure:
     quick: bool
     full: bool
     found: Path
+    near: float | None
 
     def __call__(self, client: Client) -> None:
         from bench.rows.table import ROWS
 
+        near = self.near
         for name in self.rows:
             row = ROWS[name]
-            _record(name, partial(row.measure, client, row.take(self.quick, self.full)), self.found)
+            measure = partial(row.measure, client, row.take(self.quick, self.full))
+            waited = _record(name, measure, self.found, near, again=not row.fresh)
+            near = None if near is None else max(0.0, near - waited)
 
 
-def _record(row: str, measure: Callable[[], Samples], found: Path) -> None:
-    """Adds what `measure` returns, or why it does not, to a file that outlives this process."""
+def _record(row: str, measure: Callable[[], Samples], found: Path, near: float | None, *, again: bool) -> float:
+    """Adds what `measure` returns, or why it does not, to a file that outlives this process.
+
+    Returns the seconds that it waited for near cores: `near` at most, if at all, and if it may, it measures `again`
+    where they have moved.
+    """
+    waited = 0.0
 
     def write(what: object) -> None:
         with found.open("a") as file:
@@ -178,11 +204,18 @@ def _record(row: str, measure: Callable[[], Samples], found: Path) -> None:
 
     write({"row": row, "begun": True})
     try:
-        write({"row": row, "samples": {owner: list(samples) for owner, samples in measure().items()}})
+        if near is None:
+            samples, where = measure(), {}
+        else:
+            steady = cores.near(measure, min(near, cores.PATIENCE), again)
+            waited = steady.waited
+            samples, where = steady.what, {"apart": steady.apart, "waited": waited}
+        write({"row": row, "samples": {owner: list(some) for owner, some in samples.items()}, **where})
     except Unsupported as e:
         write({"row": row, "absent": str(e)})
     except Exception as e:
         write({"row": row, "absent": f"failed: {shorten(f'{type(e).__name__}: {e}')}"})
+    return waited
 
 
 def read(found: Path, who: str, results: Results) -> str | None:
@@ -194,6 +227,8 @@ def read(found: Path, who: str, results: Results) -> str | None:
         begun = row if "begun" in record else None
         if "samples" in record:
             results.add(row, who, record["samples"])
+            if "apart" in record:
+                results.add_apart(row, who, record["apart"], record["waited"])
         elif "absent" in record:
             results.leave_out(row, who, record["absent"])
     return begun

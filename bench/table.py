@@ -6,6 +6,7 @@ from string import ascii_lowercase
 from rich.console import Console
 from rich.table import Table
 
+from bench import cores
 from bench.figures import HOW, Figure, show, show_rate, show_spread
 from bench.judge import Judged
 from bench.peers.table import PEERS
@@ -29,6 +30,8 @@ def print_table(rows: Sequence[Judged], families: Sequence[Family], peers: Seque
     for why, mark in notes.items():
         console.print(f"[dim]{mark}: {why}[/]", soft_wrap=True)
     console.print(f"[dim]{HOW}[/]", soft_wrap=True)
+    if seen := [one for row in rows for rounds in row.apart.values() for one in rounds]:
+        console.print(f"[dim]{cores.in_words(seen)}[/]", soft_wrap=True)
     for name in peers:
         console.print(f"[dim]{name}: {PEERS[name].about}[/]", soft_wrap=True)
 

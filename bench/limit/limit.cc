@@ -2,6 +2,7 @@
 // line.
 //
 //     limit ring SECONDS               a round trip through shared memory between two processes that spin
+//     limit apart                      the same at its best, between the first and the last core this process may use
 //     limit memcpy BYTES SECONDS       a copy within warm memory
 //     limit echo SECONDS               a round trip of 64 bytes over loopback TCP
 //     limit stream BYTES SECONDS       so many bytes one way over loopback TCP, and a byte back
@@ -84,21 +85,63 @@ void look_until(const std::atomic<std::uint64_t>& cell, std::uint64_t value) {
   }
 }
 
-void ring(double seconds) {
+Cell& shared_cell() {
   void* memory = mmap(nullptr, sizeof(Cell), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) die("mmap");
-  Cell& cell = *new (memory) Cell;
-  const pid_t other = child([&] {
-    for (std::uint64_t i = 1;; ++i) {
-      look_until(cell.there, i);
-      cell.back.store(i, std::memory_order_release);
-    }
-  });
+  return *new (memory) Cell;
+}
+
+[[noreturn]] void answer(Cell& cell) {
+  for (std::uint64_t i = 1;; ++i) {
+    look_until(cell.there, i);
+    cell.back.store(i, std::memory_order_release);
+  }
+}
+
+void ring(double seconds) {
+  Cell& cell = shared_cell();
+  const pid_t other = child([&] { answer(cell); });
   std::uint64_t i = 0;
   repeat(seconds, [&] {
     cell.there.store(++i, std::memory_order_release);
     look_until(cell.back, i);
   });
+  end(other);
+}
+
+void stay_on(int core) {
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(core, &only);
+  if (sched_setaffinity(0, sizeof only, &only) != 0) die("sched_setaffinity");
+}
+
+/// Few round trips together, and of many such times the best: another process may have the core in between.
+void apart() {
+  constexpr int kTimes = 40, kTogether = 200;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) die("sched_getaffinity");
+  int first = -1, last = -1;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &allowed)) continue;
+    if (first < 0) first = core;
+    last = core;
+  }
+  Cell& cell = shared_cell();
+  const pid_t other = child([&] {
+    stay_on(last);
+    answer(cell);
+  });
+  stay_on(first);
+  std::uint64_t i = 0;
+  for (int time = 0; time < kTimes; ++time) {
+    const double start = now();
+    for (int once = 0; once < kTogether; ++once) {
+      cell.there.store(++i, std::memory_order_release);
+      look_until(cell.back, i);
+    }
+    std::printf("%.9f\n", (now() - start) / kTogether);
+  }
   end(other);
 }
 
@@ -205,6 +248,8 @@ int main(int argc, char** argv) {
   auto size = [&](std::size_t i) { return static_cast<std::size_t>(std::stoull(args.at(i))); };
   if (args.size() == 2 && args[0] == "ring") {
     ring(number(1));
+  } else if (args.size() == 1 && args[0] == "apart") {
+    apart();
   } else if (args.size() == 3 && args[0] == "memcpy") {
     copy(size(1), number(2));
   } else if (args.size() == 2 && args[0] == "echo") {

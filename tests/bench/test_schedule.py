@@ -4,14 +4,17 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("rich")
 
 from bench import schedule
+from bench.cores import Found
 from bench.groups import Failed, in_leader
 from bench.peers.base import Client, Main, Peer, Seat, Unsupported
 from bench.processes import Meter, fork, wait
@@ -111,6 +114,22 @@ def test_the_limit_takes_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
     results, told = measured([row], monkeypatch, rounds=2)
     assert results.rounds["row"][LIMIT] == [[0.5], [0.5]]
     assert len(told) == 6
+
+
+def test_turns_share_the_time_that_is_waited_for_near_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def near(measure: Any, patience: float, again: bool) -> Found[Samples]:
+        return Found(measure(), 500e-9, patience)
+
+    rows = [Row(name, partial(named, {"a": 1.0, "b": 1.0})) for name in ("first", "second")]
+    rows.append(Row("fresh", partial(named, {"a": 1.0, "b": 1.0}), fresh=True))
+    monkeypatch.setattr(table, "ROWS", {row.name: row for row in rows})
+    monkeypatch.setattr(schedule.cores, "near", near)
+    monkeypatch.setattr(schedule.cores, "IN_ALL", 2.5 * schedule.cores.PATIENCE)
+    plan = Plan({"a": MadeUp("a"), "b": MadeUp("b")}, rows, 1)
+    results = run(plan, lambda _: None)
+    assert results.apart == {row.name: {"a": [500e-9], "b": [500e-9]} for row in rows}
+    assert results.waited == 2.5 * schedule.cores.PATIENCE
+    assert replace(plan, quick=True).patience(results) is None
 
 
 def test_a_half_written_row_is_the_one_that_failed(tmp_path: Path) -> None:
