@@ -2,6 +2,8 @@
 
 #include <vector>
 
+#include "bind/loans.h"
+
 namespace nb = nanobind;
 
 namespace telegrad::bind {
@@ -33,7 +35,7 @@ nb::object body_object(BlockPtr body) {
 
 nb::list segment_list(std::vector<BlockPtr> segments) {
   nb::list out;
-  for (auto& s : segments) out.append(nb::cast(PyBlock{std::move(s)}));
+  for (auto& s : segments) out.append(object_of(std::move(s)));
   return out;
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/block.h"
 #include "bind/keep.h"
 #include "core/forks.h"
 
@@ -15,12 +16,19 @@ namespace {
 
 namespace nb = nanobind;
 
+constexpr std::uint64_t kAnyLink = 0;  // no connection has this number: the link finds out whether memory is its own
+
 class Held;
 
-/// All that is alive, by address.
+/// All that is alive, by address. Memory that went out with a message can come back while the message is still here:
+/// then it is the one that came last.
 struct Registry {
+  struct Entry {
+    const Held* of;
+    std::weak_ptr<Held> held;
+  };
   std::mutex mutex;
-  std::map<std::uintptr_t, std::weak_ptr<Held>> loans;
+  std::map<std::uintptr_t, Entry> loans;
   std::atomic<std::size_t> count = 0;
 };
 
@@ -40,7 +48,7 @@ class Held {
     auto made = std::make_shared<Held>(std::move(loan));
     Registry& r = registry();
     std::lock_guard lock(r.mutex);
-    r.loans[address_of(made->loan.memory->data())] = made;
+    r.loans[address_of(made->loan.memory->data())] = {made.get(), made};
     r.count.fetch_add(1, std::memory_order_relaxed);
     return made;
   }
@@ -51,17 +59,19 @@ class Held {
     std::lock_guard lock(r.mutex);
     const auto next = r.loans.upper_bound(address_of(data));
     if (next == r.loans.begin()) return nullptr;
-    found = std::prev(next)->second.lock();
+    found = std::prev(next)->second.held.lock();
     if (!found) return nullptr;
     const Block& memory = *found->loan.memory;
     return data + size <= memory.data() + memory.size() ? found : nullptr;
   }
 
   explicit Held(Loan loan) : loan(std::move(loan)) {}
-  ~Held() {  // the memory is still here, so nobody else can have come to its place
+  ~Held() {
     Registry& r = registry();
     std::lock_guard lock(r.mutex);
-    if (r.loans.erase(address_of(loan.memory->data())) > 0) r.count.fetch_sub(1, std::memory_order_relaxed);
+    const auto found = r.loans.find(address_of(loan.memory->data()));
+    if (found != r.loans.end() && found->second.of == this) r.loans.erase(found);
+    r.count.fetch_sub(1, std::memory_order_relaxed);
   }
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
@@ -92,7 +102,7 @@ void give_loans(Outgoing& m, std::uint64_t connection) {
   for (std::size_t i = 0; i < m.segments.size(); ++i) {
     OutSegment& s = m.segments[i];
     auto one = Held::of(s.data, s.size);
-    if (!one || one->loan.connection != connection) continue;
+    if (!one || (one->loan.connection != kAnyLink && one->loan.connection != connection)) continue;
     mine.emplace_back(&s, std::move(one));
     keep.drop(1 + i);  // the body is the first
   }
@@ -106,6 +116,23 @@ void give_loans(Outgoing& m, std::uint64_t connection) {
 nb::object lend(Engine& engine, std::int32_t peer, std::uint64_t connection, std::size_t size) {
   auto loan = engine.lend(peer, connection, size);
   return loan ? nb::cast(PyLent{Held::make(std::move(*loan))}) : nb::none();
+}
+
+codec::SegmentMemory memory_of(BlockPtr block) {
+  std::byte* const data = block->data();
+  const std::size_t size = block->size();
+  if (const std::uint64_t lease = block->lease()) {
+    auto held = Held::make({.connection = kAnyLink, .lease = lease, .memory = std::move(block)});
+    return {data, size, new std::shared_ptr<Held>(std::move(held)),
+            [](void* context) noexcept { delete static_cast<std::shared_ptr<Held>*>(context); }};
+  }
+  return {data, size, block.release(), [](void* context) noexcept { delete static_cast<Block*>(context); }};
+}
+
+nb::object object_of(BlockPtr block) {
+  const std::uint64_t lease = block->lease();
+  if (lease == 0) return nb::cast(PyBlock{std::move(block)});
+  return nb::cast(PyLent{Held::make({.connection = kAnyLink, .lease = lease, .memory = std::move(block)})});
 }
 
 void init_loans(nb::module_& m) {

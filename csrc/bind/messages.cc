@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bind/block.h"
+#include "bind/loans.h"
 
 namespace telegrad::bind {
 namespace {
@@ -126,11 +127,7 @@ bool next_item(Engine& e, PoolThread& thread, Item& item, const std::function<vo
 std::vector<codec::SegmentMemory> memories_of(std::vector<BlockPtr>& segments) {
   std::vector<codec::SegmentMemory> memories;
   memories.reserve(segments.size());
-  for (BlockPtr& s : segments) {
-    Block* block = s.release();
-    memories.emplace_back(block->data(), block->size(), block,
-                          [](void* context) noexcept { delete static_cast<Block*>(context); });
-  }
+  for (BlockPtr& s : segments) memories.push_back(memory_of(std::move(s)));
   segments.clear();
   return memories;
 }

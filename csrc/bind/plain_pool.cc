@@ -267,7 +267,11 @@ class PlainPool {
       }
     });
     if (reply) {
-      if (any_loans()) result = {};  // the message alone has what it returned
+      if (any_loans()) {  // the message alone has what it returned
+        result = {};
+        args = {};
+        kwargs = {};
+      }
       send_reply(engine_, item.connection, h.call_id, std::move(reply));
       call(hooks_.clean_state);
       if (unusual) end_contexts();

@@ -82,6 +82,7 @@ class LentBlock final : public Block {
     pool_->small_bytes_.fetch_sub(size(), std::memory_order_relaxed);
     pool_->small_blocks_.fetch_sub(1, std::memory_order_relaxed);
   }
+  std::uint64_t lease() const override { return lent_->lease(); }
 
  private:
   const BlockPtr lent_;

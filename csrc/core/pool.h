@@ -27,6 +27,8 @@ class Block {
 
   std::byte* data() const { return data_; }
   std::size_t size() const { return size_; }
+  /// What OutSegment::lease says to hand this memory, or a part of it, to the peer whose link it came over; 0: nothing.
+  virtual std::uint64_t lease() const { return 0; }
 
  protected:
   Block(std::byte* data, std::size_t size) : data_(data), size_(size) {}

@@ -112,6 +112,60 @@ CASE(leases_of_nothing_break_the_link) {
   CHECK_EQ(l.inbox.messages[0].segments[0]->size(), kPage);
 }
 
+/// What a peer sends home that it does not have, or has not got, or has sent already.
+CASE(memory_that_cannot_come_home_breaks_the_link) {
+  constexpr std::size_t kSize = 100 << 10;
+  const std::uint64_t lease = Lease::kHome | Lease::of(1, 0);
+  struct Handing {
+    Handing() {
+      for (int i = 0; i < 2; ++i) {  // the first one has no memory to lie in yet
+        const std::string bytes(kSize, 'a');
+        Outgoing m;
+        m.header.type = FrameType::kRequest;
+        m.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), kSize});
+        CHECK(l.link->send(m) == SendState::kSent);
+        handed = m.segments[0].lease != 0;
+        if (!handed) l.send({.what = ShmPacket::kMapped, .number = 1, .size = 0});
+        l.link->receive(l.inbox, kAnyBudget);
+        CHECK_EQ(handed, i == 1);
+      }
+    }
+    Liar l;
+    bool handed = false;
+  };
+  const SegmentHeader lies[] = {{kSize, lease + (std::uint64_t{1} << Lease::kOffsetBits)},
+                                {kSize, Lease::kHome | Lease::of(1, kChunk)},
+                                {kChunk, lease},
+                                {kSize, Lease::kHome | Lease::of(1, kSize / 2)},
+                                {kSize, Lease::kHome | Lease::of(kCommonChunks, 0)}};
+  for (const SegmentHeader& lie : lies) {
+    Handing h;
+    h.l.frame(lie);
+    h.l.check_broken("has not been shared");
+  }
+  Liar never;
+  never.frame({kSize, lease});
+  never.check_broken("has not been shared");
+  Handing twice;
+  twice.l.frame({kSize, lease});
+  CHECK(twice.l.link->receive(twice.l.inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK_EQ(twice.l.inbox.messages[0].segments[0]->size(), kSize);
+  twice.l.inbox.messages.clear();
+  twice.l.frame({kSize, lease});
+  twice.l.check_broken("has not been shared");
+  Handing both;  // sent home and given back
+  both.l.frame({kSize, lease});
+  CHECK(both.l.link->receive(both.l.inbox, kAnyBudget) == ReceiveState::kIdle);
+  Returns& returns = both.l.control->returns[1];
+  returns.leases[0] = Lease::of(1, 0);
+  returns.given = 1;
+  const std::string bytes(kSize, 'b');
+  Outgoing m;
+  m.header.type = FrameType::kRequest;
+  m.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), kSize});
+  CHECK(both.l.link->send(m) == SendState::kBroken);
+}
+
 CASE(memory_that_could_be_cut_is_refused) {
   Descriptor unsealed(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   CHECK_EQ(::ftruncate(unsealed.get(), kChunk), 0);

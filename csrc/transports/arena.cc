@@ -19,12 +19,13 @@ constexpr Nanos kPause = kSecond;              // before a machine or a peer tha
 
 }  // namespace
 
-/// The sender's own hold on a region.
+/// The program's own hold on a region, or on a part of it.
 class Arena::Holder final : public Block {
  public:
   Holder(const Place& place, std::size_t size, std::shared_ptr<Arena> arena)
       : Block(place.data, size), lease_(place.lease), arena_(std::move(arena)) {}
   ~Holder() override { arena_->let_go(lease_); }
+  std::uint64_t lease() const override { return lease_; }
 
  private:
   const std::uint64_t lease_;
@@ -47,7 +48,6 @@ std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
   if (size > limit_.load(std::memory_order_relaxed)) return std::nullopt;
   std::unique_lock lock(mutex_);
   if (!returns_) return std::nullopt;
-  lends_ = lends_ || lent;
   take_back();
   auto place = find(size, lent);
   if (!place && size >= kWorthALook && out_ > 0) {
@@ -66,11 +66,10 @@ std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
 std::optional<Arena::Place> Arena::find(std::size_t length, bool lent) {
   if (out_ + regions_.size() >= Returns::kSlots) return std::nullopt;
   const std::size_t size = region_size(length);
-  const auto has_file = [this](std::uint32_t chunk) { return chunks_.at(chunk).memory.file() >= 0; };
-  const auto found = lent ? free_.take(size, has_file) : free_.take(size);
+  const auto found = free_.take(size);
   if (!found) return std::nullopt;
   const std::uint64_t lease = Lease::of(found->chunk, found->offset);
-  regions_.emplace(lease, Region{.size = size, .held = true, .lent = lent});
+  regions_.emplace(lease, Region{.size = size, .holders = 1, .lent = lent});
   chunks_.at(found->chunk).used += size;
   return Place{.lease = lease, .data = data_of(lease)};
 }
@@ -84,7 +83,7 @@ std::optional<Lent> Arena::lend(std::size_t size) {
 void Arena::hand_over(std::uint64_t lease) {
   std::lock_guard lock(mutex_);
   Region& region = regions_.at(lease);
-  region.held = false;
+  region.holders = 0;
   region.handed_over = true;
   ++out_;
 }
@@ -94,7 +93,7 @@ std::uint64_t Arena::give(const OutSegment& s) {
   const auto found = region_of(s.lease);
   if (!returns_ || found == regions_.end() || out_ >= Returns::kSlots) return 0;
   auto& [lease, region] = *found;
-  if (!region.lent || !region.held || region.handed_over || region.is_private) return 0;
+  if (!is_the_programs(region) || region.is_private) return 0;
   const std::byte* data = data_of(lease);
   if (s.data < data || s.data + s.size > data + region.size) return 0;
   const auto begin = static_cast<std::size_t>(s.data - data);
@@ -102,6 +101,21 @@ std::uint64_t Arena::give(const OutSegment& s) {
   region.handed_over = true;
   ++out_;
   return Lease::of(Lease::chunk(lease), Lease::offset(lease) + begin);
+}
+
+BlockPtr Arena::come_home(std::uint64_t lease, std::size_t size) {
+  std::lock_guard lock(mutex_);
+  const auto found = region_of(lease);
+  if (!returns_ || found == regions_.end()) return nullptr;
+  auto& [first, region] = *found;
+  const std::size_t begin = Lease::offset(lease) - Lease::offset(first);
+  if (!region.handed_over || size > region.size - begin) return nullptr;
+  auto home = std::make_unique<Holder>(Place{.lease = first, .data = data_of(first) + begin}, size, shared_from_this());
+  region.handed_over = false;
+  region.lent = true;
+  ++region.holders;  // the message that it left in may still be here
+  --out_;
+  return home;
 }
 
 /// With the mutex held: the region that a lease is of, or of a part of.
@@ -122,7 +136,7 @@ std::byte* Arena::data_of(std::uint64_t lease) {
 void Arena::let_go(std::uint64_t lease) {
   std::lock_guard lock(mutex_);
   const auto region = regions_.find(lease);
-  region->second.held = false;
+  --region->second.holders;
   if (!forked_) free_if_unused(region);
 }
 
@@ -161,7 +175,7 @@ bool Arena::take_back(std::uint64_t lease) {
 /// With the mutex held.
 void Arena::free_if_unused(Regions::iterator region) {
   const auto& [lease, r] = *region;
-  if (r.held || r.handed_over) return;
+  if (r.holders > 0 || r.handed_over) return;
   if (r.is_private && !chunks_.at(Lease::chunk(lease)).memory.make_shared(data_of(lease), r.size)) return;
   const std::uint32_t number = Lease::chunk(lease);
   const auto found = chunks_.find(number);
@@ -243,7 +257,6 @@ void Arena::on_answer(std::uint32_t number, bool mapped) {
   Chunk& chunk = found->second;
   chunk.mapped = true;
   chunk.idle_since = now();
-  if (!lends_) chunk.memory.close_file();
   free_.add(number, 0, chunk.memory.size());
   growing_ = 0;
   wanted_ = 0;
@@ -274,6 +287,11 @@ void Arena::close() {
   if (returns_ && !forked_) take_back();
   returns_ = nullptr;
   if (forked_) return;
+  for (auto& [lease, region] : regions_) {
+    if (!is_the_programs(region) || region.is_private) continue;
+    region.is_private = chunks_.at(Lease::chunk(lease)).memory.make_private(data_of(lease), region.size);
+  }
+  for (auto& [number, chunk] : chunks_) chunk.memory.close_file();
   for (const std::uint64_t lease : std::exchange(shared_, {})) commons_->give_up(lease);
 }
 
@@ -323,7 +341,7 @@ void Arena::collect() {
 void Arena::before_fork() {
   mutex_.lock();
   for (auto& [lease, region] : regions_) {
-    if (!region.lent || !region.held || region.handed_over || region.is_private) continue;
+    if (!is_the_programs(region) || region.is_private) continue;
     std::byte* data = data_of(lease);
     region.is_private = chunks_.at(Lease::chunk(lease)).memory.make_private(data, region.size);
     if (region.is_private) own_pages(data, region.size);

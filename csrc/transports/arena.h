@@ -6,6 +6,9 @@
 // next needs room: neither end wakes the other for that. So a tensor is copied once, into memory that has been touched
 // before, and its pages are never faulted in or zeroed again.
 //
+// What the receiver has got it may also send home, as it is: then the region is the sender's program's, like one that
+// it has been lent.
+//
 // A region may also be lent to the program that sends, which writes a tensor there to begin with. Then it is not copied
 // at all: it is handed over as it is, and the program must have let go of it. Before a fork such a region becomes the
 // process's own, so that parent and child have each their own as they would expect; then it is copied when it is sent.
@@ -43,6 +46,8 @@ struct Returns {
 /// A lease says where a segment lies: its chunk and how far from its beginning.
 struct Lease {
   static constexpr int kOffsetBits = 32;
+  // Beside the rest: whoever gets it has lent the memory, which comes home. No chunk has so high a number.
+  static constexpr std::uint64_t kHome = std::uint64_t{1} << 62;
 
   static std::uint64_t of(std::uint32_t chunk, std::size_t offset) {
     return std::uint64_t{chunk} << kOffsetBits | offset / kAlignment;
@@ -53,6 +58,7 @@ struct Lease {
   }
   /// Is it of memory that others have as well, so that the receiver must not write to it?
   static bool is_common(std::uint64_t lease) { return chunk(lease) >= kCommonChunks; }
+  static bool goes_home(std::uint64_t lease) { return (lease & kHome) != 0; }
 };
 
 /// The sender's side. Any thread; never blocks for more than a moment.
@@ -86,6 +92,9 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   /// The receiver gets what has been lent, the whole or a part: the lease to send. 0 if this is not of this arena, or
   /// cannot be had as it is: then it is to be copied.
   std::uint64_t give(const OutSegment& segment);
+  /// The receiver sends a region home, the whole or a part: it is this program's from now on. Null if the receiver does
+  /// not have it. May throw std::bad_alloc.
+  BlockPtr come_home(std::uint64_t lease, std::size_t size);
 
   /// The receiver is told of the chunk that a common piece lies in, unless it has been. True: it has mapped it.
   bool introduce(const Common& piece, Messenger& messenger);
@@ -109,7 +118,8 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   /// Bytes of all chunks.
   std::size_t size() const { return total_.load(std::memory_order_relaxed); }
 
-  /// The link is gone: nothing comes back any more, and nothing is lent.
+  /// The link is gone: nothing comes back any more, nothing is lent, and no descriptor is kept. What the program has
+  /// stays as it is.
   void close();
   /// Has the receiver given back what it does not have?
   bool spoiled() const { return spoiled_.load(std::memory_order_relaxed); }
@@ -130,8 +140,8 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   };
   struct Region {
     std::size_t size;  // in whole pages
-    bool held;         // by this side,
-    bool lent;         // which is the program
+    int holders;       // on this side: the program, and messages that it has left in
+    bool lent;         // to the program
     bool handed_over = false;
     bool is_private = false;  // since a fork
   };
@@ -149,6 +159,7 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   bool take_back();
   bool take_back(std::uint64_t lease);
   bool introduce_locked(const Common& piece, Messenger& messenger);
+  bool is_the_programs(const Region& region) const { return region.lent && region.holders > 0 && !region.handed_over; }
   void let_go(std::uint64_t lease);
   void free_if_unused(Regions::iterator region);
   bool begin_chunk(Messenger& messenger);
@@ -173,7 +184,6 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   std::shared_ptr<Commons> commons_;  // once something of it was to be shared
   std::map<std::uint32_t, CommonChunk> common_chunks_;
   std::set<std::uint64_t> shared_;  // leases of common pieces that the receiver has
-  bool lends_ = false;              // new chunks keep their files, which take what is lent out of a fork's way
   bool forked_ = false;             // this is a child: what becomes of the memory is the parent's business
 };
 

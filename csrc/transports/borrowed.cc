@@ -24,11 +24,12 @@ class Borrower::Borrowed final : public Block {
   Borrowed(std::byte* data, std::size_t size, std::uint64_t lease, std::shared_ptr<Chunk> chunk, bool is_private,
            std::shared_ptr<Borrower> borrower)
       : Block(data, size),
-        lease(lease),
+        taken_under(lease),
         chunk(std::move(chunk)),
         is_private(is_private),
         borrower_(std::move(borrower)) {}
   ~Borrowed() override { borrower_->let_go(*this); }
+  std::uint64_t lease() const override { return Lease::is_common(taken_under) ? 0 : Lease::kHome | taken_under; }
 
   /// The whole pages that it lies in, which have nothing else of this process's.
   std::byte* pages() const { return data() - std::size_t{reinterpret_cast<std::uintptr_t>(data()) % kPage}; }
@@ -36,10 +37,11 @@ class Borrower::Borrowed final : public Block {
     return std::max(whole_pages(static_cast<std::size_t>(data() + size() - pages())), kPage);
   }
 
-  const std::uint64_t lease;
+  const std::uint64_t taken_under;
   const std::shared_ptr<Chunk> chunk;
   bool is_private;        // its pages are, or will be when written to
   bool is_stuck = false;  // it cannot be made what it was, so the lease stays here
+  bool is_home = false;   // it has been sent there, so the lease is not this process's to give back
 
  private:
   const std::shared_ptr<Borrower> borrower_;
@@ -90,7 +92,7 @@ BlockPtr Borrower::borrow(const SegmentHeader& s, Inbox& inbox) {
   }
   auto block = std::make_unique<Borrowed>(data, s.size, s.lease, found->second, is_common, shared_from_this());
   std::unique_lock lock(mutex_);
-  regions_.insert(block.get());
+  regions_.emplace(block->data(), block.get());
   lock.unlock();
   return inbox.take_over(std::move(block));
 }
@@ -101,21 +103,38 @@ bool Borrower::is_to_be_copied() {
   return to_copy_ > 0 && to_copy_-- > 0;
 }
 
+std::uint64_t Borrower::send_home(const OutSegment& s) {
+  std::lock_guard lock(mutex_);
+  const auto next = regions_.lower_bound({s.data + 1, nullptr});
+  if (next == regions_.begin() || closed_ || forked_) return 0;
+  const auto found = std::prev(next);
+  Borrowed& region = *found->second;
+  const auto begin = static_cast<std::size_t>(s.data - region.data());
+  if (s.lease != region.lease() || begin > region.size() || s.size > region.size() - begin) return 0;
+  if (region.is_private || region.is_stuck || begin % kAlignment != 0) return 0;
+  if (s.size < region.size() / 2) return 0;  // it would keep all of it from being used again
+  region.is_home = true;
+  regions_.erase(found);
+  const std::uint64_t lease = region.taken_under;
+  return Lease::kHome | Lease::of(Lease::chunk(lease), Lease::offset(lease) + begin);
+}
+
 void Borrower::let_go(Borrowed& region) {
   std::lock_guard lock(mutex_);
-  regions_.erase(&region);
+  if (region.is_home) return;
+  regions_.erase({region.data(), &region});
   if (region.is_private && !drop_own_pages(region)) return;
   if (forked_ || closed_ || region.is_stuck) return;
-  if (region.is_private && !Lease::is_common(region.lease)) {  // since a fork
+  if (region.is_private && !Lease::is_common(region.taken_under)) {  // since a fork
     if (!region.chunk->memory.make_shared(region.pages(), region.pages_size())) return;
   }
-  give_back(region.lease);
+  give_back(region.taken_under);
 }
 
 /// With the mutex held: a private region shows what is in its memory again. False: it cannot be done.
 bool Borrower::drop_own_pages(Borrowed& region) {
   const std::size_t own = count_own_pages(region);
-  if (Lease::is_common(region.lease) && own * kPage > region.pages_size() / 2) to_copy_ = kCopies;
+  if (Lease::is_common(region.taken_under) && own * kPage > region.pages_size() / 2) to_copy_ = kCopies;
   return own == 0 || ::madvise(region.pages(), region.pages_size(), MADV_DONTNEED) == 0;
 }
 
@@ -155,7 +174,7 @@ void Borrower::make_private(Borrowed& region) {
 void Borrower::close() {
   std::lock_guard lock(mutex_);
   closed_ = true;
-  for (Borrowed* region : regions_) {
+  for (const auto& [begin, region] : regions_) {
     make_private(*region);
     region->chunk->memory.close_file();
   }
@@ -168,7 +187,7 @@ void Borrower::close() {
 void Borrower::before_fork() {
   mutex_.lock();
   if (closed_) return;  // nobody changes what these regions lie in any more: the kernel keeps processes apart
-  for (Borrowed* region : regions_) {
+  for (const auto& [begin, region] : regions_) {
     make_private(*region);
     if (region->is_private) own_pages(region->pages(), region->pages_size());
   }

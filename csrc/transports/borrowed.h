@@ -6,6 +6,8 @@
 // that were only read stay mapped, so that what comes there next is read without a page fault. A page that is written
 // to costs ten times its share of a copy, so a receiver that writes to what it gets is given copies.
 //
+// A region that nobody here holds but a message that leaves goes home with it, as it is.
+//
 // A forked child must find tensors as they were, whatever becomes of them in the parent. So before a fork, the regions
 // that are in use become private as well, pages and all.
 #pragma once
@@ -15,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include "core/forks.h"
 #include "core/transport.h"
@@ -39,6 +42,9 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
   /// What a segment refers to; null when it is no part of a chunk. Where it cannot be mapped it is copied. May throw
   /// std::bad_alloc.
   BlockPtr borrow(const SegmentHeader& segment, Inbox& inbox);
+  /// Something that has been borrowed goes home with a message, the whole or a part: the lease to send. 0 if it is not
+  /// of this borrower, or cannot go as it is: then it is to be copied.
+  std::uint64_t send_home(const OutSegment& segment);
 
   /// The link is gone: leases do not go back any more, and no descriptor is kept. Blocks stay as they are.
   void close();
@@ -67,10 +73,10 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
   std::size_t mapped_ = 0;
   std::map<std::uint32_t, std::shared_ptr<Chunk>> chunks_;  // the receiving thread's
 
-  std::mutex mutex_;  // of what is below
-  std::set<Borrowed*> regions_;
-  Descriptor pagemap_;  // of this process, once it is needed
-  int to_copy_ = 0;     // so many common regions
+  std::mutex mutex_;                                          // of what is below
+  std::set<std::pair<const std::byte*, Borrowed*>> regions_;  // by where they begin
+  Descriptor pagemap_;                                        // of this process, once it is needed
+  int to_copy_ = 0;                                           // so many common regions
   bool forked_ = false;
   bool closed_ = false;
 };

@@ -35,9 +35,8 @@ void FreeRanges::add(std::uint32_t chunk, std::size_t offset, std::size_t size) 
   by_size_.emplace(size, chunk, offset);
 }
 
-std::optional<FreeRanges::Place> FreeRanges::take(std::size_t size, const std::function<bool(std::uint32_t)>& will_do) {
-  auto best = by_size_.lower_bound({size, 0, 0});
-  while (will_do && best != by_size_.end() && !will_do(std::get<1>(*best))) ++best;
+std::optional<FreeRanges::Place> FreeRanges::take(std::size_t size) {
+  const auto best = by_size_.lower_bound({size, 0, 0});
   if (best == by_size_.end()) return std::nullopt;
   const auto [room, chunk, offset] = *best;
   remove(by_place_.find({chunk, offset}));

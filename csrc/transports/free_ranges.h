@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -25,8 +24,8 @@ class FreeRanges {
   };
 
   void add(std::uint32_t chunk, std::size_t offset, std::size_t size);
-  /// Takes `size` bytes of the smallest range that has so many, in a chunk that will do.
-  std::optional<Place> take(std::size_t size, const std::function<bool(std::uint32_t chunk)>& will_do = {});
+  /// Takes `size` bytes of the smallest range that has so many.
+  std::optional<Place> take(std::size_t size);
   /// There is no such chunk any more.
   void forget(std::uint32_t chunk);
 

@@ -182,7 +182,8 @@ SendState ShmLink::place(Outgoing& m) {
   for (; placing_.segment < m.segments.size(); ++placing_.segment) {
     OutSegment& s = m.segments[placing_.segment];
     if (s.common && (s.lease = arena_->share(s, *this)) != 0) continue;
-    if (s.lease != 0 && (s.lease = arena_->give(s)) != 0) continue;
+    if (s.lease != 0) s.lease = Lease::goes_home(s.lease) ? borrower_->send_home(s) : arena_->give(s);
+    if (s.lease != 0) continue;
     if (s.size < kLeastPlaced) continue;
     if (!placing_.place) placing_.place = arena_->place(s.size);
     if (!placing_.place) {
@@ -369,7 +370,9 @@ void ShmLink::on_offer(std::uint32_t chunk, std::size_t size, Descriptor passed)
 }
 
 BlockPtr ShmLink::borrow(const FrameHeader&, const SegmentHeader& segment, Inbox& inbox) {
-  return borrower_->borrow(segment, inbox);
+  if (Lease::is_common(segment.lease) || !Lease::goes_home(segment.lease)) return borrower_->borrow(segment, inbox);
+  BlockPtr home = arena_->come_home(segment.lease & ~Lease::kHome, segment.size);
+  return home ? inbox.take_over(std::move(home)) : nullptr;
 }
 
 ReceiveState ShmLink::idle() { return std::exchange(to_send_, false) ? ReceiveState::kToSend : ReceiveState::kIdle; }

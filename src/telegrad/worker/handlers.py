@@ -272,6 +272,7 @@ class Handlers:
                 raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
             function = method_of(value, resolve(name or b"M"))
             args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
+        segments.clear()  # the arguments alone have it: a result that is one of them goes home as it is
         if asked.recording is not None:
             with asked.recording:
                 result = run(function, args, kwargs)
