@@ -240,7 +240,7 @@ CASE(what_is_large_and_gets_no_room_is_sent_as_bytes) {
 CASE(an_answer_that_has_to_wait_leaves_later) {
   Pair p;
   Link &a = *p.ends.a, &b = *p.ends.b;
-  Clogged clogged = clog(b, kMiB / 64);
+  Clogged clogged = clog(b, kMiB / 256);
   const std::string bytes(kLarge, 'a');
   Outgoing m;
   m.header.type = FrameType::kRequest;
