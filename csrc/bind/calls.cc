@@ -29,7 +29,8 @@ class GilUntilBlocked {
 
 }  // namespace
 
-Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o) {
+Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o,
+                      const std::function<void()>& take_lazy) {
   const Nanos deadline = o.deadline;
   Interruption interruption;
   const auto interrupted = o.interrupted = interruption.ask();
@@ -38,6 +39,10 @@ Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m,
   {
     nb::gil_scoped_release no_gil;
     const std::uint64_t id = e.start(peer, std::move(m), std::move(o));
+    if (take_lazy && e.has_lazy()) {
+      const nb::gil_scoped_acquire gil;
+      take_lazy();
+    }
     end = interruption.raised() ? WaitEnd::kInterrupted : e.wait(id, deadline, interrupted, outcome);
     if (end != WaitEnd::kDone) e.give_up(id);
   }

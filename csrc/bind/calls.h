@@ -1,14 +1,17 @@
 // Requests on their way out, as the binding makes them: when to let go of the GIL, signals, what memory must outlive.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "core/engine.h"
 
 namespace telegrad::bind {
 
-/// Sends a request and waits for its outcome, without the GIL. Raises what a signal handler raises.
-Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o);
+/// Sends a request and waits for its outcome, without the GIL. Calls `take_lazy`, with the GIL, while the peer is at it
+/// and if there is something to take. Raises what a signal handler raises.
+Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o,
+                      const std::function<void()>& take_lazy = {});
 
 /// Sends a request; its outcome goes to the pool with the options' cookie. Unless `never_wait`, a large request's
 /// memory has left when this returns, and the peer's window is waited for. 0: the engine has been stopped, and nothing

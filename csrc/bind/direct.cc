@@ -2,12 +2,12 @@
 
 #include <utility>
 
+#include "bind/errors.h"
+
 namespace telegrad::bind {
 namespace {
 
 enum KnownField : Py_ssize_t { kNumber, kText, kHome, kModule, kName, kPath, kFields };
-
-nb::object interned(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
 
 /// Is it what this function without arguments returns? Throws nb::python_error.
 bool says(PyObject* function, PyObject* what) {

@@ -36,6 +36,8 @@ class Direct {
 
   /// False: Python must look, or say what is wrong. Throws nb::python_error.
   bool address(nb::handle to, nb::handle function, Addressed& out) const;
+  /// The same where it is known to whom.
+  bool knows(nb::handle function, Addressed& out) const { return is_usual() && find_name(function, out); }
 
   /// A new future of a call by `calls`, as telegrad.worker.calls makes it. Throws nb::python_error.
   nb::object future(nb::handle calls, nb::handle function, std::int32_t peer, nb::handle timeout) const;

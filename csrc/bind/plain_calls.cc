@@ -50,8 +50,7 @@ class PlainCalls {
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
     o.nested = nested;
-    Outcome outcome = call_and_wait(engine_, peer, std::move(m), std::move(o));
-    take_lazy();
+    Outcome outcome = call_and_wait(engine_, peer, std::move(m), std::move(o), [this] { take_lazy(); });
     if (is_plain_value(words_, outcome)) return decode_plain(codec_, outcome.reply);
     InContext in;
     if (!context.is_none() && is_recorded_value(words_, outcome) && Recorder::read(codec_, outcome.reply, in)) {
@@ -105,7 +104,17 @@ class PlainCalls {
     }
     if (!m) return 0;
     set_name(*m, name_id, name);
-    return begin(peer, std::move(m), timeout, nested, never_wait, true, true, cookie);
+    const auto id = begin(peer, std::move(m), timeout, nested, never_wait, true, true, cookie);
+    take_lazy();  // while the peer is at it
+    return id;
+  }
+
+  std::uint64_t make_directly(std::int32_t peer, nb::handle function, nb::handle args, nb::handle kwargs,
+                              nb::handle local_id, Nanos timeout, nb::handle cookie) {
+    Addressed a;
+    nb::object given, named;
+    if (!as_arguments(args, kwargs, given, named) || !direct_.knows(function, a)) return 0;
+    return make(peer, a.number, a.text, given, named, local_id, timeout, false, direct_.in_event_loop(), cookie);
   }
 
   std::uint64_t ask(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle cookie) {
@@ -349,6 +358,9 @@ void init_plain_calls(nb::module_& m) {
            "Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that "
            "it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread "
            "that makes a call. Returns as `start` does.")
+      .def("make_directly", &PlainCalls::make_directly, "peer"_a, "function"_a.none(), "args"_a.none(),
+           "kwargs"_a.none(), "local_id"_a, "timeout"_a, "cookie"_a,
+           "As `make`, of a call that the program makes outside of any request. 0 where Python must look, too.")
       .def("ask", &PlainCalls::ask, "peer"_a, "messages"_a, "timeout"_a, "cookie"_a,
            "Sends messages of a backward pass. The outcome is for `answer`, or for `cookie`, which the pool calls with "
            "it if nobody takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.")

@@ -5,9 +5,11 @@
 #include <utility>
 
 #include "bind/calls.h"
+#include "bind/errors.h"
 #include "bind/loans.h"
 #include "bind/plain.h"
 #include "bind/recorded.h"
+#include "bind/scopes.h"
 
 using namespace nanobind::literals;
 
@@ -19,35 +21,9 @@ constexpr std::size_t kMostEnded = 64;
 constexpr Nanos kEndDelay = 5 * kMillisecond;  // that contexts which have ended wait for a moment of leisure
 constexpr int kAgain = 5;                      // "nothing for you; come again"
 
-/// The Python error that is set, as an exception with its traceback.
-nb::object take_error() {
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
-  if (traceback) PyException_SetTraceback(value, traceback);
-  Py_XDECREF(type);
-  Py_XDECREF(traceback);
-  return nb::steal(value);
-}
-
-/// Runs it. What it raises, as such an exception; not valid if it raises nothing.
-template <class F>
-nb::object error_of(const F& run) {
-  try {
-    run();
-    return {};
-  } catch (nb::python_error& e) {
-    e.restore();
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  }
-  return take_error();
-}
-
 struct Hooks {
   nb::object engine, codec;
-  nb::object worker, scope_type, current, callback_scope;  // see telegrad.worker.scope
-  nb::object resolver;                                     // resolver(name) -> function() -> the function
+  nb::object resolver;  // resolver(name) -> function() -> the function
   nb::object clean_state;
   nb::object make;       // make(peer, connection, call, deadline, local id, function, args, kwargs) -> to be answered?
   nb::object answer;     // answer(peer, connection, call, deadline, function, args, kwargs, [result], error, context)
@@ -55,17 +31,23 @@ struct Hooks {
   nb::object fail;       // fail(future, error)
   nb::object gradients;  // gradients(peer, connection, call, deadline, messages)
   nb::object ended;      // ended(peer, (context id, requests))
+  nb::object fetch;      // the function that is called with a reference's two numbers, for its value,
+  nb::object values;     // and a dict of such values, see telegrad.worker.owned
 };
 
 class PlainPool {
  public:
-  PlainPool(Hooks hooks, const nb::object& recorder, Words words)
+  PlainPool(Hooks hooks, Scopes scopes, const nb::object& recorder, Words words)
       : hooks_(std::move(hooks)),
+        scopes_(std::move(scopes)),
         engine_(nb::cast<Engine&>(hooks_.engine)),
         codec_(nb::cast<codec::Codec&>(hooks_.codec)),
         recorder_(recorder),
         words_(words),
-        async_mark_(nb::steal(PyUnicode_InternFromString("_wrapped_async_rpc_function"))) {}
+        async_mark_(interned("_wrapped_async_rpc_function")),
+        ready_(interned("ready")),
+        error_(interned("error")),
+        value_(interned("value")) {}
 
   std::optional<nb::tuple> next(PoolThread& self) {
     Scoped scoped(*this);
@@ -93,17 +75,19 @@ class PlainPool {
   void open(bool open) { open_ = open; }
 
   int traverse(visitproc visit, void* arg) const {
-    for (const nb::object* o : {&hooks_.engine, &hooks_.codec, &hooks_.worker, &hooks_.scope_type, &hooks_.current,
-                                &hooks_.callback_scope, &hooks_.resolver, &hooks_.clean_state, &hooks_.make,
-                                &hooks_.answer, &hooks_.complete, &hooks_.fail, &hooks_.gradients, &hooks_.ended}) {
+    for (const nb::object* o :
+         {&hooks_.engine, &hooks_.codec, &hooks_.resolver, &hooks_.clean_state, &hooks_.make, &hooks_.answer,
+          &hooks_.complete, &hooks_.fail, &hooks_.gradients, &hooks_.ended, &hooks_.fetch, &hooks_.values}) {
       Py_VISIT(o->ptr());
     }
+    if (const int visited = scopes_.traverse(visit, arg)) return visited;
     return recorder_.traverse(visit, arg);
   }
   /// No thread is in `next` any more, nor will be: each holds this object.
   void clear() {
     const Hooks gone = std::move(hooks_);
     const auto told = std::move(ended_);
+    const Scopes no_more = std::exchange(scopes_, {});
     hooks_ = {};
     ended_.clear();
     recorder_.clear();
@@ -121,7 +105,7 @@ class PlainPool {
 
     void leave() {
       undo_callbacks();
-      pool_.set_scope(nullptr);
+      pool_.scopes_.clear();
     }
     void callbacks_have_run() { callbacks_ = true; }
     /// Once for all that ran in a row, since nearly none leaves anything.
@@ -138,31 +122,6 @@ class PlainPool {
     PlainPool& pool_;
     bool callbacks_ = false;
   };
-
-  void set_scope(PyObject* scope) {
-    thread_local bool is_set = false;
-    if (!scope && !is_set) return;
-    is_set = scope != nullptr;
-    PyObject* token = PyContextVar_Set(hooks_.current.ptr(), scope ? scope : Py_None);
-    if (!token) PyErr_WriteUnraisable(hooks_.current.ptr());
-    Py_XDECREF(token);
-  }
-
-  /// Scope(worker, deadline, nested=True, request=True, context, connection), made without its constructor's detours.
-  nb::object request_scope(Nanos deadline, const nb::object& context, std::uint64_t connection) const {
-    auto* type = reinterpret_cast<PyTypeObject*>(hooks_.scope_type.ptr());
-    nb::object scope = nb::steal(type->tp_alloc(type, 6));
-    PyObject* until = PyLong_FromLongLong(deadline);
-    PyObject* over = PyLong_FromUnsignedLongLong(connection);
-    if (!scope.is_valid() || !until || !over) throw nb::python_error();
-    PyTuple_SET_ITEM(scope.ptr(), 0, nb::object(hooks_.worker).release().ptr());
-    PyTuple_SET_ITEM(scope.ptr(), 1, until);
-    PyTuple_SET_ITEM(scope.ptr(), 2, nb::bool_(true).release().ptr());
-    PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
-    PyTuple_SET_ITEM(scope.ptr(), 4, Py_NewRef(context.ptr()));
-    PyTuple_SET_ITEM(scope.ptr(), 5, over);
-    return scope;
-  }
 
   /// The function of a name, as it stands now; not valid if that takes more than a look: then Python finds out.
   nb::object function_of(const Name& name) const {
@@ -207,7 +166,7 @@ class PlainPool {
 
   void end_contexts() {
     if (ended_.empty()) return;
-    set_scope(nullptr);
+    scopes_.clear();
     for (const auto& [peer, what] : std::exchange(ended_, {})) {
       const nb::object done =
           nb::steal(PyObject_CallFunctionObjArgs(hooks_.ended.ptr(), nb::int_(peer).ptr(), what.ptr(), nullptr));
@@ -219,7 +178,7 @@ class PlainPool {
   bool gradients(Item& item) {
     const nb::int_ peer(item.peer), connection(item.connection), id(item.message.header.call_id);
     const nb::int_ deadline(item.deadline == kNever ? 0 : item.deadline);
-    set_scope(nullptr);
+    scopes_.clear();
     try {
       call(hooks_.gradients, peer, connection, id, deadline, decode_plain(codec_, item.message));
       call(hooks_.clean_state);
@@ -252,15 +211,26 @@ class PlainPool {
 
     nb::object context = nb::none(), wrap, args, kwargs, result;
     std::unique_ptr<Outgoing> reply;
+    bool fetched = false;  // no code of the program has run
     const nb::object error = error_of([&] {
       if (unusual) {
         context = recorder_.arrived(in, item.peer);
         wrap = recorder_.wrap(in, item.peer, context);
         item.message.segments.pop_back();
       }
-      set_scope(request_scope(deadline, context, item.connection).ptr());
-      invoke(item, wrap, function, args, kwargs, result);
-      if (!comes_later(function, result)) {
+      if (!unusual && function.is(hooks_.fetch)) {
+        read_arguments(item, wrap, args, kwargs);
+        if (PyDict_GET_SIZE(kwargs.ptr()) == 0) result = value_here(args);
+        fetched = result.is_valid();
+      }
+      if (!fetched) {
+        scopes_.enter_request(deadline, context, item.connection);
+        if (!args.is_valid()) read_arguments(item, wrap, args, kwargs);
+        PyObject* named = PyDict_GET_SIZE(kwargs.ptr()) == 0 ? nullptr : kwargs.ptr();
+        result = nb::steal(PyObject_Call(function.ptr(), args.ptr(), named));
+        if (!result.is_valid()) throw nb::python_error();
+      }
+      if (fetched || !comes_later(function, result)) {
         reply = context.is_none()
                     ? encode_plain(codec_, words_, words_.value, 0, result)
                     : recorder_.encode(codec_, words_, words_.value, 0, result, item.peer, context, false);
@@ -273,7 +243,7 @@ class PlainPool {
         kwargs = {};
       }
       send_reply(engine_, item.connection, h.call_id, std::move(reply));
-      call(hooks_.clean_state);
+      if (!fetched) call(hooks_.clean_state);
       if (unusual) end_contexts();
     } else {
       nb::list made;  // see Handlers._settle_made
@@ -299,7 +269,7 @@ class PlainPool {
       }
       const nb::handle args = PyTuple_GET_ITEM(parts.ptr(), 0), kwargs = PyTuple_GET_ITEM(parts.ptr(), 1),
                        local_id = PyTuple_GET_ITEM(parts.ptr(), 2);
-      set_scope(request_scope(item.deadline == kNever ? 0 : item.deadline, nb::none(), item.connection).ptr());
+      scopes_.enter_request(item.deadline == kNever ? 0 : item.deadline, nb::none(), item.connection);
       const nb::object made = nb::steal(
           PyObject_CallFunctionObjArgs(hooks_.make.ptr(), peer.ptr(), connection.ptr(), id.ptr(), deadline.ptr(),
                                        local_id.ptr(), function.ptr(), args.ptr(), kwargs.ptr(), nullptr));
@@ -319,8 +289,19 @@ class PlainPool {
     return true;
   }
 
-  void invoke(Item& item, const nb::object& wrap, const nb::object& function, nb::object& args, nb::object& kwargs,
-              nb::object& result) {
+  /// The value that a reference's two numbers stand for, if it is there; else not valid, and Python looks.
+  nb::object value_here(const nb::object& rref) const {
+    PyObject* owned = PyDict_GetItemWithError(hooks_.values.ptr(), rref.ptr());
+    if (!owned) {
+      PyErr_Clear();  // such numbers cannot be hashed
+      return {};
+    }
+    const nb::object kept = nb::borrow(owned);
+    if (!kept.attr(ready_).is(nb::bool_(true)) || !kept.attr(error_).is_none()) return {};
+    return kept.attr(value_);
+  }
+
+  void read_arguments(Item& item, const nb::object& wrap, nb::object& args, nb::object& kwargs) {
     const nb::object both = decode_plain(codec_, item.message, wrap);
     if (!PyTuple_CheckExact(both.ptr()) || PyTuple_GET_SIZE(both.ptr()) != 2) {
       PyErr_SetString(codec::codec_error(), "a request to run a function has no arguments");
@@ -336,9 +317,6 @@ class PlainPool {
       PyErr_Format(PyExc_TypeError, "keyword arguments must be a dict, not %R", kwargs.type().ptr());
       throw nb::python_error();
     }
-    PyObject* named = PyDict_GET_SIZE(kwargs.ptr()) == 0 ? nullptr : kwargs.ptr();
-    result = nb::steal(PyObject_Call(function.ptr(), args.ptr(), named));
-    if (!result.is_valid()) throw nb::python_error();
   }
 
   /// Is this preamble of a request one that is run here? Python says what is wrong with one that cannot be read.
@@ -358,7 +336,7 @@ class PlainPool {
   /// done.
   bool finish(Item& item, Scoped& scoped) {
     if (item.kind != ItemKind::kOutcome || !item.cookie || !is_plain_value(words_, item.outcome)) return false;
-    set_scope(hooks_.callback_scope.ptr());
+    scopes_.enter_callbacks();
     scoped.callbacks_have_run();
     auto& cookie = static_cast<References&>(*item.cookie);
     const nb::object future = nb::borrow(cookie.front());
@@ -377,11 +355,12 @@ class PlainPool {
   }
 
   Hooks hooks_;
+  Scopes scopes_;
   Engine& engine_;
   codec::Codec& codec_;
   Recorder recorder_;
   const Words words_;
-  const nb::object async_mark_;
+  const nb::object async_mark_, ready_, error_, value_;     // names of attributes
   std::vector<std::pair<std::int32_t, nb::object>> ended_;  // contexts, as peers have told, to be ended here soon
   bool open_ = false;
 };
@@ -412,29 +391,30 @@ void init_plain_pool(nb::module_& m) {
              int created, int gradients, int ended, int may_linger, int request_flags, int reply_flags,
              std::uint64_t max_body, int preamble, nb::object worker, nb::object scope_type, nb::object current,
              nb::object callback_scope, nb::object resolver, nb::object clean_state, nb::object make_value,
-             nb::object answer, nb::object complete, nb::object fail, nb::object on_gradients, nb::object on_ended) {
-            new (self)
-                PlainPool(Hooks{std::move(engine), std::move(codec), std::move(worker), std::move(scope_type),
-                                std::move(current), std::move(callback_scope), std::move(resolver),
-                                std::move(clean_state), std::move(make_value), std::move(answer), std::move(complete),
-                                std::move(fail), std::move(on_gradients), std::move(on_ended)},
-                          recorder,
-                          Words{.call = call,
-                                .value = value,
-                                .make = make,
-                                .created = created,
-                                .may_linger = may_linger,
-                                .request_flags = request_flags,
-                                .reply_flags = reply_flags,
-                                .max_body = max_body,
-                                .gradients = gradients,
-                                .ended = ended,
-                                .preamble = preamble});
+             nb::object answer, nb::object complete, nb::object fail, nb::object on_gradients, nb::object on_ended,
+             nb::object fetch, nb::dict values) {
+            new (self) PlainPool(
+                Hooks{std::move(engine), std::move(codec), std::move(resolver), std::move(clean_state),
+                      std::move(make_value), std::move(answer), std::move(complete), std::move(fail),
+                      std::move(on_gradients), std::move(on_ended), std::move(fetch), std::move(values)},
+                Scopes(std::move(worker), std::move(scope_type), std::move(current), std::move(callback_scope)),
+                recorder,
+                Words{.call = call,
+                      .value = value,
+                      .make = make,
+                      .created = created,
+                      .may_linger = may_linger,
+                      .request_flags = request_flags,
+                      .reply_flags = reply_flags,
+                      .max_body = max_body,
+                      .gradients = gradients,
+                      .ended = ended,
+                      .preamble = preamble});
           },
           nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "created"_a, "gradients"_a,
           "ended"_a, "may_linger"_a, "request_flags"_a, "reply_flags"_a, "max_body"_a, "preamble"_a, "worker"_a,
           "scope_type"_a, "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "make_value"_a, "answer"_a,
-          "complete"_a, "fail"_a, "on_gradients"_a, "on_ended"_a)
+          "complete"_a, "fail"_a, "on_gradients"_a, "on_ended"_a, "fetch"_a, "values"_a)
       .def("reply", &PlainPool::reply, "connection"_a, "call"_a, "messages"_a,
            "Answers messages of a backward pass with others. False: they are not plain, and nothing has been sent.")
       .def(

@@ -181,6 +181,8 @@ class Engine {
   bool withdraw(std::uint64_t call);
   /// Takes the outcome of a lazy call, if one is there: callers that pass by spare the pool the work. Never blocks.
   bool take_lazy(Item& out);
+  /// Is one there? A hint.
+  bool has_lazy() const { return has_lazy_.load(std::memory_order_relaxed); }
   /// Sends a reply on the connection of the request; dropped when that is gone. A thread of the pool waits until it has
   /// left its memory, as long as the peer reads; other threads, and whoever says that it may not wait, never do. What
   /// has not left by then is copied. A reply that has left is still the caller's.

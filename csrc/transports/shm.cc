@@ -22,7 +22,7 @@ namespace {
 constexpr std::uint64_t kTurn = 4 << 20;          // bytes of a message sent before other threads have their turn
 constexpr std::size_t kPiece = 64 << 10;          // least bytes of the ring taken in at once
 constexpr int kVectors = 64;                      // pieces of a message looked at together
-constexpr std::uint64_t kLeastPlaced = 8 << 10;  // segments from here on go into the arena
+constexpr std::uint64_t kLeastPlaced = 8 << 10;   // segments from here on go into the arena
 constexpr std::uint64_t kWorthWaiting = 8 << 20;  // and wait for room there that is in the making
 constexpr std::uint64_t kPlacedTurn = 32 << 20;   // bytes copied there before other threads have their turn
 constexpr int kLeastSocketBuffer = 1;             // the kernel makes the least of it that there can be

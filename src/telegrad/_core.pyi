@@ -149,6 +149,11 @@ class PlainCalls:
         Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread that makes a call. Returns as `start` does.
         """
 
+    def make_directly(self, peer: int, function: object | None, args: object | None, kwargs: object | None, local_id: object, timeout: int, cookie: object) -> int:
+        """
+        As `make`, of a call that the program makes outside of any request. 0 where Python must look, too.
+        """
+
     def ask(self, peer: int, messages: object, timeout: int, cookie: object) -> int:
         """
         Sends messages of a backward pass. The outcome is for `answer`, or for `cookie`, which the pool calls with it if nobody takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.
@@ -186,7 +191,7 @@ class PlainPool:
     plain values, and replies with a plain value to asynchronous calls.
     """
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, gradients: int, ended: int, may_linger: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object, on_gradients: object, on_ended: object) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, gradients: int, ended: int, may_linger: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object, on_gradients: object, on_ended: object, fetch: object, values: dict) -> None: ...
 
     def reply(self, connection: int, call: int, messages: object) -> bool:
         """

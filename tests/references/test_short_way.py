@@ -122,13 +122,13 @@ def test_failures_are_raised_where_the_value_is_fetched(w: Cluster) -> None:
 def test_a_fetch_that_overtakes_its_creation_waits_for_it(w: Cluster) -> None:
     """Two threads of the owner may take them up in either order."""
     references = w[0]._worker.references
-    rref = references.begin_create(1)
+    creation = create.Creation(w[0]._worker, (1, double, 0))
+    rref = references.begin_create(1, references.new_id(), creation)
     fetched = w[0].rpc_async("w1", fetch, (*rref,))
     assert w[0].rpc_sync("w1", ping) == "pong"
     eventually(lambda: w[1]._worker.references.stats().expected == 1, what="the owner to expect the creation")
     assert not fetched.done()
     handle: Any = RRef.of(w[0]._worker, rref, 1)
-    creation = create.Creation(w[0]._worker, rref, 1, (1, double, 0))
     assert create._sent_short(w[0]._worker, handle, creation, double, (4,), {}, 0)
     assert fetched.wait() == 8
     eventually(lambda: w[1]._worker.references.stats().handles == 0)

@@ -15,7 +15,7 @@ arrive at most once, and be lost only together with their sender or receiver, wh
   may reach the machine, and each side must have been told of the loss before the two talk again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .rref_messages import (
@@ -39,7 +39,7 @@ from .rref_messages import (
     UnusableRRefError,
     UserState,
 )
-from .rref_outbox import Outbox
+from .rref_outbox import NOTHING, Outbox
 from .rref_owner import OwnerEntry, Owners
 from .rref_user import UserEntry, Users
 
@@ -125,12 +125,12 @@ class RRefTable:
             self._owners.create(rref, OwnerState.CREATING)
         else:
             self._users.begin_create(rref, owner)
-        return self._out.take()
+        return self._out.take() if self._out.effects else NOTHING
 
     def created(self, rref: RRefId) -> Sequence[Effect]:
         """The owner has confirmed my creation (its `accept_create` ran), be it after a time-out."""
         self._users.created(rref)
-        return self._out.take()
+        return self._out.take() if self._out.effects else NOTHING
 
     def create_failed(self, rref: RRefId, why: str, may_exist: bool) -> Sequence[Effect]:
         """My creation failed for its users here; `Failed` follows unless it is known to exist.
@@ -144,12 +144,12 @@ class RRefTable:
     def accept_create(self, rref: RRefId, creator: int) -> Sequence[Effect]:
         """Owner: a creation arrived and its function will run. Answer the creator once this returned, or later."""
         self._owners.accept_create(rref, creator)
-        return self._out.take()
+        return self._out.take() if self._out.effects else NOTHING
 
     def value_ready(self, rref: RRefId) -> Sequence[Effect]:
         """Owner: the function returned; put the value in place first, `Delete` may follow at once."""
         self._owners.finish(rref, OwnerState.READY)
-        return self._out.take()
+        return self._out.take() if self._out.effects else NOTHING
 
     def value_failed(self, rref: RRefId) -> Sequence[Effect]:
         """Owner: the function raised; the exception is kept and freed like a value."""
@@ -178,7 +178,7 @@ class RRefTable:
                 self._users.drop(rref, user)
             else:
                 self._out.strays += 1
-        return self._out.take()
+        return self._out.take() if self._out.effects else NOTHING
 
     def release_all(self) -> Sequence[Effect]:
         """Shutdown: drops every user handle there is and starts a new generation.
@@ -275,7 +275,12 @@ class RRefTable:
 
     @property
     def needs_flush(self) -> bool:
-        return self._out.has_batches()
+        return bool(self._out.batched)
+
+    @property
+    def batched(self) -> Mapping[int, object]:
+        """Empty unless `needs_flush`; always the same object, for who asks often."""
+        return self._out.batched
 
     # ---- questions ------------------------------------------------------------------------------------------------
 

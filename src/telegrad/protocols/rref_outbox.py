@@ -5,7 +5,7 @@ their answers are waited for and leave at once. A peer that was lost is never wr
 passes through `send`, `accept` or `release` here, and they see to it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .rref_messages import Accept, Effect, Message, Release, RRefId, Send
 
@@ -24,30 +24,32 @@ class _Batch:
 
 
 class Outbox:
-    __slots__ = ("_batches", "_effects", "_limit", "epochs", "lost", "strays")
+    __slots__ = ("_batches", "_limit", "effects", "epochs", "lost", "strays")
+
+    _batches: dict[int, _Batch]  # always the same object
 
     def __init__(self, limit: int) -> None:
-        self._effects: list[Effect] = []
-        self._batches: dict[int, _Batch] = {}
+        self.effects: list[Effect] = []  # since the last `take`
+        self._batches = {}
         self._limit = limit
         self.lost: dict[int, str] = {}  # worker -> why; until it joins again
         self.epochs: dict[int, int] = {}  # worker -> how often it was lost: tells stale tickets from fresh ones
         self.strays = 0  # messages or drops that referred to nothing; 0 unless peers were lost
 
     def emit(self, effect: Effect) -> None:
-        self._effects.append(effect)
+        self.effects.append(effect)
 
     def take(self) -> Sequence[Effect]:
         """The effects since the last call, oldest first."""
-        effects = self._effects
+        effects = self.effects
         if not effects:
             return NOTHING
-        self._effects = []
+        self.effects = []
         return effects
 
     def send(self, to: int, message: Message) -> None:
         if to not in self.lost:
-            self._effects.append(Send(to, message))
+            self.effects.append(Send(to, message))
 
     def accept(self, to: int, transfer: int) -> None:
         if to in self.lost:
@@ -72,12 +74,15 @@ class Outbox:
     def queued(self) -> int:
         return sum(batch.size() for batch in self._batches.values()) if self._batches else 0
 
-    def has_batches(self) -> bool:
-        return bool(self._batches)
+    @property
+    def batched(self) -> Mapping[int, object]:
+        """What waits for `flush`, by peer; always the same object."""
+        return self._batches
 
     def flush(self) -> None:
-        batches, self._batches = self._batches, {}
-        for to, batch in batches.items():
+        batches = list(self._batches.items())
+        self._batches.clear()
+        for to, batch in batches:
             self._post(to, batch)
 
     def forget(self, peer: int, why: str) -> None:
@@ -87,6 +92,6 @@ class Outbox:
 
     def _post(self, to: int, batch: _Batch) -> None:
         if batch.transfers:
-            self._effects.append(Send(to, Accept(tuple(batch.transfers))))
+            self.effects.append(Send(to, Accept(tuple(batch.transfers))))
         if batch.releases:
-            self._effects.append(Send(to, Release(tuple(batch.releases.items()))))
+            self.effects.append(Send(to, Release(tuple(batch.releases.items()))))

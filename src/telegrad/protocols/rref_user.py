@@ -193,7 +193,8 @@ class Users:
         if entry.state is CREATING or entry.state is FORKING:
             entry.state = CONFIRMED
             self._out.emit(Confirmed(rref))
-            self._accept_parents(entry)
+            if entry.parents:
+                self._accept_parents(entry)
         self._settle(rref, entry)
 
     def _lose(self, rref: RRefId, entry: UserEntry, why: str) -> None:

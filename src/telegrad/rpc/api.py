@@ -22,7 +22,7 @@ from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.rpc.group import AllGatherStates, LeftAfterGathering, LostWhileGathering, gather, gathering_of
 from telegrad.rpc.internal import PythonUDF, _internal_rpc_pickler
 from telegrad.rref import RRef
-from telegrad.rref.create import create
+from telegrad.rref.create import create, create_directly
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
 from telegrad.worker.budget import Budget
@@ -233,8 +233,9 @@ def remote(
     if not callable(func):
         raise TypeError(NOT_CALLABLE)
     worker = _worker()
-    info = worker.info_of(to)
-    return create(worker, info.id, func, args or (), kwargs or {}, worker.calls.timeout(timeout))
+    if timeout == UNSET_RPC_TIMEOUT and (handle := create_directly(worker, to, func, args, kwargs)) is not None:
+        return handle
+    return create(worker, worker.info_of(to).id, func, args or (), kwargs or {}, worker.calls.timeout(timeout))
 
 
 def _not_in_scripts() -> NoReturn:

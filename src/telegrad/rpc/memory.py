@@ -12,7 +12,7 @@ from telegrad.worker.scope import current
 
 __all__ = ["empty"]
 
-_LEAST = 32 << 10  # bytes; smaller tensors go with the message itself
+_LEAST = 32 << 10  # bytes; to borrow for less takes as long as to copy it
 
 
 def empty(

@@ -19,12 +19,42 @@ from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.scope import current, remaining
 from telegrad.worker.uses import goes_short
 
-__all__ = ["create", "create_by_method"]
+__all__ = ["create", "create_by_method", "create_directly"]
 
 _MAY_LINGER = int(Flag.MAY_LINGER)
 # A creation leaves even if it times out first (the owner may be far from connected): others may know of the reference.
 
+_UNHURRIED = 1_000_000_000  # ns: a call with this time-out does not end before this worker keeps count of its reference
+
 is_grad_enabled = torch.is_grad_enabled
+
+
+def create_directly(worker: Worker, to: Any, func: Any, args: Any, kwargs: Any) -> RRef[Any] | None:
+    """As `create`, of a call that the program makes with the default time-out, and outside of any request. None where
+    that takes more than a look, and nothing has been done.
+
+    The request leaves first; the rest is done while the owner is at it.
+    """
+    calls = worker.calls
+    timeout = calls.default_timeout
+    if current.get() is not None or calls.send_filter is not None or calls.custom_pickler is not None:
+        return None
+    if 0 < timeout < _UNHURRIED:
+        return None
+    owner = worker.info_of(to).id
+    if owner == worker.info.id:
+        return None
+    local_id = worker.references.new_id()
+    creation = Creation(worker, (owner, func, timeout))
+    creation._calls = calls
+    try:
+        creation._call = calls.plain.make_directly(owner, func, args, kwargs, local_id, timeout, creation)
+    except NotInitialized:
+        raise
+    except BaseException:  # a signal handler's; the call may be under way
+        _begun(worker, owner, local_id, creation)
+        raise
+    return _begun(worker, owner, local_id, creation) if creation._call else None
 
 
 def create(worker: Worker, owner: int, func: Any, args: Any, kwargs: Any, timeout: int) -> RRef[Any]:
@@ -68,10 +98,18 @@ def create_by_method(on: RRef[Any], method: str, args: Any, kwargs: Any, timeout
 
 def _begin(worker: Worker, owner: int, request: tuple[int, Any, int]) -> tuple[RRef[Any], Creation]:
     """A new reference."""
-    rref = worker.references.begin_create(owner)
+    creation = Creation(worker, request)
+    return _begun(worker, owner, worker.references.new_id(), creation), creation
+
+
+def _begun(worker: Worker, owner: int, local_id: int, creation: Creation) -> RRef[Any]:
+    """The same, of what is being made perhaps already."""
+    rref = worker.references.begin_create(owner, local_id, creation)
     handle = RRef.of(worker, rref, owner)
-    creation = handle._creation = Creation(worker, rref, owner, request)
-    return handle, creation
+    handle._creation = creation
+    if creation.early is not None:
+        creation.over(*creation.early)
+    return handle
 
 
 def _sent_short(

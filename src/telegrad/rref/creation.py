@@ -21,26 +21,26 @@ class Creation:
     """Goes with the call as its cookie: a thread of the pool, or one that makes a call, calls it with the outcome. Most
     of them end so, unseen; a future is made for whoever asks for one.
 
+    The call may end before this worker has got round to keeping count of its reference: what became of it waits then.
+
     Args:
         worker: the creator.
-        rref: what is created,
-        owner: and where.
-        request: (peer, what is called or its name, time-out in ns), for errors.
+        request: (owner, what is called or its name, time-out in ns), for errors.
     """
 
     __slots__ = (
-        "_call", "_calls", "_done", "_future", "_owner", "_read", "_request", "_rref", "_span", "_uncompleted",
-        "_worker", "failure",
+        "_call", "_calls", "_future", "_read", "_request", "_span", "_uncompleted", "_worker", "early", "ended",
+        "failure", "rref",
     )  # fmt: skip
 
-    def __init__(self, worker: Worker, rref: RRefId, owner: int, request: tuple[int, Any, int]) -> None:
+    def __init__(self, worker: Worker, request: tuple[int, Any, int]) -> None:
         self._worker = worker
-        self._rref = rref
-        self._owner = owner
         self._request: Any = request
+        self.rref: RRefId | None = None  # what is created
+        self.early: tuple[BaseException | None, bool] | None = None  # for `over`, from before that was known
         self._calls: Any = None  # as of a CallFuture: set by who sends the request
         self._call = 0
-        self._done = False
+        self.ended = False  # its call
         self._read = False  # the reference has been used
         self.failure: Failure | None = None
         self._future: CreationFuture | None = None  # once somebody has asked for it,
@@ -56,7 +56,8 @@ class Creation:
     def end(self, outcome: tuple[Any, ...]) -> None:
         """The outcome of the call. Whoever has it completes the future."""
         if outcome[0] == _REPLIED and outcome[1] == _CREATED and not outcome[2] & _UNUSUAL:
-            self.over(None)
+            if self._span is not None or not self._worker.references.creation_over(self, True):
+                self.over(None)
             return
         try:
             self._worker.calls.result(outcome, sent(self._request))
@@ -74,26 +75,26 @@ class Creation:
             error: what became of it, if that is no answer.
             failed_there: the owner keeps an exception instead of a value.
         """
-        references, rref = self._worker.references, self._rref
-        here = self._worker.info.id == self._owner
+        references = self._worker.references
+        with references.lock:
+            rref = self.rref
+            if rref is None:
+                self.early = error, failed_there
+                return
+        here = self._worker.info.id == self._request[0]
         if self._span is not None:
             self._span.end()
-        if error is None:
-            references.creation_over(None if here else rref)
-        else:
-            if isinstance(error, RpcTimeout):
-                references.create_failed(rref, error, may_exist=error.state != "not sent" or here)
-            elif not isinstance(error, WorkerLost):  # a loss itself tells the protocol
-                references.create_failed(rref, error, may_exist=False)
-            references.creation_over()
         if error is not None or failed_there:
             self.failure = Failure(error, self._read, self._request, _UNREAD)
-        with references.lock:
-            self._done = True
+        if isinstance(error, RpcTimeout):
+            references.create_failed(rref, error, may_exist=error.state != "not sent" or here)
+        elif error is not None and not isinstance(error, WorkerLost):  # a loss itself tells the protocol
+            references.create_failed(rref, error, may_exist=False)
+        references.creation_over(self, error is None)
 
     def done(self) -> bool:
         """Has the call ended?"""
-        return self._done
+        return self.ended
 
     def used(self) -> None:
         """Its reference is used: whoever does so hears of a failure."""
@@ -110,7 +111,7 @@ class Creation:
             self._future = self._uncompleted = future
             future.creation = self
             future._calls, future._call, future._request = self._calls, self._call, self._request
-            done = self._done
+            done = self.ended
         if done:
             self.complete()
         return future

@@ -73,7 +73,7 @@ class RRef(Generic[T]):
         self._worker = worker
         self.id = rref
         self.owner_id = owner
-        self._generation = worker.references.generation
+        self._generation = worker.references.table.generation
         self._fork: int | None = None if owner == worker.info.id else worker.references.new_id()
         self._creation: Creation | None = None  # where this worker made the call that makes it
         self._exists = False  # it is known here that there is a value, whether the word of its creation has come or not
@@ -142,8 +142,6 @@ class RRef(Generic[T]):
         if fetched is NOT_MADE:
             fetched = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
         self._exists = True
-        if self._creation is not None and not references.confirmed(self.id):
-            references.created(self.id)  # what has a value has been created, though the word of that may come later
         value: T = fetched
         return value
 

@@ -48,7 +48,9 @@ class EndedEngine:
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotInitialized
 
-    call = call_directly = start = start_directly = start_many = make = ask = answer = wait = collect = _refuse
+    call = call_directly = start = start_directly = start_many = make = make_directly = ask = answer = wait = (
+        collect
+    ) = _refuse
     listen = set_peer = _refuse
 
     # ---- what is done already, or concerns nobody any more

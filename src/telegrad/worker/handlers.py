@@ -20,7 +20,7 @@ from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
 from telegrad.worker.messages import NO_PREAMBLE as _NO_PREAMBLE
 from telegrad.worker.messages import Encoded, Messages, Preamble
-from telegrad.worker.references import References
+from telegrad.worker.references import References, rref_id
 from telegrad.worker.scope import Scope, clean_state, current, handler_state
 from telegrad.worker.uses import Later, NotYet, method_of
 
@@ -114,12 +114,17 @@ class Handlers:
     ) -> bool:
         """Runs the function of a plain request, whose result stays here. True: the core is to say so; it has been
         answered otherwise."""
-        target = RRefId(peer, local_id)
+        target = rref_id((peer, local_id))
         references = self._references
         references.accept_create(target, peer)
         try:
-            result = run(function, args, kwargs)
-            if comes_later(function, result):
+            try:
+                result = function(*args, **kwargs)
+            except TypeError as e:
+                result, error = _as_torch_says(function, args, kwargs, e)
+                if error is not None:
+                    raise
+            if type(result) is CoroutineType or hasattr(function, "_wrapped_async_rpc_function"):
                 asked = Asked(peer, connection, call, _MAKE, deadline)
                 self._answer_later(asked, 0, _NO_PREAMBLE._replace(target=target), result, function)
                 return False

@@ -11,6 +11,7 @@ from telegrad.worker.calls import NOT_PLAIN_REPLY, complete
 from telegrad.worker.handlers import NOT_PLAIN_REQUEST
 from telegrad.worker.rendezvous import Group
 from telegrad.worker.scope import Scope, clean_state, current
+from telegrad.worker.uses import fetch
 
 __all__ = ["NOT_PLAIN", "Unusual", "make_engine", "make_plain_pool"]
 
@@ -70,4 +71,6 @@ def make_plain_pool(worker: Any, callback_scope: Scope) -> _core.PlainPool:
         fail=worker.calls.fail,
         on_gradients=worker.autograd.on_gradients,
         on_ended=worker.autograd.on_ended,
+        fetch=fetch,
+        values=worker.references.values,
     )

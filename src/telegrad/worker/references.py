@@ -10,7 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from telegrad.errors import OwnerLost, RRefDeleted, RRefError, RRefTimeout
 from telegrad.protocols.rref import (
@@ -37,11 +38,21 @@ from telegrad.protocols.rref import (
 )
 from telegrad.worker.owned import OwnedValue
 
-__all__ = ["References"]
+__all__ = ["AnyCreation", "References", "rref_id"]
 
 _MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # their number on the wire is their place
 _NOTHING: Sequence[Callable[[], None]] = ()
 _SOUND = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' states in which nothing is wrong
+
+
+rref_id = partial(tuple.__new__, RRefId)  # of a pair, as RRefId(*pair), but at once
+
+
+class AnyCreation(Protocol):
+    """A call that makes a value elsewhere (telegrad.rref.creation)."""
+
+    rref: RRefId | None  # set by `References.begin_create`
+    ended: bool
 
 
 class References:
@@ -67,7 +78,9 @@ class References:
     ) -> None:
         self.me = me
         self.table = RRefTable(me)
-        self.values: dict[RRefId, OwnedValue] = {}
+        self.values: dict[RRefId, OwnedValue] = {}  # always the same object: the core looks there, too
+        self._batched = self.table.batched
+        self._collects = False  # `collect` has been asked for since something was batched
         self.dropped: deque[tuple[RRefId, int]] = deque()
         self.pending_creations = 0
         self._waited_for = False  # somebody waits for all to be gone
@@ -92,6 +105,7 @@ class References:
     # ---- handles
 
     def new_id(self) -> int:
+        """A local id that no other reference has or will have."""
         return next(self._ids)
 
     @property
@@ -107,6 +121,7 @@ class References:
     def collect(self) -> None:
         """Tells the machine of the handles that are gone, and sends what it batched."""
         with self.lock:
+            self._collects = False
             after = self._apply([*self._drop_all(), *self.table.flush()])
         self._finish(after)
 
@@ -133,10 +148,11 @@ class References:
         self._finish(after)
         return rref
 
-    def begin_create(self, owner: int) -> RRefId:
-        """A reference to what a remote call will make."""
-        rref = RRefId(self.me, self.new_id())
+    def begin_create(self, owner: int, local_id: int, creation: AnyCreation) -> RRefId:
+        """A reference to what a remote call will make, or is making already."""
+        rref = rref_id((self.me, local_id))
         with self.lock:
+            creation.rref = rref
             if owner == self.me:
                 self.values[rref] = OwnedValue(self.lock)
             self.pending_creations += 1
@@ -153,12 +169,17 @@ class References:
             after = self._apply(self.table.created(rref))
         self._finish(after)
 
-    def creation_over(self, created: RRefId | None = None) -> None:
-        """The creating call has ended, in whatever way; and that reference has been `created` by it."""
+    def creation_over(self, creation: AnyCreation, created: bool) -> bool:
+        """The creating call has ended, in whatever way; and its reference has been `created` by it. False: `begin_create` is still to come, and nothing has been done."""
         with self.lock:
+            rref = creation.rref
+            if rref is None:
+                return False
             self.pending_creations -= 1
-            after = self._apply(() if created is None else self.table.created(created))
+            creation.ended = True
+            after = self._apply(self.table.created(rref) if created else ())
         self._finish(after)
+        return True
 
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
         """The creating call failed: for its users here there is no value."""
@@ -180,7 +201,8 @@ class References:
             if owned is None or owned.ready:  # ready: it was given up because its creator was lost, who is back now
                 owned = self.values[rref] = OwnedValue(self.lock)
             after = self._apply(self.table.accept_create(rref, creator)) if creator != self.me else _NOTHING
-        self._finish(after)
+        if after:
+            self._finish(after)
         return owned
 
     def settle(self, rref: RRefId, value: Any, error: BaseException | None) -> None:
@@ -190,11 +212,11 @@ class References:
             if owned is None or owned.ready:
                 return
             parked = owned.settle(value, error)
-            change = self.table.value_failed if error is not None else self.table.value_ready
-            after = self._apply(change(rref))
+            after = self._apply(self.table.value_ready(rref) if error is None else self.table.value_failed(rref))
             if parked:
                 after = (*parked, *after)
-        self._finish(after)
+        if after:
+            self._finish(after)
 
     def knows(self, rref: RRefId) -> bool:
         """Is there a value of this name here, or is there to be one?"""
@@ -370,10 +392,11 @@ class References:
             self.closed = True
             self.dropped = deque(maxlen=0)
             self._confirmations.clear()
-            values, self.values = self.values, {}
+            values = list(self.values.values())
+            self.values.clear()
             parked = [
                 resume
-                for owned in values.values()
+                for owned in values
                 if not owned.ready
                 for resume in owned.settle(None, RRefDeleted("the worker that owns this value has shut down"))
             ]
@@ -386,8 +409,8 @@ class References:
         """With the lock held: does what touches tables; returns what must be done without it."""
         if self._waited_for:
             self._changed.notify_all()
-        needs_flush = self.table.needs_flush
-        if not effects and not needs_flush:
+        collects = self._collects or not self._batched
+        if not effects and collects:
             return _NOTHING
         after: list[Callable[[], None]] = []
         for effect in effects:
@@ -405,7 +428,8 @@ class References:
                 owned = self.values.get(effect.rref)
                 if owned is not None and not owned.ready:
                     after += owned.settle(None, self._never_came(effect.rref, effect.why, effect.lost))
-        if needs_flush:  # whatever changed may have queued something: a pool thread sends it
+        if not collects:  # whatever changed has queued something: a pool thread sends it
+            self._collects = True
             after.append(self._nudge)
         return after
 

@@ -1,0 +1,39 @@
+// Python's errors and names, as the binding handles them. All with the GIL held.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <new>
+
+namespace telegrad::bind {
+
+namespace nb = nanobind;
+
+inline nb::object interned(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
+
+/// The Python error that is set, as an exception with its traceback.
+inline nb::object take_error() {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return nb::steal(value);
+}
+
+/// Runs it. What it raises, as such an exception; not valid if it raises nothing.
+template <class F>
+nb::object error_of(const F& run) {
+  try {
+    run();
+    return {};
+  } catch (nb::python_error& e) {
+    e.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  }
+  return take_error();
+}
+
+}  // namespace telegrad::bind

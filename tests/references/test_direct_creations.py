@@ -1,0 +1,240 @@
+"""References that the program makes outside of any request: the request leaves before this worker keeps count of them."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from things import PATIENCE, fail, freed, make, ping, started
+
+from telegrad import rpc
+from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker, WorkerLost
+from telegrad.rref import create
+from telegrad.rref.creation import Creation
+from telegrad.testing import Cluster, assert_nothing_left, cluster, eventually
+from telegrad.worker.default import set_default_worker
+
+
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def make_here(x: Any) -> Any:
+    """Within a request."""
+    return rpc.remote("w0", echo, (x,)).to_here()
+
+
+class Odd:
+    """Travels by pickle."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Cluster]:
+    with cluster(2, current=None) as group:
+        yield group
+
+
+@pytest.fixture
+def w0(group: Cluster) -> Iterator[Any]:
+    worker = group[0]._worker
+    set_default_worker(worker)
+    try:
+        worker.rpc_sync("w1", echo)  # its name is known
+        yield worker
+    finally:
+        set_default_worker(None)
+    for one in group:
+        assert_nothing_left(one)
+
+
+@pytest.fixture
+def only_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in which a reference is made in another way."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("made in another way")
+
+    monkeypatch.setattr(rpc.api, "create", refuse)
+
+
+@pytest.fixture
+def other_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What has been made in another way."""
+    made = []
+
+    def note(*args: Any) -> Any:
+        made.append(args[2])
+        return create.create(*args)
+
+    monkeypatch.setattr(rpc.api, "create", note)
+    return made
+
+
+@pytest.mark.usefixtures("w0", "only_direct")
+@pytest.mark.parametrize("to", ["w1", 1, rpc.WorkerInfo("w1", 1)])
+def test_values(to: Any) -> None:
+    rref = rpc.remote(to, echo, (1, "a"), {"b": None})
+    assert rref.owner_name() == "w1"
+    assert rref.to_here() == rref.to_here() == ((1, "a"), {"b": None})
+    assert rref.confirmed_by_owner()
+    assert rpc.remote(to, echo).to_here() == ((), {})
+    assert rpc.remote(to, echo, [torch.ones(3)]).to_here()[0][0].sum() == 3
+
+
+@pytest.mark.usefixtures("w0", "only_direct")
+def test_values_are_freed() -> None:
+    rpc.rpc_sync("w1", make, ("known",))
+    rref = rpc.remote("w1", make, ("direct",))
+    assert rref.to_here() == ("direct",)
+    del rref
+    assert freed("direct").wait(PATIENCE)
+
+
+@pytest.mark.usefixtures("only_direct")
+def test_many_that_are_let_go_of_at_once(w0: Any, group: Cluster) -> None:
+    for number in range(500):
+        rpc.remote("w1", echo, (number,))
+    assert rpc.rpc_sync("w1", ping) == "pong"
+    eventually(lambda: w0.references.pending_creations == 0)
+    eventually(lambda: group[1]._worker.references.stats().owners == 0)
+
+
+@pytest.mark.usefixtures("w0")
+def test_failures() -> None:
+    for _ in range(2):
+        rref = rpc.remote("w1", fail, ("direct",))
+        with pytest.raises(LookupError, match="direct"):
+            rref.to_here()
+
+
+@pytest.mark.usefixtures("w0")
+def test_what_takes_more_than_a_look(other_ways: list[Any]) -> None:
+    assert rpc.remote("w0", echo, (1,)).to_here() == ((1,), {})  # here
+    assert rpc.remote("w1", echo, (2,), timeout=30).to_here() == ((2,), {})
+    assert rpc.remote("w1", echo, (Odd(),)).to_here() == ((Odd(),), {})
+    assert rpc.remote("w1", lambda: 3).to_here() == 3
+    with torch.no_grad():
+        assert rpc.remote("w1", torch.is_grad_enabled).to_here() is False
+    assert rpc.rpc_sync("w1", make_here, (4,)) == ((4,), {})
+    assert len(other_ways) == 5 + 1
+    with pytest.raises(UnknownWorker):
+        rpc.remote("w7", echo)
+    with pytest.raises(TypeError):
+        rpc.remote("w1", 7)  # type: ignore[arg-type]
+
+
+def test_a_short_default_time_out(w0: Any, other_ways: list[Any]) -> None:
+    """A call that could end before its reference is counted."""
+    calls, long = w0.calls, w0.calls.default_timeout
+    calls.default_timeout = 900_000_000
+    try:
+        assert rpc.remote("w1", echo, (1,)).to_here() == ((1,), {})
+        assert len(other_ways) == 1
+    finally:
+        calls.default_timeout = long
+
+
+@pytest.mark.usefixtures("w0", "only_direct")
+def test_in_an_event_loop() -> None:
+    async def main() -> Any:
+        return rpc.remote("w1", echo, (1,))
+
+    assert asyncio.run(main()).to_here() == ((1,), {})
+
+
+# ---- calls that end before their reference is counted
+
+
+def ended_early(worker: Any, function: Any, *args: Any) -> tuple[Creation, int]:
+    """A creation whose outcome is there, and its local id."""
+    creation, local_id = Creation(worker, (1, function, 0)), worker.references.new_id()
+    worker.rpc_sync("w1", echo)
+    worker.calls.names.find(function)
+    assert worker.calls.plain.make_directly(1, function, args, {}, local_id, 0, creation)
+    eventually(lambda: creation.early is not None)
+    assert not creation.done()
+    assert worker.references.pending_creations == 0
+    return creation, local_id
+
+
+def test_success(w0: Any, group: Cluster) -> None:
+    creation, local_id = ended_early(w0, echo, 1)
+    handle = create._begun(w0, 1, local_id, creation)
+    assert creation.done()
+    assert handle.confirmed_by_owner()
+    assert handle.to_here() == ((1,), {})
+    assert handle._get_future().wait() is None
+    assert w0.references.pending_creations == 0
+    del handle
+    eventually(lambda: group[1]._worker.references.stats().owners == 0)
+
+
+def test_an_exception_kept_there(w0: Any) -> None:
+    creation, local_id = ended_early(w0, fail, "early")
+    handle = create._begun(w0, 1, local_id, creation)
+    assert creation.failure is not None
+    with pytest.raises(LookupError, match="early"):
+        handle.to_here()
+    assert w0.references.pending_creations == 0
+
+
+@pytest.mark.parametrize("error", [RpcTimeout(1.0, "echo", "not sent"), WorkerLost("w1", "gone")], ids=["time", "loss"])
+def test_failure(w0: Any, error: Any) -> None:
+    creation = Creation(w0, (1, echo, 0))
+    creation.over(error)
+    assert creation.failure is None
+    handle = create._begun(w0, 1, w0.references.new_id(), creation)
+    assert creation.done()
+    assert creation.failure is not None
+    assert w0.references.pending_creations == 0
+    with pytest.raises(type(error)):
+        handle._get_future().wait()
+    if isinstance(error, WorkerLost):
+        w0.references.create_failed(handle.id, error, may_exist=False)  # as the loss itself says
+
+
+# ---- what happens while the request leaves
+
+
+class Interrupted:
+    """Plain calls in which a signal handler raises, once the call is under way."""
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def make_directly(self, *args: Any) -> int:
+        assert self.plain.make_directly(*args)
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+def test_a_signal_leaves_nothing(w0: Any, group: Cluster) -> None:
+    plain, owner = w0.calls.plain, group[1]._worker.references
+    rpc.rpc_sync("w1", make, ("known",))
+    w0.calls.plain = Interrupted(plain)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rpc.remote("w1", make, ("interrupted",))
+    finally:
+        w0.calls.plain = plain
+    assert started("interrupted").wait(PATIENCE)
+    assert freed("interrupted").wait(PATIENCE)
+    eventually(lambda: w0.references.pending_creations == 0 and owner.stats().owners == 0)
+
+
+def test_after_the_end() -> None:
+    with cluster(2, current=None) as group:
+        worker: Any = group[0]._worker
+        worker.rpc_sync("w1", echo)
+    assert create.create_directly(worker, "w0", echo, (), {}) is None
+    with pytest.raises(NotInitialized):
+        create.create_directly(worker, "w1", echo, (), {})
+    assert worker.references.pending_creations == 0
