@@ -1,4 +1,4 @@
-"""References that the program makes outside of any request: the request leaves before this worker keeps count of them."""
+"""References that the program makes outside of any request: the request leaves before they are counted here."""
 
 import asyncio
 from collections.abc import Iterator

@@ -15,19 +15,12 @@ from typing import Any, Protocol
 
 from telegrad.errors import OwnerLost, RRefDeleted, RRefError, RRefTimeout
 from telegrad.protocols.rref import (
-    Abandon,
-    Accept,
-    Add,
-    Added,
     Confirmed,
     Delete,
     Effect,
-    Expect,
     Failed,
     Leak,
-    Message,
     OwnerState,
-    Release,
     RRefId,
     RRefStats,
     RRefTable,
@@ -37,10 +30,10 @@ from telegrad.protocols.rref import (
     UserState,
 )
 from telegrad.worker.owned import OwnedValue
+from telegrad.worker.reference_messages import as_plain, from_plain
 
 __all__ = ["AnyCreation", "References", "rref_id"]
 
-_MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # their number on the wire is their place
 _NOTHING: Sequence[Callable[[], None]] = ()
 _SOUND = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' states in which nothing is wrong
 
@@ -108,11 +101,6 @@ class References:
         """A local id that no other reference has or will have."""
         return next(self._ids)
 
-    @property
-    def generation(self) -> int:
-        """Of the handles made now; they give it back when they go."""
-        return self.table.generation
-
     def let_go(self, rref: RRefId, generation: int) -> None:
         """A handle's finalizer: takes no lock."""
         self.dropped.append((rref, generation))
@@ -170,7 +158,8 @@ class References:
         self._finish(after)
 
     def creation_over(self, creation: AnyCreation, created: bool) -> bool:
-        """The creating call has ended, in whatever way; and its reference has been `created` by it. False: `begin_create` is still to come, and nothing has been done."""
+        """The creating call has ended, in whatever way; and its reference has been `created` by it. False:
+        `begin_create` is still to come, and nothing has been done."""
         with self.lock:
             rref = creation.rref
             if rref is None:
@@ -341,7 +330,7 @@ class References:
     def on_message(self, sender: int, plain: Any) -> None:
         """A message of a peer's machine."""
         with self.lock:
-            after = self._apply(self.table.handle(sender, _read(plain)))
+            after = self._apply(self.table.handle(sender, from_plain(plain)))
         self._finish(after)
 
     def peer_lost(self, peer: int, why: str) -> None:
@@ -415,7 +404,7 @@ class References:
         after: list[Callable[[], None]] = []
         for effect in effects:
             if isinstance(effect, Send):
-                after.append(_Call(self._send, effect.to, _write(effect.message), type(effect.message).__name__))
+                after.append(_Call(self._send, effect.to, as_plain(effect.message), type(effect.message).__name__))
             elif isinstance(effect, Delete):
                 owned = self.values.pop(effect.rref, None)
                 self._failed_here.pop(effect.rref, None)
@@ -453,18 +442,3 @@ class _Call:
 
 def _free(_: OwnedValue) -> None:
     """The last use of a value: it ends here, without any lock held."""
-
-
-def _write(message: Message) -> Any:
-    return (_MESSAGES.index(type(message)), *message)
-
-
-def _read(plain: Any) -> Message:
-    number, *fields = plain
-    kind = _MESSAGES[number]
-    if kind is Accept:
-        return Accept(tuple(fields[0]))
-    if kind is Release:
-        return Release(tuple((RRefId(*rref), count) for rref, count in fields[0]))
-    message: Message = kind(RRefId(*fields[0]), *fields[1:])
-    return message

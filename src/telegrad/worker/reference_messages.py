@@ -1,0 +1,24 @@
+"""Messages of the machine of references as plain values, which is how they travel."""
+
+from typing import Any
+
+from telegrad.protocols.rref import Abandon, Accept, Add, Added, Expect, Message, Release, RRefId
+
+__all__ = ["as_plain", "from_plain"]
+
+_MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # their number on the wire is their place
+
+
+def as_plain(message: Message) -> Any:
+    return (_MESSAGES.index(type(message)), *message)
+
+
+def from_plain(plain: Any) -> Message:
+    number, *fields = plain
+    kind = _MESSAGES[number]
+    if kind is Accept:
+        return Accept(tuple(fields[0]))
+    if kind is Release:
+        return Release(tuple((RRefId(*rref), count) for rref, count in fields[0]))
+    message: Message = kind(RRefId(*fields[0]), *fields[1:])
+    return message
