@@ -30,6 +30,11 @@ def operations(x: Tensor) -> Tensor:
     return x
 
 
+def copied(x: Tensor) -> Tensor:
+    """What comes back is another tensor than what came."""
+    return x.clone()
+
+
 def built(size: int) -> Tensor:
     """A result of so many bytes, which is made in place."""
     return allocate(size // 4).fill_(1.0)
@@ -77,5 +82,5 @@ class Counter:
 
 
 TABLE: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (identity, plus, operations, built, size_of, back, exchange, hammer)
+    function.__name__: function for function in (identity, plus, operations, copied, built, size_of, back, exchange, hammer)
 }

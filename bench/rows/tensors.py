@@ -23,6 +23,13 @@ def moved(size: int, client: Client, take: Take) -> Samples:
     return take(call)
 
 
+def copied(size: int, client: Client, take: Take) -> Samples:
+    x = torch.arange(size // 4, dtype=torch.float32)
+    call = client.caller(SERVER, functions.copied, x)
+    right(call(), x)
+    return take(call)
+
+
 def worked(size: int, client: Client, take: Take) -> Samples:
     x = torch.zeros(size // 4)
     call = client.caller(SERVER, functions.operations, x)
@@ -74,6 +81,16 @@ TENSORS = Family(
             least=4,
             warm_up=1e-9,
             limit=partial(limits.worked, 4 * MB),
+        ),
+        Row(
+            "a copy of 4 MB",
+            partial(copied, 4 * MB),
+            seconds=0.5,
+            repeats=100,
+            warm_up=0.1,
+            limit=partial(limits.copies, 4 * MB, 3),
+            amount=8 * MB,
+            of="bytes",
         ),
         Row(
             "a result of 4 MB, built in place",
