@@ -82,5 +82,6 @@ class Counter:
 
 
 TABLE: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (identity, plus, operations, copied, built, size_of, back, exchange, hammer)
+    function.__name__: function
+    for function in (identity, plus, operations, copied, built, size_of, back, exchange, hammer)
 }
