@@ -11,6 +11,7 @@
 
 #include "tests/links.h"
 #include "tests/shm_pair.h"
+#include "transports/packets.h"
 
 namespace telegrad::test {
 namespace {
@@ -234,6 +235,27 @@ CASE(what_is_large_and_gets_no_room_is_sent_as_bytes) {
     CHECK(!p->pass(std::string(kLarge, 'a')));
     CHECK(!p->pass(std::string(kLarge, 'b')));
   }
+}
+
+CASE(what_is_large_goes_as_bytes_where_the_peer_cannot_be_told_of_memory) {
+  Pair p;
+  Link &a = *p.ends.a, &b = *p.ends.b;
+  while (send_packet(a.fd(), "", 1) == 0) {
+  }
+  const std::string bytes(kLarge, 'a');
+  Outgoing m;
+  m.header.type = FrameType::kRequest;
+  m.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), kLarge});
+  for (int turn = 0; m.prefix.empty(); ++turn) {  // it begins with what fits into the ring
+    CHECK(turn < 100);
+    CHECK(a.send(m) == SendState::kBlocked);
+  }
+  CHECK(a.waits_for_fd());
+  while (a.send(m) == SendState::kBlocked) receive(b, p.inbox, kAnyBudget);
+  receive_until(b, p.inbox, 1);
+  CHECK_EQ(p.inbox.allocations, 1);
+  CHECK(p.text(0) == bytes);
+  p.warm_up(kLarge);  // and there is memory when there is room for an offer
 }
 
 /// An answer to an offer leaves even if nothing arrives any more once there is room for it.
