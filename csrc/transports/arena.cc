@@ -176,14 +176,15 @@ bool Arena::take_back(std::uint64_t lease) {
 void Arena::free_if_unused(Regions::iterator region) {
   const auto& [lease, r] = *region;
   if (r.holders > 0 || r.handed_over) return;
-  if (r.is_private && !chunks_.at(Lease::chunk(lease)).memory.make_shared(data_of(lease), r.size)) return;
+  if (returns_ && r.is_private && !chunks_.at(Lease::chunk(lease)).memory.make_shared(data_of(lease), r.size)) return;
   const std::uint32_t number = Lease::chunk(lease);
   const auto found = chunks_.find(number);
   Chunk& chunk = found->second;
   chunk.used -= r.size;
   if (chunk.used == 0) chunk.idle_since = now();
-  free_.add(number, Lease::offset(lease), r.size);
+  if (returns_) free_.add(number, Lease::offset(lease), r.size);
   regions_.erase(region);
+  if (!returns_ && chunk.used == 0) drop(found);
 }
 
 // ---- chunks
@@ -287,11 +288,23 @@ void Arena::close() {
   if (returns_ && !forked_) take_back();
   returns_ = nullptr;
   if (forked_) return;
-  for (auto& [lease, region] : regions_) {
-    if (!is_the_programs(region) || region.is_private) continue;
-    region.is_private = chunks_.at(Lease::chunk(lease)).memory.make_private(data_of(lease), region.size);
+  for (auto next = regions_.begin(); next != regions_.end();) {
+    const auto here = next++;
+    auto& [lease, region] = *here;
+    Chunk& chunk = chunks_.at(Lease::chunk(lease));
+    region.handed_over = false;  // the receiver has it mapped: it needs nothing of this end any more
+    if (region.holders == 0 || !region.lent) {
+      chunk.used -= region.size;
+      regions_.erase(here);
+    } else if (!region.is_private) {
+      region.is_private = chunk.memory.make_private(data_of(lease), region.size);
+    }
   }
-  for (auto& [number, chunk] : chunks_) chunk.memory.close_file();
+  for (auto next = chunks_.begin(); next != chunks_.end();) {
+    const auto here = next++;
+    here->second.memory.close_file();
+    if (here->second.used == 0) drop(here);
+  }
   for (const std::uint64_t lease : std::exchange(shared_, {})) commons_->give_up(lease);
 }
 

@@ -119,7 +119,7 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   std::size_t size() const { return total_.load(std::memory_order_relaxed); }
 
   /// The link is gone: nothing comes back any more, nothing is lent, and no descriptor is kept. What the program has
-  /// stays as it is.
+  /// stays as it is; of the memory, what has nothing of that goes at once, and the rest with it.
   void close();
   /// Has the receiver given back what it does not have?
   bool spoiled() const { return spoiled_.load(std::memory_order_relaxed); }
@@ -143,7 +143,7 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
     int holders;       // on this side: the program, and messages that it has left in
     bool lent;         // to the program
     bool handed_over = false;
-    bool is_private = false;  // since a fork
+    bool is_private = false;  // since a fork, or the end of the link
   };
   using Regions = std::map<std::uint64_t, Region>;  // by lease
   struct CommonChunk {
