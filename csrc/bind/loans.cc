@@ -20,8 +20,8 @@ constexpr std::uint64_t kAnyLink = 0;  // no connection has this number: the lin
 
 class Held;
 
-/// All that is alive, by address. Memory that went out with a message can come back while the message is still here:
-/// then it is the one that came last.
+/// All that tensors may lie in, by address. What a message alone has is not: it can come back while the message is
+/// still here, in other parts than it left in.
 struct Registry {
   struct Entry {
     const Held* of;
@@ -49,7 +49,6 @@ class Held {
     Registry& r = registry();
     std::lock_guard lock(r.mutex);
     r.loans[address_of(made->loan.memory->data())] = {made.get(), made};
-    r.count.fetch_add(1, std::memory_order_relaxed);
     return made;
   }
   /// The one that some bytes lie in, or null.
@@ -65,16 +64,21 @@ class Held {
     return data + size <= memory.data() + memory.size() ? found : nullptr;
   }
 
-  explicit Held(Loan loan) : loan(std::move(loan)) {}
+  explicit Held(Loan loan) : loan(std::move(loan)) { registry().count.fetch_add(1, std::memory_order_relaxed); }
   ~Held() {
+    withdraw();
+    registry().count.fetch_sub(1, std::memory_order_relaxed);
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+  /// No tensor lies in it any more.
+  void withdraw() const {
     Registry& r = registry();
     std::lock_guard lock(r.mutex);
     const auto found = r.loans.find(address_of(loan.memory->data()));
     if (found != r.loans.end() && found->second.of == this) r.loans.erase(found);
-    r.count.fetch_sub(1, std::memory_order_relaxed);
   }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
 
   const Loan loan;
 };
@@ -106,10 +110,15 @@ void give_loans(Outgoing& m, std::uint64_t connection) {
     mine.emplace_back(&s, std::move(one));
     keep.drop(1 + i);  // the body is the first
   }
-  std::atomic_thread_fence(std::memory_order_acquire);  // whoever let go of it has done with it
   for (auto& [segment, one] : mine) {
-    if (one.use_count() == 1) segment->lease = one->loan.lease;
+    const Loan& loan = one->loan;
+    // A little of what has come would keep all of it from being used again; what was lent somebody has asked for.
+    const bool too_little = loan.connection == kAnyLink && segment->size < loan.memory->size() / 2;
+    if (one.use_count() > 1 || too_little) continue;
+    one->withdraw();
+    segment->lease = loan.lease;
   }
+  std::atomic_thread_fence(std::memory_order_acquire);  // whoever let go of one has done with it
   for (auto& [segment, one] : mine) keep.hold(std::move(one));
 }
 

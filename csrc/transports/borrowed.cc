@@ -112,7 +112,6 @@ std::uint64_t Borrower::send_home(const OutSegment& s) {
   const auto begin = static_cast<std::size_t>(s.data - region.data());
   if (s.lease != region.lease() || begin > region.size() || s.size > region.size() - begin) return 0;
   if (region.is_private || region.is_stuck || begin % kAlignment != 0) return 0;
-  if (s.size < region.size() / 2) return 0;  // it would keep all of it from being used again
   region.is_home = true;
   regions_.erase(found);
   const std::uint64_t lease = region.taken_under;

@@ -110,6 +110,33 @@ def forward(x: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync("w2", add_one, (x,))
 
 
+def crumb(x: torch.Tensor) -> torch.Tensor:
+    """A little of what came home to this worker."""
+    came = rpc.rpc_sync("w0", same, (x,))
+    assert place(came) == seen["place"]
+    return came[:10_000]
+
+
+class Lingering(bytearray):
+    """Holds up whoever lets go of it last."""
+
+    def __del__(self) -> None:
+        assert seen["release"].wait(60)
+
+
+def linger(_: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The message stays until it is released, with what it brought the tensor home in."""
+    return same(x), torch.frombuffer(Lingering(1000), dtype=torch.uint8)
+
+
+def where_the_last_was(x: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that begins where that of the last handler did."""
+    last, mine = seen["place"], place(x)
+    assert mine is not None
+    assert (mine[0], mine[1] < last[1]) == (last[0], True)
+    return same(x[(last[1] - mine[1]) // 4 :])  # type: ignore[no-any-return]
+
+
 class Server:
     def add_one(self, x: torch.Tensor) -> torch.Tensor:
         return add_one(x)
@@ -209,6 +236,29 @@ def test_parts_of_it() -> None:
     first, second = rpc.rpc_sync("w1", halves, (x,))
     first.zero_()
     assert torch.equal(second, x[N // 2 :])
+
+
+def test_a_little_of_what_came_home_is_copied(two: Any) -> None:
+    with two[1]:
+        warm_up("w0")
+    x = torch.arange(N, dtype=torch.float32)
+    got = rpc.rpc_sync("w1", crumb, (x,))
+    assert place(got) != seen["place"]
+    assert torch.equal(got, x[:10_000])
+
+
+@pytest.mark.usefixtures("two")
+def test_what_has_gone_home_is_not_taken_for_what_comes_there_next() -> None:
+    seen["release"] = threading.Event()
+    before = torch.zeros(N // 3)
+    got, _ = rpc.rpc_sync("w1", linger, (before, torch.zeros(N)))
+    assert place(got) == seen["place"]
+    del got
+    x = torch.arange(len(before) + N, dtype=torch.float32)  # where both were
+    got = rpc.rpc_sync("w1", where_the_last_was, (x,))
+    assert place(got) == seen["place"]
+    assert torch.equal(got, x[-len(got) :])
+    seen["release"].set()
 
 
 def test_to_others_it_is_copied() -> None:
