@@ -61,6 +61,17 @@ CASE(what_came_goes_home_as_it_is) {
   CHECK_EQ(h.ends.b->lendable(), 0u);  // it has made no memory of its own
 }
 
+CASE(there_is_no_end_to_it) {
+  Home h;
+  h.warm_up(kPage * 8);
+  for (std::uint64_t i = 0; i < Returns::kSlots + 10; ++i) {  // more than can be out at once
+    CHECK(h.pass(std::string(kPage * 8, 'a')));
+    CHECK(h.send_home(h.block(0), 0, kPage * 8));
+    h.inbox.messages.clear();
+    h.at_home.messages.clear();
+  }
+}
+
 CASE(what_is_home_is_not_used_for_others) {
   Home h;
   CHECK(h.pass(std::string(kMiB, 'a')));
@@ -92,11 +103,31 @@ CASE(what_cannot_go_home_is_copied) {
   CHECK(other.pass(std::string(kMiB, 'o')));
   CHECK(!h.send_home(h.block(0), 1, kMiB - 1));  // no tensor lies there
   CHECK(!h.send_home(other.block(0)));           // another link's
+  CHECK(!other.send_home(h.block(0)));
+  CHECK(!h.send_home(h.block(0), 0, kMiB + 64));  // more than came
   CHECK(h.send_home(h.block(0)));
   CHECK(!h.send_home(h.block(0)));  // it has gone
   CHECK(h.home_text(0) == std::string(kMiB - 1, 'a'));
   CHECK(h.home_text(1) == std::string(kMiB, 'o'));
-  CHECK(h.home_text(3) == std::string(kMiB, 'a'));
+  CHECK(h.home_text(4) == std::string(kMiB, 'a'));
+}
+
+CASE(what_came_home_over_another_link_is_copied) {
+  Home h, other;
+  for (Home* each : {&h, &other}) {
+    CHECK(each->pass(std::string(kMiB, each == &h ? 'h' : 'o')));
+    CHECK(each->send_home(each->block(0)));
+    each->inbox.messages.clear();
+  }
+  for (auto [from, of] : {std::pair(&h, &other), std::pair(&other, &h)}) {
+    CHECK_EQ(h.home(0).lease(), other.home(0).lease());
+    Outgoing m;
+    m.header.type = FrameType::kReply;
+    m.segments.push_back({of->home(0).data(), kMiB, of->home(0).lease()});
+    CHECK(from->ends.a->send(m) == SendState::kSent);
+    receive_until(*from->ends.b, from->inbox, 1);
+    CHECK(from->text(0) == std::string(kMiB, from == &h ? 'o' : 'h'));
+  }
 }
 
 /// The message that it went home with may be here for a while, when the same memory comes again.
@@ -132,6 +163,9 @@ CASE(what_was_lent_and_came_home_can_be_given_again) {
   CHECK(h.send_home(h.block(0)));  // while the first message is still here
   lent.memory.reset();
   CHECK_EQ(h.home(0).data(), data);
+  h.inbox.messages.clear();
+  CHECK(h.pass(std::string(kMiB, 'o')));  // lies elsewhere
+  CHECK(h.home_text(0) == std::string(kMiB, 'l'));
   h.inbox.messages.clear();
   std::memset(h.home(0).data(), 'm', kMiB);
   CHECK(give(h.home(0), h.home(0).lease()));
@@ -171,16 +205,28 @@ CASE(what_a_fork_has_made_private_is_copied) {
 
 CASE(what_came_home_outlives_its_link) {
   const int descriptors = open_descriptors();
-  BlockPtr kept;
+  BlockPtr kept, theirs;
+  Lent given;
   {
     Home h;
     h.warm_up(20 * kMiB);  // a chunk of its own
+    given = *h.ends.a->lend(20 * kMiB);
+    Outgoing m;
+    m.header.type = FrameType::kRequest;
+    m.segments.push_back({given.memory->data(), 20 * kMiB, given.lease});
+    CHECK(h.ends.a->send(m) == SendState::kSent);
+    receive_until(*h.ends.b, h.inbox, 1);
+    theirs = std::move(h.inbox.messages[0].segments[0]);
+    h.inbox.messages.clear();
     CHECK(h.pass(std::string(kMiB, 'a')));
     CHECK(h.pass(std::string(kMiB, 'b')));
     CHECK(h.send_home(h.block(0)));
     kept = std::move(h.at_home.messages[0].segments[0]);
     h.at_home.messages.clear();
   }
+  theirs.reset();
+  CHECK(mapped() >= 28 * kMiB);
+  given.memory.reset();
   CHECK(mapped() <= 9 * kMiB);  // the chunk that it lies in
   CHECK_EQ(open_descriptors(), descriptors);
   std::memset(kept->data(), 'k', kMiB / 2);

@@ -150,6 +150,7 @@ CASE(memory_that_cannot_come_home_breaks_the_link) {
   twice.l.frame({kSize, lease});
   CHECK(twice.l.link->receive(twice.l.inbox, kAnyBudget) == ReceiveState::kIdle);
   CHECK_EQ(twice.l.inbox.messages[0].segments[0]->size(), kSize);
+  const BlockPtr home = std::move(twice.l.inbox.messages[0].segments[0]);  // which the program has
   twice.l.inbox.messages.clear();
   twice.l.frame({kSize, lease});
   twice.l.check_broken("has not been shared");
