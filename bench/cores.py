@@ -9,6 +9,7 @@ So whoever measures waits until the cores are near, for a while, and measures an
 Results say where they were.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ PATIENCE = 20.0  # seconds that one row waits for near cores, in one turn of one
 IN_ALL = 240.0  # and all of them together
 
 T = TypeVar("T")
+
+
+def are_several() -> bool:
+    """Has this process more than one core? With one there is no way between them."""
+    return len(os.sched_getaffinity(0)) > 1
 
 
 def apart() -> float:

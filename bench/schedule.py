@@ -60,7 +60,9 @@ class Plan:
 
     def patience(self, results: Results) -> float | None:
         """Seconds that turns may still wait for near cores; None: nobody looks where they are."""
-        return None if self.quick else max(0.0, cores.IN_ALL - results.waited)
+        if self.quick or not cores.are_several():
+            return None
+        return max(0.0, cores.IN_ALL - results.waited)
 
 
 def run(plan: Plan, tell: Callable[[str], object], save: Callable[[Results], object] = lambda _: None) -> Results:
@@ -194,9 +196,9 @@ def _record(row: str, measure: Callable[[], Samples], found: Path, near: float |
     """Adds what `measure` returns, or why it does not, to a file that outlives this process.
 
     Returns the seconds that it waited for near cores: `near` at most, if at all, and if it may, it measures `again`
-    where they have moved.
+    where they have moved. If it fails, it may have waited as long as it could.
     """
-    waited = 0.0
+    waited = 0.0 if near is None else min(near, cores.PATIENCE)
 
     def write(what: object) -> None:
         with found.open("a") as file:

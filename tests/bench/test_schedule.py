@@ -124,12 +124,32 @@ def test_turns_share_the_time_that_is_waited_for_near_cores(monkeypatch: pytest.
     rows.append(Row("fresh", partial(named, {"a": 1.0, "b": 1.0}), fresh=True))
     monkeypatch.setattr(table, "ROWS", {row.name: row for row in rows})
     monkeypatch.setattr(schedule.cores, "near", near)
+    monkeypatch.setattr(schedule.cores, "are_several", lambda: True)
     monkeypatch.setattr(schedule.cores, "IN_ALL", 2.5 * schedule.cores.PATIENCE)
     plan = Plan({"a": MadeUp("a"), "b": MadeUp("b")}, rows, 1)
     results = run(plan, lambda _: None)
     assert results.apart == {row.name: {"a": [500e-9], "b": [500e-9]} for row in rows}
     assert results.waited == 2.5 * schedule.cores.PATIENCE
     assert replace(plan, quick=True).patience(results) is None
+    monkeypatch.setattr(schedule.cores, "are_several", lambda: False)
+    assert plan.patience(Results()) is None
+
+
+def test_rows_that_fail_do_not_wait_longer_than_the_turn_may(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waited = []
+
+    def near(measure: Any, patience: float, again: bool) -> Found[Samples]:
+        waited.append(patience)
+        return Found(measure(), 500e-9, patience)
+
+    rows = [Row(name, unsupported) for name in ("first", "second", "third")]
+    monkeypatch.setattr(table, "ROWS", {row.name: row for row in rows})
+    monkeypatch.setattr(schedule.cores, "near", near)
+    patience = 1.5 * schedule.cores.PATIENCE
+    schedule.Measure(tuple(table.ROWS), False, False, tmp_path / "found", patience)("a")  # type: ignore[arg-type]
+    assert sum(waited) == patience
 
 
 def test_a_half_written_row_is_the_one_that_failed(tmp_path: Path) -> None:
