@@ -237,7 +237,7 @@ class PlainPool {
       }
     });
     if (reply) {
-      if (any_loans()) {  // the message alone has what it returned
+      if (!reply->segments.empty() && any_loans()) {  // the message alone has what it returned
         result = {};
         args = {};
         kwargs = {};

@@ -189,6 +189,7 @@ CASE(forks_have_each_what_came_home) {
         return same;
       },
       [&] { std::memset(data, 'b', kMiB); }));
+  CHECK(in_a_fork([&] { return h.home_text(0) == std::string(kMiB, 'b'); }, [] {}));
   CHECK(h.home_text(0) == std::string(kMiB, 'b'));
   h.at_home.messages.clear();
   for (int i = 0; i < 3; ++i) CHECK(h.pass(std::string(kMiB, static_cast<char>('0' + i))));

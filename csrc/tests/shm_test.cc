@@ -183,6 +183,18 @@ CASE(a_fork_keeps_tensors_as_they_were) {
   for (int i = 0; i < 4; ++i) CHECK(p.pass(std::string(kMiB, static_cast<char>('0' + i))));
 }
 
+CASE(a_fork_after_the_end_of_the_link_keeps_tensors_too) {
+  BlockPtr kept;
+  {
+    Pair p;
+    p.warm_up(kMiB);
+    CHECK(p.pass(std::string(kMiB, 'a')));
+    kept = std::move(p.inbox.messages[0].segments[0]);
+  }
+  CHECK(in_a_fork([&] { return static_cast<char>(kept->data()[kMiB - 1]) == 'a'; },
+                  [&] { std::memset(kept->data(), 'b', kMiB); }));
+}
+
 CASE(a_fork_finds_what_was_lent_in_both_processes) {
   Pair p;
   Lent lent = lent_by(p, 'a');

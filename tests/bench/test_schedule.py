@@ -135,9 +135,7 @@ def test_turns_share_the_time_that_is_waited_for_near_cores(monkeypatch: pytest.
     assert plan.patience(Results()) is None
 
 
-def test_rows_that_fail_do_not_wait_longer_than_the_turn_may(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rows_that_fail_do_not_wait_longer_than_the_turn_may(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     waited = []
 
     def near(measure: Any, patience: float, again: bool) -> Found[Samples]:

@@ -129,6 +129,16 @@ def linger(_: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return same(x), torch.frombuffer(Lingering(1000), dtype=torch.uint8)
 
 
+def after_it(x: torch.Tensor) -> torch.Tensor:
+    """Returns when the message of the last handler has gone."""
+    stats = seen["stats"]
+    blocks = stats()["live_blocks"]
+    seen["release"].set()
+    eventually(lambda: stats()["live_blocks"] < blocks)
+    assert place(x) == seen["place"]
+    return x
+
+
 def where_the_last_was(x: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that begins where that of the last handler did."""
     last, mine = seen["place"], place(x)
@@ -259,6 +269,12 @@ def test_what_has_gone_home_is_not_taken_for_what_comes_there_next() -> None:
     assert place(got) == seen["place"]
     assert torch.equal(got, x[-len(got) :])
     seen["release"].set()
+
+
+def test_what_has_gone_home_does_not_take_what_comes_there_next_along(two: Any) -> None:
+    seen["release"], seen["stats"] = threading.Event(), two[1]._worker.engine.stats
+    rpc.rpc_sync("w1", linger, (torch.zeros(0), torch.zeros(N)))
+    assert place(rpc.rpc_sync("w1", after_it, (torch.zeros(N),))) == seen["place"]
 
 
 def test_to_others_it_is_copied() -> None:
