@@ -10,6 +10,7 @@ Results say where they were.
 """
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +26,15 @@ IN_ALL = 240.0  # and all of them together
 T = TypeVar("T")
 
 
-def are_several() -> bool:
-    """Has this process more than one core? With one there is no way between them."""
-    return len(os.sched_getaffinity(0)) > 1
+def can_look() -> bool:
+    """Is there a way between cores, and the program that measures it? Not with one core, or without a compiler."""
+    if len(os.sched_getaffinity(0)) < 2:
+        return False
+    try:
+        limit.program()
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
 
 
 def apart() -> float:

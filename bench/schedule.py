@@ -60,7 +60,7 @@ class Plan:
 
     def patience(self, results: Results) -> float | None:
         """Seconds that turns may still wait for near cores; None: nobody looks where they are."""
-        if self.quick or not cores.are_several():
+        if self.quick or not cores.can_look():
             return None
         return max(0.0, cores.IN_ALL - results.waited)
 

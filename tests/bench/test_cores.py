@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,17 @@ def test_or_not_where_that_may_not_be_or_takes_too_long(clock: list[float], pati
 
 def test_a_look_takes_a_moment_and_is_a_time() -> None:
     assert 0.0 < cores.apart() < 1.0
+
+
+def test_nobody_looks_without_a_compiler_or_with_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 3})
+    assert cores.can_look()
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setattr(cores.limit, "ROOT", Path("/no/such/place"))
+    assert not cores.can_look()
+    monkeypatch.undo()
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {3})
+    assert not cores.can_look()
 
 
 def test_the_table_says_where_they_were() -> None:

@@ -124,14 +124,14 @@ def test_turns_share_the_time_that_is_waited_for_near_cores(monkeypatch: pytest.
     rows.append(Row("fresh", partial(named, {"a": 1.0, "b": 1.0}), fresh=True))
     monkeypatch.setattr(table, "ROWS", {row.name: row for row in rows})
     monkeypatch.setattr(schedule.cores, "near", near)
-    monkeypatch.setattr(schedule.cores, "are_several", lambda: True)
+    monkeypatch.setattr(schedule.cores, "can_look", lambda: True)
     monkeypatch.setattr(schedule.cores, "IN_ALL", 2.5 * schedule.cores.PATIENCE)
     plan = Plan({"a": MadeUp("a"), "b": MadeUp("b")}, rows, 1)
     results = run(plan, lambda _: None)
     assert results.apart == {row.name: {"a": [500e-9], "b": [500e-9]} for row in rows}
     assert results.waited == 2.5 * schedule.cores.PATIENCE
     assert replace(plan, quick=True).patience(results) is None
-    monkeypatch.setattr(schedule.cores, "are_several", lambda: False)
+    monkeypatch.setattr(schedule.cores, "can_look", lambda: False)
     assert plan.patience(Results()) is None
 
 
