@@ -72,11 +72,11 @@ def test_a_look_takes_a_moment_and_is_a_time() -> None:
     assert 0.0 < cores.apart() < 1.0
 
 
-def test_nobody_looks_without_a_compiler_or_with_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_looks_without_a_compiler_or_with_one_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 3})
     assert cores.can_look()
-    monkeypatch.setenv("CXX", "/no/such/compiler")
-    monkeypatch.setattr(cores.limit, "ROOT", Path("/no/such/place"))
+    monkeypatch.setenv("CXX", str(tmp_path / "no compiler"))
+    monkeypatch.setattr(cores.limit, "ROOT", tmp_path)
     assert not cores.can_look()
     monkeypatch.undo()
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {3})
