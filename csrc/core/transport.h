@@ -20,6 +20,9 @@
 // link is closed and gone. What is lent is bounded: where regions do not come back, `lend` gives nothing, and the
 // sender sends bytes; it never waits for them.
 //
+// A received block may name a lease too (Block::lease): under it what it holds goes back over the link as it is, with a
+// message that alone has it. The peer gets its own memory back as a block.
+//
 // What goes to several peers lies in memory once (OutSegment::common, transports/commons.h). A link that can hands its
 // peer that memory in place of the bytes; the receiver's block is the receiver's own to write all the same. Any other
 // link sends the bytes.

@@ -23,7 +23,8 @@ CASE(large_segments_are_copied_once) {
   CHECK(!p.pass(std::string(kMiB, 'a')));  // there is no memory yet
   p.warm_up(kMiB);
   for (const std::size_t size : {std::size_t{32} << 10, kMiB, 3 * kMiB + 7}) CHECK(p.pass(std::string(size, 'b')));
-  CHECK(!p.pass(std::string(1000, 'c')));  // a small one is not worth it
+  CHECK(p.pass(std::string(8 << 10, 'c')));
+  CHECK(!p.pass(std::string((8 << 10) - 1, 'd')));  // a small one is not worth it
 }
 
 CASE(a_receiver_owns_what_it_has) {
@@ -71,6 +72,22 @@ CASE(thousands_of_tensors_at_once) {
     check_same(m, p.inbox.messages[0]);
     p.inbox.messages.clear();
   }
+}
+
+/// There is room for as many leases at a time as can come back. More tensors go as bytes, and ask for no memory.
+CASE(tensors_that_are_held_by_the_thousand) {
+  constexpr std::size_t kSmallest = 8 << 10;
+  Pair p;
+  p.warm_up(kSmallest);
+  std::size_t lent = 0;
+  for (std::size_t i = 0; i < Returns::kSlots + 200; ++i) lent += p.pass(std::string(kSmallest, static_cast<char>(i)));
+  CHECK_EQ(lent, Returns::kSlots);
+  CHECK(p.ends.a->lendable() <= 2 * kSmallest * Returns::kSlots);
+  for (std::size_t i = 0; i < p.inbox.messages.size(); i += 97) {
+    CHECK(p.text(i) == std::string(kSmallest, static_cast<char>(i)));
+  }
+  p.inbox.messages.clear();
+  CHECK(p.pass(std::string(kSmallest, 'z')));
 }
 
 CASE(a_peer_that_takes_no_memory_gets_bytes) {

@@ -56,7 +56,7 @@ std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
       if (take_back()) place = find(size, lent);
     }
   }
-  if (!place && out_ < Returns::kSlots) {
+  if (!place && has_slot()) {
     wanted_.store(std::max(wanted_.load(std::memory_order_relaxed), region_size(size)), std::memory_order_relaxed);
   }
   return place;
@@ -64,7 +64,7 @@ std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
 
 /// With the mutex held.
 std::optional<Arena::Place> Arena::find(std::size_t length, bool lent) {
-  if (out_ + regions_.size() >= Returns::kSlots) return std::nullopt;
+  if (!has_slot()) return std::nullopt;
   const std::size_t size = region_size(length);
   const auto found = free_.take(size);
   if (!found) return std::nullopt;
@@ -335,7 +335,7 @@ std::uint64_t Arena::share(const OutSegment& s, Messenger& messenger) {
   std::lock_guard lock(mutex_);
   if (!introduce_locked(piece, messenger)) return 0;
   take_back();
-  if (!returns_ || out_ + regions_.size() >= Returns::kSlots) return 0;
+  if (!returns_ || !has_slot()) return 0;
   if (s.data != piece.data() || s.size != piece.size() || !shared_.insert(piece.lease()).second) return 0;
   commons_->hold(piece.lease());
   ++out_;

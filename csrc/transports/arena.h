@@ -154,6 +154,8 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   explicit Arena(Returns* returns) : returns_(returns) {}
   std::optional<Place> place(std::size_t size, bool lent);
   std::optional<Place> find(std::size_t size, bool lent);
+  /// Can one more lease come back? Whatever is here may be handed over.
+  bool has_slot() const { return regions_.size() + shared_.size() < Returns::kSlots; }
   Regions::iterator region_of(std::uint64_t lease);
   std::byte* data_of(std::uint64_t lease);
   bool take_back();

@@ -179,6 +179,17 @@ def test_received_tensors_are_writable_and_aligned() -> None:
     assert large.data_ptr() % 64 == 0
 
 
+@pytest.mark.parametrize("size", [3, 300_000])
+def test_a_received_tensor_keeps_its_storage(size: int) -> None:
+    with cluster(2):
+        x = rpc.rpc_sync("w1", echo, (torch.ones(size),))
+    assert x.resize_(2).sum() == 2
+    assert x.resize_(size).sum() == size
+    with pytest.raises(RuntimeError, match="not resizable"):
+        x.resize_(size + 1)
+    assert x.clone().resize_(size + 1)[:size].sum() == size
+
+
 def test_a_received_tensor_can_be_trained_and_saved(tmp_path: Any) -> None:
     x = rpc.rpc_sync("w1", echo, (torch.ones(3),)).requires_grad_(True)
     (x * 2).sum().backward()
