@@ -3,14 +3,20 @@
 
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <functional>
 
 namespace telegrad::bind {
 
-/// The thread that Python delivers signals to.
+/// The thread that Python delivers signals to. Found once, but by no static's own initialization: that runs Python
+/// here, which may let another thread in, and that one would wait for the initialization with the GIL.
 inline unsigned long main_thread() {
-  static const unsigned long id =
-      nanobind::cast<unsigned long>(nanobind::module_::import_("threading").attr("main_thread")().attr("ident"));
+  static std::atomic<unsigned long> known = 0;
+  unsigned long id = known.load(std::memory_order_relaxed);
+  if (id == 0) {
+    id = nanobind::cast<unsigned long>(nanobind::module_::import_("threading").attr("main_thread")().attr("ident"));
+    known.store(id, std::memory_order_relaxed);
+  }
   return id;
 }
 
