@@ -11,8 +11,8 @@
 
 namespace telegrad {
 
-inline constexpr std::uint32_t kShmLayout =
-    0x53475433;  // "3TGS": changes with anything below, and with what leases say
+/// "3TGS": changes with anything below, and with what leases say.
+inline constexpr std::uint32_t kShmLayout = 0x53475433;
 
 /// At the beginning of the memory; then come the bytes of the two rings.
 struct ShmControl {

@@ -1,6 +1,7 @@
 """Where tensors lie: for tests of memory that workers share."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,3 +15,19 @@ def place(x: torch.Tensor) -> tuple[str, int] | None:
         if begin <= at < end:
             return None if inode == "0" else (inode, int(offset, 16) + at - begin)
     raise AssertionError("no such memory")
+
+
+class Kept(torch.utils.data.Dataset[float]):
+    """A tensor in memory that workers share, read and written in forks of its holder once `go` says so."""
+
+    def __init__(self, x: torch.Tensor, go: Any) -> None:
+        self.x, self.go = x, go
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> float:
+        assert self.go.wait(60)
+        total = float(self.x.sum())
+        self.x += 1.0
+        return total

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mapped import place
+from mapped import Kept, place
 
 from telegrad import rpc
 from telegrad.options import Options
@@ -283,22 +283,6 @@ def test_nothing_is_left() -> None:
 
 
 # ---- forks and deaths
-
-
-class Kept(torch.utils.data.Dataset[float]):
-    """A tensor in lent memory, read and written in forks of its maker once `go` says so."""
-
-    def __init__(self, x: torch.Tensor, go: Any) -> None:
-        self.x, self.go = x, go
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> float:
-        assert self.go.wait(60)
-        total = float(self.x.sum())
-        self.x += 1.0
-        return total
 
 
 def test_forks_have_each_their_own() -> None:
