@@ -113,7 +113,12 @@ class PlainCalls {
                               nb::handle local_id, Nanos timeout, nb::handle cookie) {
     Addressed a;
     nb::object given, named;
-    if (!as_arguments(args, kwargs, given, named) || !direct_.knows(function, a)) return 0;
+    try {
+      if (!as_arguments(args, kwargs, given, named) || !direct_.knows(function, a)) return 0;
+    } catch (const nb::python_error& e) {
+      if (!e.matches(PyExc_Exception)) throw;  // else the other way says what is wrong
+      return 0;
+    }
     return make(peer, a.number, a.text, given, named, local_id, timeout, false, direct_.in_event_loop(), cookie);
   }
 

@@ -34,6 +34,16 @@ class Odd:
     __hash__ = None  # type: ignore[assignment]
 
 
+class WithoutHash:
+    """Cannot even be looked for."""
+
+    def __call__(self) -> None:
+        raise NotImplementedError
+
+    def __hash__(self) -> int:
+        raise LookupError("no hash")
+
+
 @pytest.fixture(scope="module")
 def group() -> Iterator[Cluster]:
     with cluster(2, current=None) as group:
@@ -127,6 +137,15 @@ def test_what_takes_more_than_a_look(other_ways: list[Any]) -> None:
         rpc.remote("w7", echo)
     with pytest.raises(TypeError):
         rpc.remote("w1", 7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout", [rpc.constants.UNSET_RPC_TIMEOUT, 30], ids=["directly", "with a time-out"])
+@pytest.mark.parametrize("to", ["w1", "w0"], ids=["there", "here"])
+def test_what_cannot_be_looked_for(w0: Any, to: str, timeout: float) -> None:
+    """Nothing is sent, and nothing stays counted that a shutdown would wait for."""
+    with pytest.raises(LookupError, match="no hash"):
+        rpc.remote(to, WithoutHash(), timeout=timeout)
+    assert w0.references.pending_creations == 0
 
 
 def test_a_short_default_time_out(w0: Any, other_ways: list[Any]) -> None:

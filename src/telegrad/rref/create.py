@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import NotInitialized
+from telegrad.errors import NotInitialized, WorkerLost
 from telegrad.protocols.rref import RRefId
 from telegrad.rref.creation import Creation
 from telegrad.rref.rref import RRef
@@ -131,6 +131,9 @@ def _sent_short(
         number, text = calls.names.find(func)
     except NotByName:
         return False
+    except BaseException as e:  # its __hash__
+        _not_sent(creation, e)
+        raise
     creation._calls = calls
     try:
         creation._call = calls.plain.make(
@@ -150,8 +153,7 @@ def _send(handle: RRef[Any], creation: Creation, request_for: Callable[[RRefId],
     try:
         request = request_for(handle.id)
     except BaseException as e:
-        creation.used()
-        creation.over(e)
+        _not_sent(creation, e)
         raise
     try:
         if calls.send_filter is None:
@@ -164,6 +166,12 @@ def _send(handle: RRef[Any], creation: Creation, request_for: Callable[[RRefId],
         raise
     if request.span is not None:
         handle._profiling = creation.future()
+
+
+def _not_sent(creation: Creation, error: BaseException) -> None:
+    """What raised goes to the caller, and is not kept: its frames have the reference, which nobody else has."""
+    creation.used()
+    creation.over(error if isinstance(error, WorkerLost) else RuntimeError(f"not sent: {type(error).__name__}"))
 
 
 def _send_filtered(handle: RRef[Any], creation: Creation, request: Request, scripted: bool) -> None:
