@@ -323,6 +323,7 @@ class Engine {
   bool poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass = Gate::kCaller);
   bool look(int timeout_ms);
   bool glance();
+  std::vector<ConnectionPtr> forget_dead();
   bool spin_once(std::uint32_t turn);
   bool put_to_sleep();
   bool read_from(const ConnectionPtr& c);
@@ -417,7 +418,8 @@ class Engine {
 
   // The polling thread's; under the mutex, whoever's while nobody holds the role.
   ConnectionPtr hot_;
-  std::vector<ConnectionPtr> awake_;  // links that are looked into without a system call, see Link::stay_awake
+  std::vector<ConnectionPtr> awake_;    // links that are looked into without a system call, see Link::stay_awake
+  std::atomic<bool> has_dead_ = false;  // a link has ended that the polling thread may hold
   std::uint32_t glances_ = 0;
   std::uint64_t arrivals_ = 0;
   std::vector<Incoming> answers_;  // replies read and not taken in yet, of the link being read

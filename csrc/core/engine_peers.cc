@@ -323,6 +323,7 @@ void Engine::expire_handshakes(Lock& lock, Nanos at) {
 void Engine::lost(const ConnectionPtr& c, std::string why) {
   Kept kept;
   std::deque<std::unique_ptr<Outgoing>> unsent;
+  std::vector<ConnectionPtr> dead;
   {
     std::lock_guard lock(mutex_);
     if (connections_.erase(c->id) == 0) return;  // whoever sees the end first says why
@@ -396,7 +397,11 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
       }
     }
     ring_progress();
-    if (!role_held_) watch();
+    has_dead_.store(true, std::memory_order_release);
+    if (!role_held_) {
+      dead = forget_dead();
+      watch();
+    }
     kick();
   }
 }

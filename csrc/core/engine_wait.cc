@@ -181,17 +181,27 @@ bool Engine::read_from(const ConnectionPtr& c) {
 
 /// A look at the links that are awake, which costs no system call; true if one of them had anything.
 bool Engine::glance() {
-  bool found = false, dead = false;
+  bool found = false;
   for (std::size_t i = 0; i < awake_.size(); ++i) {
-    const Connection& looked_at = *awake_[i];
-    if (looked_at.link->ready()) {
-      const ConnectionPtr c = awake_[i];
-      found = read_from(c) || found;
-    }
-    dead = dead || looked_at.state == Connection::State::kDead;
+    if (!awake_[i]->link->ready()) continue;
+    const ConnectionPtr c = awake_[i];
+    found = read_from(c) || found;
   }
-  if (dead) std::erase_if(awake_, [](const ConnectionPtr& c) { return c->state == Connection::State::kDead; });
   return found;
+}
+
+/// Links that have ended, to be let go of without the mutex: with them goes the memory that they shared.
+std::vector<ConnectionPtr> Engine::forget_dead() {
+  std::vector<ConnectionPtr> dead;
+  if (!has_dead_.exchange(false, std::memory_order_acquire)) return dead;
+  const auto dies = [&dead](ConnectionPtr& c) {
+    if (!c || c->state != Connection::State::kDead) return false;
+    dead.push_back(std::move(c));
+    return true;
+  };
+  dies(hot_);
+  std::erase_if(awake_, dies);
+  return dead;
 }
 
 /// From now on links wake who sleeps in epoll. False: one of them has something already.
@@ -206,7 +216,6 @@ bool Engine::put_to_sleep() {
 
 /// One look of many: most are only at the links that were busy last.
 bool Engine::spin_once(std::uint32_t turn) {
-  if (hot_ && hot_->state == Connection::State::kDead) hot_.reset();
   if (!awake_.empty() && ++glances_ % kGlances != 0) {
     const bool found = glance();
     if (found || !hot_ || hot_->awake) return found;
@@ -270,6 +279,7 @@ bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
     if (at - gathering_since_.load(std::memory_order_relaxed) >= kGather) release_gathered();
     if (!gate_.enter(pass)) return false;
     const bool found = spin_once(turn);
+    if (has_dead_.load(std::memory_order_relaxed)) forget_dead();
     const std::uint32_t patience = awake_.empty() ? Spin::kYieldEvery : Spin::kYieldEveryGlances;
     gate_.leave(pass);
     if (found) {
@@ -282,10 +292,12 @@ bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
   if (!may_block) {
     if (!gate_.enter(pass)) return false;
     const bool found = look(0);
+    if (has_dead_.load(std::memory_order_relaxed)) forget_dead();
     gate_.leave(pass);
     return found;
   }
   const bool found = look(milliseconds(until));
+  if (has_dead_.load(std::memory_order_relaxed)) forget_dead();
   if (found) spin.slept(now() - start);
   return found;
 }

@@ -3,11 +3,15 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <new>
+#include <system_error>
+#include <vector>
 
 #include "tests/links.h"
 #include "tests/shm_pair.h"
@@ -95,6 +99,43 @@ CASE(a_peer_that_takes_no_memory_gets_bytes) {
   p.ends.b->set_limits({.lent = 0});
   for (int i = 0; i < 5; ++i) CHECK(!p.pass(std::string(kMiB, 'a')));
   CHECK_EQ(p.ends.a->lendable(), 0u);
+}
+
+/// As many descriptors as this process may have, for a while.
+struct NoDescriptors {
+  NoDescriptors() {
+    try {  // the undefined-behaviour sanitizer looks at a type once, with a pipe
+      throw std::system_error(EMFILE, std::generic_category(), "rehearsal");
+    } catch (const std::system_error& e) {
+      CHECK_EQ(e.code().value(), EMFILE);
+    }
+    CHECK_EQ(getrlimit(RLIMIT_NOFILE, &old), 0);
+    rlimit few = old;
+    few.rlim_cur = 256;
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+    while (Descriptor d{dup(0)}) held.push_back(std::move(d));
+  }
+  ~NoDescriptors() { CHECK_EQ(setrlimit(RLIMIT_NOFILE, &old), 0); }
+  rlimit old;
+  std::vector<Descriptor> held;
+};
+
+CASE(without_descriptors_tensors_go_as_bytes) {
+  Pair fresh, warm;
+  warm.warm_up(kMiB);
+  {
+    NoDescriptors none;
+    for (int i = 0; i < 5; ++i) CHECK(!fresh.pass(std::string(kMiB, 'a')));
+    CHECK_EQ(fresh.ends.a->lendable(), 0u);
+    CHECK(warm.pass(std::string(kMiB, 'a')));        // what there is needs none
+    CHECK(!warm.pass(std::string(16 * kMiB, 'b')));  // and more cannot be had
+  }
+  const Nanos begin = now();
+  while (!fresh.pass(std::string(kMiB, 'c')) || !warm.pass(std::string(16 * kMiB, 'd'))) {  // it is tried again
+    fresh.inbox.messages.clear();
+    warm.inbox.messages.clear();
+    CHECK(now() - begin < 20 * kSecond);
+  }
 }
 
 CASE(strangers_are_lent_nothing) {

@@ -172,6 +172,7 @@ def tell_when_under_way(worker: Native, calls: int) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     worker = Native(int(sys.argv[1]), said=say)
     say(worker.address)
     if len(sys.argv) > 2:  # call somebody, in the main thread, until interrupted

@@ -1,0 +1,126 @@
+"""Workers that share memory: who dies takes none of it along, and who can have none of it gets bytes."""
+
+import gc
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from actors import PATIENCE, Actor, actors, begin_calls, call, failures_of_calls, hang, state
+
+from telegrad import rpc
+from telegrad.testing import Footprint, eventually
+
+N = 1_000_000  # floats
+HELD = 20
+
+
+# ---- steps
+
+
+def shared_bytes() -> int:
+    """Of the address space, that other workers may have, too."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:telegrad" in line:
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            total += end - begin
+    return total
+
+
+def look() -> None:
+    state["before"] = shared_bytes(), len(Footprint.now().fds)
+
+
+def share(to: str) -> int:
+    """Has tensors of another worker, and memory for it; bytes that are shared since `look`."""
+    state["got"] = [call(to, torch.mul, torch.ones(N), i) for i in range(HELD)]
+    state["lent"] = [rpc.empty(N, to=to).fill_(i) for i in range(HELD)]
+    return shared_bytes() - state["before"][0]
+
+
+def use(to: str) -> None:
+    """What came stays as it is; nothing is shared any more."""
+    for i in range(HELD):
+        for held in ("got", "lent"):
+            x = state[held][i]
+            assert (x == i).all()
+            x += 1
+            assert (x == i + 1).all()
+    with pytest.raises(RuntimeError, match="is lost"):
+        call(to, torch.neg, state["lent"][0])
+
+
+def let_go() -> None:
+    del state["got"], state["lent"]
+    gc.collect()
+    shared, descriptors = state["before"]
+    eventually(lambda: shared_bytes() <= shared, PATIENCE)
+    eventually(lambda: len(Footprint.now().fds) <= descriptors, PATIENCE)
+
+
+def refuse_descriptors() -> None:
+    """From here on, this process gets none."""
+    few = 64
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    state["limits"] = soft, hard
+    held = state["descriptors"] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    while True:
+        try:
+            held.append(os.dup(2))
+        except OSError:
+            return
+
+
+def allow_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, state.pop("limits"))
+    for fd in state.pop("descriptors"):
+        os.close(fd)
+
+
+def exchange(to: str) -> None:
+    for i in range(HELD):
+        assert (call(to, torch.mul, torch.ones(N), i) == i).all()
+
+
+def exchange_until_shared(to: str, before: int) -> None:
+    def shared() -> bool:
+        exchange(to)
+        return shared_bytes() > before
+
+    eventually(shared, PATIENCE)
+
+
+# ---- tests
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[list[Actor]]:
+    with actors(2, tmp_path, transports=("shm",)) as company:
+        yield company
+
+
+def test_a_survivor_gives_back_what_it_shared_with_the_dead(two: list[Actor]) -> None:
+    w0, w1 = two
+    w0.do(look)
+    assert w0.do(share, "w1") >= HELD * N * 4
+    w0.do(begin_calls, "w1", hang, 3)
+    w1.end()
+    w0.do(use, "w1")
+    assert len(w0.do(failures_of_calls)[1]) == 3
+    w0.do(let_go)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["sender", "receiver"])
+def test_without_descriptors_tensors_go_as_bytes(two: list[Actor], which: int) -> None:
+    w0 = two[0]
+    w0.do(call, "w1", abs, -1)  # they are connected
+    before = w0.do(shared_bytes)
+    two[which].do(refuse_descriptors)
+    w0.do(exchange, "w1")
+    two[which].do(allow_descriptors)
+    assert w0.do(shared_bytes) == before
+    w0.do(exchange_until_shared, "w1", before)
