@@ -323,6 +323,7 @@ class Engine {
   bool poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass = Gate::kCaller);
   bool look(int timeout_ms);
   bool glance();
+  void bury(Connection& c);
   std::vector<ConnectionPtr> forget_dead();
   bool spin_once(std::uint32_t turn);
   bool put_to_sleep();

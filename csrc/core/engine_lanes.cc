@@ -92,7 +92,7 @@ void Engine::join_lane(const ConnectionPtr& lane) {
       epoll_ctl(inner_.get(), EPOLL_CTL_DEL, lane->link->fd(), nullptr);
       taken = link->link->add_lane(std::shared_ptr<Link>(lane, lane->link.get()));
       if (taken) {
-        lane->state = Connection::State::kDead;  // as a connection of its own
+        bury(*lane);  // as a connection of its own
         lane->lane_of.reset();
         connections_.erase(lane->id);
         --strangers_;

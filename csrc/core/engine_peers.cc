@@ -328,7 +328,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
     std::lock_guard lock(mutex_);
     if (connections_.erase(c->id) == 0) return;  // whoever sees the end first says why
   }
-  c->state = Connection::State::kDead;
+  bury(*c);
   c->link->close();
   {
     std::lock_guard lock(c->send_mutex);
@@ -397,7 +397,6 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
       }
     }
     ring_progress();
-    has_dead_.store(true, std::memory_order_release);
     if (!role_held_) {
       dead = forget_dead();
       watch();

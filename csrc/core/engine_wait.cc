@@ -190,7 +190,13 @@ bool Engine::glance() {
   return found;
 }
 
-/// Links that have ended, to be let go of without the mutex: with them goes the memory that they shared.
+/// From now on it is no link of its own; who polls is told not to read it.
+void Engine::bury(Connection& c) {
+  c.state = Connection::State::kDead;
+  has_dead_.store(true, std::memory_order_release);
+}
+
+/// Those that are dead, to be let go of without the mutex: with them goes the memory that they shared.
 std::vector<ConnectionPtr> Engine::forget_dead() {
   std::vector<ConnectionPtr> dead;
   if (!has_dead_.exchange(false, std::memory_order_acquire)) return dead;
