@@ -106,6 +106,7 @@ bool Engine::try_next(PoolThread& self, Item& out) {
 }
 
 bool Engine::next(PoolThread& self, Item& out) {
+  std::vector<ConnectionPtr> dead;
   Lock lock(mutex_);
   arrive(self);
   bool holding = false;
@@ -114,6 +115,7 @@ bool Engine::next(PoolThread& self, Item& out) {
   while (true) {
     if (stopped_ && !has_urgent()) {
       if (holding) release_role(false);
+      if (!role_held_) dead = forget_dead();  // nobody will poll any more
       --threads_;
       return false;
     }

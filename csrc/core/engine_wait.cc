@@ -315,6 +315,7 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
   bool holding = false;
   int strangers = 0;
   if (gathering_since_.load(std::memory_order_relaxed) != kNever) release_gathered();
+  std::vector<ConnectionPtr> dead;
   Lock lock(mutex_);
   WaitEnd end = WaitEnd::kDone;
   if (what == For::kProgress) {
@@ -383,6 +384,7 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
   }
   // Who has collected some outcomes comes back for more, and if not, says so.
   if (holding || std::exchange(w.promoted, false)) release_role(what == For::kOutcomes && end == WaitEnd::kDone);
+  if (stopped_ && !role_held_) dead = forget_dead();  // nobody will poll any more
   if (!urgent_.empty()) arm_timer(now() + kGrace);
   return end;
 }

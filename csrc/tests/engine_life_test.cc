@@ -156,17 +156,18 @@ CASE_ON_EVERY_SCHEME(a_lost_peer_leaves_nothing_open) {
 
 CASE_ON_EVERY_SCHEME(a_stopped_engine_holds_nothing_open) {
   const int before = open_descriptors();
-  Worker a(0);
-  const int alone = open_descriptors() - before;
-  for (int i = 0; i < 10; ++i) {
-    Worker b(1), c(2);
-    introduce({&b, &c}, scheme);
-    for (int n = 0; n < 3; ++n) {
-      CHECK_EQ(body_of(b.call(2, {.body = "x", .segments = {std::string(1 << 20, 'y')}})), "x");
+  Worker alone(0);
+  const int of_one = open_descriptors() - before;
+  for (int i = 0; i < times(10); ++i) {
+    Worker a(1), b(2), c(3), d(4);
+    introduce({&a, &b, &c, &d}, scheme);
+    for (int to = 2; to <= 4; ++to) {
+      for (int n = 0; n < 3; ++n) {
+        CHECK_EQ(body_of(a.call(to, {.body = "x", .segments = {std::string(1 << 20, 'y')}})), "x");
+      }
     }
-    b.stop();
-    c.stop();
-    while (open_descriptors() > before + 3 * alone) std::this_thread::yield();
+    for (Worker* w : {&a, &b, &c, &d}) w->stop();
+    while (open_descriptors() > before + 5 * of_one) std::this_thread::yield();
   }
 }
 

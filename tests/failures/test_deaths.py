@@ -56,6 +56,10 @@ def make_reference(name: str, owner: str) -> None:
     assert state[name].rpc_sync(timeout=PATIENCE).answer() == 42
 
 
+def make_with(name: str, owner: str) -> None:
+    rpc.remote(owner, keep, ("copy", state[name]))
+
+
 def give(name: str, to: str) -> None:
     """Hands a reference over; the other one keeps it."""
     rpc.rpc_sync(to, keep, (name, state[name]), timeout=PATIENCE)
@@ -144,6 +148,8 @@ def test_references_of_the_dead(four: list[Actor]) -> None:
     kind, text = four[0].do(failure, use, "of w3")
     assert kind == "OwnerLost"
     assert "went with its owner, worker w3, which is lost" in text
+    for owner in ("w0", "w1"):  # which are not lost: what could not be sent to them is not waited for
+        assert four[0].do(failure, make_with, "of w3", owner)[0] == "OwnerLost"
     assert max(shut_all_down(four[:3])) < AT_ONCE
 
 

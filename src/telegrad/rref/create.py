@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import NotInitialized, WorkerLost
+from telegrad.errors import NotInitialized
 from telegrad.protocols.rref import RRefId
 from telegrad.rref.creation import Creation
 from telegrad.rref.rref import RRef
@@ -171,7 +171,7 @@ def _send(handle: RRef[Any], creation: Creation, request_for: Callable[[RRefId],
 def _not_sent(creation: Creation, error: BaseException) -> None:
     """What raised goes to the caller, and is not kept: its frames have the reference, which nobody else has."""
     creation.used()
-    creation.over(error if isinstance(error, WorkerLost) else RuntimeError(f"not sent: {type(error).__name__}"))
+    creation.over(RuntimeError(f"not sent: {type(error).__name__}"))
 
 
 def _send_filtered(handle: RRef[Any], creation: Creation, request: Request, scripted: bool) -> None:
