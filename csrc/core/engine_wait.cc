@@ -200,12 +200,12 @@ void Engine::bury(Connection& c) {
 std::vector<ConnectionPtr> Engine::forget_dead() {
   std::vector<ConnectionPtr> dead;
   if (!has_dead_.exchange(false, std::memory_order_acquire)) return dead;
-  const auto dies = [&dead](ConnectionPtr& c) {
+  const auto dies = [&dead](const ConnectionPtr& c) {
     if (!c || c->state != Connection::State::kDead) return false;
-    dead.push_back(std::move(c));
+    dead.push_back(c);
     return true;
   };
-  dies(hot_);
+  if (dies(hot_)) hot_.reset();
   std::erase_if(awake_, dies);
   return dead;
 }
