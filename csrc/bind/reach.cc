@@ -4,6 +4,7 @@
 
 #include <nanobind/stl/optional.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -15,7 +16,7 @@ using namespace nanobind::literals;
 namespace telegrad::bind {
 namespace {
 
-constexpr int kInner = 0, kLeaf = 1;  // as in telegrad.autograd.graph
+constexpr int kInner = 0, kLeaf = 1, kOwn = 3;  // as in telegrad.autograd.graph
 constexpr std::int64_t kNobody = INT64_MIN;
 
 /// Nodes that have been seen, each with the last source that led to it.
@@ -80,31 +81,43 @@ class Reach {
       if (++inner_ > most_) return std::nullopt;
       PyObject* here = stack.back();
       stack.pop_back();
-      const nb::object nexts = nb::steal(PyObject_GetAttr(here, next_.ptr()));
-      if (!nexts.is_valid()) throw nb::python_error();
+      const nb::tuple nexts = nexts_of(here);
       if (inner_ == at) {
         descent.attr("pass_by")(nb::handle(here), nexts);
         at = nb::cast<std::int64_t>(descent.attr("at"));
       }
-      for (nb::handle next : nb::cast<nb::tuple>(nexts)) {
+      bool leads_on = false;
+      for (nb::handle next : nexts) {
         PyObject* there = PyTuple_GetItem(next.ptr(), 0);
         if (!there) throw nb::python_error();
-        if (there != Py_None && !visit(there, source, stack, ends)) return std::nullopt;
+        if (there == Py_None) continue;
+        leads_on = true;
+        if (!visit(there, source, stack, ends)) return std::nullopt;
       }
+      if (leads_on && kind_of(here) == kInner) ++plain_;
     }
     return ends;
   }
 
   std::int64_t inner() const { return inner_; }
+  std::int64_t plain() const { return plain_; }
 
  private:
+  /// What is known of the nodes of a type. `get` is torch's own function behind `next_functions`, if it is one.
+  struct Type {
+    PyTypeObject* type = nullptr;
+    int kind = kInner;
+    getter get = nullptr;
+    void* closure = nullptr;
+  };
+
   /// False: another source has led to it, and it is no leaf.
   bool visit(PyObject* node, std::int64_t source, std::vector<PyObject*>& stack, nb::list& ends) {
     const std::int64_t before = seen_.note(node, source);
     if (before == source) return true;
     const int kind = kind_of(node);
     if (before != kNobody && kind != kLeaf) return false;
-    if (kind == kInner) {
+    if (kind == kInner || kind == kOwn) {
       stack.push_back(node);
     } else {
       ends.append(before == kNobody ? nb::make_tuple(nb::handle(node), nb::none())
@@ -113,22 +126,55 @@ class Reach {
     return true;
   }
 
-  int kind_of(PyObject* node) {
-    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(node));
-    nb::object kind = nb::borrow(PyDict_GetItemWithError(kinds_.ptr(), type));
+  int kind_of(PyObject* node) { return type_of(node).kind; }
+
+  nb::tuple nexts_of(PyObject* node) {
+    const Type& type = type_of(node);
+    PyObject* nexts = type.get ? type.get(node, type.closure) : PyObject_GetAttr(node, next_.ptr());
+    if (!nexts) throw nb::python_error();
+    if (!PyTuple_Check(nexts)) {
+      Py_DECREF(nexts);
+      throw nb::type_error("next_functions is no tuple");
+    }
+    return nb::steal<nb::tuple>(nexts);
+  }
+
+  /// Types live as long as a node of theirs, and those are held: an address means the same type during a walk.
+  const Type& type_of(PyObject* node) {
+    PyTypeObject* type = Py_TYPE(node);
+    Type& known = types_[(reinterpret_cast<std::uintptr_t>(type) >> 4) % types_.size()];
+    if (known.type != type) known = look_up(type);
+    return known;
+  }
+
+  Type look_up(PyTypeObject* type) {
+    auto* key = reinterpret_cast<PyObject*>(type);
+    nb::object kind = nb::borrow(PyDict_GetItemWithError(kinds_.ptr(), key));
     if (!kind.is_valid()) {
       if (PyErr_Occurred()) throw nb::python_error();
-      kind = nb::steal(PyObject_GetItem(kinds_.ptr(), type));  // it finds out
+      kind = nb::steal(PyObject_GetItem(kinds_.ptr(), key));  // it finds out
       if (!kind.is_valid()) throw nb::python_error();
     }
-    return nb::cast<int>(kind);
+    Type found{type, nb::cast<int>(kind)};
+    const nb::object attribute = nb::steal(PyObject_GetAttr(key, next_.ptr()));
+    if (!attribute.is_valid()) {
+      PyErr_Clear();  // a walk that needs it asks the node
+    } else if (Py_IS_TYPE(attribute.ptr(), &PyGetSetDescr_Type) &&
+               PyType_IsSubtype(type, PyDescr_TYPE(attribute.ptr()))) {
+      const PyGetSetDef* set = reinterpret_cast<PyGetSetDescrObject*>(attribute.ptr())->d_getset;
+      found.get = set->get;
+      found.closure = set->closure;
+    }
+    return found;
   }
 
   nb::dict kinds_;
   std::int64_t most_;
   nb::object next_;
+  std::array<Type, 61> types_;
   Seen seen_;
   std::int64_t inner_ = 0;
+  std::int64_t plain_ = 0;
 };
 
 }  // namespace
@@ -136,14 +182,16 @@ class Reach {
 void init_reach(nb::module_& m) {
   nb::class_<Reach>(m, "Reach", "What nodes of torch's graph lead to, from one source after the other.")
       .def(nb::init<nb::dict, std::int64_t>(), "kinds"_a, "most"_a = INT64_MAX,
-           "`kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 1 for leaves, which\n"
-           "several sources may share, 2 for other ends. It walks past `most` of the first at most.")
+           "`kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 3 for those of them that\n"
+           "run code of the program, 1 for leaves, which several sources may share, 2 for other ends. It walks past\n"
+           "`most` of the first at most.")
       .def("walk", &Reach::walk, "starts"_a, "source"_a, "descent"_a.none() = nb::none(),
            "The ends that these nodes lead to, and that this source has not come to yet, each with the last source\n"
            "that has, or None. None in place of the list: another source leads to one of the nodes, or there are too "
            "many; this\n"
            "object is of no more use then.")
-      .def_prop_ro("inner", &Reach::inner, "How many nodes that are no ends it has come to.");
+      .def_prop_ro("inner", &Reach::inner, "How many nodes that are no ends it has come to.")
+      .def_prop_ro("plain", &Reach::plain, "How many of those run no code of the program, hooks apart, and lead on.");
 }
 
 }  // namespace telegrad::bind

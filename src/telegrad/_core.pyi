@@ -216,8 +216,9 @@ class Reach:
 
     def __init__(self, kinds: dict, most: int = 9223372036854775807) -> None:
         """
-        `kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 1 for leaves, which
-        several sources may share, 2 for other ends. It walks past `most` of the first at most.
+        `kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 3 for those of them that
+        run code of the program, 1 for leaves, which several sources may share, 2 for other ends. It walks past
+        `most` of the first at most.
         """
 
     def walk(self, starts: list, source: int, descent: object | None = None) -> list | None:
@@ -230,6 +231,12 @@ class Reach:
     @property
     def inner(self) -> int:
         """How many nodes that are no ends it has come to."""
+
+    @property
+    def plain(self) -> int:
+        """
+        How many of those run no code of the program, hooks apart, and lead on.
+        """
 
 class Buffer:
     """The memory of a received tensor."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from telegrad._core import Reach
 from telegrad.autograd.deep import FIRST, Descent
-from telegrad.autograd.graph import INNER, LEAF, kinds
+from telegrad.autograd.graph import INNER, LEAF, OWN, RECV, kinds
 
 
 def node_of(x: Tensor) -> Any:
@@ -48,6 +48,62 @@ def test_no_more_nodes_than_that(x: Tensor) -> None:
     reach = Reach(kinds, 2)
     assert reach.walk([node_of(y)], 0) is None
     assert reach.inner == 3
+
+
+class Node:
+    """As much of a node as a walk looks at."""
+
+    def __init__(self, *nexts: Any) -> None:
+        self.next_functions = tuple([(there, 0) for there in nexts])
+
+
+class Own(Node):
+    """One of the program."""
+
+
+class End(Node):
+    """Where a walk ends."""
+
+
+def test_which_nodes_run_no_code_of_the_program_and_lead_on() -> None:
+    end = End()
+    reach = Reach({Node: INNER, Own: OWN, End: RECV})
+    assert reach.walk([Node(Node(end), None)], 0) == [(end, None)]
+    assert (reach.inner, reach.plain) == (2, 2)
+    assert reach.walk([Own(end)], 1) is None  # another source leads there
+    for plain, node in [(1, Node(Own(end))), (1, Node(end, Node())), (1, Node(end, Node(None)))]:
+        reach = Reach({Node: INNER, Own: OWN, End: RECV})
+        assert reach.walk([node], 0) == [(end, None)]
+        assert (reach.inner, reach.plain) == (2, plain)
+
+
+def test_which_nodes_are_the_programs(x: Tensor) -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    assert kinds[type(Same.apply(x).grad_fn)] == OWN
+    assert kinds[type((x * 2).grad_fn)] == INNER
+
+
+def test_next_functions_of_any_kind(x: Tensor) -> None:
+    class Odd:
+        next_functions: Any = 7
+
+    class OfTheClass:
+        next_functions = ((node_of(x), 0),)
+
+    for wrong in (7, [], None):
+        Odd.next_functions = wrong
+        with pytest.raises(TypeError, match="next_functions"):
+            Reach({Odd: INNER}).walk([Odd()], 0)
+    found = Reach({**kinds, OfTheClass: INNER}).walk([OfTheClass()], 0)
+    assert found == [(node_of(x), None)]
 
 
 def test_a_large_graph_is_made_to_be_freed_step_by_step(x: Tensor) -> None:

@@ -27,12 +27,25 @@ if TYPE_CHECKING:
 
     from telegrad.autograd.context import Received
 
-__all__ = ["ACCUMULATE", "Cell", "Crossing", "Foreign", "LocalGraph", "Stage", "Walk", "has_hooks", "mark_recv"]
+__all__ = [
+    "ACCUMULATE",
+    "PYTHON_FUNCTION",
+    "Cell",
+    "Crossing",
+    "Foreign",
+    "LocalGraph",
+    "Stage",
+    "Walk",
+    "has_hooks",
+    "mark_recv",
+]
 
-INNER, LEAF, RECV = range(3)
+INNER, LEAF, RECV, OWN = range(4)  # OWN: inner nodes that run code of the program, torch.autograd.Functions
+_MANY = 16  # nodes for each recv, from which on running it takes less than telling the engine to stop there
 _with_leaf = torch.empty(1, requires_grad=True).expand(1).grad_fn
 assert _with_leaf is not None
 ACCUMULATE: type = type(_with_leaf.next_functions[0][0])
+PYTHON_FUNCTION: type = getattr(torch._C, "_FunctionBase", torch.autograd.Function)
 del _with_leaf
 
 _recv_types: set[type] = set()
@@ -42,7 +55,11 @@ class _Kinds(dict[type, int]):
     """Type of node -> its kind."""
 
     def __missing__(self, kind: type) -> int:
-        found = LEAF if kind is ACCUMULATE else RECV if not _recv_types.isdisjoint(kind.__mro__) else INNER
+        found = INNER
+        if kind is ACCUMULATE:
+            found = LEAF
+        elif issubclass(kind, PYTHON_FUNCTION):
+            found = OWN if _recv_types.isdisjoint(kind.__mro__) else RECV
         if len(self) < 10_000:  # every autograd.Function has a type of its own, and programs make them in functions
             self[kind] = found
         return found
@@ -107,8 +124,8 @@ class LocalGraph:
     """`sources`: (id, edges), ROOT first if it is there, then by id, each once. `receipts`: those of the context."""
 
     __slots__ = (
-        *("bits", "cell_of", "cells_of", "final", "foreign", "groups", "hooked", "is_forest", "pairs", "recvs"),
-        *("recvs_of", "shared", "sources", "_stages", "taint"),
+        *("bits", "cell_of", "cells_of", "final", "foreign", "groups", "hooked", "is_forest", "only_recvs"),
+        *("pairs", "recvs", "recvs_of", "shared", "sources", "_stages", "taint"),
     )
 
     def __init__(
@@ -123,6 +140,7 @@ class LocalGraph:
         self.is_forest = True
         # In a forest:
         self.shared: dict[Node, list[int]] = {}  # leaf -> its sources, by bit, where there are several
+        self.only_recvs = 0  # sources, by bit, that lead past many nodes, all torch's own, to recvs and nothing else
         self._stages: list[Stage] = []  # by group
         with Descent() as descent:
             planted = self._plant(descent)
@@ -136,7 +154,7 @@ class LocalGraph:
             self.taint: dict[Node, int] = {}  # leaf -> the pairs of cells whose crossings lead to it
             self.pairs: dict[tuple[Cell, Cell | None], int] = {}  # -> bit in `taint`
             self.hooked: set[Node] = set()  # leaves with hooks
-            self.groups, self.foreign, self.shared = [], [], {}
+            self.groups, self.foreign, self.shared, self.only_recvs = [], [], {}, 0
             self.final = Stage(1 << 60, (), [], [], [], ())
             plan(self)
 
@@ -176,6 +194,7 @@ class LocalGraph:
         for bit, edges in enumerate(self.sources.values()):
             stage = Stage(bit, (), [], [], [], ())
             self._stages.append(stage)
+            inner, plain = reach.inner, reach.plain
             ends = reach.walk([edge.node for edge in edges if edge is not None], bit, descent)
             if ends is None:
                 return False
@@ -195,6 +214,9 @@ class LocalGraph:
                     self.foreign.append((node, 1 << bit))
             if len(stage.recvs) > 1:
                 stage.recvs.sort(key=by_id)
+            passed = reach.inner - inner
+            if len(stage.recvs) == len(ends) and reach.plain - plain == passed >= _MANY * len(ends) > 0:
+                self.only_recvs |= 1 << bit
             leaves += stage.whole
         if any_reduced(leaves):
             return False
@@ -221,7 +243,7 @@ class Walk:
 
     Attributes:
         nodes: by number.
-        kinds: INNER, LEAF or RECV, by number.
+        kinds: INNER, LEAF, RECV or OWN, by number.
         order: the inner ones, each before those that it leads to.
     """
 
@@ -258,7 +280,7 @@ class Walk:
                 order.append(~here)
             elif begin[here] < 0:
                 begin[here] = len(targets)
-                if kind_of[here] == INNER:
+                if kind_of[here] == INNER or kind_of[here] == OWN:
                     push(~here)
                     nexts: Any = nodes[here].next_functions
                     inner += 1

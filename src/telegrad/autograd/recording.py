@@ -4,8 +4,10 @@ Of what was sent the edges are kept, not the tensors: they lead to where the gra
 keep no data alive. What was received are the results of one function, `Recv`, whose node is the end of the graph here.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,23 +17,49 @@ from torch.autograd.graph import GradientEdge, Node
 from telegrad.autograd.context import Received, Sent
 from telegrad.autograd.graph import mark_recv
 
-__all__ = ["NOT_BY_ITSELF", "Recv", "edge_of", "edges_of", "received", "sent"]
+__all__ = ["NOT_BY_ITSELF", "Recv", "edge_of", "edges_of", "received", "sent", "taking"]
 
 NOT_BY_ITSELF = (
     "the graph of this tensor goes on at another worker: call telegrad.autograd.backward(context_id, [loss]) in place"
     " of loss.backward(), within the context in which it was received."
 )
 
+Gradients: TypeAlias = Sequence[Tensor | None]
+
 # The one input of every Recv, so that its results require grad. No gradient ever gets here.
 _anchor = torch.zeros((), requires_grad=True)
+
+
+class _Taking(threading.local):
+    def __init__(self) -> None:
+        self.gradients: dict[Any, Gradients | None] = {}  # of the nodes that this thread's pass is to run
+
+
+_taking = _Taking()
+
+
+@contextmanager
+def taking(records: Sequence[Received]) -> Iterator[dict[Any, Gradients | None]]:
+    """Meanwhile this thread's engine, if it comes to these recvs' nodes, runs them. What gets there stands in the
+    dictionary then; for those where nothing does, None."""
+    nodes: list[Any] = [record.node for record in records]
+    for node in nodes:
+        node.materialize_grads = False  # what is undefined stays so
+    before = _taking.gradients  # of a pass within whose hooks this one runs
+    _taking.gradients = found = dict.fromkeys(nodes)
+    try:
+        yield found
+    finally:
+        _taking.gradients = before
 
 
 @mark_recv
 class Recv(torch.autograd.Function):
     """Makes the tensors of one message: what they hold has come already, their gradients go back to the sender.
 
-    The node is a place to stop at, found by its identity; a backward pass does not run it. Where one has to (beside
-    parameters that DistributedDataParallel manages), it sets `report` on the node, which gets the gradients.
+    The node is a place to stop at, found by its identity; a backward pass mostly does not run it. Where it does, the
+    node hands its gradients on: to `taking`; or to its `report`, if a pass has set that (beside parameters that
+    DistributedDataParallel manages).
     """
 
     @staticmethod
@@ -40,6 +68,10 @@ class Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        taking = _taking.gradients
+        if taking.get(ctx, gradients) is None:  # else somebody's loss.backward() has been here, in a hook
+            taking[ctx] = gradients
+            return None, None
         report = getattr(ctx, "report", None)
         if report is None:
             raise RuntimeError(NOT_BY_ITSELF)
