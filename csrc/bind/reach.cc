@@ -18,6 +18,7 @@ namespace {
 
 constexpr int kInner = 0, kLeaf = 1, kOwn = 3;  // as in telegrad.autograd.graph
 constexpr std::int64_t kNobody = INT64_MIN;
+constexpr int kFew = 8;  // nodes of a type for which its getter is not worth a look
 
 /// Nodes that have been seen, each with the last source that led to it.
 class Seen {
@@ -103,10 +104,12 @@ class Reach {
   std::int64_t plain() const { return plain_; }
 
  private:
-  /// What is known of the nodes of a type. `get` is torch's own function behind `next_functions`, if it is one.
+  /// What is known of the nodes of a type. `get` is torch's own function behind `next_functions`, if it is one, and
+  /// this is the type of more than a few nodes.
   struct Type {
     PyTypeObject* type = nullptr;
     int kind = kInner;
+    int asked = 0;  // how often, for what its nodes lead to
     getter get = nullptr;
     void* closure = nullptr;
   };
@@ -129,7 +132,8 @@ class Reach {
   int kind_of(PyObject* node) { return type_of(node).kind; }
 
   nb::tuple nexts_of(PyObject* node) {
-    const Type& type = type_of(node);
+    Type& type = type_of(node);
+    if (++type.asked == kFew) find_getter(type);
     PyObject* nexts = type.get ? type.get(node, type.closure) : PyObject_GetAttr(node, next_.ptr());
     if (!nexts) throw nb::python_error();
     if (!PyTuple_Check(nexts)) {
@@ -140,7 +144,7 @@ class Reach {
   }
 
   /// Types live as long as a node of theirs, and those are held: an address means the same type during a walk.
-  const Type& type_of(PyObject* node) {
+  Type& type_of(PyObject* node) {
     PyTypeObject* type = Py_TYPE(node);
     Type& known = types_[(reinterpret_cast<std::uintptr_t>(type) >> 4) % types_.size()];
     if (known.type != type) known = look_up(type);
@@ -155,17 +159,20 @@ class Reach {
       kind = nb::steal(PyObject_GetItem(kinds_.ptr(), key));  // it finds out
       if (!kind.is_valid()) throw nb::python_error();
     }
-    Type found{type, nb::cast<int>(kind)};
-    const nb::object attribute = nb::steal(PyObject_GetAttr(key, next_.ptr()));
+    return {type, nb::cast<int>(kind)};
+  }
+
+  void find_getter(Type& known) {
+    const nb::object attribute = nb::steal(PyObject_GetAttr(reinterpret_cast<PyObject*>(known.type), next_.ptr()));
     if (!attribute.is_valid()) {
-      PyErr_Clear();  // a walk that needs it asks the node
+      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw nb::python_error();
+      PyErr_Clear();  // nodes are asked one by one
     } else if (Py_IS_TYPE(attribute.ptr(), &PyGetSetDescr_Type) &&
-               PyType_IsSubtype(type, PyDescr_TYPE(attribute.ptr()))) {
+               PyType_IsSubtype(known.type, PyDescr_TYPE(attribute.ptr()))) {
       const PyGetSetDef* set = reinterpret_cast<PyGetSetDescrObject*>(attribute.ptr())->d_getset;
-      found.get = set->get;
-      found.closure = set->closure;
+      known.get = set->get;
+      known.closure = set->closure;
     }
-    return found;
   }
 
   nb::dict kinds_;
@@ -191,7 +198,7 @@ void init_reach(nb::module_& m) {
            "many; this\n"
            "object is of no more use then.")
       .def_prop_ro("inner", &Reach::inner, "How many nodes that are no ends it has come to.")
-      .def_prop_ro("plain", &Reach::plain, "How many of those run no code of the program, hooks apart, and lead on.");
+      .def_prop_ro("plain", &Reach::plain, "How many of those have kind 0, and lead on.");
 }
 
 }  // namespace telegrad::bind

@@ -234,9 +234,7 @@ class Reach:
 
     @property
     def plain(self) -> int:
-        """
-        How many of those run no code of the program, hooks apart, and lead on.
-        """
+        """How many of those have kind 0, and lead on."""
 
 class Buffer:
     """The memory of a received tensor."""

@@ -91,6 +91,19 @@ def test_which_nodes_are_the_programs(x: Tensor) -> None:
     assert kinds[type((x * 2).grad_fn)] == INNER
 
 
+def test_many_types_that_take_turns() -> None:
+    """More than the walk knows at a time."""
+    types = [type(f"Node{number}", (Node,), {}) for number in range(200)]
+    end: Any = End()
+    start = end
+    for _ in range(20):
+        for one in types:
+            start = one(start)
+    reach = Reach({**dict.fromkeys(types[::2], INNER), **dict.fromkeys(types[1::2], OWN), End: RECV})
+    assert reach.walk([start], 0) == [(end, None)]
+    assert (reach.inner, reach.plain) == (4000, 2000)
+
+
 def test_next_functions_of_any_kind(x: Tensor) -> None:
     class Odd:
         next_functions: Any = 7
@@ -102,6 +115,20 @@ def test_next_functions_of_any_kind(x: Tensor) -> None:
         Odd.next_functions = wrong
         with pytest.raises(TypeError, match="next_functions"):
             Reach({Odd: INNER}).walk([Odd()], 0)
+
+    class Later:
+        def __init__(self, there: Any) -> None:
+            if there is not None:
+                self.next_functions = ((there, 0),)
+
+    last = Later(None)
+    first = last
+    for _ in range(20):
+        first = Later(first)
+    with pytest.raises(AttributeError, match="next_functions"):
+        Reach({Later: INNER}).walk([first], 0)
+    last.next_functions = ()
+    assert Reach({Later: INNER}).walk([first], 0) == []
     found = Reach({**kinds, OfTheClass: INNER}).walk([OfTheClass()], 0)
     assert found == [(node_of(x), None)]
 

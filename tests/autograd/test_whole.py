@@ -51,6 +51,18 @@ def gradient_of(group: Group, x: Tensor) -> Tensor:
     return group.contexts[0].gradients[x]
 
 
+def test_under_no_grad_inference_mode_and_another_default_device(wholes: list[int]) -> None:
+    x = leaf()
+    group, (there,) = received(x)
+    loss = long_way(there).sum()
+    with torch.no_grad(), torch.device("meta"):
+        group.backward(1, [loss], retain_graph=True)
+    with torch.inference_mode():
+        group.backward(1, [loss])
+    assert wholes == [1, 1]
+    assert torch.equal(gradient_of(group, x), torch.full((3,), 4.0))
+
+
 def test_gradients_come_to_what_was_received(wholes: list[int]) -> None:
     group, xs = Group(3, 0), [leaf() for _ in range(4)]
     first, second = group.transfer(0, 2, xs[:2])
@@ -112,6 +124,28 @@ def test_leaves_keep_their_grad(wholes: list[int]) -> None:
     assert torch.equal(group.contexts[1].gradients[w], 2 * x)
 
 
+def test_functions_in_place_on_a_view_are_passed_as_ever(wholes: list[int]) -> None:
+    """Torch's node for that has the Function within."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(_ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    x = leaf()
+    group, (there,) = received(x)
+    y = long_way(there)
+    Twice.apply(y[:2])
+    group.backward(1, [y.sum()])
+    assert wholes == []
+    assert torch.equal(gradient_of(group, x), torch.tensor([4.0, 4.0, 2.0]))
+
+
 def test_reentrant_checkpoints_are_refused_here_too(wholes: list[int]) -> None:
     x, w = leaf(), leaf()
     group, (there,) = received(x)
@@ -163,33 +197,80 @@ def test_what_a_hook_raises_ends_the_pass_and_nothing_more_is_taken(wholes: list
         (there * 2).sum().backward()
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
-def test_a_plain_backward_in_a_hook_takes_no_gradient_for_the_pass(first: bool, wholes: list[int]) -> None:
-    """It fails by itself, or the pass does, but none gets the other's gradient."""
-    x, errors = leaf(), []
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("where", ["reached", "not reached"])
+def test_a_plain_backward_in_a_hook_is_refused_and_takes_nothing(when: str, where: str, wholes: list[int]) -> None:
+    """Whether or not the pass comes to the value that the stray one leads to."""
+    x, y, errors = leaf(), leaf(), []
     group, (there,) = received(x)
-    middle = there * 1
-    last = long_way(middle)
+    other = group.transfer(0, 1, [y])[0]
+    strayed = there if where == "reached" else other
+    last = long_way(there * 1)
 
-    def stray(_: Tensor) -> None:
+    def stray(*_: Any) -> None:
         with torch.enable_grad():
-            loss = (there * 7).sum()
+            loss = (strayed * 7).sum()
         try:
             loss.backward()
         except RuntimeError as error:
             errors.append(str(error))
 
-    if first:
+    if when == "before":
         last.register_hook(stray)
-        with pytest.raises(RuntimeError, match="goes on at another worker"):
-            group.backward(1, [last.sum()])
     else:
-        there.grad_fn.register_hook(lambda *_: stray(x))  # type: ignore[union-attr]
-        group.backward(1, [last.sum()])
-        assert len(errors) == 1
-        assert "goes on at another worker" in errors[0]
-        assert torch.equal(gradient_of(group, x), torch.full((3,), 2.0))
-    assert wholes == [1]
+        there.grad_fn.register_hook(stray)  # type: ignore[union-attr]
+    stops = torch.zeros(3, requires_grad=True).detach()
+    group.backward(1, [(last + torch.where(torch.zeros(3, dtype=torch.bool), other, stops)).sum()])
+    assert wholes == [2]
+    assert len(errors) == 1
+    assert "goes on at another worker" in errors[0]
+    assert torch.equal(gradient_of(group, x), torch.full((3,), 2.0))
+    assert torch.equal(gradient_of(group, y), torch.zeros(3))
+
+
+def test_a_plain_backward_that_alone_leads_to_a_value_is_refused(wholes: list[int]) -> None:
+    """Gradients come for one of two tensors that were sent; the stray pass goes to what is behind the other one."""
+    x, y, errors = leaf(), leaf(), []
+    group = Group(3, 0)
+    first, second = group.transfer(0, 1, [x])[0], group.transfer(0, 1, [y])[0]
+
+    def stray(_: Tensor) -> None:
+        with torch.enable_grad():
+            loss = (second * 7).sum()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    middle = first * 1
+    middle.register_hook(stray)
+    one, two = group.transfer(1, 2, [long_way(middle), long_way(second)])
+    assert two.requires_grad
+    group.backward(2, [one.sum()])
+    assert wholes == [2]
+    assert len(errors) == 1
+    assert "goes on at another worker" in errors[0]
+    assert set(group.contexts[0].gradients) == {x}
+
+
+def test_several_sources_of_which_some_lead_to_recvs_alone(wholes: list[int]) -> None:
+    """Each source is told by what itself leads to."""
+    x, w = leaf(), leaf()
+    w.grad = torch.ones(3)
+    group = Group(3, 0)
+    expected = torch.zeros(3)
+    losses = []
+    for number in range(6):
+        (there,) = group.transfer(0, 1, [x])
+        made = long_way(there) if number % 2 else long_way(there * w)
+        (back,) = group.transfer(1, 2, [made])
+        losses.append(back.sum())
+        expected += 2 if number % 2 else 2 * w.detach()
+    group.backward(2, [sum(losses, torch.zeros(()))])
+    assert wholes == [1, 1, 1]
+    assert torch.equal(w.grad, torch.ones(3))
+    assert torch.allclose(group.contexts[0].gradients[x], expected)
+    assert torch.allclose(group.contexts[1].gradients[w], 6 * x)
 
 
 def test_a_pass_in_a_hook_of_another_takes_its_own(wholes: list[int]) -> None:

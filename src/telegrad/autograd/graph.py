@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from telegrad._core import Reach
 from telegrad.autograd.ddp import any_reduced
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCUMULATE",
-    "PYTHON_FUNCTION",
     "Cell",
     "Crossing",
     "Foreign",
@@ -40,12 +40,11 @@ __all__ = [
     "mark_recv",
 ]
 
-INNER, LEAF, RECV, OWN = range(4)  # OWN: inner nodes that run code of the program, torch.autograd.Functions
+INNER, LEAF, RECV, OWN = range(4)  # OWN: inner nodes that may run code of the program, torch.autograd.Functions
 _MANY = 16  # nodes for each recv, from which on running it takes less than telling the engine to stop there
 _with_leaf = torch.empty(1, requires_grad=True).expand(1).grad_fn
 assert _with_leaf is not None
 ACCUMULATE: type = type(_with_leaf.next_functions[0][0])
-PYTHON_FUNCTION: type = getattr(torch._C, "_FunctionBase", torch.autograd.Function)
 del _with_leaf
 
 _recv_types: set[type] = set()
@@ -58,8 +57,10 @@ class _Kinds(dict[type, int]):
         found = INNER
         if kind is ACCUMULATE:
             found = LEAF
-        elif issubclass(kind, PYTHON_FUNCTION):
+        elif issubclass(kind, BackwardCFunction):
             found = OWN if _recv_types.isdisjoint(kind.__mro__) else RECV
+        elif kind.__name__ == "CopySlices":  # it may have such a Function within
+            found = OWN
         if len(self) < 10_000:  # every autograd.Function has a type of its own, and programs make them in functions
             self[kind] = found
         return found
@@ -140,7 +141,7 @@ class LocalGraph:
         self.is_forest = True
         # In a forest:
         self.shared: dict[Node, list[int]] = {}  # leaf -> its sources, by bit, where there are several
-        self.only_recvs = 0  # sources, by bit, that lead past many nodes, all torch's own, to recvs and nothing else
+        self.only_recvs = 0  # sources, by bit, that lead past many nodes, none of them OWN, to recvs and nothing else
         self._stages: list[Stage] = []  # by group
         with Descent() as descent:
             planted = self._plant(descent)

@@ -4,7 +4,6 @@ Of what was sent the edges are kept, not the tensors: they lead to where the gra
 keep no data alive. What was received are the results of one function, `Recv`, whose node is the end of the graph here.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -30,36 +29,47 @@ Gradients: TypeAlias = Sequence[Tensor | None]
 _anchor = torch.zeros((), requires_grad=True)
 
 
-class _Taking(threading.local):
-    def __init__(self) -> None:
-        self.gradients: dict[Any, Gradients | None] = {}  # of the nodes that this thread's pass is to run
-
-
-_taking = _Taking()
+_current_call: Any = torch._C._current_graph_task_id
+_taking: dict[int, dict[Any, Gradients | None]] = {}  # id of a call of the engine -> what its recvs have got
 
 
 @contextmanager
-def taking(records: Sequence[Received]) -> Iterator[dict[Any, Gradients | None]]:
-    """Meanwhile this thread's engine, if it comes to these recvs' nodes, runs them. What gets there stands in the
-    dictionary then; for those where nothing does, None."""
+def taking(records: Sequence[Received]) -> Iterator[tuple[Tensor, dict[Any, Gradients | None]]]:
+    """For one call of the engine in which the nodes of these recvs are to run.
+
+    Yields a leaf, of which the call is to be given some gradient, too; and a dictionary, in which the gradients of each
+    recv stand after the call, None where nothing came.
+
+    The hook of the leaf tells which call it is: the engine runs the nodes of leaves first (on the CPU, where all lies
+    that came). So the call is told apart from others that come by the same nodes meanwhile: another thread's, or what
+    the program's hooks run. Theirs are refused as ever.
+    """
     nodes: list[Any] = [record.node for record in records]
     for node in nodes:
         node.materialize_grads = False  # what is undefined stays so
-    before = _taking.gradients  # of a pass within whose hooks this one runs
-    _taking.gradients = found = dict.fromkeys(nodes)
+    found: dict[Any, Gradients | None] = dict.fromkeys(nodes)
+    calls: list[int] = []
+
+    def begin(_: Tensor) -> None:
+        calls.append(_current_call())
+        _taking[calls[-1]] = found
+
+    with torch.inference_mode(False):
+        leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+    leaf.register_hook(begin)  # type: ignore[no-untyped-call]
     try:
-        yield found
+        yield leaf, found
     finally:
-        _taking.gradients = before
+        for call in calls:
+            del _taking[call]
 
 
 @mark_recv
 class Recv(torch.autograd.Function):
     """Makes the tensors of one message: what they hold has come already, their gradients go back to the sender.
 
-    The node is a place to stop at, found by its identity; a backward pass mostly does not run it. Where it does, the
-    node hands its gradients on: to `taking`; or to its `report`, if a pass has set that (beside parameters that
-    DistributedDataParallel manages).
+    The node is a place to stop at, found by its identity; a backward pass mostly does not run it. Where it does (see
+    `taking`), the node hands its gradients on.
     """
 
     @staticmethod
@@ -68,14 +78,10 @@ class Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        taking = _taking.gradients
-        if taking.get(ctx, gradients) is None:  # else somebody's loss.backward() has been here, in a hook
-            taking[ctx] = gradients
-            return None, None
-        report = getattr(ctx, "report", None)
-        if report is None:
+        found = _taking.get(_current_call())
+        if found is None or ctx not in found:
             raise RuntimeError(NOT_BY_ITSELF)
-        report(gradients)
+        found[ctx] = gradients
         return None, None
 
 

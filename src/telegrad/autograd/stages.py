@@ -17,7 +17,7 @@ the engine where it has tensor hooks, which must see the sum.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.ddp import any_reduced, aside
-from telegrad.autograd.graph import ACCUMULATE, PYTHON_FUNCTION, Cell, Foreign, LocalGraph, Stage, has_hooks
+from telegrad.autograd.graph import ACCUMULATE, Cell, Foreign, LocalGraph, Stage, has_hooks
 from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, Leaves, references, total_of
 from telegrad.autograd.recording import taking
 from telegrad.protocols.backward import UnknownSend
@@ -47,6 +47,7 @@ Waiting = list[tuple[GradientEdge, Tensor]]
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _bare_engine: Any = getattr(Variable, "_execution_engine", None)
 _log: Any = getattr(torch.autograd.graph, "log", None)
+_python_function: type = torch.autograd.function.BackwardCFunction
 
 
 def _has_devices() -> bool:
@@ -55,9 +56,8 @@ def _has_devices() -> bool:
     return accelerator is None or accelerator.current_accelerator() is not None
 
 
-_devices = _has_devices()
 # What torch puts around its engine hands this thread's context on to the threads of devices.
-_may_be_bare = _bare_engine is not None and _log is not None and not _devices
+_may_be_bare = _bare_engine is not None and _log is not None and not _has_devices()
 
 
 def run_engine(
@@ -74,6 +74,16 @@ def run_engine(
     else:
         found = torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
     return found
+
+
+def _run_to_the_ends(outputs: tuple[Any, ...], grads: tuple[Tensor, ...], retain_graph: bool) -> None:
+    """`torch.autograd.backward` without its checks."""
+    if _may_be_bare and not _log.isEnabledFor(logging.DEBUG):
+        _bare_engine.run_backward(outputs, grads, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+    elif _engine is not None:
+        _engine(outputs, grads, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(outputs, grads, retain_graph=retain_graph)
 
 
 class Stages:
@@ -147,7 +157,7 @@ class Stages:
             return []
         else:
             waiting = self._entered.pop(stage.rank) if graph.is_forest else self._take(None)
-            if graph.only_recvs and graph.only_recvs >> stage.rank & 1 and not _devices:  # whose threads are others
+            if graph.only_recvs and graph.only_recvs >> stage.rank & 1:
                 return self._run_whole(stage, waiting)
             if group == FINAL and any_reduced(stage.whole):
                 return self._run_reduced(stage, waiting)
@@ -199,7 +209,7 @@ class Stages:
         """One engine call of a stage with crossings, whose gradients are put where they lead."""
         seen: dict[Node, tuple[Any, Any]] = {}
         nodes = dict.fromkeys(crossing.node for crossing in stage.crossings)
-        again = any(not isinstance(node, PYTHON_FUNCTION) for node in nodes)
+        again = any(not isinstance(node, _python_function) for node in nodes)
         hooks = [node.register_hook(partial(_see, seen, node)) for node in nodes]
         try:
             found = self._engine_call(outputs, grads, inputs, self.retain_graph or again)
@@ -212,7 +222,7 @@ class Stages:
                 continue  # no gradient has reached it
             grad_inputs, grad_outputs = seen[node]
             grad = grad_inputs[output]
-            if grad is None and not isinstance(node, PYTHON_FUNCTION):
+            if grad is None and not isinstance(node, _python_function):
                 if node not in repeated:
                     with torch.no_grad():
                         result = node(*grad_outputs)  # type: ignore[operator]
@@ -248,32 +258,24 @@ class Stages:
         the engine refuses only where it is told where to stop. Not past nodes that lead nowhere either, which are not
         to run.
         """
-        outputs, grads = [edge for edge, _ in waiting], [grad for _, grad in waiting]
-        del waiting
-        with taking(stage.recvs) as found:
-            if outputs:
-                torch.autograd.backward(outputs, grads, retain_graph=self.retain_graph)
-        return [(received, found[received.node] or (None,) * received.outputs) for received in stage.recvs]
+        with taking(stage.recvs) as (begin, found):
+            if waiting:
+                outputs = (begin, *[edge for edge, _ in waiting])
+                grads = (begin.detach(), *[grad for _, grad in waiting])
+                _run_to_the_ends(outputs, grads, self.retain_graph)
+        return _taken(stage.recvs, found)
 
     def _run_reduced(self, stage: Stage, waiting: Waiting) -> list[Report]:
-        """The final stage where DDP's reducer waits for some leaf: AccumulateGrad runs, and so do the recvs' nodes,
-        which give their gradients to `report`."""
-        outputs, grads = [edge for edge, _ in waiting], [grad for _, grad in waiting]
+        """The final stage where DDP's reducer waits for some leaf: AccumulateGrad runs, and so do the recvs' nodes."""
         leaves: list[Tensor] = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
-        seen: dict[Node, Any] = {}
-        nodes: list[Any] = [received.node for received in stage.recvs]
-        inputs: list[Any] = [*leaves, *(GradientEdge(node, 0) for node in nodes)]
-        if outputs:
-            with aside(leaves, self._leaves.add):
-                for node in nodes:
-                    node.report = partial(seen.__setitem__, node)
-                    node.materialize_grads = False  # what is undefined stays so
-                try:
+        with taking(stage.recvs) as (begin, found):
+            if waiting:
+                outputs: list[Any] = [begin, *[edge for edge, _ in waiting]]
+                grads = [begin.detach(), *[grad for _, grad in waiting]]
+                inputs: list[Any] = [begin, *leaves, *[GradientEdge(received.node, 0) for received in stage.recvs]]
+                with aside(leaves, self._leaves.add):
                     torch.autograd.backward(outputs, grads, retain_graph=self.retain_graph, inputs=inputs)
-                finally:
-                    for node in nodes:
-                        node.report = None
-        return [(received, seen.get(received.node) or (None,) * received.outputs) for received in stage.recvs]
+        return _taken(stage.recvs, found)
 
     def _land_directly(self, stage: Stage, waiting: Waiting) -> None:
         """Gradients that wait at leaves need no engine."""
@@ -316,6 +318,10 @@ def _label(item: tuple[Label, Tensor]) -> Label:
 
 def _only_plain_leaves(waiting: Waiting) -> bool:
     return all(type(edge.node) is ACCUMULATE and not has_hooks(edge.node) for edge, _ in waiting)
+
+
+def _taken(recvs: Iterable[Received], found: Mapping[Any, Sequence[Tensor | None] | None]) -> list[Report]:
+    return [(received, found[received.node] or (None,) * received.outputs) for received in recvs]
 
 
 def _reports(recvs: Iterable[Received], found: Sequence[Tensor | None]) -> list[Report]:
