@@ -197,30 +197,37 @@ def test_what_a_hook_raises_ends_the_pass_and_nothing_more_is_taken(wholes: list
         (there * 2).sum().backward()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("where", ["reached", "not reached"])
-def test_a_plain_backward_in_a_hook_is_refused_and_takes_nothing(when: str, where: str, wholes: list[int]) -> None:
-    """Whether or not the pass comes to the value that the stray one leads to."""
-    x, y, errors = leaf(), leaf(), []
-    group, (there,) = received(x)
-    other = group.transfer(0, 1, [y])[0]
-    strayed = there if where == "reached" else other
-    last = long_way(there * 1)
+def stray_backward(to: Tensor, errors: list[str]) -> Callable[..., None]:
+    """A hook that runs a backward pass of its own, and keeps what that says."""
 
     def stray(*_: Any) -> None:
         with torch.enable_grad():
-            loss = (strayed * 7).sum()
+            loss = (to * 7).sum()
         try:
             loss.backward()
         except RuntimeError as error:
             errors.append(str(error))
 
+    return stray
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("where", ["reached", "not reached"])
+def test_a_plain_backward_in_a_hook_is_refused_and_takes_nothing(when: str, where: str, wholes: list[int]) -> None:
+    """Whether or not the pass comes to the value that the stray one leads to."""
+    x, y = leaf(), leaf()
+    errors: list[str] = []
+    group, (there,) = received(x)
+    other = group.transfer(0, 1, [y])[0]
+    strayed = there if where == "reached" else other
+    last = long_way(there * 1)
+
+    stray = stray_backward(strayed, errors)
     if when == "before":
         last.register_hook(stray)
     else:
         there.grad_fn.register_hook(stray)  # type: ignore[union-attr]
-    stops = torch.zeros(3, requires_grad=True).detach()
-    group.backward(1, [(last + torch.where(torch.zeros(3, dtype=torch.bool), other, stops)).sum()])
+    group.backward(1, [(last + other * 0).sum()])
     assert wholes == [2]
     assert len(errors) == 1
     assert "goes on at another worker" in errors[0]
@@ -230,18 +237,12 @@ def test_a_plain_backward_in_a_hook_is_refused_and_takes_nothing(when: str, wher
 
 def test_a_plain_backward_that_alone_leads_to_a_value_is_refused(wholes: list[int]) -> None:
     """Gradients come for one of two tensors that were sent; the stray pass goes to what is behind the other one."""
-    x, y, errors = leaf(), leaf(), []
+    x, y = leaf(), leaf()
+    errors: list[str] = []
     group = Group(3, 0)
     first, second = group.transfer(0, 1, [x])[0], group.transfer(0, 1, [y])[0]
 
-    def stray(_: Tensor) -> None:
-        with torch.enable_grad():
-            loss = (second * 7).sum()
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            errors.append(str(error))
-
+    stray = stray_backward(second, errors)
     middle = first * 1
     middle.register_hook(stray)
     one, two = group.transfer(1, 2, [long_way(middle), long_way(second)])

@@ -28,17 +28,7 @@ if TYPE_CHECKING:
 
     from telegrad.autograd.context import Received
 
-__all__ = [
-    "ACCUMULATE",
-    "Cell",
-    "Crossing",
-    "Foreign",
-    "LocalGraph",
-    "Stage",
-    "Walk",
-    "has_hooks",
-    "mark_recv",
-]
+__all__ = ["ACCUMULATE", "Cell", "Crossing", "Foreign", "LocalGraph", "Stage", "Walk", "has_hooks", "mark_recv"]
 
 INNER, LEAF, RECV, OWN = range(4)  # OWN: inner nodes that may run code of the program, torch.autograd.Functions
 _MANY = 16  # nodes for each recv, from which on running it takes less than telling the engine to stop there
