@@ -28,7 +28,19 @@ if TYPE_CHECKING:
 
     from telegrad.autograd.context import Received
 
-__all__ = ["ACCUMULATE", "Cell", "Crossing", "Foreign", "LocalGraph", "Stage", "Walk", "has_hooks", "mark_recv"]
+__all__ = [
+    "ACCUMULATE",
+    "Cell",
+    "Crossing",
+    "Foreign",
+    "LocalGraph",
+    "Stage",
+    "Walk",
+    "by_id",
+    "goes_to_the_ends",
+    "has_hooks",
+    "mark_recv",
+]
 
 INNER, LEAF, RECV, OWN = range(4)  # OWN: inner nodes that may run code of the program, torch.autograd.Functions
 _MANY = 16  # nodes for each recv, from which on running it takes less than telling the engine to stop there
@@ -205,8 +217,7 @@ class LocalGraph:
                     self.foreign.append((node, 1 << bit))
             if len(stage.recvs) > 1:
                 stage.recvs.sort(key=by_id)
-            passed = reach.inner - inner
-            if len(stage.recvs) == len(ends) and reach.plain - plain == passed >= _MANY * len(ends) > 0:
+            if goes_to_the_ends(len(stage.recvs), len(ends), reach.inner - inner, reach.plain - plain):
                 self.only_recvs |= 1 << bit
             leaves += stage.whole
         if any_reduced(leaves):
@@ -227,6 +238,11 @@ class LocalGraph:
 
 def by_id(received: Received) -> int:
     return received.id
+
+
+def goes_to_the_ends(recvs: int, ends: int, inner: int, plain: int) -> bool:
+    """Does a source lead past many nodes, all of them `plain` (see `Reach.plain`), to recvs and nothing else?"""
+    return recvs == ends and plain == inner >= _MANY * ends > 0
 
 
 class Walk:

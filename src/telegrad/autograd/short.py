@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad._core import Reach
 from telegrad.autograd.ddp import are_reduced
-from telegrad.autograd.graph import LEAF, kinds
+from telegrad.autograd.deep import Descent
+from telegrad.autograd.engine import run_engine, run_to_the_ends
+from telegrad.autograd.graph import LEAF, by_id, goes_to_the_ends, kinds
 from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, land, references, total_of
 from telegrad.autograd.local import Local
-from telegrad.autograd.stages import run_engine
 from telegrad.protocols.backward import Part
 from telegrad.protocols.backward_messages import FINAL, ROOT, Gradients, Layout, Run, TokenKind
 
@@ -34,53 +35,84 @@ if TYPE_CHECKING:
 __all__ = ["Answered", "Asked", "answer", "begin"]
 
 _GRADIENT = int(TokenKind.GRADIENT)
-_MOST_NODES = 400  # a walk of more has to take care (see deep.py), and takes so long that the schedule does not count
-_SKIPPED = 15  # passes after one with so many nodes, which are not walked in vain before
+_LARGE = 400  # nodes of a graph that is not to be walked in vain
+_SKIPPED = 15  # passes after a large graph has been walked in vain, in which no graph is
 _new = tuple.__new__
 _REST = (None,) * (len(GradientEdge._fields) - 2)
 
-Found = tuple[list[Tensor], list["Received"]]  # leaves and recvs
+
+class _Found(NamedTuple):
+    """What a source leads to."""
+
+    leaves: list[Tensor]
+    recvs: list[Received]
+    to_the_ends: bool  # see graph.goes_to_the_ends
 
 
-class _Large(threading.local):
-    """What this thread has lately walked.
+class _Vain:
+    """How large graphs are spared a walk in vain: those of a thread are mostly alike.
 
     Attributes:
         passes: that the short way is still not tried for.
     """
 
-    passes = 0
+    __slots__ = ("passes",)
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def may_walk(self) -> bool:
+        if self.passes == 0:
+            return True
+        self.passes -= 1
+        return False
+
+    def walked(self, nodes: int) -> None:
+        """Past so many."""
+        if nodes > _LARGE:
+            self.passes = _SKIPPED
 
 
-_large = _Large()
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.vain = _Vain()
 
 
-def _is_likely_short() -> bool:
-    if _large.passes == 0:
-        return True
-    _large.passes -= 1
-    return False
+_here = _Here()  # of this thread
 
 
 class _Reach:
-    """What the sources lead to, each to something of its own."""
+    """What the sources lead to, each to something of its own. A context, in which they are walked from."""
 
-    __slots__ = ("_leaves", "_nodes", "_recvs")
+    __slots__ = ("_descent", "_leaves", "_nodes", "_recvs")
 
     def __init__(self, receipts: Sequence[Received]) -> None:
-        self._nodes = Reach(kinds, _MOST_NODES)
+        self._descent = Descent()
+        self._nodes = Reach(kinds)
         self._leaves: dict[int, int] = {}  # a leaf's identity -> the source from which it was reached
         self._recvs: dict[Any, Received] = {}
         for received in receipts:
             self._recvs[received.node] = received
 
-    def of(self, source: int, starts: list[Any]) -> Found | None:
-        """All leaves and recvs that these nodes, and leaves, lead to. None: there are too many nodes, another source
-        leads to one of them, or one is a value that was received in another context."""
-        ends = self._nodes.walk(starts, source)
+    def __enter__(self) -> _Reach:
+        self._descent.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._descent.__exit__(*error)
+
+    @property
+    def walked(self) -> int:
+        """How many nodes."""
+        return self._nodes.inner
+
+    def of(self, source: int, starts: list[Any]) -> _Found | None:
+        """All leaves and recvs that these nodes, and leaves, lead to. None: another source leads to one of them, or
+        one is a value that was received in another context."""
+        nodes = self._nodes
+        inner, plain = nodes.inner, nodes.plain
+        ends = nodes.walk(starts, source, self._descent)
         if ends is None:
-            if self._nodes.inner > _MOST_NODES:
-                _large.passes = _SKIPPED
             return None
         leaves: list[Tensor] = []
         recvs: list[Received] = []
@@ -97,8 +129,8 @@ class _Reach:
                     return None
                 recvs.append(received)
         if len(recvs) > 1:
-            recvs.sort(key=_id)
-        return leaves, recvs
+            recvs.sort(key=by_id)
+        return _Found(leaves, recvs, goes_to_the_ends(len(recvs), len(ends), nodes.inner - inner, nodes.plain - plain))
 
     def of_sent(self, sent: Sent) -> list[Tensor] | None:
         """The leaves that a message's gradients lead to; None also if they lead to recvs, or a leaf that was sent
@@ -118,27 +150,24 @@ class _Reach:
                 starts.append(edge.node)
         if starts:
             found = self.of(source, starts)
-            if found is None or found[1]:
+            if found is None or found.recvs:
                 return None
-            leaves += found[0]
+            leaves += found.leaves
         return leaves
 
 
-def _id(record: Any) -> int:
-    number: int = record.id
-    return number
-
-
 def _run(
-    context: Context,
-    outputs: list[Any],
-    grads: list[Tensor],
-    leaves: list[Tensor],
-    recvs: list[Received],
-    retain_graph: bool,
+    context: Context, outputs: list[Any], grads: list[Tensor], found: _Found, retain_graph: bool
 ) -> list[Tensor | None]:
     """Runs what leads to these leaves and recvs. The leaves' gradients go to the context; those of the recvs are
     returned. `grads` is emptied: nothing here holds a gradient that leaves are to keep."""
+    leaves, recvs, to_the_ends = found
+    if to_the_ends:
+        tensors: list[Tensor | None] = []
+        taken = run_to_the_ends(recvs, outputs, grads, retain_graph)
+        for received in recvs:
+            tensors += taken[received.node] or (None,) * received.outputs
+        return tensors
     inputs: list[Any] = []
     for received in recvs:
         for place in range(received.outputs):
@@ -149,17 +178,17 @@ def _run(
         return [None] * reported
     given = tuple(grads)
     grads.clear()
-    found = run_engine(tuple(outputs), given, tuple(inputs), retain_graph)
+    captured = run_engine(tuple(outputs), given, tuple(inputs), retain_graph)
     del given
     if leaves:
         place = reported
         for leaf in leaves:
-            grad = found[place]
+            grad = captured[place]
             if grad is not None:
                 alone = references(grad) <= ALONE_IN_TUPLE
                 land(context, leaf, grad, alone)
             place += 1
-    return list(found[:reported])
+    return list(captured[:reported])
 
 
 def _land(context: Context, leaves: Sequence[Tensor | None], tensors: list[Tensor | None], place: int) -> None:
@@ -200,9 +229,10 @@ class Asked:
         sent: ids of the messages that they are for.
         entries: what was sent from here, with the leaves that each leads to.
         receipts: what was received here.
+        walked: how many nodes there are.
     """
 
-    __slots__ = ("_entries", "_receipts", "_retain_graph", "_roots", "consumed", "me", "peer")
+    __slots__ = ("_entries", "_receipts", "_retain_graph", "_roots", "_vain", "_walked", "consumed", "me", "peer")
 
     def __init__(
         self,
@@ -213,6 +243,7 @@ class Asked:
         receipts: list[Received],
         roots: Sequence[Tensor],
         retain_graph: bool,
+        walked: int,
     ) -> None:
         self.me = me
         self.peer = peer
@@ -221,6 +252,8 @@ class Asked:
         self._receipts = receipts
         self._roots = roots
         self._retain_graph = retain_graph
+        self._walked = walked
+        self._vain = _here.vain  # another thread may go on
 
     def is_last(self, peer: int, sends: Sequence[int], report: Any) -> bool:
         """Is the pass over with these gradients, and this report? It says that what was sent has been consumed, that
@@ -258,10 +291,11 @@ class Asked:
                     outputs.append(edge)
                     grads.append(grad)
                 del grad
-            _run(context, outputs, grads, leaves, [], self._retain_graph)
+            _run(context, outputs, grads, _Found(leaves, [], False), self._retain_graph)
 
     def replay(self, part: Part, local: Local) -> None:
         """Brings the schedule to where this has come to."""
+        self._vain.walked(self._walked)
         local.recorded = [sent for sent, _ in self._entries.values()], self._receipts
         local.roots = [get_gradient_edge(root) for root in self._roots]
         local.retain_graph = self._retain_graph
@@ -285,36 +319,41 @@ def begin(
     Raises:
         what hooks and functions raise.
     """
-    if not _is_likely_short():
+    vain = _here.vain
+    if not vain.may_walk():
         return None
     receipts = list(context.receipts.values())
     sends = list(context.sends.values())
-    reach = _Reach(receipts)
-    starts: list[Any] = []
-    grads: list[Tensor] = []
-    for root in roots:
-        starts.append(root.grad_fn)
-        grads.append(torch.ones_like(root))
-    reached = reach.of(ROOT, starts)
-    if reached is None:
+    with _Reach(receipts) as reach:
+        led = _root_leads_to(reach, me, roots, sends)
+    if led is None:
+        vain.walked(reach.walked)
         return None
-    leaves, recvs = reached
-    if not recvs or recvs[0].peer == me or are_reduced(leaves):
+    found, entries = led
+    grads = [torch.ones_like(root) for root in roots]
+    tensors = _run(context, list(roots), grads, found, retain_graph)
+    ids = tuple([received.id for received in found.recvs])
+    peer = found.recvs[0].peer
+    return Asked(me, peer, ids, entries, receipts, roots, retain_graph, reach.walked), ids, tensors
+
+
+def _root_leads_to(
+    reach: _Reach, me: int, roots: Sequence[Tensor], sends: Sequence[Sent]
+) -> tuple[_Found, dict[int, tuple[Sent, list[Tensor]]]] | None:
+    """What the roots lead to, and what was sent from here; None if that is not short."""
+    found = reach.of(ROOT, [root.grad_fn for root in roots])
+    if found is None or not found.recvs or are_reduced(found.leaves):
         return None
-    peer = recvs[0].peer
-    ids: tuple[int, ...] = ()
-    for received in recvs:
-        if received.peer != peer:
-            return None
-        ids = (*ids, received.id)
+    peer = found.recvs[0].peer
+    if peer == me or any(received.peer != peer for received in found.recvs):
+        return None
     entries: dict[int, tuple[Sent, list[Tensor]]] = {}
     for sent in sends:
         below = reach.of_sent(sent)
         if below is None or are_reduced(below):
             return None
         entries[sent.id] = sent, below
-    tensors = _run(context, list(roots), grads, leaves, recvs, retain_graph)
-    return Asked(me, peer, ids, entries, receipts, roots, retain_graph), ids, tensors
+    return found, entries
 
 
 # ---- other workers
@@ -366,7 +405,8 @@ def answer(
         what hooks and functions raise.
     """
     sends = list(context.sends.values())
-    if len(sends) != 1 or sends[0].id != send or not _is_likely_short():
+    vain = _here.vain
+    if len(sends) != 1 or sends[0].id != send or not vain.may_walk():
         return None
     starts: list[Any] = []
     outputs: list[Any] = []
@@ -379,20 +419,14 @@ def answer(
             if grad is not None:
                 outputs.append(edge)
                 grads.append(grad)
-    reached = _Reach(list(context.receipts.values())).of(send, starts)
-    if reached is None:
+    with _Reach(list(context.receipts.values())) as reach:
+        found = reach.of(send, starts)
+    if found is None or any(received.peer != root for received in found.recvs) or are_reduced(found.leaves):
+        vain.walked(reach.walked)
         return None
-    leaves, recvs = reached
-    if are_reduced(leaves):
-        return None
-    reported: tuple[tuple[int, int], ...] = ()
-    produced: tuple[Any, ...] = ()
-    for received in recvs:
-        if received.peer != root:
-            return None
-        reported = (*reported, (received.id, root))
-        produced = (*produced, ((_GRADIENT, received.id), root))
+    reported = tuple([(received.id, root) for received in found.recvs])
+    produced = tuple([((_GRADIENT, number), root) for number, _ in reported])
     del grad
     tensors.clear()
-    found = _run(context, outputs, grads, leaves, recvs, retain_graph)
-    return Answered(root, send, reported), found, (1, ((_GRADIENT, send),), produced, False, False)
+    back = _run(context, outputs, grads, found, retain_graph)
+    return Answered(root, send, reported), back, (1, ((_GRADIENT, send),), produced, False, False)

@@ -16,17 +16,16 @@ the engine where it has tensor hooks, which must see the sum.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.ddp import any_reduced, aside
+from telegrad.autograd.engine import run_engine, run_to_the_ends
 from telegrad.autograd.graph import ACCUMULATE, Cell, Foreign, LocalGraph, Stage, has_hooks
 from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, Leaves, references, total_of
 from telegrad.autograd.recording import taking
@@ -38,52 +37,13 @@ if TYPE_CHECKING:
 
     from telegrad.autograd.context import Context, Received
 
-__all__ = ["Stages", "run_engine"]
+__all__ = ["Stages"]
 
 Label = tuple[int, ...]  # (0, bit of the source), or (1, rank of the cell, number of the crossing)
 Report = tuple["Received", Sequence[Tensor | None]]
 Waiting = list[tuple[GradientEdge, Tensor]]
 
-_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-_bare_engine: Any = getattr(Variable, "_execution_engine", None)
-_log: Any = getattr(torch.autograd.graph, "log", None)
 _python_function: type = torch.autograd.function.BackwardCFunction
-
-
-def _has_devices() -> bool:
-    """May the engine run nodes on threads of its own?"""
-    accelerator = getattr(torch, "accelerator", None)
-    return accelerator is None or accelerator.current_accelerator() is not None
-
-
-# What torch puts around its engine hands this thread's context on to the threads of devices.
-_may_be_bare = _bare_engine is not None and _log is not None and not _has_devices()
-
-
-def run_engine(
-    outputs: tuple[Any, ...], grads: tuple[Tensor, ...], inputs: tuple[Any, ...], retain_graph: bool
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(..., allow_unused=True)` without its checks, which take as long as the engine's start."""
-    found: tuple[Tensor | None, ...]
-    if _may_be_bare and not _log.isEnabledFor(logging.DEBUG):
-        found = _bare_engine.run_backward(
-            outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
-        )
-    elif _engine is not None:
-        found = _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False)
-    else:
-        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
-    return found
-
-
-def _run_to_the_ends(outputs: tuple[Any, ...], grads: tuple[Tensor, ...], retain_graph: bool) -> None:
-    """`torch.autograd.backward` without its checks."""
-    if _may_be_bare and not _log.isEnabledFor(logging.DEBUG):
-        _bare_engine.run_backward(outputs, grads, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
-    elif _engine is not None:
-        _engine(outputs, grads, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
-    else:
-        torch.autograd.backward(outputs, grads, retain_graph=retain_graph)
 
 
 class Stages:
@@ -158,7 +118,7 @@ class Stages:
         else:
             waiting = self._entered.pop(stage.rank) if graph.is_forest else self._take(None)
             if graph.only_recvs and graph.only_recvs >> stage.rank & 1:
-                return self._run_whole(stage, waiting)
+                return self._run_to_the_ends(stage, waiting)
             if group == FINAL and any_reduced(stage.whole):
                 return self._run_reduced(stage, waiting)
         inputs: list[Any] = [
@@ -249,21 +209,11 @@ class Stages:
             found += [(edge, grad) for _, grad in parts]
         return found
 
-    def _run_whole(self, stage: Stage, waiting: Waiting) -> list[Report]:
-        """Runs the stage of a source that leads to recvs alone, past many nodes: the engine goes to the ends of the
-        graph. If it were told to stop at the recvs, it would look up for each node and edge whether they lead there,
-        which takes a tenth of the time of small nodes.
-
-        Not past Python's functions: those of reentrant checkpoints would train parameters beside the context, which
-        the engine refuses only where it is told where to stop. Not past nodes that lead nowhere either, which are not
-        to run.
-        """
-        with taking(stage.recvs) as (begin, found):
-            if waiting:
-                outputs = (begin, *[edge for edge, _ in waiting])
-                grads = (begin.detach(), *[grad for _, grad in waiting])
-                _run_to_the_ends(outputs, grads, self.retain_graph)
-        return _taken(stage.recvs, found)
+    def _run_to_the_ends(self, stage: Stage, waiting: Waiting) -> list[Report]:
+        """The stage of a source that leads to recvs alone, past many nodes."""
+        outputs, grads = [edge for edge, _ in waiting], [grad for _, grad in waiting]
+        waiting.clear()
+        return _taken(stage.recvs, run_to_the_ends(stage.recvs, outputs, grads, self.retain_graph))
 
     def _run_reduced(self, stage: Stage, waiting: Waiting) -> list[Report]:
         """The final stage where DDP's reducer waits for some leaf: AccumulateGrad runs, and so do the recvs' nodes."""
