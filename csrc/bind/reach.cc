@@ -23,7 +23,7 @@ constexpr int kFew = 8;  // nodes of a type for which its getter is not worth a 
 /// Nodes that have been seen, each with the last source that led to it.
 class Seen {
  public:
-  Seen() : entries_(1024) {}
+  Seen() : entries_(64) {}
   Seen(const Seen&) = delete;
   Seen& operator=(const Seen&) = delete;
   ~Seen() {

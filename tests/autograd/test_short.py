@@ -1,5 +1,6 @@
 """The short way of a pass says what the schedule would, to the letter, and goes on at length where it has to."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ def called(group: Group, x: Tensor, weight: Tensor, by: int = 0, of: int = 1) ->
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What has been done on the short way, and how often."""
     seen: Counter[str] = Counter()
-    monkeypatch.setattr(short._large, "passes", 0)
+    monkeypatch.setattr(short._here.vain, "passes", 0)
 
     def count(owner: Any, name: str, what: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -91,22 +92,78 @@ def test_a_call_takes_it(taken: Counter[str]) -> None:
     assert all(not part.busy and part.idle for part in group.passes.values())
 
 
-def test_large_graphs_do_not_take_it_and_are_not_walked_in_vain_again(taken: Counter[str]) -> None:
+def long_way(y: Tensor, nodes: int) -> Tensor:
+    for _ in range(nodes):
+        y = y * 1.0
+    return y
+
+
+def test_large_graphs_take_it_too(taken: Counter[str]) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    y = long_way(called(group, x, w), 2000)
+    group.backward(0, [y.sum()])
+    assert torch.equal(group.contexts[0].gradients[x], w)
+    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    node, held = y.grad_fn, 0
+    for _ in range(2000):
+        assert node is not None
+        held += "telegrad" in node.metadata  # what it leads to, so that the graph is freed step by step (see deep.py)
+        (node, _), *_ = node.next_functions
+    assert 10 < held < 100
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many nodes each try of the short way at the root has walked past."""
+    found: list[int] = []
+    monkeypatch.setattr(passes, "answer", lambda *_: None)  # all workers are in one thread here
+    leave = short._Reach.__exit__
+
+    def count(self: Any, *error: object) -> None:
+        found.append(self.walked)
+        leave(self, *error)
+
+    monkeypatch.setattr(short._Reach, "__exit__", count)
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "tries"), [(short._LARGE - 100, 2 + short._SKIPPED), (short._LARGE + 100, 2)])
+def test_large_graphs_are_not_walked_in_vain_again_and_again(
+    taken: Counter[str], walks: list[int], nodes: int, tries: int
+) -> None:
     def one_pass(nodes: int) -> Tensor:
         group, x, w = Group(2, 0), leaf(), leaf()
-        y = called(group, x, w)
-        for _ in range(nodes):
-            y = y * 1.0
-        group.backward(0, [y.sum()])
-        assert torch.equal(group.contexts[1].gradients[w], x)
-        return group.contexts[0].gradients[x] - w
+        twice = x * 2
+        there, again = group.transfer(0, 1, [twice])[0], group.transfer(0, 1, [twice * 2])[0]  # they lead to one node
+        (back,) = group.transfer(1, 0, [there * w + again * w])
+        group.backward(0, [long_way(back, nodes).sum()])
+        return group.contexts[0].gradients[x] - 6 * w
 
-    walks = 1 + short._SKIPPED
-    assert not any(one_pass(short._MOST_NODES + 1).any() for _ in range(walks))
+    for _ in range(2 + short._SKIPPED):
+        assert torch.allclose(one_pass(nodes), torch.zeros(3, dtype=torch.float64), atol=1e-12)
     assert taken["begun"] == 0
-    assert short._large.passes == 0  # the first was looked at, and none since
-    assert not one_pass(1).any()
-    assert taken["begun"] == taken["finished"] == 1
+    assert len([walked for walked in walks if walked >= nodes]) == tries
+
+
+def test_where_the_root_goes_on_at_length_is_a_walk_in_vain_too(taken: Counter[str], walks: list[int]) -> None:
+    def one_pass(nodes: int) -> None:
+        group, x, y, w = Group(3, 0), leaf(), leaf(), leaf()
+        (there,) = group.transfer(0, 1, [x])
+        (further,) = group.transfer(0, 2, [y])
+        (across,) = group.transfer(2, 1, [further * w])
+        (back,) = group.transfer(1, 0, [there * across])
+        thread = threading.Thread(target=group.settle)
+        number = group.begin(0, [long_way(back, nodes).sum()])
+        thread.start()  # messages may come to another thread than the one that calls backward
+        thread.join()
+        group.result(number)
+        assert torch.allclose(group.contexts[0].gradients[x], y * w)
+
+    many = short._LARGE + 100
+    for _ in range(2 + short._SKIPPED):
+        one_pass(many)
+    assert taken["begun"] == taken["left by the root"] == 2
+    assert len([walked for walked in walks if walked >= many]) == 2
 
 
 def test_parameters_that_are_far_away_take_it(taken: Counter[str]) -> None:

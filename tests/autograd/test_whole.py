@@ -1,33 +1,42 @@
 """Large graphs that lead to what was received and to nothing else: the engine is not told where to stop."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from simulation import Group
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from telegrad.autograd import stages
+from telegrad.autograd import passes, short, stages, taking
+from telegrad.autograd.engine import run_to_the_ends
 from telegrad.autograd.stages import Stages
 
-MANY = 1000  # nodes, so that the short way is not taken
+MANY = 1000
 
 
-@pytest.fixture(autouse=True)
-def wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each stage that was run in that way, how many recvs it led to."""
+@pytest.fixture(autouse=True, params=["short", "long"])
+def wholes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """For each stage that was run in that way, how many recvs it led to. On the short way of a pass, if it can, and on
+    the long one."""
     found: list[int] = []
-    run = Stages._run_whole
 
-    def count(self: Stages, stage: Any, waiting: Any) -> Any:
-        found.append(len(stage.recvs))
-        return run(self, stage, waiting)
+    def count(recvs: Any, *args: Any) -> Any:
+        found.append(len(recvs))
+        return run_to_the_ends(recvs, *args)
 
-    monkeypatch.setattr(Stages, "_run_whole", count)
-    return found
+    for module in (short, stages):
+        monkeypatch.setattr(module, "run_to_the_ends", count)
+    monkeypatch.setattr(short._here.vain, "passes", 0)
+    if request.param == "long":
+        monkeypatch.setattr(passes, "begin", lambda *_: None)
+        monkeypatch.setattr(passes, "answer", lambda *_: None)
+    yield found
+    assert not taking._under_way
+    assert all(call.leaf.grad is None and not call.found for call in taking._spare)
 
 
 def leaf() -> Tensor:
@@ -333,3 +342,33 @@ def test_other_kinds_of_tensors(make: Callable[[Tensor], Tensor], wholes: list[i
     group.backward(1, [long_way(back).abs().float().sum()])
     assert wholes == [1]
     assert torch.allclose(gradient_of(group, x), torch.full((3,), 2.0))
+
+
+def test_a_value_that_a_call_is_not_to_come_by_gives_it_nothing() -> None:
+    _, (there,) = received(leaf())
+    with taking.taking([]) as call:
+        with pytest.raises(RuntimeError, match="goes on at another worker"):
+            torch.autograd.backward([call.leaf, there.sum()], [call.one, None])
+        assert not call.found
+
+
+class _Wrapping(TorchDispatchMode):
+    """Makes all tensors parameters, which are of another class."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.as_subclass(torch.nn.Parameter) if type(made) is Tensor else made
+
+
+def test_a_leaf_that_a_mode_of_the_program_has_made_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taking, "_spare", [])
+    with _Wrapping(), taking.taking([]) as call:
+        assert type(call.leaf) is not Tensor
+    assert taking._spare == []
+    with taking.taking([]) as call:
+        pass
+    with taking.taking([]) as again:
+        assert again is call
+        with taking.taking([]) as other:
+            assert other is not call
+    assert len(taking._spare) == 2

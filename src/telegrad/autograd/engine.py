@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from telegrad.autograd.recording import taking
+from telegrad.autograd.taking import taking
 
 if TYPE_CHECKING:
     from telegrad.autograd.context import Received
@@ -64,12 +64,12 @@ def run_to_the_ends(
     Returns:
         For the node of each recv its gradients; None if it got nothing.
     """
-    with taking(recvs) as (begin, found):
+    with taking(recvs) as call:
         if outputs:
-            given = (begin.detach(), *grads)
+            given = (call.one, *grads)
             grads.clear()
-            _run_all((begin, *outputs), given, retain_graph)
-    return found
+            _run_all((call.leaf, *outputs), given, retain_graph)
+        return call.found
 
 
 def _run_all(outputs: tuple[Any, ...], grads: tuple[Tensor, ...], retain_graph: bool) -> None:

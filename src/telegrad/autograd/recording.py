@@ -4,9 +4,8 @@ Of what was sent the edges are kept, not the tensors: they lead to where the gra
 keep no data alive. What was received are the results of one function, `Recv`, whose node is the end of the graph here.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,53 +14,17 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Received, Sent
 from telegrad.autograd.graph import mark_recv
+from telegrad.autograd.taking import take
 
-__all__ = ["NOT_BY_ITSELF", "Recv", "edge_of", "edges_of", "received", "sent", "taking"]
+__all__ = ["NOT_BY_ITSELF", "Recv", "edge_of", "edges_of", "received", "sent"]
 
 NOT_BY_ITSELF = (
     "the graph of this tensor goes on at another worker: call telegrad.autograd.backward(context_id, [loss]) in place"
     " of loss.backward(), within the context in which it was received."
 )
 
-Gradients: TypeAlias = Sequence[Tensor | None]
-
 # The one input of every Recv, so that its results require grad. No gradient ever gets here.
 _anchor = torch.zeros((), requires_grad=True)
-
-
-_current_call: Any = torch._C._current_graph_task_id
-_taking: dict[int, dict[Any, Gradients | None]] = {}  # id of a call of the engine -> what its recvs have got
-
-
-@contextmanager
-def taking(records: Sequence[Received]) -> Iterator[tuple[Tensor, dict[Any, Gradients | None]]]:
-    """For one call of the engine in which the nodes of these recvs are to run.
-
-    Yields a leaf, of which the call is to be given some gradient, too; and a dictionary, in which the gradients of each
-    recv stand after the call, None where nothing came.
-
-    The hook of the leaf tells which call it is: the engine runs the nodes of leaves first (on the CPU, where all lies
-    that came). So the call is told apart from others that come by the same nodes meanwhile: another thread's, or what
-    the program's hooks run. Theirs are refused as ever.
-    """
-    nodes: list[Any] = [record.node for record in records]
-    for node in nodes:
-        node.materialize_grads = False  # what is undefined stays so
-    found: dict[Any, Gradients | None] = dict.fromkeys(nodes)
-    calls: list[int] = []
-
-    def begin(_: Tensor) -> None:
-        calls.append(_current_call())
-        _taking[calls[-1]] = found
-
-    with torch.inference_mode(False):
-        leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-    leaf.register_hook(begin)  # type: ignore[no-untyped-call]
-    try:
-        yield leaf, found
-    finally:
-        for call in calls:
-            del _taking[call]
 
 
 @mark_recv
@@ -69,7 +32,7 @@ class Recv(torch.autograd.Function):
     """Makes the tensors of one message: what they hold has come already, their gradients go back to the sender.
 
     The node is a place to stop at, found by its identity; a backward pass mostly does not run it. Where it does (see
-    `taking`), the node hands its gradients on.
+    `taking.py`), the node hands its gradients on.
     """
 
     @staticmethod
@@ -78,10 +41,8 @@ class Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        found = _taking.get(_current_call())
-        if found is None or ctx not in found:
+        if not take(ctx, gradients):
             raise RuntimeError(NOT_BY_ITSELF)
-        found[ctx] = gradients
         return None, None
 
 

@@ -28,7 +28,7 @@ from telegrad.autograd.ddp import any_reduced, aside
 from telegrad.autograd.engine import run_engine, run_to_the_ends
 from telegrad.autograd.graph import ACCUMULATE, Cell, Foreign, LocalGraph, Stage, has_hooks
 from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, Leaves, references, total_of
-from telegrad.autograd.recording import taking
+from telegrad.autograd.taking import taking
 from telegrad.protocols.backward import UnknownSend
 from telegrad.protocols.backward_messages import FINAL
 
@@ -218,14 +218,14 @@ class Stages:
     def _run_reduced(self, stage: Stage, waiting: Waiting) -> list[Report]:
         """The final stage where DDP's reducer waits for some leaf: AccumulateGrad runs, and so do the recvs' nodes."""
         leaves: list[Tensor] = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
-        with taking(stage.recvs) as (begin, found):
+        with taking(stage.recvs) as call:
             if waiting:
-                outputs: list[Any] = [begin, *[edge for edge, _ in waiting]]
-                grads = [begin.detach(), *[grad for _, grad in waiting]]
-                inputs: list[Any] = [begin, *leaves, *[GradientEdge(received.node, 0) for received in stage.recvs]]
+                outputs: list[Any] = [call.leaf, *[edge for edge, _ in waiting]]
+                grads = [call.one, *[grad for _, grad in waiting]]
+                inputs: list[Any] = [call.leaf, *leaves, *[GradientEdge(received.node, 0) for received in stage.recvs]]
                 with aside(leaves, self._leaves.add):
                     torch.autograd.backward(outputs, grads, retain_graph=self.retain_graph, inputs=inputs)
-        return _taken(stage.recvs, found)
+            return _taken(stage.recvs, call.found)
 
     def _land_directly(self, stage: Stage, waiting: Waiting) -> None:
         """Gradients that wait at leaves need no engine."""
