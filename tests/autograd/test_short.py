@@ -12,10 +12,11 @@ from simulation import Group
 from test_fuzz import Oops
 from torch import Tensor
 
-from telegrad.autograd import passes, short
+from telegrad.autograd import passes, reaching, short
 from telegrad.errors import RemoteError, WorkerLost
 
 SEEDS = 500
+FEW, MANY = reaching._LARGE - 100, reaching._LARGE + 100  # nodes
 
 
 def leaf(*shape: int) -> Tensor:
@@ -33,7 +34,7 @@ def called(group: Group, x: Tensor, weight: Tensor, by: int = 0, of: int = 1) ->
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What has been done on the short way, and how often."""
     seen: Counter[str] = Counter()
-    monkeypatch.setattr(short._here.vain, "passes", 0)
+    monkeypatch.setattr(reaching.vain.here, "passes", 0)
 
     def count(owner: Any, name: str, what: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -117,17 +118,17 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many nodes each try of the short way at the root has walked past."""
     found: list[int] = []
     monkeypatch.setattr(passes, "answer", lambda *_: None)  # all workers are in one thread here
-    leave = short._Reach.__exit__
+    leave = reaching.Reaching.__exit__
 
     def count(self: Any, *error: object) -> None:
         found.append(self.walked)
         leave(self, *error)
 
-    monkeypatch.setattr(short._Reach, "__exit__", count)
+    monkeypatch.setattr(reaching.Reaching, "__exit__", count)
     return found
 
 
-@pytest.mark.parametrize(("nodes", "tries"), [(short._LARGE - 100, 2 + short._SKIPPED), (short._LARGE + 100, 2)])
+@pytest.mark.parametrize(("nodes", "tries"), [(FEW, 2 + reaching._SKIPPED), (MANY, 2)])
 def test_large_graphs_are_not_walked_in_vain_again_and_again(
     taken: Counter[str], walks: list[int], nodes: int, tries: int
 ) -> None:
@@ -139,7 +140,7 @@ def test_large_graphs_are_not_walked_in_vain_again_and_again(
         group.backward(0, [long_way(back, nodes).sum()])
         return group.contexts[0].gradients[x] - 6 * w
 
-    for _ in range(2 + short._SKIPPED):
+    for _ in range(2 + reaching._SKIPPED):
         assert torch.allclose(one_pass(nodes), torch.zeros(3, dtype=torch.float64), atol=1e-12)
     assert taken["begun"] == 0
     assert len([walked for walked in walks if walked >= nodes]) == tries
@@ -159,11 +160,10 @@ def test_where_the_root_goes_on_at_length_is_a_walk_in_vain_too(taken: Counter[s
         group.result(number)
         assert torch.allclose(group.contexts[0].gradients[x], y * w)
 
-    many = short._LARGE + 100
-    for _ in range(2 + short._SKIPPED):
-        one_pass(many)
+    for _ in range(2 + reaching._SKIPPED):
+        one_pass(MANY)
     assert taken["begun"] == taken["left by the root"] == 2
-    assert len([walked for walked in walks if walked >= many]) == 2
+    assert len([walked for walked in walks if walked >= MANY]) == 2
 
 
 def test_parameters_that_are_far_away_take_it(taken: Counter[str]) -> None:

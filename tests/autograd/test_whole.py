@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from telegrad.autograd import passes, short, stages, taking
+from telegrad.autograd import passes, reaching, short, stages, taking
 from telegrad.autograd.engine import run_to_the_ends
 from telegrad.autograd.stages import Stages
 
@@ -30,7 +30,7 @@ def wholes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     for module in (short, stages):
         monkeypatch.setattr(module, "run_to_the_ends", count)
-    monkeypatch.setattr(short._here.vain, "passes", 0)
+    monkeypatch.setattr(reaching.vain.here, "passes", 0)
     if request.param == "long":
         monkeypatch.setattr(passes, "begin", lambda *_: None)
         monkeypatch.setattr(passes, "answer", lambda *_: None)

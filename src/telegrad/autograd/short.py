@@ -11,21 +11,18 @@ goes on at length: `Asked.replay` and `Answered.replay` bring a `Part` to where 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from telegrad._core import Reach
 from telegrad.autograd.ddp import are_reduced
-from telegrad.autograd.deep import Descent
 from telegrad.autograd.engine import run_engine, run_to_the_ends
-from telegrad.autograd.graph import LEAF, by_id, goes_to_the_ends, kinds
 from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, land, references, total_of
 from telegrad.autograd.local import Local
+from telegrad.autograd.reaching import Found, Reaching, vain
 from telegrad.protocols.backward import Part
 from telegrad.protocols.backward_messages import FINAL, ROOT, Gradients, Layout, Run, TokenKind
 
@@ -35,129 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["Answered", "Asked", "answer", "begin"]
 
 _GRADIENT = int(TokenKind.GRADIENT)
-_LARGE = 400  # nodes of a graph that is not to be walked in vain
-_SKIPPED = 15  # passes after a large graph has been walked in vain, in which no graph is
 _new = tuple.__new__
 _REST = (None,) * (len(GradientEdge._fields) - 2)
 
 
-class _Found(NamedTuple):
-    """What a source leads to."""
-
-    leaves: list[Tensor]
-    recvs: list[Received]
-    to_the_ends: bool  # see graph.goes_to_the_ends
-
-
-class _Vain:
-    """How large graphs are spared a walk in vain: those of a thread are mostly alike.
-
-    Attributes:
-        passes: that the short way is still not tried for.
-    """
-
-    __slots__ = ("passes",)
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def may_walk(self) -> bool:
-        if self.passes == 0:
-            return True
-        self.passes -= 1
-        return False
-
-    def walked(self, nodes: int) -> None:
-        """Past so many."""
-        if nodes > _LARGE:
-            self.passes = _SKIPPED
-
-
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.vain = _Vain()
-
-
-_here = _Here()  # of this thread
-
-
-class _Reach:
-    """What the sources lead to, each to something of its own. A context, in which they are walked from."""
-
-    __slots__ = ("_descent", "_leaves", "_nodes", "_recvs")
-
-    def __init__(self, receipts: Sequence[Received]) -> None:
-        self._descent = Descent()
-        self._nodes = Reach(kinds)
-        self._leaves: dict[int, int] = {}  # a leaf's identity -> the source from which it was reached
-        self._recvs: dict[Any, Received] = {}
-        for received in receipts:
-            self._recvs[received.node] = received
-
-    def __enter__(self) -> _Reach:
-        self._descent.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._descent.__exit__(*error)
-
-    @property
-    def walked(self) -> int:
-        """How many nodes."""
-        return self._nodes.inner
-
-    def of(self, source: int, starts: list[Any]) -> _Found | None:
-        """All leaves and recvs that these nodes, and leaves, lead to. None: another source leads to one of them, or
-        one is a value that was received in another context."""
-        nodes = self._nodes
-        inner, plain = nodes.inner, nodes.plain
-        ends = nodes.walk(starts, source, self._descent)
-        if ends is None:
-            return None
-        leaves: list[Tensor] = []
-        recvs: list[Received] = []
-        for node, _ in ends:
-            if kinds[type(node)] == LEAF:
-                leaf = node.variable
-                if id(leaf) in self._leaves:
-                    return None
-                self._leaves[id(leaf)] = source
-                leaves.append(leaf)
-            else:
-                received = self._recvs.get(node)
-                if received is None:
-                    return None
-                recvs.append(received)
-        if len(recvs) > 1:
-            recvs.sort(key=by_id)
-        return _Found(leaves, recvs, goes_to_the_ends(len(recvs), len(ends), nodes.inner - inner, nodes.plain - plain))
-
-    def of_sent(self, sent: Sent) -> list[Tensor] | None:
-        """The leaves that a message's gradients lead to; None also if they lead to recvs, or a leaf that was sent
-        requires no gradient by now."""
-        source, leaves, starts = sent.id, [], []
-        for edge in sent.edges:
-            if isinstance(edge, Tensor):
-                if not edge.requires_grad:
-                    return None
-                before = self._leaves.get(id(edge))
-                if before is None:
-                    self._leaves[id(edge)] = source
-                    leaves.append(edge)
-                elif before != source:
-                    return None
-            elif edge is not None:
-                starts.append(edge.node)
-        if starts:
-            found = self.of(source, starts)
-            if found is None or found.recvs:
-                return None
-            leaves += found.leaves
-        return leaves
-
-
 def _run(
-    context: Context, outputs: list[Any], grads: list[Tensor], found: _Found, retain_graph: bool
+    context: Context, outputs: list[Any], grads: list[Tensor], found: Found, retain_graph: bool
 ) -> list[Tensor | None]:
     """Runs what leads to these leaves and recvs. The leaves' gradients go to the context; those of the recvs are
     returned. `grads` is emptied: nothing here holds a gradient that leaves are to keep."""
@@ -253,7 +133,7 @@ class Asked:
         self._roots = roots
         self._retain_graph = retain_graph
         self._walked = walked
-        self._vain = _here.vain  # another thread may go on
+        self._vain = vain.here  # another thread may go on
 
     def is_last(self, peer: int, sends: Sequence[int], report: Any) -> bool:
         """Is the pass over with these gradients, and this report? It says that what was sent has been consumed, that
@@ -291,11 +171,11 @@ class Asked:
                     outputs.append(edge)
                     grads.append(grad)
                 del grad
-            _run(context, outputs, grads, _Found(leaves, [], False), self._retain_graph)
+            _run(context, outputs, grads, Found(leaves, [], False), self._retain_graph)
 
     def replay(self, part: Part, local: Local) -> None:
         """Brings the schedule to where this has come to."""
-        self._vain.walked(self._walked)
+        self._vain.note(self._walked)
         local.recorded = [sent for sent, _ in self._entries.values()], self._receipts
         local.roots = [get_gradient_edge(root) for root in self._roots]
         local.retain_graph = self._retain_graph
@@ -319,15 +199,15 @@ def begin(
     Raises:
         what hooks and functions raise.
     """
-    vain = _here.vain
-    if not vain.may_walk():
+    in_vain = vain.here
+    if not in_vain.may_walk():
         return None
     receipts = list(context.receipts.values())
     sends = list(context.sends.values())
-    with _Reach(receipts) as reach:
+    with Reaching(receipts) as reach:
         led = _root_leads_to(reach, me, roots, sends)
     if led is None:
-        vain.walked(reach.walked)
+        in_vain.note(reach.walked)
         return None
     found, entries = led
     grads = [torch.ones_like(root) for root in roots]
@@ -338,8 +218,8 @@ def begin(
 
 
 def _root_leads_to(
-    reach: _Reach, me: int, roots: Sequence[Tensor], sends: Sequence[Sent]
-) -> tuple[_Found, dict[int, tuple[Sent, list[Tensor]]]] | None:
+    reach: Reaching, me: int, roots: Sequence[Tensor], sends: Sequence[Sent]
+) -> tuple[Found, dict[int, tuple[Sent, list[Tensor]]]] | None:
     """What the roots lead to, and what was sent from here; None if that is not short."""
     found = reach.of(ROOT, [root.grad_fn for root in roots])
     if found is None or not found.recvs or are_reduced(found.leaves):
@@ -405,8 +285,8 @@ def answer(
         what hooks and functions raise.
     """
     sends = list(context.sends.values())
-    vain = _here.vain
-    if len(sends) != 1 or sends[0].id != send or not vain.may_walk():
+    in_vain = vain.here
+    if len(sends) != 1 or sends[0].id != send or not in_vain.may_walk():
         return None
     starts: list[Any] = []
     outputs: list[Any] = []
@@ -419,10 +299,10 @@ def answer(
             if grad is not None:
                 outputs.append(edge)
                 grads.append(grad)
-    with _Reach(list(context.receipts.values())) as reach:
+    with Reaching(list(context.receipts.values())) as reach:
         found = reach.of(send, starts)
     if found is None or any(received.peer != root for received in found.recvs) or are_reduced(found.leaves):
-        vain.walked(reach.walked)
+        in_vain.note(reach.walked)
         return None
     reported = tuple([(received.id, root) for received in found.recvs])
     produced = tuple([((_GRADIENT, number), root) for number, _ in reported])
