@@ -68,8 +68,8 @@ class Seen {
 
 class Reach {
  public:
-  Reach(nb::dict kinds, std::int64_t most)
-      : kinds_(std::move(kinds)), most_(most), next_(nb::steal(PyUnicode_InternFromString("next_functions"))) {}
+  explicit Reach(nb::dict kinds)
+      : kinds_(std::move(kinds)), next_(nb::steal(PyUnicode_InternFromString("next_functions"))) {}
 
   std::optional<nb::list> walk(const nb::list& starts, std::int64_t source, const nb::object& descent) {
     nb::list ends;
@@ -79,7 +79,7 @@ class Reach {
     }
     std::int64_t at = descent.is_none() ? 0 : nb::cast<std::int64_t>(descent.attr("at"));
     while (!stack.empty()) {
-      if (++inner_ > most_) return std::nullopt;
+      ++inner_;
       PyObject* here = stack.back();
       stack.pop_back();
       const nb::tuple nexts = nexts_of(here);
@@ -176,7 +176,6 @@ class Reach {
   }
 
   nb::dict kinds_;
-  std::int64_t most_;
   nb::object next_;
   std::array<Type, 61> types_;
   Seen seen_;
@@ -188,14 +187,12 @@ class Reach {
 
 void init_reach(nb::module_& m) {
   nb::class_<Reach>(m, "Reach", "What nodes of torch's graph lead to, from one source after the other.")
-      .def(nb::init<nb::dict, std::int64_t>(), "kinds"_a, "most"_a = INT64_MAX,
+      .def(nb::init<nb::dict>(), "kinds"_a,
            "`kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 3 for those of them that\n"
-           "run code of the program, 1 for leaves, which several sources may share, 2 for other ends. It walks past\n"
-           "`most` of the first at most.")
+           "run code of the program, 1 for leaves, which several sources may share, 2 for other ends.")
       .def("walk", &Reach::walk, "starts"_a, "source"_a, "descent"_a.none() = nb::none(),
            "The ends that these nodes lead to, and that this source has not come to yet, each with the last source\n"
-           "that has, or None. None in place of the list: another source leads to one of the nodes, or there are too "
-           "many; this\n"
+           "that has, or None. None in place of the list: another source leads to one of the nodes; this\n"
            "object is of no more use then.")
       .def_prop_ro("inner", &Reach::inner, "How many nodes that are no ends it has come to.")
       .def_prop_ro("plain", &Reach::plain, "How many of those have kind 0, and lead on.");

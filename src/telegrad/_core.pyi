@@ -214,17 +214,16 @@ class PlainPool:
 class Reach:
     """What nodes of torch's graph lead to, from one source after the other."""
 
-    def __init__(self, kinds: dict, most: int = 9223372036854775807) -> None:
+    def __init__(self, kinds: dict) -> None:
         """
         `kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 3 for those of them that
-        run code of the program, 1 for leaves, which several sources may share, 2 for other ends. It walks past
-        `most` of the first at most.
+        run code of the program, 1 for leaves, which several sources may share, 2 for other ends.
         """
 
     def walk(self, starts: list, source: int, descent: object | None = None) -> list | None:
         """
         The ends that these nodes lead to, and that this source has not come to yet, each with the last source
-        that has, or None. None in place of the list: another source leads to one of the nodes, or there are too many; this
+        that has, or None. None in place of the list: another source leads to one of the nodes; this
         object is of no more use then.
         """
 

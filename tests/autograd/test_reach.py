@@ -42,14 +42,6 @@ def test_sources_that_meet(x: Tensor) -> None:
     assert reach.walk([node_of(middle - 1)], 1) is None
 
 
-def test_no_more_nodes_than_that(x: Tensor) -> None:
-    y = x * 1 * 2 * 3
-    assert Reach(kinds, 3).walk([node_of(y)], 0) == [(node_of(x), None)]
-    reach = Reach(kinds, 2)
-    assert reach.walk([node_of(y)], 0) is None
-    assert reach.inner == 3
-
-
 class Node:
     """As much of a node as a walk looks at."""
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from simulation import Group
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from telegrad.autograd import passes, reaching, short, stages, taking
@@ -30,6 +29,7 @@ def wholes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     for module in (short, stages):
         monkeypatch.setattr(module, "run_to_the_ends", count)
+    monkeypatch.setattr(taking, "_spare", [])
     monkeypatch.setattr(reaching.vain.here, "passes", 0)
     if request.param == "long":
         monkeypatch.setattr(passes, "begin", lambda *_: None)
@@ -342,33 +342,3 @@ def test_other_kinds_of_tensors(make: Callable[[Tensor], Tensor], wholes: list[i
     group.backward(1, [long_way(back).abs().float().sum()])
     assert wholes == [1]
     assert torch.allclose(gradient_of(group, x), torch.full((3,), 2.0))
-
-
-def test_a_value_that_a_call_is_not_to_come_by_gives_it_nothing() -> None:
-    _, (there,) = received(leaf())
-    with taking.taking([]) as call:
-        with pytest.raises(RuntimeError, match="goes on at another worker"):
-            torch.autograd.backward([call.leaf, there.sum()], [call.one, None])
-        assert not call.found
-
-
-class _Wrapping(TorchDispatchMode):
-    """Makes all tensors parameters, which are of another class."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made.as_subclass(torch.nn.Parameter) if type(made) is Tensor else made
-
-
-def test_a_leaf_that_a_mode_of_the_program_has_made_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taking, "_spare", [])
-    with _Wrapping(), taking.taking([]) as call:
-        assert type(call.leaf) is not Tensor
-    assert taking._spare == []
-    with taking.taking([]) as call:
-        pass
-    with taking.taking([]) as again:
-        assert again is call
-        with taking.taking([]) as other:
-            assert other is not call
-    assert len(taking._spare) == 2

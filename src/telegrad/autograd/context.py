@@ -39,7 +39,7 @@ class Received(NamedTuple):
     """Worker id of the sender; my own for a call to myself."""
     node: Node
     """The recv: the node of the tensors made from the message. It is the graph's end here and mostly does not run
-    (see `recording.taking`); the only edge it may have is to an anchor. It must keep its identity: hold the
+    (see `taking.py`); the only edge it may have is to an anchor. It must keep its identity: hold the
     very object that `tensor.grad_fn` gives."""
     outputs: int
     """How many gradients it reports: one per tensor of the message, in its order. Output k of `node` is tensor k;

@@ -46,9 +46,11 @@ class _Held:
             others += self.nodes
             return
         others = _freeing.nodes = self.nodes
-        while others:
-            others.pop()
-        _freeing.nodes = None
+        try:
+            while others:
+                others.pop()
+        finally:
+            _freeing.nodes = None
 
 
 class Descent:

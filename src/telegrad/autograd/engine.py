@@ -66,7 +66,7 @@ def run_to_the_ends(
     """
     with taking(recvs) as call:
         if outputs:
-            given = (call.one, *grads)
+            given = (call.gradient, *grads)
             grads.clear()
             _run_all((call.leaf, *outputs), given, retain_graph)
         return call.found

@@ -280,6 +280,8 @@ class Pass:
         return part.start()
 
     def _handle(self, peer: int, message: tuple[Any, ...]) -> Sequence[Effect]:
+        if type(self._short) is Asked and message[0] not in (FAILED, LOST):
+            self._short.was_in_vain()
         part = self._at_length()
         if message[0] == GRADIENTS:
             _, retain_graph, marked, sends, tensors, report = message

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from telegrad._core import Reach
-from telegrad.autograd.deep import Descent
 from telegrad.autograd.graph import LEAF, by_id, goes_to_the_ends, kinds
 
 if TYPE_CHECKING:
     from telegrad.autograd.context import Received, Sent
+    from telegrad.autograd.deep import Descent
 
 __all__ = ["Found", "Reaching", "Vain", "vain"]
 
@@ -34,24 +34,22 @@ class Found(NamedTuple):
 
 
 class Reaching:
-    """What the sources lead to, each to something of its own. A context, in which they are walked from."""
+    """What the sources lead to, each to something of its own.
+
+    Args:
+        receipts: what was received here.
+        descent: in which they are walked from.
+    """
 
     __slots__ = ("_descent", "_leaves", "_nodes", "_recvs")
 
-    def __init__(self, receipts: Sequence[Received]) -> None:
-        self._descent = Descent()
+    def __init__(self, receipts: Sequence[Received], descent: Descent) -> None:
+        self._descent = descent
         self._nodes = Reach(kinds)
         self._leaves: dict[int, int] = {}  # a leaf's identity -> the source from which it was reached
         self._recvs: dict[Any, Received] = {}
         for received in receipts:
             self._recvs[received.node] = received
-
-    def __enter__(self) -> Reaching:
-        self._descent.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._descent.__exit__(*error)
 
     @property
     def walked(self) -> int:
@@ -122,7 +120,7 @@ class Vain:
 
     def may_walk(self) -> bool:
         """Is the short way to be tried for in this pass?"""
-        if self.passes == 0:
+        if self.passes <= 0:
             return True
         self.passes -= 1
         return False

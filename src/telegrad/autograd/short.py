@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.autograd.ddp import are_reduced
+from telegrad.autograd.deep import Descent
 from telegrad.autograd.engine import run_engine, run_to_the_ends
 from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, land, references, total_of
 from telegrad.autograd.local import Local
@@ -173,9 +174,12 @@ class Asked:
                 del grad
             _run(context, outputs, grads, Found(leaves, [], False), self._retain_graph)
 
+    def was_in_vain(self) -> None:
+        """There is more to be done, and the graph has to be walked again."""
+        self._vain.note(self._walked)
+
     def replay(self, part: Part, local: Local) -> None:
         """Brings the schedule to where this has come to."""
-        self._vain.note(self._walked)
         local.recorded = [sent for sent, _ in self._entries.values()], self._receipts
         local.roots = [get_gradient_edge(root) for root in self._roots]
         local.retain_graph = self._retain_graph
@@ -204,17 +208,20 @@ def begin(
         return None
     receipts = list(context.receipts.values())
     sends = list(context.sends.values())
-    with Reaching(receipts) as reach:
+    with Descent() as descent:
+        reach = Reaching(receipts, descent)
         led = _root_leads_to(reach, me, roots, sends)
+    walked = reach.walked
     if led is None:
-        in_vain.note(reach.walked)
+        in_vain.note(walked)
         return None
+    del reach  # which holds the nodes
     found, entries = led
     grads = [torch.ones_like(root) for root in roots]
     tensors = _run(context, list(roots), grads, found, retain_graph)
     ids = tuple([received.id for received in found.recvs])
     peer = found.recvs[0].peer
-    return Asked(me, peer, ids, entries, receipts, roots, retain_graph, reach.walked), ids, tensors
+    return Asked(me, peer, ids, entries, receipts, roots, retain_graph, walked), ids, tensors
 
 
 def _root_leads_to(
@@ -299,11 +306,13 @@ def answer(
             if grad is not None:
                 outputs.append(edge)
                 grads.append(grad)
-    with Reaching(list(context.receipts.values())) as reach:
+    with Descent() as descent:
+        reach = Reaching(list(context.receipts.values()), descent)
         found = reach.of(send, starts)
     if found is None or any(received.peer != root for received in found.recvs) or are_reduced(found.leaves):
         in_vain.note(reach.walked)
         return None
+    del reach
     reported = tuple([(received.id, root) for received in found.recvs])
     produced = tuple([((_GRADIENT, number), root) for number, _ in reported])
     del grad

@@ -221,7 +221,7 @@ class Stages:
         with taking(stage.recvs) as call:
             if waiting:
                 outputs: list[Any] = [call.leaf, *[edge for edge, _ in waiting]]
-                grads = [call.one, *[grad for _, grad in waiting]]
+                grads = [call.gradient, *[grad for _, grad in waiting]]
                 inputs: list[Any] = [call.leaf, *leaves, *[GradientEdge(received.node, 0) for received in stage.recvs]]
                 with aside(leaves, self._leaves.add):
                     torch.autograd.backward(outputs, grads, retain_graph=self.retain_graph, inputs=inputs)

@@ -21,6 +21,7 @@ __all__ = ["Call", "take", "taking"]
 Gradients: TypeAlias = Sequence[Tensor | None]
 
 _current_call: Any = torch._C._current_graph_task_id
+_is_wrapped: Any = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
 _under_way: dict[int, dict[Any, Gradients | None]] = {}  # id of a call of the engine -> what its recvs have got
 
 
@@ -29,18 +30,18 @@ class Call:
 
     Attributes:
         leaf: to be given to the engine with the others that it begins at.
-        one: the gradient for it.
+        gradient: for it.
         found: node of a recv -> its gradients, after the call; None: it got nothing.
     """
 
-    __slots__ = ("_ids", "_slot", "leaf", "one")
+    __slots__ = ("_ids", "_slot", "gradient", "leaf")
 
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._slot: list[dict[Any, Gradients | None]] = [{}]
         with torch.inference_mode(False):
             self.leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-            self.one = self.leaf.detach()
+            self.gradient = self.leaf.detach()
         self.leaf.register_hook(partial(_begin, self._ids, self._slot))  # type: ignore[no-untyped-call]
 
     @property
@@ -51,10 +52,16 @@ class Call:
         """It is to come by these nodes."""
         self._slot[0] = dict.fromkeys(nodes)
 
+    @property
+    def may_be_made_again(self) -> bool:
+        """Is the leaf a plain one, and none that a mode or a transform of the program has made?"""
+        leaf = self.leaf
+        return type(leaf) is Tensor and leaf.device.type == "cpu" and not (_is_wrapped is None or _is_wrapped(leaf))
+
     def over(self) -> None:
         """It has been made, or has failed."""
         for number in self._ids:
-            del _under_way[number]
+            _under_way.pop(number, None)
         self._ids.clear()
         self._slot[0] = {}
         self.leaf.grad = None
@@ -84,7 +91,7 @@ def taking(records: Sequence[Received]) -> Iterator[Call]:
         yield call
     finally:
         call.over()
-        if type(call.leaf) is Tensor:  # not one that a mode of the program has made
+        if call.may_be_made_again:
             _spare.append(call)
 
 
