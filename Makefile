@@ -80,7 +80,7 @@ stubs: build ## write src/telegrad/_core.pyi anew from the compiled core
 docs: $(READY) ## check every link, build the site in build/site
 	$(PY) tools/build_docs.py --out $(BUILD)
 
-dist: $(READY) ## sdist and wheel in dist/, tried in an empty environment
+dist: $(READY) ## sdist and manylinux wheels in dist/, tried in an empty environment without a compiler
 	tools/build_dist.sh $(VENV)
 
 clean: ## remove what was built, but keep .venv

@@ -1,36 +1,63 @@
 #!/usr/bin/env bash
-# Makes dist/*.tar.gz and, out of that, dist/*.whl; then installs the wheel in an empty environment outside the tree and
-# makes it answer: build_dist.sh VENV. The environment lends its third-party packages (PyTorch is large), nothing else.
+# Makes dist/*.tar.gz and, out of that, one manylinux wheel for each Python of the machine; then tries every wheel in an
+# empty environment without a compiler: build_dist.sh VENV.
+#
+# Pythons: VENV's, and each other CPython >= 3.11 with pip and Python.h that is on PATH, in pyenv or known to uv.
+# PYTHONS="3.11 3.13" limits them. The wheel of VENV's Python runs a call between two processes; VENV lends its
+# third-party packages for that (PyTorch is large), nothing else. The other wheels are installed and their core is loaded.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=$PWD/$1/bin/python
-
-rm -rf dist
-PIP_CONSTRAINT=$PWD/constraints.txt "$python" -m build --outdir dist . >/dev/null
-wheel=$(echo "$PWD"/dist/*.whl)
+venv=$PWD/$1
+python=$venv/bin/python
+try_wheel=$PWD/tools/try_wheel.py
+export PATH=$venv/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_CONSTRAINT=$PWD/constraints.txt PIP_BUILD_CONSTRAINT=$PWD/constraints.txt
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-cd "$scratch"
-"$python" -m venv --without-pip try
-try=$scratch/try/bin/python
-site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-"$python" -m pip install -q --disable-pip-version-check --no-deps --no-compile --target "$(site "$try")" "$wheel"
-# Read after the environment's own packages, and without its .pth files: the checkout stays out of sight.
-site "$python" >"$(site "$try")/lent.pth"
-"$try" - <<'PY'
-import importlib.metadata
-import pathlib
-import sys
 
-import telegrad
-import telegrad._core
+version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+usable() {
+  "$1" -I -c 'import os, pip, sys, sysconfig, venv
+os.stat(sysconfig.get_path("include") + "/Python.h")
+sys.exit(sys.version_info < (3, 11) or sys.implementation.name != "cpython" or sys.version_info.releaselevel != "final")' \
+    2>/dev/null
+}
+candidates() {
+  echo "$python"
+  compgen -c python3. | grep -x 'python3\.[0-9]*' | sort -u | while read -r name; do command -v "$name"; done
+  ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python3 2>/dev/null || true
+  if command -v uv >/dev/null; then uv python find --all-versions --offline 2>/dev/null || true; fi
+}
 
-for module in (telegrad, telegrad._core):
-    assert pathlib.Path(module.__file__).is_relative_to(sys.prefix), module.__file__
-assert importlib.metadata.version("telegrad") == telegrad.__version__
-assert (pathlib.Path(telegrad.__file__).parent / "py.typed").exists()
-print(f"telegrad {telegrad.__version__}: the wheel works in an empty environment")
-PY
-cd - >/dev/null
+rm -rf dist
+"$python" -m build --sdist --outdir dist . >/dev/null
+sdist=$(echo dist/*.tar.gz)
+
+declare -A made
+while read -r candidate; do
+  usable "$candidate" || continue
+  number=$(version "$candidate")
+  [[ -z ${made[$number]:-} && " ${PYTHONS:-$number} " == *" $number "* ]] || continue
+  made[$number]=$candidate
+  # pip builds in an environment of its own, with what pyproject.toml names. Outside the tree: the sdist must suffice.
+  (cd "$scratch" && "$candidate" -m pip wheel -q --no-deps --wheel-dir "raw-$number" "$OLDPWD/$sdist") ||
+    { echo "telegrad: no wheel for Python $number ($candidate)" >&2; exit 1; }
+  "$python" -m auditwheel repair --wheel-dir dist "$scratch/raw-$number"/*.whl >"$scratch/log" 2>&1 ||
+    { cat "$scratch/log" >&2; exit 1; }
+done < <(candidates)
+
+for number in "${!made[@]}"; do
+  wheel=$(echo "$PWD"/dist/*-cp"${number/./}"-*manylinux*.whl)
+  empty=$scratch/empty-$number
+  "${made[$number]}" -m venv --without-pip "$empty"
+  site=$("$empty/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$python" -m pip --python "$empty/bin/python" install -q --no-deps --no-index "$wheel"
+  if [ "$number" = "$(version "$python")" ]; then
+    # Read after the environment's own packages, and without its .pth files: the checkout stays out of sight.
+    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/lent.pth"
+  fi
+  mkdir "$scratch/no-tools-$number"
+  (cd "$scratch" && env -i HOME="$scratch" PATH="$scratch/no-tools-$number" "$empty/bin/python" - <"$try_wheel")
+done
 ls -l dist

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,33 @@ def test_tools_that_compile_look_for_a_compiler_first(tmp_path: Path, tool: str)
     )
     assert said.returncode == 1
     assert said.stderr.startswith("telegrad: needs a C++20 compiler, but there is no 'no-such-compiler'")
+
+
+def configured(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """CMake's configure step as `pip install` runs it, with some variables of the environment replaced."""
+    python = environment.pop("python", sys.executable)
+    cmake = Path(sys.executable).with_name("cmake")
+    return subprocess.run(
+        [cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", f"-DPython_EXECUTABLE={python}"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_pip_without_a_compiler_gets_one_sentence(tmp_path: Path) -> None:
+    said = configured(tmp_path / "build", CXX="no-such-compiler")
+    assert said.returncode == 1
+    assert " telegrad: needs a C++20 compiler to build its core from source, but found none.\n" in said.stderr
+    assert " On Debian: apt install g++. Or install a wheel, which needs no compiler.\n" in said.stderr
+
+
+def test_pip_without_python_headers_gets_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sysconfig\nsysconfig.get_path = lambda name: '/no/headers'\n")
+    python = tmp_path / "python"
+    program(python, f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    said = configured(tmp_path / "build", python=str(python))
+    assert said.returncode == 1
+    assert " telegrad: needs Python.h, which is not in /no/headers.\n" in said.stderr
+    assert " On Debian: apt install python3-dev. Or install a wheel, which needs no headers.\n" in said.stderr
