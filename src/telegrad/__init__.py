@@ -1,8 +1,44 @@
 """Tensor-native RPC for PyTorch: remote calls, remote references and distributed autograd.
 
-Importing this package is cheap and starts nothing; `telegrad.rpc` is the place to begin.
+``import telegrad`` starts nothing and does not import torch. The modules in ``__all__`` are imported when first used::
+
+    import telegrad
+
+    telegrad.rpc.init_rpc("worker0", rank=0, world_size=2)
+
+`telegrad.rpc` is the place to begin.
 """
 
-__all__ = ["__version__"]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # at run time `__getattr__` below imports them
+    from telegrad import autograd, compat, errors, nn, observe, optim, options, rpc, testing, types
+
+__all__ = [
+    "__version__",
+    "autograd",
+    "compat",
+    "errors",
+    "nn",
+    "observe",
+    "optim",
+    "options",
+    "rpc",
+    "testing",
+    "types",
+]
 
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module's
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            return importlib.import_module(f"{__name__}.{name}")  # which also sets the attribute
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,6 +71,7 @@ def test_the_law_has_no_cycle() -> None:
         ("telegrad.testing.cluster", "from telegrad.compat import install"),
         ("telegrad.unheard_of", "from telegrad.errors import RpcError"),
         ("telegrad", "from .rpc import rpc_sync"),
+        ("telegrad", "def __getattr__(name):\n    from telegrad import rpc\n    return rpc"),
         ("telegrad.worker.pool", "import torch.distributed.rpc"),
         ("telegrad.worker.pool", "import torch.distributed.rpc.api as api"),
         ("telegrad.worker.pool", "from torch.distributed import rpc"),
@@ -114,6 +115,12 @@ def test_a_breach_is_seen(module: str, source: str) -> None:
 )
 def test_what_is_lawful_passes(module: str, source: str) -> None:
     assert breaches(source, module) == []
+
+
+def test_the_package_names_its_parts_for_type_checkers_only() -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from telegrad import rpc"
+    assert breaches(source, ROOT, is_package=True) == []
+    assert len(breaches(source, "telegrad.worker.pool")) == 1
 
 
 def test_a_package_is_its_own_parent() -> None:
