@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from common.digits import Digits, load_digits
 from common.launch import arguments, launch
 from common.networks import residual_network
-from common.view import View, curves, new_figure, save
+from common.view import Score, View, curves, new_figure, save
 from torch import Tensor, nn
 from torch.futures import Future
 
@@ -79,6 +79,7 @@ class Server(Learner):
     @rpc.functions.async_execution
     def update(self, trainer: int, gradients: Gradients, loss: float) -> Future[list[Tensor]]:
         """Hand in gradients; the answer, new parameters, comes when all trainers have done so."""
+        self.view.worker(f"trainer {trainer}", "waits for the others", loss=f"{loss:.3f}")
         with self.lock:
             self.round[trainer] = gradients, loss
             answer = self.updated
@@ -88,6 +89,8 @@ class Server(Learner):
         # Until the answer no trainer calls again. They are taken in order, which makes sums, and so runs, repeatable.
         self.learn([complete[trainer] for trainer in range(len(self.shares))])
         self.show()
+        for each, (_, its_loss) in complete.items():
+            self.view.worker(f"trainer {each}", "computes gradients", loss=f"{its_loss:.3f}")
         answer.set_result([parameter.detach() for parameter in self.model.parameters()])
         return answer
 
@@ -107,7 +110,7 @@ def get_server() -> Server:
 def run_server(args: argparse.Namespace) -> bool:
     global the_server
     title = f"Batched parameter server: {args.trainers} trainers, {args.updates} averaged updates"
-    with View(title, args.updates) as view:
+    with View(title, args.updates, "updates") as view:
         the_server = Server(args, view)
         rpc.init_rpc("server", rank=0, world_size=args.trainers + 1)
         rpc.shutdown()  # returns when all trainers have called it too; until then the server answers them
@@ -121,8 +124,8 @@ def run_server(args: argparse.Namespace) -> bool:
     view.print(f"Figure: {save(figure, args.out, 'batched_parameter_server')}")
     mine, other = (nn.utils.parameters_to_vector(learner.model.parameters()) for learner in (the_server, alone))
     apart, accuracy = (mine - other).abs().max().item(), the_server.digits.accuracy(the_server.model)
-    claim = f"accuracy {accuracy:.1%}, goal {args.goal:.0%}; parameters {apart:.1e} from those of one process"
-    return view.verdict(accuracy >= args.goal and apart < 1e-4, claim)
+    score = Score(accuracy, args.goal, the_server.digits.guess)
+    return view.verdict(score.reached and apart < 1e-4, f"{score}; parameters {apart:.1e} from those of one process")
 
 
 def run_worker(rank: int, args: argparse.Namespace) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from common.digits import load_digits
 from common.launch import arguments, join, launch
-from common.view import View, curves, new_figure, save
+from common.view import Score, View, curves, new_figure, save
 from torch import Tensor, nn
 
 from telegrad import autograd as dist_autograd
@@ -69,15 +69,20 @@ class ParameterServer:
         return self.model(images, training)
 
     def report_loss(self, rank: int, epoch: int, batch: int, loss: float) -> None:
+        trainer = f"trainer {rank}"
         with self.lock:
-            self.losses.setdefault(f"trainer {rank}", []).append(loss)
-            if batch % EVERY:
-                self.view.advance()
-            else:
-                self.view.row(trainer=f"{rank}", epoch=f"{epoch}", batch=f"{batch}", loss=f"{loss:.3f}")
+            self.losses.setdefault(trainer, []).append(loss)
+        self.view.worker(
+            trainer, f"training, epoch {epoch}", batches=f"{len(self.losses[trainer])}", loss=f"{loss:.3f}"
+        )
+        if batch % EVERY:
+            self.view.advance()
+        else:
+            self.view.row(trainer=f"{rank}", epoch=f"{epoch}", batch=f"{batch}", loss=f"{loss:.3f}")
 
     def report_accuracy(self, rank: int, accuracy: float) -> None:
         self.accuracies.setdefault(f"trainer {rank}", []).append(accuracy)
+        self.view.worker(f"trainer {rank}", "tested", accuracy=f"{accuracy:.1%}")
 
 
 def get_parameter_server() -> ParameterServer:
@@ -89,7 +94,7 @@ def run_parameter_server(args: argparse.Namespace) -> bool:
     digits, trainers = load_digits(28, args.data, args.limit), args.world_size - 1
     steps = sum(args.epochs * -(-len(digits.labels[trainer::trainers]) // BATCH) for trainer in range(trainers))
     title = f"Parameter server: {len(digits.labels):,} digits, {trainers} trainers, {args.epochs} epochs"
-    with View(title, steps) as view:
+    with View(title, steps, "batches") as view:
         the_server = ParameterServer(view)
         rpc.init_rpc("parameter_server", rank=0, world_size=args.world_size)
         rpc.shutdown()  # returns when all trainers have called it too; until then the server answers them
@@ -98,7 +103,8 @@ def run_parameter_server(args: argparse.Namespace) -> bool:
     curves(left, the_server.losses, "training batch", "loss [nats]")
     curves(right, the_server.accuracies, "epoch", "accuracy on held-out digits", goal=args.goal)
     view.print(f"Figure: {save(figure, args.out, 'parameter_server')}")
-    return view.verdict(accuracy >= args.goal, f"accuracy {accuracy:.1%} on held-out digits, goal {args.goal:.0%}")
+    score = Score(accuracy, args.goal, digits.guess)
+    return view.verdict(score.reached, f"{score}, on held-out digits")
 
 
 def run_worker(rank: int, args: argparse.Namespace) -> bool:

@@ -58,6 +58,11 @@ for number in "${!made[@]}"; do
     "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/lent.pth"
   fi
   mkdir "$scratch/no-tools-$number"
-  (cd "$scratch" && env -i HOME="$scratch" PATH="$scratch/no-tools-$number" "$empty/bin/python" - <"$try_wheel")
+  (
+    cd "$scratch"
+    clean=(env -i HOME="$scratch" PATH="$scratch/no-tools-$number")
+    "${clean[@]}" "$empty/bin/python" - <"$try_wheel"
+    [ ! -e "$site/lent.pth" ] || "${clean[@]}" "$empty/bin/telegrad" demo --smoke | tail -n 1
+  )
 done
 ls -l dist

@@ -1,16 +1,28 @@
-"""What a run shows: a live table on a terminal, plain lines elsewhere, and a figure at the end."""
+"""The view of a run: a live panel on a terminal, plain lines elsewhere, and a figure at the end."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.padding import Padding
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -18,46 +30,68 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHOWN = 10  # rows of the live table
+SHOWN = 8  # rows of the live table
 
 
 class View:
-    """Shows the progress of a run of `total` steps. Use it as a context manager.
+    """Shows the progress of a run of `total` steps. Use it as a context manager; methods may be called by any thread.
 
-    On a terminal the newest rows and a bar stay in place; elsewhere every row is a line.
+    A terminal shows the state of each worker, the newest rows, and a bar with rate and time left, all in place.
+    Elsewhere every row is a line, and states are not shown.
     """
 
-    def __init__(self, title: str, total: int) -> None:
-        self.title, self.total = title, total
-        self.done = 0
+    def __init__(self, title: str, total: int, unit: str = "steps", console: Console | None = None) -> None:
+        self.title = title
+        self.lock = Lock()
         self.rows: deque[dict[str, str]] = deque(maxlen=SHOWN)
-        self.console = Console(highlight=False)
-        self.live = Live(console=self.console, refresh_per_second=8) if self.console.is_terminal else None
+        self.workers: dict[str, dict[str, str]] = {}
+        self.console = console or Console(highlight=False)
+        self.progress = Progress(
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            _Rate(unit),
+            TextColumn("[dim]elapsed"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
+            TimeRemainingColumn(),
+        )
+        self.task = self.progress.add_task(title, total=total)
+        live = Live(console=self.console, get_renderable=self.panel, refresh_per_second=8)
+        self.live = live if self.console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self.live is None:
             self.print(self.title)
         else:
             self.live.start()
-            self._refresh()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self.live is not None:
             self.live.stop()
 
+    @property
+    def done(self) -> int:
+        """The number of steps done so far."""
+        return int(self.progress.tasks[0].completed)
+
+    def worker(self, name: str, state: str, **figures: str) -> None:
+        """Show what a worker does now, beside its figures; their names are headings."""
+        with self.lock:
+            self.workers[name] = {"worker": name, "state": state, **_headings(figures)}
+
     def advance(self) -> None:
         """One more step is done, which needs no row."""
-        self.done += 1
-        self._refresh()
+        self.progress.advance(self.task)
 
     def row(self, **figures: str) -> None:
         """One more step is done, with these figures; their names are headings, with spaces for underscores."""
-        self.done += 1
-        self.rows.append({name.replace("_", " "): figure for name, figure in figures.items()})
+        row = _headings(figures)
+        with self.lock:
+            self.rows.append(row)
         if self.live is None:
-            self.print("\t".join(f"{name} {figure}" for name, figure in self.rows[-1].items()))
-        self._refresh()
+            self.print("\t".join(f"{name} {figure}" for name, figure in row.items()))
+        self.advance()
 
     def print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, markup=False)
@@ -67,16 +101,57 @@ class View:
         self.print(f"{'Reached' if reached else 'NOT REACHED'}: {claim}")
         return reached
 
-    def _refresh(self) -> None:
-        if self.live is None:
-            return
-        table = Table(min_width=60)
-        for heading in self.rows[-1] if self.rows else ():
-            table.add_column(heading, justify="right")
-        for row in self.rows:
-            table.add_row(*row.values())
-        bar = ProgressBar(total=self.total, completed=min(self.done, self.total), width=60)
-        self.live.update(Group(Text(self.title, style="bold"), table, bar))
+    def panel(self) -> Group:
+        """All that a terminal shows at this moment."""
+        with self.lock:
+            tables = [_table(list(self.workers.values()), "bold cyan"), _table(list(self.rows), "bold")]
+        shown = [Padding(table, (1, 0, 0, 0)) for table in tables if table.row_count]
+        return Group(Text(self.title, style="bold"), *shown, Padding(self.progress.get_renderable(), (1, 0, 0, 0)))
+
+
+class _Rate(ProgressColumn):
+    """Steps per second over the last half minute; seconds per step where that is more than one."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        if not speed:
+            return Text(f"- {self.unit}/s", style="magenta")
+        one = self.unit.removesuffix("s")
+        return Text(f"{speed:.1f} {self.unit}/s" if speed >= 1 else f"{1 / speed:.1f} s/{one}", style="magenta")
+
+
+def _headings(figures: Mapping[str, str]) -> dict[str, str]:
+    return {name.replace("_", " "): figure for name, figure in figures.items()}
+
+
+def _table(rows: Sequence[Mapping[str, str]], header: str) -> Table:
+    headings = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(box=None, header_style=header, padding=(0, 3, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("worker", "state") else "right")
+    for row in rows:
+        table.add_row(*(row.get(heading, "") for heading in headings))
+    return table
+
+
+@dataclass(frozen=True)
+class Score:
+    """An accuracy, its goal, and the accuracy of giving the most frequent answer every time; all from 0 to 1."""
+
+    accuracy: float
+    goal: float
+    guess: float
+
+    @property
+    def reached(self) -> bool:
+        return self.accuracy >= self.goal and self.accuracy > self.guess
+
+    def __str__(self) -> str:
+        return f"accuracy {self.accuracy:.1%}, goal {self.goal:.0%} (the most frequent answer alone: {self.guess:.1%})"
 
 
 def new_figure(title: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
@@ -104,12 +179,17 @@ def curves(
 ) -> None:
     """Draw each named series over `every`, 2 `every`, ...; `x` and `y` name the axes, with units.
 
-    Wide and pale below it, `expected` is what another way of computing the same gave. `goal` is a dashed line.
+    Wide and pale below it, `expected` is what another way of computing the same gave. `goal` is a dashed line. Short
+    series are drawn with markers, since a line of one point is invisible; without any values the axes disappear.
     """
+    if not any(series.values()):
+        axes.set_visible(False)
+        return
     if expected:
         axes.plot(range(1, len(expected) + 1), expected, color="lightgray", linewidth=6, label="in one process")
     for name, values in sorted(series.items()):
-        axes.plot(range(every, every * len(values) + 1, every), values, label=name, alpha=0.9)
+        marker = "o" if len(values) < 20 else None
+        axes.plot(range(every, every * len(values) + 1, every), values, label=name, alpha=0.9, marker=marker)
     if goal is not None:
         axes.axhline(goal, color="tab:green", linestyle="--", label=f"goal: {goal:g}")
     axes.set(xlabel=x, ylabel=y)

@@ -18,6 +18,8 @@ from agent import Agent
 
 from telegrad import rpc
 
+WARM_UP = 3  # episodes per variant that no time is taken of
+
 
 def run_worker(rank: int, args: argparse.Namespace, outcome: SimpleQueue[bool]) -> None:
     """What every process runs: rank 0 is the agent, all others are observers."""
@@ -46,25 +48,27 @@ def learn(args: argparse.Namespace) -> bool:
             reward = agent.finish_episode()
             view.update(reward, agent.running_reward, calls / (time.perf_counter() - start))
         seconds = time.perf_counter() - start
-    if args.batched:
+    if args.batched and not args.smoke:
         view.print(compare(agent, args.compare_episodes))
-    view.draw_curve(args.out)
+    curve = view.draw_curve(args.out)
     solved = agent.running_reward > agent.threshold
     view.print(
         f"{'Solved' if solved else 'Not solved'}: running reward {agent.running_reward:.1f} after "
-        f"{len(view.rewards)} episodes, {calls:,} remote calls in {seconds:.1f} s; curve in {args.out}"
+        f"{len(view.rewards)} episodes, {calls:,} remote calls in {seconds:.1f} s; curve in {curve}"
     )
     return solved
 
 
 def compare(agent: Agent, episodes: int) -> str:
-    """Play on, without learning, in turn in the plain and in the batched variant."""
+    """Play on, without learning, in turn in the plain and in the batched variant; the first episodes only warm up."""
     steps, seconds = {False: 0, True: 0}, {False: 0.0, True: 0.0}
-    for _ in range(episodes):
+    for episode in range(-WARM_UP, episodes):
         for batched in (False, True):
             start = time.perf_counter()
-            steps[batched] += agent.run_episode(batched)
-            seconds[batched] += time.perf_counter() - start
+            played = agent.run_episode(batched)
+            if episode >= 0:
+                steps[batched] += played
+                seconds[batched] += time.perf_counter() - start
     plain, batch = (steps[batched] / seconds[batched] for batched in (False, True))
     return f"Steps per second: plain {plain:,.0f}, batched {batch:,.0f}; speed-up {batch / plain:.2f}"
 
@@ -80,7 +84,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--log-interval", type=int, default=10, metavar="N", help="episodes between two log lines")
     parser.add_argument("--max-episodes", type=int, default=600, metavar="N", help="give up, with status 1, after N")
     parser.add_argument("--compare-episodes", type=int, default=10, metavar="N", help="episodes per variant measured")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "cartpole.png", help="reward curve")
+    out = Path(__file__).parent / "out"
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="where the reward curve goes (out)")
     parser.add_argument("--smoke", action="store_true", help="a few episodes to see that it runs; always status 0")
     args = parser.parse_args()
     if args.world_size is not None:

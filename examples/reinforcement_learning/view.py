@@ -49,18 +49,21 @@ class View:
     def print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
 
-    def draw_curve(self, path: Path) -> None:
-        """Write a PNG of the rewards so far to `path`; makes its folder."""
+    def draw_curve(self, folder: Path) -> Path:
+        """Write a PNG of the rewards so far, and return its path; makes the folder."""
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
         episodes = range(1, len(self.rewards) + 1)
-        axes.plot(episodes, self.rewards, color="tab:blue", alpha=0.3, label="least successful observer")
-        axes.plot(episodes, self.running_rewards, color="tab:blue", label="running reward")
+        marker = "o" if len(self.rewards) < 20 else None  # a line of one point is invisible
+        axes.plot(episodes, self.rewards, color="tab:blue", alpha=0.3, marker=marker, label="least successful observer")
+        axes.plot(episodes, self.running_rewards, color="tab:blue", marker=marker, label="running reward")
         axes.axhline(self.threshold, color="tab:green", linestyle="--", label=f"solved: {self.threshold:.0f}")
         axes.set(title=self.title, xlabel="episode", ylabel="reward")
         axes.legend()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "cartpole.png"
         figure.savefig(path, dpi=120, format="png")
+        return path
 
     def _table(self, episode: int, reward: float, running_reward: float, calls_per_second: float) -> Table:
         table = Table(title=self.title)

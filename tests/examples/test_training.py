@@ -1,5 +1,7 @@
 """The training examples, run as a user runs them: in short by `make test`, in full by `make test-slow`."""
 
+import importlib.util
+import io
 import os
 import signal
 import socket
@@ -7,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -48,6 +51,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
         program.wait()
 
 
+@pytest.fixture(scope="module")
+def view() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_view", EXAMPLES / "common" / "view.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 def signal_all(program: Program, number: signal.Signals) -> None:
     """To a program and the processes that it has started."""
     try:
@@ -86,12 +100,14 @@ def test_there_are_six() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_on_a_few_screens(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 150
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 160
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke(name: str, start: Start, tmp_path: Path) -> None:
-    assert "\nReached: " in ends_well(start(name, "--smoke"))
+    out = ends_well(start(name, "--smoke"))
+    assert "\nReached: " in out
+    assert "as fast" not in out  # a few cold steps say nothing of speed
     assert (tmp_path / "new" / f"{name}.png").read_bytes().startswith(PNG)
 
 
@@ -110,6 +126,36 @@ def test_a_claim_that_is_not_reached_is_said(start: Start) -> None:
     assert program.returncode == 1, out + err
     assert "\nNOT REACHED: accuracy" in out
     assert "Traceback" not in err
+
+
+def test_a_score_is_reached_only_above_the_trivial_guess(view: ModuleType) -> None:
+    assert view.Score(accuracy=0.30, goal=0.25, guess=0.20).reached
+    assert not view.Score(accuracy=0.30, goal=0.25, guess=0.30).reached
+    assert not view.Score(accuracy=0.30, goal=0.35, guess=0.20).reached
+
+
+def test_a_panel_without_values_disappears_and_a_single_value_is_visible(view: ModuleType) -> None:
+    _, (empty, single) = view.new_figure("", panels=2)
+    view.curves(empty, {"nothing": []}, "", "")
+    view.curves(single, {"one": [1.0]}, "", "")
+    assert not empty.get_visible()
+    assert single.get_visible()
+    assert single.lines[0].get_marker() == "o"
+
+
+def test_a_terminal_shows_workers_rates_and_time_left(view: ModuleType) -> None:
+    from rich.console import Console
+
+    console = Console(force_terminal=True, width=100, file=io.StringIO())
+    shown = view.View("A run", 10, "batches", console=console)
+    with shown:
+        shown.worker("trainer 1", "training, epoch 2", loss="0.5")
+        shown.row(epoch="2", test_loss="0.7")
+        with console.capture() as captured:
+            console.print(shown.panel())
+    text = captured.get()
+    for part in ("A run", "trainer 1", "training, epoch 2", "0.5", "test loss", "0.7", "1/10", "batches/s", "left"):
+        assert part in text
 
 
 @pytest.mark.slow

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from telegrad import __version__
-from telegrad.cli import run
+from telegrad.cli import demo, run
 
 __all__ = ["main"]
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "demo": (demo.main, "run one of the example programs"),
     "run": (run.main, "run a program that was written for torch.distributed.rpc"),
 }
 """Name, what runs it, what it does."""
