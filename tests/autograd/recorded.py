@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.recording import edges_of
+from telegrad.autograd.recording import Recv, edges_of
 
 
 def contexts(worker: Any) -> dict[int, Context]:
@@ -25,7 +25,7 @@ def leads_to(context: Context, message: int) -> list[Any]:
 
 
 def is_received(tensor: Tensor) -> bool:
-    return type(tensor.grad_fn).__name__ == "RecvBackward"
+    return type(tensor.grad_fn) is Recv._backward_cls
 
 
 def leaf(*shape: int) -> Tensor:

@@ -232,7 +232,7 @@ def test_a_creation_that_comes_too_late_leaves_nothing() -> None:
     from telegrad.rref.create import create
 
     with pytest.raises(NotInitialized):
-        create(core, 1, dict, (), {}, 0)
+        create(core, 1, 0, dict, (), {}, 0)
     assert core.references.pending_creations == 0
 
 

@@ -79,7 +79,7 @@ def other_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made = []
 
     def note(*args: Any) -> Any:
-        made.append(args[2])
+        made.append(args[3])
         return create.create(*args)
 
     monkeypatch.setattr(rpc.api, "create", note)
@@ -253,7 +253,7 @@ def test_after_the_end() -> None:
     with cluster(2, current=None) as group:
         worker: Any = group[0]._worker
         worker.rpc_sync("w1", echo)
-    assert create.create_directly(worker, "w0", echo, (), {}) is None
+    assert create.create_directly(worker, 0, 0, echo, (), {}) is None
     with pytest.raises(NotInitialized):
-        create.create_directly(worker, "w1", echo, (), {})
+        create.create_directly(worker, 1, 1, echo, (), {})
     assert worker.references.pending_creations == 0

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 from telegrad.autograd import profiled
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import ID_BITS
-from telegrad.autograd.recording import edges_of
+from telegrad.autograd.recording import SEND_NODE, edges_of
 from telegrad.autograd.service import Autograd
 from telegrad.errors import NotInitialized, TelegradError
 from telegrad.worker import Scope, Worker, current, profiling
@@ -196,7 +196,7 @@ class _SendFunction:
         self.next_functions = next_functions
 
     def name(self) -> str:
-        return "SendRpcBackward"
+        return SEND_NODE
 
 
 class DistAutogradContext:

@@ -12,14 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 from telegrad.autograd.passes import GRADIENTS, Pass
+from telegrad.autograd.recording import RECV_NODE, SEND_NODE
 from telegrad.worker import profiling
 from telegrad.worker.calls import Calls
 
 __all__ = ["NOTHING", "PassProfile", "Profile", "sending", "taking", "whole"]
 
 _BACKWARD = "torch::distributed::autograd::backward"
-_RECV = "torch::distributed::autograd::RecvRpcBackward"  # the gradients of what was received go to its sender
-_SEND = "torch::distributed::autograd::SendRpcBackward"  # those of what was sent have come, and go on from there
 
 _PATIENCE = 0.1  # s
 NOTHING = nullcontext()
@@ -38,14 +37,14 @@ def whole() -> _Range:
 def sending(messages: Sequence[tuple[Any, ...]]) -> _Range:
     """Around the sending of messages of a pass."""
     wanted = profiling.observer.on and any(message[0] == GRADIENTS for message in messages)
-    around: _Range = profiling.observer.range(_RECV) if wanted else NOTHING
+    around: _Range = profiling.observer.range(RECV_NODE) if wanted else NOTHING
     return around
 
 
 def taking(event: tuple[Any, ...]) -> _Range:
     """Around what happens to a pass: (a method of it, its arguments)."""
     wanted = profiling.observer.on and event[0].__name__ == Pass.on_message.__name__ and event[2][0] == GRADIENTS
-    around: _Range = profiling.observer.range(_SEND) if wanted else NOTHING
+    around: _Range = profiling.observer.range(SEND_NODE) if wanted else NOTHING
     return around
 
 

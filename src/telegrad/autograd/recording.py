@@ -16,7 +16,13 @@ from telegrad.autograd.context import Received, Sent
 from telegrad.autograd.graph import mark_recv
 from telegrad.autograd.taking import take
 
-__all__ = ["NOT_BY_ITSELF", "Recv", "edge_of", "edges_of", "received", "sent"]
+__all__ = ["NOT_BY_ITSELF", "RECV_NODE", "SEND_NODE", "Recv", "edge_of", "edges_of", "received", "sent"]
+
+RECV_NODE = "torch::distributed::autograd::RecvRpcBackward"
+"""Torch's name for the node of received tensors. Their gradients go to the sender."""
+
+SEND_NODE = "torch::distributed::autograd::SendRpcBackward"
+"""Torch's name for the node of sent tensors, where their gradients arrive."""
 
 NOT_BY_ITSELF = (
     "the graph of this tensor goes on at another worker: call telegrad.autograd.backward(context_id, [loss]) in place"

@@ -233,9 +233,11 @@ def remote(
     if not callable(func):
         raise TypeError(NOT_CALLABLE)
     worker = _worker()
-    if timeout == UNSET_RPC_TIMEOUT and (handle := create_directly(worker, to, func, args, kwargs)) is not None:
-        return handle
-    return create(worker, worker.info_of(to).id, func, args or (), kwargs or {}, worker.calls.timeout(timeout))
+    owner, local_id = worker.info_of(to).id, worker.references.new_id()
+    handle = None
+    if timeout == UNSET_RPC_TIMEOUT:
+        handle = create_directly(worker, owner, local_id, func, args, kwargs)
+    return handle or create(worker, owner, local_id, func, args or (), kwargs or {}, worker.calls.timeout(timeout))
 
 
 def _not_in_scripts() -> NoReturn:

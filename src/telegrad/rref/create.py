@@ -29,8 +29,8 @@ _UNHURRIED = 1_000_000_000  # ns: a call with this time-out does not end before 
 is_grad_enabled = torch.is_grad_enabled
 
 
-def create_directly(worker: Worker, to: Any, func: Any, args: Any, kwargs: Any) -> RRef[Any] | None:
-    """As `create`, of a call that the program makes with the default time-out, and outside of any request. None where
+def create_directly(worker: Worker, owner: int, local_id: int, func: Any, args: Any, kwargs: Any) -> RRef[Any] | None:
+    """As `create`, of a call that the program makes with the default timeout, and outside of any request. None where
     that takes more than a look, and nothing has been done.
 
     The request leaves first; the rest is done while the owner is at it.
@@ -41,10 +41,8 @@ def create_directly(worker: Worker, to: Any, func: Any, args: Any, kwargs: Any) 
         return None
     if 0 < timeout < _UNHURRIED:
         return None
-    owner = worker.info_of(to).id
     if owner == worker.info.id:
         return None
-    local_id = worker.references.new_id()
     creation = Creation(worker, (owner, func, timeout))
     creation._calls = calls
     try:
@@ -57,13 +55,14 @@ def create_directly(worker: Worker, to: Any, func: Any, args: Any, kwargs: Any) 
     return _begun(worker, owner, local_id, creation) if creation._call else None
 
 
-def create(worker: Worker, owner: int, func: Any, args: Any, kwargs: Any, timeout: int) -> RRef[Any]:
+def create(worker: Worker, owner: int, local_id: int, func: Any, args: Any, kwargs: Any, timeout: int) -> RRef[Any]:
     """A reference to what ``func(*args, **kwargs)`` returns on its owner.
 
     Args:
+        local_id: the number of the new reference, by `References.new_id`.
         timeout: ns for the function to return; 0 for no limit.
     """
-    handle, creation = _begin(worker, owner, (owner, func, timeout))
+    handle, creation = _begin(worker, owner, local_id, (owner, func, timeout))
     if owner == worker.info.id or not _sent_short(worker, handle, creation, func, args, kwargs, timeout):
 
         def request(rref: RRefId) -> Request:
@@ -91,15 +90,15 @@ def create_by_method(on: RRef[Any], method: str, args: Any, kwargs: Any, timeout
             method=method, body=(args, kwargs), flags=_MAY_LINGER, mode="remote",
         )  # fmt: skip
 
-    handle, creation = _begin(worker, owner, (owner, method, timeout))
+    handle, creation = _begin(worker, owner, worker.references.new_id(), (owner, method, timeout))
     _send(handle, creation, request, False)
     return handle
 
 
-def _begin(worker: Worker, owner: int, request: tuple[int, Any, int]) -> tuple[RRef[Any], Creation]:
+def _begin(worker: Worker, owner: int, local_id: int, request: tuple[int, Any, int]) -> tuple[RRef[Any], Creation]:
     """A new reference."""
     creation = Creation(worker, request)
-    return _begun(worker, owner, worker.references.new_id(), creation), creation
+    return _begun(worker, owner, local_id, creation), creation
 
 
 def _begun(worker: Worker, owner: int, local_id: int, creation: Creation) -> RRef[Any]:

@@ -45,8 +45,8 @@ class RRef(Generic[T]):
     """
 
     __slots__ = (
-        "__orig_class__", "__weakref__", "_creation", "_exists", "_fork", "_generation", "_profiling", "_scripted",
-        "_type", "_worker", "id", "owner_id",
+        "__orig_class__", "__weakref__", "_creation", "_exists", "_fork", "_forked_by", "_generation", "_profiling",
+        "_scripted", "_type", "_worker", "id", "owner_id",
     )  # fmt: skip
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -60,21 +60,31 @@ class RRef(Generic[T]):
                 )
         elif type_hint is not None:
             raise RuntimeError("The RRef being created does not contain a ScriptModule, so it takes no type_hint.")
-        self._attach(worker, worker.references.own(value), worker.info.id)
+        self._attach(worker, worker.references.own(value), worker.info.id, None)
 
     @classmethod
-    def of(cls, worker: Worker, rref: RRefId, owner: int) -> "RRef[Any]":
-        """The object of a reference that the protocol knows. It takes over one handle."""
+    def of(cls, worker: Worker, rref: RRefId, owner: int, fork: tuple[int, int] | None = None) -> "RRef[Any]":
+        """The object of a reference that the protocol knows. It takes over one handle.
+
+        Args:
+            fork: of a reference that has arrived: the worker that sent it, and that worker's number for this fork.
+        """
         handle: RRef[Any] = cls.__new__(cls)
-        handle._attach(worker, rref, owner)
+        handle._attach(worker, rref, owner, fork)
         return handle
 
-    def _attach(self, worker: Worker, rref: RRefId, owner: int) -> None:
+    def _attach(self, worker: Worker, rref: RRefId, owner: int, fork: tuple[int, int] | None) -> None:
         self._worker = worker
         self.id = rref
         self.owner_id = owner
         self._generation = worker.references.table.generation
-        self._fork: int | None = None if owner == worker.info.id else worker.references.new_id()
+        self._forked_by = worker.info.id
+        self._fork: int | None = None  # the owner's is none
+        if owner != worker.info.id:
+            if fork is None:
+                self._fork = worker.references.new_id()
+            else:
+                self._forked_by, self._fork = fork
         self._creation: Creation | None = None  # where this worker made the call that makes it
         self._exists = False  # it is known here that there is a value, whether the word of its creation has come or not
         self._type: Any = None
@@ -114,7 +124,7 @@ class RRef(Generic[T]):
         this = _global_id(*self.id)
         if self._fork is None:
             return f"OwnerRRef({this})"
-        return f"UserRRef(RRefId = {this}, ForkId = {_global_id(self._worker.info.id, self._fork)})"
+        return f"UserRRef(RRefId = {this}, ForkId = {_global_id(self._forked_by, self._fork)})"
 
     # ---- the value
 
@@ -152,7 +162,7 @@ class RRef(Generic[T]):
             RuntimeError: this is not the owner, or the time is over.
         """
         if not self.is_owner():
-            fork = _global_id(self._worker.info.id, self._fork or 0)
+            fork = _global_id(self._forked_by, self._fork or 0)
             raise RRefError(
                 f"For UserRRef(rref_id={_global_id(*self.id)}, fork_id={fork}), can't call localValue() on user"
                 f" {self._worker.info}. Call it on owner {self.owner()}"

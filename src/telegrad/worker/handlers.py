@@ -18,8 +18,8 @@ from telegrad.worker import profiling
 from telegrad.worker.callables import find_builtin
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
+from telegrad.worker.messages import NO_FORK, Encoded, Messages, Preamble
 from telegrad.worker.messages import NO_PREAMBLE as _NO_PREAMBLE
-from telegrad.worker.messages import Encoded, Messages, Preamble
 from telegrad.worker.references import References, rref_id
 from telegrad.worker.scope import Scope, clean_state, current, handler_state
 from telegrad.worker.uses import Later, NotYet, method_of
@@ -178,7 +178,7 @@ class Handlers:
         """Answers with a value, once it is there."""
         handles = []
         if not self._references.knows(rref):  # its creation has been overtaken: until it comes, this stands for it
-            handles = self._references.receive([Ticket(rref, self._me.id, TicketKind.RETURN, 0)], asked.peer)
+            handles = self._references.receive([Ticket(rref, self._me.id, TicketKind.RETURN, 0)], [NO_FORK], asked.peer)
         preamble = _NO_PREAMBLE._replace(handles=handles, target=rref, context=asked.context)
         self._handle(asked, int(Flag.PREAMBLE), None, b"", [], preamble)
 

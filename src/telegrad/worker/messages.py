@@ -25,7 +25,7 @@ from telegrad.wire import BodyKind, Flag
 from telegrad.worker.profiling import Span
 from telegrad.worker.recorder import Recorder
 
-__all__ = ["NO_PREAMBLE", "Encoded", "Messages", "Preamble", "Written", "being_written"]
+__all__ = ["NO_FORK", "NO_PREAMBLE", "Encoded", "Messages", "Preamble", "Written", "being_written"]
 
 _BODY, _PREAMBLE, _CODEC = int(Flag.BODY), int(Flag.PREAMBLE), int(BodyKind.CODEC)  # enumerations are slow
 _MAY_LINGER = int(Flag.MAY_LINGER)
@@ -67,6 +67,7 @@ is_grad_enabled = torch.is_grad_enabled
 _EVERYBODY = -1  # in place of the peer to which a message being written goes
 _MOST_SEGMENTS = (1 << 20) - 1  # of csrc/core/message.h, less the preamble
 NO_PREAMBLE = Preamble([], None, None)
+NO_FORK = -1  # in place of its number, where a ticket travels but no fork is made
 
 
 class _Passing(threading.local):
@@ -93,7 +94,8 @@ class Messages:
         handle_type: the class of references.
         share: makes the ticket that carries a reference to a peer; raises if it may not travel.
         unshare: takes back a ticket that did not leave.
-        receive: makes references of tickets that came from a peer.
+        receive: makes references of tickets that came from a peer, and of their forks' numbers.
+        new_id: numbers a fork.
         recorder: what knows the autograd contexts.
         limit: bytes that a body may have; a peer that gets more cuts the link.
         name_of: a worker's name by its id, for errors.
@@ -104,7 +106,8 @@ class Messages:
         handle_type: type,
         share: Callable[[Any, int], Ticket],
         unshare: Callable[[Ticket, int], None],
-        receive: Callable[[list[Ticket], int], list[Any]],
+        receive: Callable[[list[Ticket], list[int], int], list[Any]],
+        new_id: Callable[[], int],
         recorder: Recorder,
         limit: int,
         name_of: Callable[[int], str],
@@ -114,6 +117,7 @@ class Messages:
         self._share = share
         self._unshare = unshare
         self._receive = receive
+        self._new_id = new_id
         self.recorder = recorder
         self.serializer = Serializer()
         self._codec = self.serializer.codec
@@ -193,7 +197,7 @@ class Messages:
             if tickets is None and target is None and autocast is None and message is None and asked is None:
                 return Encoded(flags, body, segments, ())
             context_id = None if message is None else context.id
-            preamble = self._preamble(tickets or (), target, autocast, context_id, message or 0, asked)
+            preamble = self._preamble(tickets or (), target, autocast, context_id, message or 0, asked, ticket)
             segments = [*(segments or ()), preamble]
             made_in = None if message is None else (context, message)
             flags |= _PREAMBLE | _MAY_LINGER if tickets or (request and made_in) else _PREAMBLE
@@ -309,9 +313,19 @@ class Messages:
             self.recorder.take_back(*message.recorded, peer)
 
     def _preamble(
-        self, tickets: Any, target: Any, autocast: Any, context: int | None, message: int, profile: Any
+        self,
+        tickets: Any,
+        target: Any,
+        autocast: Any,
+        context: int | None,
+        message: int,
+        profile: Any,
+        about: Ticket | None = None,
     ) -> bytes:
-        plain = [(*t.rref, t.owner, int(t.kind), t.transfer) for t in tickets]
+        # The ticket of the reference that the message is about goes to the owner, and is no fork.
+        plain = [
+            (*t.rref, t.owner, int(t.kind), t.transfer, NO_FORK if t is about else self._new_id()) for t in tickets
+        ]
         return self._plain((plain, None if target is None else tuple(target), autocast, context, message, profile))
 
     def _plain(self, value: Any) -> bytes:
@@ -339,8 +353,8 @@ class Messages:
             return NO_PREAMBLE
         preamble: Any = self._codec.decode(segments.pop(), [])
         plain, target, autocast, context_id, message, profile = preamble
-        tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer in plain]
-        handles = self._receive(tickets, peer) if tickets else []
+        tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer, _ in plain]
+        handles = self._receive(tickets, [ticket[-1] for ticket in plain], peer) if tickets else []
         context = wrap = None
         if context_id is not None:
             recorder = self.recorder

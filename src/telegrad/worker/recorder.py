@@ -74,5 +74,5 @@ class Recorder(Protocol):
 class Layers(NamedTuple):
     """What the layers above bring for each worker that is made."""
 
-    handle: Any  # the class of references; made by ``handle.of(worker, id, owner id)``
+    handle: Any  # the class of references; made by ``handle.of(worker, id, owner id, fork)``
     recorder: Callable[[Any, int], Recorder]  # of the worker, and where its ids start

@@ -57,7 +57,7 @@ class References:
         name_of: a worker's name by its id.
         send: sends a plain value to a peer; False if the peer is gone.
         nudge: asks a pool thread to call `collect`. Must be safe in a finalizer.
-        make_handle: makes the Python object of a reference: (id, owner).
+        make_handle: makes the Python object of a reference that has arrived: (id, owner, (sender, fork)).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class References:
         name_of: Callable[[int], str],
         send: Callable[[int, Any, str], None],
         nudge: Callable[[], None],
-        make_handle: Callable[[RRefId, int], Any],
+        make_handle: Callable[[RRefId, int, tuple[int, int]], Any],
     ) -> None:
         self.me = me
         self.table = RRefTable(me)
@@ -98,7 +98,7 @@ class References:
     # ---- handles
 
     def new_id(self) -> int:
-        """A local id that no other reference has or will have."""
+        """The number of a new reference, or of a fork of one. As in torch, nothing else takes a number."""
         return next(self._ids)
 
     def let_go(self, rref: RRefId, generation: int) -> None:
@@ -294,8 +294,8 @@ class References:
             after = self._apply(self.table.unshare(ticket, peer))
         self._finish(after)
 
-    def receive(self, tickets: Sequence[Ticket], sender: int) -> list[Any]:
-        """Makes the Python objects of references that have arrived."""
+    def receive(self, tickets: Sequence[Ticket], forks: Sequence[int], sender: int) -> list[Any]:
+        """Makes the Python objects of references that have arrived, with the sender's numbers of these forks."""
         if not tickets:
             return []
         effects: list[Effect] = []
@@ -303,7 +303,10 @@ class References:
             for ticket in tickets:
                 effects += self.table.receive(ticket, sender)
             after = self._apply(effects)
-        handles = [self._make_handle(ticket.rref, ticket.owner) for ticket in tickets]
+        handles = [
+            self._make_handle(ticket.rref, ticket.owner, (sender, fork))
+            for ticket, fork in zip(tickets, forks, strict=True)
+        ]
         self._finish(after)
         return handles
 

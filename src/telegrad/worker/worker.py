@@ -116,7 +116,7 @@ class Worker:
             self.name_of,
             self._send_reference_message,
             lambda: self.engine.nudge(_RELEASE_DELAY),
-            lambda rref, owner: layers.handle.of(self, rref, owner),
+            lambda rref, owner, fork: layers.handle.of(self, rref, owner, fork),
         )
         self.autograd = layers.recorder(self, first_id)
         self.messages = Messages(
@@ -124,6 +124,7 @@ class Worker:
             self._share,
             self.references.unshare,
             self.references.receive,
+            self.references.new_id,
             self.autograd,
             options.max_header_bytes,
             self.name_of,

@@ -1,0 +1,101 @@
+"""What a program prints of references and graphs is what it prints with torch's own RPC."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad.testing import processes
+
+PACKAGES = ("torch.distributed", "telegrad.compat")
+WORKERS = 3
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def shown(*values: Any) -> list[str]:
+    return [str(value) for value in values]
+
+
+def own(package: str) -> Any:
+    return importlib.import_module(f"{package}.rpc").RRef(5)
+
+
+def ask_another(package: str, to: str) -> Any:
+    return importlib.import_module(f"{package}.rpc").remote(to, echo, (1,))
+
+
+def join(package: str, rank: int, n: int, init_method: str) -> Any:
+    rpc: Any = importlib.import_module(f"{package}.rpc")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=init_method)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
+    return rpc
+
+
+def print_references(rank: int, n: int, init_method: str, package: str) -> list[Any]:
+    rpc = join(package, rank, n, init_method)
+    printed: list[Any] = []
+    if rank == 0:
+        first = rpc.RRef(1)
+        there = rpc.remote("w1", echo, (1,))
+        here = rpc.remote("w0", echo, (1,))
+        builtin = rpc.remote("w2", torch.add, (torch.ones(1), 1), timeout=20)
+        printed += shown(first, there, here, builtin)
+        for value in (there.to_here(), here.to_here(), builtin.to_here(), rpc.rpc_sync("w1", echo, (2,))):
+            printed.append(str(value))  # calls take no number
+        printed += rpc.rpc_sync("w1", shown, (there,))  # a fork takes one, whoever gets it
+        printed += rpc.rpc_sync("w2", shown, (there,))
+        printed += rpc.rpc_sync("w2", shown, (first, there))
+        printed += rpc.rpc_sync("w2", shown, (there, [there]))  # one fork
+        printed += rpc.rpc_sync("w0", shown, (there, first))
+        printed += shown(rpc.RRef(2), rpc.remote("w1", echo, (torch.ones(1),)))
+        printed += shown(*(rpc.rpc_sync("w1", own, (package,)) for _ in range(2)))
+        chained = rpc.rpc_sync("w1", ask_another, (package, "w2"))
+        printed += [*shown(chained), chained.to_here(), *shown(rpc.RRef(3))]
+        with pytest.raises(RuntimeError, match="localValue") as refused:
+            there.local_value()
+        printed.append(str(refused.value).splitlines()[0])
+    rpc.shutdown()
+    return printed
+
+
+def print_graph(rank: int, n: int, init_method: str, package: str) -> list[Any]:
+    rpc = join(package, rank, n, init_method)
+    autograd: Any = importlib.import_module(f"{package}.autograd")
+    printed: list[Any] = []
+    if rank == 0:
+        with autograd.context() as context:
+            sum: Tensor = rpc.rpc_sync("w1", torch.add, (torch.ones(1, requires_grad=True), 1))
+            node: Any = sum.grad_fn
+            printed = [node.name(), (sum * 2).grad_fn.next_functions[0][0].name()]  # type: ignore[union-attr]
+            recorded = autograd._retrieve_context(context)
+            printed += [f.name() for f in recorded._recv_functions().values()]
+            printed += [[f.name() for f, _ in s.next_functions] for s in recorded._send_functions().values()]
+    rpc.shutdown()
+    return printed
+
+
+def test_references_and_forks_have_the_same_numbers() -> None:
+    torchs, ours = (processes(WORKERS, print_references, package, method="fork") for package in PACKAGES)
+    assert torchs[0][0] == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+    assert ours[0] == torchs[0]
+
+
+def test_nodes_have_the_same_names() -> None:
+    torchs, ours = (processes(2, print_graph, package, method="fork")[0] for package in PACKAGES)
+    assert torchs[0] == "torch::distributed::autograd::RecvRpcBackward"
+    assert ours == torchs
+
+
+def test_viewers_show_the_same_name() -> None:
+    """Graph viewers print the name of a node's type, Python prints its qualified name."""
+    importlib.import_module("telegrad.compat.autograd")
+    from telegrad.autograd.recording import received
+
+    (tensor,) = received(1, 1, [torch.ones(1)])[1]
+    assert type(tensor.grad_fn).__name__ == "torch::distributed::autograd::RecvRpcBackward"
+    assert repr(tensor.grad_fn).startswith("<torch.distributed.autograd.RecvRpcBackward object")
