@@ -32,6 +32,7 @@ class Judged:
     verdicts: Sequence[Verdict]
     ahead: Sequence[str]  # the peers that beat us
     apart: Mapping[str, Sequence[float]] = field(default_factory=dict)  # seconds, by peer, for each round: see cores.py
+    judged: bool = True  # False: a row without verdict, in which no peer counts as ahead
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -45,12 +46,14 @@ class Judged:
             "goals": [vars(verdict) for verdict in self.verdicts],
             "ahead": list(self.ahead),
             "apart": {name: list(rounds) for name, rounds in self.apart.items()},
+            "judged": self.judged,
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Judged":
-        """As it was written, but for who is ahead: that is found anew."""
+        """Read a row as it was written; which peers are ahead is computed from its figures."""
         figures = {name: Figure.from_json(one) for name, one in data["figures"].items()}
+        judged = data.get("judged", True)
         return cls(
             data["family"],
             data["row"],
@@ -60,8 +63,9 @@ class Judged:
             figures,
             data["absent"],
             [Verdict(**verdict) for verdict in data["goals"]],
-            ahead_of_us(figures),
+            ahead_of_us(figures) if judged else [],
             data.get("apart", {}),
+            judged,
         )
 
 
@@ -88,8 +92,9 @@ def judge(families: Sequence[Family], results: Results) -> list[Judged]:
                     figures,
                     absent,
                     verdicts,
-                    ahead_of_us(figures),
+                    ahead_of_us(figures) if row.verdict else [],
                     results.apart.get(row.name, {}),
+                    row.verdict,
                 )
             )
     return found

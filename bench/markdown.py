@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tabulate import tabulate
+
 from bench import cores
 from bench.figures import show, show_spread
 from bench.judge import Judged
@@ -21,11 +23,8 @@ def markdown(rows: Sequence[Judged], families: Sequence[Family], peers: Sequence
         with_limit = any(LIMIT in row.figures for row in chosen)
         columns = [*([LIMIT] if with_limit else []), *measured]
         headings = [family.name, *columns, "goals"]
-        lines += [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
-        for row in chosen:
-            cells = [cell(row, name) for name in columns]
-            lines.append(f"| {' | '.join([row.name, *cells, goals(row)])} |")
-        lines.append("")
+        cells = [[row.name, *(cell(row, name) for name in columns), goals(row)] for row in chosen]
+        lines += [tabulate(cells, headings, tablefmt="pipe", disable_numparse=True), ""]
     if seen := [one for row in rows for rounds in row.apart.values() for one in rounds]:
         lines += [cores.in_words(seen), ""]
     return "\n".join(lines)
@@ -42,7 +41,7 @@ def cell(row: Judged, name: str) -> str:
 
 
 def goals(row: Judged) -> str:
-    told = []
+    told = [] if row.judged else ["no verdict"]
     for verdict in row.verdicts:
         if verdict.value is None or verdict.met is None:
             told.append(f"{verdict.text}: not measured")

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -86,21 +88,19 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below `root`."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                after_name = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            if after_name[0] != "Z":
-                children.setdefault(int(after_name[1]), []).append(int(entry))
-    found, front = [], [root]
-    while front:
-        front = [child for parent in front for child in children.get(parent, [])]
-        found += front
-    return found
+    """List every process below `root` that has not ended."""
+    try:
+        below = psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child.pid for child in below if _alive(child)]
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_descendants(keep: Collection[int] = (), seconds: float = 20.0) -> None:

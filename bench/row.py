@@ -156,6 +156,7 @@ class Row:
     only: Mapping[str, str] | None = None  # None: every peer. Else for whom it is, and under "" why for nobody else
     limit: Callable[[Take], Sequence[float]] | None = None  # what the machine allows; has turns of its own
     quick: bool = True  # part of --quick
+    verdict: bool = True  # False: the figures are shown, and a peer that is ahead fails nothing
     patience: float = 60.0  # seconds after which a turn of it counts as hung
 
     def take(self, quick: bool, full: bool) -> Take:

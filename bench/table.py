@@ -78,7 +78,7 @@ def mark_of(absent: Mapping[str, str], name: str, notes: dict[str, str]) -> str:
 
 
 def goals(row: Judged) -> list[str]:
-    lines = []
+    lines = [] if row.judged else ["[dim]no verdict[/]"]
     for verdict in row.verdicts:
         if verdict.met is None or verdict.value is None:
             lines.append(f"[dim]{verdict.text}: not measured[/]")

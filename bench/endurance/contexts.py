@@ -3,10 +3,10 @@
 import argparse
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 from bench.groups import ask
@@ -50,7 +50,7 @@ def open_and_close(client: Client, count: int) -> Held:
 def resident() -> float:
     """Megabytes of this process."""
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return psutil.Process().memory_info().rss / 1e6
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ import argparse
 import gc
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -41,11 +41,11 @@ def look(package: str) -> Figures:
     """What this process holds now; `package` is telegrad or torch.distributed."""
     gc.collect()
     api = importlib.import_module(f"{package}.rpc.api")
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    process = psutil.Process()
     figures = {
-        "resident MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
-        "open files": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "resident MB": process.memory_info().rss / 1e6,
+        "open files": process.num_fds(),
+        "threads": process.num_threads(),
         "references owned": int(api._rref_context_get_debug_info()["num_owner_rrefs"]),
     }
     if package == "telegrad":

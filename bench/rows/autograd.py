@@ -6,7 +6,7 @@ what the framework adds.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,11 +123,37 @@ def grow(count: int, x: Tensor) -> Tensor:
     return x
 
 
-def layers(framework: Framework) -> Pair:
-    """A graph of 500 nodes that work: Linear and ReLU, a hundred times."""
+def layers() -> tuple[nn.Module, Tensor]:
+    """500 nodes that work: Linear and ReLU, a hundred times."""
+    pairs = ((nn.Linear(512, 512), nn.ReLU()) for _ in range(100))
+    return nn.Sequential(*(layer for pair in pairs for layer in pair)), torch.rand(64, 512)
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    """Six encoder layers of width 256 with 8 heads, over 4 sequences of 64 tokens."""
+    layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.rand(4, 64, 256)
+
+
+def residual() -> tuple[nn.Module, Tensor]:
+    """Eight residual blocks of two 3x3 convolutions, 64 channels, over 4 images of 16x16: as deep as ResNet-18."""
+    return nn.Sequential(*(Residual(64) for _ in range(8))), torch.rand(4, 64, 16, 16)
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        halves = ((nn.GroupNorm(8, channels), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(2))
+        self.branch = nn.Sequential(*(layer for half in halves for layer in half))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + cast(Tensor, self.branch(x))
+
+
+def model_behind_one_call(make: Callable[[], tuple[nn.Module, Tensor]], framework: Framework) -> Pair:
     torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(100) for layer in (nn.Linear(512, 512), nn.ReLU())))
-    return behind_one_call(framework, torch.rand(64, 512, requires_grad=True), model)
+    model, x = make()
+    return behind_one_call(framework, x.requires_grad_(), model)
 
 
 def behind_one_call(framework: Framework, x: Tensor, graph: Callable[[Tensor], Tensor]) -> Pair:
@@ -158,6 +184,12 @@ def row(name: str, prepare: Callable[[Framework], Pair], *goals: Goal, **rest: A
     return Row(name, partial(paired, prepare), **arguments)
 
 
+MODELS = {
+    "500 nodes that work": layers,
+    "6-layer transformer block": transformer,
+    "residual net of 16 convolutions": residual,
+}
+
 AUTOGRAD = Family(
     "autograd",
     "forward and backward passes over calls; the limit is the same work in one process",
@@ -171,7 +203,7 @@ AUTOGRAD = Family(
         row("embedding, sparse gradients", embedding, repeats=60),
         *(
             row(
-                f"backward, {count:,} nodes",
+                f"backward, {count:,} nodes that do nothing",
                 partial(small_nodes, count),
                 repeats=max(4, 40_000 // count),
                 least=2,
@@ -180,17 +212,21 @@ AUTOGRAD = Family(
                 amount=count,
                 of="nodes",
                 quick=count <= 1000,
+                verdict=False,
             )
             for count in NODES
         ),
-        row(
-            "backward, 500 nodes that work",
-            layers,
-            TimesLimit(1 / (1 - SHARE)),
-            repeats=10,
-            seconds=2.0,
-            fresh=True,
-            quick=False,
+        *(
+            row(
+                f"backward, {name}",
+                partial(model_behind_one_call, make),
+                TimesLimit(1 / (1 - SHARE)),
+                repeats=10,
+                seconds=2.0,
+                fresh=True,
+                quick=False,
+            )
+            for name, make in MODELS.items()
         ),
     ),
 )

@@ -1,6 +1,7 @@
 """What made-up figures say: goals, who is ahead, and what the program exits with."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("rich")
 
+from bench import markdown
 from bench.figures import Figure, figure, show, show_rate, show_spread
 from bench.judge import Judged, ahead_of_us, failures, judge
 from bench.row import BESIDE, LIMIT, OURS, TORCH, AddsLess, AtMost, Family, Goal, Row, TimesLess, TimesLimit
@@ -61,6 +63,14 @@ def test_a_peer_is_ahead_by_more_than_both_spreads(
     row = one_row(of(telegrad=ours, torch=theirs))
     assert row.ahead == ahead
     assert len(failures([row])) == len(ahead)
+
+
+def test_in_a_row_without_verdict_no_peer_is_ahead() -> None:
+    families = [Family("made up", "", (Row("row", nothing, verdict=False),))]
+    (row,) = judge(families, of(telegrad=[[2.0]], torch=[[1.0]]))
+    assert row.ahead == []
+    assert Judged.from_json(row.as_json()).ahead == []
+    assert markdown.goals(row) == "no verdict"
 
 
 def test_the_limit_is_no_peer() -> None:
@@ -132,4 +142,4 @@ def test_the_program_exits_with_1_when_a_peer_is_ahead(theirs: float, status: in
         assert done.returncode == expected, done.stderr
         assert ("torch is ahead of us" in done.stdout) == (status == 1)
         assert "0 of 1 goals met" in done.stdout
-    assert "| row | 1.05 s ±5% | " in tables.read_text()
+    assert re.search(r"\| row +\| 1.05 s ±5% +\| ", tables.read_text())
