@@ -3,9 +3,9 @@
 import operator
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
-__all__ = ["MAX_WORKER_ID", "MAX_WORKER_NAME", "WorkerInfo"]
+__all__ = ["MAX_WORKER_ID", "MAX_WORKER_NAME", "To", "WorkerInfo"]
 
 MAX_WORKER_NAME: Final = 127
 """Longest name of a worker, in characters."""
@@ -53,3 +53,7 @@ class WorkerInfo:
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+To: TypeAlias = str | int | WorkerInfo
+"""A worker as calls name it: by name, by rank, or by its info."""

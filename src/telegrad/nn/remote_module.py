@@ -150,15 +150,15 @@ class RemoteModule(nn.Module):
         """
         return self.forward_async(*args, **kwargs).wait()
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
+    def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
         """As `forward`, but returns the future of its result. (Hooks registered here are run by calling the module, not
         by this.)"""
         if torch.device(self.device).type in ("cpu", "meta"):
-            future: CallFuture = self.module_rref.rpc_async().__call__(*args, **kwargs)
+            future: CallFuture[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
             return future
         return self._async(owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
 
-    def _async(self, function: Callable[..., Any], *args: Any) -> CallFuture:
+    def _async(self, function: Callable[..., Any], *args: Any) -> CallFuture[Any]:
         return rpc.rpc_async(self.module_rref.owner_id, function, (self.module_rref, *args))
 
     def _sync(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -360,10 +360,14 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._module.module_rref.rpc_sync(), self._name)(*args, **kwargs)
 
-    def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture:
+    def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
         """As calling it, but returns a future."""
-        future: CallFuture = getattr(self._module.module_rref.rpc_async(), self._name)(*args, **kwargs)
+        future: CallFuture[Any] = getattr(self._module.module_rref.rpc_async(), self._name)(*args, **kwargs)
         return future
+
+    async def call(self, *args: Any, **kwargs: Any) -> Any:
+        """As calling it, but a coroutine."""
+        return await self.rpc_async(*args, **kwargs)
 
     def remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """As calling it, but the result stays there; returns a reference to it."""

@@ -8,6 +8,7 @@ from telegrad.rpc import api, backend_registry, constants, functions, options
 from telegrad.rpc.api import (
     AllGatherStates,
     RRef,
+    call,
     get_rpc_timeout,
     get_worker_info,
     remote,
@@ -33,6 +34,7 @@ __all__ = [
     "WorkerInfo",
     "api",
     "backend_registry",
+    "call",
     "constants",
     "empty",
     "functions",

@@ -1,4 +1,4 @@
-"""Calls, references, and the end: what `telegrad.rpc` offers once a worker has joined its group.
+"""The group and its end: what `telegrad.rpc` offers, besides calls, once a worker has joined.
 
 Names with an underscore are torch's private ones. They are here, and looked up here at every use, because programs and
 torch's own tests replace them in this module; which is why it is longer than our files are.
@@ -8,27 +8,31 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn, ParamSpec, TypeVar
-
-import torch
+from typing import Any, ParamSpec, TypeVar
 
 from telegrad.errors import NotInitialized, RRefError, TelegradError
 from telegrad.rpc import internal
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.calls import (
+    _thread_local_var,  # noqa: F401  # torch has it here
+    _wait_all,  # noqa: F401  # this, too
+    call,
+    remote,
+    rpc_async,
+    rpc_sync,
+)
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.rpc.group import AllGatherStates, LeftAfterGathering, LostWhileGathering, gather, gathering_of
 from telegrad.rpc.internal import PythonUDF, _internal_rpc_pickler
 from telegrad.rref import RRef
-from telegrad.rref.create import create, create_directly
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
 from telegrad.worker.budget import Budget
 from telegrad.worker.calls import Calls
 from telegrad.worker.default import current_worker, set_default_worker
-from telegrad.worker.future import CallFuture
+from telegrad.worker.default import open_worker as _worker
 from telegrad.worker.membership import leave_dynamic
 from telegrad.worker.messages import Messages
 from telegrad.worker.scope import current
@@ -37,6 +41,7 @@ from telegrad.worker.timeouts import nanoseconds
 __all__ = [
     "AllGatherStates",
     "RRef",
+    "call",
     "get_rpc_timeout",
     "get_worker_info",
     "remote",
@@ -54,8 +59,6 @@ PyRRef = RRef
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _agent: Any = None
-_thread_local_var = threading.local()
-_collecting: set[int] = set()  # threads within _wait_all: a look at a thread's own variable costs more than most calls
 _ALL_WORKER_NAMES: set[str] = set()
 
 _LEAVE_TIMEOUT = 60.0  # s to leave a dynamic group where no limit is given
@@ -115,13 +118,6 @@ def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def _worker() -> Worker:
-    worker = current_worker()
-    if worker is None or worker.closed:
-        raise NotInitialized
-    return worker
-
-
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     """Name and id of a worker; of this one if none is named.
 
@@ -150,120 +146,7 @@ def _to_worker_info(to: object) -> WorkerInfo:
     return to if isinstance(to, WorkerInfo) else _worker().info_of(to)
 
 
-# ---- calls
-
-
-NOT_CALLABLE = "function should be callable."
-
-
-def _scripted(func: Any) -> Any:
-    """A scripted function under `async_execution` is called as what it is."""
-    wrapped = getattr(func, "_wrapped_async_rpc_function", None)
-    return func if wrapped is None or not isinstance(wrapped, torch.jit.ScriptFunction) else wrapped
-
-
-def rpc_sync(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Any = None,
-    kwargs: Any = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> Any:
-    """Runs ``func(*args, **kwargs)`` on another worker and waits for the result.
-
-    Args:
-        to: a worker: its name, id or WorkerInfo. It may be this one.
-        func: anything callable: functions, classes, methods, torch operators, scripted functions, lambdas.
-        args: its positional arguments, a tuple or list.
-        kwargs: its keyword arguments.
-        timeout: seconds; -1 is the worker's default, 0 no limit. Calls that it makes in turn end by then as well.
-
-    Returns:
-        The result; tensors are copies.
-
-    Raises:
-        RuntimeError: there is no such worker, it is lost, or the time is over.
-        SerializationError: an argument cannot travel.
-        what ``func`` raised: as an exception that is of the original type and of RemoteError.
-    """
-    if not callable(func):
-        raise TypeError(NOT_CALLABLE)
-    worker = current_worker()
-    if worker is None:
-        raise NotInitialized
-    return worker.rpc_sync(to, func, args, kwargs, timeout)
-
-
-def rpc_async(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Any = None,
-    kwargs: Any = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> CallFuture:
-    """As `rpc_sync`, but does not wait: the future, a ``torch.futures.Future`` that can be awaited too, has it.
-
-    Args, Raises: as `rpc_sync`; what comes of the call itself is raised by the future.
-    """
-    if not callable(func):
-        raise TypeError(NOT_CALLABLE)
-    worker = current_worker()
-    if worker is None:
-        raise NotInitialized
-    future = worker.rpc_async(to, func, args, kwargs, timeout)
-    if _collecting and threading.get_ident() in _collecting:
-        _thread_local_var.future_list.append(future)
-    return future
-
-
-def remote(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Any = None,
-    kwargs: Any = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> RRef[Any]:
-    """Runs ``func(*args, **kwargs)`` on another worker, which keeps the result; returns a reference to it at once.
-
-    Args: as `rpc_sync`; ``timeout`` is for the function to return.
-
-    Raises:
-        as `rpc_sync`; what comes of the call itself is raised where the reference is used.
-    """
-    if not callable(func):
-        raise TypeError(NOT_CALLABLE)
-    worker = _worker()
-    owner, local_id = worker.info_of(to).id, worker.references.new_id()
-    handle = None
-    if timeout == UNSET_RPC_TIMEOUT:
-        handle = create_directly(worker, owner, local_id, func, args, kwargs)
-    return handle or create(worker, owner, local_id, func, args or (), kwargs or {}, worker.calls.timeout(timeout))
-
-
-def _not_in_scripts() -> NoReturn:
-    raise TelegradError(
-        "Remote calls from inside TorchScript are out of Telegrad's scope: make the call from Python. (Scripted"
-        " functions and modules can be called remotely.)"
-    )
-
-
-for _function in (rpc_sync, rpc_async, remote):
-    _function.__prepare_scriptable__ = _not_in_scripts  # type: ignore[union-attr]  # torch.jit.script asks for it
-
-
-@contextlib.contextmanager
-def _wait_all() -> Iterator[None]:
-    """Waits at its end for all calls that were begun with `rpc_async` within."""
-    _thread_local_var.future_list = []
-    _collecting.add(threading.get_ident())
-    try:
-        yield
-    finally:
-        _collecting.discard(threading.get_ident())
-        try:
-            torch.futures.wait_all(_thread_local_var.future_list)
-        finally:
-            del _thread_local_var.future_list
+# ---- calls: see telegrad.rpc.calls
 
 
 @contextlib.contextmanager

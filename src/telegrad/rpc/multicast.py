@@ -1,27 +1,38 @@
 """One call for several workers."""
 
-import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from telegrad.errors import NotInitialized
-from telegrad.rpc import api
+from telegrad.rpc.calls import NOT_CALLABLE, Args, Kwargs, collect
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
-from telegrad.types import WorkerInfo
+from telegrad.types import To
 from telegrad.worker.default import current_worker
-from telegrad.worker.future import CallFuture
+from telegrad.worker.future import CallFuture, Deferred
 from telegrad.worker.multicast import call_many
 
 __all__ = ["multicast"]
 
+T = TypeVar("T")
+
+
+@overload
+def multicast(
+    to: Iterable[To], func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+) -> list[CallFuture[T]]: ...
+@overload
+def multicast(
+    to: Iterable[To], func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+) -> list[CallFuture[T]]: ...
+
 
 def multicast(
-    to: Iterable[str | int | WorkerInfo],
+    to: Iterable[To],
     func: Callable[..., Any],
-    args: Any = None,
-    kwargs: Any = None,
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> list[CallFuture]:
+) -> list[CallFuture[Any]]:
     """Runs ``func(*args, **kwargs)`` on several workers at once, without waiting.
 
     What ``rpc_async`` would do for each of them, but the arguments are serialized once, and large tensors (from 256
@@ -47,7 +58,7 @@ def multicast(
         torch.futures.wait_all(rpc.multicast(range(1, 8), load_weights, args=(weights,)))
     """
     if not callable(func):
-        raise TypeError(api.NOT_CALLABLE)
+        raise TypeError(NOT_CALLABLE)
     worker = current_worker()
     if worker is None:
         raise NotInitialized
@@ -55,6 +66,5 @@ def multicast(
     ns = calls.timeout(timeout)
     peers = [worker._peer(each) for each in to]
     futures = call_many(calls, peers, func, tuple(args or ()), dict(kwargs or {}), ns)
-    if threading.get_ident() in api._collecting:
-        api._thread_local_var.future_list.extend(futures)
+    collect(futures)
     return futures

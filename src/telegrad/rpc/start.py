@@ -1,8 +1,8 @@
 """Joining a group: ``init_rpc``, and workers as objects."""
 
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
 
 import torch.distributed as dist
 
@@ -11,17 +11,21 @@ from telegrad.errors import TelegradError
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc import api, backend_registry, stores
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.rref import RRef
-from telegrad.types import WorkerInfo
+from telegrad.types import To, WorkerInfo
 from telegrad.worker import Worker as _Worker
 from telegrad.worker import addresses, devices, membership, rendezvous
+from telegrad.worker.future import CallFuture, Deferred
 from telegrad.worker.recorder import Layers
 
 __all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
 
 logger = logging.getLogger("telegrad")
+
+T = TypeVar("T")
 
 _LAYERS = Layers(RRef, Autograd)
 _groups = [0]  # static groups are told apart on one store by the order in which a process joins them
@@ -219,29 +223,96 @@ class Worker:
     def __repr__(self) -> str:
         return repr(self._worker)
 
-    def rpc_sync(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
+    @overload
+    def rpc_sync(
+        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> T: ...
+    @overload
+    def rpc_sync(
+        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> T: ...
+
+    def rpc_sync(
+        self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+    ) -> Any:
         """See `telegrad.rpc.rpc_sync`."""
         with self._worker:
             return api.rpc_sync(to, func, args, kwargs, timeout)
 
-    def rpc_async(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
+    @overload
+    def rpc_async(
+        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> CallFuture[T]: ...
+    @overload
+    def rpc_async(
+        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> CallFuture[T]: ...
+
+    def rpc_async(
+        self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+    ) -> CallFuture[Any]:
         """See `telegrad.rpc.rpc_async`."""
         with self._worker:
             return api.rpc_async(to, func, args, kwargs, timeout)
 
+    @overload
+    async def call(
+        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> T: ...
+    @overload
+    async def call(
+        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> T: ...
+
+    async def call(
+        self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+    ) -> Any:
+        """See `telegrad.rpc.call`."""
+        return await self.rpc_async(to, func, args, kwargs, timeout)
+
+    @overload
     def multicast(
-        self, to: Iterable[Any], func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0
-    ) -> list[Any]:
+        self,
+        to: Iterable[To],
+        func: Callable[..., Deferred[T]],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+    ) -> list[CallFuture[T]]: ...
+    @overload
+    def multicast(
+        self, to: Iterable[To], func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> list[CallFuture[T]]: ...
+
+    def multicast(
+        self,
+        to: Iterable[To],
+        func: Callable[..., Any],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = -1.0,
+    ) -> list[CallFuture[Any]]:
         """See `telegrad.rpc.multicast`."""
         with self._worker:
             return multicast(to, func, args, kwargs, timeout)
 
-    def remote(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> RRef[Any]:
+    @overload
+    def remote(
+        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> RRef[T]: ...
+    @overload
+    def remote(
+        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    ) -> RRef[T]: ...
+
+    def remote(
+        self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+    ) -> RRef[Any]:
         """See `telegrad.rpc.remote`."""
         with self._worker:
             return api.remote(to, func, args, kwargs, timeout)
 
-    def rref(self, value: Any) -> RRef[Any]:
+    def rref(self, value: T) -> RRef[T]:
         """A reference to a value of this worker."""
         with self._worker:
             return RRef(value)

@@ -177,7 +177,7 @@ def _send_filtered(handle: RRef[Any], creation: Creation, request: Request, scri
     """The same, past a fault injector."""
     worker = handle.worker
     handle._scripted = scripted
-    future: CallFuture = CallFuture(NO_DEVICES)
+    future: CallFuture[Any] = CallFuture(NO_DEVICES)
     future._read = True  # the creation tells who uses the reference
     rref = handle.id
     if not handle.is_owner():

@@ -129,7 +129,7 @@ class Creation:
             future.set_exception(error)
 
 
-class CreationFuture(CallFuture):
+class CreationFuture(CallFuture[Any]):
     """Of a call whose value stays where it is. Reading it counts as using the reference."""
 
     __slots__ = ("creation",)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -12,21 +12,26 @@ from telegrad.worker.uses import NOT_MADE, run_method
 
 if TYPE_CHECKING:
     from telegrad.rref.rref import RRef
+    from telegrad.worker.future import CallFuture
 
 __all__ = ["UNSET", "RRefProxy"]
 
 UNSET = -1.0
 
-_KINDS = {"rpc_sync": "sync", "rpc_async": "async", "remote": "remote"}
+R_co = TypeVar("R_co", covariant=True)
+
+_KINDS = {"rpc_sync": "sync", "rpc_async": "async", "call": "call", "remote": "remote"}
 _NO_KWARGS: dict[str, Any] = {}
 
 
-class RRefProxy:
-    """Every attribute is a function that runs the method of that name on the owner; see `RRef.rpc_sync`.
+class RRefProxy(Generic[R_co]):
+    """An object whose attributes are functions that run the owner's methods; see `RRef.rpc_sync`.
+
+    Generic in what the functions return: the result, a `CallFuture`, a coroutine or an `RRef`.
 
     Args:
         rref: refers to the value.
-        kind: "sync", "async" or "remote"; or, as in torch, ``rpc_sync``, ``rpc_async`` or ``remote`` itself.
+        kind: "sync", "async", "call" or "remote"; or, as in torch, ``rpc_sync``, ``rpc_async`` or ``remote`` itself.
         timeout: seconds; -1 is the default of the worker.
     """
 
@@ -37,7 +42,7 @@ class RRefProxy:
         self._kind = kind if type(kind) is str else _KINDS[kind.__name__]  # type: ignore[union-attr]
         self._timeout = timeout
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., R_co]:
         return partial(_CALLS[self._kind], self._rref, name, self._timeout)
 
 
@@ -60,9 +65,13 @@ def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs:
     return result
 
 
-def _async(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
+def _async(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> "CallFuture[Any]":
     calls = rref.checked().calls
     return calls.start(_request(rref, name, calls.timeout(seconds), args, kwargs, "async"))
+
+
+async def _call(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
+    return await _async(rref, name, seconds, *args, **kwargs)
 
 
 def _remote(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> "RRef[Any]":
@@ -82,7 +91,7 @@ def _remote(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwarg
     return create_by_method(rref, name, args, kwargs, timeout)
 
 
-_CALLS: dict[str, Callable[..., Any]] = {"sync": _sync, "async": _async, "remote": _remote}
+_CALLS: dict[str, Callable[..., Any]] = {"sync": _sync, "async": _async, "call": _call, "remote": _remote}
 
 
 def _request(rref: "RRef[Any]", name: str, timeout: int, args: Any, kwargs: Any, mode: str) -> Any:

@@ -1,6 +1,8 @@
 """A reference to a value that lives on some worker of the group."""
 
+import asyncio
 import weakref
+from collections.abc import Coroutine, Generator
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from telegrad.rref.proxy import UNSET, RRefProxy
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
+from telegrad.worker.calls import complete
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.default import current_worker
 from telegrad.worker.future import NO_DEVICES, CallFuture
@@ -201,17 +204,46 @@ class RRef(Generic[T]):
         if self._creation is not None:
             self._creation.used()
 
+    def __await__(self) -> Generator[Any, None, T]:
+        """``await rref`` is `to_here` without blocking: the value, when there is one, or what making it raised."""
+        return self._arrives().__await__()
+
+    async def _arrives(self) -> T:
+        self._check()
+        worker = self._worker
+        value: T
+        if self.owner_id != worker.info.id:
+            value = await self._ask(Tag.FETCH, UNSET, "to_here", mode="to_here")
+            self._exists = True
+            return value
+        owned = worker.references.owned(self.id)
+        if not owned.ready:
+            made: CallFuture[None] = CallFuture(NO_DEVICES)
+            within = remaining(worker.calls.default_timeout, current.get()) / 1e9
+            if worker.references.park(self.id, lambda: complete(made, None)):
+                try:
+                    async with asyncio.timeout(within or None):
+                        await made
+                except TimeoutError:
+                    raise RpcTimeout(within, f"the making of {self!r}") from None
+        value = owned.get()
+        return value
+
     # ---- calls on the value
 
-    def rpc_sync(self, timeout: float = UNSET) -> Any:
+    def rpc_sync(self, timeout: float = UNSET) -> RRefProxy[Any]:
         """A proxy whose methods run on the owner: ``rref.rpc_sync().f(x)`` is the result of ``value.f(x)``."""
         return RRefProxy(self, "sync", timeout)
 
-    def rpc_async(self, timeout: float = UNSET) -> Any:
+    def rpc_async(self, timeout: float = UNSET) -> RRefProxy[CallFuture[Any]]:
         """As `rpc_sync`, but methods return futures."""
         return RRefProxy(self, "async", timeout)
 
-    def remote(self, timeout: float = UNSET) -> Any:
+    def call(self, timeout: float = UNSET) -> RRefProxy[Coroutine[Any, Any, Any]]:
+        """As `rpc_sync`, but methods are coroutines: ``await rref.call().f(x)``; see `telegrad.rpc.call`."""
+        return RRefProxy(self, "call", timeout)
+
+    def remote(self, timeout: float = UNSET) -> "RRefProxy[RRef[Any]]":
         """As `rpc_sync`, but methods return references to their results, which stay on the owner.
 
         They return at once, also where the value is still being made, unless a time-out is given: then they wait for
@@ -252,7 +284,7 @@ class RRef(Generic[T]):
 
     # ---- for telegrad and its drop-in
 
-    def _ask(self, tag: Tag, timeout: float, what: str, **more: Any) -> CallFuture:
+    def _ask(self, tag: Tag, timeout: float, what: str, **more: Any) -> CallFuture[Any]:
         """Asks the owner about the value."""
         calls = self._worker.calls
         return calls.start(self._request(tag, calls.timeout(timeout), what, **more))
@@ -310,7 +342,7 @@ class RRef(Generic[T]):
             return None
         return self._get_type()
 
-    def _get_future(self) -> CallFuture:
+    def _get_future(self) -> CallFuture[Any]:
         """The future of the creating call."""
         if self._creation is None:
             raise RRefError(f"{self!r} was not made by remote() on this worker, so there is no future of its creation.")

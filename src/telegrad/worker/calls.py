@@ -235,12 +235,12 @@ class Calls:
         outcome = cast("tuple[Any, ...]", value.outcome)
         return self.result(outcome, Sent(outcome[_PEER], name_of(function), timeout))
 
-    def start_directly(self, to: Any, function: Any, args: Any, kwargs: Any) -> CallFuture | None:
+    def start_directly(self, to: Any, function: Any, args: Any, kwargs: Any) -> CallFuture[Any] | None:
         """As `call_directly`; the future, or None."""
         if self.send_filter is not None or self.custom_pickler is not None:
             return None
         return cast(
-            "CallFuture | None", self.plain.start_directly(self, to, function, args, kwargs, self.default_timeout)
+            "CallFuture[Any] | None", self.plain.start_directly(self, to, function, args, kwargs, self.default_timeout)
         )
 
     def call(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int, what: str = "") -> Any:
@@ -278,7 +278,7 @@ class Calls:
         r = self.function_call(peer, function, args, kwargs, timeout, mode="sync")
         return self.sync(r._replace(what=what) if what else r)
 
-    def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture:
+    def call_async(self, peer: int, function: Any, args: Any, kwargs: Any, timeout: int) -> CallFuture[Any]:
         """Runs a function on a peer; the future of its value."""
         scope = current.get()
         nested = False
@@ -287,7 +287,7 @@ class Calls:
             nested = scope.nested
             timeout = remaining(timeout, scope)
             context = scope.autograd
-        future: CallFuture = CallFuture(NO_DEVICES)
+        future: CallFuture[Any] = CallFuture(NO_DEVICES)
         if (
             (context is None or is_grad_enabled())
             and self.send_filter is None
@@ -338,7 +338,7 @@ class Calls:
         )
         return self.result(outcome, r)
 
-    def start(self, r: Request, future: CallFuture | None = None) -> CallFuture:
+    def start(self, r: Request, future: CallFuture[Any] | None = None) -> CallFuture[Any]:
         """Sends and returns the future of the value."""
         if future is None:
             future = CallFuture(NO_DEVICES)
@@ -374,7 +374,7 @@ class Calls:
 
     # ---- what comes back
 
-    def finish(self, future: CallFuture, outcome: tuple[Any, ...]) -> None:
+    def finish(self, future: CallFuture[Any], outcome: tuple[Any, ...]) -> None:
         """Completes a future with what became of its call."""
         try:
             value = self.result(outcome, sent(future._request))
@@ -388,7 +388,7 @@ class Calls:
             complete(future, value)
 
     @staticmethod
-    def fail(future: CallFuture, error: BaseException) -> None:
+    def fail(future: CallFuture[Any], error: BaseException) -> None:
         """Completes a future whose value could not be read."""
         future.set_exception(error.with_traceback(None))  # its frames have the future
         if not isinstance(error, Exception):  # KeyboardInterrupt while unpickling: the future had to end first

@@ -1,9 +1,10 @@
 """The worker that code belongs to where it does not say."""
 
+from telegrad.errors import NotInitialized
 from telegrad.worker.scope import current
 from telegrad.worker.worker import Worker
 
-__all__ = ["current_worker", "set_default_worker"]
+__all__ = ["current_worker", "open_worker", "set_default_worker"]
 
 _default: list[Worker | None] = [None]
 
@@ -15,6 +16,18 @@ def current_worker() -> Worker | None:
         worker: Worker = scope.worker
         return worker
     return _default[0]
+
+
+def open_worker() -> Worker:
+    """The current worker.
+
+    Raises:
+        NotInitialized: there is none, or it has been closed.
+    """
+    worker = current_worker()
+    if worker is None or worker.closed:
+        raise NotInitialized
+    return worker
 
 
 def set_default_worker(worker: Worker | None) -> None:

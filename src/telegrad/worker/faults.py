@@ -19,7 +19,7 @@ class DroppedMessage(TelegradError):
     """A fault injector has dropped a message instead of sending it."""
 
 
-def start(calls: "Calls", r: "Request", future: CallFuture) -> None:
+def start(calls: "Calls", r: "Request", future: CallFuture[Any]) -> None:
     """As `Calls.send`."""
     assert calls.send_filter is not None
     assert calls.delay is not None
@@ -66,7 +66,7 @@ def send(
         send_now()
 
 
-def _settle(future: CallFuture, done: Any) -> None:
+def _settle(future: CallFuture[Any], done: Any) -> None:
     """What became of a delayed call, for the future that its caller has, which may have timed out."""
     try:
         value = done.value()
@@ -80,6 +80,6 @@ def _settle(future: CallFuture, done: Any) -> None:
             future._late()
 
 
-def _fail(future: CallFuture, error: Exception) -> None:
+def _fail(future: CallFuture[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

@@ -4,8 +4,8 @@ can be awaited, and complains when it failed and nobody ever looked."""
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -15,13 +15,17 @@ from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.scope import current
 
-__all__ = ["NO_DEVICES", "CallFuture", "Failure"]
+__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "Failure"]
 
 NO_DEVICES: list[Any] = []
 
 logger = logging.getLogger("telegrad")
 
 T = TypeVar("T")
+S = TypeVar("S")
+
+Deferred: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
+"""The return type of a handler whose result comes later: an ``async def``, or one under `async_execution`."""
 
 
 class Failure:
@@ -49,8 +53,8 @@ class Failure:
             logger.warning("%s failed, and nobody %s%s", _what(self.request), self.how, told)
 
 
-class CallFuture(torch.futures.Future[Any]):
-    """Made by ``rpc_async`` and its kin.
+class CallFuture(torch.futures.Future[T]):
+    """The future of a call's result. Made by ``rpc_async`` and its kin, generic in the type of the result.
 
     Waiting for it polls the network in the waiting thread, so the result needs no hop between threads. It is completed
     even when nobody waits; callbacks then run on a thread of the worker's pool.
@@ -71,7 +75,7 @@ class CallFuture(torch.futures.Future[Any]):
     _span: profiling.Span | None = None  # in a profile
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
 
-    def wait(self) -> Any:
+    def wait(self) -> T:
         """The result; blocks, and raises what the call raised."""
         if not self.done():
             if asyncio._get_running_loop() is not None:
@@ -109,13 +113,13 @@ class CallFuture(torch.futures.Future[Any]):
         """What it ended with, if that is an exception. Does not count as reading it."""
         return None if self._failure is None else self._failure.error
 
-    def then(self, callback: Callable[[torch.futures.Future[Any]], T]) -> "CallFuture":
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> "CallFuture[S]":
         """The future of what the callback returns. It may be awaited too, and complains likewise."""
-        child: CallFuture = CallFuture(NO_DEVICES)
+        child: CallFuture[S] = CallFuture(NO_DEVICES)
         child._request = (-1, callback, 0)
         callback = in_scope(callback)
 
-        def run(done: torch.futures.Future[Any]) -> None:
+        def run(done: torch.futures.Future[T]) -> None:
             try:
                 value = callback(done)
             except BaseException as e:
@@ -127,11 +131,17 @@ class CallFuture(torch.futures.Future[Any]):
         super().add_done_callback(run)
         return child
 
-    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Has the callback run with this future when it is done; at once if it is."""
         self._has_callbacks = True
         super().add_done_callback(in_scope(callback))
 
-    def set_exception(self, result: T) -> None:
+    def set_exception(self, result: object) -> None:
+        """Completes it with an exception, which `wait`, `value` and ``await`` raise.
+
+        Raises:
+            TypeError: ``result`` is not an exception.
+        """
         if not isinstance(result, BaseException):
             raise TypeError(f"{result} is of type {type(result)}, not an Exception.")
         failure = self._failure = self._failed(result)
@@ -140,13 +150,21 @@ class CallFuture(torch.futures.Future[Any]):
             failure.read = True  # also when collect_all or wait_all reads it, which know only torch's own class
             raise afresh(error)
 
+        if self._read:  # since it was made
+            failure.read = True
         super()._set_unwrap_func(fail)
-        super().set_result(result)
+        super().set_result(cast("T", result))
 
     def _failed(self, error: BaseException) -> Failure:
         return Failure(error, self._read, getattr(self, "_request", None), "read its future")
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def _disregard(self) -> None:
+        """A failure of it is no news: the program has given up waiting for it."""
+        self._read = True
+        if self._failure is not None:
+            self._failure.read = True
+
+    def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
 
@@ -161,7 +179,11 @@ class CallFuture(torch.futures.Future[Any]):
                 pass
 
         super().add_done_callback(finished)
-        yield from waiting.__await__()
+        try:
+            yield from waiting.__await__()
+        except BaseException:  # the awaiting task was canceled
+            self._disregard()
+            raise
         try:
             return self.value()
         except StopIteration as e:  # a coroutine cannot raise it
@@ -176,7 +198,7 @@ def _what(request: Any) -> str:
     return str(getattr(what, "__qualname__", what))
 
 
-def in_scope(callback: Callable[[Any], T]) -> Callable[[Any], T]:
+def in_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     """The callback, as part of what runs here: its calls end with the same request, and go through the same worker,
     in whichever thread it runs.
 
@@ -191,7 +213,7 @@ def in_scope(callback: Callable[[Any], T]) -> Callable[[Any], T]:
     if profiling.observer.on and (recording := profiling.recording.get()) is not None:
         callback = profiling.within(recording, callback)
 
-    def run(done: Any) -> T:
+    def run(done: Any) -> S:
         here = current.get()
         if here is scope:
             return callback(done)

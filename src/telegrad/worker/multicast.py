@@ -26,7 +26,7 @@ def call_many(
     kwargs: dict[str, Any],
     timeout: int,
     flags: int = 0,
-) -> list[CallFuture]:
+) -> list[CallFuture[Any]]:
     """Runs a function on several workers; the futures of its values, in the order of the workers.
 
     Args:
@@ -59,11 +59,11 @@ def call_many(
     autocast = caller_state()
 
     flags |= caller_flags() | written.flags
-    futures: list[CallFuture] = []
-    spoken_to: list[tuple[int, CallFuture, bytes]] = []  # alone, besides
-    others: list[tuple[int, CallFuture, None]] = []
+    futures: list[CallFuture[Any]] = []
+    spoken_to: list[tuple[int, CallFuture[Any], bytes]] = []  # alone, besides
+    others: list[tuple[int, CallFuture[Any], None]] = []
     for peer in peers:
-        future: CallFuture = CallFuture(NO_DEVICES)
+        future: CallFuture[Any] = CallFuture(NO_DEVICES)
         future._calls = calls
         future._request = (peer, function, timeout)
         futures.append(future)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.futures import Future
@@ -15,8 +15,16 @@ from telegrad.worker.future import CallFuture
 
 __all__ = ["wait_all"]
 
+T = TypeVar("T")
+
 _NOT_HERE = object()
 _add_done_callback = torch._C.Future.add_done_callback  # what is none of the program's callbacks
+
+
+@overload
+def wait_all(futures: Sequence[Future[T]]) -> list[T]: ...
+@overload
+def wait_all(futures: Sequence[Future[Any]]) -> list[Any]: ...
 
 
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
@@ -73,7 +81,7 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
     return True
 
 
-def _end(future: CallFuture, outcome: tuple[Any, ...] | None, error: BaseException | None) -> bool:
+def _end(future: CallFuture[Any], outcome: tuple[Any, ...] | None, error: BaseException | None) -> bool:
     """Ends a future whose call has not brought a plain value, or one that cannot be read. Has it failed?"""
     if error is None:
         assert outcome is not None
@@ -83,7 +91,7 @@ def _end(future: CallFuture, outcome: tuple[Any, ...] | None, error: BaseExcepti
     return future.failure() is not None
 
 
-def _tell_when_done(future: CallFuture) -> None:
+def _tell_when_done(future: CallFuture[Any]) -> None:
     """Another thread has the outcome of its call in hand."""
     calls = future._calls
     _add_done_callback(future, lambda _: calls.plain.tell_collectors())

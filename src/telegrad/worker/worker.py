@@ -264,7 +264,9 @@ class Worker:
             return value
         return calls.call(self._peer(to), func, args or (), kwargs or {}, calls.timeout(timeout))
 
-    def rpc_async(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> CallFuture:
+    def rpc_async(
+        self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0
+    ) -> CallFuture[Any]:
         """See `telegrad.rpc.rpc_async`."""
         calls = self.calls
         direct = timeout == -1.0 and not self.closed
@@ -277,7 +279,7 @@ class Worker:
             raise NotInitialized
         return self.info_of(to).id
 
-    def internal(self, to: int, func: Any, args: Sequence[Any], timeout: float) -> CallFuture:
+    def internal(self, to: int, func: Any, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
         """A call of Telegrad's own, which a shutdown does not wait for."""
         calls = self.calls
         flags = int(Flag.INTERNAL)

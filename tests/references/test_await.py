@@ -1,0 +1,151 @@
+"""``await rref``: the value, as `to_here` brings it, without blocking the event loop."""
+
+import asyncio
+import gc
+import logging
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.errors import RpcTimeout, RRefDeleted
+from telegrad.testing import Cluster, Gate, eventually
+
+
+class Thing:
+    pass
+
+
+def pair() -> tuple[int, torch.Tensor]:
+    return 1, torch.ones(3)
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def fail_after(gate: Gate) -> None:
+    gate.enter()
+    fail()
+
+
+def quiet(w: Cluster) -> None:
+    for worker in w:
+        eventually(lambda worker=worker: worker._worker.engine.stats()["pending_calls"] == 0)  # type: ignore[misc]
+
+
+def test_the_value(w: Cluster) -> None:
+    async def main() -> None:
+        made = rpc.remote("w1", pair)
+        number, tensor = await made
+        assert number == 1
+        assert torch.equal(tensor, torch.ones(3))
+        assert (await made)[1] is not tensor  # a copy, like to_here's
+        assert [x.item() for x in await asyncio.gather(*(rpc.remote("w2", torch.tensor, (i,)) for i in range(20)))] == [
+            *range(20)
+        ]
+        assert await asyncio.wait_for(rpc.remote("w1", max, (1, 2)), 10) == 2
+
+    asyncio.run(main())
+
+
+def test_on_the_owner_it_is_the_value_itself(w: Cluster) -> None:
+    async def main() -> None:
+        value = Thing()
+        assert await rpc.RRef(value) is value
+        made = rpc.remote("w0", Thing)
+        assert await made is made.local_value()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("owner", ["w0", "w1"])
+def test_the_loop_runs_until_there_is_a_value(w: Cluster, owner: str) -> None:
+    async def main() -> Any:
+        gate = Gate()
+        made = rpc.remote(owner, gate.enter, ("late",))
+        threads = threading.active_count()
+        waiting = [asyncio.ensure_future(made) for _ in range(20)]
+        await asyncio.to_thread(gate.wait_for)
+        assert threading.active_count() <= threads + 2  # asyncio's own thread, and one of the pool
+        assert not any(task.done() for task in waiting)
+        gate.open()
+        return await asyncio.gather(*waiting)
+
+    assert asyncio.run(main()) == ["late"] * 20
+    quiet(w)
+
+
+@pytest.mark.parametrize("owner", ["w0", "w1"])
+def test_what_making_it_raised(w: Cluster, owner: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        for _ in range(2):
+            made = rpc.remote(owner, fail)
+            with pytest.raises(ValueError, match="on purpose"):
+                await made
+            with pytest.raises(ValueError, match="on purpose"):
+                await made
+
+    with caplog.at_level(logging.WARNING, "telegrad"):
+        asyncio.run(main())
+        gc.collect()
+    assert not [r for r in caplog.records if "nobody" in r.getMessage()]
+
+
+def test_no_longer_than_the_default_timeout(w: Cluster) -> None:
+    calls = w[0]._worker.calls
+
+    async def main(gate: Gate) -> None:
+        for owner in ("w0", "w1"):
+            made = rpc.remote(owner, gate.enter, timeout=0)
+            with pytest.raises(RpcTimeout):
+                await made
+
+    before, gate = calls.default_timeout, Gate()
+    calls.default_timeout = 50_000_000
+    try:
+        asyncio.run(main(gate))
+    finally:
+        calls.default_timeout = before
+        gate.open()
+    quiet(w)
+
+
+@pytest.mark.parametrize("owner", ["w0", "w1"])
+def test_a_canceled_await_leaves_no_leak_and_no_noise(w: Cluster, owner: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(gate: Gate) -> None:
+        made = rpc.remote(owner, fail_after, (gate,))
+        task = asyncio.ensure_future(made)
+        await asyncio.to_thread(gate.wait_for)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    gate = Gate()
+    here = weakref.ref(gate)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main(gate), debug=True)
+        gate.open()
+        del gate
+        quiet(w)
+        eventually(lambda: gc.collect() is not None and here() is None)
+        for worker in w:
+            eventually(lambda worker=worker: not worker._worker.references.values)  # type: ignore[misc]
+    assert not [r for r in caplog.records if "nobody" in r.getMessage() or r.name == "asyncio"]
+
+
+def test_a_reference_that_was_given_up() -> None:
+    from telegrad.testing import cluster
+
+    async def main(made: rpc.RRef[Any]) -> None:
+        with pytest.raises((RRefDeleted, RuntimeError)):
+            await made
+
+    with cluster(2) as workers:
+        made = rpc.remote("w1", Thing)
+        made.to_here()
+    del workers
+    asyncio.run(main(made))
