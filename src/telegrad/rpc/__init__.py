@@ -21,11 +21,13 @@ from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.start import Worker, init_rpc, is_available
 from telegrad.types import WorkerInfo
+from telegrad.worker.future import CallFuture
 from telegrad.worker.waiting import wait_all
 
 __all__ = [
     "AllGatherStates",
     "BackendType",
+    "CallFuture",
     "Options",
     "RRef",
     "RpcBackendOptions",

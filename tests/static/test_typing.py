@@ -1,0 +1,41 @@
+"""Type checkers know what calls return: typed_program.py passes mypy and pyright."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = str(Path(__file__).with_name("typed_program.py"))
+
+
+def checked(*command: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    # The interpreter's own folder goes first: pyright asks the `python` on PATH where packages are.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        [sys.executable, "-m", *command, program],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+CHECKERS = [pytest.param(("mypy", "--strict"), id="mypy"), pytest.param(("basedpyright",), id="pyright")]
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_results_have_the_types_of_what_is_called(checker: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip(checker[0])
+    said = checked(*checker)
+    assert said.returncode == 0, said.stdout + said.stderr
+
+    wrong = tmp_path / "wrong.py"  # the checkers do look at results
+    wrong.write_text("from telegrad import rpc\n\nx: str = rpc.rpc_sync('w1', len, ('abc',))\n")
+    said = checked(*checker, program=str(wrong))
+    assert said.returncode == 1, said.stdout + said.stderr
+    assert "wrong.py:3" in said.stdout
+    assert '"int"' in said.stdout
