@@ -389,16 +389,16 @@ def test_not_pickled_elsewhere(net: RemoteModule) -> None:
 
 
 def test_of_a_module_that_exists(net: RemoteModule) -> None:
-    other = RemoteModule.init_from_module_rref("w1/cpu", net.get_module_rref())
+    others = [RemoteModule.init_from_module_rref(place, net.get_module_rref()) for place in ("w1/cpu", "w1", "cpu")]
     net.apply(noting)
-    assert torch.equal(other(X), net(X))
+    assert [(other.on, other.device, torch.equal(other(X), net(X))) for other in others] == [("w1", "cpu", True)] * 3
     for elsewhere in ("w2", "rank:0/cpu"):
         with pytest.raises(ValueError, match="is on worker w1, not on w"):
             RemoteModule.init_from_module_rref(elsewhere, net.get_module_rref())
     module = nn.Linear(4, 1)
     mine = RemoteModule.init_from_module_rref("cpu", RRef(module))
     assert torch.equal(mine(X), module(X))
-    del other, mine
+    del others, mine
 
 
 def test_tensors_are_moved_to_another_device_wherever_they_stand() -> None:

@@ -80,7 +80,7 @@ class _RemoteModule(_ours.RemoteModule):
         _module_interface_cls: Any = None,
     ) -> None:
         nn.Module.__init__(self)
-        self._place(remote_device)
+        self._place(remote_device, _ours._worker().info.name)
         interface = _module_interface_cls
         if interface is not None and not getattr(interface, "__torch_script_interface__", False):
             raise ValueError(
@@ -98,7 +98,10 @@ class _RemoteModule(_ours.RemoteModule):
     def init_from_module_rref(  # type: ignore[override]
         remote_device: str, module_rref: RRef[Any], _module_interface_cls: Any = None
     ) -> "RemoteModule":
-        """As `telegrad.nn.RemoteModule.init_from_module_rref`."""
+        """As `telegrad.nn.RemoteModule.init_from_module_rref`.
+
+        As in torch, `remote_device` may name a worker that is not the module's. Calls go to the owner of the reference.
+        """
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
         made._adopt(remote_device, module_rref)

@@ -101,13 +101,14 @@ class RemoteModule(nn.Module):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self._place(remote_device)
+        self._place(remote_device, _worker().info.name)
         self._make(module_cls, args, kwargs, None)
 
-    def _place(self, remote_device: str | torch.device) -> None:
+    def _place(self, remote_device: str | torch.device, otherwise: str) -> None:
+        """Sets where the module is: on the worker `otherwise` if `remote_device` names none."""
         worker = _worker()
         place = placement_of(remote_device)
-        self.on = worker.info.name if place.on is None else place.on
+        self.on = otherwise if place.on is None else place.on
         self.device = str(place.device)
         maps = getattr(worker.options, "device_maps", None) or {}
         self.is_device_map_set = bool(maps.get(worker.info_of(self.on).name))
@@ -119,10 +120,10 @@ class RemoteModule(nn.Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str | torch.device, module_rref: RRef[Any]) -> Self:
-        """A remote module of a module that exists already.
+        """A remote module of a module that exists already, on any worker of the group.
 
         Args:
-            remote_device: where it is: as for the class. It is not moved.
+            remote_device: where it is: as for the class, or a device alone: of the reference's owner. It is not moved.
             module_rref: a reference to it.
 
         Raises:
@@ -131,13 +132,13 @@ class RemoteModule(nn.Module):
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._adopt(remote_device, module_rref)
+        named, real = _worker().info_of(made.on), module_rref.owner()
+        if named.id != real.id:
+            raise ValueError(f"the module of {module_rref!r} is on worker {real.name}, not on {named.name}")
         return made
 
     def _adopt(self, remote_device: str | torch.device, module_rref: RRef[Any]) -> None:
-        self._place(remote_device)
-        named, real = _worker().info_of(self.on), module_rref.owner()
-        if named.id != real.id:
-            raise ValueError(f"the module of {module_rref!r} is on worker {real.name}, not on {named.name}")
+        self._place(remote_device, module_rref.owner_name())
         self.module_rref = module_rref
 
     # ---- running it
