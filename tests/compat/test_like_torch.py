@@ -32,7 +32,8 @@ def ask_another(package: str, to: str) -> Any:
 def join(package: str, rank: int, n: int, init_method: str) -> Any:
     rpc: Any = importlib.import_module(f"{package}.rpc")
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method)
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
+    backend = rpc.backend_registry.BackendType.TENSORPIPE  # rpc.BackendType is an old one if torch's _testing is loaded
+    rpc.init_rpc(f"w{rank}", backend, rank, n, options)
     return rpc
 
 

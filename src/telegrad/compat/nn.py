@@ -12,7 +12,9 @@ from typing import Any, Final, NoReturn
 
 from torch import nn
 
+from telegrad.nn import owner
 from telegrad.nn import remote_module as _ours
+from telegrad.rpc.internal import _internal_rpc_pickler  # noqa: F401  # as in torch's module
 from telegrad.rref import RRef
 from telegrad.worker.messages import being_written
 
@@ -25,6 +27,18 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
     "is_scriptable",
     "generated_methods",
     "module_rref",
+)
+
+_EMPTY: Final = (
+    *("_parameters", "_buffers", "_modules", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING: Final = (
+    *("training", "_non_persistent_buffers_set", "_is_full_backward_hook", "forward_async", "forward"),
+    *_EMPTY,
 )
 
 _SerializedRemoteModule = namedtuple("_SerializedRemoteModule", _REMOTE_MODULE_PICKLED_ATTRIBUTES)  # type: ignore[misc]
@@ -60,12 +74,7 @@ class _RemoteModule(_ours.RemoteModule):
 
     # One that has been sent has nothing of its own but what torch's has; the rest is as in a module without hooks.
     training = True
-    for _name in (
-        *("_parameters", "_buffers", "_modules", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks"),
-        *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
-        *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
-        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-    ):
+    for _name in _EMPTY:
         locals()[_name] = types.MappingProxyType({})
     del _name
     _non_persistent_buffers_set = frozenset[str]()  # type: ignore[assignment]
@@ -115,7 +124,7 @@ class _RemoteModule(_ours.RemoteModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not being_written():
             raise RuntimeError(_ours.PICKLE)
-        return _remote_module_receiver, tuple(self.__dict__[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
+        return _remote_module_reducer(self)
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(
@@ -164,6 +173,25 @@ class RemoteModule(_RemoteModule):
         self, remote_device: str, module_cls: Any, args: Any = None, kwargs: dict[str, Any] | None = None
     ) -> None:
         super().__init__(remote_device, module_cls, args, kwargs)
+
+
+def _remote_module_reducer(remote_module: _RemoteModule) -> tuple[Any, ...]:
+    sent = tuple(remote_module.__dict__[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
+    return _remote_module_receiver, sent
+
+
+def _create_module(module_cls: Any, args: Any, kwargs: dict[str, Any], device: str) -> nn.Module:
+    return owner.make_module(module_cls, args, kwargs, device)
+
+
+def _create_module_with_interface(
+    module_cls: Any, args: Any, kwargs: dict[str, Any], device: str, module_interface_cls: Any
+) -> RRef[nn.Module]:
+    module = owner.make_module(module_cls, args, kwargs, device, module_interface_cls)
+    return RRef(module, module_interface_cls)
+
+
+_param_rrefs = owner.parameters_of
 
 
 def _remote_module_receiver(*sent: Any) -> RemoteModule:

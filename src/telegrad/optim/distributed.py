@@ -107,16 +107,7 @@ def step_of(created_on: int, local_id: int, context_id: int) -> None:
     worker = _worker()
     local: LocalOptimizer = worker.references.owned(RRefId(created_on, local_id)).get()
     timeout = remaining(worker.calls.default_timeout, current.get())
-    local.step(context_id, _gradients(worker, context_id), timeout / 1e9 if timeout else -1.0)
-
-
-def _gradients(worker: Worker, context_id: int) -> dict[Any, Any]:
-    """What the context has here; nothing if this worker took no part in it."""
-    found = worker.autograd.find(context_id)
-    if found is None:
-        return {}
-    with found.lock:
-        return dict(found.gradients)
+    local.step(context_id, timeout=timeout / 1e9 if timeout else -1.0)
 
 
 class _Done:

@@ -76,23 +76,38 @@ class LocalOptimizer:
         self._known = type(self.optimizer).__module__.split(".")[:2] == ["torch", "optim"]
         self._vacate()
 
-    def step(self, context: int, gradients: dict[Tensor, Tensor], timeout: float = -1.0) -> None:
+    @property
+    def optim(self) -> Any:
+        """The optimizer, under torch's name for it."""
+        return self.optimizer
+
+    def step(self, context: int, gradients: dict[Tensor, Tensor] | None = None, timeout: float = -1.0) -> None:
         """One step.
 
         Args:
             context: id of the autograd context.
-            gradients: those of the context on this worker, by parameter.
+            gradients: by parameter; those of the context on this worker by default.
             timeout: seconds to wait for steps of other optimizers of the same parameters; -1 is no limit.
 
         Raises:
             TimeoutError: another optimizer is still stepping one of the parameters.
             what the optimizer raises.
         """
+        if gradients is None:
+            gradients = self._gradients(context)
         with taking_turns(self._in_turn, timeout), torch.inference_mode(False):
             try:
                 self._step(gate_for(self._worker), context, gradients)
             finally:
                 self._vacate()
+
+    def _gradients(self, context: int) -> dict[Tensor, Tensor]:
+        """What the context has here; nothing if this worker took no part in it."""
+        found = self._worker.autograd.find(context)
+        if found is None:
+            return {}
+        with found.lock:
+            return dict(found.gradients)
 
     def _step(self, gate: StepGate, context: int, gradients: dict[Tensor, Tensor]) -> None:
         on_copies: list[tuple[Managed, Tensor]] = []

@@ -42,20 +42,27 @@ class Agent:
         """Those of all workers of the group."""
         return self.worker.infos()
 
-    def get_debug_info(self) -> dict[str, str]:
-        """Counts, as strings, under torch's names."""
+    def get_metrics(self) -> dict[str, str]:
+        """Counts of this moment, as strings, under torch's names.
+
+        Active calls of the server are those that run and, as in torch, those whose result comes later (the async ones).
+        """
         stats = self.worker.engine.stats()
-        info = {
-            "agent.num_pending_requests": stats["queued_requests"],
+        asynchronous = self.worker.handlers.async_calls
+        metrics = {
             "agent.thread_pool_size": self.worker.options.num_worker_threads,
-            "agent.num_idle_threads": stats["pool_threads"] - stats["running_handlers"],
+            "agent.num_idle_threads": max(stats["pool_threads"] - stats["running_handlers"], 0),
             "agent.client_active_calls": stats["pending_calls"],
-            "agent.server_active_calls": stats["running_handlers"],
-            "agent.server_active_async_calls": 0,
+            "agent.server_active_calls": stats["running_handlers"] + asynchronous,
+            "agent.server_active_async_calls": asynchronous,
         }
         if gil_profiling[0]:
-            info["agent.gil_average_wait_time_us"] = 0
-        return {key: str(value) for key, value in info.items()}
+            metrics["agent.gil_average_wait_time_us"] = 0
+        return {key: str(value) for key, value in metrics.items()}
+
+    def get_debug_info(self) -> dict[str, str]:
+        """The metrics, and the number of requests that wait for a thread."""
+        return {**self.get_metrics(), "agent.num_pending_requests": str(self.worker.engine.stats()["queued_requests"])}
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Waits until this worker has nothing left to do."""

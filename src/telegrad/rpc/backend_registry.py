@@ -29,14 +29,17 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
-def _repr(member: Any) -> str:
+_backend_type_doc = "The backends that there are; :func:`register_backend` adds one."
+
+
+def _backend_type_repr(member: Any) -> str:
     return f"BackendType.{member.name}"
 
 
 def _make_enum(members: dict[str, BackendValue]) -> Any:
     kind = enum.Enum("BackendType", members, module=__name__)  # type: ignore[misc]
-    kind.__doc__ = "The backends that there are; :func:`register_backend` adds one."
-    kind.__repr__ = _repr  # type: ignore[method-assign]
+    kind.__doc__ = _backend_type_doc
+    kind.__repr__ = _backend_type_repr  # type: ignore[method-assign]
     return kind
 
 
@@ -109,7 +112,7 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
-def _construct_tensorpipe_options(
+def _tensorpipe_construct_rpc_backend_options_handler(
     rpc_timeout: float,
     init_method: str,
     num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
@@ -126,7 +129,9 @@ def _construct_tensorpipe_options(
     )
 
 
-def _init_tensorpipe(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Any:
+def _tensorpipe_init_backend_handler(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> Any:
     from torch.distributed.distributed_c10d import Store
 
     if not isinstance(store, Store):
@@ -138,4 +143,4 @@ def _init_tensorpipe(store: Any, name: str, rank: int, world_size: int | None, r
     return api._start_agent(store, name, rank, world_size, rpc_backend_options)
 
 
-register_backend("TENSORPIPE", _construct_tensorpipe_options, _init_tensorpipe)
+register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)

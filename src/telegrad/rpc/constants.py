@@ -21,3 +21,9 @@ DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
 
 UNSET_RPC_TIMEOUT: float = -1.0
 """As a call's time-out: take the worker's default."""
+
+# Torch's private names for the same values.
+_DEFAULT_INIT_METHOD = DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = DEFAULT_NUM_WORKER_THREADS
+_DEFAULT_RPC_TIMEOUT_SEC = DEFAULT_RPC_TIMEOUT_SEC
+_UNSET_RPC_TIMEOUT = UNSET_RPC_TIMEOUT

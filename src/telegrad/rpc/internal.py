@@ -9,6 +9,7 @@ import copyreg
 import io
 import pickle
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -20,7 +21,9 @@ from telegrad.observe import call_key
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
-_tables = threading.local()  # .send and .recv: the table of the message being pickled in this thread
+_thread_local_tensor_tables = threading.local()  # .send_tables, .recv_tables: of the message that the thread pickles
+_pickler = pickle.Pickler
+_unpickler = pickle.Unpickler
 
 _NOT_FOUND = """ Default RPC pickler does not serialize
             function code. Ensure that UDFs are defined on both caller and
@@ -54,12 +57,12 @@ class RemoteException(NamedTuple):
 @contextmanager
 def _table(name: str, content: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Makes a table the current one of this thread; pickling within pickling gets one of its own."""
-    outer = getattr(_tables, name, None)
-    setattr(_tables, name, content)
+    outer = getattr(_thread_local_tensor_tables, name, None)
+    setattr(_thread_local_tensor_tables, name, content)
     try:
         yield content
     finally:
-        setattr(_tables, name, outer)
+        setattr(_thread_local_tensor_tables, name, outer)
 
 
 class _InternalRPCPickler:
@@ -76,12 +79,13 @@ class _InternalRPCPickler:
 
     @classmethod
     def _tensor_receiver(cls, tensor_index: int) -> torch.Tensor:
-        tensor: torch.Tensor = _tables.recv[tensor_index]
+        tensor: torch.Tensor = _thread_local_tensor_tables.recv_tables[tensor_index]
         return tensor
 
     def _tensor_reducer(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        _tables.send.append(tensor)
-        return _InternalRPCPickler._tensor_receiver, (len(_tables.send) - 1,)
+        tensors = _thread_local_tensor_tables.send_tables
+        tensors.append(tensor)
+        return _InternalRPCPickler._tensor_receiver, (len(tensors) - 1,)
 
     @classmethod
     def _py_rref_receiver(cls, rref_fork_data: Any) -> Any:
@@ -112,17 +116,17 @@ class _InternalRPCPickler:
         if isinstance(obj, torch.jit.ScriptModule):
             table[type(obj)] = self._script_module_reducer
         f = io.BytesIO()
-        pickler = pickle.Pickler(f)
+        pickler = _pickler(f)
         pickler.dispatch_table = {**table, **self._class_reducer_dict}
-        with _table("send", []) as tensors:
+        with _table("send_tables", []) as tensors:
             pickler.dump(obj)
         return f.getvalue(), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
         """The object again. If a function or class is not found, an ``AttributeError`` is *returned*, as in torch."""
-        with _table("recv", tensor_table):
+        with _table("recv_tables", tensor_table):
             try:
-                return pickle.loads(binary_data)
+                return _unpickler(io.BytesIO(binary_data)).load()
             except AttributeError as e:
                 missing = AttributeError(str(e) + _NOT_FOUND)
                 missing.__cause__ = e
@@ -147,3 +151,31 @@ def _build_rpc_profiling_key(
 ) -> str:
     """The name under which a call appears in a profile."""
     return call_key(exec_type.value, func_name, current_worker_name, dst_worker_name)
+
+
+def _run_function(python_udf: Any) -> Any:
+    """Runs a call that has been unpickled; what it raises is returned as a `RemoteException`. For programs that ship
+    pickled calls by means of their own: Telegrad's calls do not go through it."""
+    from telegrad.rpc import api
+
+    try:
+        if isinstance(python_udf, AttributeError):
+            raise python_udf
+        return python_udf.func(*python_udf.args, **python_udf.kwargs)
+    except Exception as e:
+        where = api._get_current_rpc_agent().get_worker_info()
+        return RemoteException(f"On {where}:\n{e!r}\n{traceback.format_exc()}", type(e))
+
+
+def _handle_exception(result: Any) -> None:
+    """Raises the exception that `_run_function` has returned, if it has returned one."""
+    if not isinstance(result, RemoteException):
+        return
+    try:
+        error = result.exception_type(result.msg)
+    except BaseException as e:
+        raise RuntimeError(
+            f"Failed to create original exception type. Error msg was {e} Original exception on remote side was"
+            f" {result.msg}"
+        ) from e
+    raise error

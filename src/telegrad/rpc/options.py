@@ -16,8 +16,10 @@ from telegrad.options import (
 
 __all__ = ["Options", "RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
-Device = int | str | torch.device
+DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
+
+_is_tensorpipe_available = True
 
 # torch's own names. They choose nothing (Telegrad picks the transport of each pair by probing), but programs
 # pass them to work around defects of the original, so they are checked as there and kept.
@@ -36,7 +38,7 @@ def _device(device: Any) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def _as_device_map(devices: Mapping[Any, Any]) -> DeviceMap:
+def _to_device_map(devices: Mapping[Any, Any]) -> DeviceMap:
     there: DeviceMap = {}
     back: DeviceMap = {}
     for key, value in devices.items():
@@ -50,15 +52,42 @@ def _as_device_map(devices: Mapping[Any, Any]) -> DeviceMap:
     return there
 
 
-def _as_cuda_devices(devices: Iterable[Device]) -> list[torch.device]:
-    found = [_device(d) for d in devices]
-    for device in found:
-        if device.type != "cuda":
-            raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
+def _to_device(device: DeviceType) -> torch.device:
+    found = _device(device)
+    if found.type != "cuda":
+        raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {found.type}.")
     return found
 
 
-class TensorPipeRpcBackendOptions(RpcBackendOptions):
+def _to_device_list(devices: Iterable[DeviceType]) -> list[torch.device]:
+    return [_to_device(device) for device in devices]
+
+
+class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
+    """Torch's base of the options: the values as they are kept, by position."""
+
+    def __init__(
+        self,
+        num_worker_threads: int,
+        _transports: Sequence[str] | None,
+        _channels: Sequence[str] | None,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, DeviceMap] | None = None,
+        devices: Iterable[torch.device] = (),
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads = check_threads(num_worker_threads)
+        _check_names("transport", _transports, _TENSORPIPE_TRANSPORTS)
+        _check_names("channel", _channels, _TENSORPIPE_CHANNELS)
+        self.device_maps = dict(device_maps or {})
+        self.devices = list(devices)
+
+    def _set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        self.device_maps.setdefault(to, {}).update(_to_device_map(device_map))
+
+
+class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
     """The options of torch's only backend, accepted as they are there. All attributes can be set.
 
     Args:
@@ -81,16 +110,19 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str = DEFAULT_INIT_METHOD,
         device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
-        devices: Iterable[Device] | None = None,
+        devices: Iterable[DeviceType] | None = None,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(rpc_timeout, init_method)
-        self.num_worker_threads = check_threads(num_worker_threads)
-        _check_names("transport", _transports, _TENSORPIPE_TRANSPORTS)
-        _check_names("channel", _channels, _TENSORPIPE_CHANNELS)
-        self.device_maps: dict[str, DeviceMap] = {to: _as_device_map(m) for to, m in (device_maps or {}).items()}
-        self.devices: list[torch.device] = _as_cuda_devices(devices or ())
+        super().__init__(
+            num_worker_threads,
+            _transports,
+            _channels,
+            rpc_timeout,
+            init_method,
+            {to: _to_device_map(m) for to, m in (device_maps or {}).items()},
+            _to_device_list(devices or ()),
+        )
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Adds to the map from devices here to devices of the worker ``to``. May be called again and again.
@@ -102,7 +134,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         Raises:
             ValueError: two devices are mapped to one, or one that is mapped already to another.
         """
-        new = _as_device_map(device_map)
+        new = _to_device_map(device_map)
         old = self.device_maps.setdefault(to, {})
         for here, there in new.items():
             if old.get(here, there) != there:
@@ -111,13 +143,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
                 )
         old.update(new)
 
-    def _set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        self.device_maps.setdefault(to, {}).update(_as_device_map(device_map))
-
-    def set_devices(self, devices: Iterable[Device]) -> None:
+    def set_devices(self, devices: Iterable[DeviceType]) -> None:
         """Sets the CUDA devices that this worker uses.
 
         Raises:
             ValueError: one of them is not a CUDA device.
         """
-        self.devices = _as_cuda_devices(devices)
+        self.devices = _to_device_list(devices)

@@ -72,6 +72,12 @@ class Handlers:
         self._references = references
         self._loop = loop
         self._ready = False
+        self._later: set[tuple[int, int]] = set()  # requests whose function has returned before its result is there
+
+    @property
+    def async_calls(self) -> int:
+        """The number of requests whose result comes later: coroutines, and functions that returned a future."""
+        return len(self._later)
 
     def handle(self, item: tuple[Any, ...]) -> None:
         """Runs one request, as `Engine.next` gives it. Never raises what user code raises."""
@@ -288,6 +294,7 @@ class Handlers:
     # ---- results that come later
 
     def _answer_later(self, asked: Asked, flags: int, preamble: Preamble, result: Any, function: Any) -> None:
+        self._later.add((asked.connection, asked.call))
         if type(result) is CoroutineType:
             self._loop.run(
                 result,
@@ -295,11 +302,12 @@ class Handlers:
                 flags,
                 preamble.autocast,
                 asked.recording,
-                lambda value, error: self._settle(asked, preamble.target, value, error),
+                lambda value, error: self._settle_later(asked, preamble.target, value, error),
             )
             return
         if not isinstance(result, torch._C.Future):
             kind = type(result)
+            self._later.discard((asked.connection, asked.call))
             raise RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
         result.add_done_callback(lambda done: self._complete(asked, preamble.target, done))
 
@@ -307,9 +315,13 @@ class Handlers:
         try:
             value = done.value()
         except BaseException as e:  # user code may have put a SystemExit there
-            self._settle(asked, target, None, e)
+            self._settle_later(asked, target, None, e)
         else:
-            self._settle(asked, target, value, None)
+            self._settle_later(asked, target, value, None)
+
+    def _settle_later(self, asked: Asked, target: RRefId | None, value: Any, error: BaseException | None) -> None:
+        self._later.discard((asked.connection, asked.call))
+        self._settle(asked, target, value, error)
 
     # ---- replies
 

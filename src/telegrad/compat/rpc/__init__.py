@@ -14,6 +14,8 @@ from telegrad import observe as _observe
 from telegrad import rpc as _public
 from telegrad.compat import autograd as _autograd
 from telegrad.compat.futures import install_wait_all
+from telegrad.compat.rpc import _utils
+from telegrad.compat.rpc import invoke as _invoke
 from telegrad.errors import NotInitialized
 from telegrad.rpc import *  # noqa: F403
 from telegrad.rpc import agent as _agent
@@ -44,6 +46,7 @@ _ADDED: Final[dict[str, tuple[ModuleType, str]]] = {
             "new_method",
         )
     },
+    **{name: (_invoke, name) for name in _invoke.__all__},
     **{name: (backend_registry, name) for name in (*backend_registry.__all__, "BackendType")},
     "RpcAgent": (_agent, "Agent"),
     "TensorPipeAgent": (_agent, "Agent"),
@@ -53,10 +56,13 @@ _ADDED: Final[dict[str, tuple[ModuleType, str]]] = {
     "_UNSET_RPC_TIMEOUT": (constants, "UNSET_RPC_TIMEOUT"),
     "_init_rpc_backend": (_start, "_init_rpc_backend"),
     "_server_process_global_profile": (_observe, "ServerProfile"),
+    "_TensorPipeRpcBackendOptionsBase": (options, "_TensorPipeRpcBackendOptionsBase"),
+    "_is_tensorpipe_available": (options, "_is_tensorpipe_available"),
+    "logger": (api, "logger"),
 }
 """Torch's names, and where ours are. They are looked up at each use: some change, and programs patch them."""
 
-_SUBMODULES: Final = ("_utils", "rref_proxy", "server_process_global_profiler")
+_SUBMODULES: Final = ("rref_proxy", "server_process_global_profiler")
 """Those that torch's package has loaded by itself, and ours loads when they are asked for."""
 
 __all__ = sorted({*_public.__all__, *(name for name in _ADDED if name[0] != "_")})  # noqa: PLE0605  # a list, in the end
@@ -67,8 +73,6 @@ for _module in (api, backend_registry, constants, functions, internal, options):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
 
 install_wait_all()
-
-_is_tensorpipe_available = True
 
 
 def __getattr__(name: str) -> Any:
@@ -111,3 +115,28 @@ def _enable_jit_rref_pickle() -> NoReturn:
 
 
 _disable_jit_rref_pickle = _enable_jit_rref_pickle
+
+
+def _finalize_shutdown() -> None:
+    """The last step of torch's shutdown: leaves the group at once."""
+    try:
+        api._destroy_rref_context(api._ignore_rref_leak)
+    finally:
+        api._get_current_rpc_agent().shutdown()
+        api._reset_current_rpc_agent()
+
+
+_ATTACHED: Final[dict[ModuleType, tuple[Any, ...]]] = {
+    api: (
+        *(getattr(_invoke, name) for name in _invoke.__all__),
+        *(RemoteProfilerManager, _finalize_shutdown, internal.RPCExecMode, internal._build_rpc_profiling_key),
+        *(_utils._group_membership_management, _utils._update_group_membership),
+    ),
+    backend_registry: (_utils._group_membership_management, _utils._update_group_membership),
+    internal: (api._get_current_rpc_agent,),
+}
+"""What only programs use of the modules that stand for torch's, by torch's names."""
+
+for _module, _attached in _ATTACHED.items():
+    for _one in _attached:
+        setattr(_module, _one.__name__, _one)

@@ -1,9 +1,12 @@
 """Torch's module of helpers for groups whose members come and go."""
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from telegrad.worker import rendezvous
+
+logger = logging.getLogger("telegrad")
 
 
 def _group_membership_management(store: Any, name: str, is_join: bool) -> AbstractContextManager[None]:

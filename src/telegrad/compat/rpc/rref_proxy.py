@@ -4,7 +4,8 @@ them."""
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.rpc import functions
+from telegrad.rpc import functions, rpc_async  # noqa: F401  # as in torch's module
+from telegrad.rpc.constants import UNSET_RPC_TIMEOUT  # noqa: F401  # as in torch's module
 from telegrad.rref import RRef, RRefProxy
 
 __all__ = ["RRefProxy"]

@@ -4,12 +4,10 @@ Importing this registers the backend ``FAULTY_TENSORPIPE``, as importing torch's
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from telegrad.compat.rpc._testing.faults import Faults
-from telegrad.rpc import api, constants
+from telegrad.rpc import constants
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.backend_registry import backend_registered, register_backend
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
@@ -60,17 +58,4 @@ class FaultyTensorPipeAgent(Agent):
     """Torch's name for the agent; only its class differs from any other."""
 
 
-def _construct_options(rpc_timeout: float, init_method: str, **others: Any) -> FaultyTensorPipeRpcBackendOptions:
-    return FaultyTensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **others)
-
-
-def _init_agent(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Any:
-    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
-        raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
-    agent = api._start_agent(store, name, rank, world_size, rpc_backend_options)
-    agent.worker.calls.send_filter = rpc_backend_options.faults()
-    return agent
-
-
-if not backend_registered("FAULTY_TENSORPIPE"):
-    register_backend("FAULTY_TENSORPIPE", _construct_options, _init_agent)
+from telegrad.compat.rpc._testing import faulty_agent_backend_registry  # noqa: E402, F401  # it needs these classes

@@ -1,0 +1,178 @@
+"""The functions below torch's `rpc_sync`, `rpc_async` and `remote`, for programs that call them.
+
+In torch each is a function of the C++ core, for one kind of callable: an operator by name, a pickled Python call, a
+scripted function by name. Here they are calls like any other, so a profile and an autograd context see them as well.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from telegrad import observe
+from telegrad.rpc import api, functions, internal
+from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.rref import RRef
+from telegrad.types import WorkerInfo
+from telegrad.worker.future import CallFuture
+
+__all__ = [
+    "_invoke_remote_builtin",
+    "_invoke_remote_python_udf",
+    "_invoke_remote_torchscript",
+    "_invoke_rpc",
+    "_invoke_rpc_builtin",
+    "_invoke_rpc_python_udf",
+    "_invoke_rpc_torchscript",
+]
+
+
+def _invoke_rpc(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    rpc_type: internal.RPCExecMode,
+    args: Any = None,
+    kwargs: Any = None,
+    rpc_timeout: float = UNSET_RPC_TIMEOUT,
+) -> CallFuture:
+    """As `rpc_async`, but `_wait_all` does not wait for it; `rpc_type` is what a profile calls it."""
+    if not callable(func):
+        raise TypeError(api.NOT_CALLABLE)
+    worker = api._worker()
+    if rpc_type is not internal.RPCExecMode.ASYNC and torch._C._autograd._profiler_enabled():
+        name = getattr(func, "__qualname__", type(func).__qualname__)
+        observe.name_next_call(observe.call_key(rpc_type.value, name, worker.info.name, worker.info_of(to).name))
+    return worker.rpc_async(to, func, args, kwargs, rpc_timeout)
+
+
+def _invoke_rpc_builtin(
+    dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: Any, **kwargs: Any
+) -> CallFuture:
+    """Calls an operator of torch by its name, such as ``aten::add``."""
+    _operator(opName)
+    return api._worker().rpc_async(dst, run_operator, (opName, args, kwargs), None, rpcTimeoutSeconds)
+
+
+def _invoke_remote_builtin(
+    dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: Any, **kwargs: Any
+) -> RRef[Any]:
+    """As `_invoke_rpc_builtin`; the result stays there."""
+    _operator(opName)
+    return api.remote(dst, run_operator, (opName, args, kwargs), None, rpcTimeoutSeconds)
+
+
+def _invoke_rpc_python_udf(
+    dst: WorkerInfo,
+    pickledPythonUDF: bytes,
+    tensors: Sequence[torch.Tensor],
+    rpcTimeoutSeconds: float,
+    isAsyncExecution: bool,
+) -> CallFuture:
+    """Calls what ``internal.serialize(PythonUDF(func, args, kwargs))`` has pickled.
+
+    It cannot hold references: outside of a message they are not pickled.
+    """
+    run = _RUN_PICKLED[isAsyncExecution]
+    return api._worker().rpc_async(dst, run, (pickledPythonUDF, list(tensors)), None, rpcTimeoutSeconds)
+
+
+def _invoke_remote_python_udf(
+    dst: WorkerInfo,
+    pickledPythonUDF: bytes,
+    tensors: Sequence[torch.Tensor],
+    rpcTimeoutSeconds: float,
+    isAsyncExecution: bool,
+) -> RRef[Any]:
+    """As `_invoke_rpc_python_udf`; the result stays there."""
+    run = _RUN_PICKLED[isAsyncExecution]
+    return api.remote(dst, run, (pickledPythonUDF, list(tensors)), None, rpcTimeoutSeconds)
+
+
+def _invoke_rpc_torchscript(
+    dstWorkerName: str,
+    qualifiedNameStr: str,
+    argsTuple: tuple[Any, ...],
+    kwargsDict: dict[str, Any],
+    rpcTimeoutSeconds: float,
+    isAsyncExecution: bool,
+) -> CallFuture:
+    """Calls a scripted function by its qualified name. As in torch, this worker must have it too.
+
+    Raises:
+        RuntimeError: it has none of that name.
+    """
+    _scripted(qualifiedNameStr)
+    arguments = (qualifiedNameStr, argsTuple, kwargsDict)
+    return api._worker().rpc_async(dstWorkerName, _RUN_SCRIPTED[isAsyncExecution], arguments, None, rpcTimeoutSeconds)
+
+
+def _invoke_remote_torchscript(
+    dstWorkerName: str,
+    qualifiedNameStr: str,
+    rpcTimeoutSeconds: float,
+    isAsyncExecution: bool,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> RRef[Any]:
+    """As `_invoke_rpc_torchscript`; the result stays there."""
+    _scripted(qualifiedNameStr)
+    arguments = (qualifiedNameStr, args, kwargs)
+    return api.remote(dstWorkerName, _RUN_SCRIPTED[isAsyncExecution], arguments, None, rpcTimeoutSeconds)
+
+
+# ---- what runs on the callee
+
+
+def run_operator(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator of torch."""
+    return _operator(name)(*args, **kwargs)
+
+
+def run_pickled(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
+    """Runs a call that the default pickler has pickled."""
+    call = internal.deserialize(pickled, tensors)
+    if isinstance(call, AttributeError):
+        raise call
+    return call.func(*call.args, **call.kwargs)
+
+
+@functions.async_execution
+def run_pickled_async(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
+    """As `run_pickled`, of a function that returns a future."""
+    return run_pickled(pickled, tensors)
+
+
+def run_scripted(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a scripted function."""
+    return _scripted(name)(*args, **kwargs)
+
+
+@functions.async_execution
+def run_scripted_async(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """As `run_scripted`, of a function that returns a future."""
+    return run_scripted(name, args, kwargs)
+
+
+_RUN_PICKLED = (run_pickled, run_pickled_async)
+_RUN_SCRIPTED = (run_scripted, run_scripted_async)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    path = name.replace("::", ".")
+    try:
+        found: Callable[..., Any] = operator.attrgetter(path)(torch.ops)
+    except (AttributeError, RuntimeError) as e:
+        raise RuntimeError(f"there is no operator {name!r} in torch.ops; a name is, for example, 'aten::add'.") from e
+    return found
+
+
+def _scripted(name: str) -> Any:
+    function = torch.jit._state._python_cu.find_function(name)
+    if function is None:
+        raise RuntimeError(
+            f"there is no scripted function {name!r} on worker {api._worker().info.name}. Import the module that"
+            " defines it, on the caller and on the callee."
+        )
+    return function
