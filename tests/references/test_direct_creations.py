@@ -70,7 +70,7 @@ def only_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("made in another way")
 
-    monkeypatch.setattr(rpc.api, "create", refuse)
+    monkeypatch.setattr(rpc.calls, "create", refuse)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def other_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(args[3])
         return create.create(*args)
 
-    monkeypatch.setattr(rpc.api, "create", note)
+    monkeypatch.setattr(rpc.calls, "create", note)
     return made
 
 
