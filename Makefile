@@ -62,12 +62,13 @@ bench-check: build ## the same; fails when another framework is ahead of us in a
 	@tools/install_peers.sh $(VENV)
 	$(PY) -m bench --check $(ARGS)
 
-lint: build ## ruff, mypy --strict, clang-format, and the stub of the core
+lint: build ## ruff, mypy --strict, complete types, clang-format, and the stub of the core
 	$(PY) -m ruff check -q .
 	$(PY) -m ruff format -q --check .
 	$(PY) -m mypy --strict src/telegrad bench
 	tools/clang_format.sh $(VENV) --dry-run -Werror
 	$(PY) tools/stubs.py --check
+	$(PY) tools/verify_types.py
 
 format: $(READY) ## let ruff and clang-format rewrite the sources
 	$(PY) -m ruff check -q --fix-only .

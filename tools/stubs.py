@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -10,11 +11,16 @@ from nanobind.stubgen import StubGen
 
 STUB = Path(__file__).parent.parent / "src" / "telegrad" / "_core.pyi"
 
+PARAMETERS = {"list": "Any", "set": "Any", "dict": "Any, Any", "tuple": "Any, ..."}
+"""What nanobind leaves out of the types of containers, and type checkers ask for."""
+
+BARE = re.compile(r"(?<=: |> )(list|set|dict|tuple)\b(?!\[)")
+
 
 def generate() -> str:
     stub = StubGen(importlib.import_module("telegrad._core"), quiet=True)
     stub.put(stub.module)
-    return stub.get()
+    return BARE.sub(lambda found: f"{found[1]}[{PARAMETERS[found[1]]}]", stub.get())
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ class Memory:
     The memory that an engine hands out with messages. It outlives the engine.
     """
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[Any, Any]:
         """How much of it is in use, and how much is kept warm."""
 
 def release() -> None:
@@ -50,7 +50,7 @@ class Engine:
 
     def forget_peer(self, id: int, why: str) -> None: ...
 
-    def call(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, linger: object | None) -> tuple:
+    def call(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, linger: object | None) -> tuple[Any, ...]:
         """
         Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).
         """
@@ -60,7 +60,7 @@ class Engine:
         Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. If `lazy`, no thread is woken to look out for it: where none does so by itself, it comes up to 2 ms later; and if it must be sent (MAY_LINGER), it waits for a connection without end. Returns the call's id; 0 if the engine has been stopped.
         """
 
-    def wait(self, call: int, timeout: int) -> tuple | None:
+    def wait(self, call: int, timeout: int) -> tuple[Any, ...] | None:
         """
         The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an outcome that has come by then waits for the next call of this, which must follow.
         """
@@ -84,7 +84,7 @@ class Engine:
         Sends a message that is never answered. False: the peer is known to be gone.
         """
 
-    def next(self, thread: PoolThread) -> tuple | None:
+    def next(self, thread: PoolThread) -> tuple[Any, ...] | None:
         """
         The next thing to do, by a pool thread: blocks; None when the engine has stopped.
         (0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),
@@ -101,7 +101,7 @@ class Engine:
 
     def stop(self, linger: int) -> None: ...
 
-    def stats(self) -> dict: ...
+    def stats(self) -> dict[Any, Any]: ...
 
     @property
     def memory(self) -> Memory: ...
@@ -125,7 +125,7 @@ class Unusual:
 class PlainCalls:
     """The short way for calls that carry only plain values."""
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, gradients: int, ended: int, may_linger: int, reply_flags: int, max_body: int, preamble: int, current: object, infos: dict, info_type: object, known: dict, by_value: set, profiling: dict, is_grad_enabled: object, running_loop: object, future_type: object, no_devices: object) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, gradients: int, ended: int, may_linger: int, reply_flags: int, max_body: int, preamble: int, current: object, infos: dict[Any, Any], info_type: object, known: dict[Any, Any], by_value: set[Any], profiling: dict[Any, Any], is_grad_enabled: object, running_loop: object, future_type: object, no_devices: object) -> None: ...
 
     def call_directly(self, to: object | None, function: object | None, args: object | None, kwargs: object | None, timeout: int) -> object:
         """
@@ -162,7 +162,7 @@ class PlainCalls:
     def answer(self, call: int, timeout: int) -> object:
         """Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None."""
 
-    def collect(self, futures: list, calls: list, results: list, complete: object, end: object, tell_when_done: object) -> object:
+    def collect(self, futures: list[Any], calls: list[Any], results: list[Any], complete: object, end: object, tell_when_done: object) -> object:
         """
         Waits for calls that were begun and completes their futures, in this thread, as their outcomes come:
         complete(future, value) where that is plain, and the value is put into the list of results, else
@@ -191,7 +191,7 @@ class PlainPool:
     plain values, and replies with a plain value to asynchronous calls.
     """
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, gradients: int, ended: int, may_linger: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object, on_gradients: object, on_ended: object, fetch: object, values: dict) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, gradients: int, ended: int, may_linger: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object, on_gradients: object, on_ended: object, fetch: object, values: dict[Any, Any]) -> None: ...
 
     def reply(self, connection: int, call: int, messages: object) -> bool:
         """
@@ -204,7 +204,7 @@ class PlainPool:
     def close(self) -> None:
         """From now on all requests go to Python."""
 
-    def next(self, thread: PoolThread) -> tuple | None:
+    def next(self, thread: PoolThread) -> tuple[Any, ...] | None:
         """
         As `Engine.next`, but only what is not plain; (5 nothing, spawn) means: come again.
 
@@ -214,13 +214,13 @@ class PlainPool:
 class Reach:
     """What nodes of torch's graph lead to, from one source after the other."""
 
-    def __init__(self, kinds: dict) -> None:
+    def __init__(self, kinds: dict[Any, Any]) -> None:
         """
         `kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 3 for those of them that
         run code of the program, 1 for leaves, which several sources may share, 2 for other ends.
         """
 
-    def walk(self, starts: list, source: int, descent: object | None = None) -> list | None:
+    def walk(self, starts: list[Any], source: int, descent: object | None = None) -> list[Any] | None:
         """
         The ends that these nodes lead to, and that this source has not come to yet, each with the last source
         that has, or None. None in place of the list: another source leads to one of the nodes; this
@@ -241,7 +241,7 @@ class Buffer:
 class CodecError(ValueError):
     """The bytes of a message are not what the codec writes."""
 
-def tensor_dtypes() -> list:
+def tensor_dtypes() -> list[Any]:
     """
     The element types that tensors may have on the wire: (code, name of the torch dtype).
     """
@@ -259,7 +259,7 @@ class Codec:
     the registered types, all of exactly that type.
     """
 
-    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple = (), parameter_type: object | None = None) -> None: ...
+    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None) -> None: ...
 
     def register(self, type: type, code: int, pack: object, unpack: object) -> None:
         """

@@ -137,7 +137,9 @@ class OwnerLost(WorkerLost):
         super().__init__(name, why)
         self.rref = rref
         what = f"the value of {rref}" if rref else "the value of a remote reference"
-        self.args = (f"{what} went with its owner, worker {name}, which is lost: {why}. Create it anew elsewhere.",)
+        self.args: tuple[Any, ...] = (
+            f"{what} went with its owner, worker {name}, which is lost: {why}. Create it anew elsewhere.",
+        )
 
 
 class SerializationError(TelegradError):

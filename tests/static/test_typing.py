@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import verify_types
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("typed_program.py"))
@@ -39,3 +40,23 @@ def test_results_have_the_types_of_what_is_called(checker: tuple[str, ...], tmp_
     assert said.returncode == 1, said.stdout + said.stderr
     assert "wrong.py:3" in said.stdout
     assert '"int"' in said.stdout
+
+
+def test_the_check_of_public_types_finds_what_is_missing(tmp_path: Path) -> None:
+    pytest.importorskip("basedpyright")
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "py.typed").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (package / "__init__.py").write_text(
+        "class C:\n    def __init__(self, x: int) -> None:\n        self.x: int = max(x, 0)\n"
+    )
+    assert verify_types.incomplete("some_package", environment) == []
+    (package / "__init__.py").write_text(
+        "class C:\n    def __init__(self, x: int) -> None:\n        self.x = max(x, 0)\n"
+    )
+    lacking = verify_types.incomplete("some_package", environment)
+    assert [line.partition(":")[0] for line in lacking] == ["some_package.C", "some_package.C.x"]
+    assert "__init__.py:3: Type is missing type annotation" in lacking[1]
+    with pytest.raises(RuntimeError, match="no_such_package"):
+        verify_types.incomplete("no_such_package", environment)

@@ -56,14 +56,14 @@ class Context:
     __slots__ = ("asked", "ended", "gradients", "heard", "id", "lock", "passes", "passes_over", "receipts", "sends")
 
     def __init__(self, id: int) -> None:
-        self.id = id
+        self.id: int = id
         self.sends: dict[int, Sent] = {}
         self.receipts: dict[int, Received] = {}
         self.gradients: dict[Tensor, Tensor] = {}
         """Leaf to its gradient, by identity of the leaf; same shape and dtype as the leaf, dense or sparse."""
-        self.ended = False
+        self.ended: bool = False
         """It was left: nothing is recorded in it, no pass begins in it."""
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.asked: dict[int, int] = {}
         """By worker: how many requests I have sent it in this context. They are to be told when it ends."""
         self.heard: dict[int, int] = {}

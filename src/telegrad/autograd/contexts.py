@@ -50,7 +50,7 @@ class Contexts:
         self.table: dict[int, Context] = {}
         self.late: dict[int, dict[int, int]] = {}
         """Ended contexts: by peer, the requests that it has told of, less those that came. Never 0."""
-        self.left_open = 0
+        self.left_open: int = 0
         """How many that were opened here had not been left when the worker was closed."""
         self._tell = tell
         self._ended = ended

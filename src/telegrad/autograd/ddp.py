@@ -43,10 +43,10 @@ def _notice(module: torch.nn.Module, name: str, submodule: Any) -> None:
 
 register_module_module_registration_hook(_notice)
 if torch.distributed.is_available() and torch.distributed.is_initialized():
-    for found in gc.get_objects():  # those made before this module was imported
-        if isinstance(found, DistributedDataParallel):
-            _notice(found, "module", found.module)
-    del found
+    for _found in gc.get_objects():  # those made before this module was imported
+        if isinstance(_found, DistributedDataParallel):
+            _notice(_found, "module", _found.module)
+    del _found
 
 
 def any_reduced(leaves: Sequence[Any]) -> bool:

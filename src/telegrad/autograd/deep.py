@@ -63,7 +63,7 @@ class Descent:
     __slots__ = ("_collecting", "_gaps", "at")
 
     def __init__(self) -> None:
-        self.at = FIRST
+        self.at: int = FIRST
         self._gaps: Iterator[int] | None = None
         self._collecting = False
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 __all__ = ["StepGate", "Turn"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 STILL = 1.0  # s that all handlers a step waits for may stand still before it goes on without them
 MOST = 20.0  # s that it waits in any case

@@ -68,7 +68,7 @@ class _Kinds(dict[type, int]):
         return found
 
 
-kinds = _Kinds()
+kinds: _Kinds = _Kinds()
 
 
 def mark_recv(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -102,9 +102,9 @@ class Cell:
     __slots__ = ("crossings", "key", "leaves", "number", "rank")
 
     def __init__(self, key: tuple[int, ...], number: int) -> None:
-        self.key = key
-        self.number = number
-        self.rank = 0  # its place in the order in which sums are made; a cell leads only to cells of higher rank
+        self.key: tuple[int, ...] = key
+        self.number: int = number
+        self.rank: int = 0  # its place in the order in which sums are made; a cell leads only to cells of higher rank
         self.crossings: dict[Cell | None, list[Crossing]] = {}  # to nodes and recvs of that cell; None: the final stage
         self.leaves: list[Crossing] = []  # to leaves
 
@@ -134,16 +134,17 @@ class LocalGraph:
     def __init__(
         self, sources: Sequence[tuple[int, Sequence[GradientEdge | None]]], receipts: Iterable[Received]
     ) -> None:
-        self.sources = dict(sources)
-        self.bits = {source: bit for bit, source in enumerate(self.sources)}
-        self.recvs = {received.node: received for received in receipts}
+        self.sources: dict[int, Sequence[GradientEdge | None]] = dict(sources)
+        self.bits: dict[int, int] = {source: bit for bit, source in enumerate(self.sources)}
+        self.recvs: dict[Node, Received] = {received.node: received for received in receipts}
         self.groups: list[Group] = []
-        self.final = _NOTHING
+        self.final: Stage = _NOTHING
         self.foreign: list[tuple[Node, int]] = []  # recvs of other contexts, and the sources that reach them
-        self.is_forest = True
+        self.is_forest: bool = True
         # In a forest:
         self.shared: dict[Node, list[int]] = {}  # leaf -> its sources, by bit, where there are several
-        self.only_recvs = 0  # sources, by bit, that lead past many nodes, none of them OWN, to recvs and nothing else
+        # Sources, by bit, that lead past many nodes, none of them OWN, to recvs and nothing else.
+        self.only_recvs: int = 0
         self._stages: list[Stage] = []  # by group
         with Descent() as descent:
             planted = self._plant(descent)
@@ -255,6 +256,10 @@ class Walk:
     """
 
     __slots__ = ("_begin", "_end", "_targets", "kinds", "nodes", "number_of", "order")
+    nodes: list[Any]
+    kinds: list[int]
+    order: list[int]
+    number_of: dict[Any, int]
 
     def __init__(self, starts: Iterable[Iterable[GradientEdge | None]]) -> None:
         with Descent() as descent:

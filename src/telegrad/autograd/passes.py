@@ -42,7 +42,7 @@ from telegrad.types import WorkerInfo
 
 __all__ = ["Pass"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 GRADIENTS, MARK, MARKED, FINISH, REPORT, FAILED, LOST, ABORT = range(8)
 

@@ -116,7 +116,7 @@ class Vain:
     __slots__ = ("passes",)
 
     def __init__(self) -> None:
-        self.passes = 0
+        self.passes: int = 0
 
     def may_walk(self) -> bool:
         """Is the short way to be tried for in this pass?"""
@@ -133,7 +133,7 @@ class Vain:
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.here = Vain()
+        self.here: Vain = Vain()
 
 
-vain = _OfThread()
+vain: _OfThread = _OfThread()

@@ -4,7 +4,7 @@ Of what was sent the edges are kept, not the tensors: they lead to where the gra
 keep no data alive. What was received are the results of one function, `Recv`, whose node is the end of the graph here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Recv(torch.autograd.Function):
 
 _new: Any = tuple.__new__  # a record without its constructor's frame
 _REST = (None,) * (len(GradientEdge._fields) - 2)
-is_grad_enabled = torch.is_grad_enabled
+is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _apply: Any = super(torch.autograd.Function, Recv).apply
 _in_transform = getattr(torch._C, "_are_functorch_transforms_active", None)
 

@@ -35,7 +35,7 @@ Event: TypeAlias = tuple[Any, ...]  # a method of a pass, and its arguments
 class End:
     """How a pass ended, at its root, and who waits for that: one thread."""
 
-    over = False
+    over: bool = False
     error: BaseException | None = None
     _waiting: threading.Event | None = None
 
@@ -78,7 +78,7 @@ class Running:
         self.number = number
         self.deadline = deadline
         self.asked: deque[Question] = deque()  # at the root: what its thread may wait for
-        self.end = End()
+        self.end: End = End()
         self.passes = passes
         self._working = threading.Lock()  # held by the thread that is in it
         self._events: deque[Event] = deque()
@@ -217,7 +217,7 @@ class Question:
     """Messages on their way to a peer, whose answer is awaited. Called with what became of them."""
 
     call = 0
-    done = False
+    done: bool = False
     peer: int
     run: Running
 

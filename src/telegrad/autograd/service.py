@@ -4,8 +4,11 @@ What the worker calls (`telegrad.worker.recorder.Recorder`) ends up here. Messag
 sent one way; the messages of a pass are requests, see `telegrad.autograd.exchange`.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
@@ -25,16 +28,16 @@ class Autograd:
 
     def __init__(self, worker: Any, first_id: int) -> None:
         self.worker = worker
-        self.contexts = Contexts(worker.info.id, first_id, self._tell, self._ended)
-        self.passes = Passes(worker, self.contexts)
-        self.backward = self.passes.backward
-        self.on_request = self.passes.on_request
-        self.on_gradients = self.passes.on_gradients
-        self.carry = self.contexts.carry
-        self.take_back = self.contexts.take_back
-        self.arrived = self.contexts.arrived
-        self.find = self.contexts.find
-        self.receive = self.contexts.receive
+        self.contexts: Contexts = Contexts(worker.info.id, first_id, self._tell, self._ended)
+        self.passes: Passes = Passes(worker, self.contexts)
+        self.backward: Callable[[Context, list[Tensor], bool], None] = self.passes.backward
+        self.on_request: Callable[..., None] = self.passes.on_request
+        self.on_gradients: Callable[[int, int, int, int, Any], None] = self.passes.on_gradients
+        self.carry: Callable[[Context, int, Sequence[Tensor], bool], int | None] = self.contexts.carry
+        self.take_back: Callable[[Context, int, int], None] = self.contexts.take_back
+        self.arrived: Callable[[int, int], Context | None] = self.contexts.arrived
+        self.find: Callable[[int], Context | None] = self.contexts.find
+        self.receive: Callable[[Context, int, int, list[Tensor]], Sequence[Any]] = self.contexts.receive
 
     # ---- contexts
 

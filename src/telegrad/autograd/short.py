@@ -126,9 +126,9 @@ class Asked:
         retain_graph: bool,
         walked: int,
     ) -> None:
-        self.me = me
-        self.peer = peer
-        self.consumed = tuple([(_GRADIENT, send) for send in sent])
+        self.me: int = me
+        self.peer: int = peer
+        self.consumed: tuple[tuple[int, int], ...] = tuple([(_GRADIENT, send) for send in sent])
         self._entries = entries
         self._receipts = receipts
         self._roots = roots
@@ -258,10 +258,10 @@ class Answered:
     __slots__ = ("peer", "ran", "reported", "send")
 
     def __init__(self, peer: int, send: int, reported: tuple[tuple[int, int], ...]) -> None:
-        self.peer = peer
-        self.send = send
-        self.reported = reported
-        self.ran = False
+        self.peer: int = peer
+        self.send: int = send
+        self.reported: tuple[tuple[int, int], ...] = reported
+        self.ran: bool = False
 
     def layout(self) -> Layout:
         return Layout({self.send: 0}, (), self.reported)

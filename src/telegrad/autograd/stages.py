@@ -52,8 +52,8 @@ class Stages:
     __slots__ = ("_arrived", "_crossed", "_done", "_entered", "_leaves", "graph", "retain_graph")
 
     def __init__(self, context: Context, graph: LocalGraph) -> None:
-        self.graph = graph
-        self.retain_graph = False
+        self.graph: LocalGraph = graph
+        self.retain_graph: bool = False
         self._leaves = Leaves(context, graph.shared)
         self._done: set[Cell] = set()
         self._arrived = 0

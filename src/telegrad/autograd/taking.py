@@ -40,8 +40,8 @@ class Call:
         self._ids: list[int] = []
         self._slot: list[dict[Any, Gradients | None]] = [{}]
         with torch.inference_mode(False):
-            self.leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-            self.gradient = self.leaf.detach()
+            self.leaf: torch.Tensor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+            self.gradient: torch.Tensor = self.leaf.detach()
         self.leaf.register_hook(partial(_begin, self._ids, self._slot))  # type: ignore[no-untyped-call]
 
     @property

@@ -89,6 +89,8 @@ class RemoteModule(nn.Module):
         ValueError, RuntimeError: remote_device is no place. What making the module raises comes with its first use.
     """
 
+    on: str | int
+    device: str
     is_scriptable: bool
     is_device_map_set: bool
     module_rref: RRef[nn.Module]

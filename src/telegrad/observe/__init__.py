@@ -4,6 +4,7 @@ Importing `telegrad.rpc` is enough: ``torch.profiler.profile`` and ``torch.autog
 calls, and the operators that they run elsewhere, under torch's own names. See docs/profiling.md.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from telegrad.observe.hooks import install, session_of
@@ -16,7 +17,7 @@ __all__ = ["RemoteCall", "ServerProfile", "call_key", "name_next_call", "remote_
 
 install()
 
-name_next_call = profiler.name_next_call
+name_next_call: Callable[[str], None] = profiler.name_next_call
 
 
 def remote_calls(profile: Any) -> list[RemoteCall]:

@@ -32,8 +32,8 @@ class Profiler:
     """See `telegrad.worker.profiling.Observer`."""
 
     def __init__(self) -> None:
-        self.on = False
-        self.serving = False
+        self.on: bool = False
+        self.serving: bool = False
         self._lock = threading.Lock()
         self._active = 0  # sessions, recordings and servers' profiles
         self._sessions: list[Session] = []
@@ -176,5 +176,5 @@ class Profiler:
             profiling.unusual = _unusual if self.on else autocast_is_on
 
 
-profiler = Profiler()
+profiler: Profiler = Profiler()
 profiling.observer = profiler

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from telegrad.observe.events import Event
 from telegrad.observe.profiler import profiler
@@ -11,10 +11,13 @@ from telegrad.observe.torchs import EventList, Legacy
 
 __all__ = ["ServerProfile"]
 
-_Base: Any = object if Legacy is None else Legacy
+if TYPE_CHECKING:
+    from torch.autograd.profiler_legacy import profile as _Base
+else:
+    _Base = object if Legacy is None else Legacy
 
 
-class ServerProfile(_Base):  # type: ignore[misc]
+class ServerProfile(_Base):
     """A profiler of every request that this process answers while it is on, on all threads and for all callers. Code
     that runs outside of requests is not in it. Several may be on at once, one inside another or not.
 
@@ -32,8 +35,10 @@ class ServerProfile(_Base):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if Legacy is None:
             raise RuntimeError("a profile of a server needs torch.autograd.profiler_legacy, which this torch has not.")
-        self.entered = False
-        super().__init__(*args, **kwargs)
+        self.entered: bool = False
+        self.process_global_function_events: list[list[Any]]
+        self.function_events: Any
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._requests: list[list[Event]] = []
 
     @property

@@ -42,15 +42,15 @@ class Session:
     def __init__(self, options: Option, legacy: bool, before: int) -> None:
         self.options = options
         self.legacy = legacy
-        self.thread = threading.get_ident()
-        self.process = os.getpid()
-        self.node = -1  # the id of the worker that made its calls
+        self.thread: int = threading.get_ident()
+        self.process: int = os.getpid()
+        self.node: int = -1  # the id of the worker that made its calls
         self.names: dict[int, str] = {}  # of workers that did something, by id
         self._name_of: Callable[[int], str] = str
         self.calls: list[RemoteCall] = []
         self.spans: list[SessionSpan] = []  # those that have ended
         self.more: list[Event] = []  # for no single call: of backward passes, and of threads that torch does not see
-        self.closed = False
+        self.closed: bool = False
         self._started = before, time.time_ns()
 
     def called_by(self, node: int, name_of: Callable[[int], str]) -> None:

@@ -58,7 +58,7 @@ class Span:
         self.key = key
         self.peer = peer
         self.asked = asked
-        self.start = time.time_ns()
+        self.start: int = time.time_ns()
         self._tell = over
         self._over = threading.Lock()
 
@@ -106,14 +106,14 @@ class SessionSpan(Span):
     def __init__(self, session: "Session", mode: str, *about: Any) -> None:
         super().__init__(*about)
         self._session = session
-        self.thread = threading.get_native_id()  # the system's number
+        self.thread: int = threading.get_native_id()  # the system's number
         if session.legacy:
             with record_function(SEPARATOR):
                 pass
-        self.start = time.time_ns()
+        self.start: int = time.time_ns()
         self._record = record_function(self.key)
         self._record.__enter__()
-        self.opened = time.time_ns()
+        self.opened: int = time.time_ns()
         self._done: torch.futures.Future[None] | None = None
         if mode not in _MODES_IN_ORDER:
             self._done = torch.futures.Future()

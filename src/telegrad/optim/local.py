@@ -67,7 +67,7 @@ class LocalOptimizer:
             if names is not None:
                 of_group = list(zip(names, of_group, strict=True))
             given.extend([{**options, "params": of_group}] if grouped else of_group)
-        self.optimizer = optimizer_class(given, *args, **kwargs)
+        self.optimizer: Any = optimizer_class(given, *args, **kwargs)
         unique = list({id(parameter): parameter for parameter in parameters}.values())
         self._managed = managed(worker, unique)
         self._in_turn = in_one_order(self._managed)

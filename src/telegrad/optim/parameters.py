@@ -30,9 +30,9 @@ class Managed:
     __slots__ = ("__weakref__", "_spare", "lock", "parameter", "shared")
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        self.parameter = parameter
-        self.lock = threading.RLock()
-        self.shared = is_shared(parameter)
+        self.parameter: torch.Tensor = parameter
+        self.lock: threading.RLock = threading.RLock()
+        self.shared: bool = is_shared(parameter)
         self._spare: torch.Tensor | None = None  # memory that was under it before
 
     def in_use(self) -> bool:

@@ -90,7 +90,7 @@ class Part:
         self.root = root
         self.over: Finished | Dropped | None = None
         self.watched: set[int] = set()  # whom I have sent something to
-        self.ledger = Ledger() if me == root else None
+        self.ledger: Ledger | None = Ledger() if me == root else None
         self._make_layout = layout
         self._pending = pending
         self._layout: Layout | None = None

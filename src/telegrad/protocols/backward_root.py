@@ -24,8 +24,8 @@ class Ledger:
         self.where: dict[Token, int] = {}  # token -> the worker that is to process it
         self.known: set[int] = set()  # who takes part: who reported, and to whom anybody sent
         self.told: set[int] = set()  # who has heard that the marking wave is over, or that the end has come
-        self.wave_begun = False
-        self.finishing = False
+        self.wave_begun: bool = False
+        self.finishing: bool = False
         self._states: dict[int, Report] = {}  # worker -> its latest report
 
     def enter(self, worker: int, report: Report) -> None:

@@ -50,7 +50,7 @@ class GroupView:
     """The members that one worker knows of. `world_size` None: a dynamic group. Changes are returned as events."""
 
     def __init__(self, world_size: int | None = None) -> None:
-        self.world_size = world_size or None
+        self.world_size: int | None = world_size or None
         self.members: dict[int, Member] = {}
         self._ids: dict[str, int] = {}
         self._gone: dict[int, int] = {}  # id -> the latest incarnation that left or died

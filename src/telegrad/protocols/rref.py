@@ -102,11 +102,11 @@ class RRefTable:
     __slots__ = ("_out", "_owners", "_users", "generation", "me")
 
     def __init__(self, me: int, batch: int = 64) -> None:
-        self.me = me
+        self.me: int = me
         self._out = Outbox(batch)
         self._owners = Owners(me, self._out)
         self._users = Users(me, self._out)
-        self.generation = 0  # of the handles made now; release_all ends one
+        self.generation: int = 0  # of the handles made now; release_all ends one
 
     # ---- creation -------------------------------------------------------------------------------------------------
 

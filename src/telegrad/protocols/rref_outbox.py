@@ -34,7 +34,7 @@ class Outbox:
         self._limit = limit
         self.lost: dict[int, str] = {}  # worker -> why; until it joins again
         self.epochs: dict[int, int] = {}  # worker -> how often it was lost: tells stale tickets from fresh ones
-        self.strays = 0  # messages or drops that referred to nothing; 0 unless peers were lost
+        self.strays: int = 0  # messages or drops that referred to nothing; 0 unless peers were lost
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)

@@ -32,8 +32,8 @@ class OwnerEntry:
     __slots__ = ("failure", "handles", "state", "tokens")
 
     def __init__(self, state: OwnerState, handles: int) -> None:
-        self.state = state
-        self.handles = handles  # local handles, received RETURN tickets among them
+        self.state: OwnerState = state
+        self.handles: int = handles  # local handles, received RETURN tickets among them
         self.tokens: dict[int, int] = {}  # user worker -> tokens it holds or is about to receive; never 0 (O2)
         self.failure: tuple[str, bool] | None = None  # (why, lost) when LOST
 

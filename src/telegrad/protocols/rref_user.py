@@ -34,14 +34,14 @@ class UserEntry:
     __slots__ = ("adding", "asked", "creating", "failure", "handles", "owner", "parents", "pins", "state", "tokens")
 
     def __init__(self, owner: int, state: UserState, handles: int) -> None:
-        self.owner = owner
-        self.state = state
-        self.handles = handles
-        self.pins = 0
-        self.tokens = 0
-        self.creating = False  # the owner may yet confirm the creation (also after a time-out made this FAILED)
-        self.adding = False  # an Add is at the owner
-        self.asked = False  # the owner asked (Expect) whether the creation will come
+        self.owner: int = owner
+        self.state: UserState = state
+        self.handles: int = handles
+        self.pins: int = 0
+        self.tokens: int = 0
+        self.creating: bool = False  # the owner may yet confirm the creation (also after a time-out made this FAILED)
+        self.adding: bool = False  # an Add is at the owner
+        self.asked: bool = False  # the owner asked (Expect) whether the creation will come
         self.parents: list[tuple[int, int]] = []  # (sender, transfer) to accept once I hold a token
         self.failure: tuple[str, bool] | None = None  # (why, lost) when FAILED or LOST
 

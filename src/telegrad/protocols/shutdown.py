@@ -92,10 +92,10 @@ class Drain:
 
     def __init__(self, me: int, members: Iterable[int]) -> None:
         self.me = me
-        self.live = {me, *members}
+        self.live: set[int] = {me, *members}
         self.lost: list[int] = []
         self.left: list[int] = []
-        self.arrived = False
+        self.arrived: bool = False
         self.over: Done | GaveUp | None = None
         self._ready: set[int] = set()
         self._round = 0

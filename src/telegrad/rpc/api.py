@@ -50,7 +50,7 @@ __all__ = [
     "shutdown",
 ]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 P = ParamSpec("P")
 R = TypeVar("R")

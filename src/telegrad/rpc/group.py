@@ -39,7 +39,7 @@ class AllGatherStates:
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
-        self.proceed_signal = threading.Event()
+        self.proceed_signal: threading.Event = threading.Event()
         self.failure: TelegradError | None = None  # what the leader says has ended it
 
 
@@ -47,7 +47,7 @@ class Gathering:
     """The gatherings of one worker, by sequence id."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self.sequences: dict[str, int] = {}
         self.states: dict[str, AllGatherStates] = {}
 

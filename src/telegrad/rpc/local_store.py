@@ -20,15 +20,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 __all__ = ["Door", "LocalStore"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
-_Store: Any = dist.Store  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as _Store
+else:
+    from torch.distributed import Store as _Store
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _MOST = 1 << 28  # bytes of a message
@@ -283,7 +286,7 @@ class Door:
         guest.link.close()
 
 
-class LocalStore(_Store):  # type: ignore[misc]
+class LocalStore(_Store):
     """A store through the door of its host, for one process; a c10d ``Store`` like any other.
 
     Args:
@@ -296,9 +299,12 @@ class LocalStore(_Store):  # type: ignore[misc]
         ConnectionError: whoever had it has gone.
     """
 
+    timeout: timedelta  # torch's, which its stub lacks
+
     def __init__(self, host: str, port: int, timeout: timedelta) -> None:
         super().__init__()
-        self.host, self.port = host, port
+        self.host: str = host
+        self.port: int = port
         self.behind: Any = None  # what the host itself keeps for as long as it uses this
         self.set_timeout(timeout)
         self._lock = threading.Lock()

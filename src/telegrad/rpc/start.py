@@ -23,7 +23,7 @@ from telegrad.worker.recorder import Layers
 
 __all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ class Worker:
             store, rank, world_size = stores.meet(as_options(options), rank, world_size)
             store = part_of(store, world_size)
         self._worker = join(store, name, rank, world_size, options)
-        self.info = self._worker.info
+        self.info: WorkerInfo = self._worker.info
 
     def __enter__(self) -> "Worker":
         self._worker.__enter__()

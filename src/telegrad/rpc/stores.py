@@ -26,7 +26,7 @@ from telegrad.worker.timeouts import FOREVER
 
 __all__ = ["meet", "patience"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _rendezvous: list[Any] = []  # kept alive: some stores end with their iterator

@@ -26,7 +26,7 @@ _MAY_LINGER = int(Flag.MAY_LINGER)
 
 _UNHURRIED = 1_000_000_000  # ns: a call with this time-out does not end before this worker keeps count of its reference
 
-is_grad_enabled = torch.is_grad_enabled
+is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 
 def create_directly(worker: Worker, owner: int, local_id: int, func: Any, args: Any, kwargs: Any) -> RRef[Any] | None:

@@ -40,7 +40,7 @@ class Creation:
         self.early: tuple[BaseException | None, bool] | None = None  # for `over`, from before that was known
         self._calls: Any = None  # as of a CallFuture: set by who sends the request
         self._call = 0
-        self.ended = False  # its call
+        self.ended: bool = False  # its call
         self._read = False  # the reference has been used
         self.failure: Failure | None = None
         self._future: CreationFuture | None = None  # once somebody has asked for it,

@@ -78,8 +78,8 @@ class RRef(Generic[T]):
 
     def _attach(self, worker: Worker, rref: RRefId, owner: int, fork: tuple[int, int] | None) -> None:
         self._worker = worker
-        self.id = rref
-        self.owner_id = owner
+        self.id: RRefId = rref
+        self.owner_id: int = owner
         self._generation = worker.references.table.generation
         self._forked_by = worker.info.id
         self._fork: int | None = None  # the owner's is none
@@ -306,7 +306,7 @@ class RRef(Generic[T]):
         if self._type is None:
             self._check()
             if self.is_owner():
-                future = CallFuture(NO_DEVICES)
+                future: CallFuture[Any] = CallFuture(NO_DEVICES)
                 try:
                     future.set_result(type(self._worker.references.owned(self.id).get()))
                 except Exception as e:

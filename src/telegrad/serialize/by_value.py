@@ -13,7 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from cloudpickle.cloudpickle import list_registry_pickle_by_value
@@ -23,13 +23,19 @@ from cloudpickle.cloudpickle import list_registry_pickle_by_value
 _PARTS = {kind: reduce for kind, reduce in cloudpickle.Pickler.dispatch_table.items() if kind is not MethodType}
 
 
-class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+if TYPE_CHECKING:  # cloudpickle has no types
+    from pickle import Pickler as _Pickler
+else:
+    from cloudpickle import Pickler as _Pickler
+
+
+class ByValuePickler(_Pickler):
     """A pickler (protocol 5) that sends by value what cannot be found by name."""
 
     def __init__(self, file: io.BytesIO, buffer_callback: Callable[[Any], object] | None = None) -> None:
         # Made anew each time, since users may register reducers at any moment; the C pickler is quick at a plain dict.
         # It looks for the table when it is initialized, and at no other time.
-        self.dispatch_table = {**_PARTS, **copyreg.dispatch_table}
+        self.dispatch_table: dict[Any, Any] = {**_PARTS, **copyreg.dispatch_table}
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
 
     def dump(self, obj: object) -> None:

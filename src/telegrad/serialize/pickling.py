@@ -82,7 +82,7 @@ class Serializer:
     """
 
     def __init__(self, max_depth: int = 64) -> None:
-        self.codec = make_codec(max_depth)
+        self.codec: _core.Codec = make_codec(max_depth)
         self.extensions: dict[type, Extension] = {}
         self.extension_of_code: dict[int, Extension] = {}
         self.reducers: dict[type, Callable[[Any], Any]] = {}
@@ -308,9 +308,11 @@ class _Incoming:
             raise SerializationError(f"a message came with {len(segments)} of {tables.tensor_segments} segments")
         self.serializer = serializer
         self.tables = tables
-        self.tensors = restore(tables.places, segments, recorded=recorded) if tensors is None else tensors
-        self.buffers = list(segments[tables.tensor_segments :])
-        self.packed = tables.extensions
+        self.tensors: list[torch.Tensor] = (
+            restore(tables.places, segments, recorded=recorded) if tensors is None else tensors
+        )
+        self.buffers: list[Buffer] = list(segments[tables.tensor_segments :])
+        self.packed: list[tuple[int, bytes]] = tables.extensions
         self.unpacked: dict[int, object] = {}
 
     def take_recorded(self, wrap: Wrap | None) -> None:

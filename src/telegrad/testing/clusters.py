@@ -31,7 +31,7 @@ class Cluster:
     """
 
     def __init__(self, workers: list[Worker], store: Any) -> None:
-        self.workers = workers
+        self.workers: list[Worker] = workers
         self.store = store
 
     def __len__(self) -> int:

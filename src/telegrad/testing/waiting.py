@@ -95,7 +95,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self.entered = threading.Semaphore(0)
+        self.entered: threading.Semaphore = threading.Semaphore(0)
         self._opened = threading.Event()
         self._self = Local(self)
 

@@ -36,8 +36,9 @@ _PARTS = ("args", "kwargs")
 _PARTS_BY_VALUE = ("the function", *_PARTS)
 
 
-complete = torch._C.Future.set_result  # torch.futures.Future's own only calls it
-is_grad_enabled = torch.is_grad_enabled
+# torch.futures.Future's own only calls it.
+complete: Callable[[torch.futures.Future[Any], Any], None] = torch._C.Future.set_result
+is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 Unusual = _core.Unusual
 _PEER = 5  # of an outcome
 
@@ -98,8 +99,8 @@ class Calls:
         self.messages = messages
         self.name_of = name_of
         self.me = me
-        self.default_timeout = nanoseconds(default_timeout)  # the program may change it
-        self.names = NameTable()
+        self.default_timeout: int = nanoseconds(default_timeout)  # the program may change it
+        self.names: NameTable = NameTable()
         self.plain: AnyPlainCalls = _core.PlainCalls(
             engine=engine,
             codec=messages.serializer.codec,

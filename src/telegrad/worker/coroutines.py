@@ -22,7 +22,7 @@ from telegrad.worker.steps import StepState
 
 __all__ = ["EventLoop", "holding_up"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 _PATIENCE = 0.005  # s that coroutines wait for a loop that is held up
 _here = threading.local()  # .loop: (EventLoop, _LoopThread), in the threads of loops
@@ -81,7 +81,7 @@ class _LoopThread:
     """A loop and its thread, which sets `_here`. The last three are guarded by the lock of the `EventLoop`."""
 
     def __init__(self, owner: "EventLoop", name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self.tasks: set[asyncio.Task[None]] = set()
         self.to_begin: deque[_Job] = deque()
         self.load = 0  # coroutines that have not ended, whether begun or not

@@ -6,6 +6,7 @@ of it afterwards is answered here. A thread that is inside a method of the engin
 with the last one.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
 from telegrad import _core
@@ -48,17 +49,35 @@ class EndedEngine:
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotInitialized
 
-    call = call_directly = start = start_directly = start_many = make = make_directly = ask = answer = wait = (
-        collect
-    ) = _refuse
-    listen = set_peer = _refuse
+    call: Callable[..., NoReturn] = _refuse
+    call_directly: Callable[..., NoReturn] = _refuse
+    start: Callable[..., NoReturn] = _refuse
+    start_directly: Callable[..., NoReturn] = _refuse
+    start_many: Callable[..., NoReturn] = _refuse
+    make: Callable[..., NoReturn] = _refuse
+    make_directly: Callable[..., NoReturn] = _refuse
+    ask: Callable[..., NoReturn] = _refuse
+    answer: Callable[..., NoReturn] = _refuse
+    wait: Callable[..., NoReturn] = _refuse
+    collect: Callable[..., NoReturn] = _refuse
+    listen: Callable[..., NoReturn] = _refuse
+    set_peer: Callable[..., NoReturn] = _refuse
 
     # ---- what is done already, or concerns nobody any more
 
     def _ignore(self, *_: Any) -> None:
         """Nothing is left to do."""
 
-    next = open = close = reply = nudge = stop = part_from = forget_peer = not_spawned = tell_collectors = _ignore
+    next: Callable[..., None] = _ignore
+    open: Callable[..., None] = _ignore
+    close: Callable[..., None] = _ignore
+    reply: Callable[..., None] = _ignore
+    nudge: Callable[..., None] = _ignore
+    stop: Callable[..., None] = _ignore
+    part_from: Callable[..., None] = _ignore
+    forget_peer: Callable[..., None] = _ignore
+    not_spawned: Callable[..., None] = _ignore
+    tell_collectors: Callable[..., None] = _ignore
 
     def lend(self, *_: Any) -> None:
         """None: there is no link, and so no memory of one."""

@@ -40,7 +40,7 @@ def start(calls: "Calls", r: "Request", future: CallFuture[Any]) -> None:
         except Exception as e:
             inner.set_exception(e)
 
-    inner = CallFuture(NO_DEVICES)
+    inner: CallFuture[Any] = CallFuture(NO_DEVICES)
     inner.add_done_callback(lambda done: _settle(future, done))
     if r.timeout:
         late = RpcTimeout(r.timeout / 1e9, calls.name_of_request(r), "delayed")

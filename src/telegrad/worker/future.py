@@ -5,7 +5,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -19,7 +19,7 @@ __all__ = ["NO_DEVICES", "CallFuture", "Deferred", "Failure"]
 
 NO_DEVICES: list[Any] = []
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -42,10 +42,10 @@ class Failure:
     __slots__ = ("error", "how", "read", "request")
 
     def __init__(self, error: BaseException | None, read: bool, request: Any, how: str) -> None:
-        self.error = error
-        self.read = read
-        self.request = request
-        self.how = how
+        self.error: BaseException | None = error
+        self.read: bool = read
+        self.request: Any = request
+        self.how: str = how
 
     def __del__(self) -> None:
         if not self.read and not isinstance(self.error, NotInitialized):  # what this program ended itself is no news
@@ -63,7 +63,11 @@ class CallFuture(torch.futures.Future[T]):
     """
 
     __slots__ = ("_call", "_calls", "_request")  # an instance dictionary costs as much as the future
-    __init__ = torch._C.Future.__init__
+    if TYPE_CHECKING:
+
+        def __init__(self, devices: list[Any]) -> None: ...
+    else:
+        __init__ = torch._C.Future.__init__
     _call: int  # once it has left: its id,
     _calls: Any  # whose it is,
     _request: Any  # and (peer, what was called or its name, time-out in ns)

@@ -26,7 +26,7 @@ from telegrad.worker.uses import Later, NotYet, method_of
 
 __all__ = ["NOT_PLAIN_REQUEST", "Handlers"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 _CALL, _CREATE, _METHOD, _FETCH, _TYPE = (int(t) for t in (Tag.CALL, Tag.CREATE, Tag.METHOD, Tag.FETCH, Tag.TYPE))
 _CREATE_METHOD, _GRADIENTS, _MAKE = int(Tag.CREATE_METHOD), int(Tag.GRADIENTS), int(Tag.MAKE)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Incoming"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK = range(5)  # csrc/core/engine.h
 

@@ -17,7 +17,7 @@ from telegrad.worker.worker import Worker
 
 __all__ = ["join_dynamic", "leave_dynamic"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 _IDS_PER_LIFE = 1 << 32  # of references: so many for each time a name has joined
 
 

@@ -63,7 +63,7 @@ class Preamble(NamedTuple):
     profile: Any = None  # of a request: what to record of it; of a reply: what was (telegrad.worker.profiling)
 
 
-is_grad_enabled = torch.is_grad_enabled
+is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _EVERYBODY = -1  # in place of the peer to which a message being written goes
 _MOST_SEGMENTS = (1 << 20) - 1  # of csrc/core/message.h, less the preamble
 NO_PREAMBLE = Preamble([], None, None)
@@ -119,7 +119,7 @@ class Messages:
         self._receive = receive
         self._new_id = new_id
         self.recorder = recorder
-        self.serializer = Serializer()
+        self.serializer: Serializer = Serializer()
         self._codec = self.serializer.codec
         self.serializer.register(handle_type, 1, self.pack_handle, self.unpack_handle)
         self.serializer.register(WorkerInfo, 2, lambda info: (info.name, info.id), lambda plain: WorkerInfo(*plain))

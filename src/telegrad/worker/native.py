@@ -15,7 +15,8 @@ from telegrad.worker.uses import fetch
 
 __all__ = ["NOT_PLAIN", "Unusual", "make_engine", "make_plain_pool"]
 
-NOT_PLAIN, Unusual = _core.PlainCalls.NOT_PLAIN, _core.Unusual  # see there
+NOT_PLAIN: int = _core.PlainCalls.NOT_PLAIN  # see there
+Unusual: type[_core.Unusual] = _core.Unusual
 
 _SECOND = 1_000_000_000
 

@@ -22,8 +22,8 @@ class OwnedValue:
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self.value: Any = None
         self.error: BaseException | None = None
-        self.ready = False  # the last to be set
-        self.scripted = False
+        self.ready: bool = False  # the last to be set
+        self.scripted: bool = False
         self._lock = lock
         self._parked: list[Callable[[], None]] | None = None
 

@@ -13,7 +13,7 @@ from telegrad.worker.scope import clean_state
 
 __all__ = ["ThreadPool"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 REQUEST, ONEWAY, OUTCOME, EVENT, RETIRE, AGAIN = range(6)
 

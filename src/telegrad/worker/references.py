@@ -38,7 +38,7 @@ _NOTHING: Sequence[Callable[[], None]] = ()
 _SOUND = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' states in which nothing is wrong
 
 
-rref_id = partial(tuple.__new__, RRefId)  # of a pair, as RRefId(*pair), but at once
+rref_id: partial[RRefId] = partial(tuple.__new__, RRefId)  # of a pair, as RRefId(*pair), but at once
 
 
 class AnyCreation(Protocol):
@@ -70,17 +70,17 @@ class References:
         make_handle: Callable[[RRefId, int, tuple[int, int]], Any],
     ) -> None:
         self.me = me
-        self.table = RRefTable(me)
+        self.table: RRefTable = RRefTable(me)
         self.values: dict[RRefId, OwnedValue] = {}  # always the same object: the core looks there, too
         self._batched = self.table.batched
         self._collects = False  # `collect` has been asked for since something was batched
         self.dropped: deque[tuple[RRefId, int]] = deque()
-        self.pending_creations = 0
+        self.pending_creations: int = 0
         self._waited_for = False  # somebody waits for all to be gone
         self._failed_here: dict[RRefId, str] = {}  # creations on this worker itself that its caller has given up
-        self.closed = False
+        self.closed: bool = False
         self._confirmations: dict[RRefId, list[tuple[set[RRefId], Callable[[], None]]]] = {}
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._ids = itertools.count(first_id)
         self._name_of = name_of

@@ -33,7 +33,7 @@ __all__ = [
     "write_members",
 ]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 STATIC_AND_DYNAMIC = "RPC group mixes statically and dynamically initialized members which is not supported."
 _LOCK = "RpcGroupManagementToken"

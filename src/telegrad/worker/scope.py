@@ -6,7 +6,7 @@ state of a thread in torch, so they are read where a call is made and set around
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ def _autocast_by_device() -> bool:
     return any(torch.is_autocast_enabled(device) for device in AUTOCAST_DEVICES)
 
 
-autocast_is_on = _autocast_by_device if _any_autocast is None else _any_autocast
+autocast_is_on: Callable[[], bool] = _autocast_by_device if _any_autocast is None else _any_autocast
 
 
 def caller_flags() -> int:

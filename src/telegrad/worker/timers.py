@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 __all__ = ["Timers"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 
 class Timers:

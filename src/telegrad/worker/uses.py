@@ -32,8 +32,8 @@ class Later:
     __slots__ = ("method", "result")
 
     def __init__(self, method: Any, result: Any) -> None:
-        self.method = method
-        self.result = result
+        self.method: Any = method
+        self.result: Any = result
 
 
 class NotYet:
@@ -42,7 +42,7 @@ class NotYet:
     __slots__ = ("rref",)
 
     def __init__(self, rref: RRefId) -> None:
-        self.rref = rref
+        self.rref: RRefId = rref
 
 
 def run_method(created_on: int, local_id: int, name: str, args: Any, kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ from telegrad.worker.incoming import Incoming
 from telegrad.worker.messages import Messages
 from telegrad.worker.native import make_engine, make_plain_pool
 from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, REQUEST, ThreadPool
-from telegrad.worker.recorder import Layers
+from telegrad.worker.recorder import Layers, Recorder
 from telegrad.worker.references import References
 from telegrad.worker.rendezvous import Group, Member
 from telegrad.worker.scope import Scope, current
@@ -43,7 +43,7 @@ from telegrad.worker.uses import NOT_MADE
 
 __all__ = ["Worker"]
 
-logger = logging.getLogger("telegrad")
+logger: logging.Logger = logging.getLogger("telegrad")
 
 _SECOND = 1_000_000_000
 _RELEASE_DELAY = 5_000_000  # ns that releases of references wait for others to travel with
@@ -73,12 +73,12 @@ class Worker:
         self.info = info
         self.group = group
         self.options = options
-        self.incarnation = secrets.randbits(63) | 1
+        self.incarnation: int = secrets.randbits(63) | 1
         self.static = True
         self.store: Any = None
-        self.closed = False
-        self.finishing = False
-        self.ready = threading.Event()  # all members are known: requests may run
+        self.closed: bool = False
+        self.finishing: bool = False
+        self.ready: threading.Event = threading.Event()  # all members are known: requests may run
         self.lost: dict[int, str] = {}  # workers that are gone, and why
         self.left: set[int] = set()  # those of them who said goodbye
         self.gone: set[int] = set()  # those of them on whom the whole group agreed when it began to shut down
@@ -90,7 +90,7 @@ class Worker:
         self._names: dict[int, str] = {info.id: info.name}  # theirs too, for messages
         self._lock = threading.Lock()
         self._closing = threading.Lock()
-        self.ending = threading.Lock()  # held while a graceful shutdown is under way
+        self.ending: threading.Lock = threading.Lock()  # held while a graceful shutdown is under way
         self._idle_check = threading.Event()  # never set: paces `drain`
 
         listen, host = addresses.listen_addresses(options, store_at, info.name)
@@ -103,14 +103,14 @@ class Worker:
             )
         self.engine: AnyEngine = make_engine(info, self.incarnation, group, options)
         bound = [self.engine.listen(address) for address in listen]
-        self.host = addresses.host_key()
-        self.member = Member(
+        self.host: str = addresses.host_key()
+        self.member: Member = Member(
             info.id, info.name, self.incarnation, addresses.advertised(bound, options, store_at), self.host
         )
         to_self = self.engine.listen(f"inproc:{os.getpid()}-{next(_numbers)}-{info.name}")
         self.engine.set_peer(info.id, info.name, self.incarnation, [to_self])
 
-        self.references = References(
+        self.references: References = References(
             info.id,
             first_id,
             self.name_of,
@@ -118,8 +118,8 @@ class Worker:
             lambda: self.engine.nudge(_RELEASE_DELAY),
             lambda rref, owner, fork: layers.handle.of(self, rref, owner, fork),
         )
-        self.autograd = layers.recorder(self, first_id)
-        self.messages = Messages(
+        self.autograd: Recorder = layers.recorder(self, first_id)
+        self.messages: Messages = Messages(
             layers.handle,
             self._share,
             self.references.unshare,
@@ -129,22 +129,22 @@ class Worker:
             options.max_header_bytes,
             self.name_of,
         )
-        self.calls = Calls(self.engine, self.messages, self.name_of, info.id, self._infos, options.rpc_timeout)
-        self.timers = Timers(f"telegrad-{info.name}-timers")
-        self.loop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
-        self.handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
-        self.callback_scope = Scope(self, 0, True)
+        self.calls: Calls = Calls(self.engine, self.messages, self.name_of, info.id, self._infos, options.rpc_timeout)
+        self.timers: Timers = Timers(f"telegrad-{info.name}-timers")
+        self.loop: EventLoop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
+        self.handlers: Handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
+        self.callback_scope: Scope = Scope(self, 0, True)
         self.plain: AnyPlainPool = make_plain_pool(self, self.callback_scope)
         self.calls.delay = self.timers.later
         # The group ends in two stages: all work is done, then all references are given up.
-        self.stages = tuple(
+        self.stages: tuple[Draining, ...] = tuple(
             Draining(
                 info.id, self.greet, partial(self._send_shutdown_message, stage), self.timers.later, self._activity
             )
             for stage in range(2)
         )
-        self.incoming = Incoming(self)
-        self.pool = ThreadPool(
+        self.incoming: Incoming = Incoming(self)
+        self.pool: ThreadPool = ThreadPool(
             self.engine,
             self.plain,
             info.name,
