@@ -31,8 +31,7 @@ from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
 from telegrad.worker.budget import Budget
 from telegrad.worker.calls import Calls
-from telegrad.worker.default import current_worker, set_default_worker
-from telegrad.worker.default import open_worker as _worker
+from telegrad.worker.default import current_worker, open_worker, set_default_worker
 from telegrad.worker.membership import leave_dynamic
 from telegrad.worker.messages import Messages
 from telegrad.worker.scope import current
@@ -56,6 +55,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PyRRef = RRef
+_worker = open_worker
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _agent: Any = None

@@ -77,11 +77,11 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
         devices: Iterable[torch.device] = (),
     ) -> None:
         super().__init__(rpc_timeout, init_method)
-        self.num_worker_threads = check_threads(num_worker_threads)
+        self.num_worker_threads: int = check_threads(num_worker_threads)
         _check_names("transport", _transports, _TENSORPIPE_TRANSPORTS)
         _check_names("channel", _channels, _TENSORPIPE_CHANNELS)
-        self.device_maps = dict(device_maps or {})
-        self.devices = list(devices)
+        self.device_maps: dict[str, DeviceMap] = dict(device_maps or {})
+        self.devices: list[torch.device] = list(devices)
 
     def _set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         self.device_maps.setdefault(to, {}).update(_to_device_map(device_map))
@@ -149,4 +149,4 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         Raises:
             ValueError: one of them is not a CUDA device.
         """
-        self.devices = _to_device_list(devices)
+        self.devices: list[torch.device] = _to_device_list(devices)

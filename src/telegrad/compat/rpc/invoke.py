@@ -35,7 +35,7 @@ def _invoke_rpc(
     args: Any = None,
     kwargs: Any = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
-) -> CallFuture:
+) -> CallFuture[Any]:
     """As `rpc_async`, but `_wait_all` does not wait for it; `rpc_type` is what a profile calls it."""
     if not callable(func):
         raise TypeError(api.NOT_CALLABLE)
@@ -48,7 +48,7 @@ def _invoke_rpc(
 
 def _invoke_rpc_builtin(
     dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: Any, **kwargs: Any
-) -> CallFuture:
+) -> CallFuture[Any]:
     """Calls an operator of torch by its name, such as ``aten::add``."""
     _operator(opName)
     return api._worker().rpc_async(dst, run_operator, (opName, args, kwargs), None, rpcTimeoutSeconds)
@@ -68,7 +68,7 @@ def _invoke_rpc_python_udf(
     tensors: Sequence[torch.Tensor],
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
-) -> CallFuture:
+) -> CallFuture[Any]:
     """Calls what ``internal.serialize(PythonUDF(func, args, kwargs))`` has pickled.
 
     It cannot hold references: outside of a message they are not pickled.
@@ -96,7 +96,7 @@ def _invoke_rpc_torchscript(
     kwargsDict: dict[str, Any],
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
-) -> CallFuture:
+) -> CallFuture[Any]:
     """Calls a scripted function by its qualified name. As in torch, this worker must have it too.
 
     Raises:
