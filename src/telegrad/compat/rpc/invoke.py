@@ -12,6 +12,7 @@ import torch
 
 from telegrad import observe
 from telegrad.rpc import api, functions, internal
+from telegrad.rpc.calls import NOT_CALLABLE
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
@@ -38,7 +39,7 @@ def _invoke_rpc(
 ) -> CallFuture[Any]:
     """As `rpc_async`, but `_wait_all` does not wait for it; `rpc_type` is what a profile calls it."""
     if not callable(func):
-        raise TypeError(api.NOT_CALLABLE)
+        raise TypeError(NOT_CALLABLE)
     worker = api._worker()
     if rpc_type is not internal.RPCExecMode.ASYNC and torch._C._autograd._profiler_enabled():
         name = getattr(func, "__qualname__", type(func).__qualname__)
