@@ -122,13 +122,23 @@ BlockPtr Pool::allocate(std::size_t size) {
       stats_.misses += 1;
     }
   }
-  if (!memory) memory = obtain(capacity_of(size_class));
+  if (!memory) memory = obtain_or_trim(size_class);
   {
     std::lock_guard lock(mutex_);
     stats_.live_blocks += 1;
     stats_.live_bytes += capacity_of(size_class);
   }
   return std::make_unique<PooledBlock>(memory, size, size_class, shared_from_this());
+}
+
+/// Memory of the system's; where it has none, what is kept warm goes back first.
+std::byte* Pool::obtain_or_trim(int size_class) {
+  try {
+    return obtain(capacity_of(size_class));
+  } catch (const std::bad_alloc&) {
+    trim(kNever);
+    return obtain(capacity_of(size_class));
+  }
 }
 
 void Pool::give_back(std::byte* memory, int size_class) {

@@ -85,6 +85,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   };
 
   explicit Pool(std::size_t cache_limit);
+  std::byte* obtain_or_trim(int size_class);
   void give_back(std::byte* memory, int size_class);
 
   mutable std::mutex mutex_;
