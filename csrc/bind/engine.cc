@@ -98,9 +98,9 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
   s.pool_cache = pool_cache;
   s.handshake_timeout = handshake_timeout;
   s.connect_timeout = connect_timeout;
-  s.limits.body = max_body;
-  s.limits.message = max_message;
-  s.limits.lent = shared_memory;
+  s.credo.limits.body = max_body;
+  s.credo.limits.message = max_message;
+  s.credo.limits.lent = shared_memory;
   s.credo.lanes = lanes;
   s.check_uid = check_uid;
   new (self) Engine(std::move(s));
@@ -199,6 +199,8 @@ void init_engine(nb::module_& m) {
            "outcome that has come by then waits for the next call of this, which must follow.")
       .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
            "Answers a request. The segments' memory may change once this has returned; the list may be emptied.")
+      .def("largest_body", &Engine::largest_body, "connection"_a,
+           "How many bytes the body of a reply on a connection may have: more than that is left out.")
       .def(
           "lend", lend, "peer"_a, "connection"_a, "size"_a,
           "Memory, with a buffer, for a tensor of so many bytes that is to go to a peer: over a connection if that is\n"

@@ -10,12 +10,12 @@ namespace {
 
 References& kept_by(Outgoing& m) { return static_cast<References&>(*m.keep); }
 
+}  // namespace
+
 void add_segment(Outgoing& m, const void* data, std::uint64_t size, nb::handle owner) {
   m.segments.push_back({static_cast<const std::byte*>(data), size});
   kept_by(m).add(owner);
 }
-
-}  // namespace
 
 std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body) {
   auto m = std::make_unique<Outgoing>();

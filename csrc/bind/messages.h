@@ -27,6 +27,7 @@ std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body, nb::handl
 /// The same of what the codec has written.
 std::unique_ptr<Outgoing> compose(int tag, int flags, codec::Encoded& encoded);
 
+void add_segment(Outgoing& m, const void* data, std::uint64_t size, nb::handle owner);
 void set_name(Outgoing& m, std::uint32_t id, nb::handle name);
 
 /// The message has left (or never will): gives up what it held.

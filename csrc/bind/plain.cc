@@ -7,15 +7,9 @@ bool encodes(codec::Outcome outcome) {
   return outcome == codec::Outcome::kOk;
 }
 
-bool is_sendable(const Words& words, const codec::Encoded& encoded) {
-  return static_cast<std::uint64_t>(PyBytes_GET_SIZE(encoded.body.ptr())) <= words.max_body &&
-         encoded.segments.size() + 1 < Limits{}.segments;  // one more for a preamble
-}
-
-std::unique_ptr<Outgoing> encode_plain(const codec::Codec& codec, const Words& words, int tag, int flags,
-                                       nb::handle value) {
+std::unique_ptr<Outgoing> encode_plain(const codec::Codec& codec, int tag, int flags, nb::handle value) {
   codec::Encoded encoded;
-  if (!encodes(codec.encode_basic(value.ptr(), encoded)) || !is_sendable(words, encoded)) return nullptr;
+  if (!encodes(codec.encode_basic(value.ptr(), encoded))) return nullptr;
   return compose(tag, flags, encoded);
 }
 

@@ -13,27 +13,23 @@ namespace telegrad::bind {
 
 /// What the short way must know of messages; telegrad.wire has the meaning.
 struct Words {
-  int call = 0;                // the tag of requests to run a function
-  int value = 0;               // the tag of replies with its result
-  int make = 0;                // the tag of requests to run one and keep the result
-  int created = 0;             // the tag of replies to these
-  int may_linger = 0;          // the flag of both
-  int request_flags = 0;       // a request with any of these is not plain
-  int reply_flags = 0;         // nor is a reply with any of these
-  std::uint64_t max_body = 0;  // nor is a longer body
-  int gradients = 0;           // the tag of messages of backward passes, and of replies to them
-  int ended = 0;               // the tag of the word that an autograd context has ended
-  int preamble = 0;            // but for this one: a message with it may be plain and made in an autograd context
+  int call = 0;           // the tag of requests to run a function
+  int value = 0;          // the tag of replies with its result
+  int make = 0;           // the tag of requests to run one and keep the result
+  int created = 0;        // the tag of replies to these
+  int may_linger = 0;     // the flag of both
+  int request_flags = 0;  // a request with any of these is not plain
+  int reply_flags = 0;    // nor is a reply with any of these
+  int gradients = 0;      // the tag of messages of backward passes, and of replies to them
+  int ended = 0;          // the tag of the word that an autograd context has ended
+  int preamble = 0;       // but for this one: a message with it may be plain and made in an autograd context
 };
 
 /// Is there something to send? Throws nb::python_error.
 bool encodes(codec::Outcome outcome);
-/// Is it within the limits? (Python says what is wrong with one that is not.)
-bool is_sendable(const Words& words, const codec::Encoded& encoded);
 
 /// Writes a value; null if it is not plain. Throws nb::python_error.
-std::unique_ptr<Outgoing> encode_plain(const codec::Codec& codec, const Words& words, int tag, int flags,
-                                       nb::handle value);
+std::unique_ptr<Outgoing> encode_plain(const codec::Codec& codec, int tag, int flags, nb::handle value);
 
 /// Reads one. `wrap`: see `Codec::decode`, or not valid. Throws nb::python_error.
 nb::object decode_plain(const codec::Codec& codec, Incoming& message, const nb::object& wrap = {});

@@ -98,11 +98,13 @@ class PlainCalls {
     if (!value.is_valid()) throw nb::python_error();
     std::unique_ptr<Outgoing> m;
     try {
-      m = encode_plain(codec_, words_, words_.make, words_.may_linger, value);
+      m = encode_plain(codec_, words_.make, words_.may_linger, value);
     } catch (const nb::python_error& e) {
       if (!e.matches(PyExc_Exception)) throw;  // else the other way says what is wrong, and that nothing has been sent
     }
     if (!m) return 0;
+    const auto name_size = static_cast<std::uint64_t>(PyBytes_GET_SIZE(name.ptr()));
+    if (m->payload_size() + name_size >= kAlwaysTaken) name_target(*m, local_id);
     set_name(*m, name_id, name);
     const auto id = begin(peer, std::move(m), timeout, nested, never_wait, true, true, cookie);
     take_lazy();  // while the peer is at it
@@ -123,7 +125,7 @@ class PlainCalls {
   }
 
   std::uint64_t ask(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle cookie) {
-    auto m = encode_plain(codec_, words_, words_.gradients, 0, messages);
+    auto m = encode_plain(codec_, words_.gradients, 0, messages);
     if (!m) return kNotPlain;
     return begin(peer, std::move(m), timeout, true, true, true, false, cookie);
   }
@@ -186,7 +188,7 @@ class PlainCalls {
   void tell_collectors() { engine_.tell_collectors(); }
 
   bool tell(std::int32_t peer, nb::handle value) {
-    auto m = encode_plain(codec_, words_, words_.ended, 0, value);
+    auto m = encode_plain(codec_, words_.ended, 0, value);
     if (!m) return false;
     {
       nb::gil_scoped_release no_gil;
@@ -281,11 +283,22 @@ class PlainCalls {
     }
   }
 
+  /// A request that may arrive without its content says in its preamble, too, which reference it is to make.
+  void name_target(Outgoing& m, nb::handle local_id) const {
+    const nb::object preamble =
+        nb::make_tuple(nb::tuple(), nb::make_tuple(engine_.id(), local_id), nb::none(), nb::none(), 0, nb::none());
+    codec::Encoded written;
+    if (!encodes(codec_.encode_basic(preamble.ptr(), written))) return;
+    add_segment(m, PyBytes_AS_STRING(written.body.ptr()),
+                static_cast<std::uint64_t>(PyBytes_GET_SIZE(written.body.ptr())), written.body);
+    m.header.flags |= static_cast<std::uint16_t>(words_.preamble);
+  }
+
   std::unique_ptr<Outgoing> write(std::int32_t peer, int flags, std::uint32_t name_id, nb::handle name, nb::handle args,
                                   nb::handle kwargs, nb::handle context) {
     const nb::object value = nb::steal(PyTuple_Pack(2, args.ptr(), kwargs.ptr()));
     if (!value.is_valid()) throw nb::python_error();
-    auto m = context.is_none() ? encode_plain(codec_, words_, words_.call, flags, value)
+    auto m = context.is_none() ? encode_plain(codec_, words_.call, flags, value)
                                : recorder_.encode(codec_, words_, words_.call, flags, value, peer, context, true);
     if (m) set_name(*m, name_id, name);
     return m;
@@ -317,10 +330,9 @@ void init_plain_calls(nb::module_& m) {
       .def(
           "__init__",
           [](PlainCalls* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value, int make,
-             int gradients, int ended, int may_linger, int reply_flags, std::uint64_t max_body, int preamble,
-             nb::object current, nb::dict infos, nb::object info_type, nb::dict known, nb::set by_value,
-             nb::dict profiling, nb::object is_grad_enabled, nb::object running_loop, nb::object future_type,
-             nb::object no_devices) {
+             int gradients, int ended, int may_linger, int reply_flags, int preamble, nb::object current,
+             nb::dict infos, nb::object info_type, nb::dict known, nb::set by_value, nb::dict profiling,
+             nb::object is_grad_enabled, nb::object running_loop, nb::object future_type, nb::object no_devices) {
             new (self) PlainCalls(std::move(engine), std::move(codec), recorder,
                                   Surroundings{.current = std::move(current),
                                                .infos = std::move(infos),
@@ -337,14 +349,13 @@ void init_plain_calls(nb::module_& m) {
                                         .make = make,
                                         .may_linger = may_linger,
                                         .reply_flags = reply_flags,
-                                        .max_body = max_body,
                                         .gradients = gradients,
                                         .ended = ended,
                                         .preamble = preamble});
           },
           nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "gradients"_a, "ended"_a,
-          "may_linger"_a, "reply_flags"_a, "max_body"_a, "preamble"_a, "current"_a, "infos"_a, "info_type"_a, "known"_a,
-          "by_value"_a, "profiling"_a, "is_grad_enabled"_a, "running_loop"_a, "future_type"_a, "no_devices"_a)
+          "may_linger"_a, "reply_flags"_a, "preamble"_a, "current"_a, "infos"_a, "info_type"_a, "known"_a, "by_value"_a,
+          "profiling"_a, "is_grad_enabled"_a, "running_loop"_a, "future_type"_a, "no_devices"_a)
       .def("call_directly", &PlainCalls::call_directly, "to"_a.none(), "function"_a.none(), "args"_a.none(),
            "kwargs"_a.none(), "timeout"_a,
            "As `call`, of a call that the program makes outside of any request: the worker `to` is a name, an id or a\n"

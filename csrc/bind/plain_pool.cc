@@ -65,7 +65,7 @@ class PlainPool {
   }
 
   bool reply(std::uint64_t connection, std::uint64_t call, nb::handle messages) {
-    auto m = encode_plain(codec_, words_, words_.gradients, 0, messages);
+    auto m = encode_plain(codec_, words_.gradients, 0, messages);
     if (!m) return false;
     send_reply(engine_, connection, call, std::move(m));
     return true;
@@ -201,7 +201,7 @@ class PlainPool {
     if (open_ && h.tag == words_.gradients && !unusual) return gradients(item);
     if (!open_ || !item.name) return false;
     if (!unusual) end_contexts();
-    if (h.tag == words_.make && !unusual) return make(item);
+    if (h.tag == words_.make && (!unusual || unusual == words_.preamble)) return make(item);
     if (h.tag != words_.call || (unusual && unusual != words_.preamble)) return false;
     InContext in;
     if (unusual && !is_recorded(item.message, in)) return false;
@@ -232,7 +232,7 @@ class PlainPool {
       }
       if (fetched || !comes_later(function, result)) {
         reply = context.is_none()
-                    ? encode_plain(codec_, words_, words_.value, 0, result)
+                    ? encode_plain(codec_, words_.value, 0, result)
                     : recorder_.encode(codec_, words_, words_.value, 0, result, item.peer, context, false);
       }
     });
@@ -259,6 +259,9 @@ class PlainPool {
   bool make(Item& item) {
     const nb::object function = function_of(*item.name);
     if (!function.is_valid()) return false;
+    if (item.message.header.flags & words_.preamble && !item.message.segments.empty()) {
+      item.message.segments.pop_back();  // the body says the same
+    }
     const nb::int_ peer(item.peer), connection(item.connection), id(item.message.header.call_id);
     const nb::int_ deadline(item.deadline == kNever ? 0 : item.deadline);
     const nb::object error = error_of([&] {
@@ -278,7 +281,7 @@ class PlainPool {
         const nb::object target = nb::steal(PyTuple_Pack(2, peer.ptr(), local_id.ptr()));
         if (!target.is_valid()) throw nb::python_error();
         send_reply(engine_, item.connection, item.message.header.call_id,
-                   encode_plain(codec_, words_, words_.created, words_.may_linger, target));
+                   encode_plain(codec_, words_.created, words_.may_linger, target));
       }
       call(hooks_.clean_state);
     });
@@ -388,11 +391,10 @@ void init_plain_pool(nb::module_& m) {
       .def(
           "__init__",
           [](PlainPool* self, nb::object engine, nb::object codec, nb::object recorder, int call, int value, int make,
-             int created, int gradients, int ended, int may_linger, int request_flags, int reply_flags,
-             std::uint64_t max_body, int preamble, nb::object worker, nb::object scope_type, nb::object current,
-             nb::object callback_scope, nb::object resolver, nb::object clean_state, nb::object make_value,
-             nb::object answer, nb::object complete, nb::object fail, nb::object on_gradients, nb::object on_ended,
-             nb::object fetch, nb::dict values) {
+             int created, int gradients, int ended, int may_linger, int request_flags, int reply_flags, int preamble,
+             nb::object worker, nb::object scope_type, nb::object current, nb::object callback_scope,
+             nb::object resolver, nb::object clean_state, nb::object make_value, nb::object answer, nb::object complete,
+             nb::object fail, nb::object on_gradients, nb::object on_ended, nb::object fetch, nb::dict values) {
             new (self) PlainPool(
                 Hooks{std::move(engine), std::move(codec), std::move(resolver), std::move(clean_state),
                       std::move(make_value), std::move(answer), std::move(complete), std::move(fail),
@@ -406,15 +408,14 @@ void init_plain_pool(nb::module_& m) {
                       .may_linger = may_linger,
                       .request_flags = request_flags,
                       .reply_flags = reply_flags,
-                      .max_body = max_body,
                       .gradients = gradients,
                       .ended = ended,
                       .preamble = preamble});
           },
           nb::kw_only(), "engine"_a, "codec"_a, "recorder"_a, "call"_a, "value"_a, "make"_a, "created"_a, "gradients"_a,
-          "ended"_a, "may_linger"_a, "request_flags"_a, "reply_flags"_a, "max_body"_a, "preamble"_a, "worker"_a,
-          "scope_type"_a, "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "make_value"_a, "answer"_a,
-          "complete"_a, "fail"_a, "on_gradients"_a, "on_ended"_a, "fetch"_a, "values"_a)
+          "ended"_a, "may_linger"_a, "request_flags"_a, "reply_flags"_a, "preamble"_a, "worker"_a, "scope_type"_a,
+          "current"_a, "callback_scope"_a, "resolver"_a, "clean_state"_a, "make_value"_a, "answer"_a, "complete"_a,
+          "fail"_a, "on_gradients"_a, "on_ended"_a, "fetch"_a, "values"_a)
       .def("reply", &PlainPool::reply, "connection"_a, "call"_a, "messages"_a,
            "Answers messages of a backward pass with others. False: they are not plain, and nothing has been sent.")
       .def(

@@ -28,7 +28,7 @@ std::unique_ptr<Outgoing> Recorder::encode(const codec::Codec& codec, const Word
                                            nb::handle value, std::int32_t peer, nb::handle context,
                                            bool request) const {
   codec::Encoded encoded;
-  if (!encodes(codec.encode_recorded(value.ptr(), encoded, false)) || !is_sendable(words, encoded)) return nullptr;
+  if (!encodes(codec.encode_recorded(value.ptr(), encoded, false))) return nullptr;
   if (!request && encoded.recorded.empty()) return compose(tag, flags, encoded);
   nb::object tensors = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(encoded.recorded.size())));
   if (!tensors.is_valid()) throw nb::python_error();

@@ -19,6 +19,7 @@ enum class CallStatus : std::uint8_t {
   kPeerLost,     // the peer died, left, or broke the link
   kUnreachable,  // no link could be made
   kStopped,      // this worker was stopped
+  kTooLarge,     // the request is over the peer's limits, and has not been sent
 };
 
 /// What became of a call.

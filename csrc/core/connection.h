@@ -61,6 +61,7 @@ struct Connection {
 
   // Written once, before the state becomes kOpen.
   std::int32_t peer = -1;
+  Limits limits;  // of what the peer takes
 
   // Under the engine's mutex.
   Nanos handshake_deadline = kNever;

@@ -39,7 +39,7 @@ int processors() {
 Engine::Engine(Settings settings)
     : settings_(std::move(settings)),
       pool_(Pool::make(settings_.pool_cache)),
-      commons_(std::make_shared<Commons>(settings_.limits.lent)),
+      commons_(std::make_shared<Commons>(settings_.credo.limits.lent)),
       inner_(check(epoll_create1(EPOLL_CLOEXEC), "cannot make an epoll")),
       outer_(check(epoll_create1(EPOLL_CLOEXEC), "cannot make an epoll")),
       kick_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot make an eventfd")),

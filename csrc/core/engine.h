@@ -76,8 +76,7 @@ struct Settings {
   std::size_t pool_cache = std::size_t{1} << 30;
   Nanos handshake_timeout = 10 * kSecond;
   Nanos connect_timeout = 30 * kSecond;  // how long a call may wait for a link; 0: for ever
-  Limits limits;
-  bool check_uid = true;  // refuse same-host peers of another user
+  bool check_uid = true;                 // refuse same-host peers of another user
 };
 
 struct PeerAddress {
@@ -188,6 +187,8 @@ class Engine {
   /// has not left by then is copied. A reply that has left is still the caller's.
   void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, bool may_wait,
              const std::function<void()>& before_blocking = {});
+  /// What the body of a reply on a connection may be at most.
+  std::uint64_t largest_body(std::uint64_t connection) const;
   /// Sends a message that is never answered; copies what does not leave at once, and never waits. False when the peer
   /// is known to be unreachable.
   bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);
@@ -223,6 +224,7 @@ class Engine {
   bool stopping() const { return stopping_.load(std::memory_order_acquire); }
   EngineStats stats() const;
   const std::shared_ptr<Pool>& pool() const { return pool_; }
+  std::int32_t id() const { return settings_.credo.me.id; }
 
   /// Around fork(), called by forks.cc: holds the locks, and in the child closes every descriptor without a word. From
   /// then on the child's engine is a stopped one.
@@ -311,6 +313,7 @@ class Engine {
   void close_call(std::uint64_t id, bool replied, Kept& kept);
   bool take_back(std::uint64_t id, Outcome& out, Kept& kept);
   void stop_lingering(std::uint64_t id, Kept& kept);
+  bool refused(const Connection& c, std::uint64_t id, Outgoing& m, Kept& kept);
   void on_message(const ConnectionPtr& c, Incoming&& m);
   void take_in_answers(const ConnectionPtr& c);
   void on_reply(const ConnectionPtr& c, Incoming&& m, Kept& kept);

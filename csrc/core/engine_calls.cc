@@ -1,13 +1,25 @@
 // Calls: starting, waiting, matching replies; and what arrives.
 #include <algorithm>
+#include <cstring>
 
 #include "core/engine.h"
+#include "core/left_out.h"
 
 namespace telegrad {
 namespace {
 
 constexpr std::size_t kAmongFirst = 4;
 constexpr std::int64_t kLarge = 64 << 10;  // more than this is not copied under a lock
+
+/// A message has come for which this worker had no memory.
+void explain(Incoming& m, const std::string& me, Pool& pool) {
+  const std::string text = static_cast<char>(LeftOut::kNoMemory) +
+                           ("worker " + me + " has no memory for a message of ") + std::to_string(m.discarded) +
+                           " bytes.";
+  m.header.flags |= kLeftOut;
+  m.body = pool.allocate(text.size());
+  std::memcpy(m.body->data(), text.data(), text.size());
+}
 
 }  // namespace
 
@@ -128,11 +140,30 @@ void Engine::expire_calls(Nanos at, Kept& kept) {
 
 // ---- starting and waiting
 
+/// With the mutex held: a request, or with 0 as its id a one-way message, is to go over a link. True: it is over the
+/// peer's limits and does not go, and its call has failed. One with a trailer that the peer counts on goes without its
+/// content, and the peer answers it.
+bool Engine::refused(const Connection& c, std::uint64_t id, Outgoing& m, Kept& kept) {
+  if (fits(m, c.limits)) return false;
+  std::string why = over_limits(m, c.limits, c.handshake.peer().name);
+  if (id == 0) {  // workers say to each other nothing so large: a bug
+    log("a message is not sent: " + why);
+    return true;
+  }
+  if (m.header.flags & kMayLinger && m.header.flags & kTrailer) {
+    leave_out(m, LeftOut::kTooLarge, why);
+    return false;
+  }
+  stop_lingering(id, kept);
+  settle(id, Outcome{.status = CallStatus::kTooLarge, .why = std::move(why)}, kept);
+  return true;
+}
+
 std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, CallOptions o) {
   Kept kept;
   const Nanos at = now();
   const bool async = o.cookie != nullptr;
-  const std::int64_t size = weight(m->payload_size());
+  std::int64_t size = weight(m->payload_size());
   std::uint64_t id;
   ConnectionPtr link;
   bool straight = false;  // to the link, without a further look at the peer
@@ -157,6 +188,8 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     }
     auto found = peers_.find(peer);
     if (found != peers_.end()) link = found->second.link;
+    if (link && refused(*link, id, *m, kept)) return id;
+    size = weight(m->payload_size());  // of what is left of it
     if (link && window_open(*link, size)) {
       straight = true;
       call.connection = link->id;
@@ -299,10 +332,19 @@ void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
   }
   m->header.type = FrameType::kReply;
   m->header.call_id = call;
+  if (!fits(*m, c->limits)) {
+    leave_out(*m, LeftOut::kTooLarge, over_limits(*m, c->limits, c->handshake.peer().name));
+  }
   PoolThread* self = may_wait && !m->segments.empty() && !c->stalled ? this_thread() : nullptr;
   Passage p{.own = !self, .may_gather = more, .before_blocking = &before_blocking, .via = c};
   if (p.own && weight(m->payload_size()) > kLarge) p.spent = own_memory(*m);
   if (transmit(c, m, p) == Sent::kQueued && self) wait_while_it_leaves(*self, p);
+}
+
+std::uint64_t Engine::largest_body(std::uint64_t connection) const {
+  std::lock_guard lock(mutex_);
+  const auto found = connections_.find(connection);
+  return found == connections_.end() ? UINT64_MAX : found->second->limits.body;  // nobody is there to get one
 }
 
 bool Engine::send(std::int32_t peer, std::unique_ptr<Outgoing> m) {
@@ -336,6 +378,7 @@ void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
     if (found == c->names.end()) return lost(c, "it used a name that it never defined");
     name = found->second;
   }
+  if (m.discarded > 0) explain(m, settings_.credo.me.name, *pool_);
   if (type == FrameType::kReply) return answers_.push_back(std::move(m));
   take_in_answers(c);  // what came first counts first
   switch (type) {

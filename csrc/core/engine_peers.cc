@@ -226,6 +226,7 @@ void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vi
 
 void Engine::opened(const ConnectionPtr& c) {
   std::deque<Peer::Waiting> waiting, late;
+  Kept kept;
   bool stale = false;
   std::unique_lock sending(c->send_mutex);  // what has waited goes first, before the first that finds the link
   {
@@ -251,7 +252,8 @@ void Engine::opened(const ConnectionPtr& c) {
       }
       peer.identity = who;
       c->peer = who.id;
-      c->link->set_limits(settings_.limits);
+      c->limits = c->handshake.limits();
+      c->link->set_limits(settings_.credo.limits);
       --strangers_;
       if (c->initiator && !peer.last_error.empty() && c->link->describe() != peer.addresses.front()) {
         log("worker " + who.name + " is reached at " + c->link->describe() +
@@ -263,13 +265,16 @@ void Engine::opened(const ConnectionPtr& c) {
         waiting = std::exchange(peer.waiting, {});
         std::erase_if(waiting, [&](auto& w) {
           auto& m = w.message;
-          if (m->header.type != FrameType::kRequest) return false;
-          Call* call = calls_.find(m->header.call_id);
-          if (call) call->connection = c->id;
-          if (auto l = lingering_.find(m->header.call_id); l != lingering_.end()) l->second.connection = c->id;
-          if (call || m->header.flags & kMayLinger) return false;
+          const bool request = m->header.type == FrameType::kRequest;
+          if (!refused(*c, request ? m->header.call_id : 0, *m, kept)) {
+            if (!request) return false;
+            Call* call = calls_.find(m->header.call_id);
+            if (call) call->connection = c->id;
+            if (auto l = lingering_.find(m->header.call_id); l != lingering_.end()) l->second.connection = c->id;
+            if (call || m->header.flags & kMayLinger) return false;
+          }
           if (m->departure) m->departure->gone = true;
-          late.push_back(std::move(w));  // its caller has given up: it is not made
+          late.push_back(std::move(w));  // its caller has given up, or it is too large: it is not made
           return true;
         });
       }
@@ -344,7 +349,11 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
     auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
     const bool parted = c->goodbye && found != peers_.end() && found->second.forgotten;
     if (c->goodbye && !parted) why = "it shut down";
-    if (why.empty()) why = "the connection was closed by its process, which has died or been killed";
+    if (why.empty()) {
+      why =
+          "the connection was closed without a goodbye: its process has died or been killed, or has cut it and logs "
+          "why";
+    }
     if (!was_open) {
       if (!c->initiator) {
         // One that only came and went (it may have been shut down meanwhile) is not worth a line.

@@ -56,6 +56,7 @@ Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Pass
       if (!p.connecting) connect(lock, p);
       return Sent::kQueued;
     }
+    if (refused(*p.link, id, *m, kept)) return id ? Sent::kGone : Sent::kBroken;
     if (call) call->connection = p.link->id;
     if (auto late = lingering_.find(id); late != lingering_.end()) late->second.connection = p.link->id;
   }

@@ -27,6 +27,7 @@ class Writer {
     return *this;
   }
   Writer& identity(const Identity& i) { return number(i.id).text(i.name).number(i.incarnation); }
+  Writer& limits(const Limits& l) { return number(l.body).number(l.message).number(l.segments).number(l.name); }
   std::string done() { return std::move(out_); }
 
  private:
@@ -63,6 +64,14 @@ class Reader {
     i.name = text();
     i.incarnation = number<std::uint64_t>();
     return i;
+  }
+  Limits limits() {
+    Limits l;
+    l.body = number<std::uint64_t>();
+    l.message = number<std::uint64_t>();
+    l.segments = number<std::uint32_t>();
+    l.name = number<std::uint32_t>();
+    return l;
   }
   bool finished() const { return good_ && in_.empty(); }
 
@@ -126,6 +135,7 @@ Handshake::Step Handshake::begin() {
                .identity(credo_->me)
                .identity(peer_)
                .text(nonce())
+               .limits(credo_->limits)
                .number(credo_->lanes)
                .text(session_)
                .done();
@@ -158,6 +168,7 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   peer_ = in.identity();
   const Identity wanted = in.identity();
   const std::string their_nonce = in.text();
+  limits_ = in.limits();
   lanes_ = std::min(in.number<std::uint32_t>(), credo_->lanes);
   session_ = in.text();
   for_lane_ = !session_.empty();
@@ -169,7 +180,8 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
                   credo_->me.name + " (id " + std::to_string(credo_->me.id) + ")");
   }
   hello_ = body;
-  const std::string mine = Writer().identity(credo_->me).text(nonce()).number(credo_->lanes).done();
+  const std::string mine =
+      Writer().identity(credo_->me).text(nonce()).limits(credo_->limits).number(credo_->lanes).done();
   transcript_ = Writer().text(hello_).text(mine).done();
   state_ = State::kSentChallenge;
   return {.send = FrameType::kChallenge, .body = Writer().text(mine).text(mac("acceptor", transcript_)).done()};
@@ -182,6 +194,7 @@ Handshake::Step Handshake::on_challenge(std::string_view body) {
   Reader who(theirs);
   const Identity peer = who.identity();
   const std::string their_nonce = who.text();
+  limits_ = who.limits();
   lanes_ = std::min(who.number<std::uint32_t>(), credo_->lanes);
   if (!in.finished() || !who.finished() || their_nonce.size() != kNonce) return refuse("a malformed challenge");
   transcript_ = Writer().text(hello_).text(theirs).done();

@@ -1,13 +1,15 @@
 // Mutual authentication of two workers, before anything else is looked at.
 //
 //     initiator                               acceptor
-//     HELLO      version, group, me, you, nonce, lanes, session ->
-//                <- CHALLENGE   me, nonce, lanes, mac("acceptor" + HELLO + who and nonce)
+//     HELLO      version, group, me, you, nonce, limits, lanes, session ->
+//                <- CHALLENGE   me, nonce, limits, lanes, mac("acceptor" + HELLO + all of these)
 //     PROOF      mac("initiator" + HELLO + CHALLENGE) ->
 //                <- WELCOME
 //
 // Either may answer REFUSE and a reason. The mac is HMAC-SHA256 keyed with the group's secret; both nonces and both
 // identities are under it, so a recorded exchange proves nothing and a proof for one worker is none for another.
+//
+// Both ends say what a message to them may be at most (core/limits.h): a sender keeps to it.
 //
 // Both ends say how many lanes a link of theirs may have; the lower number counts. What is under the mac also names the
 // link, to both ends and to nobody else (`session`). A connection that is to be a lane of it goes through a handshake
@@ -34,6 +36,7 @@ struct Credo {  // what this worker goes into every handshake with
   Identity me;
   std::string group;
   std::string secret;
+  Limits limits;            // of what it takes
   std::uint32_t lanes = 1;  // connections of one link, at most
 };
 
@@ -56,6 +59,8 @@ class Handshake {
 
   /// Who is at the other end; valid once open.
   const Identity& peer() const { return peer_; }
+  /// What a message to the other end may be at most; valid once open.
+  const Limits& limits() const { return limits_; }
   /// How many connections the link may have, this one included.
   std::uint32_t lanes() const { return lanes_; }
   /// What the link is called by both ends, and by nobody who does not know the secret. For a lane, that of its link;
@@ -80,6 +85,7 @@ class Handshake {
   Identity peer_;
   std::string hello_;
   std::string transcript_;
+  Limits limits_;
   std::uint32_t lanes_ = 1;
   std::string session_;
   bool for_lane_ = false;

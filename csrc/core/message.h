@@ -2,8 +2,8 @@
 //
 // On a byte stream a frame is
 //     FrameHeader | SegmentHeader x segment_count | name | body | segments in order
-// all little-endian. The core reads `type`, `call_id`, `flags & kNested`, `timeout` and `credit`; `tag` and the rest
-// of `flags` belong to the layers above.
+// all little-endian. The core reads `type`, `call_id`, the flags below, `timeout` and `credit`; `tag` and the rest of
+// `flags` belong to the layers above.
 #pragma once
 
 #include <bit>
@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/limits.h"
 #include "core/pool.h"
 
 namespace telegrad {
@@ -21,7 +22,7 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 2;
+inline constexpr std::uint32_t kProtocolVersion = 3;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: who I am, whom I want, a nonce
@@ -42,7 +43,12 @@ inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
 enum FrameFlags : std::uint16_t {
   kNested = 1 << 15,  // the request was made from inside a handler: it always finds a thread
   // What its caller has given up on matters all the same: the reply must be seen, the request must be sent.
-  kMayLinger = 1 << 14
+  kMayLinger = 1 << 14,
+  // The content is left out: the message is over its receiver's limits, or the receiver has no memory for it. The body
+  // says which, and why, and the trailer is the only segment. See core/left_out.h.
+  kLeftOut = 1 << 13,
+  // The last segment is a trailer: what both ends count on, and what is kept of a message whose content is left out.
+  kTrailer = 1 << 2,
 };
 
 struct FrameHeader {
@@ -66,20 +72,6 @@ struct SegmentHeader {
   std::uint64_t lease = 0;  // 0: the bytes follow in the frame; else they lie where the transport's lease says
 };
 static_assert(sizeof(SegmentHeader) == 16);
-
-/// What one frame may be at most. Checked before anything is allocated.
-struct Limits {
-  std::uint64_t body = std::uint64_t{1} << 30;
-  std::uint64_t message = std::uint64_t{1} << 36;  // all segments together
-  std::uint32_t segments = 1 << 20;
-  std::uint32_t name = 1 << 16;
-  // Not of a frame: bytes of memory that a link lends its sender, and that it maps of its peer's, at most. Only links
-  // through shared memory have such.
-  std::uint64_t lent = std::uint64_t{1} << 30;
-};
-
-/// Limits while the peer is a stranger: one small handshake frame at a time.
-inline constexpr Limits kStrangerLimits{.body = 4096, .message = 0, .segments = 0, .name = 0, .lent = 0};
 
 class Common;  // what goes to several peers and lies in memory once, see transports/commons.h
 
@@ -110,6 +102,7 @@ struct Outgoing {
   bool owned = false;                    // nobody else can change its bytes: see `own_memory`
   bool scattered = false;                // by the link: its segments leave in pieces, in no order
   std::shared_ptr<Departure> departure;  // told what becomes of a message that waits for its link
+  std::string reason;                    // the body of a message whose content is left out
 
   // Owned by the link that sends it: how many bytes have left, of the prefix, the body and the segments in that order.
   std::uint64_t sent = 0;
@@ -139,8 +132,11 @@ struct Incoming {
   std::string name;
   BlockPtr body;  // null when empty
   std::vector<BlockPtr> segments;
+  // Not 0: there was no memory for so many bytes. The link has read and discarded them, but for the trailer.
+  std::uint64_t discarded = 0;
 
   std::uint64_t payload_size() const {
+    if (discarded > 0) return discarded;
     std::uint64_t n = body ? body->size() : 0;
     for (const auto& s : segments) n += s->size();
     return n;

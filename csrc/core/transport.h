@@ -48,7 +48,8 @@ namespace telegrad {
 class Inbox {
  public:
   virtual ~Inbox() = default;
-  /// Memory for `size` bytes. May throw std::bad_alloc: the link then fails with that reason.
+  /// Memory for `size` bytes. May throw std::bad_alloc: the link then discards the content of a request or reply that
+  /// may be discarded (core/left_out.h), and fails with that reason at any other message.
   virtual BlockPtr allocate(std::size_t size) = 0;
   /// Memory that the peer has lent, in place of such: the block to deliver for it. May throw std::bad_alloc.
   virtual BlockPtr take_over(BlockPtr lent) { return lent; }
@@ -119,7 +120,8 @@ class Link {
 
   /// Reads what is there without blocking, about `budget` bytes at most, into memory from `inbox`. One thread at a
   /// time. A frame beyond the limits, or one that is not a frame, breaks the link before anything is allocated for
-  /// it. Never throws.
+  /// it. A request or reply for which there is no memory is delivered without its content (Incoming::discarded), and
+  /// leases in it are given back; the link goes on. Never throws.
   virtual ReceiveState receive(Inbox& inbox, std::size_t budget) = 0;
 
   /// A link whose messages come through memory can be looked into without a system call. From now on the receiving side

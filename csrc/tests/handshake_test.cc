@@ -102,6 +102,37 @@ CASE(links_have_names_that_lanes_ask_for) {
   check_failed(changed.alice.on_frame(challenge.type, challenge.body), "secret does not match");
 }
 
+/// Each end learns what the other takes; neither can be made to believe something else.
+CASE(limits_are_exchanged_under_the_proofs) {
+  Credo alice_credo = credo(kAlice), bob_credo = credo(kBob);
+  alice_credo.limits = {.body = 70'001, .message = 70'002, .segments = 70'003, .name = 70'004};
+  bob_credo.limits = {.body = 80'001, .message = 80'002, .segments = 80'003, .name = 80'004};
+  const auto same = [](const Limits& a, const Limits& b) {
+    return a.body == b.body && a.message == b.message && a.segments == b.segments && a.name == b.name;
+  };
+  Talk t(alice_credo, bob_credo);
+  CHECK(run(t) == std::pair<std::string, std::string>("open", "open"));
+  CHECK(same(t.alice.limits(), bob_credo.limits));
+  CHECK(same(t.bob.limits(), alice_credo.limits));
+
+  const auto changed = [](std::string body, std::uint64_t limit) {
+    const std::string bytes(reinterpret_cast<const char*>(&limit), sizeof limit);
+    const auto at = body.find(bytes);
+    CHECK(at != std::string::npos);
+    body[at] = static_cast<char>(body[at] ^ 2);
+    return body;
+  };
+  Talk asked(alice_credo, bob_credo);
+  const Frame hello = frame_of(asked.alice.begin());
+  const Frame challenge = frame_of(asked.bob.on_frame(hello.type, changed(hello.body, alice_credo.limits.message)));
+  check_failed(asked.alice.on_frame(challenge.type, challenge.body), "secret does not match");
+  Talk answered(alice_credo, bob_credo);
+  const Frame first = frame_of(answered.alice.begin());
+  const Frame second = frame_of(answered.bob.on_frame(first.type, first.body));
+  check_failed(answered.alice.on_frame(second.type, changed(second.body, bob_credo.limits.message)),
+               "secret does not match");
+}
+
 CASE(frames_of_the_handshake_fit_a_strangers_limits) {
   const std::string longest(127, 'n');
   Identity a{.id = 32767, .name = longest, .incarnation = UINT64_MAX}, b = a;
@@ -204,8 +235,10 @@ CASE(a_member_in_place_of_another) {
   auto number = [](auto n) { return std::string(reinterpret_cast<const char*>(&n), sizeof n); };
   auto text = [&](const std::string& s) { return number(static_cast<std::uint32_t>(s.size())) + s; };
   auto answer = [&](const Identity& me, const std::string& hello) {
-    const std::string mine =
-        number(me.id) + text(me.name) + number(me.incarnation) + text(std::string(32, 'n')) + number(std::uint32_t{1});
+    const Limits l;
+    const std::string limits = number(l.body) + number(l.message) + number(l.segments) + number(l.name);
+    const std::string mine = number(me.id) + text(me.name) + number(me.incarnation) + text(std::string(32, 'n')) +
+                             limits + number(std::uint32_t{1});
     return text(mine) + text(hmac_sha256("secret", "acceptor" + text(hello) + text(mine)));
   };
   Talk t;

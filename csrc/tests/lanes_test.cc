@@ -153,7 +153,11 @@ CASE(pieces_that_lie) {
   check_refused("", large, "belongs to no message");
   check_refused(frame(1, {2, 2}) + piece(0, 1, "bc"), "", "belongs to no message");  // over two segments
   check_refused(frame(1, {4}, kScattered + 1), "", "not been shared");
-  check_refused(frame(1, {1 << 19, 1 << 19}) + frame(2, {1}), "", "not been shared");
+  std::string too_many;  // messages that begin, and of which nothing comes
+  for (std::uint64_t announced = 0; announced <= kUnderWay + (1 << 20); announced += 1 << 20) {
+    too_many += frame(1, {1 << 20});
+  }
+  check_refused(too_many + frame(1, {1}), "", "not been shared");
   FrameHeader bare;
   bare.type = FrameType::kPiece;
   check_refused(raw(bare), "", "do not fit");
@@ -161,6 +165,39 @@ CASE(pieces_that_lie) {
       "",
       piece(0, 3, "ab") + std::string("GET / HTTP/1.1\r\nHost: localhost and some more of it, and yet more of it\r\n"),
       "not a Telegrad frame");
+}
+
+/// Two messages that are within the limits each may be under way at the same time.
+CASE(messages_that_are_as_large_as_may_be_follow_each_other) {
+  Raw r;
+  r.link->set_limits({.message = 4});
+  r.write(r.first, frame(1, {4}) + frame(2, {3}));
+  r.write(r.lane, piece(1, 0, "efg") + piece(0, 0, "abcd"));
+  receive_until(*r.link, r.inbox, 2);
+  CHECK_EQ(text(r.inbox.messages[0].segments[0]), "abcd");
+  CHECK_EQ(text(r.inbox.messages[1].segments[0]), "efg");
+}
+
+/// No memory for a piece that is early, or for the message once it begins: its bytes are dropped as they come.
+CASE(pieces_for_which_there_is_no_memory) {
+  const std::string large(100'000, 'x');
+  for (const bool early : {true, false}) {
+    Raw r;
+    r.inbox.refuse_from = early ? large.size() : 2 * large.size();
+    const auto send_frame = [&] { r.write(r.first, frame(1, {2 * large.size()}) + frame(2, {2})); };
+    if (!early) send_frame();
+    if (!early) CHECK(r.receive() == ReceiveState::kIdle);
+    r.write(r.lane, piece(0, 0, large));
+    if (early) CHECK(r.receive() == ReceiveState::kIdle);
+    r.inbox.refuse_from = SIZE_MAX;
+    if (early) send_frame();
+    r.write(r.first, piece(0, large.size(), large) + piece(1, 0, "cd"));
+    receive_until(*r.link, r.inbox, 2);
+    CHECK_EQ(r.inbox.messages[0].discarded, 2 * large.size());
+    CHECK(r.inbox.messages[0].segments.empty());
+    CHECK_EQ(r.inbox.messages[1].discarded, 0u);
+    CHECK_EQ(text(r.inbox.messages[1].segments[0]), "cd");
+  }
 }
 
 CASE(pieces_of_what_never_comes_are_not_kept_without_end) {

@@ -25,7 +25,7 @@ Message random_message(Random& random, std::size_t body, const std::vector<std::
   Message m;
   m.header.type = FrameType::kRequest;
   m.header.tag = static_cast<std::uint8_t>(random.next());
-  m.header.flags = static_cast<std::uint16_t>(random.next());
+  m.header.flags = static_cast<std::uint16_t>(random.next() & ~std::uint64_t{kTrailer});
   m.header.name_id = static_cast<std::uint32_t>(random.next());
   m.header.call_id = random.next();
   m.header.timeout = static_cast<std::int64_t>(random.next());

@@ -659,13 +659,58 @@ void limits_change_from_inside_deliver(Scheme scheme) {
   check_same(large, inbox.inner.messages[1]);
 }
 
-void no_memory_breaks_the_link(Scheme scheme) {
+/// The content of a request or a reply for which there is no memory is read and dropped; the rest arrives as ever.
+void no_memory_costs_the_content_of_one_message(Scheme scheme) {
+  Collector inbox;
+  {
+    Ends e(scheme);
+    inbox.refuse_from = 70'000;
+    // A link through shared memory needs no such block for a segment: then for the body.
+    const std::vector<std::size_t> sizes[] = {{80'000}, {9'000, 500'000, 80'000}, {60'000}, {100, 3 * kMiB, 12}};
+    Random random(13);
+    std::vector<Message> sent;
+    for (const auto& segments : sizes) {
+      for (const FrameType type : {FrameType::kRequest, FrameType::kReply}) {
+        for (const bool trailer : {true, false}) {
+          sent.push_back(random_message(random, 100'000, segments, 20));
+          sent.back().header.type = type;
+          sent.back().header.flags = trailer ? kTrailer : 0;
+          if (trailer) sent.back().segments.push_back(random.bytes(3'000));
+          sent.push_back(random_message(random, 200, {100}));
+        }
+      }
+    }
+    for (const Message& m : sent) send_whole(*e.a, m, *e.b, inbox);
+    receive_until(*e.b, inbox, sent.size());
+    for (std::size_t i = 0; i < sent.size(); ++i) {
+      const Incoming& got = inbox.messages[i];
+      if (i % 2 == 1) {
+        check_same(sent[i], got);
+        CHECK_EQ(got.discarded, 0u);
+        continue;
+      }
+      std::size_t size = sent[i].body.size();
+      for (const std::string& s : sent[i].segments) size += s.size();
+      CHECK_EQ(got.discarded, size);
+      CHECK_EQ(got.payload_size(), size);
+      Message rest = sent[i];
+      rest.body = {};
+      rest.segments.erase(rest.segments.begin(), rest.segments.end() - (rest.header.flags & kTrailer ? 1 : 0));
+      check_same(rest, got);
+    }
+    inbox.messages.clear();
+  }
+  CHECK_EQ(inbox.pool->stats().live_blocks, 0u);
+}
+
+void no_memory_breaks_the_link(Scheme scheme, bool oneway) {
   Collector inbox;
   {
     Ends e(scheme);
     inbox.refuse_from = 5000;
     Random random(13);
-    const Message small = random_message(random, 100), large = random_message(random, 50, {4000, 5000});
+    Message small = random_message(random, 100), large = random_message(random, oneway ? 70'000 : 5000, {4000});
+    if (oneway) large.header.type = FrameType::kOneway;
     for (const Message* m : {&small, &large, &small}) {
       Outgoing out = m->outgoing();
       CHECK(e.a->send(out) == SendState::kSent);
@@ -678,6 +723,25 @@ void no_memory_breaks_the_link(Scheme scheme) {
     inbox.messages.clear();
   }
   CHECK_EQ(inbox.pool->stats().live_blocks, 0u);
+}
+
+/// Where nobody would answer, or so little is asked for that nothing else can go on either.
+void no_memory_for_what_must_arrive_breaks_the_link(Scheme scheme) {
+  for (const bool oneway : {true, false}) no_memory_breaks_the_link(scheme, oneway);
+}
+
+void a_trailer_has_a_limit_of_its_own(Scheme scheme) {
+  const Limits limits{.body = 100, .message = 50, .segments = 3, .name = 10, .trailer = 60};
+  Random random(19);
+  Message fits = random_message(random, 100, {50, 60}), large = random_message(random, 1, {1, 61});
+  fits.header.flags = large.header.flags = kTrailer;
+  Ends e(scheme);
+  Collector inbox;
+  e.b->set_limits(limits);
+  send_whole(*e.a, fits, *e.b, inbox);
+  receive_until(*e.b, inbox, 1);
+  check_same(fits, inbox.messages[0]);
+  refuses(scheme, limits, large);
 }
 
 // ---- the end
@@ -913,7 +977,9 @@ const Row kSuite[] = {
     ROW(limits_are_checked_before_memory_is_taken),
     ROW(a_frame_over_the_limits_spares_those_before_it),
     ROW(limits_change_from_inside_deliver),
-    ROW(no_memory_breaks_the_link),
+    ROW(no_memory_costs_the_content_of_one_message),
+    ROW(no_memory_for_what_must_arrive_breaks_the_link),
+    ROW(a_trailer_has_a_limit_of_its_own),
     ROW(sent_data_survives_close),
     ROW(sent_data_survives_a_failed_send),
     ROW(close_ends_both_directions),

@@ -43,7 +43,9 @@ Settings Worker::settings_of(int id) {
 }
 
 Worker::Worker(int id, Settings settings, int pool_threads) : id(id) {
+  const Limits limits = settings.credo.limits;
   if (settings.credo.me.id < 0) settings.credo = settings_of(id).credo;
+  settings.credo.limits = limits;
   engine = std::make_unique<Engine>(std::move(settings));
   add_threads(pool_threads);
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <new>
 #include <utility>
 
 namespace telegrad {
@@ -16,6 +17,17 @@ constexpr int kCopies = 15;  // of common regions, before it is tried again whet
 
 // Of a page, in the kernel's pagemap: it is of a file, and not this process's own; it is in memory or swapped out.
 constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61, kThere = std::uint64_t{3} << 62;
+
+/// Null if there is no memory for it.
+BlockPtr copy_of(const std::byte* data, std::size_t size, Inbox& inbox) {
+  try {
+    BlockPtr bytes = inbox.allocate(size);
+    std::memcpy(bytes->data(), data, size);
+    return bytes;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 
 }  // namespace
 
@@ -84,11 +96,11 @@ BlockPtr Borrower::borrow(const SegmentHeader& s, Inbox& inbox) {
   const bool is_common = Lease::is_common(s.lease);
   std::byte* data = chunk.memory.data() + offset;
   if (is_common && is_to_be_copied()) {
-    BlockPtr bytes = inbox.allocate(s.size);
-    std::memcpy(bytes->data(), data, s.size);
-    std::lock_guard lock(mutex_);
-    give_back(s.lease);
-    return bytes;
+    if (BlockPtr bytes = copy_of(data, s.size, inbox)) {
+      std::lock_guard lock(mutex_);
+      give_back(s.lease);
+      return bytes;
+    }
   }
   auto block = std::make_unique<Borrowed>(data, s.size, s.lease, found->second, is_common, shared_from_this());
   std::unique_lock lock(mutex_);

@@ -5,6 +5,8 @@
 #include <new>
 #include <utility>
 
+#include "core/left_out.h"
+
 namespace telegrad {
 namespace {
 
@@ -87,10 +89,10 @@ int gather(Outgoing& m, iovec* out, int count, std::uint64_t most) {
 
 // ---- reading
 
-/// Moves bytes into a part of `size` bytes; true when it is full.
+/// Moves bytes into a part of `size` bytes, or discards them where there is no memory for it; true when it is full.
 bool FrameReader::fill(void* to, std::size_t size) {
   const std::size_t n = std::min(size_, size - filled_);
-  if (n > 0) std::memcpy(static_cast<std::byte*>(to) + filled_, data_, n);
+  if (n > 0 && to) std::memcpy(static_cast<std::byte*>(to) + filled_, data_, n);
   data_ += n;
   size_ -= n;
   filled_ += n;
@@ -129,27 +131,85 @@ bool FrameReader::begin_segments(Inbox& inbox) {
     }
     segment_headers_.push_back(segment_header_);
   }
-  std::uint64_t total = 0;
-  for (const auto& h : segment_headers_) {
-    if (h.size > limits_.message || (total += h.size) > limits_.message) {
-      fail("a message of more than " + std::to_string(limits_.message) + " bytes is over the limit");
-      return false;
-    }
-  }
+  if (!check_sizes()) return false;
   incoming_.name.resize(incoming_.header.name_size);
-  if (incoming_.header.body_size > 0) incoming_.body = inbox.allocate(incoming_.header.body_size);
+  if (!take_memory(inbox)) return false;
+  step_ = Step::kName;
+  return true;
+}
+
+bool FrameReader::check_sizes() {
+  std::uint64_t total = 0;
+  const std::size_t count = segment_headers_.size() - (has_trailer() ? 1 : 0);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint64_t size = segment_headers_[i].size;
+    if (size <= limits_.message && (total += size) <= limits_.message) continue;
+    fail("a message of more than " + std::to_string(limits_.message) + " bytes is over the limit");
+    return false;
+  }
+  if (has_trailer() && segment_headers_.back().size > limits_.trailer) {
+    fail("a trailer of " + std::to_string(segment_headers_.back().size) + " bytes is over the limit");
+    return false;
+  }
+  return true;
+}
+
+/// False: a segment is not where its header says.
+bool FrameReader::take_memory(Inbox& inbox) {
+  const FrameHeader& frame = incoming_.header;
+  std::uint64_t size = frame.body_size;
+  for (const auto& h : segment_headers_) size += h.size;
+  const bool discardable = may_be_discarded(frame.type, size + frame.name_size);
+  bool enough = true;
+  const auto allocate = [&](std::uint64_t bytes) -> BlockPtr {
+    if (!enough) return std::make_unique<Discarded>(bytes);
+    try {
+      return inbox.allocate(bytes);
+    } catch (const std::bad_alloc&) {
+      if (!discardable) throw;
+      enough = false;
+      return std::make_unique<Discarded>(bytes);
+    }
+  };
+  if (frame.body_size > 0) incoming_.body = allocate(frame.body_size);
   incoming_.segments.reserve(segment_headers_.size());
   for (const auto& h : segment_headers_) {
-    const bool piece = incoming_.header.type == FrameType::kPiece;
+    const bool piece = frame.type == FrameType::kPiece;
     const bool borrowed = h.lease != 0 || piece;
-    incoming_.segments.push_back(borrowed ? leases_->borrow(incoming_.header, h, inbox) : inbox.allocate(h.size));
-    if (!incoming_.segments.back()) {
+    BlockPtr block = borrowed ? leases_->borrow(frame, h, inbox) : allocate(h.size);
+    if (!block) {
       fail(piece ? "a piece belongs to no message" : "a segment lies in shared memory that has not been shared");
       return false;
     }
+    if (!block->data() && !piece) {
+      if (!discardable) throw std::bad_alloc();
+      enough = false;
+    }
+    incoming_.segments.push_back(std::move(block));
   }
-  step_ = Step::kName;
+  if (!enough) discard_content(inbox, size);
   return true;
+}
+
+/// Gives back at once what the frame has got, and all that it refers to; what is still to come is discarded. Throws
+/// std::bad_alloc if there is no memory even for the trailer.
+void FrameReader::discard_content(Inbox& inbox, std::uint64_t size) {
+  discarded_ = size;
+  if (incoming_.body) incoming_.body = std::make_unique<Discarded>(incoming_.body->size());
+  auto& segments = incoming_.segments;
+  const std::size_t count = segments.size() - (has_trailer() ? 1 : 0);
+  for (std::size_t i = 0; i < count; ++i) segments[i] = std::make_unique<Discarded>(segments[i]->size());
+  if (has_trailer() && !segments.back()->data()) {
+    if (segment_headers_.back().lease != 0) throw std::bad_alloc();
+    segments.back() = inbox.allocate(segment_headers_.back().size);
+  }
+  if (leases_) leases_->discard(has_trailer() ? segments.back().get() : nullptr);
+}
+
+void FrameReader::deliver(Inbox& inbox) {
+  step_ = Step::kHeader;
+  if (discarded_ > 0) discard(incoming_, std::exchange(discarded_, 0));
+  inbox.deliver(std::exchange(incoming_, {}));
 }
 
 /// One step; false when more bytes are needed, or the stream is at fault.
@@ -172,8 +232,7 @@ bool FrameReader::parse(Inbox& inbox) {
         const Block& block = *incoming_.segments[segment_];
         if (!segment_headers_[segment_].lease && !fill(block.data(), block.size())) return false;
       }
-      step_ = Step::kHeader;
-      inbox.deliver(std::exchange(incoming_, {}));
+      deliver(inbox);
       return true;
   }
   return false;
@@ -192,7 +251,7 @@ std::size_t FrameReader::direct_target(std::byte** to) const {
   const Block* block = nullptr;
   if (step_ == Step::kBody) block = incoming_.body.get();
   if (step_ == Step::kSegments && segment_ < incoming_.segments.size()) block = incoming_.segments[segment_].get();
-  if (!block || block->size() - filled_ < kDirect) return 0;
+  if (!block || !block->data() || block->size() - filled_ < kDirect) return 0;
   *to = block->data() + filled_;
   return block->size() - filled_;
 }

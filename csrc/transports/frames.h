@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -42,12 +43,21 @@ int gather(Outgoing& message, iovec* out, int count, std::uint64_t most);
 class Leases {
  public:
   virtual ~Leases() = default;
-  /// The memory of a segment that is not in the frame, or of a piece; null when there is none such. May throw
-  /// std::bad_alloc.
+  /// The memory of a segment that is not in the frame, or of a piece; null when there is none such. A `Discarded` block
+  /// where there is no memory for bytes that come; where there is none for anything else, this throws std::bad_alloc.
   virtual BlockPtr borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) = 0;
+  /// The frame being read is discarded: but for `trailer`, which may be null, the blocks borrowed for it are gone.
+  virtual void discard([[maybe_unused]] const Block* trailer) {}
 };
 
-/// Takes a stream apart into messages. One thread at a time.
+/// Stands for bytes that are read and discarded: there is no memory behind it.
+class Discarded final : public Block {
+ public:
+  explicit Discarded(std::size_t size) : Block(nullptr, size) {}
+};
+
+/// Takes a stream apart into messages. A request or reply for which there is no memory is read and discarded, but for
+/// its trailer, and delivered without its content (Incoming::discarded). One thread at a time.
 class FrameReader {
  public:
   /// `leases`: null where there are none.
@@ -60,7 +70,8 @@ class FrameReader {
   void set_limits(const Limits& limits) { limits_ = limits; }
 
   /// Takes in the next bytes of the stream and delivers what becomes whole. False: they are no frame, or one beyond the
-  /// limits; `error()` says so, and nothing more can be read. Throws std::bad_alloc when the inbox has no memory.
+  /// limits; `error()` says so, and nothing more can be read. Throws std::bad_alloc when there is no memory for what
+  /// cannot be discarded.
   bool read(const std::byte* data, std::size_t size, Inbox& inbox);
   const std::string& error() const { return error_; }
 
@@ -81,7 +92,12 @@ class FrameReader {
   bool parse(Inbox& inbox);
   bool begin_frame();
   bool begin_segments(Inbox& inbox);
+  bool check_sizes();
+  bool take_memory(Inbox& inbox);
+  void discard_content(Inbox& inbox, std::uint64_t size);
+  void deliver(Inbox& inbox);
   bool fill(void* to, std::size_t size);
+  bool has_trailer() const { return incoming_.header.flags & kTrailer && !segment_headers_.empty(); }
   void fail(std::string why) { error_ = std::move(why); }
 
   Leases* leases_;
@@ -98,7 +114,8 @@ class FrameReader {
   Incoming incoming_;
   SegmentHeader segment_header_;
   std::vector<SegmentHeader> segment_headers_;
-  std::size_t segment_ = 0;  // the segment being filled
+  std::size_t segment_ = 0;      // the segment being filled
+  std::uint64_t discarded_ = 0;  // its bytes, if there is no memory for it
 };
 
 /// Small frames that wait for others to leave with.

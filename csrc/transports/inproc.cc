@@ -11,9 +11,12 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <numeric>
+#include <span>
 #include <system_error>
 
 #include "core/forks.h"
+#include "core/left_out.h"
 #include "transports/descriptor.h"
 #include "transports/transports.h"
 
@@ -149,19 +152,23 @@ struct Parcel {
   std::vector<std::unique_ptr<std::byte[]>> segments;  // null where memory is handed over
   std::vector<BlockPtr> handed_over;
   std::vector<std::size_t> sizes;
-  std::size_t total = 0;  // bytes that are copied
+  std::size_t total = 0;        // bytes that are copied
+  std::uint64_t discarded = 0;  // bytes for which there was no memory; then the segments are the trailer
 };
 
-Parcel pack(const Outgoing& m, Arena& arena) {
+bool has_trailer(const FrameHeader& h, std::size_t segments) { return h.flags & kTrailer && segments > 0; }
+
+Parcel pack(const Outgoing& m, std::span<const OutSegment> segments, std::string_view body, Arena& arena) {
   Parcel p;
   p.header = m.header;
   p.header.name_size = static_cast<std::uint32_t>(m.name.size());
-  p.header.body_size = m.body.size();
-  p.header.segment_count = static_cast<std::uint32_t>(m.segments.size());
+  p.header.body_size = body.size();
+  p.header.segment_count = static_cast<std::uint32_t>(segments.size());
   p.name = m.name;
-  p.body = m.body;
-  p.total = m.payload_size() + m.name.size() + sizeof p.header;
-  for (const auto& s : m.segments) {
+  p.body = body;
+  p.total = body.size() + m.name.size() + sizeof p.header;
+  for (const auto& s : segments) {
+    p.total += s.size;
     p.sizes.push_back(s.size);
     p.handed_over.push_back(arena.give(s));
     p.segments.emplace_back();
@@ -173,6 +180,19 @@ Parcel pack(const Outgoing& m, Arena& arena) {
     if (s.size > 0) std::memcpy(p.segments.back().get(), s.data, s.size);
   }
   return p;
+}
+
+/// The same; a request or reply for which there is no memory leaves without its content.
+Parcel pack(const Outgoing& m, Arena& arena) {
+  try {
+    return pack(m, m.segments, m.body, arena);
+  } catch (const std::bad_alloc&) {
+    if (!may_be_discarded(m.header.type, m.payload_size() + m.name.size())) throw;
+    const std::span<const OutSegment> all(m.segments);
+    Parcel p = pack(m, all.last(has_trailer(m.header, all.size()) ? 1 : 0), {}, arena);
+    p.discarded = m.payload_size();
+    return p;
+  }
 }
 
 /// One direction.
@@ -284,34 +304,50 @@ class InprocLink final : public Link {
   /// Hands a parcel on; returns why that cannot be, or "".
   std::string deliver(Inbox& inbox, Parcel p) const {
     const FrameHeader& h = p.header;
-    std::uint64_t total = 0;
-    for (std::size_t s : p.sizes) total += s;
+    const bool trailer = has_trailer(h, p.sizes.size());
+    const std::uint64_t total = std::accumulate(p.sizes.begin(), p.sizes.end() - (trailer ? 1 : 0), std::uint64_t{0});
     if (h.magic != kMagic) return "what arrived is not a Telegrad frame";
     if (h.name_size > limits_.name || h.body_size > limits_.body || h.segment_count > limits_.segments ||
-        total > limits_.message) {
+        total > limits_.message || (trailer && p.sizes.back() > limits_.trailer)) {
       return "a frame is over the limits";
     }
+    const std::uint64_t size = h.body_size + total + (trailer ? p.sizes.back() : 0);
     try {
       Incoming m;
       m.header = h;
       m.name = std::move(p.name);
-      if (!p.body.empty()) {
-        m.body = inbox.allocate(p.body.size());
-        std::memcpy(m.body->data(), p.body.data(), p.body.size());
-      }
-      for (std::size_t i = 0; i < p.sizes.size(); ++i) {
-        if (p.handed_over[i]) {
-          m.segments.push_back(inbox.take_over(std::move(p.handed_over[i])));
-          continue;
-        }
-        m.segments.push_back(inbox.allocate(p.sizes[i]));
-        if (p.sizes[i] > 0) std::memcpy(m.segments.back()->data(), p.segments[i].get(), p.sizes[i]);
+      if (p.discarded > 0 || !take_content(inbox, p, m)) {
+        if (p.discarded == 0 && !may_be_discarded(h.type, size + h.name_size)) return "no memory for a message";
+        m.segments.clear();
+        if (trailer) m.segments.push_back(take_segment(inbox, p, p.sizes.size() - 1));
+        discard(m, p.discarded > 0 ? p.discarded : size);
       }
       inbox.deliver(std::move(m));
       return "";
     } catch (const std::bad_alloc&) {
       return "no memory for a message";
     }
+  }
+
+  /// False: there is no memory for it.
+  static bool take_content(Inbox& inbox, Parcel& p, Incoming& m) {
+    try {
+      if (!p.body.empty()) {
+        m.body = inbox.allocate(p.body.size());
+        std::memcpy(m.body->data(), p.body.data(), p.body.size());
+      }
+      for (std::size_t i = 0; i < p.sizes.size(); ++i) m.segments.push_back(take_segment(inbox, p, i));
+      return true;
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }
+
+  static BlockPtr take_segment(Inbox& inbox, Parcel& p, std::size_t i) {
+    if (p.handed_over[i]) return inbox.take_over(std::move(p.handed_over[i]));
+    BlockPtr block = inbox.allocate(p.sizes[i]);
+    if (p.sizes[i] > 0) std::memcpy(block->data(), p.segments[i].get(), p.sizes[i]);
+    return block;
   }
 
   std::shared_ptr<Shared> shared_;

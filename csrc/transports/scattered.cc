@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
+
+#include "core/left_out.h"
 
 namespace telegrad {
 namespace {
@@ -11,6 +14,15 @@ constexpr std::uint64_t kFarAhead = 1024;       // messages that pieces may be a
 constexpr std::uint64_t kMostEarly = 64 << 20;  // and bytes of such: more than lanes bring before they are not read
 
 std::uint64_t on_the_wire(const Block& piece) { return sizeof(FrameHeader) + sizeof(SegmentHeader) + piece.size(); }
+
+/// Memory for bytes that come; if there is none, they are discarded.
+BlockPtr memory_or_none(std::uint64_t size, Inbox& inbox) {
+  try {
+    return inbox.allocate(size);
+  } catch (const std::bad_alloc&) {
+    return std::make_unique<Discarded>(size);
+  }
+}
 
 /// The place of a piece within its message, whose memory others hold.
 class Place final : public Block {
@@ -22,14 +34,12 @@ class Place final : public Block {
 
 BlockPtr Scattered::borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) {
   if (frame.type == FrameType::kPiece) return place_of_piece(frame, segment, inbox);
-  if (segment.lease != kScattered || segment.size > limits_.message - std::min(missing_, limits_.message)) {
-    return nullptr;
-  }
+  if (segment.lease != kScattered || missing_ > limits_.message + kUnderWay) return nullptr;
   if (!beginning_) {
     beginning_ = std::make_unique<Pending>();
     beginning_->number = next_++;
   }
-  BlockPtr block = inbox.allocate(segment.size);
+  BlockPtr block = memory_or_none(segment.size, inbox);
   beginning_->parts.push_back({block->data(), segment.size});
   beginning_->missing += segment.size;
   beginning_->unasked += segment.size;
@@ -37,18 +47,25 @@ BlockPtr Scattered::borrow(const FrameHeader& frame, const SegmentHeader& segmen
   return block;
 }
 
+void Scattered::discard(const Block* trailer) {
+  if (!beginning_) return;
+  for (Part& part : beginning_->parts) {
+    if (!trailer || part.data != trailer->data()) part.data = nullptr;
+  }
+}
+
 BlockPtr Scattered::place_of_piece(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) {
   if (segment.lease != 0 || segment.size == 0 || segment.size > kLargestPiece) return nullptr;
   const std::uint64_t number = frame.call_id;
   if (Pending* message = find(number)) {
-    std::byte* at = locate(*message, static_cast<std::uint64_t>(frame.timeout), segment.size);
+    const auto at = locate(*message, static_cast<std::uint64_t>(frame.timeout), segment.size);
     if (!at || segment.size > message->unasked) return nullptr;
     message->unasked -= segment.size;
-    return std::make_unique<Place>(at, segment.size);
+    return std::make_unique<Place>(*at, segment.size);
   }
   if (number < next_ || number - next_ >= kFarAhead) return nullptr;
   early_until_ = std::max(early_until_, number + 1);
-  return inbox.allocate(segment.size);
+  return memory_or_none(segment.size, inbox);
 }
 
 Scattered::Pending* Scattered::find(std::uint64_t number) {
@@ -59,24 +76,42 @@ Scattered::Pending* Scattered::find(std::uint64_t number) {
   return nullptr;
 }
 
-/// Where `size` bytes at a place belong; null if they are not within one part.
-std::byte* Scattered::locate(Pending& message, std::uint64_t place, std::uint64_t size) {
+/// Where `size` bytes at a place belong: null if they are discarded, nothing if they are not within one part.
+std::optional<std::byte*> Scattered::locate(Pending& message, std::uint64_t place, std::uint64_t size) {
   for (const Part& part : message.parts) {
-    if (place < part.size) return size <= part.size - place ? part.data + place : nullptr;
-    place -= part.size;
+    if (place >= part.size) {
+      place -= part.size;
+    } else if (size <= part.size - place) {
+      return part.data ? part.data + place : nullptr;
+    } else {
+      break;
+    }
   }
-  return nullptr;
+  return std::nullopt;
+}
+
+/// A request or reply can be delivered without its content if the trailer is there: it is, unless it comes in pieces.
+bool Scattered::may_be_discarded(const Pending& p) {
+  const Incoming& m = p.message;
+  if (!telegrad::may_be_discarded(m.header.type, m.payload_size())) return false;
+  return !(m.header.flags & kTrailer) || m.segments.empty() ||
+         std::none_of(p.parts.begin(), p.parts.end(),
+                      [&](const Part& part) { return part.data == m.segments.back()->data(); });
 }
 
 /// A piece is whole. False: it does not fit.
 bool Scattered::arrived(std::uint64_t number, std::uint64_t place, const Block& block) {
   Pending& message = *find(number);
-  std::byte* at = locate(message, place, block.size());
+  const auto at = locate(message, place, block.size());
   if (!at) return false;
-  if (at != block.data()) {  // it was early
+  if (!dynamic_cast<const Place*>(&block)) {  // it was early
     if (block.size() > message.unasked) return false;
     message.unasked -= block.size();
-    std::memcpy(at, block.data(), block.size());
+    if (block.data() && *at) std::memcpy(*at, block.data(), block.size());
+    if (!block.data() && *at) {
+      message.has_gap = true;
+      if (&message != beginning_.get() && !may_be_discarded(message)) return false;
+    }
   }
   message.missing -= block.size();
   missing_ -= block.size();
@@ -103,13 +138,16 @@ bool Scattered::take(Incoming&& frame) {
     if (known) good = find(e.number) && arrived(e.number, e.place, *e.block) && good;
     return known;
   });
-  return good;
+  const Pending& last = *messages_.back();
+  return good && (!last.has_gap || may_be_discarded(last));
 }
 
 void Scattered::deliver(Inbox& inbox) {
   while (!messages_.empty() && messages_.front()->missing == 0) {
     const auto first = std::move(messages_.front());
     messages_.pop_front();
+    Incoming& m = first->message;
+    if (first->has_gap && m.discarded == 0) telegrad::discard(m, m.payload_size());
     inbox.deliver(std::move(first->message));
   }
 }

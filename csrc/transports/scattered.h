@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "transports/frames.h"
@@ -13,6 +14,9 @@ namespace telegrad {
 /// As a segment's lease: its bytes come in pieces.
 inline constexpr std::uint64_t kScattered = 1;
 inline constexpr std::uint64_t kLargestPiece = 512 << 10;
+/// Bytes of messages whose frames have come and whose pieces have not, at most, besides those of the largest message: a
+/// sender begins the next message once the system has the pieces of the last one, on all lanes.
+inline constexpr std::uint64_t kUnderWay = 512 << 20;
 
 class Scattered final : public Leases {
  public:
@@ -20,6 +24,7 @@ class Scattered final : public Leases {
 
   /// The place of a segment or of a piece. Null: there is no such, or more than the limits allow would be under way.
   BlockPtr borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) override;
+  void discard(const Block* trailer) override;
 
   /// A frame has been read: a message, or a piece. False: it does not belong here.
   bool take(Incoming&& frame);
@@ -39,7 +44,7 @@ class Scattered final : public Leases {
 
  private:
   struct Part {
-    std::byte* data;
+    std::byte* data;  // null: its bytes are discarded
     std::uint64_t size;
   };
   struct Pending {
@@ -48,6 +53,7 @@ class Scattered final : public Leases {
     std::vector<Part> parts;    // its scattered segments
     std::uint64_t missing = 0;  // bytes of them that are not there yet,
     std::uint64_t unasked = 0;  // and that are in no piece that has begun
+    bool has_gap = false;       // there was no memory for a piece that was early
   };
   struct Early {
     std::uint64_t number, place;
@@ -56,7 +62,8 @@ class Scattered final : public Leases {
 
   BlockPtr place_of_piece(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox);
   Pending* find(std::uint64_t number);
-  static std::byte* locate(Pending& message, std::uint64_t place, std::uint64_t size);
+  static std::optional<std::byte*> locate(Pending& message, std::uint64_t place, std::uint64_t size);
+  static bool may_be_discarded(const Pending& message);
   bool arrived(std::uint64_t number, std::uint64_t place, const Block& block);
 
   static constexpr std::uint64_t kWhole = UINT64_MAX;  // as a number: it came in one piece

@@ -70,6 +70,11 @@ class Engine:
         Answers a request. The segments' memory may change once this has returned; the list may be emptied.
         """
 
+    def largest_body(self, connection: int) -> int:
+        """
+        How many bytes the body of a reply on a connection may have: more than that is left out.
+        """
+
     def lend(self, peer: int, connection: int, size: int) -> object:
         """
         Memory, with a buffer, for a tensor of so many bytes that is to go to a peer: over a connection if that is
@@ -125,7 +130,7 @@ class Unusual:
 class PlainCalls:
     """The short way for calls that carry only plain values."""
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, gradients: int, ended: int, may_linger: int, reply_flags: int, max_body: int, preamble: int, current: object, infos: dict[Any, Any], info_type: object, known: dict[Any, Any], by_value: set[Any], profiling: dict[Any, Any], is_grad_enabled: object, running_loop: object, future_type: object, no_devices: object) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, gradients: int, ended: int, may_linger: int, reply_flags: int, preamble: int, current: object, infos: dict[Any, Any], info_type: object, known: dict[Any, Any], by_value: set[Any], profiling: dict[Any, Any], is_grad_enabled: object, running_loop: object, future_type: object, no_devices: object) -> None: ...
 
     def call_directly(self, to: object | None, function: object | None, args: object | None, kwargs: object | None, timeout: int) -> object:
         """
@@ -191,7 +196,7 @@ class PlainPool:
     plain values, and replies with a plain value to asynchronous calls.
     """
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, gradients: int, ended: int, may_linger: int, request_flags: int, reply_flags: int, max_body: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object, on_gradients: object, on_ended: object, fetch: object, values: dict[Any, Any]) -> None: ...
+    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, gradients: int, ended: int, may_linger: int, request_flags: int, reply_flags: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object, on_gradients: object, on_ended: object, fetch: object, values: dict[Any, Any]) -> None: ...
 
     def reply(self, connection: int, call: int, messages: object) -> bool:
         """

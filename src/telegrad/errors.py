@@ -10,6 +10,7 @@ from typing import Any, Self
 __all__ = [
     "DeviceNotMapped",
     "HandshakeError",
+    "MessageTooLarge",
     "NotInitialized",
     "OwnerLost",
     "ProtocolError",
@@ -17,6 +18,7 @@ __all__ = [
     "RRefError",
     "RRefNotPicklable",
     "RRefTimeout",
+    "ReceiverOutOfMemory",
     "RemoteError",
     "RpcTimeout",
     "SerializationError",
@@ -144,6 +146,21 @@ class OwnerLost(WorkerLost):
 
 class SerializationError(TelegradError):
     """An argument, a result or a function could not be put into a message, or not taken out of one."""
+
+
+class MessageTooLarge(SerializationError):
+    """A request, a result or an exception is over the limits of the worker that it goes to, and has not been sent.
+
+    The options ``max_message_bytes`` and ``max_header_bytes`` of that worker are its limits. Other calls, and what
+    else the two workers share, go on.
+    """
+
+
+class ReceiverOutOfMemory(TelegradError, MemoryError):
+    """A worker had no memory for a request or a result that came. It is a ``MemoryError`` as well.
+
+    A function whose arguments could not be taken has not run. Other calls, and what else the two workers share, go on.
+    """
 
 
 class DeviceNotMapped(SerializationError):

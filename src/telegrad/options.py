@@ -33,6 +33,7 @@ DEFAULT_NUM_WORKER_THREADS: Final = 16
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
+_LEAST_LIMIT: Final = 64 << 10  # csrc/core/limits.h: kAlwaysTaken
 
 MOST_LANES: Final = 16
 """Connections of one link over TCP, at most."""
@@ -165,13 +166,13 @@ class Options(RpcBackendOptions):
     )
     max_header_bytes: int = _option(
         256 * _MIB,
-        "largest part of a message that is not tensors; a peer that sends more is cut off",
+        "largest part of a message to this worker that is not tensors; more is an error of the call",
         env="TELEGRAD_MAX_HEADER_BYTES",
         unit="bytes",
     )
     max_message_bytes: int = _option(
         256 * _GIB,
-        "largest message, tensors and all; a peer that sends more is cut off",
+        "all tensors of one message to this worker together; more is an error of the call",
         env="TELEGRAD_MAX_MESSAGE_BYTES",
         unit="bytes",
     )
@@ -237,6 +238,12 @@ class Options(RpcBackendOptions):
             value, unit = getattr(self, row.name), row.metadata["unit"]
             if unit and (not isinstance(value, (int, float)) or value < 0):
                 raise ValueError(f"option {row.name} has to be a number of {unit}, 0 or more, not {value!r}")
+        for name in ("max_header_bytes", "max_message_bytes"):
+            if getattr(self, name) < _LEAST_LIMIT:
+                raise ValueError(
+                    f"option {name} has to be {_LEAST_LIMIT} or more, not {getattr(self, name)!r}: messages up to there"
+                    " are between the workers themselves"
+                )
         if self.tcp_lanes not in range(1, MOST_LANES + 1):
             raise ValueError(f"option tcp_lanes has to be a number from 1 to {MOST_LANES}, not {self.tcp_lanes!r}")
         self.transports = tuple(self.transports)

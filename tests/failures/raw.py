@@ -10,7 +10,7 @@ from typing import Any, Self
 from telegrad.rpc import Options, Worker
 
 MAGIC = 0x31524754
-VERSION = 2
+VERSION = 3
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = 1, 2, 3, 4, 5
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
 
@@ -126,6 +126,7 @@ class RawPeer:
             + identity(*me)
             + identity(core.info.id, core.info.name, core.incarnation)
             + text(nonce or os.urandom(32))
+            + struct.pack("<QQII", 256 << 20, 256 << 30, 1 << 20, 1 << 16)  # limits
             + struct.pack("<I", 1)  # lanes
             + text(b"")  # and of no other link
         )

@@ -117,7 +117,7 @@ def test_every_future_that_waits_for_the_dead_fails_at_once(four: list[Actor]) -
         for kind, text in failures:
             assert kind == "WorkerLost"
             assert text.startswith(
-                "worker w3 is lost: the connection was closed by its process, which has died or been killed"
+                "worker w3 is lost: the connection was closed without a goodbye: its process has died or been killed"
             )
     assert others.result() == 500
     for a, b in ((0, 1), (1, 2), (2, 0)):

@@ -130,7 +130,7 @@ def test_another_version(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> Non
     peer.send(frame(HELLO, struct.pack("<I", 999) + peer.hello(STRANGER)[4:]))
     ((kind, why),) = peer.ended()
     assert kind == REFUSE
-    assert b"protocol version 999 is not 2" in why
+    assert b"protocol version 999 is not 3" in why
     refused(caplog, "run one version of telegrad on all workers")
 
 
@@ -227,20 +227,20 @@ def test_body_that_cannot_be_read_is_answered_with_an_error(w: Cluster, kind: Bo
 # ---- limits
 
 
-def test_message_over_the_limit_is_an_error_of_its_sender() -> None:
+def test_message_over_the_header_limit_is_an_error_of_its_call() -> None:
     with cluster(2, Options(max_header_bytes=100_000)) as w:
         for big in ("x" * 200_000, [object] * 50_000):
             with pytest.raises(SerializationError, match=r"max_header_bytes"):
                 w[0].rpc_sync("w1", len, (big,))
             with pytest.raises(SerializationError, match=r"max_header_bytes"):
-                w[0].remote("w1", len, (big,))
+                w[0].remote("w1", len, (big,)).to_here()
         assert w[0].rpc_sync("w1", len, ("x" * 90_000,)) == 90_000
         with pytest.raises(SerializationError, match=r"max_header_bytes"):
             w[0].rpc_sync("w1", str.__mul__, ("x", 200_000))
         assert w[0].rpc_sync("w1", str.__mul__, ("x", 3)) == "xxx"
 
 
-def test_peer_with_a_smaller_limit_cuts_the_link_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_member_that_does_not_keep_to_the_limits_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
     with cluster(2, reachable(), check=False, graceful=False) as w:
         with RawPeer(w[1], "tcp") as raw:
             assert raw.join(member(22, "large")) == WELCOME

@@ -25,6 +25,7 @@ from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.handlers import Asked
+from telegrad.worker.left_out import error_of, too_large
 from telegrad.worker.native import NOT_PLAIN, Unusual
 from telegrad.worker.scope import current, remaining
 
@@ -32,7 +33,8 @@ __all__ = ["Passes"]
 
 _GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
 _REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
-_PREAMBLE = int(Flag.PREAMBLE)
+_TOO_LARGE = int(Status.TOO_LARGE)
+_PREAMBLE, _LEFT_OUT = int(Flag.PREAMBLE), int(Flag.LEFT_OUT)
 _LOOK = 20_000_000  # ns after which whoever waits for one worker's answer looks whether the pass has ended otherwise
 _REMEDY = (
     "If it may take that long, give init_rpc's options a larger rpc_timeout (0 waits for ever); in a handler its"
@@ -170,6 +172,8 @@ class Passes:
         status, tag, flags, body, segments, _, why = outcome
         if status == _REPLIED:
             try:
+                if flags & _LEFT_OUT:
+                    raise error_of(body, self._gradients_with(peer))
                 if tag == _ERROR:
                     raise unpack_exception(body)
                 if flags & _PREAMBLE:
@@ -180,8 +184,13 @@ class Passes:
                 return
             if messages:
                 run.messages(peer, messages)
+        elif status == _TOO_LARGE:
+            run.abort(too_large(self._gradients_with(peer), why))
         elif status not in (_TIMED_OUT, _STOPPED):  # the root keeps the time
             run.peer_lost(peer, why or "no connection")
+
+    def _gradients_with(self, peer: int) -> str:
+        return f"gradients that workers {self.worker.info.name} and {self.worker.name_of(peer)} exchange"
 
     def on_request(self, asked: Any, flags: int, body: Any, segments: Any) -> None:
         """A peer sends messages of a pass, to be answered."""

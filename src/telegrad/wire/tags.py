@@ -1,12 +1,15 @@
 """Every kind of message that workers exchange, and what its flags mean.
 
 A message has a tag, flags, perhaps an interned name, a body and segments (docs/protocol.md gives the layout). Tags and
-the flags below bit 14 are ours; bits 14 and 15 belong to the core (csrc/core/message.h).
+the flags below bit 13 are ours; bits 13 to 15 belong to the core (csrc/core/message.h), which reads bit 2, too.
 """
 
 from enum import IntEnum, IntFlag
 
-__all__ = ["BodyKind", "Flag", "Status", "Tag"]
+__all__ = ["ALWAYS_TAKEN", "BodyKind", "Flag", "LeftOut", "Status", "Tag"]
+
+
+ALWAYS_TAKEN = 64 << 10  # bytes of a message that every worker takes, whatever its options (csrc/core/limits.h)
 
 
 class Tag(IntEnum):
@@ -44,6 +47,7 @@ class Flag(IntFlag):
     INTERNAL = 1 << 5  # not the program's own call: not counted as work that a shutdown waits for
     FAILED = 1 << 6  # of CREATED: it is the exception that is in place
 
+    LEFT_OUT = 1 << 13  # core: the content is not there; the body is a LeftOut and a text, the only segment a preamble
     MAY_LINGER = 1 << 14  # core: a reply to be looked at, a request to be sent, even if the caller has given up
     NESTED = 1 << 15  # core: made from inside a handler
 
@@ -56,6 +60,13 @@ class BodyKind(IntEnum):
     CUSTOM = 2  # a pickler of the program's own, see rpc.api._use_rpc_pickler
 
 
+class LeftOut(IntEnum):
+    """Why the content of a message is not there: the first byte of its body (csrc/core/left_out.h)."""
+
+    TOO_LARGE = ord("L")  # over its receiver's limits
+    NO_MEMORY = ord("M")  # its receiver had no memory for it
+
+
 class Status(IntEnum):
     """What became of a call (csrc/core/calls.h)."""
 
@@ -65,3 +76,4 @@ class Status(IntEnum):
     PEER_LOST = 3
     UNREACHABLE = 4
     STOPPED = 5
+    TOO_LARGE = 6

@@ -18,6 +18,7 @@ from telegrad.worker.callables import is_scripted, name_of
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.ended import AnyEngine, AnyPlainCalls
 from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.left_out import error_of, too_large
 from telegrad.worker.messages import NO_PREAMBLE, Encoded, Messages
 from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 from telegrad.worker.timeouts import nanoseconds
@@ -30,7 +31,8 @@ _CREATES = (int(Tag.CREATE), int(Tag.CREATE_METHOD))
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
 _PREAMBLE, _INTERNAL = int(Flag.PREAMBLE), int(Flag.INTERNAL)
-NOT_PLAIN_REPLY = int(Flag.PREAMBLE | Flag.BODY)
+_LEFT_OUT = int(Flag.LEFT_OUT)
+NOT_PLAIN_REPLY = int(Flag.PREAMBLE | Flag.BODY | Flag.LEFT_OUT)
 _NO_NAME = (0, None)
 _PARTS = ("args", "kwargs")
 _PARTS_BY_VALUE = ("the function", *_PARTS)
@@ -112,7 +114,6 @@ class Calls:
             ended=int(Tag.CONTEXT_ENDED),
             may_linger=int(Flag.MAY_LINGER),
             reply_flags=NOT_PLAIN_REPLY,
-            max_body=messages.limit,
             preamble=_PREAMBLE,
             current=current,
             infos=infos,
@@ -317,7 +318,7 @@ class Calls:
         """Sends and waits for the value.
 
         Raises:
-            RpcTimeout, WorkerLost, RemoteError: what became of the call instead.
+            RpcTimeout, WorkerLost, MessageTooLarge, RemoteError: what became of the call instead.
         """
         if r.span is not None:
             try:
@@ -403,6 +404,9 @@ class Calls:
             preamble = messages.preamble(r.peer, flags, segments) if flags & _PREAMBLE else NO_PREAMBLE
             if preamble.profile is not None:
                 profiling.observer.arrived(preamble.profile)
+            if flags & _LEFT_OUT:
+                call = self.name_of_request(r)
+                raise error_of(body, f"the result of {call}" if tag == _VALUE else call)
             if tag == _VALUE:
                 return messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
             if tag == _ERROR:
@@ -418,6 +422,8 @@ class Calls:
             raise NotInitialized(
                 f"{NotInitialized.CALL} ({self.name_of_request(r)} was under way when this worker shut down.)"
             )
+        if status == Status.TOO_LARGE:
+            raise too_large(self.name_of_request(r), why)
         raise WorkerLost(self.name_of(r.peer), why or "no connection")
 
     def name_of_request(self, r: Request | Sent) -> str:

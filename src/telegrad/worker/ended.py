@@ -82,6 +82,10 @@ class EndedEngine:
     def lend(self, *_: Any) -> None:
         """None: there is no link, and so no memory of one."""
 
+    def largest_body(self, *_: Any) -> int:
+        """0: there is no connection."""
+        return 0
+
     def send(self, *_: Any) -> bool:
         """False: every peer is gone."""
         return False

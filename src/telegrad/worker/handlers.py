@@ -2,22 +2,22 @@
 
 import logging
 import sys
-from collections.abc import Callable
 from types import CoroutineType
 from typing import Any, NamedTuple
 
 import torch
 
-from telegrad.errors import SerializationError
+from telegrad.errors import MessageTooLarge, SerializationError
 from telegrad.protocols.rref import RRefId, RRefProtocolError, Ticket, TicketKind
 from telegrad.serialize.exceptions import describe_exception, let_go_of_frames, pack_exception
 from telegrad.serialize.names import resolve
 from telegrad.types import WorkerInfo
-from telegrad.wire import Flag, Tag
+from telegrad.wire import ALWAYS_TAKEN, Flag, Tag
 from telegrad.worker import profiling
-from telegrad.worker.callables import find_builtin
+from telegrad.worker.callables import as_torch_says, run
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
+from telegrad.worker.left_out import error_of
 from telegrad.worker.messages import NO_FORK, Encoded, Messages, Preamble
 from telegrad.worker.messages import NO_PREAMBLE as _NO_PREAMBLE
 from telegrad.worker.references import References, rref_id
@@ -32,9 +32,9 @@ _CALL, _CREATE, _METHOD, _FETCH, _TYPE = (int(t) for t in (Tag.CALL, Tag.CREATE,
 _CREATE_METHOD, _GRADIENTS, _MAKE = int(Tag.CREATE_METHOD), int(Tag.GRADIENTS), int(Tag.MAKE)
 _CREATES = (_CREATE, _CREATE_METHOD, _MAKE)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
-NOT_PLAIN_REQUEST = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE)
+NOT_PLAIN_REQUEST = int(Flag.BODY | Flag.PREAMBLE | Flag.NO_GRAD | Flag.INFERENCE | Flag.LEFT_OUT)
 _PREAMBLE, _STATE = int(Flag.PREAMBLE), int(Flag.NO_GRAD | Flag.INFERENCE)
-_MAY_LINGER, _FAILED = int(Flag.MAY_LINGER), int(Flag.FAILED)
+_MAY_LINGER, _FAILED, _LEFT_OUT = int(Flag.MAY_LINGER), int(Flag.FAILED), int(Flag.LEFT_OUT)
 
 NOT_A_FUTURE = (
     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
@@ -86,6 +86,9 @@ class Handlers:
             self._worker.ready.wait()  # a member that has joined already may call before we know all of them
             self._ready = True
             self.admit_plain()
+        if flags & _LEFT_OUT:
+            self._refuse(Asked(peer, connection, call, tag, deadline), flags, body, segments)
+            return
         if tag == _GRADIENTS:
             self._worker.autograd.on_request(Asked(peer, connection, call, tag, deadline), flags, body, segments)
             clean_state()
@@ -94,7 +97,7 @@ class Handlers:
         try:
             if flags & _PREAMBLE:
                 preamble = self._messages.preamble(peer, flags, segments, request=True)
-            elif tag == _MAKE:
+            if tag == _MAKE:
                 *body, local_id = self._messages.decode(flags, body, segments, [])
                 if type(local_id) is not int or len(body) != 2:
                     raise SerializationError("a request to make a value has no arguments, or no reference to it")
@@ -107,6 +110,20 @@ class Handlers:
         asked = Asked(peer, connection, call, tag, deadline, None if flags & _STATE else context)
         self._handle(asked, flags, name, body, segments, preamble)
         current.set(None)
+
+    def _refuse(self, asked: Asked, flags: int, body: Any, segments: Any) -> None:
+        """Answers a request that came without its content, and takes up what its preamble says all the same."""
+        try:
+            counted = asked.tag != _GRADIENTS
+            target = self._messages.preamble(asked.peer, flags, segments, request=counted).target
+            if asked.tag in _CREATES and target is not None:
+                self._references.accept_create(target, asked.peer)
+                self._settle_creation(asked, target, None, error_of(body, f"the creation of {target}"))
+                return
+        except Exception as e:
+            self.fail(asked, e)
+            return
+        self.reply(asked, _ERROR, Encoded(_LEFT_OUT, bytes(body), None, ()), 0)
 
     def admit_plain(self) -> None:
         """The core may run plain requests by itself, unless they are to be recorded."""
@@ -127,7 +144,7 @@ class Handlers:
             try:
                 result = function(*args, **kwargs)
             except TypeError as e:
-                result, error = _as_torch_says(function, args, kwargs, e)
+                result, error = as_torch_says(function, args, kwargs, e)
                 if error is not None:
                     raise
             if type(result) is CoroutineType or hasattr(function, "_wrapped_async_rpc_function"):
@@ -170,7 +187,7 @@ class Handlers:
             return
         try:
             if error is not None and args is not None and kwargs is not None:
-                made[0], error = _as_torch_says(function, args, kwargs, error)
+                made[0], error = as_torch_says(function, args, kwargs, error)
             if error is None and comes_later(function, made[0]):
                 self._answer_later(asked, 0, _NO_PREAMBLE, made.pop(), function)
                 clean_state()
@@ -336,11 +353,7 @@ class Handlers:
         if error is not None:
             self._report(error)
         if asked.tag in _CREATES and target is not None:
-            if error is not None:
-                let_go_of_frames(error, self._me)
-            self._references.settle(target, value, error)
-            flags = _MAY_LINGER if error is None else _MAY_LINGER | _FAILED
-            self.reply(asked, _CREATED, self._messages.encode(asked.peer, tuple(target)), flags)
+            self._settle_creation(asked, target, value, error)
         elif error is not None:
             self.fail(asked, error)
         else:
@@ -353,6 +366,14 @@ class Handlers:
                 del value
                 self.reply(asked, _VALUE, message, 0)
 
+    def _settle_creation(self, asked: Asked, target: RRefId, value: Any, error: BaseException | None) -> None:
+        """The value of a reference is there, or an exception in its place."""
+        if error is not None:
+            let_go_of_frames(error, self._me)
+        self._references.settle(target, value, error)
+        flags = _MAY_LINGER if error is None else _MAY_LINGER | _FAILED
+        self.reply(asked, _CREATED, self._messages.encode(asked.peer, tuple(target)), flags)
+
     def _report(self, error: BaseException) -> None:
         """Says on this worker too what its user code raised."""
         try:
@@ -363,9 +384,14 @@ class Handlers:
     def fail(self, asked: Asked, error: BaseException) -> None:
         """Answers with an exception."""
         packed = pack_exception(error, self._me)
-        if len(packed) > self._messages.limit:
-            what = f"{type(error).__qualname__} was raised, and is too large to be sent ({len(packed)} bytes)"
-            packed = pack_exception(SerializationError(what), self._me)
+        if len(packed) > ALWAYS_TAKEN and len(packed) > (limit := self.engine.largest_body(asked.connection)):
+            packed = pack_exception(
+                MessageTooLarge(
+                    f"{type(error).__qualname__} was raised on worker {self._me.name}, and is too large to be sent: it"
+                    f" has {len(packed)} bytes, and the caller's option max_header_bytes allows {limit}."
+                ),
+                self._me,
+            )
         self.reply(asked, _ERROR, Encoded(0, packed, None, ()), 0)
         error.__traceback__ = None  # whoever keeps the exception must not keep the request and its arguments
 
@@ -381,33 +407,6 @@ class Handlers:
 def comes_later(function: Any, result: Any) -> bool:
     """Is the result one that has to be waited for?"""
     return type(result) is CoroutineType or hasattr(function, "_wrapped_async_rpc_function")
-
-
-def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls it."""
-    try:
-        return function(*args, **kwargs)
-    except TypeError as e:
-        result, error = _as_torch_says(function, args, kwargs, e)
-        if error is not None:
-            raise
-        return result
-
-
-def _as_torch_says(function: Any, args: Any, kwargs: Any, error: BaseException) -> tuple[Any, BaseException | None]:
-    """A torch operator that is called with wrong arguments says so as it does through torch's own RPC.
-
-    Returns:
-        The operator's result after all, or the error given.
-
-    Raises:
-        what the operator says.
-    """
-    name = find_builtin(function) if isinstance(error, TypeError) else None
-    if name is None:
-        return None, error
-    operation, _ = torch._C._jit_get_operation(name)
-    return operation(*args, **kwargs), None
 
 
 def _subject(tag: int, preamble: Preamble) -> RRefId | None:

@@ -52,7 +52,7 @@ class Incoming:
         # A reply that nobody waits for any more, but that brought something: take it up, and let it go.
         _, tag, flags, body, segments, peer, _ = outcome
         worker.messages.preamble(peer, flags, segments)
-        if tag == Tag.CREATED:
+        if tag == Tag.CREATED and not flags & Flag.LEFT_OUT:
             worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.PREAMBLE, body, segments, [])))
 
     def on_event(self, item: tuple[Any, ...]) -> None:

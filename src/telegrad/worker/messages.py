@@ -10,6 +10,7 @@ Tickets, and requests made in a context, are counted at both ends. So a message 
 its caller has given up (`Flag.MAY_LINGER`).
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +27,8 @@ from telegrad.worker.profiling import Span
 from telegrad.worker.recorder import Recorder
 
 __all__ = ["NO_FORK", "NO_PREAMBLE", "Encoded", "Messages", "Preamble", "Written", "being_written"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
 
 _BODY, _PREAMBLE, _CODEC = int(Flag.BODY), int(Flag.PREAMBLE), int(BodyKind.CODEC)  # enumerations are slow
 _MAY_LINGER = int(Flag.MAY_LINGER)
@@ -65,7 +68,8 @@ class Preamble(NamedTuple):
 
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _EVERYBODY = -1  # in place of the peer to which a message being written goes
-_MOST_SEGMENTS = (1 << 20) - 1  # of csrc/core/message.h, less the preamble
+_MOST_TICKETS = 250_000  # of a preamble,
+_MOST_PREAMBLE = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
 NO_PREAMBLE = Preamble([], None, None)
 NO_FORK = -1  # in place of its number, where a ticket travels but no fork is made
 
@@ -97,7 +101,6 @@ class Messages:
         receive: makes references of tickets that came from a peer, and of their forks' numbers.
         new_id: numbers a fork.
         recorder: what knows the autograd contexts.
-        limit: bytes that a body may have; a peer that gets more cuts the link.
         name_of: a worker's name by its id, for errors.
     """
 
@@ -109,10 +112,8 @@ class Messages:
         receive: Callable[[list[Ticket], list[int], int], list[Any]],
         new_id: Callable[[], int],
         recorder: Recorder,
-        limit: int,
         name_of: Callable[[int], str],
     ) -> None:
-        self.limit = limit
         self._name_of = name_of
         self._share = share
         self._unshare = unshare
@@ -188,8 +189,8 @@ class Messages:
             if context is not None and not (request and not is_grad_enabled()):
                 recorded = []
             flags, body, segments = self._body(peer, value, ticket, custom, parts, recorded)
-            self._check_size(body, segments)
             tickets = passing.tickets
+            self._check_number(tickets)
             message = None
             if request or recorded:
                 message = self.recorder.carry(context, peer, recorded or (), request)
@@ -228,7 +229,7 @@ class Messages:
         try:
             recorded: list[Any] | None = None if context is None or not is_grad_enabled() else []
             flags, body, segments = self._body(_EVERYBODY, value, None, None, parts, recorded)
-            self._check_size(body, segments)
+            self._check_number(_passing.tickets)
             return Written(flags, body, segments, tuple(_passing.tickets or ()), recorded or ())
         finally:
             passing.peer, passing.tickets = outer
@@ -258,7 +259,7 @@ class Messages:
     def bare(self, peer: int, value: Any) -> Encoded:
         """As `encode`, of what is most often plain, and has nothing to do with the program's calls."""
         coded = self._codec.encode(value)
-        if coded is None or len(coded[0]) > self.limit or len(coded[1]) > _MOST_SEGMENTS:
+        if coded is None:
             return self.encode(peer, value)
         return Encoded(_CODEC, coded[0], coded[1], ())
 
@@ -287,16 +288,11 @@ class Messages:
         self._take_back(peer, keep=ticket)
         return int(BodyKind.PICKLE), *self.serializer.dumps(value, parts, recorded)
 
-    def _check_size(self, body: bytes, segments: Segments | None) -> None:
-        if len(body) > self.limit:
+    def _check_number(self, tickets: list[Any] | None) -> None:
+        if tickets is not None and len(tickets) > _MOST_TICKETS:
             raise SerializationError(
-                f"a message of {len(body)} bytes besides its tensors is larger than the option max_header_bytes allows"
-                f" ({self.limit} bytes). Send large data as tensors or arrays, or raise the option on all workers."
-            )
-        if segments is not None and len(segments) > _MOST_SEGMENTS:
-            raise SerializationError(
-                f"a message with {len(segments)} tensors or buffers is more than the {_MOST_SEGMENTS} that one may"
-                " have. Send it in parts, or stack them."
+                f"a message with {len(tickets)} references is more than the {_MOST_TICKETS} that one may have. Send it"
+                " in parts."
             )
 
     def _take_back(self, peer: int, keep: Ticket | None) -> None:
@@ -338,10 +334,13 @@ class Messages:
         segments = list(message.segments or ())
         if message.flags & _PREAMBLE:
             *before, _ = cast("tuple[Any, ...]", self._codec.decode(segments.pop(), []))
-            segments.append(self._plain((*before, report)))
+            preamble = self._plain((*before, report))
         else:
-            segments.append(self._preamble((), None, None, None, 0, report))
-        return message._replace(flags=message.flags | _PREAMBLE, segments=segments)
+            preamble = self._preamble((), None, None, None, 0, report)
+        if len(preamble) > _MOST_PREAMBLE:
+            logger.warning("what a profile is to be told of a call is left out: it has %d bytes", len(preamble))
+            return message
+        return message._replace(flags=message.flags | _PREAMBLE, segments=[*segments, preamble])
 
     def preamble(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> Preamble:
         """Reads and removes the preamble, and takes up the references that came with it.

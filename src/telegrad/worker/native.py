@@ -58,7 +58,6 @@ def make_plain_pool(worker: Any, callback_scope: Scope) -> _core.PlainPool:
         may_linger=Flag.MAY_LINGER,
         request_flags=NOT_PLAIN_REQUEST,
         reply_flags=NOT_PLAIN_REPLY,
-        max_body=worker.options.max_header_bytes,
         preamble=Flag.PREAMBLE,
         worker=worker,
         scope_type=Scope,

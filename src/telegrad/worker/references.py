@@ -35,6 +35,7 @@ from telegrad.worker.reference_messages import as_plain, from_plain
 __all__ = ["AnyCreation", "References", "rref_id"]
 
 _NOTHING: Sequence[Callable[[], None]] = ()
+_LONGEST_WHY = 8 << 10  # characters of an error that travel in a message that must not be too large
 _SOUND = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' states in which nothing is wrong
 
 
@@ -172,15 +173,16 @@ class References:
 
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
         """The creating call failed: for its users here there is no value."""
+        why = str(error)[:_LONGEST_WHY]
         with self.lock:
             owned = self.values.get(rref)
             if owned is not None:  # on this worker itself
                 after: Sequence[Callable[[], None]] = ()
-                self._failed_here[rref] = str(error)
+                self._failed_here[rref] = why
                 if not may_exist and not owned.ready:
                     after = (*owned.settle(None, error), *self._apply(self.table.value_failed(rref)))
             else:
-                after = self._apply(self.table.create_failed(rref, str(error), may_exist))
+                after = self._apply(self.table.create_failed(rref, why, may_exist))
         self._finish(after)
 
     def accept_create(self, rref: RRefId, creator: int) -> OwnedValue:

@@ -126,7 +126,6 @@ class Worker:
             self.references.receive,
             self.references.new_id,
             self.autograd,
-            options.max_header_bytes,
             self.name_of,
         )
         self.calls: Calls = Calls(self.engine, self.messages, self.name_of, info.id, self._infos, options.rpc_timeout)
