@@ -225,7 +225,9 @@ class Options(RpcBackendOptions):
         self.validate()
 
     def validate(self) -> None:
-        """Checks all values. Called when an object is made and again when a worker takes it, since they can be set.
+        """Check all values.
+
+        Called when an object is made and again when a worker takes it, since they can be set.
 
         Raises:
             RuntimeError: ``rpc_timeout`` is negative, or ``num_worker_threads`` not positive.

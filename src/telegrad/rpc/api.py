@@ -119,17 +119,40 @@ def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Name and id of a worker; of this one if none is named.
+    """Look up a worker's name and id.
+
+    Args:
+        worker_name: the worker: its name, id or WorkerInfo; by default the current one.
+
+    Returns:
+        The WorkerInfo, which every call takes as ``to``.
 
     Raises:
-        RuntimeError: this process has not joined a group, or there is no such worker.
+        RuntimeError: this process has not joined a group (`NotInitialized`), or there is no such worker
+            (`UnknownWorker`, whose text lists those that there are).
+
+    Example::
+
+        me = rpc.get_worker_info()
+        server = rpc.get_worker_info("server")
     """
     worker = _worker()
     return worker.info if worker_name is None else worker.info_of(worker_name)
 
 
 def get_rpc_timeout() -> float:
-    """The default time-out of calls, in seconds."""
+    """Return the default timeout of this worker's calls.
+
+    Returns:
+        Seconds; 0 is no limit. It is ``rpc_timeout`` of the options that the worker joined with.
+
+    Raises:
+        RuntimeError: this process has not joined a group (`NotInitialized`).
+
+    Example::
+
+        rpc.rpc_sync("worker1", train, timeout=10 * rpc.get_rpc_timeout())
+    """
     worker = current_worker()
     if worker is None:
         raise NotInitialized(NotInitialized.AGENT)
@@ -216,16 +239,28 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leaves the group, and ends all threads and connections. `init_rpc` may be called again afterwards.
+    """Leave the group, and end all threads and connections.
+
+    `init_rpc` may be called again afterwards. References to other workers' values are given up, so using one raises;
+    received tensors stay valid.
 
     Args:
         graceful: wait until all workers of the group have called this and all their work is done. Workers that have
-            died are not waited for.
-        timeout: seconds to wait, for all that this waits for together; 0 is no limit.
+            died are not waited for. With False other workers' calls to this one fail.
+        timeout: seconds to wait, for everything that this waits for together; 0 is the worker's option
+            ``shutdown_timeout``, which is no limit by default.
 
     Raises:
-        RuntimeError: this process has not joined; or, after it has left all the same, some workers did not come in
-            time (the text names them).
+        RuntimeError: this process has not joined (`NotInitialized`); or, after it has left all the same, some workers
+            did not come in time (`ShutdownTimeout`, whose text names them).
+
+    Example::
+
+        rpc.init_rpc("worker0", rank=0, world_size=2)
+        try:
+            train()
+        finally:
+            rpc.shutdown(timeout=60)
     """
     if not _is_current_rpc_agent_set():
         raise NotInitialized

@@ -47,12 +47,22 @@ BackendType: Any = _make_enum({})
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether there is a backend of this name."""
+    """Tell whether there is a backend of a name.
+
+    Args:
+        backend_name: the name.
+    """
     return backend_name in BackendType.__members__
 
 
 def is_backend(candidate: object) -> bool:
-    """Whether this is a member of :data:`BackendType`, or of what that was before more backends were registered."""
+    """Tell whether an object is a member of :data:`BackendType`.
+
+    Members of what that was before more backends were registered count as well.
+
+    Args:
+        candidate: any object.
+    """
     known = getattr(candidate, "name", None)
     return (
         isinstance(candidate, enum.Enum)
@@ -67,7 +77,9 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Adds a backend. :data:`BackendType` is a new enumeration afterwards; members of the old one stay good.
+    """Add a backend.
+
+    :data:`BackendType` is a new enumeration afterwards; members of the old one stay good.
 
     Args:
         backend_name: its name.
@@ -96,19 +108,31 @@ def construct_rpc_backend_options(
     init_method: str = constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """The options object of a backend.
+    """Make the options object of a backend.
 
     Args:
         backend: a member of :data:`BackendType`.
         rpc_timeout: seconds that a call may take where none are given with it.
         init_method: where the workers meet.
         kwargs: what else that backend knows.
+
+    Returns:
+        What `init_rpc` takes as ``rpc_backend_options``.
     """
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Starts a backend: calls its handler with these arguments, and returns the agent that this makes."""
+    """Start a backend.
+
+    Args:
+        backend: a member of :data:`BackendType`.
+        args, kwargs: for the backend's handler: ``store``, ``name``, ``rank``, ``world_size`` and
+            ``rpc_backend_options``.
+
+    Returns:
+        The agent that the handler makes.
+    """
     return backend.value.init_backend_handler(*args, **kwargs)
 
 

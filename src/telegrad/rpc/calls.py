@@ -98,7 +98,7 @@ def rpc_async(
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture[Any]:
-    """Start ``func(*args, **kwargs)`` on another worker and return the future of its result.
+    """Start ``func(*args, **kwargs)`` on another worker; return its future.
 
     The request has left when this returns, so the arguments may be changed then.
 
@@ -143,11 +143,12 @@ async def call(
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run ``func(*args, **kwargs)`` on another worker and await the result: `rpc_async` as a coroutine.
+    """Run ``func(*args, **kwargs)`` on another worker and await the result.
 
-    For ``asyncio.create_task``, ``TaskGroup``, ``gather`` and ``wait_for``. Like any coroutine it starts when it is
-    awaited or made a task; from then on it goes on without a thread of its own. Canceling the task ends the wait, not
-    the function, whose result or error is dropped; give a ``timeout`` where the callee is to know of a deadline.
+    This is `rpc_async` as a coroutine, for ``asyncio.create_task``, ``TaskGroup``, ``gather`` and ``wait_for``. Like
+    any coroutine it starts when it is awaited or made a task; from then on it goes on without a thread of its own.
+    Canceling the task ends the wait, not the function, whose result or error is dropped. Give a ``timeout`` where the
+    callee is to know of a deadline.
 
     Args:
         to, func, args, kwargs, timeout: as of `rpc_sync`.
@@ -184,7 +185,9 @@ def remote(
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Run ``func(*args, **kwargs)`` on another worker, which keeps the result, and return a reference at once.
+    """Run ``func(*args, **kwargs)`` on another worker, which keeps the result.
+
+    Returns at once; the reference may be used and sent on before there is a value.
 
     Args:
         to, func, args, kwargs: as of `rpc_sync`. A class makes an object there.

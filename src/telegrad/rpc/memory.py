@@ -20,7 +20,7 @@ def empty(
     to: str | int | WorkerInfo | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """An uninitialized tensor, as ``torch.empty`` makes one, in memory that this worker shares with another, if it can.
+    """Make an uninitialized tensor in memory that this worker shares with another.
 
     Built for results of handlers: write to it in place (``out=``, ``copy_``, slices), and return it, or a contiguous
     part of it. If nothing else refers to its memory then, the caller gets that memory, and nothing is copied.

@@ -33,12 +33,12 @@ def multicast(
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> list[CallFuture[Any]]:
-    """Runs ``func(*args, **kwargs)`` on several workers at once, without waiting.
+    """Start ``func(*args, **kwargs)`` on several workers at once.
 
-    What ``rpc_async`` would do for each of them, but the arguments are serialized once, and large tensors (from 256
-    KiB) are stored once for all workers of this host, which map the same memory: a tensor costs no copy for each of
-    them. Every worker still gets tensors of its own, which it may write to in place without anybody else seeing it. A
-    slow worker holds up no other, and one that fails is its own future's business.
+    The results are those of ``rpc_async`` for each of them, but the arguments are serialized once. Large tensors (from
+    256 KiB) are stored once for all workers of this host, which map the same memory, so each costs no further copy.
+    Every worker still gets tensors of its own, which it may write to in place unseen by the others. A slow or failed
+    worker affects its own future alone.
 
     Args:
         to: the workers: names, ids or WorkerInfos, in any order, this one among them if need be. May be empty.

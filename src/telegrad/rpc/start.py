@@ -32,7 +32,11 @@ _groups = [0]  # static groups are told apart on one store by the order in which
 
 
 def is_available() -> bool:
-    """Whether this package can be used: always."""
+    """Tell whether this package can be used.
+
+    Returns:
+        True, always; ``torch.distributed.rpc`` has the name.
+    """
     return True
 
 
@@ -45,7 +49,9 @@ def init_rpc(
     *,
     store: Any = None,
 ) -> None:
-    """Joins a group, and makes this process ready to call and to be called. Blocks until all its workers have joined.
+    """Join a group, and make this process ready to call and to be called.
+
+    Blocks until all workers of the group have joined. The process leaves with `shutdown`.
 
     Args:
         name: of this worker, unique in the group: letters, digits, ``_``, ``-`` and ``:``, under 128 of them.
@@ -62,6 +68,11 @@ def init_rpc(
             some did not come within ``rpc_timeout``.
         ValueError: the rank is missing.
         TypeError: an argument is of the wrong kind.
+
+    Example::
+
+        rpc.init_rpc("trainer0", rank=0, world_size=4)  # meets the others at MASTER_ADDR:MASTER_PORT
+        rpc.init_rpc("helper", rpc_backend_options=rpc.Options(init_method="tcp://10.0.0.1:29500"))
     """
     if backend is not None and not backend_registry.is_backend(backend):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -189,13 +200,27 @@ def join(
 
 
 class Worker:
-    """A worker as an object, for several groups in one process. ``init_rpc`` makes the process's default one.
+    """A worker as an object, for several workers or groups in one process.
 
-    Within ``with worker:`` the functions of `telegrad.rpc` go through this worker; its methods do so everywhere.
+    Making it joins the group, as `init_rpc` does for the process's default worker. Within ``with worker:`` the
+    functions of `telegrad.rpc` go through this worker; its methods do so everywhere, from any thread.
 
     Args:
         name, rank, world_size, store: as for `init_rpc`.
         options: `telegrad.rpc.Options`.
+
+    Attributes:
+        info: its name and id.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: as `init_rpc`.
+
+    Example::
+
+        worker = rpc.Worker("trainer0", rank=0, world_size=2)
+        with worker:
+            rpc.rpc_sync("trainer1", print, args=("hello",))
+        worker.shutdown()
     """
 
     def __init__(
@@ -235,7 +260,7 @@ class Worker:
     def rpc_sync(
         self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> Any:
-        """See `telegrad.rpc.rpc_sync`."""
+        """Call a worker and wait: `telegrad.rpc.rpc_sync` through this worker."""
         with self._worker:
             return api.rpc_sync(to, func, args, kwargs, timeout)
 
@@ -251,7 +276,7 @@ class Worker:
     def rpc_async(
         self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> CallFuture[Any]:
-        """See `telegrad.rpc.rpc_async`."""
+        """Call a worker: `telegrad.rpc.rpc_async` through this worker."""
         with self._worker:
             return api.rpc_async(to, func, args, kwargs, timeout)
 
@@ -267,7 +292,7 @@ class Worker:
     async def call(
         self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> Any:
-        """See `telegrad.rpc.call`."""
+        """Call a worker and await it: `telegrad.rpc.call` through this worker."""
         return await self.rpc_async(to, func, args, kwargs, timeout)
 
     @overload
@@ -292,7 +317,7 @@ class Worker:
         kwargs: Kwargs = None,
         timeout: float = -1.0,
     ) -> list[CallFuture[Any]]:
-        """See `telegrad.rpc.multicast`."""
+        """Call several workers: `telegrad.rpc.multicast` through this worker."""
         with self._worker:
             return multicast(to, func, args, kwargs, timeout)
 
@@ -308,25 +333,32 @@ class Worker:
     def remote(
         self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> RRef[Any]:
-        """See `telegrad.rpc.remote`."""
+        """Make a value elsewhere: `telegrad.rpc.remote` through this worker."""
         with self._worker:
             return api.remote(to, func, args, kwargs, timeout)
 
     def rref(self, value: T) -> RRef[T]:
-        """A reference to a value of this worker."""
+        """Make a reference to a value of this worker, which owns it.
+
+        Args:
+            value: anything; it is not copied.
+        """
         with self._worker:
             return RRef(value)
 
     def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
-        """See `telegrad.rpc.get_worker_info`."""
+        """Look up a worker, by default this one: `telegrad.rpc.get_worker_info`."""
         return self.info if worker_name is None else self._worker.info_of(worker_name)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers of the group."""
+        """List all workers of the group, in the order of their ids."""
         return self._worker.infos()
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
-        """See `telegrad.rpc.shutdown`. May be called again."""
+        """Leave the group: `telegrad.rpc.shutdown` of this worker.
+
+        Calling it again does nothing.
+        """
         if self._worker.closed:
             return
         with self._worker:

@@ -1,28 +1,27 @@
 """A reference to a value that lives on some worker of the group."""
 
-import asyncio
 import weakref
 from collections.abc import Coroutine, Generator
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from telegrad import autograd
 from telegrad.errors import NotInitialized, RpcTimeout, RRefDeleted, RRefError, RRefNotPicklable
 from telegrad.protocols.rref import RRefId
+from telegrad.rref.arrival import arrival
+from telegrad.rref.backward import run_backward
 from telegrad.rref.creation import Creation
 from telegrad.rref.proxy import UNSET, RRefProxy
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
-from telegrad.worker.calls import complete
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.default import current_worker
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.scope import remaining
 from telegrad.worker.uses import NOT_MADE, fetch
 
-__all__ = ["RRef", "backward_at_owner"]
+__all__ = ["RRef"]
 
 T = TypeVar("T")
 
@@ -34,17 +33,29 @@ def _global_id(created_on: int, local_id: int) -> str:
 
 
 class RRef(Generic[T]):
-    """A reference to a value on its owner, which may be this worker. The value lives while any worker refers to it.
+    """A reference to a value on its owner, which may be this worker.
 
-    References travel as arguments and results of remote calls, in containers and objects as well; elsewhere they
-    cannot be pickled.
+    Made of a value of this worker, or by `telegrad.rpc.remote` of what a function returns elsewhere. The owner keeps
+    the value while any worker refers to it. References travel as arguments and results of remote calls, in containers
+    and objects as well; elsewhere they cannot be pickled. ``await rref`` is `to_here` without blocking.
 
     Args:
-        value: a value of this worker, which becomes its owner.
+        value: a value of this worker, which becomes its owner. It is not copied.
         type_hint: for a scripted module, its interface; with another value it is an error.
 
+    Attributes:
+        id: of the value; the same for all references to it.
+        owner_id: the owner's rank.
+
     Raises:
-        RuntimeError: this process has not joined a group.
+        RuntimeError: this process has not joined a group, or ``type_hint`` does not fit ``value``.
+
+    Example::
+
+        mine = rpc.RRef(torch.zeros(3))                      # of this worker
+        model = rpc.remote("worker1", torch.nn.Linear, args=(3, 4))
+        y = model.rpc_sync().forward(mine.local_value())     # a method of the value, run by its owner
+        copy = model.to_here()
     """
 
     __slots__ = (
@@ -67,9 +78,14 @@ class RRef(Generic[T]):
 
     @classmethod
     def of(cls, worker: Worker, rref: RRefId, owner: int, fork: tuple[int, int] | None = None) -> "RRef[Any]":
-        """The object of a reference that the protocol knows. It takes over one handle.
+        """Make the object of a reference that the protocol knows.
+
+        It takes over one handle.
 
         Args:
+            worker: holds the reference.
+            rref: the id of the value.
+            owner: the id of the owner.
             fork: of a reference that has arrived: the worker that sent it, and that worker's number for this fork.
         """
         handle: RRef[Any] = cls.__new__(cls)
@@ -107,20 +123,23 @@ class RRef(Generic[T]):
         return self._worker
 
     def owner(self) -> WorkerInfo:
-        """The worker that has the value."""
+        """Return the name and id of the worker that has the value."""
         return WorkerInfo(self._worker.name_of(self.owner_id), self.owner_id)
 
     def owner_name(self) -> str:
-        """Its name."""
+        """Return the name of the worker that has the value."""
         return self._worker.name_of(self.owner_id)
 
     def is_owner(self) -> bool:
-        """Is it this worker?"""
+        """Tell whether this worker has the value."""
         return self.owner_id == self._worker.info.id
 
     def confirmed_by_owner(self) -> bool:
-        """Does the owner know of this reference? Always true on the owner; elsewhere false until its word is here, or
-        another answer about this reference: that the value was fetched, or that a method of it has run."""
+        """Tell whether the owner is known to count this reference.
+
+        Always true on the owner. Elsewhere it is false until the owner has confirmed it, or has answered otherwise
+        about this reference: the value was fetched, or a method of it has run.
+        """
         return self._exists or self._worker.references.confirmed(self.id)
 
     def __repr__(self) -> str:
@@ -132,13 +151,17 @@ class RRef(Generic[T]):
     # ---- the value
 
     def to_here(self, timeout: float = UNSET) -> T:
-        """The value: itself on the owner, elsewhere a copy. Blocks until there is one.
+        """Bring the value to this worker. Blocks until there is one.
 
         Args:
             timeout: seconds; -1 is the default of the worker, 0 no limit. On the owner, for the value to be made.
 
+        Returns:
+            The value itself on the owner, elsewhere a copy, which the caller owns.
+
         Raises:
-            RuntimeError: the creation of the value or this call timed out, or the reference has been given up.
+            RuntimeError: the creation of the value or this call timed out (`RpcTimeout`), or the reference has been
+                given up (`RRefDeleted`).
             OwnerLost: the owner is gone.
             what the function that made the value raised, as its own type.
         """
@@ -159,10 +182,13 @@ class RRef(Generic[T]):
         return value
 
     def local_value(self) -> T:
-        """The value itself, on its owner. Blocks while it is being made, in a handler no longer than its caller waits.
+        """Return the value itself, on its owner. Blocks while it is being made.
+
+        In a handler it waits no longer than the handler's caller does, elsewhere without a limit.
 
         Raises:
-            RuntimeError: this is not the owner, or the time is over.
+            RuntimeError: this is not the owner (`RRefError`), or the time is over (`RpcTimeout`).
+            what the function that made the value raised, as its own type.
         """
         if not self.is_owner():
             fork = _global_id(self._forked_by, self._fork or 0)
@@ -206,53 +232,56 @@ class RRef(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         """``await rref`` is `to_here` without blocking: the value, when there is one, or what making it raised."""
-        return self._arrives().__await__()
-
-    async def _arrives(self) -> T:
-        self._check()
-        worker = self._worker
-        value: T
-        if self.owner_id != worker.info.id:
-            value = await self._ask(Tag.FETCH, UNSET, "to_here", mode="to_here")
-            self._exists = True
-            return value
-        owned = worker.references.owned(self.id)
-        if not owned.ready:
-            made: CallFuture[None] = CallFuture(NO_DEVICES)
-            within = remaining(worker.calls.default_timeout, current.get()) / 1e9
-            if worker.references.park(self.id, lambda: complete(made, None)):
-                try:
-                    async with asyncio.timeout(within or None):
-                        await made
-                except TimeoutError:
-                    raise RpcTimeout(within, f"the making of {self!r}") from None
-        value = owned.get()
-        return value
+        return arrival(self).__await__()
 
     # ---- calls on the value
 
     def rpc_sync(self, timeout: float = UNSET) -> RRefProxy[Any]:
-        """A proxy whose methods run on the owner: ``rref.rpc_sync().f(x)`` is the result of ``value.f(x)``."""
+        """Return a proxy whose methods run on the owner and bring their result.
+
+        Args:
+            timeout: seconds for each call; -1 is the default of the worker, 0 no limit.
+
+        Raises:
+            nothing here. Methods raise as `to_here` and `telegrad.rpc.rpc_sync` do.
+
+        Example::
+
+            y = rref.rpc_sync(timeout=5).forward(x)          # value.forward(x), run by the owner
+        """
         return RRefProxy(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET) -> RRefProxy[CallFuture[Any]]:
-        """As `rpc_sync`, but methods return futures."""
+        """Return a proxy whose methods run on the owner and return futures.
+
+        Args:
+            timeout: as of `rpc_sync`.
+        """
         return RRefProxy(self, "async", timeout)
 
     def call(self, timeout: float = UNSET) -> RRefProxy[Coroutine[Any, Any, Any]]:
-        """As `rpc_sync`, but methods are coroutines: ``await rref.call().f(x)``; see `telegrad.rpc.call`."""
+        """Return a proxy whose methods are coroutines: ``await rref.call().f(x)``.
+
+        Args:
+            timeout: as of `rpc_sync`. See `telegrad.rpc.call` for what canceling does.
+        """
         return RRefProxy(self, "call", timeout)
 
     def remote(self, timeout: float = UNSET) -> "RRefProxy[RRef[Any]]":
-        """As `rpc_sync`, but methods return references to their results, which stay on the owner.
+        """Return a proxy whose methods return references to their results.
 
-        They return at once, also where the value is still being made, unless a time-out is given: then they wait for
-        the value, for no longer, and a method that it does not have raises `AttributeError` here.
+        The results stay on the owner. Methods return at once, also where the value is still being made. With a timeout
+        they wait for the value, for no longer, and a method that it does not have raises `AttributeError` here.
+
+        Args:
+            timeout: as of `rpc_sync`.
         """
         return RRefProxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs a backward pass with the value, a scalar tensor, as its root; on the owner, wherever it is called.
+        """Run a backward pass with the value, a scalar tensor, as its root.
+
+        It begins on the owner, wherever this is called.
 
         Args:
             dist_autograd_ctx_id: of the autograd context in which the gradients are added up. On the owner -1 runs a
@@ -263,24 +292,7 @@ class RRef(Generic[T]):
             RuntimeError: the value is no tensor, or there is no context where one is needed; what
                 `telegrad.autograd.backward` raises.
         """
-        if not self.is_owner():
-            if dist_autograd_ctx_id == -1:
-                raise RRefError(
-                    "User RRefs require 'dist_autograd_ctx_id' to be specified: the owner's graph may go on elsewhere."
-                )
-            self._check()
-            calls = self._worker.calls
-            arguments = (self, dist_autograd_ctx_id, retain_graph)
-            calls.call(self.owner_id, backward_at_owner, arguments, {}, calls.default_timeout)
-            return
-        root = self.local_value()
-        if not isinstance(root, torch.Tensor):
-            raise RRefError(f"RRef should contain a tensor for .backward(), but it refers to a {type(root).__name__}.")
-        if dist_autograd_ctx_id == -1:
-            root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        else:
-            with self._worker:
-                autograd.backward(dist_autograd_ctx_id, [root], retain_graph)
+        run_backward(self, dist_autograd_ctx_id, retain_graph)
 
     # ---- for telegrad and its drop-in
 
@@ -381,8 +393,3 @@ class RRef(Generic[T]):
 
     def __deepcopy__(self, _: object) -> NoReturn:
         raise RRefNotPicklable
-
-
-def backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """`RRef.backward`, where the value is."""
-    rref.backward(context_id, retain_graph)

@@ -80,7 +80,15 @@ class CallFuture(torch.futures.Future[T]):
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
 
     def wait(self) -> T:
-        """The result; blocks, and raises what the call raised."""
+        """Block until the call has ended.
+
+        Returns:
+            The result.
+
+        Raises:
+            RuntimeError: the time is over, or the worker is lost (`RpcTimeout`, `WorkerLost`).
+            what the called function raised: as an exception that is of the original type and of RemoteError.
+        """
         if not self.done():
             if asyncio._get_running_loop() is not None:
                 with holding_up():
@@ -114,11 +122,25 @@ class CallFuture(torch.futures.Future[T]):
         self._calls.finish(self, outcome)
 
     def failure(self) -> BaseException | None:
-        """What it ended with, if that is an exception. Does not count as reading it."""
+        """Return the exception that it ended with, if any. Does not count as reading it."""
         return None if self._failure is None else self._failure.error
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> "CallFuture[S]":
-        """The future of what the callback returns. It may be awaited too, and complains likewise."""
+        """Have a callback run when the call has ended; return the future of its result.
+
+        The callback runs in the thread that completes the call, which waits for it or is one of the worker's pool; or
+        here if the call has ended already. Its own calls belong to the request, autograd context and worker that this
+        is called in.
+
+        Args:
+            callback: gets this future, which is done; its ``value()`` raises if the call failed.
+
+        Returns:
+            A future that may be awaited too. A failure of the callback that the program never looks at is logged.
+
+        Raises:
+            TypeError: ``callback`` is not callable.
+        """
         child: CallFuture[S] = CallFuture(NO_DEVICES)
         child._request = (-1, callback, 0)
         callback = in_scope(callback)
@@ -136,12 +158,19 @@ class CallFuture(torch.futures.Future[T]):
         return child
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Has the callback run with this future when it is done; at once if it is."""
+        """Have a callback run when the call has ended; at once if it has.
+
+        Args:
+            callback: gets this future. Where it runs: see `then`. Torch prints what it raises.
+        """
         self._has_callbacks = True
         super().add_done_callback(in_scope(callback))
 
     def set_exception(self, result: object) -> None:
-        """Completes it with an exception, which `wait`, `value` and ``await`` raise.
+        """Complete it with an exception, which `wait`, `value` and ``await`` raise.
+
+        Args:
+            result: the exception.
 
         Raises:
             TypeError: ``result`` is not an exception.

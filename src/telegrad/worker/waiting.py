@@ -28,17 +28,24 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]: ...
 
 
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Waits for all of these futures; their values, in their order. Raises as soon as one of them has failed.
+    """Wait for all of these futures, or for the first that fails.
 
     The thread that waits drives the network, as in a future's own ``wait``: what comes of the calls needs no hop
     between threads. Where one of them has callbacks it only waits: those may wait for others of these futures, and so
     run on threads of their worker's pool.
 
     Args:
-        futures: any of Telegrad's and of torch's, mixed.
+        futures: any of Telegrad's and of torch's, mixed. May be empty.
+
+    Returns:
+        Their values, in their order.
 
     Raises:
         what the first future that failed raises; the others are not waited for.
+
+    Example::
+
+        losses = rpc.wait_all([rpc.rpc_async(name, evaluate) for name in workers])
     """
     given = list(futures)
     if asyncio._get_running_loop() is None:
