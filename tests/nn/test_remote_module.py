@@ -1,5 +1,6 @@
 """Remote modules, used as if they were here."""
 
+import asyncio
 import copy
 import io
 import pickle
@@ -105,6 +106,7 @@ def test_it_computes_what_it_would_here(net: RemoteModule) -> None:
 def test_any_method(net: RemoteModule) -> None:
     assert torch.equal(net.encode(X, bias=2.0), X.sum(1) + 2)
     assert torch.equal(net.encode.rpc_async(X).wait(), X.sum(1))
+    assert torch.equal(asyncio.run(net.encode.call(X)), X.sum(1))
     reference = net.encode.remote(X)
     assert reference.owner_name() == "w1"
     assert torch.equal(reference.to_here(), X.sum(1))
