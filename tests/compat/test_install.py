@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from telegrad import compat
 from telegrad.compat.redirect import MODULES
 from telegrad.testing import cluster
 
+CHANGED = (torch._C, torch.distributed, torch.distributed.optim, torch.distributed.nn, torch.nn.parallel.distributed)
 SUBMODULES = ("api", "backend_registry", "constants", "functions", "internal", "options")
 
 
@@ -35,11 +37,7 @@ def installed() -> Iterator[None]:
 def snapshot() -> dict[str, Any]:
     """Everything that installing changes."""
     names = {name: module for name, module in sys.modules.items() if name.startswith("torch.")}
-    attributes = {
-        f"{module.__name__}.{name}": getattr(module, name)
-        for module in (torch.distributed, torch.distributed.optim, torch.distributed.nn, torch.nn.parallel.distributed)
-        for name in vars(module)
-    }
+    attributes = {f"{module.__name__}.{name}": getattr(module, name) for module in CHANGED for name in vars(module)}
     return {**names, **attributes}
 
 
@@ -103,6 +101,28 @@ def test_names_can_be_imported() -> None:
     assert init_rpc is telegrad.rpc.init_rpc
     assert _all_gather is telegrad.rpc.api._all_gather
     assert async_execution is telegrad.rpc.functions.async_execution
+
+
+@pytest.mark.usefixtures("installed")
+def test_every_way_to_the_modules_of_torchs_core_leads_to_ours(tmp_path: Path) -> None:
+    import torch._C._distributed_rpc as renamed
+    from torch._C import _distributed_autograd, _distributed_rpc
+    from torch._C._distributed_autograd import _current_context
+    from torch._C._distributed_rpc import PyRRef, _is_current_rpc_agent_set
+
+    assert _distributed_rpc is renamed is torch._C._distributed_rpc is telegrad.compat.rpc  # type: ignore[comparison-overlap]
+    assert _distributed_autograd is torch._C._distributed_autograd is telegrad.compat.autograd  # type: ignore[comparison-overlap]
+    assert importlib.import_module("torch._C._distributed_rpc") is telegrad.compat.rpc
+    assert _current_context is telegrad.compat.autograd._current_context
+    options = telegrad.rpc.Options(init_method=f"file://{tmp_path}/store")
+    torch.distributed.rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        assert _is_current_rpc_agent_set()
+        assert isinstance(torch.distributed.rpc.RRef(1), PyRRef)
+    finally:
+        torch.distributed.rpc.shutdown()
+    assert not _is_current_rpc_agent_set()
+    assert torch._C._distributed_c10d.Store is torch.distributed.Store  # not ours to replace
 
 
 @pytest.mark.usefixtures("installed")

@@ -21,12 +21,19 @@ _SCRIPT = "TorchScript makes no remote calls here, so no remote module and no op
 _SERVER = "takes the C++ state of a profiler: _server_process_global_profile is there"
 _COUNTED = "groups are counted by telegrad.rpc.start"
 
+_NODE = "profiles know workers by their names and ids, without a number of the process"
+
 LEFT_OUT: Final[dict[str, dict[str, str]]] = {
+    "torch._C._distributed_rpc": {
+        "_set_profiler_node_id": _NODE,
+        "_enable_server_process_global_profiler": _SERVER,
+        "_disable_server_process_global_profiler": _SERVER,
+    },
     "torch.distributed.rpc": {
         "_init_counter": _COUNTED,
         "_init_counter_lock": _COUNTED,
         "_validate_rpc_args": "arguments are checked by init_rpc and by what they are passed to",
-        "_set_profiler_node_id": "profiles know workers by their names and ids, without a number of the process",
+        "_set_profiler_node_id": _NODE,
         "_enable_server_process_global_profiler": _SERVER,
         "_disable_server_process_global_profiler": _SERVER,
     },
@@ -112,7 +119,7 @@ def names_of(module: ModuleType) -> set[str]:
     """The names of a module that are its own, or of torch's RPC; not what it has imported from elsewhere."""
     names = {name for name in vars(module) if not (name.startswith("__") and name.endswith("__"))}
     names -= {name for name in names if isinstance(getattr(module, name), ModuleType)}
-    if getattr(module, "__file__", None) is None:  # made by C++
+    if not str(module.__file__).endswith(".py"):  # made by C++
         return names
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.ImportFrom) and not node.level and not node.module.startswith(_OF_THE_MACHINERY):  # type: ignore[union-attr]

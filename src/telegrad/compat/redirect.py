@@ -16,6 +16,8 @@ MODULES: Final = {
     "torch.distributed.autograd": "telegrad.compat.autograd",
     "torch.distributed.optim.optimizer": "telegrad.compat.optim",
     "torch.distributed.nn.api.remote_module": "telegrad.compat.nn",
+    "torch._C._distributed_rpc": "telegrad.compat.rpc",
+    "torch._C._distributed_autograd": "telegrad.compat.autograd",
 }
 """Torch's modules, and what stands for each. What lies below one resolves below the other."""
 
@@ -25,6 +27,9 @@ NAMES: Final = {
     ("torch.nn.parallel.distributed", "RRef"): "telegrad.compat.rpc",
 }
 """Names that other modules of torch took from those when they were imported, and where ours are."""
+
+_AT_ONCE: Final = ("torch.distributed.rpc", "torch._C._distributed_rpc", "torch._C._distributed_autograd")
+"""Modules to replace even if torch has not loaded them: the import system looks up nothing below ``torch._C``."""
 
 _ABSENT: Final = object()
 
@@ -41,7 +46,7 @@ class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         ours = {
             name: importlib.import_module(target)
             for name, target in MODULES.items()
-            if name in sys.modules or name == "torch.distributed.rpc"
+            if name in sys.modules or name in _AT_ONCE
         }
         self._modules = {name: module for name, module in sys.modules.items() if _root_of(name)}
         for name in self._modules:

@@ -89,6 +89,7 @@ def calls(me, peer):
 def references(me, peer):
     shop = remote(peer, Shop, args=(10,))
     assert isinstance(shop, rpc.PyRRef)
+    assert isinstance(shop, torch._C._distributed_rpc.PyRRef)
     assert shop.owner_name() == peer
     assert not shop.is_owner()
     assert shop.rpc_sync().take(1) == 9
