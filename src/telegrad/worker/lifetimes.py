@@ -1,6 +1,7 @@
 """The workers of a process, and what becomes of them when the process ends or forks."""
 
 import atexit
+import multiprocessing
 import multiprocessing.util
 import os
 import weakref
@@ -13,14 +14,14 @@ _exits: set[int] = set()
 
 
 def remember(worker: Any) -> None:
-    """From now on the worker is closed when its process ends, unless it has been before."""
+    """Closes the worker when its process ends, unless the program has closed it before."""
     live_workers.add(worker)
-    if os.getpid() not in _exits:  # the first one: children of multiprocessing do not run atexit, but this
+    if os.getpid() not in _exits and _is_forked_by_multiprocessing():
         _exits.add(os.getpid())
         multiprocessing.util.Finalize(None, close_all, exitpriority=100)
 
 
-# ---- exit: whoever ends without a shutdown says goodbye, and ends its threads before the interpreter does.
+# ---- exit: a worker without a shutdown says goodbye, and ends its threads before the interpreter ends.
 
 
 def close_all() -> None:
@@ -29,7 +30,20 @@ def close_all() -> None:
         worker.close()
 
 
+# Handlers run in reverse order, so those that the program registers later still find its worker.
 atexit.register(close_all)
+
+
+def _is_forked_by_multiprocessing() -> bool:
+    """Whether this process runs multiprocessing's finalizers at its end, but not the `atexit` handler above.
+
+    Before Python 3.13 such a child runs no handlers at all; since then it begins with none, and runs the finalizers
+    after its own. A spawned child runs both, but before 3.13 the finalizers first: too early for a worker.
+    """
+    if multiprocessing.parent_process() is None:
+        return False
+    method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
+    return method in ("fork", "forkserver")
 
 
 # ---- fork: the child has none of the threads, so it has no worker. (The core closes what it inherits of the links.)
