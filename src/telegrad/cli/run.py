@@ -2,54 +2,106 @@
 
 import argparse
 import os
-import subprocess
+import shlex
+import shutil
 import sys
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
+
+from telegrad.cli.python_line import NotPython, PythonLine, read
 
 __all__ = ["main"]
 
 DESCRIPTION = """\
-Runs a Python program as `python PROGRAM ...` would, with Telegrad in the place of torch.distributed.rpc (and of
-.autograd, .optim.DistributedOptimizer and .nn.RemoteModule): in the program itself and in all Python processes that it
-starts, spawned or forked. The program is not changed, and does not notice.
+Runs a program as `python` would, with Telegrad in the place of torch.distributed.rpc (and of .autograd,
+.optim.DistributedOptimizer and .nn.RemoteModule): in the program itself and in all Python processes that it starts,
+spawned or forked. The program is not changed, and does not notice.
+
+After --drop-in stands what stands after `python`: options of Python (-u, -W, -X, -i, ...), then a program, -m MODULE,
+-c CODE, or - for standard input, then the program's arguments. A name that is no file is a command on PATH.
 """
 
 EPILOG = """\
 examples:
   telegrad run --drop-in train.py --epochs 3
-  telegrad run --drop-in -m torch.distributed.run --nproc-per-node 4 train.py
+  telegrad run --drop-in -X dev -m pytest tests
+  telegrad run --drop-in torchrun --nproc-per-node 4 train.py
+  torchrun --nproc-per-node 4 --no-python telegrad run --drop-in train.py
+
+Where another launcher starts Python, `telegrad env` prints the environment for it.
 """
 
 
 def main(words: Sequence[str]) -> int:
-    """Becomes the program. Returns an exit status only if it cannot.
+    """Become the program. Returns an exit status only if it cannot.
 
     Args:
         words: what follows ``telegrad run``.
     """
     from telegrad.compat import child_environment
 
-    # Our own options end where the program begins; argparse alone would take the program's options for ours.
-    end = next((i for i, word in enumerate(words) if word == "-m" or not word.startswith("-")), len(words))
     parser = argparse.ArgumentParser(
         prog="telegrad run",
-        usage="telegrad run --drop-in (PROGRAM | -m MODULE) [ARGUMENT ...]",
+        usage="telegrad run --drop-in [OPTION OF PYTHON ...] [PROGRAM | -m MODULE | -c CODE | -] [ARGUMENT ...]\n"
+        "       telegrad run --drop-in COMMAND [ARGUMENT ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--drop-in", action="store_true", help="put Telegrad in the place of torch's RPC")
-    options = parser.parse_args(words[:end])
-    program = words[end:]
-    if not options.drop_in:
-        parser.error("say --drop-in, there is no other way to run a program yet")
-    if not program or program == ["-m"]:
-        parser.error("which program?")
-    if sys.flags.ignore_environment or sys.flags.no_site:
-        parser.error("this works through PYTHONPATH and sitecustomize, which -E, -I and -S turn off")
-
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    try:
+        line = read(words, ("--drop-in", "--help"))
+    except NotPython as e:
+        parser.error(f"{e}. Python's options and --drop-in come before the program, its own after it")
+    if "--help" in line.others or {"h", "?"} & line.letters:
+        parser.print_help()
+        return 0
+    if "--drop-in" not in line.others:
+        remedy = shlex.join(["telegrad", "run", "--drop-in", *words])
+        parser.error(f"say --drop-in, there is no other way to run a program yet: {remedy}")
+    command = _command(parser, line)
     sys.stdout.flush()
     # A fresh interpreter rather than this one: the program then has __main__, sys.argv, sys.path, signals and its exit
     # status exactly as it would have without us.
-    os.execve(sys.executable, [sys.executable, *flags, *program], child_environment())
+    try:
+        os.execve(command[0], command, child_environment())
+    except OSError as e:
+        parser.error(f"{command[0]} cannot be run: {e.strerror}")
+
+
+def _command(parser: argparse.ArgumentParser, line: PythonLine) -> list[str]:
+    """The words of the process that this one becomes; the first is a path."""
+    mine = read(sys.orig_argv[1:])
+    if mine.kind == "file":  # the options are those that the installer gave to the script `telegrad`
+        mine = read([])
+    if {"E", "I", "S"} & (mine.letters | line.letters):
+        parser.error(
+            "the drop-in works through PYTHONPATH and sitecustomize, which -E, -I and -S turn off: leave them out"
+        )
+    name = line.rest[0] if line.kind == "file" else ""
+    if not name or _is_for_python(Path(name)):
+        return [sys.executable, *mine.options, *line.options, *line.rest]
+    command = _find(name)
+    if command is None:
+        parser.error(f"there is no program or command {name!r}: name a file, -m MODULE, -c CODE or a command on PATH")
+    if line.options:
+        remedy = shlex.join(["telegrad", "run", "--drop-in", *line.options, command])
+        parser.error(f"Python's options do not reach {name}, which is a command. If Python is to run it: {remedy}")
+    return [command, *line.rest[1:]]
+
+
+def _is_for_python(path: Path) -> bool:
+    """Whether it is a program that Python runs: a folder with a `__main__.py`, or a file for no other interpreter."""
+    if not path.is_file():  # a pipe's content can be read once
+        return (path / "__main__.py").exists() if path.is_dir() else path.exists()
+    with path.open("rb") as file:
+        begin = file.readline(256)
+    return not begin.startswith(b"\x7fELF") and (not begin.startswith(b"#!") or b"python" in begin)
+
+
+def _find(name: str) -> str | None:
+    """The path of a command, if there is one."""
+    if os.path.dirname(name) or Path(name).is_file():
+        return name if Path(name).is_file() else None
+    # The environment of this interpreter comes first: its commands are those that find Telegrad.
+    return shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]))
