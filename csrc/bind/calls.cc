@@ -55,7 +55,8 @@ Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m,
   return outcome;
 }
 
-std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait) {
+std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait,
+                         std::uint64_t* begun) {
   const std::uint64_t size = m->payload_size();
   const bool small = size <= kSmall;
   o.never_wait = never_wait || (small && e.may_send_now(peer, size));
@@ -73,6 +74,7 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   if (e.stopping() && e.withdraw(id)) id = 0;
   let_go(m);
   release_references();
+  if (begun) *begun = id;
   if (interruption.raised()) nb::raise_python_error();  // the call may be under way; its outcome goes to the pool
   return id;
 }

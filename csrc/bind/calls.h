@@ -15,8 +15,10 @@ Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m,
 
 /// Sends a request; its outcome goes to the pool with the options' cookie. Unless `never_wait`, a large request's
 /// memory has left when this returns, and the peer's window is waited for. 0: the engine has been stopped, and nothing
-/// will come of the call.
-std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait);
+/// will come of the call. Raises what a signal handler raises; the call is under way all the same, and `begun` has its
+/// id.
+std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait,
+                         std::uint64_t* begun = nullptr);
 
 /// Waits for the outcome of a call that was begun, without the GIL, as `Engine::wait`; false if there is none. Raises
 /// what a signal handler raises.

@@ -106,9 +106,17 @@ class PlainCalls {
     const auto name_size = static_cast<std::uint64_t>(PyBytes_GET_SIZE(name.ptr()));
     if (m->payload_size() + name_size >= kAlwaysTaken) name_target(*m, local_id);
     set_name(*m, name_id, name);
-    const auto id = begin(peer, std::move(m), timeout, nested, never_wait, true, true, cookie);
-    take_lazy();  // while the peer is at it
-    return id;
+    std::uint64_t begun = 0;
+    try {
+      begin(peer, std::move(m), timeout, nested, never_wait, true, true, cookie, &begun);
+    } catch (const nb::python_error&) {  // a signal handler's
+      if (begun != 0) direct_.set_call(cookie, begun);
+      throw;
+    }
+    if (begun == 0) return 0;
+    direct_.set_call(cookie, begun);  // here: Python runs signal handlers between a call and what it does next
+    take_lazy();                      // while the peer is at it
+    return begun;
   }
 
   std::uint64_t make_directly(std::int32_t peer, nb::handle function, nb::handle args, nb::handle kwargs,
@@ -207,7 +215,7 @@ class PlainCalls {
 
  private:
   std::uint64_t begin(std::int32_t peer, std::unique_ptr<Outgoing> m, Nanos timeout, bool nested, bool never_wait,
-                      bool lazy, bool aside, nb::handle goes_with_outcome) {
+                      bool lazy, bool aside, nb::handle goes_with_outcome, std::uint64_t* begun = nullptr) {
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
     o.nested = nested;
@@ -216,7 +224,7 @@ class PlainCalls {
     auto cookie = std::make_unique<References>();
     cookie->add(goes_with_outcome);
     o.cookie = std::move(cookie);
-    return begin_call(engine_, peer, std::move(m), std::move(o), never_wait);
+    return begin_call(engine_, peer, std::move(m), std::move(o), never_wait, begun);
   }
 
   /// What a thread waits for that collects outcomes. However that ends, the pool has the rest; or this thread, if
@@ -373,7 +381,8 @@ void init_plain_calls(nb::module_& m) {
            "nested"_a, "never_wait"_a, "cookie"_a,
            "Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that "
            "it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread "
-           "that makes a call. Returns as `start` does.")
+           "that makes a call. Returns as `start` does, and sets the cookie's `_call`, also if a signal handler raises "
+           "once the call is under way.")
       .def("make_directly", &PlainCalls::make_directly, "peer"_a, "function"_a.none(), "args"_a.none(),
            "kwargs"_a.none(), "local_id"_a, "timeout"_a, "cookie"_a,
            "As `make`, of a call that the program makes outside of any request. 0 where Python must look, too.")

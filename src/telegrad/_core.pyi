@@ -151,7 +151,7 @@ class PlainCalls:
 
     def make(self, peer: int, name_id: int, name: object, args: object, kwargs: object, local_id: object, timeout: int, nested: bool, never_wait: bool, cookie: object) -> int:
         """
-        Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread that makes a call. Returns as `start` does.
+        Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread that makes a call. Returns as `start` does, and sets the cookie's `_call`, also if a signal handler raises once the call is under way.
         """
 
     def make_directly(self, peer: int, function: object | None, args: object | None, kwargs: object | None, local_id: object, timeout: int, cookie: object) -> int:

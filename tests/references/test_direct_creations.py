@@ -235,6 +235,28 @@ class Interrupted:
         return getattr(self.plain, name)
 
 
+class Unhashable:
+    """Raises what ends a program when it is looked for."""
+
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind = kind
+
+    def __call__(self) -> None:
+        raise NotImplementedError
+
+    def __hash__(self) -> int:
+        raise self.kind("while hashing")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_before_the_request_leaves_counts_nothing(
+    w0: Any, only_direct: None, kind: type[BaseException]
+) -> None:
+    with pytest.raises(kind, match="while hashing"):
+        rpc.remote("w1", Unhashable(kind))
+    assert w0.references.pending_creations == 0
+
+
 def test_a_signal_leaves_nothing(w0: Any, group: Cluster) -> None:
     plain, owner = w0.calls.plain, group[1]._worker.references
     rpc.rpc_sync("w1", make, ("known",))

@@ -151,7 +151,7 @@ class Passes:
                 call = worker.engine.start(
                     peer, _GRADIENTS, m.flags, 0, None, m.body, m.segments, timeout, True, True, True, question, None
                 )
-        except Exception as e:  # a gradient that cannot be sent, or the worker has been closed
+        except BaseException as e:  # a gradient that cannot be sent, or the worker has been closed
             run.abort(e)
             return
         if run.root == self.me and call:
@@ -179,7 +179,7 @@ class Passes:
                 if flags & _PREAMBLE:
                     run.arrived(self.worker.messages.preamble(peer, flags, segments).profile)
                 messages = self.worker.messages.decode(flags, body, segments, [])
-            except Exception as e:
+            except BaseException as e:
                 run.abort(e)
                 return
             if messages:
@@ -203,7 +203,7 @@ class Passes:
             if context is None:
                 raise self._unknown(context_id)
             run = self._part_of(context, root, number, oldest, asked.deadline)
-        except Exception as e:
+        except BaseException as e:
             handlers.fail(asked, e)
             return
 
@@ -244,7 +244,7 @@ class Passes:
             message = messages.bare(asked.peer, mine)
             if said is not None:
                 message = messages.with_report(message, said)
-        except Exception as e:
+        except BaseException as e:
             handlers.fail(asked, e)
         else:
             handlers.reply(asked, _GRADIENTS, message, 0)

@@ -37,7 +37,7 @@ from telegrad.protocols.backward_messages import (
     Send,
     TokenKind,
 )
-from telegrad.serialize.exceptions import pack_exception, unpack_exception
+from telegrad.serialize.exceptions import pack_exception, text_of, unpack_exception
 from telegrad.types import WorkerInfo
 
 __all__ = ["Pass"]
@@ -256,7 +256,7 @@ class Pass:
         try:
             part = self._at_length()
             self._carry_out(part.failed(self._failure(error, event)))
-        except Exception:
+        except BaseException:
             logger.exception("backward pass %s: worker %s cannot tell that it failed", self.key, self._me.name)
         self._tidy()
 
@@ -350,7 +350,7 @@ class Pass:
             if event != self._handle or not isinstance(error, Exception):
                 return error
             self._cause = error
-        return self._me.id, pack_exception(error, self._me), _text(error)
+        return self._me.id, pack_exception(error, self._me), text_of(error)
 
     def _error(self, why: Any) -> BaseException:
         """The error that `backward` raises."""
@@ -368,13 +368,6 @@ class Pass:
         if isinstance(error, RemoteError):
             error._text = f"Error on Node {worker}: {text}\n{error._text}"
         return error
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return type(error).__name__
 
 
 def _report(plain: Sequence[Any]) -> Report:

@@ -46,11 +46,10 @@ def create_directly(worker: Worker, owner: int, local_id: int, func: Any, args: 
     creation = Creation(worker, (owner, func, timeout))
     creation._calls = calls
     try:
-        creation._call = calls.plain.make_directly(owner, func, args, kwargs, local_id, timeout, creation)
-    except NotInitialized:
-        raise
-    except BaseException:  # a signal handler's; the call may be under way
-        _begun(worker, owner, local_id, creation)
+        calls.plain.make_directly(owner, func, args, kwargs, local_id, timeout, creation)
+    except BaseException:
+        if creation._call:  # it is under way, and a signal handler has raised
+            _begun(worker, owner, local_id, creation)
         raise
     return _begun(worker, owner, local_id, creation) if creation._call else None
 
@@ -135,12 +134,16 @@ def _sent_short(
         raise
     creation._calls = calls
     try:
-        creation._call = calls.plain.make(
+        calls.plain.make(
             handle.owner_id, number, text, args, kwargs, handle.id.local_id, timeout, nested,
             _get_running_loop() is not None, creation,
         )  # fmt: skip
     except NotInitialized as e:
         creation.over(e)
+        raise
+    except BaseException as e:
+        if not creation._call:  # else it is under way, and a signal handler has raised
+            _not_sent(creation, e)
         raise
     return creation._call != 0
 

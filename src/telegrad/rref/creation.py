@@ -4,6 +4,7 @@ from typing import Any
 
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.protocols.rref import RRefId
+from telegrad.serialize.exceptions import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls import complete, sent
@@ -63,7 +64,7 @@ class Creation:
             self._worker.calls.result(outcome, sent(self._request))
         except BaseException as e:
             self.over(e.with_traceback(None))
-            if not isinstance(e, Exception):  # KeyboardInterrupt while unpickling: the creation had to end first
+            if is_interrupt(e):  # the creation had to end first
                 raise
         else:
             self.over(None, bool(outcome[2] & _FAILED))

@@ -11,6 +11,7 @@ import functools
 import io
 import pickle
 import re
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ __all__ = [
     "afresh",
     "describe_exception",
     "forget_frames",
+    "is_interrupt",
     "let_go_of_frames",
     "pack_exception",
+    "text_of",
     "unpack_exception",
 ]
 
@@ -65,8 +68,22 @@ def _type_name(kind: type[BaseException]) -> str:
 def _repr(exc: BaseException) -> str:
     try:
         return repr(exc)
-    except Exception as e:
+    except BaseException as e:
         return f"<{_type_name(type(exc))}, whose repr() raised {type(e).__name__}>"
+
+
+def text_of(exc: BaseException) -> str:
+    """Return ``str(exc)``, or the name of its type where ``__str__`` raises."""
+    try:
+        return str(exc)
+    except BaseException:
+        return _type_name(type(exc))
+
+
+def is_interrupt(exc: BaseException) -> bool:
+    """Tell whether a signal handler may have raised the exception: then the calling thread, the main one, must raise
+    it. Elsewhere user code has raised it, such as SystemExit while a value was unpickled."""
+    return not isinstance(exc, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
@@ -114,7 +131,7 @@ def _formatted(exc: BaseException) -> str:
         return kept
     try:
         return "".join(traceback.format_exception(exc))
-    except Exception:  # an exception whose __str__ or __cause__ is broken
+    except BaseException:  # an exception whose __str__ or __cause__ is broken
         return "".join(traceback.format_tb(exc.__traceback__)) + _repr(exc) + "\n"
 
 
@@ -149,8 +166,8 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
 def _pickled(exc: BaseException) -> tuple[bytes | None, str]:
     try:
         return pickle.dumps(exc, protocol=5), ""
-    except Exception as e:
-        return None, f"it could not be pickled there ({type(e).__name__}: {e})"
+    except BaseException as e:
+        return None, f"it could not be pickled there ({type(e).__name__}: {text_of(e)})"
 
 
 def unpack_exception(data: bytes) -> BaseException:
@@ -165,15 +182,19 @@ def unpack_exception(data: bytes) -> BaseException:
     text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
     try:
         exc = _made_again(packed, _remote_class)
-    except Exception as e:
-        why = packed.why_not or f"{type(e).__name__}: {e}"
+    except BaseException as e:
+        if is_interrupt(e):
+            raise
+        why = packed.why_not or f"{type(e).__name__}: {text_of(e)}"
         try:
             exc = _made_again(packed, _without_constructor)
             text += (
                 f"Made without its constructor, which takes other arguments than its args ({why})."
                 f" Original exception on remote side was {packed.type_name}.\n"
             )
-        except Exception:
+        except BaseException as again:
+            if is_interrupt(again):
+                raise
             exc = RemoteError(packed.shown)
             text = (
                 f"Failed to create original exception type. Error msg was {why}"

@@ -9,7 +9,7 @@ import torch
 from telegrad import _core
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
 from telegrad.protocols.rref import RRefId, Ticket
-from telegrad.serialize.exceptions import unpack_exception
+from telegrad.serialize.exceptions import is_interrupt, unpack_exception
 from telegrad.serialize.names import BY_VALUE, NameTable, NotByName
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Status, Tag
@@ -160,6 +160,7 @@ class Calls:
         nested = scope is not None and scope.nested
         if scope is not None:
             timeout = remaining(timeout, scope)
+        what = name_of(function)  # before anything is counted: it may be a __repr__ of the program's, which raises
         custom = self.custom_pickler
         if custom is not None:
             name: tuple[int, bytes | None] = _NO_NAME
@@ -181,7 +182,7 @@ class Calls:
         flags |= message.flags | caller_flags()
         return Request(
             peer, tag, name, message._replace(flags=flags), timeout, nested, None,
-            name_of(function), is_scripted(function) if self.send_filter else False, span,
+            what, is_scripted(function) if self.send_filter else False, span,
         )  # fmt: skip
 
     def about(
@@ -393,7 +394,7 @@ class Calls:
     def fail(future: CallFuture[Any], error: BaseException) -> None:
         """Completes a future whose value could not be read."""
         future.set_exception(error.with_traceback(None))  # its frames have the future
-        if not isinstance(error, Exception):  # KeyboardInterrupt while unpickling: the future had to end first
+        if is_interrupt(error):  # the future had to end first
             raise error
 
     def result(self, outcome: tuple[Any, ...], r: Request | Sent) -> Any:

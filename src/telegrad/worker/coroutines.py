@@ -61,16 +61,20 @@ class _Job(NamedTuple):
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
+        value: Any = None
+        error: BaseException | None = None
         try:
             value = await _Stepped(self.coroutine, self.state)
         except asyncio.CancelledError as e:  # because the worker shuts down, or user code raised it
-            self.ended(None, RuntimeError(f"the handler was stopped: {e!r}"))
+            error = RuntimeError(f"the handler was stopped: {e!r}")
         except BaseException as e:  # SystemExit too: it must not end the loop, and the caller must hear
             if loop.is_closed():  # it was left behind, and is garbage now
                 raise
-            self.ended(None, e)
-        else:
-            self.ended(value, None)
+            error = e
+        try:
+            self.ended(value, error)
+        finally:
+            del error  # its frames have this one
 
     def refuse(self) -> None:
         self.coroutine.close()
@@ -88,21 +92,38 @@ class _LoopThread:
         self.waits = 0  # is it held up? A wait may be inside another: a signal handler's
         self._thread = threading.Thread(target=self._serve, args=(owner,), name=name, daemon=True)
         self._late = False
+        self._stopping = False
         self._thread.start()
 
     def _serve(self, owner: "EventLoop") -> None:
         _here.loop = (owner, self)
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while not self._stopping:
+                self._run(self.loop.run_forever)
             left = asyncio.all_tasks(self.loop)  # of a loop that was left behind, or is ended by one of them
             for task in left:
                 task.cancel()
             if left:
-                self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+                ended = asyncio.gather(*left, return_exceptions=True)
+                while not ended.done():
+                    self._run(self.loop.run_until_complete, ended)
         finally:
             self.loop.close()
             del _here.loop
+
+    def _run(self, run: Callable[..., Any], *args: Any) -> None:
+        """Runs the loop, which SystemExit and KeyboardInterrupt of a callback or of a task leave (asyncio raises them
+        there); what other coroutines are at goes on all the same."""
+        try:
+            run(*args)
+        except BaseException:
+            logger.exception("%s: a callback or a task of an async def handler raised", self._thread.name)
+
+    def stop(self) -> None:
+        """Ends the thread. To be called in it."""
+        self._stopping = True
+        self.loop.stop()
 
     def end(self) -> None:
         """Cancels what runs; then the thread ends."""
@@ -113,16 +134,16 @@ class _LoopThread:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.loop.shutdown_asyncgens()
-            self.loop.stop()
+            self.stop()
 
         def begin_to_end() -> None:
             if self._late:
-                self.loop.stop()
+                self.stop()
             else:
                 self.loop.create_task(end())
 
         if self._thread is threading.current_thread():  # a handler shuts its own worker down
-            self.loop.call_soon(self.loop.stop)
+            self.loop.call_soon(self.stop)
         else:
             self.loop.call_soon_threadsafe(begin_to_end)
 
@@ -135,7 +156,7 @@ class _LoopThread:
             return True
         self._late = True
         with suppress(RuntimeError):  # the loop has been closed just now
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.loop.call_soon_threadsafe(self.stop)
         return False
 
 
@@ -232,11 +253,13 @@ class EventLoop:
 
     def _ended(self, thread: _LoopThread, task: "asyncio.Task[None]") -> None:
         thread.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s met an error that is Telegrad's own; please report it", self._name, exc_info=error)
         with self._lock:
             thread.load -= 1
             if not thread.load and thread in self._threads[1:]:
                 self._threads.remove(thread)
-                thread.loop.stop()
+                thread.stop()
 
     # ---- loops that are held up
 

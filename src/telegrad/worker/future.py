@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import torch
 
 from telegrad.errors import NotInitialized
-from telegrad.serialize.exceptions import afresh, forget_frames
+from telegrad.serialize.exceptions import afresh, forget_frames, text_of
 from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.scope import current
@@ -271,7 +271,7 @@ def _of_callback(error: BaseException) -> RuntimeError:
     forget_frames(error)
     if not isinstance(error, RuntimeError):
         cause, kind = error, type(error).__qualname__
-        error = RuntimeError(f"Got the following error when running the callback: {kind}: {cause}")
+        error = RuntimeError(f"Got the following error when running the callback: {kind}: {text_of(cause)}")
         error.__cause__ = cause
     error.add_note(f"in a callback of a future:\n{where}")
     return error

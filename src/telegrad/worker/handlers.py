@@ -102,7 +102,7 @@ class Handlers:
                 if type(local_id) is not int or len(body) != 2:
                     raise SerializationError("a request to make a value has no arguments, or no reference to it")
                 preamble = _NO_PREAMBLE._replace(target=RRefId(peer, local_id))
-        except Exception as e:
+        except BaseException as e:
             self.fail(Asked(peer, connection, call, tag, deadline), e)
             return
         context = preamble.context
@@ -359,7 +359,7 @@ class Handlers:
         else:
             try:
                 message = self._messages.encode(asked.peer, value, context=asked.context)
-            except Exception as e:
+            except BaseException as e:  # what pickling it raises, SystemExit too: the caller must hear
                 self._report(e)
                 self.fail(asked, e)
             else:

@@ -29,6 +29,7 @@ from telegrad.protocols.rref import (
     UnusableRRefError,
     UserState,
 )
+from telegrad.serialize.exceptions import text_of
 from telegrad.worker.owned import OwnedValue
 from telegrad.worker.reference_messages import as_plain, from_plain
 
@@ -173,7 +174,7 @@ class References:
 
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
         """The creating call failed: for its users here there is no value."""
-        why = str(error)[:_LONGEST_WHY]
+        why = text_of(error)[:_LONGEST_WHY]
         with self.lock:
             owned = self.values.get(rref)
             if owned is not None:  # on this worker itself

@@ -63,6 +63,6 @@ class Timers:
                 function = heapq.heappop(self._waiting)[2]
             try:
                 function()
-            except Exception:
+            except BaseException:  # of a logging handler of the program's, say: the thread goes on
                 logger.exception("a timer of %s met an error that is Telegrad's own; please report it", self._name)
             del function  # what it holds must not outlive it while this thread waits
