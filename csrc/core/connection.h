@@ -56,6 +56,7 @@ struct Connection {
   Handshake handshake;
   const bool initiator;
   bool has_asked_for_lanes = false;
+  bool vetted = false;                // by `Engine::objection`: whom this end has connected to
   std::atomic<bool> goodbye = false;  // the peer has said that it ends
   std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
 
@@ -65,6 +66,7 @@ struct Connection {
 
   // Under the engine's mutex.
   Nanos handshake_deadline = kNever;
+  std::string source;     // see Link::source; of what has been accepted
   bool late = false;      // it has not met that
   bool opened = false;    // it has been a link to `peer`, whatever the state is now
   ConnectionPtr lane_of;  // what an initiated lane is for

@@ -152,6 +152,7 @@ void Engine::after_fork_in_child() {
     for (const int fd : c->link->descriptors()) ::close(fd);
   }
   for (auto& [token, l] : listeners_) ::close(l->fd());
+  users_.close();
   for (Descriptor* d : {&inner_, &outer_, &kick_, &park_bell_, &timer_, &nudge_}) ::close(d->release());
   struct Abandoned {  // never destroyed
     decltype(connections_) connections;

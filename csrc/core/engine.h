@@ -49,6 +49,7 @@
 #include "core/transport.h"
 #include "transports/commons.h"
 #include "transports/descriptor.h"
+#include "transports/peer_user.h"
 
 namespace telegrad {
 
@@ -257,7 +258,9 @@ class Engine {
 
   // engine_doors.cc
   void accept_from(Listener& listener);
-  void log_refusal(const Connection& c, const std::string& why);
+  ConnectionPtr displaced_by(const std::string& source, std::size_t places) const;
+  std::optional<std::string> objection(const Link& link);
+  void log_refusal(const Link& link, const std::string& source, const std::string& why);
 
   // engine_peers.cc
   ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator);
@@ -374,7 +377,7 @@ class Engine {
   std::unordered_map<std::uint64_t, ConnectionPtr> connections_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Listener>> listeners_;
   std::vector<ConnectionPtr> widened_;  // links that have got a lane, to be looked at; the polling thread's
-  std::size_t strangers_ = 0;           // connections that have not authenticated
+  UserLookup users_;                    // the polling thread's
   Nanos refusals_since_ = 0;            // strangers that were refused, and how many of them have been logged
   std::size_t refusals_ = 0;
   Nanos handshakes_at_ = kNever;  // when a handshake or a retry is due

@@ -95,7 +95,6 @@ void Engine::join_lane(const ConnectionPtr& lane) {
         bury(*lane);  // as a connection of its own
         lane->lane_of.reset();
         connections_.erase(lane->id);
-        --strangers_;
         if (first) {
           epoll_event event{.events = EPOLLIN, .data = {.u64 = link->id | kLanes}};
           epoll_ctl(inner_.get(), EPOLL_CTL_ADD, link->link->lanes_fd(), &event);

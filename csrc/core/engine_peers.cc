@@ -1,6 +1,5 @@
 // Peers: listening, connecting on first use, the handshake, and the end of a link.
 #include <sys/epoll.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -81,7 +80,6 @@ ConnectionPtr Engine::add_connection(std::unique_ptr<Link> link, Handshake hands
   auto c = std::make_shared<Connection>(next_token_++, std::move(link), std::move(handshake), initiator);
   c->handshake_deadline = now() + settings_.handshake_timeout;
   connections_.emplace(c->id, c);
-  ++strangers_;
   epoll_event event{.events = EPOLLIN, .data = {.u64 = c->id}};
   epoll_ctl(inner_.get(), EPOLL_CTL_ADD, fd, &event);
   remind(c->handshake_deadline);
@@ -203,12 +201,9 @@ void Engine::expire_waiting(Peer& peer, Nanos at, Kept& kept) {
 
 void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body) {
   if (c->state != Connection::State::kHandshaking) return lost(c, "it repeated the handshake");
-  if (settings_.check_uid) {
-    const auto credentials = c->link->credentials();
-    if (credentials && credentials->uid != geteuid()) {
-      return lost(c, "the process at " + c->link->describe() + " belongs to another user (uid " +
-                         std::to_string(credentials->uid) + ")");
-    }
+  if (c->initiator && !c->vetted) {  // what has come here was looked at when it came
+    if (const auto why = objection(*c->link)) return lost(c, *why);
+    c->vetted = true;
   }
   Handshake::Step step;
   try {
@@ -254,7 +249,6 @@ void Engine::opened(const ConnectionPtr& c) {
       c->peer = who.id;
       c->limits = c->handshake.limits();
       c->link->set_limits(settings_.credo.limits);
-      --strangers_;
       if (c->initiator && !peer.last_error.empty() && c->link->describe() != peer.addresses.front()) {
         log("worker " + who.name + " is reached at " + c->link->describe() +
             ", since a better way failed: " + peer.last_error);
@@ -343,7 +337,6 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
     Lock lock(mutex_);
     const bool was_open = c->opened;
     for (const int fd : {c->link->fd(), c->link->lanes_fd()}) epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr);
-    if (!was_open) --strangers_;
     const bool may_be_there = c->late || passing(why);
     const bool gone = why.empty() || why == std::generic_category().message(ECONNRESET);
     auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
@@ -357,7 +350,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
     if (!was_open) {
       if (!c->initiator) {
         // One that only came and went (it may have been shut down meanwhile) is not worth a line.
-        if (!stopping() && !gone) log_refusal(*c, why);
+        if (!stopping() && !gone) log_refusal(*c->link, c->source, why);
       } else if (c->lane_of) {
         if (!stopping()) log("no further lane to " + c->link->describe() + ": " + why);
       } else if (found != peers_.end()) {

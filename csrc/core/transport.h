@@ -73,10 +73,18 @@ enum class ReceiveState {
   kBroken,  // the link has failed or the other end is gone; `error()` says why
 };
 
-struct Credentials {
-  pid_t pid;  // 0: not known
-  uid_t uid;
+/// The user of the process at the other end of a link.
+struct PeerUser {
+  enum class Kind {
+    kRemote,   // the process is not on this host, or in another network namespace of it
+    kUser,     // it is on this host, and `uid` is its user
+    kUnknown,  // it may be on this host, and the kernel does not tell the user
+  };
+  Kind kind;
+  uid_t uid = 0;
+  std::string why = {};  // kUnknown: the reason; "" when the process has closed its end
 };
+class UserLookup;
 
 /// Memory that a link lends its sender.
 struct Lent {
@@ -169,9 +177,12 @@ class Link {
   /// Why the link broke; "" for a plain end of stream. Meaningful after kBroken.
   virtual std::string error() const = 0;
 
-  /// The process at the other end, when it is on the same host and the kernel tells. Asked for in the handshake; may
-  /// cost a few system calls.
-  virtual std::optional<Credentials> credentials() const = 0;
+  /// The user at the other end. Asked for before anything else of the link; takes a few system calls, and no descriptor
+  /// but those of `lookup`.
+  virtual PeerUser peer_user(UserLookup& lookup) const = 0;
+
+  /// The machine at the other end, for limits per machine: an IPv4 address, or a network of IPv6. "": this one.
+  virtual std::string source() const { return {}; }
 
   /// "unix", "tcp 10.0.0.1:5000 -> 10.0.0.2:6000", for logs and errors.
   virtual std::string describe() const = 0;

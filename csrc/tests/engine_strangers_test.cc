@@ -1,5 +1,7 @@
 // Whoever connects: strangers get not a byte past the handshake, and members that talk nonsense are cut off. The calls
 // of the others go on.
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -193,13 +195,20 @@ CASE(more_strangers_than_fit) {
   s.check_well();
 }
 
+/// The soft limit of descriptors, while it lives.
+struct Descriptors {
+  explicit Descriptors(rlim_t most) {
+    CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    const rlimit now{.rlim_cur = std::min(before.rlim_max, most), .rlim_max = before.rlim_max};
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &now), 0);
+  }
+  ~Descriptors() { setrlimit(RLIMIT_NOFILE, &before); }
+  rlimit before;
+};
+
 /// A crowd that says nothing cannot keep a member out: those who came first go.
 CASE(a_crowd_of_strangers_keeps_no_member_out) {
-  rlimit old;
-  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &old), 0);
-  rlimit many = old;
-  many.rlim_cur = std::min<rlim_t>(old.rlim_max, 8192);
-  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &many), 0);
+  const Descriptors many(8192);
   Stage s;
   std::vector<std::unique_ptr<Link>> crowd;
   for (int i = 0; i < 1300; ++i) crowd.push_back(s.knock());
@@ -214,7 +223,71 @@ CASE(a_crowd_of_strangers_keeps_no_member_out) {
   s.a.stop();
   std::lock_guard lock(s.a.mutex);
   CHECK(s.a.events.size() <= 110);  // not one for each of them
-  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &old), 0);
+}
+
+/// Connections to `to` over TCP, from an address.
+std::vector<Descriptor> connect_from(const char* ip, const std::string& to, int count) {
+  sockaddr_in from{}, at{};
+  from.sin_family = at.sin_family = AF_INET;
+  CHECK_EQ(inet_pton(AF_INET, ip, &from.sin_addr), 1);
+  CHECK_EQ(inet_pton(AF_INET, "127.0.0.1", &at.sin_addr), 1);
+  at.sin_port = htons(static_cast<std::uint16_t>(std::stoi(to.substr(to.rfind(':') + 1))));
+  std::vector<Descriptor> all;
+  for (int i = 0; i < count; ++i) {
+    Descriptor s(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    CHECK_EQ(::bind(s.get(), reinterpret_cast<sockaddr*>(&from), sizeof from), 0);
+    CHECK_EQ(::connect(s.get(), reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+    all.push_back(std::move(s));
+  }
+  return all;
+}
+
+void check_ended(const Descriptor& socket) {
+  char byte;
+  CHECK(readable(socket.get()));
+  CHECK(::read(socket.get(), &byte, 1) <= 0);
+}
+
+/// One address has half of the places of strangers, however many connections it makes: others keep theirs.
+CASE(an_address_has_its_share_of_the_places) {
+  const Descriptors many(8192);
+  Worker a(0);
+  a.listen("tcp");
+  const std::string at = a.address().addresses[0];
+  const auto quiet = connect_from("127.0.0.3", at, 30);
+  const auto crowd = connect_from("127.0.0.2", at, 300);
+  for (std::size_t i = 0; i < crowd.size() - 32; ++i) check_ended(crowd[i]);
+  CHECK_EQ(a.engine->stats().connections, 62u);
+  CHECK(!readable(quiet.front().get(), 0));
+  CHECK_SAYS(a.wait_for_event(EventKind::kLog), "refused a connection from 127.0.0.2 at");
+}
+
+/// Strangers take one descriptor in eight.
+CASE(strangers_have_a_share_of_the_descriptors) {
+  Worker a(0);
+  a.listen("unix");
+  const std::string at = a.address().addresses[0];
+  const Descriptors few(256);
+  std::vector<std::unique_ptr<Link>> crowd;
+  for (int i = 0; i < 60; ++i) crowd.push_back(find_transport(at)->connect(at));
+  Collector inbox;
+  receive_until_broken(*crowd[60 - 32 - 1], inbox);
+  CHECK_EQ(a.engine->stats().connections, 32u);
+}
+
+/// When few are left, strangers get none of these.
+CASE(the_last_descriptors_are_for_the_program) {
+  Worker a(0);
+  a.listen("unix");
+  const std::string at = a.address().addresses[0];
+  const Descriptors few(256);
+  std::vector<Descriptor> held;
+  while (held.empty() || held.back().get() < 256 - 32 - 2) held.emplace_back(dup(0));
+  auto first = find_transport(at)->connect(at);
+  Collector inbox;
+  receive_until_broken(*first, inbox);
+  CHECK_SAYS(a.wait_for_event(EventKind::kLog), "of the 256 descriptors of this process are in use: raise the limit");
+  CHECK_EQ(a.engine->stats().connections, 0u);
 }
 
 CASE(no_descriptor_left_for_a_stranger) {
@@ -225,12 +298,8 @@ CASE(no_descriptor_left_for_a_stranger) {
     e.a->close();
     receive_until_broken(*e.b, rehearsal);
   }
-  rlimit old;
-  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &old), 0);
   std::vector<Descriptor> held;
-  rlimit few = old;
-  few.rlim_cur = 256;
-  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  auto few = std::make_unique<Descriptors>(256);
   while (true) {
     Descriptor d(dup(0));
     if (!d) break;
@@ -240,7 +309,7 @@ CASE(no_descriptor_left_for_a_stranger) {
   auto link = s.knock();  // takes the last one; none is left to accept it with
   receive_until_broken(*link, inbox);
   s.check_well();
-  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &old), 0);
+  few.reset();
   Worker c(2);
   c.meet(s.a);
   CHECK_EQ(body_of(c.call(0, {.body = "x"})), "x");

@@ -13,7 +13,7 @@
 namespace telegrad::test {
 namespace {
 
-constexpr SocketKind kNobody{.credentials = [](int) { return std::optional<Credentials>(); }};
+constexpr SocketKind kNobody{.peer_user = remote_user};
 
 template <class T>
 std::string raw(const T& value) {
@@ -259,7 +259,7 @@ CASE(memory_that_is_copied_on_the_way) {
 /// What a connection does before it sends much, each of them does.
 CASE(every_lane_is_made_ready_for_much) {
   static std::set<int> ready;
-  static constexpr SocketKind kKind{.credentials = [](int) { return std::optional<Credentials>(); },
+  static constexpr SocketKind kKind{.peer_user = remote_user,
                                     .before_much = [](int fd) { CHECK(ready.insert(fd).second); }};
   std::set<int> all;
   std::vector<Descriptor> others;

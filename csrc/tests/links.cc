@@ -147,7 +147,7 @@ Ends::Ends(const std::string& scheme) {
 }
 
 void Ends::connect_lanes() {
-  static constexpr SocketKind kKind{.credentials = [](int) { return std::optional<Credentials>(); }};
+  static constexpr SocketKind kKind{.peer_user = remote_user};
   constexpr Spread kAll{.message = 1, .segment = 1, .piece = 50'000, .measured = false};
   auto both = [&] {
     auto out = find_transport("tcp:")->connect(listener->address());

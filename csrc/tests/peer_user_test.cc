@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -34,13 +35,24 @@ sockaddr_storage address(const std::string& ip, std::uint16_t port) {
 
 TcpEnd end(const std::string& ip, std::uint16_t port) { return *tcp_end(address(ip, port)); }
 
-std::optional<uid_t> find(std::string table, const TcpEnd& mine, const TcpEnd& theirs) {
-  std::FILE* file = fmemopen(table.data(), table.size(), "r");
-  CHECK(file != nullptr);
-  const auto found = user_in_table(file, mine, theirs);
-  std::fclose(file);
-  return found;
+/// The user in a table; null when no process has the socket.
+std::optional<uid_t> find(const std::string& table, const TcpEnd& local, const TcpEnd& remote) {
+  const auto owner = owner_in_table(table, local, remote);
+  return owner && owner->inode != 0 ? std::optional(owner->uid) : std::nullopt;
 }
+
+bool is_mine(const PeerUser& user) { return user.kind == PeerUser::Kind::kUser && user.uid == geteuid(); }
+
+/// No descriptor can be had while it lives.
+struct NoDescriptors {
+  NoDescriptors() {
+    CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    const rlimit none{.rlim_cur = 0, .rlim_max = before.rlim_max};
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  }
+  ~NoDescriptors() { setrlimit(RLIMIT_NOFILE, &before); }
+  rlimit before;
+};
 
 const std::string kTable =
     "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -66,6 +78,8 @@ CASE(tables_are_understood) {
   CHECK(find(kTable6, end("::1", 50000), end("::1", 8080)) == uid_t{1003});
   CHECK(find(kTable6, end("127.0.0.1", 50002), server) == uid_t{1004});
   CHECK(!find("no table at all\n", server, server));
+  CHECK(!find("", server, server));
+  CHECK(find(kTable.substr(0, kTable.size() - 1), server, end("127.0.0.1", 50000)) == uid_t{1002});
 }
 
 struct Connected {
@@ -88,20 +102,55 @@ struct Connected {
 CASE(both_ends_are_found) {
   const std::pair<const char*, const char*> pairs[] = {
       {"127.0.0.1", "127.0.0.1"}, {"::1", "::1"}, {"::", "127.0.0.1"}, {"::", "::ffff:127.0.0.1"}};
-  for (const auto& [listen_at, connect_to] : pairs) {
-    const Connected c(listen_at, connect_to);
-    if (!c.works) continue;  // no IPv6 here
-    CHECK(user_of_local_peer(c.a.get()) == geteuid());
-    CHECK(user_of_local_peer(c.b.get()) == geteuid());
+  for (const bool over_netlink : {true, false}) {
+    UserLookup lookup(over_netlink);
+    for (const auto& [listen_at, connect_to] : pairs) {
+      const Connected c(listen_at, connect_to);
+      if (!c.works) continue;  // no IPv6 here
+      CHECK(is_mine(lookup.of_tcp_peer(c.a.get())));
+      CHECK(is_mine(lookup.of_tcp_peer(c.b.get())));
+    }
   }
 }
 
 CASE(who_has_gone_is_nobody) {
-  Connected c("127.0.0.1", "127.0.0.1");
-  c.a = Descriptor();
-  CHECK(!user_of_local_peer(c.b.get()));
-  const Descriptor alone(::socket(AF_INET, SOCK_STREAM, 0));
-  CHECK(!user_of_local_peer(alone.get()));
+  for (const bool over_netlink : {true, false}) {
+    UserLookup lookup(over_netlink);
+    Connected c("127.0.0.1", "127.0.0.1");
+    c.a = Descriptor();
+    const Descriptor alone(::socket(AF_INET, SOCK_STREAM, 0));
+    for (const int fd : {c.b.get(), alone.get()}) {
+      const PeerUser user = lookup.of_tcp_peer(fd);
+      CHECK(user.kind == PeerUser::Kind::kUnknown);
+      CHECK_EQ(user.why, "");
+    }
+  }
+}
+
+/// What was opened in time answers when nothing more can be opened.
+CASE(peers_are_known_without_a_free_descriptor) {
+  const Connected c("127.0.0.1", "127.0.0.1");
+  for (const bool over_netlink : {true, false}) {
+    UserLookup lookup(over_netlink);
+    const NoDescriptors none;
+    CHECK(is_mine(lookup.of_tcp_peer(c.b.get())));
+  }
+}
+
+/// A user who is not known is not taken for a peer on another host.
+CASE(who_cannot_be_looked_up_is_unknown) {
+  const Connected c("127.0.0.1", "127.0.0.1");
+  std::optional<UserLookup> lookup;
+  {
+    const NoDescriptors none;
+    lookup.emplace();
+    const PeerUser user = lookup->of_tcp_peer(c.b.get());
+    CHECK(user.kind == PeerUser::Kind::kUnknown);
+    CHECK_SAYS(user.why, "does not tell whether its address is this host's (Too many open files)");
+  }
+  const PeerUser user = lookup->of_tcp_peer(c.b.get());
+  CHECK(user.kind == PeerUser::Kind::kUnknown);
+  CHECK_SAYS(user.why, "the kernel lists no TCP sockets");
 }
 
 CASE(another_user_is_seen) {
@@ -122,12 +171,14 @@ CASE(another_user_is_seen) {
     _exit(::read(s, &byte, 1) == 0 ? 0 : 3);  // until the other end closes
   }
   Descriptor accepted(::accept(listener.get(), nullptr, nullptr));
-  const auto user = user_of_local_peer(accepted.get());
+  UserLookup lookup;
+  const PeerUser user = lookup.of_tcp_peer(accepted.get());
   accepted = Descriptor();
   int status = 0;
   waitpid(child, &status, 0);
   CHECK_EQ(status, 0);
-  CHECK(user == kNobody);
+  CHECK(user.kind == PeerUser::Kind::kUser);
+  CHECK_EQ(user.uid, kNobody);
 }
 
 }  // namespace

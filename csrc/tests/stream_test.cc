@@ -13,7 +13,7 @@
 namespace telegrad::test {
 namespace {
 
-constexpr SocketKind kNobody{.credentials = [](int) { return std::optional<Credentials>(); }};
+constexpr SocketKind kNobody{.peer_user = remote_user};
 
 /// A stream link whose other end is a bare socket.
 struct Raw {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "tests/links.h"
+#include "transports/peer_user.h"
 
 namespace telegrad::test {
 namespace {
@@ -929,11 +930,13 @@ void nobody_there(Scheme scheme) {
 
 void who_is_there(Scheme scheme) {
   Ends e(scheme);
+  UserLookup lookup;
   for (const Link* link : {e.a.get(), e.b.get()}) {
     CHECK(link->describe().starts_with(scheme));
-    const auto credentials = link->credentials();
-    CHECK(credentials && credentials->uid == geteuid());
-    CHECK_EQ(credentials->pid, scheme == "tcp" ? 0 : getpid());
+    const PeerUser user = link->peer_user(lookup);
+    CHECK(user.kind == PeerUser::Kind::kUser);
+    CHECK_EQ(user.uid, geteuid());
+    CHECK_EQ(link->source(), scheme == "tcp" ? "127.0.0.1" : "");
   }
 }
 

@@ -289,7 +289,7 @@ class InprocLink final : public Link {
     std::lock_guard lock(shared_->mutex);
     return error_;
   }
-  std::optional<Credentials> credentials() const override { return Credentials{.pid = getpid(), .uid = geteuid()}; }
+  PeerUser peer_user(UserLookup&) const override { return {.kind = PeerUser::Kind::kUser, .uid = geteuid()}; }
   std::string describe() const override { return "inproc"; }
 
  private:

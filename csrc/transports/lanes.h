@@ -57,7 +57,8 @@ class LanedLink final : public Link {
   void set_limits(const Limits& limits) override;
   void close() override;
   std::string error() const override;
-  std::optional<Credentials> credentials() const override { return first_.credentials(); }
+  PeerUser peer_user(UserLookup& lookup) const override { return first_.peer_user(lookup); }
+  std::string source() const override { return first_.source(); }
   std::string describe() const override { return first_.describe(); }
 
  private:

@@ -1,16 +1,28 @@
 #include "transports/peer_user.h"
 
+#include <fcntl.h>
+#include <linux/inet_diag.h>
+#include <linux/rtnetlink.h>
+#include <linux/sock_diag.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <string_view>
+#include <system_error>
 
 namespace telegrad {
 namespace {
+
+template <class T>
+std::string_view bytes_of(const T& value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
 
 /// An address as the table has it: words of 32 bits in the host's order, in hexadecimal.
 std::optional<TcpEnd> parse(std::string_view hex, unsigned port) {
@@ -32,21 +44,55 @@ std::optional<TcpEnd> parse(std::string_view hex, unsigned port) {
   return end;
 }
 
-/// Can a socket of this host have the address? Then the other end is here.
-bool is_ours(sockaddr_storage address) {
-  if (address.ss_family == AF_INET) {
-    reinterpret_cast<sockaddr_in&>(address).sin_port = 0;
-  } else {
-    reinterpret_cast<sockaddr_in6&>(address).sin6_port = 0;
+/// The whole of a file of /proc, from its start; what cannot be read is missing.
+std::string read_again(int fd) {
+  std::string all;
+  char part[16384];
+  if (::lseek(fd, 0, SEEK_SET) != 0) return all;
+  while (true) {
+    const ssize_t got = ::read(fd, part, sizeof part);
+    if (got <= 0) return all;
+    all.append(part, static_cast<std::size_t>(got));
   }
-  const int probe = ::socket(address.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (probe < 0) return false;
-  const bool ours = ::bind(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
-  ::close(probe);
-  return ours;
 }
 
+/// The part of an address that the kernel compares: the last four bytes of an IPv4 one.
+std::string_view significant(const TcpEnd& end) {
+  const auto* ip = reinterpret_cast<const char*>(end.ip.data());
+  return end.is_v4() ? std::string_view(ip + 12, 4) : std::string_view(ip, 16);
+}
+
+inet_diag_req_v2 request_for(const TcpEnd& local, const TcpEnd& remote) {
+  inet_diag_req_v2 r{};
+  r.sdiag_family = local.is_v4() && remote.is_v4() ? AF_INET : AF_INET6;
+  r.sdiag_protocol = IPPROTO_TCP;
+  r.idiag_states = ~0u;
+  r.id.idiag_sport = htons(local.port);
+  r.id.idiag_dport = htons(remote.port);
+  const bool v4 = r.sdiag_family == AF_INET;
+  const std::string_view from = v4 ? significant(local) : bytes_of(local.ip);
+  const std::string_view to = v4 ? significant(remote) : bytes_of(remote.ip);
+  std::memcpy(r.id.idiag_src, from.data(), from.size());
+  std::memcpy(r.id.idiag_dst, to.data(), to.size());
+  r.id.idiag_if = local.interface;
+  r.id.idiag_cookie[0] = r.id.idiag_cookie[1] = INET_DIAG_NOCOOKIE;
+  return r;
+}
+
+bool has_ended(int fd) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state != TCP_ESTABLISHED;
+}
+
+PeerUser unknown(std::string why) { return {.kind = PeerUser::Kind::kUnknown, .why = std::move(why)}; }
+
 }  // namespace
+
+bool TcpEnd::is_v4() const {
+  return std::all_of(ip.begin(), ip.begin() + 10, [](std::uint8_t b) { return b == 0; }) && ip[10] == 0xff &&
+         ip[11] == 0xff;
+}
 
 std::optional<TcpEnd> tcp_end(const sockaddr_storage& address) {
   TcpEnd end;
@@ -59,45 +105,131 @@ std::optional<TcpEnd> tcp_end(const sockaddr_storage& address) {
     const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
     std::memcpy(end.ip.data(), &v6.sin6_addr, 16);
     end.port = ntohs(v6.sin6_port);
+    end.interface = v6.sin6_scope_id;
   } else {
     return std::nullopt;
   }
   return end;
 }
 
-std::optional<uid_t> user_in_table(std::FILE* table, const TcpEnd& mine, const TcpEnd& theirs) {
-  char line[512];
-  while (std::fgets(line, sizeof line, table)) {
-    char local[33], remote[33];
-    unsigned local_port = 0, remote_port = 0, uid = 0;
+std::optional<SocketOwner> owner_in_table(std::string_view table, const TcpEnd& local, const TcpEnd& remote) {
+  for (std::size_t end = 0; !table.empty(); table.remove_prefix(end)) {
+    end = std::min(table.find('\n'), table.size() - 1) + 1;
+    const std::string line(table.substr(0, end));
+    char from[33], to[33];
+    unsigned from_port = 0, to_port = 0, uid = 0;
     unsigned long inode = 0;
     // sl local_address rem_address st tx_queue:rx_queue tr:tm->when retrnsmt uid timeout inode ...
-    if (std::sscanf(line, "%*d: %32[0-9A-Fa-f]:%4x %32[0-9A-Fa-f]:%4x %*x %*s %*s %*s %u %*d %lu", local, &local_port,
-                    remote, &remote_port, &uid, &inode) != 6) {
+    if (std::sscanf(line.c_str(), "%*d: %32[0-9A-Fa-f]:%4x %32[0-9A-Fa-f]:%4x %*x %*s %*s %*s %u %*d %lu", from,
+                    &from_port, to, &to_port, &uid, &inode) != 6) {
       continue;  // the heading
     }
-    if (local_port != mine.port || remote_port != theirs.port) continue;
-    // Without an inode no process has the socket, and the user stands for nobody.
-    if (inode != 0 && parse(local, local_port) == mine && parse(remote, remote_port) == theirs) return uid;
+    if (from_port != local.port || to_port != remote.port) continue;
+    const auto here = parse(from, from_port), there = parse(to, to_port);
+    if (here && there && here->same_as(local) && there->same_as(remote)) {
+      return SocketOwner{.uid = uid, .inode = inode};
+    }
   }
   return std::nullopt;
 }
 
-std::optional<uid_t> user_of_local_peer(int fd) {
-  sockaddr_storage mine{}, theirs{};
-  socklen_t size = sizeof mine;
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &size) != 0) return std::nullopt;
-  size = sizeof theirs;
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&theirs), &size) != 0) return std::nullopt;
-  const auto here = tcp_end(mine), there = tcp_end(theirs);
-  if (!here || !there || !is_ours(theirs)) return std::nullopt;
+UserLookup::UserLookup(bool over_netlink) : sockets_(NETLINK_SOCK_DIAG), routes_(NETLINK_ROUTE) {
+  if (!over_netlink) routes_.close();
+  inet_diag_req_v2 none{};  // sockets in no state at all
+  none.sdiag_family = AF_INET;
+  none.sdiag_protocol = IPPROTO_TCP;
+  if (over_netlink && sockets_.ask(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, bytes_of(none)).error == 0) return;
+  sockets_.close();
   // An IPv4 peer of an IPv6 socket is in the first table, one that speaks IPv4 through IPv6 in the second.
-  for (const char* path : {"/proc/self/net/tcp", "/proc/self/net/tcp6"}) {
-    const std::unique_ptr<std::FILE, int (*)(std::FILE*)> table(std::fopen(path, "re"), &std::fclose);
+  tables_[0] = Descriptor(::open("/proc/self/net/tcp", O_RDONLY | O_CLOEXEC));
+  tables_[1] = Descriptor(::open("/proc/self/net/tcp6", O_RDONLY | O_CLOEXEC));
+}
+
+void UserLookup::close() {
+  sockets_.close();
+  routes_.close();
+  for (Descriptor& table : tables_) table = Descriptor();
+}
+
+/// The owner of the socket of this network namespace that is bound to `local` and connected to `remote`.
+std::optional<SocketOwner> UserLookup::find(const TcpEnd& local, const TcpEnd& remote) {
+  for (const Descriptor& table : tables_) {
     if (!table) continue;
-    if (const auto user = user_in_table(table.get(), *there, *here)) return user;
+    if (const auto owner = owner_in_table(read_again(table.get()), local, remote)) return owner;
   }
-  return std::nullopt;
+  const inet_diag_req_v2 request = request_for(local, remote);
+  const Netlink::Answer answer = sockets_.ask(SOCK_DIAG_BY_FAMILY, 0, bytes_of(request));
+  inet_diag_msg found;
+  if (answer.error != 0 || answer.type != SOCK_DIAG_BY_FAMILY || answer.body.size() < sizeof found) return std::nullopt;
+  std::memcpy(&found, answer.body.data(), sizeof found);
+  // Without such a connection the kernel answers with the socket that listens there.
+  if (found.id.idiag_dport != request.id.idiag_dport) return std::nullopt;
+  return SocketOwner{.uid = found.idiag_uid, .inode = found.idiag_inode};
+}
+
+/// Can a socket of this host have the address? Null when the kernel does not tell.
+std::optional<bool> UserLookup::is_of_this_host(const sockaddr_storage& address, const TcpEnd& end) {
+  struct {
+    rtmsg message{};
+    rtattr to{};
+    std::uint8_t ip[16]{};
+    rtattr over{};
+    std::uint32_t interface = 0;
+  } request;
+  const std::string_view ip = significant(end);
+  const bool scoped = end.interface != 0;  // then it is an IPv6 address, and all of `ip` is in use
+  request.message.rtm_family = end.is_v4() ? AF_INET : AF_INET6;
+  request.message.rtm_dst_len = static_cast<unsigned char>(8 * ip.size());
+  request.to.rta_type = RTA_DST;
+  request.to.rta_len = static_cast<unsigned short>(RTA_LENGTH(ip.size()));
+  std::memcpy(request.ip, ip.data(), ip.size());
+  request.over.rta_type = RTA_OIF;
+  request.over.rta_len = RTA_LENGTH(sizeof request.interface);
+  request.interface = end.interface;
+  const std::size_t size = sizeof request.message + request.to.rta_len + (scoped ? request.over.rta_len : 0u);
+  const Netlink::Answer answer = routes_.ask(RTM_GETROUTE, 0, bytes_of(request).substr(0, size));
+  rtmsg route;
+  if (answer.error == 0 && answer.type == RTM_NEWROUTE && answer.body.size() >= sizeof route) {
+    std::memcpy(&route, answer.body.data(), sizeof route);
+    return route.rtm_type == RTN_LOCAL;
+  }
+  if (answer.error == ENETUNREACH || answer.error == EHOSTUNREACH) return false;
+  // No routing netlink: a socket can be bound to addresses of this host only.
+  sockaddr_storage any_port = address;
+  if (address.ss_family == AF_INET) {
+    reinterpret_cast<sockaddr_in&>(any_port).sin_port = 0;
+  } else {
+    reinterpret_cast<sockaddr_in6&>(any_port).sin6_port = 0;
+  }
+  const Descriptor probe(::socket(address.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!probe) return std::nullopt;
+  return ::bind(probe.get(), reinterpret_cast<const sockaddr*>(&any_port), sizeof any_port) == 0;
+}
+
+PeerUser UserLookup::of_tcp_peer(int fd) {
+  sockaddr_storage mine{}, theirs{};
+  socklen_t my_size = sizeof mine, their_size = sizeof theirs;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &my_size) != 0 ||
+      getpeername(fd, reinterpret_cast<sockaddr*>(&theirs), &their_size) != 0) {
+    return unknown("");  // it has no other end any more
+  }
+  const auto here = tcp_end(mine), there = tcp_end(theirs);
+  if (!here || !there) return unknown("its address is not an IP address");
+  const auto owner = find(*there, *here);
+  if (owner && owner->inode != 0) return {.kind = PeerUser::Kind::kUser, .uid = owner->uid};
+  const auto ours = is_of_this_host(theirs, *there);
+  const int error = errno;
+  if (ours == false) return {.kind = PeerUser::Kind::kRemote};
+  if (has_ended(fd)) return unknown("");
+  if (!ours) {
+    return unknown("the kernel does not tell whether its address is this host's (" +
+                   std::generic_category().message(error) +
+                   "): allow this process netlink sockets, or more descriptors");
+  }
+  if (!find(*here, *there)) {
+    return unknown("the kernel lists no TCP sockets: allow this process netlink sockets (sock_diag), or /proc/net/tcp");
+  }
+  return unknown("the kernel lists no such socket in this network namespace: connect without address translation");
 }
 
 }  // namespace telegrad

@@ -31,8 +31,8 @@ constexpr int kFilling = 64;                      // packets that surely fill it
 std::string reason(int error) { return std::generic_category().message(error); }
 
 void check_user(int socket, const std::string& description) {
-  const auto peer = unix_peer(socket);
-  if (peer && peer->uid == geteuid()) return;
+  const PeerUser peer = unix_peer(socket);
+  if (peer.kind == PeerUser::Kind::kUser && peer.uid == geteuid()) return;
   raise(EPERM, "memory is shared only with processes of the same user, which the one at " + description + " is not");
 }
 
@@ -101,7 +101,7 @@ std::string ShmLink::error() const {
   return error_;
 }
 
-std::optional<Credentials> ShmLink::credentials() const { return unix_peer(fd()); }
+PeerUser ShmLink::peer_user(UserLookup&) const { return unix_peer(fd()); }
 
 void ShmLink::close() {
   if (ShmControl* shared = shared_.load(std::memory_order_acquire)) shared->closed.store(1, std::memory_order_relaxed);

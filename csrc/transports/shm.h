@@ -45,7 +45,7 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   void set_limits(const Limits& limits) override;
   void close() override;
   std::string error() const override;
-  std::optional<Credentials> credentials() const override;
+  PeerUser peer_user(UserLookup& lookup) const override;
   std::string describe() const override { return description_; }
 
  private:

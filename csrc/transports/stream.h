@@ -11,8 +11,9 @@ namespace telegrad {
 
 /// What links over one kind of socket do differently.
 struct SocketKind {
-  std::optional<Credentials> (*credentials)(int fd);  // who is at the other end
-  void (*before_much)(int fd) = nullptr;  // called once, before the first large message, or a piece of one, is sent
+  PeerUser (*peer_user)(int fd, UserLookup& lookup);
+  std::string (*source)(int fd) = nullptr;  // see Link; else this machine
+  void (*before_much)(int fd) = nullptr;    // called once, before the first large message, or a piece of one, is sent
 };
 
 class StreamLink final : public Link {
@@ -35,7 +36,8 @@ class StreamLink final : public Link {
   void stop_sending();
   void close() override;
   std::string error() const override;
-  std::optional<Credentials> credentials() const override { return kind_.credentials(socket_.get()); }
+  PeerUser peer_user(UserLookup& lookup) const override { return kind_.peer_user(socket_.get(), lookup); }
+  std::string source() const override { return kind_.source ? kind_.source(socket_.get()) : std::string(); }
   std::string describe() const override { return description_; }
 
  private:

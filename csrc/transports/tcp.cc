@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <cerrno>
+#include <cstring>
 
 #include "transports/congestion.h"
 #include "transports/lanes.h"
@@ -24,13 +25,24 @@ void tune(int fd) {
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-std::optional<Credentials> local_peer(int fd) {
-  const auto user = user_of_local_peer(fd);
-  if (!user) return std::nullopt;
-  return Credentials{.pid = 0, .uid = *user};
+PeerUser peer_user(int fd, UserLookup& lookup) { return lookup.of_tcp_peer(fd); }
+
+/// The other end's IPv4 address, or the network of its IPv6 one: who has one address there has them all.
+std::string source(int fd) {
+  sockaddr_storage a{};
+  socklen_t size = sizeof a;
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&a), &size) != 0) return "nowhere";
+  const auto end = tcp_end(a);
+  if (end && !end->is_v4()) {
+    std::memset(reinterpret_cast<sockaddr_in6&>(a).sin6_addr.s6_addr + 8, 0, 8);
+  }
+  char host[NI_MAXHOST];
+  return getnameinfo(reinterpret_cast<sockaddr*>(&a), size, host, sizeof host, nullptr, 0, NI_NUMERICHOST) == 0
+             ? std::string(host) + (end && !end->is_v4() ? "/64" : "")
+             : "nowhere";
 }
 
-constexpr SocketKind kTcpSocket{.credentials = local_peer, .before_much = [](int fd) { suit_path(fd); }};
+constexpr SocketKind kTcpSocket{.peer_user = peer_user, .source = source, .before_much = [](int fd) { suit_path(fd); }};
 
 std::unique_ptr<Link> accepted(Descriptor socket, const std::string& address) {
   tune(socket.get());

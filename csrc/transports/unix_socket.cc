@@ -51,11 +51,11 @@ Descriptor connect_unix(int type, const std::string& address) {
   return s;
 }
 
-std::optional<Credentials> unix_peer(int fd) {
+PeerUser unix_peer(int fd) {
   ucred c;
   socklen_t size = sizeof c;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &size) != 0) return std::nullopt;
-  return Credentials{.pid = c.pid, .uid = c.uid};
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &size) == 0) return {.kind = PeerUser::Kind::kUser, .uid = c.uid};
+  return {.kind = PeerUser::Kind::kUnknown, .why = std::generic_category().message(errno)};
 }
 
 }  // namespace telegrad

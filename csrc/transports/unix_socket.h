@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -30,6 +29,7 @@ std::pair<sockaddr_un, socklen_t> unix_name(const std::string& address);
 Descriptor listen_unix(int type, const std::string& address);
 Descriptor connect_unix(int type, const std::string& address);
 
-std::optional<Credentials> unix_peer(int fd);
+/// The kernel vouches for it: the user that has made the other end.
+PeerUser unix_peer(int fd);
 
 }  // namespace telegrad

@@ -13,7 +13,7 @@ constexpr int kSocketBuffer = 1 << 20;  // it has one fixed size, and the system
 
 void tune(int fd) { setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSocketBuffer, sizeof kSocketBuffer); }
 
-constexpr SocketKind kUnixSocket{.credentials = unix_peer};
+constexpr SocketKind kUnixSocket{.peer_user = [](int fd, UserLookup&) { return unix_peer(fd); }};
 
 std::unique_ptr<Link> link_over(Descriptor socket, const std::string& address) {
   tune(socket.get());

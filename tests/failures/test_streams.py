@@ -5,12 +5,14 @@ import logging
 import os
 import pickle
 import random
+import resource
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from raw import (
@@ -254,30 +256,63 @@ def test_member_that_does_not_keep_to_the_limits_is_cut_off(caplog: pytest.LogCa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_process_of_another_user_is_refused_on_the_same_host(w: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """Though it knows the secret."""
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_process_of_another_user_is_refused_on_the_same_host(
+    w: Cluster, caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    """It is sent away before it has said a word, though it knows the secret."""
     core = w[1]._worker
-    address = next(a for a in core.member.addresses if a.startswith("unix:"))
+    address = next(a for a in core.member.addresses if a.startswith(f"{transport}:"))
+    host, _, port = address.partition(":")[2].rpartition(":")
     program = (
-        "import os, socket, sys\n"
+        "import os, socket\n"
         "os.setgid(65534); os.setuid(65534)\n"
-        "s = socket.socket(socket.AF_UNIX)\n"
-        f"s.connect({chr(0) + address[6:]!r})\n"
-        "s.sendall(bytes.fromhex(sys.argv[1]))\n"
-        "s.settimeout(20)\n"
-        "assert s.recv(1) == b'', 'it was answered'\n"
+        + (
+            f"s = socket.socket(socket.AF_UNIX)\ns.connect({chr(0) + address[6:]!r})\n"
+            if transport == "unix"
+            else f"s = socket.socket()\ns.connect(({host!r}, {port}))\n"
+        )
+        + "s.settimeout(20)\nassert s.recv(1) == b'', 'it was answered'\n"
     )
-    with RawPeer(w[1], "unix") as raw:
-        hello = frame(HELLO, raw.hello(STRANGER))
-        raw.socket.close()
     done = subprocess.run(
-        [sys.executable, "-S", "-E", "-c", program, hello.hex()],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
+        [sys.executable, "-S", "-E", "-c", program], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 0, done.stderr
+    refused(caplog, "belongs to another user (uid 65534): workers of one host must run as the same user (here uid 0)")
+    assert not any("took too long" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_crowd_of_another_user_takes_no_descriptor(w: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """The program can open files, and its peers are told from strangers, while hundreds knock."""
+    core = w[1]._worker
+    address = next(a for a in core.member.addresses if a.startswith("tcp:"))
+    host, _, port = address.partition(":")[2].rpartition(":")
+    program = (
+        "import os, resource, socket, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (2000, 2000))\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "crowd = [socket.socket() for _ in range(800)]\n"
+        f"for s in crowd: s.connect(({host!r}, {port}))\n"
+        "print('there', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    crowd = subprocess.Popen([sys.executable, "-S", "-E", "-c", program], stdin=PIPE, stdout=PIPE, text=True)
+    assert crowd.stdin is not None
+    assert crowd.stdout is not None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        assert crowd.stdout.readline() == "there\n"
+        for _ in range(50):
+            with open(os.devnull):
+                assert core.engine.stats()["connections"] == 2
+            assert w[0].rpc_sync("w1", abs, (-3,)) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        crowd.stdin.close()
+        crowd.stdout.close()
+        assert crowd.wait(30) == 0
     refused(caplog, "belongs to another user (uid 65534)")
 
 
