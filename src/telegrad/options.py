@@ -105,6 +105,10 @@ def _from_environment(default: Any, variable: str) -> Any:
         return default
     if isinstance(default, tuple):
         return tuple(filter(None, text.replace(" ", "").split(",")))
+    if isinstance(default, bool):
+        if text not in ("0", "1"):
+            raise ValueError(f"environment variable {variable} should be 0 or 1, but is {text!r}")
+        return text == "1"
     if not isinstance(default, (int, float)):
         return text
     try:
@@ -129,6 +133,12 @@ class Options(RpcBackendOptions):
         unit="s",
     )
     init_method: str = _option(DEFAULT_INIT_METHOD, "where the workers meet: env://, tcp://host:port or file://path")
+    ranks_from_environment: bool = _option(
+        True,
+        "whether `init_rpc`, given neither rank nor world size, takes both from RANK and WORLD_SIZE where a launcher"
+        " has set them (with env://; not in a drop-in); else the group is one whose members come and go",
+        env="TELEGRAD_RANKS_FROM_ENVIRONMENT",
+    )
     num_worker_threads: int = _option(
         DEFAULT_NUM_WORKER_THREADS,
         "how many requests run at once; more threads start while handlers wait for nested"

@@ -47,6 +47,7 @@ def install() -> None:
             )
         redirect = Redirect()
         redirect.start()
+        importlib.import_module("telegrad.rpc.start").drop_in[0] = True
         _active = redirect
 
 
@@ -56,6 +57,7 @@ def uninstall() -> None:
     with _lock:
         if _active is not None:
             _active.stop()
+            importlib.import_module("telegrad.rpc.start").drop_in[0] = False
             _active = None
 
 

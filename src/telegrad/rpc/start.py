@@ -4,13 +4,12 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
-import torch.distributed as dist
-
 from telegrad.autograd.service import Autograd
 from telegrad.errors import TelegradError
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc import api, backend_registry, stores
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.attempts import Attempts, Part, has_attempts
 from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
@@ -28,6 +27,9 @@ logger: logging.Logger = logging.getLogger("telegrad")
 T = TypeVar("T")
 
 _LAYERS = Layers(RRef, Autograd)
+drop_in: list[bool] = [False]
+"""Whether this process is a drop-in: then a rank alone comes from the environment, as in torch."""
+
 _groups = [0]  # static groups are told apart on one store by the order in which a process joins them
 
 
@@ -59,7 +61,10 @@ def init_rpc(
         rank: of this worker, unique, from 0. May be left to the environment (RANK) with ``env://``. A worker of a
             dynamic group that has none gets the lowest that is free; whoever of those gets the port of ``tcp://`` or
             ``env://`` first hosts the store. With torch's own options it must have one, as in torch.
-        world_size: how many workers there will be. Without it the group is dynamic: workers come and go.
+        world_size: how many workers there will be. If neither it nor the rank is given, both come from RANK and
+            WORLD_SIZE with ``env://``, where a launcher like torchrun has set them; ``Options`` has
+            ``ranks_from_environment`` to switch that off. Without a world size the group is dynamic: workers come
+            and go.
         rpc_backend_options: ``telegrad.rpc.Options``, or torch's ``TensorPipeRpcBackendOptions``.
         store: a c10d store to meet at, instead of ``init_method``.
 
@@ -83,6 +88,8 @@ def init_rpc(
     as_torch = isinstance(rpc_backend_options, TensorPipeRpcBackendOptions)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    if not (as_torch or drop_in[0]) and store is None and rank < 0 and world_size is None:
+        rank, world_size = stores.ranks_of_launcher(as_options(rpc_backend_options))
     if store is None:
         store, rank, world_size = stores.meet(rpc_backend_options, rank, world_size, ranks_needed=as_torch)
     _init_rpc_backend(backend, part_of(store, world_size), name, rank, world_size, rpc_backend_options)
@@ -109,22 +116,14 @@ def _infer_backend(options: RpcBackendOptions | None) -> Any:
     raise TypeError(f"Could not infer backend for options {options}")
 
 
-class _Part(dist.PrefixStore):  # type: ignore[name-defined,misc]
-    """A part of a store, which keeps the whole: that may be written in Python, and torch's keeps only its C++ side."""
-
-    def __init__(self, prefix: str, whole: Any) -> None:
-        super().__init__(prefix, whole)
-        self._whole = whole
-
-
 def part_of(store: Any, world_size: int | None) -> Any:
     """The part of the store that belongs to the next static group of this process, or to the dynamic one.
 
     Of the latter there is one on a store, since who comes back must find those who stayed, however often each joined.
     """
-    next_one = _Part(f"rpc_prefix_{_groups[0]}", store)
-    dynamic = _Part("rpc_dynamic", store)
-    if rendezvous.read_members(dynamic) if world_size else rendezvous.is_static(next_one):
+    next_one = Part(f"rpc_prefix_{_groups[0]}", store)
+    dynamic = Part("rpc_dynamic", store)
+    if rendezvous.read_members(dynamic) if world_size else rendezvous.is_static(next_one) or has_attempts(next_one):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
     if not world_size:
         return dynamic
@@ -168,35 +167,56 @@ def join(
         raise ValueError(f"worker {name} has rank {rank}, but ranks go from 0 to {(world_size or 0) - 1}.")
     WorkerInfo(name, max(rank, 0))  # checks the name before anything happens
     timeout = stores.patience(options)
+    if not static:
+        group = rendezvous.agree(store, options.group_secret(), False, 0)
+        devices.check({name: mine}, False)
+        store_at = addresses.store_host(options.init_method, store)
+        return membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
+    attempts = Attempts(store, name, rank, timeout)
+    while True:
+        try:
+            return _join_static(attempts, name, rank, world_size or 0, options, mine, timeout)
+        except rendezvous.Refused as e:
+            if not attempts.another(e):
+                raise
+
+
+def _join_static(
+    attempts: Attempts,
+    name: str,
+    rank: int,
+    world_size: int,
+    options: Options,
+    mine: devices.Devices,
+    timeout: float,
+) -> _Worker:
+    """Joins the latest attempt to be a static group."""
+    store = attempts.part()
     try:
-        group = rendezvous.agree(store, options.group_secret(), static, world_size or 0)
+        group = rendezvous.agree(store, options.group_secret(), True, world_size)
     except RuntimeError as e:
-        if static:
-            rendezvous.give_up(store, rank, str(e))
+        rendezvous.give_up(store, rank, str(e))
         raise
-    store_at = addresses.store_host(options.init_method, store)
-    if static:
-        rendezvous.take_rank(store, rank, name)
-        try:
-            worker = _Worker(WorkerInfo(name, rank), group, options, store_at, 0, _LAYERS)
-        except Exception as e:
-            rendezvous.give_up(store, rank, str(e))
-            raise
-        try:
-            member = worker.member._replace(devices=tuple(mine))
-            members = rendezvous.gather_static(store, member, world_size or 0, timeout)
-            devices.check({member.name: devices.Devices(*member.devices) for member in members}, True)
-            for member in members:
-                worker.add_member(member)
-            worker.expect([member.id for member in members if member.id != rank])
-            worker.ready.set()
-        except BaseException:
-            worker.close()
-            raise
-        worker.store = store
-        return worker
-    devices.check({name: mine}, False)
-    return membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
+    rendezvous.take_rank(store, rank, name)
+    try:
+        store_at = addresses.store_host(options.init_method, store)
+        worker = _Worker(WorkerInfo(name, rank), group, options, store_at, 0, _LAYERS)
+    except Exception as e:
+        rendezvous.give_up(store, rank, str(e))
+        raise
+    try:
+        member = worker.member._replace(devices=tuple(mine))
+        members = rendezvous.gather_static(store, member, world_size, attempts.wait(timeout))
+        devices.check({member.name: devices.Devices(*member.devices) for member in members}, True)
+        for member in members:
+            worker.add_member(member)
+        worker.expect([member.id for member in members if member.id != rank])
+        worker.ready.set()
+    except BaseException:
+        worker.close()
+        raise
+    worker.store = store
+    return worker
 
 
 class Worker:

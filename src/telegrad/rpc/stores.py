@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from telegrad.options import RpcBackendOptions
+from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc.local_store import Door, LocalStore
 from telegrad.worker.addresses import is_loopback
 from telegrad.worker.timeouts import FOREVER
@@ -41,6 +41,7 @@ class _Place(NamedTuple):
     port: int
     rank: int
     libuv: bool
+    hosted: bool = False  # by torchrun's agent
 
 
 class _Host:
@@ -92,6 +93,23 @@ def patience(options: RpcBackendOptions) -> float:
     return options.rpc_timeout if 0 < options.rpc_timeout < FOREVER else 300.0
 
 
+def ranks_of_launcher(options: Options) -> tuple[int, int | None]:
+    """The rank and the world size that a launcher like torchrun has put into the environment; -1 and None if none has.
+
+    Raises:
+        ValueError: they are no numbers.
+    """
+    if not options.ranks_from_environment or urlparse(options.init_method).scheme != "env":
+        return -1, None
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if not rank or not world_size:
+        return -1, None
+    try:
+        return int(rank), int(world_size)
+    except ValueError:
+        raise ValueError(f"RANK={rank} and WORLD_SIZE={world_size} should be numbers") from None
+
+
 def meet(
     options: RpcBackendOptions, rank: int, world_size: int | None, ranks_needed: bool = False
 ) -> tuple[Any, int, int | None]:
@@ -108,13 +126,13 @@ def meet(
     place = _place(options.init_method, rank) if world_size else None
     if place is not None:
         rank = place.rank
-        store = _as_host(place, timeout) if rank == 0 else _as_guest(place, timeout)
+        store = _as_host(place, timeout) if rank == 0 and not place.hosted else _as_guest(place, timeout)
     elif world_size:
         meeting = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
         _rendezvous[:] = [meeting]
         store, rank, world_size = next(meeting)
     else:
-        store = None if ranks_needed or rank >= 0 else _without_rank(options.init_method, timeout)
+        store = None if ranks_needed or rank >= 0 else _without_rank(options, timeout)
         if store is None:
             from torch.distributed.rendezvous import _create_store_from_options
 
@@ -140,9 +158,10 @@ def _place(init_method: str, rank: int) -> _Place | None:
             return None
     except ValueError:
         return None
-    if not host or not port or rank < 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not host or not port or rank < 0:
         return None
-    return _Place(host, port, rank, _libuv(query))
+    # As in torch: with an agent no worker hosts a store, wherever it is.
+    return _Place(host, port, rank, _libuv(query), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def _libuv(query: dict[str, list[str]]) -> bool:
@@ -238,9 +257,11 @@ def _is_own(family: int, address: tuple[Any, ...]) -> bool:
     return True
 
 
-def _without_rank(init_method: str, timeout: timedelta) -> Any:
+def _without_rank(options: RpcBackendOptions, timeout: timedelta) -> Any:
     """The store for a worker without a rank; None where the address or the environment has one, or torch knows more."""
+    init_method = options.init_method
     url = urlparse(init_method)
+    ranked = {"RANK", "WORLD_SIZE"} & set(os.environ) and as_options(options).ranks_from_environment
     query = parse_qs(url.query)
     if {"rank", "world_size"} & set(query):
         return None
@@ -252,7 +273,7 @@ def _without_rank(init_method: str, timeout: timedelta) -> Any:
         if not url.hostname or url.port is None:
             raise ValueError(f"init_method {init_method} lacks a host or a port. Write tcp://host:port.")
         host, port = url.hostname, url.port
-    elif url.scheme == "env" and not {"RANK", "WORLD_SIZE"} & set(os.environ):
+    elif url.scheme == "env" and not ranked:
         host, port = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))
     else:
         return None

@@ -14,16 +14,16 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from telegrad.errors import TelegradError
 from telegrad.protocols import membership as protocol
 from telegrad.protocols.membership import GroupView
 from telegrad.worker.budget import Budget
+from telegrad.worker.waits import StoreGone, Wait, wait_for_keys
 
 __all__ = [
     "Group",
     "Member",
+    "Refused",
     "StoreGone",
     "agree",
     "check_members",
@@ -40,8 +40,9 @@ _LOCK = "RpcGroupManagementToken"
 _AGREEMENT = "agreement"
 _MEMBERS = "members"
 
-StoreGone: type[RuntimeError] = dist.DistNetworkError
-"""What using a store raises whose host has gone."""
+
+class Refused(TelegradError):
+    """The group that meets here cannot have this worker."""
 
 
 class Member(NamedTuple):
@@ -81,14 +82,14 @@ def agree(store: Any, secret: bytes | None, static: bool, world_size: int) -> Gr
     """Agrees on the group's token, its secret and its kind.
 
     Raises:
-        RuntimeError: a member joins in another way, or expects another number of workers.
+        Refused: a member joins in another way, or expects another number of workers.
     """
     mine = _Agreement(static, world_size, secrets.token_hex(16), secrets.token_hex(32) if secret is None else "")
     agreed = _Agreement(**json.loads(_first(store, _AGREEMENT, json.dumps(mine._asdict()))))
     if agreed.static != static:
-        raise TelegradError(STATIC_AND_DYNAMIC)
+        raise Refused(STATIC_AND_DYNAMIC)
     if agreed.world_size != world_size:
-        raise TelegradError(
+        raise Refused(
             f"this worker was started with world_size={world_size}, but others of the group with"
             f" world_size={agreed.world_size}. Start all workers with the same world_size."
         )
@@ -103,6 +104,16 @@ def _agreed(store: Any) -> _Agreement | None:
     return _Agreement(**json.loads(store.get(_AGREEMENT))) if store.check([_AGREEMENT]) else None
 
 
+def has_rank_0(store: Any) -> bool:
+    """Has the worker with rank 0 of a static group begun to join it?"""
+    return bool(store.check(["rank/0"]))
+
+
+def has_list(store: Any) -> bool:
+    """Has rank 0 of a static group said who is in it, or why there is none?"""
+    return bool(store.check([_MEMBERS]))
+
+
 def is_static(store: Any) -> bool:
     """Has a static group met here?"""
     agreed = _agreed(store)
@@ -115,11 +126,11 @@ def ordinal(store: Any, name: str) -> int:
 
 
 def take_rank(store: Any, rank: int, name: str) -> None:
-    """Raises RuntimeError if another worker has this rank."""
+    """Raises Refused if another worker has this rank."""
     mine = f"{name} {secrets.token_hex(8)}"
     taken = _first(store, f"rank/{rank}", mine)
     if taken != mine:
-        raise TelegradError(
+        raise Refused(
             f"rank {rank} is taken by worker {taken.partition(' ')[0]}, so worker {name} cannot have it."
             " Give each worker a rank of its own."
         )
@@ -137,30 +148,26 @@ def give_up(store: Any, rank: int, why: str) -> None:
     store.compare_set(_MEMBERS, "", failure)
 
 
-def gather_static(store: Any, me: Member, world_size: int, timeout: float) -> list[Member]:
+def gather_static(store: Any, me: Member, world_size: int, wait: Wait) -> list[Member]:
     """Writes this member and waits for all others.
 
     Raises:
         RuntimeError: one of them failed, did not come in time, or has another's name.
     """
     store.set(f"member/{me.id}", json.dumps({"facts": me}))
-    written = _collect(store, me, world_size, timeout) if me.id == 0 else _wait_for_list(store, me, world_size, timeout)
+    written = _collect(store, me, world_size, wait) if me.id == 0 else _wait_for_list(store, me, world_size, wait)
     found = json.loads(written)
     if "failed" in found:
         raise TelegradError(found["failed"])
     return [Member(*facts) for facts in found["members"]]
 
 
-def _collect(store: Any, me: Member, world_size: int, timeout: float) -> bytes:
+def _collect(store: Any, me: Member, world_size: int, wait: Wait) -> bytes:
     """Rank 0: makes the list for all, or says why there is none."""
     keys = [f"member/{rank}" for rank in range(world_size)]
     try:
-        try:
-            store.wait(keys, timedelta(seconds=timeout))
-        except StoreGone:
-            raise
-        except RuntimeError as e:
-            raise _too_late(store, me, world_size, timeout) from e
+        if not wait_for_keys(store, keys, wait):
+            raise _too_late(store, me, world_size, wait.timeout)
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         written = [json.loads(each) for each in found]
         failed = next((each for each in written if "failed" in each), None)
@@ -174,17 +181,11 @@ def _collect(store: Any, me: Member, world_size: int, timeout: float) -> bytes:
     return bytes(store.compare_set(_MEMBERS, "", json.dumps(failed or {"members": members})))
 
 
-def _wait_for_list(store: Any, me: Member, world_size: int, timeout: float) -> bytes:
+def _wait_for_list(store: Any, me: Member, world_size: int, wait: Wait) -> bytes:
     """The other ranks."""
-    patience = timedelta(seconds=timeout)
-    try:
-        if store.timeout != patience:  # else `get` waits as long
-            store.wait([_MEMBERS], patience)
-        return bytes(store.get(_MEMBERS))
-    except StoreGone:
-        raise
-    except RuntimeError as e:
-        raise _too_late(store, me, world_size, timeout) from e
+    if not wait_for_keys(store, [_MEMBERS], wait):
+        raise _too_late(store, me, world_size, wait.timeout)
+    return bytes(store.get(_MEMBERS))
 
 
 def _too_late(store: Any, me: Member, world_size: int, timeout: float) -> TelegradError:
