@@ -5,6 +5,7 @@ Every one is a ``RuntimeError``, because that is what programs written for
 The facts are kept as attributes too, so that a program need not read them out of the text.
 """
 
+import sys
 from typing import Any, Self
 
 __all__ = [
@@ -27,6 +28,11 @@ __all__ = [
     "UnknownWorker",
     "WorkerLost",
 ]
+
+
+def is_drop_in() -> bool:
+    """Tell whether ``torch.distributed.rpc`` is Telegrad in this process. Texts and printed lines are torch's then."""
+    return getattr(sys.modules.get("torch.distributed.rpc"), "__name__", "").startswith("telegrad.")
 
 
 class TelegradError(RuntimeError):
@@ -246,9 +252,11 @@ class RemoteError(TelegradError):
 
     The exception that arrives is of a class made for the purpose, which is both this one and the
     type that was raised over there (``except KeyError`` and ``except RuntimeError`` both catch a
-    remote ``KeyError``); ``args`` and attributes are those of the original. When the original
-    cannot be made again, a plain ``RemoteError`` arrives. ``str()`` gives the worker, the
-    original's ``repr`` and the remote traceback, which is chained as ``__cause__`` as well.
+    remote ``KeyError``); ``str()``, ``args`` and attributes are those of the original. When the
+    original cannot be made again, a plain ``RemoteError`` arrives, with a note that says why. The
+    remote traceback is its ``__cause__``, so Python prints it once, above the caller's.
+
+    Under the drop-in ``str()`` is torch's text: the worker, the original's ``repr``, the traceback.
 
     Attributes:
         worker: name of the worker on which it was raised.

@@ -9,6 +9,7 @@ Programs written for ``torch.distributed.rpc`` pass objects of other classes der
 """
 
 import dataclasses
+import logging
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,6 +41,16 @@ MOST_LANES: Final = 16
 
 TRANSPORTS: Final = ("shm", "unix", "tcp")
 """Every transport there is, best first."""
+
+
+_LEVELS: Final = {
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "CRITICAL": logging.CRITICAL,
+    "OFF": logging.NOTSET,
+}
 
 
 class RpcBackendOptions:
@@ -230,6 +241,12 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_SHUTDOWN_TIMEOUT",
         unit="s",
     )
+    remote_error_level: str = _option(
+        "INFO",
+        "level at which a worker logs, by the logger telegrad.remote, what its functions raise for callers, who get it"
+        " in any case; OFF logs nothing",
+        env="TELEGRAD_REMOTE_ERROR_LEVEL",
+    )
 
     def __post_init__(self) -> None:
         self.validate()
@@ -270,8 +287,16 @@ class Options(RpcBackendOptions):
                     f"option {name} (TELEGRAD_{name.upper()}) is empty, which would leave the group without a secret."
                     " Give one, or leave the option out."
                 )
+        if self.remote_error_level not in _LEVELS:
+            raise ValueError(
+                f"option remote_error_level has to be one of {', '.join(_LEVELS)}, not {self.remote_error_level!r}"
+            )
         if self.secret and self.secret_file:
             raise ValueError("give either secret or secret_file (TELEGRAD_SECRET, TELEGRAD_SECRET_FILE), not both")
+
+    def remote_error_number(self) -> int:
+        """``remote_error_level`` as ``logging`` counts levels; 0 for OFF."""
+        return _LEVELS[self.remote_error_level]
 
     def group_secret(self) -> bytes | None:
         """The secret itself, wherever it comes from; None if there is none.

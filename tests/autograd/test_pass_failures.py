@@ -22,10 +22,11 @@ def test_a_remote_error_is_raised_with_its_origin() -> None:
         raise KeyError("no such thing")
 
     w.register_hook(fail)
-    with pytest.raises(KeyError, match=r"^Error on Node 1: 'no such thing'\n(.|\n)*in fail") as caught:
+    with pytest.raises(KeyError, match=r"^'no such thing'$") as caught:
         group.backward(0, [called(group, x, w).sum()])
     assert isinstance(caught.value, RemoteError)
     assert caught.value.worker == "w1"
+    assert "in fail" in caught.value.remote_traceback
     assert all(part.over and not part.busy for part in group.passes.values())
 
 
@@ -40,7 +41,7 @@ def test_a_local_error_is_raised_as_it_is() -> None:
     with pytest.raises(Oops) as caught:
         group.backward(0, [(x * 2).sum()])
     assert caught.value is error
-    with pytest.raises(Oops, match="Error on Node 0: here") as caught:  # after messages
+    with pytest.raises(Oops, match=r"^here$") as caught:  # after messages
         group.backward(0, [called(group, x, w).sum()])
     assert caught.value.__cause__ is error
 

@@ -49,7 +49,7 @@ def test_an_error_of_ones_own(four: Cluster) -> None:
             autograd.backward(context_id, [failing(rpc.rpc_sync("w1", scalar, (x,)))])
         assert not isinstance(caught.value, RemoteError)
         y = rpc.rpc_sync("w1", scalar, (failing(x),))
-        with pytest.raises(KeyError, match="Error on Node 0") as caught:
+        with pytest.raises(KeyError, match="no such gradient") as caught:
             autograd.backward(context_id, [y])
         assert isinstance(caught.value.__cause__, KeyError)
 

@@ -79,7 +79,7 @@ def test_nothing_is_left_of_one_that_goes(three: Cluster) -> None:
 
 
 def test_repr(net: RemoteModule) -> None:
-    assert repr(net).startswith("RemoteModule(on='w1', device='cpu', module=UserRRef(")
+    assert repr(net).startswith("RemoteModule(on='w1', device='cpu', module=<RRef to a value on w1, id ")
 
 
 @pytest.mark.usefixtures("three")

@@ -1,5 +1,6 @@
 """Whom a call may go to, in which forms its arguments come, and that values arrive as they left."""
 
+import asyncio
 import collections
 import dataclasses
 import datetime as dt
@@ -8,7 +9,9 @@ import enum
 import fractions
 import math
 import pathlib
+import sys
 import threading
+import types
 import uuid
 from typing import Any, NamedTuple
 
@@ -17,7 +20,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.errors import UnknownWorker
+from telegrad.errors import RemoteError, UnknownWorker
 from telegrad.testing import Cluster
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
@@ -282,9 +285,40 @@ def test_deeper_than_pickle_goes_is_an_error_and_no_crash() -> None:
     assert rpc.rpc_sync("w1", echo, (1,)) == 1
 
 
-def test_results_that_cannot_be_sent_are_errors_at_the_caller(capfd: pytest.CaptureFixture[str]) -> None:
+def test_results_that_cannot_be_sent_are_errors_at_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "telegrad.remote")
     with pytest.raises(RuntimeError, match=r"cannot pickle.*lock"):
         rpc.rpc_sync("w1", threading.Lock)
     with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
         rpc.rpc_sync("w1", torch.futures.Future)
-    assert "lock" in capfd.readouterr().err  # and it is said over there
+    assert "lock" in caplog.text  # and it is said over there
+
+
+CALLS: dict[str, Any] = {
+    "rpc_sync": lambda **how: rpc.rpc_sync("w1", echo, **how),
+    "rpc_async": lambda **how: rpc.rpc_async("w1", echo, **how),
+    "remote": lambda **how: rpc.remote("w1", echo, **how),
+    "call": lambda **how: asyncio.run(rpc.call("w1", echo, **how)),
+    "multicast": lambda **how: rpc.multicast(["w0", "w1"], echo, **how),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("args", [torch.ones(1), "text", 5, {"a": 1}, {1, 2}], ids=lambda a: type(a).__name__)
+def test_arguments_that_are_no_tuple_are_an_error_at_the_caller(call: str, args: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"^args has to be a tuple or list, not a .*\(value,\), with the comma"
+    ) as caught:
+        CALLS[call](args=args)
+    assert not isinstance(caught.value, RemoteError)
+    with pytest.raises(TypeError, match=r"^kwargs has to be a dict of names and values, not a list"):
+        CALLS[call](args=(1,), kwargs=[("x", 1)])
+    with pytest.raises(TypeError, match=r"^timeout has to be a number of seconds \(0 for no limit"):
+        CALLS[call](args=(1,), timeout=None)
+
+
+def test_drop_in_unpacks_them_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.rpc", types.ModuleType("telegrad.compat.rpc"))
+    assert rpc.rpc_sync("w1", echo, args=torch.ones(1)) == torch.ones(())
+    assert rpc.rpc_sync("w1", echo, args="x") == "x"
+    assert rpc.remote("w1", echo, args={5}).to_here() == 5

@@ -109,7 +109,7 @@ def test_an_endless_default(gate: Gate) -> None:
 @pytest.mark.parametrize("nonsense", ["1", None, float("nan"), []])
 def test_what_is_no_time(nonsense: Any) -> None:
     for start in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
-        with pytest.raises((TypeError, ValueError), match=r"time-out|supported"):
+        with pytest.raises((TypeError, ValueError), match=r"timeout|time-out"):
             start("w1", echo, (1,), timeout=nonsense)
 
 
@@ -147,7 +147,7 @@ def test_creation_and_use_of_references(gate: Gate) -> None:
 def test_use_of_a_reference_on_its_owner(gate: Gate) -> None:
     rref = rpc.remote("w0", gate.enter, ("value",))
     gate.wait_for()
-    with pytest.raises(RpcTimeout, match=r"\(50 ms\).*the making of OwnerRRef"):
+    with pytest.raises(RpcTimeout, match=r"\(50 ms\).*the making of <RRef to a value on w0"):
         rref.to_here(timeout=0.05)
     for use in ("to_here", "local_value"):
         seen = Local([])

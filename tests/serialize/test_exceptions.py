@@ -1,16 +1,28 @@
 """What a remote exception is when it arrives."""
 
+import asyncio
 import copy
 import pickle
+import sys
+import threading
 import traceback
+from types import ModuleType
 from typing import Any
 
 import pytest
 from torch.futures import Future, collect_all, wait_all
 
 from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
-from telegrad.serialize.exceptions import RemoteTraceback, describe_exception, pack_exception, unpack_exception
+from telegrad.serialize.exceptions import (
+    RemoteTraceback,
+    describe_exception,
+    pack_exception,
+    traceback_of,
+    unpack_exception,
+)
 from telegrad.types import WorkerInfo
+from telegrad.worker.callables import run
+from telegrad.worker.uses import method_of
 
 HERE = WorkerInfo("w1", 1)
 FURTHER = WorkerInfo("w2", 2)
@@ -44,6 +56,11 @@ class BrokenRepr(Exception):
         raise ValueError("no")
 
     __str__ = __repr__
+
+
+class EndsWhoPickles(Exception):
+    def __reduce__(self) -> Any:
+        raise SystemExit(3)
 
 
 class MadeElsewhere(Exception):
@@ -102,20 +119,43 @@ def test_attributes_arrive() -> None:
     assert (custom.code, custom.hint) == (7, "x")
 
 
-def test_text_has_torchs_form_and_names_the_worker() -> None:
+@pytest.fixture
+def drop_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.rpc", ModuleType("telegrad.compat.rpc"))
+
+
+def test_text_is_the_users_message() -> None:
+    for text in ("Expected error", "clé «ü» 鍵 \N{PARTY POPPER}", "\nfirst\n\tsecond \\ \x07", ""):
+        arrived = sent(ValueError(text))
+        assert str(arrived) == text
+        assert isinstance(arrived, RemoteError)
+        assert (arrived.worker, arrived.worker_id) == ("w1", 1)
+        assert "raise error" in arrived.remote_traceback
+    assert str(sent(KeyError("k"))) == "'k'"
+    assert str(sent(OSError(2, "gone", "file"))) == "[Errno 2] gone: 'file'"
+
+
+@pytest.mark.usefixtures("drop_in")
+def test_drop_ins_text_has_torchs_form_and_names_the_worker() -> None:
     arrived = sent(ValueError("Expected error"))
     assert isinstance(arrived, RemoteError)
     assert str(arrived).startswith(
         "On WorkerInfo(id=1, name=w1):\nValueError('Expected error')\nTraceback (most recent"
     )
     assert "raise error" in str(arrived)
-    assert (arrived.worker, arrived.worker_id) == ("w1", 1)
     assert describe_exception(ValueError("x"), HERE).startswith("On WorkerInfo(id=1, name=w1):\nValueError('x')\n")
 
 
-def test_text_stays_whole() -> None:
+@pytest.mark.usefixtures("drop_in")
+def test_drop_ins_text_stays_whole() -> None:
     assert "KeyError('clé «ü» 鍵 \N{PARTY POPPER}')" in str(sent(KeyError("clé «ü» 鍵 \N{PARTY POPPER}")))
     assert "('\nfirst\n\tsecond \\ \x07')" in str(sent(ValueError("\nfirst\n\tsecond \\ \x07")))
+
+
+def test_traceback_is_printed_once() -> None:
+    printed = "".join(traceback.format_exception(sent(ValueError("told once"))))
+    assert printed.count("raise error") == 1
+    assert printed.count("told once") == 2  # by either end's traceback
 
 
 def test_remote_traceback_is_chained() -> None:
@@ -131,8 +171,9 @@ def test_a_third_worker_passes_the_type_on_and_both_are_named() -> None:
     assert isinstance(arrived, CustomKeyError)
     assert isinstance(arrived, RemoteError)
     assert arrived.worker == "w2"
-    assert str(arrived).startswith("On WorkerInfo(id=2, name=w2):\nCustomKeyError('k')")
-    assert "worker w1" in str(arrived)
+    assert "worker w1" in arrived.remote_traceback
+    printed = "".join(traceback.format_exception(arrived))
+    assert printed.index("on worker w2") < printed.index("on worker w1")
 
 
 def test_constructor_that_takes_other_arguments_than_args() -> None:
@@ -142,34 +183,103 @@ def test_constructor_that_takes_other_arguments_than_args() -> None:
         assert isinstance(arrived, RemoteError)
         assert arrived.args == ("foo!",)
         assert arrived.flag is True
-        assert str(arrived).startswith("On WorkerInfo(")
-        assert "missing 1 required positional argument" in str(arrived)
-        assert f"Original exception on remote side was {__name__}.OtherArgs" in str(arrived)
+        assert str(arrived) == "foo!"
+        (note,) = arrived.__notes__
+        assert "missing 1 required positional argument" in note
     denied = sent(OtherArgsOfAnOSError("/x", "me"))
     assert isinstance(denied, OtherArgsOfAnOSError)
     assert (denied.args, denied.path) == (("me may not read /x",), "/x")
 
 
+@pytest.mark.usefixtures("drop_in")
+def test_drop_in_says_so_in_the_text() -> None:
+    arrived = sent(OtherArgs(True, "foo"))
+    assert str(arrived).startswith("On WorkerInfo(")
+    assert "missing 1 required positional argument" in str(arrived)
+    assert f"Original exception on remote side was {__name__}.OtherArgs" in str(arrived)
+
+
+def local_class(*bases: type[Exception]) -> type[Exception]:
+    class Local(*bases):  # type: ignore[misc]  # bases are dynamic
+        def __init__(self, code: int, text: str) -> None:
+            super().__init__(f"{code}: {text}")
+            self.code = code
+
+    return Local
+
+
+@pytest.mark.parametrize("base", [Exception, ValueError, OSError, KeyError, RuntimeError])
+def test_classes_that_have_no_name_to_be_found_by_come_as_themselves(base: type[Exception]) -> None:
+    kind = local_class(base)
+    for arrived in (sent(kind(3, "why")), sent(sent(kind(3, "why")), FURTHER)):
+        assert isinstance(arrived, kind)
+        assert isinstance(arrived, RemoteError)
+        assert arrived.code == 3
+        assert arrived.args == ("3: why",)
+
+
+def test_attributes_that_have_no_name_to_be_found_by_come_along() -> None:
+    error = ValueError("v")
+    error.again = lambda: 5  # type: ignore[attr-defined]
+    arrived: Any = sent(error)
+    assert arrived.again() == 5
+
+
 @pytest.mark.parametrize(
     ("error", "why"),
     [
-        (type("Local", (Exception,), {})("foo"), "could not be pickled there"),
-        (ValueError(lambda: 0, "foo"), "could not be pickled there"),
+        (ValueError(threading.Lock(), "foo"), "could not be pickled there"),
         (MadeElsewhere("foo"), "cannot be raised at a distance"),
-        (SystemExit("foo"), "cannot be raised at a distance"),
-        (KeyboardInterrupt("foo"), "cannot be raised at a distance"),
+        (EndsWhoPickles("foo"), "could not be pickled there (SystemExit"),
     ],
     ids=lambda e: type(e).__name__ if isinstance(e, BaseException) else "",
 )
-def test_what_cannot_be_made_again_arrives_as_a_remote_error(error: BaseException, why: str) -> None:
+def test_what_cannot_be_made_again_arrives_as_a_remote_error(
+    error: BaseException, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for arrived in (sent(error), sent(sent(error), FURTHER)):
         assert type(arrived) is RemoteError
-        assert str(arrived).startswith("Failed to create original exception type. Error msg was ")
-        assert why in str(arrived)
-        assert "Original exception on remote side was On WorkerInfo(" in str(arrived)
-        assert type(error).__name__ in str(arrived)
+        assert str(arrived).startswith(f"{_name(error)}: ")
         assert "foo" in str(arrived)
+        (note,) = arrived.__notes__
+        assert why in note or "cannot be raised at a distance" in note
         assert str(copy.deepcopy(arrived)) == str(arrived)
+    monkeypatch.setitem(sys.modules, "torch.distributed.rpc", ModuleType("telegrad.compat.rpc"))
+    text = str(sent(error))
+    assert text.startswith("Failed to create original exception type. Error msg was ")
+    assert "Original exception on remote side was On WorkerInfo(" in text
+
+
+def _name(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_exits_arrive_as_one_sentence(kind: type[BaseException]) -> None:
+    for arrived in (sent(kind("foo")), sent(sent(kind("foo")), FURTHER)):
+        assert type(arrived) is RemoteError
+        sentence = f"the call raised {kind.__name__}('foo') on worker w1, which ends neither that worker nor its caller"
+        assert str(arrived) == sentence
+        assert arrived.original_type.rpartition(".")[2] == kind.__name__
+
+
+def test_own_frames_before_the_users_are_left_out() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(divide, (1,), {})
+    text = traceback_of(caught.value.with_traceback(caught.tb.tb_next))  # begins in telegrad, as a handler's does
+    assert "in divide" in text
+    assert "callables.py" not in text
+
+
+def divide(x: int) -> float:
+    return x / 0
+
+
+def test_own_frames_stay_where_there_are_no_others() -> None:
+    with pytest.raises(AttributeError) as caught:
+        method_of(None, "missing")
+    assert "in method_of" in traceback_of(caught.value.with_traceback(caught.tb.tb_next))
 
 
 def test_broken_repr_does_no_harm() -> None:

@@ -12,6 +12,7 @@ from telegrad.nn.owner import Member
 from telegrad.nn.placement import placement_of
 from telegrad.rref import RRef
 from telegrad.worker import Worker
+from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.default import current_worker
 from telegrad.worker.future import CallFuture
 from telegrad.worker.messages import being_written
@@ -117,7 +118,7 @@ class RemoteModule(nn.Module):
         self.is_scriptable = False
 
     def _make(self, module_cls: Any, args: Any, kwargs: dict[str, Any] | None, interface: Any) -> None:
-        arguments = (module_cls, args or (), kwargs or {}, self.device, interface)
+        arguments = (module_cls, *checked_arguments(args, kwargs), self.device, interface)
         self.module_rref = rpc.remote(self.on, owner.make_module, arguments)
 
     @classmethod

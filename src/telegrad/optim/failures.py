@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from telegrad.errors import is_drop_in
+
 __all__ = ["all_of"]
 
 
@@ -31,7 +33,8 @@ def all_of(what: str, failures: Sequence[tuple[str, Exception]]) -> Exception:
         for name, value in error.__dict__.items():
             if not name.startswith("_"):
                 group.__dict__[name] = value
-    group.add_note(message + "".join(f"\n\n{name}: {error}" for name, error in failures))
+    if is_drop_in():  # whose texts hold the tracebacks
+        group.add_note(message + "".join(f"\n\n{name}: {error}" for name, error in failures))
     return group
 
 

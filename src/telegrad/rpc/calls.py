@@ -16,6 +16,7 @@ from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rref import RRef
 from telegrad.rref.create import create, create_directly
 from telegrad.types import To
+from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.default import current_worker, open_worker
 from telegrad.worker.future import CallFuture, Deferred
 
@@ -78,7 +79,10 @@ def rpc_sync(
     worker = current_worker()
     if worker is None:
         raise NotInitialized
-    return worker.rpc_sync(to, func, args, kwargs, timeout)
+    try:
+        return worker.rpc_sync(to, func, args, kwargs, timeout)
+    except TelegradError as error:
+        raise error.with_traceback(None)  # noqa: B904 (the same error, its lower frames left out)
 
 
 @overload
@@ -213,7 +217,10 @@ def remote(
     handle = None
     if timeout == UNSET_RPC_TIMEOUT:
         handle = create_directly(worker, owner, local_id, func, args, kwargs)
-    return handle or create(worker, owner, local_id, func, args or (), kwargs or {}, worker.calls.timeout(timeout))
+    if handle is None:
+        args, kwargs = checked_arguments(args, kwargs)
+        handle = create(worker, owner, local_id, func, args, kwargs, worker.calls.timeout(timeout))
+    return handle
 
 
 def _not_in_scripts() -> NoReturn:

@@ -7,6 +7,7 @@ from telegrad.errors import NotInitialized
 from telegrad.rpc.calls import NOT_CALLABLE, Args, Kwargs, collect
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.types import To
+from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.default import current_worker
 from telegrad.worker.future import CallFuture, Deferred
 from telegrad.worker.multicast import call_many
@@ -65,6 +66,7 @@ def multicast(
     calls = worker.calls
     ns = calls.timeout(timeout)
     peers = [worker._peer(each) for each in to]
-    futures = call_many(calls, peers, func, tuple(args or ()), dict(kwargs or {}), ns)
+    args, kwargs = checked_arguments(args, kwargs)
+    futures = call_many(calls, peers, func, tuple(args), dict(kwargs), ns)
     collect(futures)
     return futures

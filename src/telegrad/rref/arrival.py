@@ -3,7 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
-from telegrad.errors import RpcTimeout
+from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.wire import Tag
 from telegrad.worker import current
 from telegrad.worker.calls import complete
@@ -31,7 +31,10 @@ async def arrival(rref: "RRef[T]") -> T:
     references = worker.references
     value: T
     if rref.owner_id != worker.info.id:
-        value = await rref._ask(Tag.FETCH, _DEFAULT, "to_here", mode="to_here")
+        try:
+            value = await rref._ask(Tag.FETCH, _DEFAULT, "to_here", mode="to_here")
+        except TelegradError as error:
+            raise rref._told(error)  # noqa: B904 (it is the same error)
         rref._exists = True
         return value
     owned = references.owned(rref.id)

@@ -93,6 +93,12 @@ class Creation:
             references.create_failed(rref, error, may_exist=False)
         references.creation_over(self, error is None)
 
+    @property
+    def made_class(self) -> type | None:
+        """The class that is called to make the value, if it is one."""
+        what = self._request[1]
+        return what if isinstance(what, type) else None
+
     def done(self) -> bool:
         """Has the call ended?"""
         return self.ended

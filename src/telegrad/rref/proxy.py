@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from telegrad.errors import TelegradError, is_drop_in
+from telegrad.rref.description import known_class
 from telegrad.wire import Tag
-from telegrad.worker.uses import NOT_MADE, run_method
+from telegrad.worker.uses import NOT_MADE, read_with, run_method
 
 if TYPE_CHECKING:
     from telegrad.rref.rref import RRef
@@ -18,6 +20,7 @@ __all__ = ["UNSET", "RRefProxy"]
 
 UNSET = -1.0
 
+R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 _KINDS = {"rpc_sync": "sync", "rpc_async": "async", "call": "call", "remote": "remote"}
@@ -43,7 +46,72 @@ class RRefProxy(Generic[R_co]):
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., R_co]:
-        return partial(_CALLS[self._kind], self._rref, name, self._timeout)
+        kind = known_class(self._rref)
+        if kind is not None:
+            _check_method(kind, name)
+        return RemoteMethod(_CALLS[self._kind], self._rref, name, self._timeout)
+
+    def __dir__(self) -> list[str]:
+        """The methods of the value, where its class is known here."""
+        kind = known_class(self._rref)
+        if kind is None:
+            return list(super().__dir__())
+        return [name for name in dir(kind) if callable(getattr(kind, name, None))]
+
+    def __repr__(self) -> str:
+        return f"<methods of {self._rref!r}, by {self._kind}>"
+
+
+class RemoteMethod(partial[R]):
+    """A method of a referenced value, ready to be called. Any other use of it is an error that says how to read an
+    attribute; under the drop-in it is a ``functools.partial``, as in torch."""
+
+    def __repr__(self) -> str:
+        rref, name, *_ = self.args
+        return f"<method {name!r} of {rref!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no attribute {name!r}: {_not_the_value(self)}")
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) if is_drop_in() else _refuse(self)
+
+    __hash__ = partial.__hash__
+
+    def __bool__(self) -> bool:
+        return True if is_drop_in() else _refuse(self)
+
+    def __float__(self) -> float:
+        return _refuse(self)
+
+    def __int__(self) -> int:
+        return _refuse(self)
+
+    def __len__(self) -> int:
+        return _refuse(self)
+
+    def __iter__(self) -> Any:
+        return _refuse(self)
+
+    def __getitem__(self, _: object) -> Any:
+        return _refuse(self)
+
+
+def _refuse(method: RemoteMethod[Any]) -> NoReturn:
+    raise TypeError(_not_the_value(method))
+
+
+def _not_the_value(method: RemoteMethod[Any]) -> str:
+    name = method.args[1]
+    return f"this is the method {name!r} of a remote value, to be called. {read_with(name)}"
+
+
+def _check_method(kind: type, name: str) -> None:
+    """Raises where the class says that there is no such method to call."""
+    found = getattr(kind, name, None)
+    if found is not None and not callable(found) and not is_drop_in():
+        what = "a property" if isinstance(found, property) else f"of type {type(found).__qualname__}"
+        raise AttributeError(f"{name!r} of a {kind.__qualname__} is {what}, not a method. {read_with(name)}")
 
 
 def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
@@ -53,14 +121,17 @@ def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs:
     if rref._exists and rref.owner_id != worker.info.id:
         created_on, local_id = rref.id
         use = (created_on, local_id, name, args, kwargs)
-        result = calls.call(rref.owner_id, run_method, use, _NO_KWARGS, timeout, name)
+        try:
+            result = calls.call(rref.owner_id, run_method, use, _NO_KWARGS, timeout, name)
+        except TelegradError as error:
+            raise rref._told(error)  # noqa: B904 (it is the same error)
         if result is not NOT_MADE:
             return result
     try:
         result = calls.sync(_request(rref, name, timeout, args, kwargs, "sync"))
-    except AttributeError:  # of the value, or of what its method does
-        rref._exists = True
-        raise
+    except TelegradError as error:
+        rref._exists |= isinstance(error, AttributeError)  # of the value, or of what its method does
+        raise rref._told(error)  # noqa: B904 (it is the same error)
     rref._exists = True
     return result
 

@@ -6,11 +6,21 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from telegrad.errors import NotInitialized, RpcTimeout, RRefDeleted, RRefError, RRefNotPicklable
+from telegrad.errors import (
+    NotInitialized,
+    OwnerLost,
+    RpcTimeout,
+    RRefDeleted,
+    RRefError,
+    RRefNotPicklable,
+    TelegradError,
+    WorkerLost,
+)
 from telegrad.protocols.rref import RRefId
 from telegrad.rref.arrival import arrival
 from telegrad.rref.backward import run_backward
 from telegrad.rref.creation import Creation
+from telegrad.rref.description import describe
 from telegrad.rref.proxy import UNSET, RRefProxy
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
@@ -19,7 +29,7 @@ from telegrad.worker.coroutines import holding_up
 from telegrad.worker.default import current_worker
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.scope import remaining
-from telegrad.worker.uses import NOT_MADE, fetch
+from telegrad.worker.uses import NOT_MADE, fetch, read_attribute
 
 __all__ = ["RRef"]
 
@@ -143,10 +153,7 @@ class RRef(Generic[T]):
         return self._exists or self._worker.references.confirmed(self.id)
 
     def __repr__(self) -> str:
-        this = _global_id(*self.id)
-        if self._fork is None:
-            return f"OwnerRRef({this})"
-        return f"UserRRef(RRefId = {this}, ForkId = {_global_id(self._forked_by, self._fork)})"
+        return describe(self)
 
     # ---- the value
 
@@ -173,13 +180,40 @@ class RRef(Generic[T]):
             return self._local(within)
         fetched: Any = NOT_MADE
         created_on, local_id = self.id
-        if self._creation is not None or references.confirmed(self.id):
-            fetched = calls.call(self.owner_id, fetch, (created_on, local_id), _NO_KWARGS, within, "to_here")
-        if fetched is NOT_MADE:
-            fetched = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
+        try:
+            if self._creation is not None or references.confirmed(self.id):
+                fetched = calls.call(self.owner_id, fetch, (created_on, local_id), _NO_KWARGS, within, "to_here")
+            if fetched is NOT_MADE:
+                fetched = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
+        except TelegradError as error:
+            raise self._told(error)  # noqa: B904 (it is the same error)
         self._exists = True
         value: T = fetched
         return value
+
+    def get_attr(self, name: str, timeout: float = UNSET) -> Any:
+        """Read an attribute of the value, on its owner. Blocks until there is a value.
+
+        Args:
+            name: of the attribute or property; dots lead further, as in ``"layer.weight"``.
+            timeout: seconds; -1 is the default of the worker, 0 no limit.
+
+        Returns:
+            What the attribute holds: the object itself on the owner, elsewhere a copy, which the caller owns.
+
+        Raises:
+            AttributeError: there is none of this name.
+            and as `to_here`.
+
+        Example::
+
+            weight = rref.get_attr("weight")
+        """
+        worker = self.checked()
+        try:
+            return worker.rpc_sync(self.owner_id, read_attribute, (self, name), timeout=timeout)
+        except TelegradError as error:
+            raise self._told(error)  # noqa: B904 (it is the same error)
 
     def local_value(self) -> T:
         """Return the value itself, on its owner. Blocks while it is being made.
@@ -224,6 +258,14 @@ class RRef(Generic[T]):
         if self._creation is not None:
             self._creation.used()
         self._worker.references.check(self.id, self.owner_id)
+
+    def _told(self, error: TelegradError) -> TelegradError:
+        """The error of a use of the value, as its caller sees it: without Telegrad's own frames, and the loss of the
+        owner as that of the value."""
+        if type(error) is WorkerLost and error.name == self.owner_name():
+            error = OwnerLost(error.name, error.why, str(self.id))
+            error.__cause__ = None  # which also hides the WorkerLost that it stands for
+        return error.with_traceback(None)
 
     def _used(self) -> None:
         """Whoever uses it, here or elsewhere, hears of a failure to make the value."""

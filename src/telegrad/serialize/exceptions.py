@@ -1,14 +1,16 @@
-"""Exceptions on their way from the worker that raised them to the one that waits.
+"""Exceptions on their way from the worker that raised them to the caller.
 
-What is sent is enough to do well by everybody: the pickled exception (if it can be pickled), its
-type by name, its ``repr`` and traceback as text. At the other end the exception is made again, of
-a class that is both the original type and a :class:`~telegrad.errors.RemoteError`, so that old
-programs that catch ``RuntimeError`` and new ones that catch ``KeyError`` are both served.
+A message has the exception itself, if it can be pickled, and its type, text and traceback as text. The caller makes
+the exception again, of a class that is both the original type and a :class:`~telegrad.errors.RemoteError`: programs
+that catch ``RuntimeError`` and programs that catch ``KeyError`` both work. A class that the caller cannot import
+(local, of a notebook) travels by value, as functions do.
 """
 
 import copy
+import copyreg
 import functools
 import io
+import os
 import pickle
 import re
 import threading
@@ -16,7 +18,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from telegrad.errors import RemoteError
+import telegrad
+from telegrad.errors import RemoteError, is_drop_in
+from telegrad.serialize.by_value import ByValuePickler
 from telegrad.types import WorkerInfo
 
 __all__ = [
@@ -24,10 +28,13 @@ __all__ = [
     "afresh",
     "describe_exception",
     "forget_frames",
+    "has_let_go_of_frames",
     "is_interrupt",
     "let_go_of_frames",
     "pack_exception",
+    "show_exception",
     "text_of",
+    "traceback_of",
     "unpack_exception",
 ]
 
@@ -39,9 +46,10 @@ class _Packed(NamedTuple):
     worker_id: int
     type_name: str  # with its module
     shown: str  # repr()
+    message: str  # str()
     traceback: str
-    pickled: bytes | None
-    why_not: str  # if it could not be pickled: the reason
+    pickled: bytes | None  # (maker, args) or (maker, args, state), as __reduce_ex__ gives them
+    why_not: str  # why it, or its state, could not be pickled
 
 
 class RemoteTraceback(Exception):
@@ -65,19 +73,20 @@ def _type_name(kind: type[BaseException]) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _repr(exc: BaseException) -> str:
+def show_exception(exc: BaseException) -> str:
+    """``repr(exc)``, also where that fails."""
     try:
         return repr(exc)
-    except BaseException as e:
+    except BaseException as e:  # user code; its SystemExit must end nobody's thread
         return f"<{_type_name(type(exc))}, whose repr() raised {type(e).__name__}>"
 
 
 def text_of(exc: BaseException) -> str:
-    """Return ``str(exc)``, or the name of its type where ``__str__`` raises."""
+    """``str(exc)``, also where that fails."""
     try:
         return str(exc)
-    except BaseException:
-        return _type_name(type(exc))
+    except BaseException:  # as in show_exception
+        return show_exception(exc)
 
 
 def is_interrupt(exc: BaseException) -> bool:
@@ -89,10 +98,15 @@ def is_interrupt(exc: BaseException) -> bool:
 def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
     """Keeps an exception's traceback as text only. For one that is to be raised again, maybe much later: its frames
     would keep all variables of the failed call alive."""
-    text = exc.__dict__[_TRACEBACK] = _formatted(exc)
+    text = exc.__dict__[_TRACEBACK] = traceback_of(exc)
     if exc.__cause__ is None:
         exc.__cause__ = RemoteTraceback(worker.name, worker.id, text)
     forget_frames(exc)
+
+
+def has_let_go_of_frames(exc: BaseException) -> bool:
+    """Whether an exception is raised again, after `let_go_of_frames`."""
+    return _TRACEBACK in exc.__dict__
 
 
 def forget_frames(exc: BaseException) -> None:
@@ -125,19 +139,42 @@ def afresh(exc: BaseException) -> BaseException:
 _TRACEBACK = "_telegrad_traceback"
 
 
-def _formatted(exc: BaseException) -> str:
+def traceback_of(exc: BaseException) -> str:
+    """The traceback as Python prints it, without Telegrad's own frames before the user's first one."""
     kept = exc.__dict__.get(_TRACEBACK)
     if isinstance(kept, str):
         return kept
     try:
-        return "".join(traceback.format_exception(exc))
-    except BaseException:  # an exception whose __str__ or __cause__ is broken
-        return "".join(traceback.format_tb(exc.__traceback__)) + _repr(exc) + "\n"
+        trace = traceback.TracebackException(type(exc), exc, exc.__traceback__)
+        _drop_own_frames(trace)
+        return "".join(trace.format())
+    except BaseException:  # user code: a broken __str__ or __cause__
+        return "".join(traceback.format_tb(exc.__traceback__)) + show_exception(exc) + "\n"
+
+
+_OURS = os.path.dirname(telegrad.__file__) + os.sep
+_EXAMPLES = os.path.join(_OURS, "examples", "")
+
+
+def _drop_own_frames(trace: traceback.TracebackException) -> None:
+    """Begins each stack with the user's first frame. A stack that has none stays as it is."""
+    todo: list[traceback.TracebackException | None] = [trace]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        for index, frame in enumerate(one.stack):
+            if not frame.filename.startswith(_OURS) or frame.filename.startswith(_EXAMPLES):
+                del one.stack[:index]
+                break
+        todo += (one.__cause__, one.__context__, *(one.exceptions or ()))
 
 
 def describe_exception(exc: BaseException, worker: WorkerInfo) -> str:
-    """The text for the log of the worker on which it was raised; what ``str()`` gives at the other end."""
-    return _text(worker.name, worker.id, _repr(exc), _formatted(exc))
+    """The text that torch prints on the worker that raised it, and gives to the caller as ``str()``."""
+    return _text(worker.name, worker.id, show_exception(exc), traceback_of(exc))
 
 
 def _text(worker: str, worker_id: int, shown: str, trace: str) -> str:
@@ -151,79 +188,120 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
         exc: what user code raised. Called while its traceback is still attached.
         worker_info: the worker on which it was raised.
     """
-    # One that came from a third worker goes on as the type that was raised there.
+    name, worker_id = worker_info.name, worker_info.id
+    shown, trace = show_exception(exc), traceback_of(exc)
     origin = exc.__dict__.get("_origin")
-    if isinstance(exc, RemoteError) and isinstance(origin, _Packed):
-        type_name, pickled, why_not = origin.type_name, origin.pickled, origin.why_not
+    if isinstance(exc, RemoteError) and isinstance(origin, _Packed):  # a third worker's goes on as what it was there
+        packed = origin._replace(worker=name, worker_id=worker_id, shown=shown, traceback=trace)
+    elif isinstance(exc, Exception):
+        pickled, why_not = _pickled(exc)
+        packed = _Packed(name, worker_id, _type_name(type(exc)), shown, text_of(exc), trace, pickled, why_not)
     else:
-        type_name, (pickled, why_not) = _type_name(type(exc)), _pickled(exc)
-    return pickle.dumps(
-        tuple(_Packed(worker_info.name, worker_info.id, type_name, _repr(exc), _formatted(exc), pickled, why_not)),
-        protocol=5,
-    )
+        kind = _type_name(type(exc))
+        message = f"the call raised {shown} on worker {name}, which ends neither that worker nor its caller"
+        packed = _Packed(name, worker_id, kind, shown, message, trace, None, _NOT_RAISED_AGAIN)
+    return pickle.dumps(tuple(packed), protocol=5)
 
 
-def _pickled(exc: BaseException) -> tuple[bytes | None, str]:
+_NOT_RAISED_AGAIN = "it cannot be raised at a distance"
+
+
+def _pickled(exc: Exception) -> tuple[bytes | None, str]:
     try:
-        return pickle.dumps(exc, protocol=5), ""
-    except BaseException as e:
-        return None, f"it could not be pickled there ({type(e).__name__}: {text_of(e)})"
+        reduce = copyreg.dispatch_table.get(type(exc))
+        parts: Any = exc.__reduce_ex__(5) if reduce is None else reduce(exc)
+        if not isinstance(parts, tuple) or len(parts) not in (2, 3):
+            parts = _itself, (exc,)
+        try:
+            return _dumped(parts), ""
+        except BaseException as e:  # user code, as in show_exception
+            if len(parts) == 2:
+                raise
+            return _dumped(parts[:2]), _could_not(e)
+    except BaseException as e:  # the same
+        return None, _could_not(e)
+
+
+def _dumped(parts: tuple[Any, ...]) -> bytes:
+    file = io.BytesIO()
+    ByValuePickler(file).dump(parts)
+    return file.getvalue()
+
+
+def _could_not(e: BaseException) -> str:
+    return f"it could not be pickled there ({type(e).__name__}: {text_of(e)})"
+
+
+def _itself(exc: Exception) -> Exception:
+    return exc
 
 
 def unpack_exception(data: bytes) -> BaseException:
     """Makes the exception again, with the remote traceback as its ``__cause__``. Never raises on what
-    :func:`pack_exception` made.
+    :func:`pack_exception` made, except for a KeyboardInterrupt of this process.
 
     Returns:
         An exception that is a :class:`~telegrad.errors.RemoteError`, and of the original type as well if that could
         be made again. ``raise`` it as it is, or give it to ``Future.set_exception``.
     """
     packed = _Packed(*pickle.loads(data))
-    text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
-    try:
-        exc = _made_again(packed, _remote_class)
-    except BaseException as e:
-        if is_interrupt(e):
-            raise
-        why = packed.why_not or f"{type(e).__name__}: {text_of(e)}"
-        try:
-            exc = _made_again(packed, _without_constructor)
-            text += (
-                f"Made without its constructor, which takes other arguments than its args ({why})."
-                f" Original exception on remote side was {packed.type_name}.\n"
-            )
-        except BaseException as again:
-            if is_interrupt(again):
-                raise
-            exc = RemoteError(packed.shown)
-            text = (
-                f"Failed to create original exception type. Error msg was {why}"
-                f" Original exception on remote side was {text}"
-            )
+    exc, note, text = _made_again(packed)
     exc.__dict__.pop(_TRACEBACK, None)
     exc.worker = packed.worker
     exc.worker_id = packed.worker_id
     exc.original_type = packed.type_name
     exc.remote_traceback = packed.traceback
-    exc._text = text
+    if is_drop_in():
+        exc._text = text
+    elif note:
+        exc.add_note(note)
     exc.__dict__["_origin"] = packed
     exc.__cause__ = RemoteTraceback(packed.worker, packed.worker_id, packed.traceback)
     return exc
 
 
-class _ClassUnpickler(pickle.Unpickler):
-    """Unpickles an exception, but makes it by what `maker_of` gives for its class."""
+def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
+    """The exception, a note for its reader, and torch's text for it."""
+    text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
+    without = f"Its attributes have stayed behind: {packed.why_not}." if packed.why_not else ""
+    try:
+        return _of_parts(packed, _remote_class), without, text
+    except BaseException as e:  # user code: constructors and __setstate__
+        if is_interrupt(e):
+            raise
+        why = packed.why_not or f"{type(e).__name__}: {text_of(e)}"
+    try:
+        exc = _of_parts(packed, _without_constructor)
+    except BaseException as e:  # the same
+        if is_interrupt(e):
+            raise
+        torchs = (
+            f"Failed to create original exception type. Error msg was {why}"
+            f" Original exception on remote side was {text}"
+        )
+        if why == _NOT_RAISED_AGAIN:
+            return RemoteError(packed.message), "", torchs
+        note = f"This is a RemoteError, and not a {packed.type_name}, because {why}."
+        return RemoteError(f"{packed.type_name}: {packed.message}"), note, torchs
+    note = f"Made without its constructor, which takes other arguments than its args ({why})."
+    return exc, note, f"{text}{note} Original exception on remote side was {packed.type_name}.\n"
 
-    def __init__(self, data: bytes, type_name: str, maker_of: Callable[[type[Exception]], Callable[..., Any]]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._type_name = type_name
-        self._maker_of = maker_of
 
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if isinstance(found, type) and issubclass(found, Exception) and _type_name(found) == self._type_name:
-            return self._maker_of(found)
-        return found
+def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
+    """The exception, made of the parts that were sent: classes of exceptions are called as `maker_of` gives them."""
+    if packed.pickled is None:
+        raise TypeError(packed.why_not)
+    maker, args, *state = pickle.loads(packed.pickled)
+    if isinstance(maker, type) and issubclass(maker, Exception):
+        maker = maker_of(maker)
+    exc = maker(*args)
+    if isinstance(exc, Exception) and not isinstance(exc, RemoteError):  # a function has made it, not its class
+        exc.__class__ = _remote_class(type(exc))  # type: ignore[arg-type]  # types are hashable
+    if not isinstance(exc, RemoteError):  # whatever a __reduce__ made instead
+        raise TypeError(_NOT_RAISED_AGAIN)
+    if state and state[0] is not None:
+        exc.__setstate__(state[0])
+    return exc
 
 
 def _without_constructor(original: type[Exception]) -> Callable[..., RemoteError]:
@@ -239,18 +317,6 @@ def _without_constructor(original: type[Exception]) -> Callable[..., RemoteError
     return make
 
 
-def _made_again(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
-    if packed.pickled is None:
-        raise TypeError(packed.why_not)
-    exc = _ClassUnpickler(packed.pickled, packed.type_name, maker_of).load()
-    if isinstance(exc, Exception) and not isinstance(exc, RemoteError):  # a function has made it, not its class
-        exc.__class__ = _remote_class(type(exc))  # type: ignore[arg-type]  # types are hashable
-    if not isinstance(exc, RemoteError):
-        # SystemExit and its like must not end the caller, and whatever a __reduce__ made instead is no exception.
-        raise TypeError(f"{packed.type_name} cannot be raised at a distance")
-    return exc
-
-
 @functools.lru_cache(maxsize=256)
 def _remote_class(original: type[Exception]) -> type[RemoteError]:
     """The class that is both ``original`` and a RemoteError.
@@ -262,7 +328,7 @@ def _remote_class(original: type[Exception]) -> type[RemoteError]:
         "__module__": RemoteError.__module__,
         "__qualname__": f"RemoteError({_type_name(original)})",
         "__doc__": f"A {original.__name__} that was raised on another worker.",
-        "__str__": RemoteError.__str__,
+        "__str__": lambda exc: exc._text or _message_of(original, exc),
         "__reduce_ex__": _reduce,
     }
     if issubclass(RemoteError, original):  # RuntimeError, Exception
@@ -271,6 +337,14 @@ def _remote_class(original: type[Exception]) -> type[RemoteError]:
         bases = (original, RemoteError)
     made: type[RemoteError] = type(original.__name__, bases, members)
     return made
+
+
+def _message_of(original: type[Exception], exc: RemoteError) -> str:
+    """``str()`` as the original has it; where that fails, as it was shown there."""
+    try:
+        return original.__str__(exc)
+    except Exception:
+        return str(exc.__dict__["_origin"].shown)
 
 
 def _reduce(exc: RemoteError, _protocol: object) -> tuple[Any, ...]:

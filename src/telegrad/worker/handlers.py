@@ -7,9 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from telegrad.errors import MessageTooLarge, SerializationError
+from telegrad.errors import MessageTooLarge, SerializationError, is_drop_in
 from telegrad.protocols.rref import RRefId, RRefProtocolError, Ticket, TicketKind
-from telegrad.serialize.exceptions import describe_exception, let_go_of_frames, pack_exception
+from telegrad.serialize.exceptions import (
+    describe_exception,
+    has_let_go_of_frames,
+    let_go_of_frames,
+    pack_exception,
+    show_exception,
+    traceback_of,
+)
 from telegrad.serialize.names import resolve
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, Flag, Tag
@@ -26,7 +33,7 @@ from telegrad.worker.uses import Later, NotYet, method_of
 
 __all__ = ["NOT_PLAIN_REQUEST", "Handlers"]
 
-logger: logging.Logger = logging.getLogger("telegrad")
+remote_logger: logging.Logger = logging.getLogger("telegrad.remote")
 
 _CALL, _CREATE, _METHOD, _FETCH, _TYPE = (int(t) for t in (Tag.CALL, Tag.CREATE, Tag.METHOD, Tag.FETCH, Tag.TYPE))
 _CREATE_METHOD, _GRADIENTS, _MAKE = int(Tag.CREATE_METHOD), int(Tag.GRADIENTS), int(Tag.MAKE)
@@ -54,7 +61,11 @@ class Asked(NamedTuple):
 
 
 class Handlers:
-    """Answers the requests that reach one worker."""
+    """Answers the requests that reach one worker.
+
+    Args:
+        error_level: of the log lines about what user code raises.
+    """
 
     def __init__(
         self,
@@ -64,6 +75,7 @@ class Handlers:
         messages: Messages,
         references: References,
         loop: EventLoop,
+        error_level: int,
     ) -> None:
         self._worker = worker
         self._me = me
@@ -71,6 +83,7 @@ class Handlers:
         self._messages = messages
         self._references = references
         self._loop = loop
+        self._error_level = error_level
         self._ready = False
         self._later: set[tuple[int, int]] = set()  # requests whose function has returned before its result is there
 
@@ -351,7 +364,7 @@ class Handlers:
         it leaves."""
         value = made.pop()
         if error is not None:
-            self._report(error)
+            self._report(asked, error)
         if asked.tag in _CREATES and target is not None:
             self._settle_creation(asked, target, value, error)
         elif error is not None:
@@ -360,7 +373,7 @@ class Handlers:
             try:
                 message = self._messages.encode(asked.peer, value, context=asked.context)
             except BaseException as e:  # what pickling it raises, SystemExit too: the caller must hear
-                self._report(e)
+                self._report(asked, e)
                 self.fail(asked, e)
             else:
                 del value
@@ -374,12 +387,21 @@ class Handlers:
         flags = _MAY_LINGER if error is None else _MAY_LINGER | _FAILED
         self.reply(asked, _CREATED, self._messages.encode(asked.peer, tuple(target)), flags)
 
-    def _report(self, error: BaseException) -> None:
-        """Says on this worker too what its user code raised."""
-        try:
-            print(describe_exception(error, self._me), file=sys.stderr)
-        except (OSError, ValueError):  # a closed one: the caller must hear all the same
-            pass
+    def _report(self, asked: Asked, error: BaseException) -> None:
+        """Says on this worker too what its user code raised: in the log, or as torch does, which prints it. Once: a
+        reference's failure is not told again when it is used."""
+        if has_let_go_of_frames(error):
+            return
+        if is_drop_in():
+            try:
+                print(describe_exception(error, self._me), file=sys.stderr)
+            except (OSError, ValueError):  # a closed one: the caller must hear all the same
+                pass
+        elif remote_logger.isEnabledFor(self._error_level):
+            caller = self._worker.name_of(asked.peer)
+            remote_logger.log(
+                self._error_level, "a call from %s raised %s\n%s", caller, show_exception(error), traceback_of(error)
+            )
 
     def fail(self, asked: Asked, error: BaseException) -> None:
         """Answers with an exception."""

@@ -270,16 +270,24 @@ class References:
         """Raises what stands against using the reference, if anything."""
         if not self.closed and not self._failed_here and self.table.state_of(rref) in _SOUND:
             return  # nearly always; a look needs no lock
+        error = self.obstacle(rref, owner)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # else it and this frame, and with it its caller's reference, keep each other
+
+    def obstacle(self, rref: RRefId, owner: int) -> RRefError | OwnerLost | None:
+        """The error that stands against using the reference, if any."""
         if self.closed:
-            raise RRefDeleted(
+            return RRefDeleted(
                 f"{rref} was given up when its worker shut down. Cannot call to_here() on it after deletion."
             )
         with self.lock:
             if rref in self._failed_here:
-                raise RRefTimeout(f"{rref}: {self._failed_here[rref]}")
+                return RRefTimeout(f"{rref}: {self._failed_here[rref]}")
             failure = self.table.failure_of(rref) if owner != self.me else None
-        if failure is not None:
-            raise self.failure(rref, owner, *failure)
+        return None if failure is None else self.failure(rref, owner, *failure)
 
     def failure(self, rref: RRefId, owner: int, why: str, lost: bool) -> RRefError | OwnerLost:
         """The error for a reference that the machine calls unusable."""

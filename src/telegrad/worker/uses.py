@@ -5,13 +5,26 @@ A request about a reference names it in its preamble, waits at the owner until t
 reference along if the owner may not know it yet. Where none of that can be needed, a few plain values say the same.
 """
 
+from operator import attrgetter
 from typing import Any
 
+from telegrad.errors import is_drop_in
 from telegrad.protocols.rref import RRefId
 from telegrad.worker import profiling
 from telegrad.worker.scope import current
 
-__all__ = ["NOT_MADE", "Later", "NotMade", "NotYet", "fetch", "goes_short", "method_of", "run_method"]
+__all__ = [
+    "NOT_MADE",
+    "Later",
+    "NotMade",
+    "NotYet",
+    "fetch",
+    "goes_short",
+    "method_of",
+    "read_attribute",
+    "read_with",
+    "run_method",
+]
 
 
 def goes_short(calls: Any) -> bool:
@@ -68,15 +81,32 @@ def fetch(created_on: int, local_id: int) -> Any:
     return owned.value
 
 
+def read_attribute(rref: Any, name: str) -> Any:
+    """Runs on an owner: what an attribute of a referenced value holds."""
+    return attrgetter(name)(rref.local_value())
+
+
+def read_with(name: str) -> str:
+    """For errors: how an attribute is read."""
+    return f"Read an attribute with rref.get_attr({name!r})."
+
+
 def method_of(value: Any, name: str) -> Any:
     """A method of a referenced value.
 
     Raises:
         AttributeError: it has none of this name, in torch's words.
+        TypeError: it has something else of this name, which cannot be called.
     """
     try:
-        return getattr(value, name)
+        method = getattr(value, name)
     except AttributeError:
         if hasattr(type(value), name):  # a property that raised it
             raise
         raise AttributeError(f"type object {type(value).__name__!r} has no attribute {name!r}") from None
+    if not callable(method) and not is_drop_in():
+        raise TypeError(
+            f"{name!r} of a {type(value).__qualname__} is no method, but of type {type(method).__qualname__}."
+            f" {read_with(name)}"
+        )
+    return method

@@ -24,6 +24,7 @@ from telegrad.protocols.shutdown import GaveUp
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import addresses, lifetimes, rendezvous
+from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.calls import Calls
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.draining import Draining
@@ -131,7 +132,9 @@ class Worker:
         self.calls: Calls = Calls(self.engine, self.messages, self.name_of, info.id, self._infos, options.rpc_timeout)
         self.timers: Timers = Timers(f"telegrad-{info.name}-timers")
         self.loop: EventLoop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
-        self.handlers: Handlers = Handlers(self, info, self.engine, self.messages, self.references, self.loop)
+        self.handlers: Handlers = Handlers(
+            self, info, self.engine, self.messages, self.references, self.loop, options.remote_error_number()
+        )
         self.callback_scope: Scope = Scope(self, 0, True)
         self.plain: AnyPlainPool = make_plain_pool(self, self.callback_scope)
         self.calls.delay = self.timers.later
@@ -261,7 +264,8 @@ class Worker:
         direct = timeout == -1.0 and not self.closed
         if direct and (value := calls.call_directly(to, func, args, kwargs)) is not NOT_MADE:
             return value
-        return calls.call(self._peer(to), func, args or (), kwargs or {}, calls.timeout(timeout))
+        args, kwargs = checked_arguments(args, kwargs)
+        return calls.call(self._peer(to), func, args, kwargs, calls.timeout(timeout))
 
     def rpc_async(
         self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0
@@ -271,7 +275,8 @@ class Worker:
         direct = timeout == -1.0 and not self.closed
         if direct and (future := calls.start_directly(to, func, args, kwargs)) is not None:
             return future
-        return calls.call_async(self._peer(to), func, args or (), kwargs or {}, calls.timeout(timeout))
+        args, kwargs = checked_arguments(args, kwargs)
+        return calls.call_async(self._peer(to), func, args, kwargs, calls.timeout(timeout))
 
     def _peer(self, to: object) -> int:
         if self.closed:

@@ -1,0 +1,66 @@
+"""What a worker knows of a reference without asking its owner, as `repr` and `dir` show it."""
+
+from typing import TYPE_CHECKING, Any
+
+from telegrad.errors import is_drop_in
+
+if TYPE_CHECKING:
+    from telegrad.rref.rref import RRef
+
+__all__ = ["describe", "known_class"]
+
+
+def known_class(rref: "RRef[Any]") -> type | None:
+    """The class of the value: the owner has it, this worker has asked for it, or a class was called to make it."""
+    references = rref.worker.references
+    if rref.is_owner():
+        owned = references.values.get(rref.id)
+        return type(owned.value) if owned is not None and owned.ready and owned.error is None else None
+    asked = rref._type
+    if asked is not None and asked.done() and asked.failure() is None:
+        kind = asked.value()
+        return kind if isinstance(kind, type) else None
+    return None if rref._creation is None else rref._creation.made_class
+
+
+def describe(rref: "RRef[Any]") -> str:
+    """The text of ``repr(rref)``; under the drop-in it is torch's."""
+    this = _global_id(*rref.id)
+    if is_drop_in():
+        if rref._fork is None:
+            return f"OwnerRRef({this})"
+        return f"UserRRef(RRefId = {this}, ForkId = {_global_id(rref._forked_by, rref._fork)})"
+    kind = known_class(rref)
+    what = "a value" if kind is None else kind.__qualname__
+    created_on, local_id = rref.id
+    return f"<RRef to {what} on {_owner(rref)}, id {created_on}.{local_id}, {_state(rref)}>"
+
+
+def _owner(rref: "RRef[Any]") -> str:
+    name = rref.worker.name_of(rref.owner_id)
+    return f"{name} (this worker)" if rref.is_owner() else name
+
+
+def _state(rref: "RRef[Any]") -> str:
+    references = rref.worker.references
+    if references.closed:
+        return "given up at shutdown"
+    if rref.is_owner():
+        owned = references.values.get(rref.id)
+        if owned is None or not owned.ready:
+            return "being made"
+        return "ready" if owned.error is None else f"failed: {type(owned.error).__name__}"
+    obstacle = references.obstacle(rref.id, rref.owner_id)
+    if obstacle is not None:
+        return f"unusable: {type(obstacle).__name__}"
+    creation = rref._creation
+    if creation is not None and creation.failure is not None:
+        error = creation.failure.error
+        return "failed" if error is None else f"failed: {type(error).__name__}"
+    if rref._exists or (creation is not None and creation.ended):
+        return "ready"
+    return "being made" if creation is not None else "held"
+
+
+def _global_id(created_on: int, local_id: int) -> str:
+    return f"GloballyUniqueId(created_on={created_on}, local_id={local_id})"

@@ -1,0 +1,168 @@
+"""What proxies say of attributes, and what a reference shows of itself."""
+
+import asyncio
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from things import Gate, make_when_open
+
+from telegrad import rpc
+from telegrad.errors import OwnerLost, RemoteError, WorkerLost
+from telegrad.testing import Cluster, cluster
+
+pytestmark = pytest.mark.usefixtures("w")
+
+
+class Model:
+    kind = "class attribute"
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(2)
+        self.layer = torch.nn.Linear(2, 1)
+
+    @property
+    def value(self) -> int:
+        return 5
+
+    @property
+    def broken(self) -> int:
+        raise ValueError("of the property")
+
+    def double(self, x: int) -> int:
+        return 2 * x
+
+
+def make() -> Model:
+    return Model()
+
+
+@pytest.fixture(params=["rpc_sync", "rpc_async", "call", "remote"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_property_is_an_error_where_it_is_accessed(kind: str) -> None:
+    rref = rpc.remote("w1", Model)
+    proxy = getattr(rref, kind)()
+    with pytest.raises(
+        AttributeError,
+        match=r"^'value' of a Model is a property, not a method. Read an attribute with rref.get_attr\('value'\).$",
+    ):
+        proxy.value  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'kind' of a Model is of type str, not a method. Read .*get_attr"):
+        proxy.kind  # noqa: B018
+
+
+def test_attribute_that_only_the_owner_knows_is_an_error_of_the_call() -> None:
+    rref = rpc.remote("w1", make)
+    for _ in range(2):  # also where the value is known to exist
+        with pytest.raises(TypeError, match=r"'weight' of a Model is no method, but of type Tensor\. Read .*get_attr"):
+            rref.rpc_sync().weight()
+        assert rref.rpc_sync().double(2) == 4
+    with pytest.raises(TypeError, match="'value' of a Model is no method, but of type int"):
+        rref.rpc_async().value().wait()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        bool,
+        len,
+        iter,
+        float,
+        int,
+        lambda v: v == 3,
+        lambda v: v[0],
+        lambda v: v.shape,
+        lambda v: v + 1,
+    ],
+    ids=["bool", "len", "iter", "float", "int", "==", "[]", "attribute", "+"],
+)
+def test_method_that_is_used_as_a_value_says_how_to_read_one(use: Callable[[Any], Any]) -> None:
+    method = rpc.remote("w1", make).rpc_sync().weight
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        use(method)
+    assert "get_attr('weight')" in str(caught.value) or "RemoteMethod" in str(caught.value)
+
+
+def test_drop_in_gives_partials_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.rpc", types.ModuleType("telegrad.compat.rpc"))
+    proxy = rpc.remote("w1", Model).rpc_sync()
+    assert proxy.value
+    assert proxy.double != proxy.value
+    with pytest.raises(TypeError, match="'int' object is not callable"):
+        proxy.value()
+
+
+def test_get_attr() -> None:
+    there, here = rpc.remote("w1", make), rpc.RRef(Model())
+    for rref in (there, here):
+        assert torch.equal(rref.get_attr("weight"), torch.ones(2))
+        assert rref.get_attr("value", timeout=20) == 5
+        assert rref.get_attr("layer.weight").shape == (1, 2)  # which __getattr__ finds
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            rref.get_attr("nothing")
+        with pytest.raises(ValueError, match=r"^of the property$"):
+            rref.get_attr("broken")
+    assert here.get_attr("layer") is not None
+
+
+def test_dir_shows_methods_where_the_class_is_known() -> None:
+    known, unknown = rpc.remote("w1", Model), rpc.remote("w1", make)
+    assert "double" in dir(known.rpc_sync())
+    assert "value" not in dir(known.rpc_sync())
+    assert "double" not in dir(unknown.rpc_sync())
+    unknown._get_type()
+    assert "double" in dir(unknown.rpc_sync())
+    assert "double" in dir(rpc.RRef(Model()).remote())
+
+
+def test_repr_shows_class_owner_and_state(w: Cluster) -> None:
+    gate = Gate()
+    waits = w[0].remote("w0", make_when_open, ("shown", gate))
+    assert repr(waits) == f"<RRef to a value on w0 (this worker), id 0.{waits.id.local_id}, being made>"
+    gate.open()
+    waits.to_here()
+    assert repr(waits) == f"<RRef to Thing on w0 (this worker), id 0.{waits.id.local_id}, ready>"
+
+    there = w[0].remote("w1", Model)
+    there.to_here()
+    assert repr(there) == f"<RRef to Model on w1, id 0.{there.id.local_id}, ready>"
+    assert repr(there.rpc_sync().double) == f"<method 'double' of {there!r}>"
+
+    fails = w[0].remote("w1", Model, (1, 2, 3))
+    with pytest.raises(TypeError):
+        fails.to_here()
+    fails._get_future().wait()
+    assert repr(fails).endswith(", failed>")
+
+
+@pytest.mark.parametrize("use", ["to_here", "rpc_sync", "get_attr", "await"])
+def test_first_use_after_the_owners_death_is_the_loss_of_the_owner(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(2) as w:
+        first_use_after_death(w, use, monkeypatch)
+
+
+def first_use_after_death(w: Cluster, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rref = w[0].remote("w1", Model)
+    rref.to_here()
+    uses: dict[str, Callable[[], object]] = {
+        "to_here": rref.to_here,
+        "rpc_sync": lambda: rref.rpc_sync().double(1),
+        "get_attr": lambda: rref.get_attr("value"),
+        "await": lambda: asyncio.run(awaited(rref)),
+    }
+    w[1]._worker.close()
+    monkeypatch.setattr(w[0]._worker.references, "check", lambda *_: None)  # as if no word of it had been taken up
+    with pytest.raises(OwnerLost, match=r"went with its owner, worker w1, which is lost: ") as caught:
+        uses[use]()
+    assert isinstance(caught.value, WorkerLost)
+    assert not isinstance(caught.value, RemoteError)
+
+
+async def awaited(rref: Any) -> Any:
+    return await rref
