@@ -123,7 +123,7 @@ def part_of(store: Any, world_size: int | None) -> Any:
     """
     next_one = Part(f"rpc_prefix_{_groups[0]}", store)
     dynamic = Part("rpc_dynamic", store)
-    if rendezvous.read_members(dynamic) if world_size else rendezvous.is_static(next_one) or has_attempts(next_one):
+    if rendezvous.has_members(dynamic) if world_size else rendezvous.is_static(next_one) or has_attempts(next_one):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
     if not world_size:
         return dynamic
@@ -206,7 +206,7 @@ def _join_static(
         raise
     try:
         member = worker.member._replace(devices=tuple(mine))
-        members = rendezvous.gather_static(store, member, world_size, attempts.wait(timeout))
+        members = rendezvous.gather_static(store, member, group, world_size, attempts.wait(timeout))
         devices.check({member.name: devices.Devices(*member.devices) for member in members}, True)
         for member in members:
             worker.add_member(member)

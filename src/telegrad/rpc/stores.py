@@ -8,11 +8,13 @@ Workers of a static group that are on the host of its store reach it as `local_s
 """
 
 import errno
+import ipaddress
 import logging
 import os
 import socket
 import time
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlparse
@@ -44,6 +46,23 @@ class _Place(NamedTuple):
     hosted: bool = False  # by torchrun's agent
 
 
+def _host_store(place: _Place, timeout: timedelta, listening: socket.socket | None) -> Any:
+    with listening or nullcontext():
+        store = TCPStore(
+            place.host,
+            place.port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # a process group of this process may meet here as well
+            master_listen_fd=None if listening is None else listening.fileno(),
+            use_libuv=place.libuv,
+        )
+        if listening is not None:
+            listening.detach()  # the store closes it
+    return store
+
+
 class _Host:
     """The store that this process hosts at a port, as rank 0 of a group, and its door. Both end with it."""
 
@@ -54,15 +73,9 @@ class _Host:
         except OSError as e:
             logger.info("workers of this host will reach the group's store by its port alone: %s", e)
         try:
-            self.store = TCPStore(
-                place.host,
-                place.port,
-                is_master=True,
-                timeout=timeout,
-                wait_for_workers=False,
-                multi_tenant=True,  # a process group of this process may meet here as well
-                use_libuv=place.libuv,
-            )
+            # Without a socket: the port is taken, perhaps by a store of this process, or the address is not of this
+            # machine, which others know by it all the same. Torch's store then says so, or listens on all addresses.
+            self.store = _host_store(place, timeout, _listen(place.host, place.port))
         except BaseException:
             if door is not None:
                 door.close()
@@ -123,6 +136,8 @@ def meet(
         RuntimeError: the store cannot be reached, or not made.
     """
     timeout = timedelta(seconds=patience(options))
+    if rank >= 0 or not (world_size or ranks_needed) or "rank" in parse_qs(urlparse(options.init_method).query):
+        _make_private_file(options.init_method)
     place = _place(options.init_method, rank) if world_size else None
     if place is not None:
         rank = place.rank
@@ -139,6 +154,16 @@ def meet(
             store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
     store.set_timeout(timeout)
     return store, rank, world_size
+
+
+def _make_private_file(init_method: str) -> None:
+    """Of a file store: it may hold the group's secret, and torch would let everybody read it."""
+    url = urlparse(init_method)
+    if url.scheme == "file" and url.path:
+        try:
+            os.close(os.open(url.path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as e:
+            raise RuntimeError(f"the group cannot meet at {init_method}: {e.strerror}") from e
 
 
 def _place(init_method: str, rank: int) -> _Place | None:
@@ -232,6 +257,13 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
+def _is_address(host: str) -> bool:
+    try:
+        return not ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_unspecified
+    except ValueError:
+        return False
+
+
 def _is_here(host: str) -> bool:
     """Is it an address of this machine?"""
     if is_loopback(host):
@@ -296,18 +328,7 @@ def _tcp_store(host: str, port: int, timeout: timedelta, libuv: bool) -> Any:
     listening = None if _agent_hosts(host, port) else _listen(host, port)
     if listening is None:
         return TCPStore(host, port, is_master=False, timeout=timeout, use_libuv=libuv)
-    with listening:
-        store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,  # a process group of this process may meet here as well
-            master_listen_fd=listening.fileno(),
-            use_libuv=libuv,
-        )
-        listening.detach()  # the store closes it
+    store = _host_store(_Place(host, port, -1, libuv), timeout, listening)
     _hosted.append(store)
     return store
 
@@ -319,18 +340,22 @@ def _agent_hosts(host: str, port: int) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens on the port of this machine; None if the host is another one, or the port is taken."""
+    """A socket that listens on the port of this machine; None if the host is another one, or the port is taken.
+
+    It listens at the address that was asked for. A name stands for all of them, but for localhost: to other machines it
+    may be another one.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as e:
         raise RuntimeError(f"the store's host {host} cannot be resolved: {e}") from e
-    for family, _, _, _, address in found:
+    # Who asks for localhost finds IPv4 and IPv6; who asks for 127.0.0.1 does not.
+    for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
         if not _is_own(family, address):
             continue
         try:
-            if is_loopback(host):
+            if is_loopback(host) or _is_address(host):
                 return socket.create_server((str(address[0]), port), family=family)
-            # As torch does: other machines may know this one by another address.
             both = socket.has_dualstack_ipv6()
             anywhere = socket.AF_INET6 if both else family
             return socket.create_server(("", port), family=anywhere, dualstack_ipv6=both)

@@ -37,7 +37,7 @@ def join_dynamic(
         RuntimeError: the name or the rank is taken.
     """
     with rendezvous.membership(store, name, joining=True):
-        members = rendezvous.read_members(store)
+        members = rendezvous.read_members(store, group)
         in_the_way = [member for member in members if name == member.name or rank == member.id]
         for dead in _dead_of(in_the_way, members, group, options, store_at, layers, timeout):
             members.remove(dead)
@@ -61,7 +61,7 @@ def join_dynamic(
                 except RuntimeError:  # it died without leaving: it has no place here any more
                     worker.remove_member(member.id, "it did not answer when a new worker joined")
             present = [member for member in members if member.id in worker.member_ids()]
-            rendezvous.write_members(store, [*present, worker.member])
+            rendezvous.write_members(store, [*present, worker.member], group)
         except BaseException:
             worker.close()
             raise
@@ -109,8 +109,8 @@ def leave_dynamic(worker: Worker, budget: Budget) -> None:
     parted = False
     try:
         with rendezvous.membership(worker.store, worker.info.name, joining=False, budget=budget):
-            members = [m for m in rendezvous.read_members(worker.store) if m.id != worker.info.id]
-            rendezvous.write_members(worker.store, members)
+            members = [m for m in rendezvous.read_members(worker.store, worker.group) if m.id != worker.info.id]
+            rendezvous.write_members(worker.store, members, worker.group)
             _part(worker, {m.id for m in members}, budget)
             parted = True
     except StoreGone as e:

@@ -1,11 +1,12 @@
 """How the members of a group find each other: through a c10d store.
 
 The first member chooses the group's token, and its secret unless one was given. In a static group every member writes
-who and where it is; rank 0 waits for all of them and writes the list, for which the others wait, so that uses of the
-store grow as the group does. A dynamic group keeps a list, guarded by a token as torch does it, and each change is told
-to the members that are there.
+who and where it is; rank 0 waits for all of them, takes the secret out of the store again, and writes the list, for
+which the others wait, so that uses of the store grow as the group does. A dynamic group keeps a list, guarded by a
+token as torch does it, and each change is told to the members that are there.
 """
 
+import fcntl
 import json
 import logging
 import secrets
@@ -14,10 +15,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
 from telegrad.errors import TelegradError
 from telegrad.protocols import membership as protocol
 from telegrad.protocols.membership import GroupView
 from telegrad.worker.budget import Budget
+from telegrad.worker.records import Group, Member, member_of, record_of
 from telegrad.worker.waits import StoreGone, Wait, wait_for_keys
 
 __all__ = [
@@ -28,6 +32,7 @@ __all__ = [
     "agree",
     "check_members",
     "gather_static",
+    "has_members",
     "membership",
     "read_members",
     "write_members",
@@ -45,32 +50,13 @@ class Refused(TelegradError):
     """The group that meets here cannot have this worker."""
 
 
-class Member(NamedTuple):
-    """What a worker tells the others about itself."""
-
-    id: int
-    name: str
-    incarnation: int
-    addresses: list[str]
-    host: str  # see addresses.host_key
-    devices: tuple[Any, ...] = (0, (), {})  # see devices.Devices; as a static group exchanges them
-
-
-class Group(NamedTuple):
-    """What all members of a group agree on."""
-
-    token: str  # tells this group from others
-    secret: bytes
-    shared_secret: bool  # the secret came through the store
-
-
 class _Agreement(NamedTuple):
     """What the first member of a group chooses, as it stands in the store."""
 
     static: bool
     world_size: int  # 0: dynamic
     token: str
-    secret: str  # "": the members have one of their own
+    key: str  # the random secret; "": the members have one of their own, or all of a static group have this one
 
 
 def _first(store: Any, key: str, mine: str) -> str:
@@ -96,7 +82,7 @@ def agree(store: Any, secret: bytes | None, static: bool, world_size: int) -> Gr
     if secret is not None:
         return Group(agreed.token, secret, False)
     # Whoever came first may have a secret of its own: then those who have none cannot talk to it.
-    return Group(agreed.token, bytes.fromhex(agreed.secret or mine.secret), True)
+    return Group(agreed.token, bytes.fromhex(agreed.key or mine.key), True)
 
 
 def _agreed(store: Any) -> _Agreement | None:
@@ -148,21 +134,24 @@ def give_up(store: Any, rank: int, why: str) -> None:
     store.compare_set(_MEMBERS, "", failure)
 
 
-def gather_static(store: Any, me: Member, world_size: int, wait: Wait) -> list[Member]:
+def gather_static(store: Any, me: Member, group: Group, world_size: int, wait: Wait) -> list[Member]:
     """Writes this member and waits for all others.
 
     Raises:
-        RuntimeError: one of them failed, did not come in time, or has another's name.
+        RuntimeError: one of them failed, did not come in time, has another's name, or another secret.
     """
-    store.set(f"member/{me.id}", json.dumps({"facts": me}))
-    written = _collect(store, me, world_size, wait) if me.id == 0 else _wait_for_list(store, me, world_size, wait)
+    store.set(f"member/{me.id}", json.dumps(record_of(me, group)))
+    if me.id == 0:
+        written = _collect(store, me, group, world_size, wait)
+    else:
+        written = _wait_for_list(store, me, world_size, wait)
     found = json.loads(written)
     if "failed" in found:
         raise TelegradError(found["failed"])
-    return [Member(*facts) for facts in found["members"]]
+    return [member_of(record, group) for record in found["members"]]
 
 
-def _collect(store: Any, me: Member, world_size: int, wait: Wait) -> bytes:
+def _collect(store: Any, me: Member, group: Group, world_size: int, wait: Wait) -> bytes:
     """Rank 0: makes the list for all, or says why there is none."""
     keys = [f"member/{rank}" for rank in range(world_size)]
     try:
@@ -171,14 +160,32 @@ def _collect(store: Any, me: Member, world_size: int, wait: Wait) -> bytes:
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         written = [json.loads(each) for each in found]
         failed = next((each for each in written if "failed" in each), None)
-        members = [each.get("facts") for each in written]
         if failed is None:
-            check_members([Member(*facts) for facts in members], world_size)
+            check_members([member_of(record, group) for record in written], world_size)
+        _forget_secret(store, group, world_size)  # all have it who have written themselves
     except BaseException as e:
         with suppress(RuntimeError):
             store.compare_set(_MEMBERS, "", json.dumps({"failed": str(e) or f"worker {me.name} has been interrupted"}))
         raise
-    return bytes(store.compare_set(_MEMBERS, "", json.dumps(failed or {"members": members})))
+    return bytes(store.compare_set(_MEMBERS, "", json.dumps(failed or {"members": written})))
+
+
+def _forget_secret(store: Any, group: Group, world_size: int) -> None:
+    """Takes the secret of a static group out of its store."""
+    if not group.shared_secret:
+        return
+    store.set(_AGREEMENT, json.dumps(_Agreement(True, world_size, group.token, "")._asdict()))
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, FileStore):  # which keeps what was there before
+        path: str = store.path  # type: ignore[attr-defined]
+        with open(path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # as its users do
+            secret = group.secret.hex().encode()
+            at = file.read().find(secret)
+            if at >= 0:
+                file.seek(at)
+                file.write(b"0" * len(secret))
 
 
 def _wait_for_list(store: Any, me: Member, world_size: int, wait: Wait) -> bytes:
@@ -249,12 +256,24 @@ def membership(store: Any, name: str, joining: bool, budget: Budget | None = Non
         store.set(mine, "Done")
 
 
-def read_members(store: Any) -> list[Member]:
-    """Who is in the group, as the store has it."""
-    if not store.check([_MEMBERS]):
-        return []
-    return [Member(**facts) for facts in json.loads(store.get(_MEMBERS))]
+def has_members(store: Any) -> bool:
+    """Is anybody in the group?"""
+    return bool(_records(store))
 
 
-def write_members(store: Any, members: list[Member]) -> None:
-    store.set(_MEMBERS, json.dumps([member._asdict() for member in members]))
+def read_members(store: Any, group: Group) -> list[Member]:
+    """Who is in the group, as the store has it.
+
+    Raises:
+        TelegradError: a record was not made with the group's secret.
+    """
+    return [member_of(record, group) for record in _records(store)]
+
+
+def write_members(store: Any, members: list[Member], group: Group) -> None:
+    store.set(_MEMBERS, json.dumps([record_of(member, group) for member in members]))
+
+
+def _records(store: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(store.get(_MEMBERS)) if store.check([_MEMBERS]) else []
+    return found

@@ -245,7 +245,7 @@ class Worker:
         if self.store is None:
             return
         try:
-            members = rendezvous.read_members(self.store)
+            members = rendezvous.read_members(self.store, self.group)
         except rendezvous.StoreGone:  # with its host: nobody can have joined
             return
         for member in members:

@@ -1,0 +1,71 @@
+"""Members of a group as they stand in its store, and what they agree on.
+
+Where the group was given a secret, each record carries a MAC: whoever else can write to the store cannot make a member,
+nor give one another address.
+"""
+
+import hmac
+import json
+from typing import Any, NamedTuple
+
+from telegrad.errors import TelegradError
+
+__all__ = ["Group", "Member", "member_of", "record_of"]
+
+_PURPOSE = b"telegrad member record\0"  # nothing else that is proven with the secret begins so
+
+
+class Member(NamedTuple):
+    """What a worker tells the others about itself."""
+
+    id: int
+    name: str
+    incarnation: int
+    addresses: list[str]
+    host: str  # see addresses.host_key
+    devices: tuple[Any, ...] = (0, (), {})  # see devices.Devices; as a static group exchanges them
+
+
+class Group(NamedTuple):
+    """What all members of a group agree on."""
+
+    token: str  # tells this group from others
+    secret: bytes
+    shared_secret: bool  # the secret came through the store
+
+    def __repr__(self) -> str:
+        return f"Group(token={self.token!r}, shared_secret={self.shared_secret})"
+
+
+def record_of(member: Member, group: Group) -> dict[str, Any]:
+    """The member as it stands in the store."""
+    return {"facts": member} if group.shared_secret else {"facts": member, "mac": _mac(member, group)}
+
+
+def member_of(record: dict[str, Any], group: Group) -> Member:
+    """The member of a record.
+
+    Raises:
+        TelegradError: the record was made with another secret than the group's, or without one.
+    """
+    member = Member(*record["facts"])
+    mac = record.get("mac")
+    if group.shared_secret:
+        if mac is None:
+            return member
+        raise TelegradError(
+            f"worker {member.name} (rank {member.id}) was started with a secret, but others of the group without one."
+            " Give all workers the same secret, or none."
+        )
+    if not hmac.compare_digest(str(mac), _mac(member, group)):
+        raise TelegradError(
+            f"the record of worker {member.name} (rank {member.id}) in the group's store was not made with the group's"
+            " secret: that worker was started with another secret or with none, or somebody else writes to the store."
+            " Give all workers the same secret."
+        )
+    return member
+
+
+def _mac(member: Member, group: Group) -> str:
+    facts = json.dumps([group.token, *member], sort_keys=True, separators=(",", ":"))
+    return hmac.digest(group.secret, _PURPOSE + facts.encode(), "sha256").hex()

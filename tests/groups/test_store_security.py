@@ -1,0 +1,200 @@
+"""Who can reach a group's store, and what is to be found there."""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from actors import free_port
+
+from telegrad import rpc
+from telegrad.errors import TelegradError
+from telegrad.rpc import Options, Worker, stores
+from telegrad.testing import cluster, run_all
+from telegrad.worker import rendezvous
+from telegrad.worker.records import Group, Member, member_of, record_of
+
+GIVEN = Options(secret="correct horse", rpc_timeout=30)
+LONG = timedelta(seconds=30)
+
+
+def listening(port: int) -> list[str]:
+    """The addresses at which this machine listens on a port, as the kernel shows them."""
+    found = []
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            host, _, its_port = fields[1].rpartition(":")
+            if fields[3] == "0A" and int(its_port, 16) == port:
+                words = [bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8)]
+                found.append(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
+@pytest.fixture
+def own_address() -> Iterator[str]:
+    """An address of this machine by which others reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no route but loopback")
+        yield s.getsockname()[0]
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    yield
+    stores._latest.clear()
+
+
+def host(address: str, port: int) -> Any:
+    return stores.meet(Options(init_method=f"tcp://{address}:{port}"), 0, 1)[0]
+
+
+@pytest.mark.parametrize(("asked", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("[::1]", "::1")])
+def test_store_on_loopback_stays_there(forget: None, asked: str, bound: str) -> None:
+    if bound == "::1" and not stores._is_own(socket.AF_INET6, ("::1", 0, 0, 0)):
+        pytest.skip("this machine has no IPv6")
+    port = free_port()
+    store = host(asked, port)
+    assert listening(port) == [bound]
+    store.set("key", "value")
+    client = dist.TCPStore(bound, port, is_master=False, wait_for_workers=False, timeout=LONG)  # type: ignore[attr-defined]
+    assert client.get("key") == b"value"
+
+
+def test_store_at_another_address_is_at_no_other(forget: None, own_address: str) -> None:
+    port = free_port()
+    _store = host(own_address, port)
+    assert listening(port) == [own_address]
+
+
+@pytest.mark.parametrize("asked", ["0.0.0.0", socket.gethostname()])
+def test_store_at_all_addresses_where_that_is_asked_for(forget: None, asked: str) -> None:
+    port = free_port()
+    _store = host(asked, port)
+    assert listening(port) in (["::"], ["0.0.0.0"])
+
+
+def test_file_is_for_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    before = os.umask(0)
+    try:
+        rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=Options(init_method=f"file://{path}"))
+        assert path.stat().st_mode & 0o777 == 0o600
+        rpc.shutdown()
+    finally:
+        os.umask(before)
+
+
+def test_file_that_cannot_be_made() -> None:
+    where = "file:///no/such/folder/file"
+    with pytest.raises(RuntimeError, match=f"the group cannot meet at {where}: No such file or directory"):
+        rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=Options(init_method=where))
+
+
+def test_random_secret_is_gone_once_all_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    store = dist.FileStore(str(path), 2)  # type: ignore[attr-defined]
+    secret = ""
+    written = path.read_bytes
+
+    def look_while_joining() -> None:
+        nonlocal secret
+        store.wait(["member/1"], LONG)
+        secret = json.loads(store.get("agreement"))["key"]
+        assert secret.encode() in written()
+
+    joined: list[Worker] = []
+    early = threading.Thread(target=lambda: joined.append(Worker("w1", 1, 2, store=store)))
+    early.start()
+    look_while_joining()
+    joined.append(Worker("w0", 0, 2, store=store))
+    early.join(30)
+    assert len(secret) == 64
+    assert secret.encode() not in written()
+    assert json.loads(store.get("agreement"))["key"] == ""
+    assert secret == joined[0]._worker.group.secret.hex()
+    assert rendezvous.is_static(store)
+    with joined[0]:
+        assert rpc.rpc_sync("w0", abs, (-1,)) == 1
+    run_all([lambda worker=worker: worker.shutdown(timeout=30) for worker in joined])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_secret_that_was_given_never_enters_the_store(tmp_path: Path, dynamic: bool) -> None:
+    path = tmp_path / "meeting"
+    with cluster(2, GIVEN, store=dist.FileStore(str(path), -1), dynamic=dynamic) as group:  # type: ignore[attr-defined]
+        assert rpc.rpc_sync("w1", abs, (-1,)) == 1
+        written = path.read_bytes()
+        assert b"mac" in written
+        assert group[0]._worker.group.secret not in written
+        assert group[0]._worker.group.secret.hex().encode() not in written
+
+
+def test_group_does_not_show_its_secret() -> None:
+    group = Group("token", b"horse", False)
+    assert repr(group) == str(group) == "Group(token='token', shared_secret=False)"
+    with cluster(1) as alone:
+        assert alone[0]._worker.group.secret.hex() not in repr(alone[0]._worker.group)
+
+
+# ---- records
+
+ME = Member(1, "w1", 77, ["tcp:10.0.0.1:5"], "boot/1", (0, ["cuda:0"], {"w0": {"cuda:0": "cuda:0"}}))
+GROUP = Group("token", b"horse", False)
+
+
+def through_store(record: dict[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(record))
+    return read
+
+
+@pytest.mark.parametrize("group", [GROUP, GROUP._replace(shared_secret=True)])
+def test_record_comes_back(group: Group) -> None:
+    back = member_of(through_store(record_of(ME, group)), group)
+    assert back[:5] == ME[:5]
+    assert list(back.devices) == list(ME.devices)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"facts": [1, "w1", 77, ["tcp:10.6.6.6:5"], *ME[4:]]},
+        {"facts": [0, *ME[1:]]},
+        {"mac": "0" * 64},
+        {"mac": None},
+        {"mac": ["a", 1]},
+        {"mac": record_of(ME, Group("token", b"other", False))["mac"]},
+        {"mac": record_of(ME, Group("another group's", b"horse", False))["mac"]},
+    ],
+    ids=["address", "rank", "mac", "none", "kind", "other secret", "other group"],
+)
+def test_record_that_a_stranger_wrote(forged: dict[str, Any]) -> None:
+    with pytest.raises(TelegradError, match=r"record of worker w1 .* was not made with the group's secret"):
+        member_of(through_store({**record_of(ME, GROUP), **forged}), GROUP)
+
+
+def test_secret_where_others_have_none() -> None:
+    with pytest.raises(
+        TelegradError, match=r"w1 \(rank 1\) was started with a secret, but others of the group without"
+    ):
+        member_of(through_store(record_of(ME, GROUP)), Group("token", b"random", True))
+
+
+def test_stranger_in_the_list_of_a_dynamic_group() -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    with cluster(1, GIVEN, store=store, dynamic=True):
+        members = json.loads(store.get("members"))
+        stranger = {"facts": [5, "stranger", 1, ["tcp:10.6.6.6:5"], "there"]}
+        store.set("members", json.dumps([*members, stranger]))
+        with pytest.raises(TelegradError, match=r"record of worker stranger \(rank 5\) .* was not made with"):
+            Worker("w1", options=GIVEN, store=store)
+        store.set("members", json.dumps(members))
