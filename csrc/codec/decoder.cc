@@ -78,6 +78,7 @@ bool Decoder::tensor(Reader& in) {
   if (!spec.dtype) return is_malformed("a tensor of unknown type");
   if (flags & ~kAllTensorFlags) return is_malformed("unknown flags of a tensor");
   spec.requires_grad = flags & kRequiresGrad;
+  spec.graph_cut = flags & kGraphCut;
   if (spec.requires_grad && !spec.dtype->can_require_grad) return is_malformed("an integer tensor that requires grad");
   if (ndim > kMaxTensorDims) return is_malformed("a tensor of too many dimensions");
   spec.ndim = static_cast<int>(ndim);

@@ -216,10 +216,13 @@ Outcome Encoder::tensor(PyObject* o) {
     number = tensors_.size();
     tensors_.add(o);
     alive_.push_back(nb::borrow(o));
+    int graph_cut = 0;
+    if (spec.requires_grad && !is_recorded() && (graph_cut = codec_.tensors().has_graph(o)) < 0) return Outcome::kError;
     const bool is_strided = !spec.is_contiguous();
     tensor_table_.byte(spec.dtype->code);
     tensor_table_.byte(static_cast<std::uint8_t>((spec.requires_grad ? kRequiresGrad : 0) |
-                                                 (is_strided ? kStrided : 0) | (segment.nbytes ? kHasMemory : 0)));
+                                                 (is_strided ? kStrided : 0) | (segment.nbytes ? kHasMemory : 0) |
+                                                 (graph_cut ? kGraphCut : 0)));
     tensor_table_.varint(static_cast<std::uint64_t>(spec.ndim));
     for (int i = 0; i < spec.ndim; ++i) tensor_table_.varint(static_cast<std::uint64_t>(spec.shape[i]));
     if (is_strided)

@@ -60,7 +60,8 @@ enum TensorFlags : std::uint8_t {
   kRequiresGrad = 1,
   kStrided = 2,    // strides follow the shape; without it the layout is contiguous
   kHasMemory = 4,  // takes the next segment; a tensor without elements has none
-  kAllTensorFlags = 7,
+  kGraphCut = 8,   // requires grad, and is the end of a graph that stays with the sender: nobody records the message
+  kAllTensorFlags = 15,
 };
 
 inline constexpr int kMaxTensorDims = 64;  // torch's own limit

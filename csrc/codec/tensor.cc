@@ -79,15 +79,17 @@ bool TensorSpec::set_contiguous() {
 }
 
 TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
-                           nb::tuple byte_types, nb::object parameter_type)
+                           nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut)
     : type_object_(std::move(tensor_type)),
       type_(reinterpret_cast<PyTypeObject*>(type_object_.ptr())),
       encode_(std::move(encode)),
       decode_(std::move(decode)),
       byte_types_(std::move(byte_types)),
       parameter_type_(std::move(parameter_type)),
+      watch_cut_(std::move(watch_cut)),
       untyped_storage_(nb::steal<nb::str>(PyUnicode_InternFromString("untyped_storage"))),
       requires_grad_(nb::steal<nb::str>(PyUnicode_InternFromString("requires_grad"))),
+      is_leaf_(nb::steal<nb::str>(PyUnicode_InternFromString("is_leaf"))),
       dtype_(nb::steal<nb::str>(PyUnicode_InternFromString("dtype"))) {
   if (exchange_api.is_none()) return;
   auto* api = static_cast<dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kExchangeApiCapsule));
@@ -212,7 +214,21 @@ Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segme
   return Outcome::kOk;
 }
 
+int TensorBridge::has_graph(PyObject* tensor) const {
+  const nb::object is_leaf = nb::steal(PyObject_GetAttr(tensor, is_leaf_.ptr()));
+  return is_leaf.is_valid() ? is_leaf.ptr() == Py_False : -1;
+}
+
 PyObject* TensorBridge::rebuild(const TensorSpec& spec, SegmentMemory memory) const {
+  nb::object tensor = nb::steal(rebuild_plain(spec, std::move(memory)));
+  if (tensor.is_valid() && spec.requires_grad && spec.graph_cut && !watch_cut_.is_none()) {
+    const nb::object watched = nb::steal(PyObject_CallOneArg(watch_cut_.ptr(), tensor.ptr()));
+    if (!watched.is_valid()) return nullptr;
+  }
+  return tensor.release().ptr();
+}
+
+PyObject* TensorBridge::rebuild_plain(const TensorSpec& spec, SegmentMemory memory) const {
   if (api_) {
     const bool had_memory = memory.valid();
     if (PyObject* tensor = rebuild_natively(spec, memory)) return tensor;
@@ -278,6 +294,7 @@ int TensorBridge::traverse(visitproc visit, void* arg) const {
   Py_VISIT(decode_.ptr());
   Py_VISIT(byte_types_.ptr());
   Py_VISIT(parameter_type_.ptr());
+  Py_VISIT(watch_cut_.ptr());
   Py_VISIT(is_neg_.ptr());
   Py_VISIT(is_conj_.ptr());
   return 0;

@@ -34,6 +34,7 @@ struct Segment {
 struct TensorSpec {
   const DType* dtype = nullptr;
   bool requires_grad = false;
+  bool graph_cut = false;  // see TensorFlags
   int ndim = 0;
   std::int64_t shape[kMaxTensorDims];
   std::int64_t strides[kMaxTensorDims];  // in elements, never negative
@@ -51,7 +52,7 @@ class TensorBridge {
   /// does not tell torch.uint4 from torch.uint8). `parameter_type`: torch's class of parameters, or None. Throws
   /// nb::python_error.
   TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
-               nb::tuple byte_types, nb::object parameter_type);
+               nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut);
 
   bool is_tensor(PyObject* object) const { return Py_TYPE(object) == type_; }
   bool is_parameter(PyObject* object) const {
@@ -66,12 +67,16 @@ class TensorBridge {
   /// error set.
   PyObject* rebuild(const TensorSpec& spec, SegmentMemory memory) const;
 
+  /// Whether the tensor has a graph behind it; -1 with a Python error set.
+  int has_graph(PyObject* tensor) const;
+
   int traverse(visitproc visit, void* arg) const;
   void clear();
 
  private:
   Outcome describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const;
   Outcome describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
+  PyObject* rebuild_plain(const TensorSpec& spec, SegmentMemory memory) const;
   PyObject* rebuild_natively(const TensorSpec& spec, SegmentMemory& memory) const;
   PyObject* rebuild_by_hook(const TensorSpec& spec, SegmentMemory memory) const;
   bool flag(const nb::object& method, PyObject* tensor, bool& out) const;
@@ -83,7 +88,8 @@ class TensorBridge {
   nb::tuple byte_types_;
   nb::object parameter_type_;
   nb::object is_neg_, is_conj_;
-  nb::str untyped_storage_, requires_grad_, dtype_;
+  nb::object watch_cut_;
+  nb::str untyped_storage_, requires_grad_, is_leaf_, dtype_;
 };
 
 }  // namespace telegrad::codec

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from telegrad.serialize.cut_graphs import watch_cut
 from telegrad.serialize.tensors import (
     CODE_OF_DTYPE,
     DTYPE_OF_CODE,
@@ -36,6 +37,7 @@ class Place(NamedTuple):
     strides: tuple[int, ...]  # in elements
     segment: int  # which of the message's tensor segments, or NO_MEMORY
     offset: int  # of the first element in it, in elements
+    graph_cut: bool = False  # it requires grad, and its graph stays with the sender: nobody records the message
 
 
 class _Member(NamedTuple):
@@ -83,7 +85,7 @@ def restore(places: Sequence[Place], segments: Sequence[Buffer], *, recorded: bo
     """
     storages: dict[int, torch.UntypedStorage] = {}
     tensors = []
-    for code, requires_grad, shape, strides, segment, offset in places:
+    for code, requires_grad, shape, strides, segment, offset, graph_cut in places:
         dtype = DTYPE_OF_CODE.get(code)
         if dtype is None:
             raise TypeError(f"this version of torch ({torch.__version__}) has no tensor type with code {code}")
@@ -93,13 +95,18 @@ def restore(places: Sequence[Place], segments: Sequence[Buffer], *, recorded: bo
             if segment not in storages:
                 storages[segment] = storage_over(segments[segment])
             tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[segment], offset, shape, strides)
-        tensors.append(tensor.requires_grad_(True) if requires_grad and not recorded else tensor)
+        if requires_grad and not recorded:
+            tensor.requires_grad_(True)
+            if graph_cut:
+                watch_cut(tensor)
+        tensors.append(tensor)
     return tensors
 
 
 def _placed(tensor: torch.Tensor, strides: tuple[int, ...], segment: int, offset: int) -> Place:
     code = CODE_OF_DTYPE[tensor.dtype]
-    return Place(code, tensor.requires_grad, tuple(tensor.shape), tuple(strides), segment, offset)
+    graph_cut = tensor.requires_grad and not tensor.is_leaf
+    return Place(code, tensor.requires_grad, tuple(tensor.shape), tuple(strides), segment, offset, graph_cut)
 
 
 def _islands(members: list[_Member]) -> list[list[_Member]]:

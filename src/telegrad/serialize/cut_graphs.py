@@ -1,0 +1,55 @@
+"""One warning for programs that would train nothing: gradients that end at a tensor from another worker.
+
+Outside of an autograd context a tensor that requires grad arrives as a leaf. If it was made by a graph on the sender,
+`loss.backward()` fills the leaf's `.grad` here and never reaches that graph.
+"""
+
+import os
+import sys
+import warnings
+from types import FrameType
+
+import torch
+
+import telegrad
+
+__all__ = ["watch_cut"]
+
+TEXT = (
+    "The gradient of a tensor that came from another worker has ended here, in its .grad: it was received outside of an"
+    " autograd context, so the graph that made it on the other worker gets no gradient, and nothing is trained there."
+    " Make the call in `with telegrad.autograd.context() as context_id:` and call"
+    " `telegrad.autograd.backward(context_id, [loss])`. If the gradient is meant to stay here, send a detached tensor."
+    " (This is said once in a process.)"
+)
+
+_said = False
+
+
+def watch_cut(tensor: torch.Tensor) -> None:
+    """Has the first gradient that any such tensor of this process gets warn.
+
+    Args:
+        tensor: a leaf that requires grad, which had a graph on its sender.
+    """
+    if not _said:
+        tensor.register_post_accumulate_grad_hook(_warn)  # type: ignore[no-untyped-call]
+
+
+def _warn(_: torch.Tensor) -> None:
+    global _said
+    if not _said:
+        _said = True
+        warnings.warn(TEXT, stacklevel=_depth_of_program())
+
+
+_LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, telegrad))
+
+
+def _depth_of_program() -> int:
+    """Frames from `_warn` to the program's own, as `warnings.warn` counts them."""
+    depth = 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        depth, frame = depth + 1, frame.f_back
+    return depth

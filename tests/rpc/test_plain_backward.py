@@ -1,0 +1,96 @@
+"""What `loss.backward()` over received tensors says, without an autograd context."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad import autograd, rpc
+from telegrad.serialize import cut_graphs
+
+pytestmark = pytest.mark.usefixtures("two", "quiet")
+
+WEIGHT = torch.ones(3, requires_grad=True)
+
+
+def forward(x: Tensor) -> Tensor:
+    return WEIGHT * x
+
+
+def forward_in_parts(x: Tensor) -> dict[str, Any]:
+    return {"y": WEIGHT * x, "not plain": {1, 2}}
+
+
+def weight() -> Tensor:
+    return WEIGHT
+
+
+def step(y: Tensor) -> None:
+    y.sum().backward()
+
+
+@pytest.fixture(autouse=True)
+def not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_graphs, "_said", False)
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sync": lambda x: rpc.rpc_sync("w1", forward, (x,)),
+    "async": lambda x: rpc.rpc_async("w1", forward, (x,)).wait(),
+    "to_here": lambda x: rpc.remote("w1", forward, (x,)).to_here(),
+    "pickled": lambda x: rpc.rpc_sync("w1", forward_in_parts, (x,))["y"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_that_ends_at_a_received_tensor_warns_once(way: str) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            y = WAYS[way](torch.ones(3))
+            assert y.is_leaf
+            (2 * y).sum().backward()  # here
+            assert y.grad is not None
+            assert y.grad.tolist() == [2, 2, 2]
+    assert len(said) == 1
+    assert issubclass(said[0].category, UserWarning)
+    assert re.search(r"nothing is trained there.*with telegrad\.autograd\.context\(\)", str(said[0].message))
+    assert said[0].filename == __file__
+    with open(__file__) as f:
+        assert f.readlines()[said[0].lineno - 1].rstrip().endswith("# here")
+
+
+def test_callee_warns_of_the_callers_graph() -> None:
+    with pytest.warns(UserWarning, match="nothing is trained there"):
+        rpc.rpc_sync("w1", step, (torch.ones(3, requires_grad=True) * 2,))
+
+
+def test_what_loses_nothing_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy = rpc.rpc_sync("w1", weight)  # a leaf, whose gradients are this worker's own
+        copy.sum().backward()
+        assert copy.grad is not None
+        y = rpc.rpc_sync("w1", forward, (torch.ones(3),))
+        (gradient,) = torch.autograd.grad(y.sum(), y)  # the program takes it itself
+        assert gradient.tolist() == [1, 1, 1]
+        with autograd.context() as context:
+            autograd.backward(context, [rpc.rpc_sync("w1", forward, (torch.ones(3, requires_grad=True),)).sum()])
+
+
+def test_plain_backward_within_a_context_raises() -> None:
+    with autograd.context(), pytest.raises(RuntimeError, match=r"instead of loss\.backward\(\)|backward"):
+        rpc.rpc_sync("w1", forward, (torch.ones(3),)).sum().backward()
+
+
+def test_watched_tensors_travel_on_and_can_be_saved(tmp_path: Any) -> None:
+    y = rpc.rpc_sync("w1", forward, (torch.ones(3),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(y, tmp_path / "y")
+        assert torch.equal(rpc.rpc_sync("w1", forward, (y,)), y)
+        assert torch.equal(y.clone(), y)
