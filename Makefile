@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance bench bench-check lint format stubs docs dist clean
+.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance dependents bench bench-check lint format stubs docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -53,6 +53,10 @@ CONFORMANCE = $(PY) tests/conformance/conformance.py --package telegrad --set op
 
 conformance: build ## PyTorch's own RPC test-suite, run over Telegrad
 	$(CONFORMANCE) $(ARGS)
+
+dependents: build ## packages that use torch.distributed.rpc (TorchRL, PyG), run over Telegrad
+	tools/make_dependents.sh $(VENV) $(BUILD)/dependents
+	$(BUILD)/dependents/bin/python -m pytest -q -m slow --timeout 600 tests/dependents $(ARGS)
 
 bench: build ## speed beside other frameworks and the machine's limit; ARGS="--only calls --rounds 1", see bench/README.md
 	@tools/install_peers.sh $(VENV)
