@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ raise SystemExit(7)
 
 
 def run(*words: str, **how: Any) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=50, **how)
+    return subprocess.run(words, capture_output=True, text=True, check=False, **{"timeout": 50, **how})
 
 
 @pytest.fixture
@@ -113,17 +114,19 @@ with open(f"{sys.argv[1]}/{rank}", "w") as out:
 rpc.shutdown()
 """
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+AGENT = [*PYTHON, "-m", "torch.distributed.run", *TORCHRUN[1:]]
+SCRIPT = Path(sysconfig.get_path("scripts"), "telegrad")
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "words",
-    [[*OURS, *TORCHRUN], [*PYTHON, "-m", "torch.distributed.run", *TORCHRUN[1:], "--no-python", *OURS]],
-    ids=["around", "below"],
+    [[*OURS, *TORCHRUN], [*AGENT, "--no-python", str(SCRIPT), *OURS[3:]], [*AGENT, "-m", "telegrad", *OURS[3:]]],
+    ids=["around", "command below", "module below"],
 )
 def test_torchrun(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
-    ran = run(*words, "trainer.py", str(tmp_path), cwd=tmp_path)
+    ran = run(*words, "trainer.py", str(tmp_path), cwd=tmp_path, timeout=110)
     assert ran.returncode == 0, ran.stderr
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["telegrad.compat.rpc 5"] * 2
 

@@ -92,11 +92,12 @@ def adopted(rref: rpc.RRef[nn.Module], place: str) -> tuple[object, int, torch.T
     return module.on, len(module.remote_parameters()), module(X)
 
 
-@pytest.mark.parametrize("at", ["w0", "w1"])
-def test_from_a_reference_with_the_name_of_another_worker(two: Cluster, at: str) -> None:
-    rref = two[0].remote("w1", nn.Linear, (4, 1))
+@pytest.mark.parametrize("at", ["w0", "w1", "w2"])
+def test_from_a_reference_with_the_name_of_another_worker(four: Cluster, at: str) -> None:
+    """At the reference's maker, at the module's owner, and at a third worker."""
+    rref = four[0].remote("w1", nn.Linear, (4, 1))
     expected = rref.rpc_sync().forward(X)
-    for place, on in {"w0/cpu": "w0", "rank:0/cpu": 0, "w1": "w1", "cpu": "w1"}.items():
+    for place, on in {"w0/cpu": "w0", "rank:0/cpu": 0, "w1": "w1", "w3/cpu": "w3", "cpu": "w1"}.items():
         found, parameters, result = rpc.rpc_sync(at, adopted, (rref, place))
         assert (found, parameters) == (on, 2)
         assert torch.equal(result, expected)
