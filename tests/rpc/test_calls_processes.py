@@ -1,7 +1,9 @@
 """Calls between real processes that do not have the same definitions."""
 
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +67,44 @@ def test_what_the_other_process_does_not_have() -> None:
         assert name in error
         assert "AttributeError" in error
         assert "Default RPC pickler does not serialize" in error
+
+
+CALLER = """
+import subprocess
+import sys
+from telegrad import rpc
+rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=rpc.Options(init_method=sys.argv[1]))
+try:
+    rpc.rpc_sync("w1", eval, ("__import__('__main__').fail()",))
+except ValueError as e:
+    print(type(e).__mro__[1].__name__, e, e.code)
+rpc.shutdown()
+"""
+
+CALLEE = """
+import subprocess
+import sys
+from telegrad import rpc
+class OnlyThere(ValueError):
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+        self.code = code
+def fail():
+    raise OnlyThere(3, "why")
+rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=rpc.Options(init_method=sys.argv[1]))
+rpc.shutdown()
+"""
+
+
+def test_exception_of_another_script_comes_as_itself(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path}/meeting"
+    caller, callee = (
+        subprocess.Popen([sys.executable, "-c", program, meeting], stdout=subprocess.PIPE, text=True)
+        for program in (CALLER, CALLEE)
+    )
+    assert caller.communicate(timeout=50)[0] == "OnlyThere 3: why 3\n"
+    callee.communicate(timeout=50)
+    assert (caller.returncode, callee.returncode) == (0, 0)
 
 
 def module_missing(rank: int, n: int, init_method: str) -> str:

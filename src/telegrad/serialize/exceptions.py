@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cloudpickle
+
 import telegrad
 from telegrad.errors import RemoteError, is_drop_in
 from telegrad.serialize.by_value import ByValuePickler
@@ -50,6 +52,7 @@ class _Packed(NamedTuple):
     traceback: str
     pickled: bytes | None  # (maker, args) or (maker, args, state), as __reduce_ex__ gives them
     why_not: str  # why it, or its state, could not be pickled
+    by_value: bytes | None = None  # the same with its class, for callers whose __main__ is another script
 
 
 class RemoteTraceback(Exception):
@@ -194,8 +197,7 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
     if isinstance(exc, RemoteError) and isinstance(origin, _Packed):  # a third worker's goes on as what it was there
         packed = origin._replace(worker=name, worker_id=worker_id, shown=shown, traceback=trace)
     elif isinstance(exc, Exception):
-        pickled, why_not = _pickled(exc)
-        packed = _Packed(name, worker_id, _type_name(type(exc)), shown, text_of(exc), trace, pickled, why_not)
+        packed = _Packed(name, worker_id, _type_name(type(exc)), shown, text_of(exc), trace, *_pickled(exc))
     else:
         kind = _type_name(type(exc))
         message = f"the call raised {shown} on worker {name}, which ends neither that worker nor its caller"
@@ -206,26 +208,36 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
 _NOT_RAISED_AGAIN = "it cannot be raised at a distance"
 
 
-def _pickled(exc: Exception) -> tuple[bytes | None, str]:
+def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
+    """The last three fields."""
     try:
         reduce = copyreg.dispatch_table.get(type(exc))
         parts: Any = exc.__reduce_ex__(5) if reduce is None else reduce(exc)
         if not isinstance(parts, tuple) or len(parts) not in (2, 3):
             parts = _itself, (exc,)
         try:
-            return _dumped(parts), ""
+            return _dumped(parts), "", _by_value(type(exc), parts)
         except BaseException as e:  # user code, as in show_exception
             if len(parts) == 2:
                 raise
-            return _dumped(parts[:2]), _could_not(e)
+            return _dumped(parts[:2]), _could_not(e), _by_value(type(exc), parts[:2])
     except BaseException as e:  # the same
-        return None, _could_not(e)
+        return None, _could_not(e), None
 
 
 def _dumped(parts: tuple[Any, ...]) -> bytes:
     file = io.BytesIO()
     ByValuePickler(file).dump(parts)
     return file.getvalue()
+
+
+def _by_value(kind: type, parts: tuple[Any, ...]) -> bytes | None:
+    if kind.__module__ not in ("__main__", "__mp_main__"):
+        return None
+    try:
+        return bytes(cloudpickle.dumps(parts, protocol=5))  # by value is its way with __main__
+    except BaseException:  # user code: then it travels by name alone
+        return None
 
 
 def _could_not(e: BaseException) -> str:
@@ -287,11 +299,21 @@ def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
     return exc, note, f"{text}{note} Original exception on remote side was {packed.type_name}.\n"
 
 
-def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
-    """The exception, made of the parts that were sent: classes of exceptions are called as `maker_of` gives them."""
+def _parts(packed: _Packed) -> tuple[Any, ...]:
     if packed.pickled is None:
         raise TypeError(packed.why_not)
-    maker, args, *state = pickle.loads(packed.pickled)
+    try:
+        parts: tuple[Any, ...] = pickle.loads(packed.pickled)
+    except AttributeError:
+        if packed.by_value is None:
+            raise
+        parts = pickle.loads(packed.by_value)
+    return parts
+
+
+def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
+    """The exception, made of the parts that were sent: classes of exceptions are called as `maker_of` gives them."""
+    maker, args, *state = _parts(packed)
     if isinstance(maker, type) and issubclass(maker, Exception):
         maker = maker_of(maker)
     exc = maker(*args)
