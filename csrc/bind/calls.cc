@@ -2,9 +2,12 @@
 
 #include <nanobind/nanobind.h>
 
+#include <optional>
+
 #include "bind/interruption.h"
 #include "bind/loans.h"
 #include "bind/messages.h"
+#include "codec/gil.h"
 
 namespace telegrad::bind {
 namespace {
@@ -12,19 +15,12 @@ namespace {
 /// What is sent with the GIL held lets go of it before it would wait for another thread's sending.
 class GilUntilBlocked {
  public:
-  GilUntilBlocked() = default;
-  ~GilUntilBlocked() {
-    if (released_) PyEval_RestoreThread(released_);
-  }
-  GilUntilBlocked(const GilUntilBlocked&) = delete;
-  GilUntilBlocked& operator=(const GilUntilBlocked&) = delete;
-
   std::function<void()> before_blocking() {
-    return [this] { released_ = PyEval_SaveThread(); };
+    return [this] { released_.emplace(); };
   }
 
  private:
-  PyThreadState* released_ = nullptr;
+  std::optional<GilReleased> released_;
 };
 
 }  // namespace
@@ -37,10 +33,10 @@ Outcome call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m,
   Outcome outcome;
   WaitEnd end;
   {
-    nb::gil_scoped_release no_gil;
+    const GilReleased no_gil;
     const std::uint64_t id = e.start(peer, std::move(m), std::move(o));
     if (take_lazy && e.has_lazy()) {
-      const nb::gil_scoped_acquire gil;
+      const GilHeld gil;
       take_lazy();
     }
     end = interruption.raised() ? WaitEnd::kInterrupted : e.wait(id, deadline, interrupted, outcome);
@@ -68,7 +64,7 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
     o.before_blocking = gil.before_blocking();
     id = e.start(peer, std::move(m), std::move(o));
   } else {
-    nb::gil_scoped_release no_gil;
+    const GilReleased no_gil;
     id = e.start(peer, std::move(m), std::move(o));
   }
   if (e.stopping() && e.withdraw(id)) id = 0;
@@ -84,7 +80,7 @@ bool take_outcome(Engine& e, std::uint64_t call, Nanos timeout, Outcome& out) {
   const auto interrupted = interruption.ask();
   WaitEnd end;
   {
-    nb::gil_scoped_release no_gil;
+    const GilReleased no_gil;
     end = e.wait(call, deadline_after(now(), timeout), interrupted, out);
   }
   release_references();
@@ -98,7 +94,7 @@ void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::un
     GilUntilBlocked gil;
     e.reply(connection, call, std::move(m), false, gil.before_blocking());
   } else {
-    nb::gil_scoped_release no_gil;
+    const GilReleased no_gil;
     e.reply(connection, call, std::move(m), true);
   }
   let_go(m);

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "bind/errors.h"
+#include "codec/gil.h"
 
 namespace telegrad::bind {
 namespace {
@@ -71,7 +72,7 @@ bool Direct::find_peer(nb::handle to, std::int32_t& peer) const {
 /// `NameTable.find` of a function that it has found before, and that stands where it stood then.
 bool Direct::find_name(nb::handle function, Addressed& out) const {
   if (PySet_GET_SIZE(around_.by_value.ptr()) != 0) return false;
-  PyObject* known = PyDict_GetItemWithError(around_.known.ptr(), function.ptr());
+  PyObject* known = in_python([&] { return PyDict_GetItemWithError(around_.known.ptr(), function.ptr()); });
   if (!known && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
   if (!known) {
     PyErr_Clear();  // it is not hashable
@@ -86,7 +87,7 @@ bool Direct::find_name(nb::handle function, Addressed& out) const {
 }
 
 nb::object Direct::future(nb::handle calls, nb::handle function, std::int32_t peer, nb::handle timeout) const {
-  nb::object future = nb::steal(PyObject_CallOneArg(around_.future_type.ptr(), around_.no_devices.ptr()));
+  nb::object future = nb::steal(call_python(around_.future_type.ptr(), around_.no_devices.ptr()));
   const nb::object number = nb::steal(PyLong_FromLong(peer));
   const nb::object request = nb::steal(PyTuple_Pack(3, number.ptr(), function.ptr(), timeout.ptr()));
   if (!future.is_valid() || !request.is_valid()) throw nb::python_error();

@@ -14,6 +14,7 @@
 #include "bind/loans.h"
 #include "bind/messages.h"
 #include "bind/multicast.h"
+#include "codec/gil.h"
 
 using namespace nanobind::literals;
 
@@ -71,7 +72,7 @@ bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& bod
   auto m = compose(tag, flags, body, segments);
   bool sent;
   {
-    nb::gil_scoped_release no_gil;
+    const GilReleased no_gil;
     sent = e.send(peer, std::move(m));
   }
   release_references();
@@ -183,8 +184,8 @@ void init_engine(nb::module_& m) {
                         .addresses = std::move(addresses)});
           },
           "id"_a, "name"_a, "incarnation"_a, "addresses"_a)
-      .def("part_from", &Engine::part_from, "id"_a, "why"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("forget_peer", &Engine::forget_peer, "id"_a, "why"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("part_from", &Engine::part_from, "id"_a, "why"_a, nb::call_guard<GilReleased>())
+      .def("forget_peer", &Engine::forget_peer, "id"_a, "why"_a, nb::call_guard<GilReleased>())
       .def("call", call, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "linger"_a.none(),
            "Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).")
@@ -217,7 +218,7 @@ void init_engine(nb::module_& m) {
       .def("nudge", &Engine::nudge, "delay"_a,
            "Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any "
            "point.")
-      .def("stop", &Engine::stop, "linger"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &Engine::stop, "linger"_a, nb::call_guard<GilReleased>())
       .def("stats", stats)
       .def_prop_ro("memory", [](const Engine& e) { return Memory{e.pool()}; });
   init_multicast(engine);

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <functional>
 
+#include "codec/gil.h"
+
 namespace telegrad::bind {
 
 /// The thread that Python delivers signals to. Found once, but by no static's own initialization: that runs Python
@@ -27,7 +29,7 @@ class Interruption {
   std::function<bool()> ask() {
     if (PyThread_get_thread_ident() != main_thread()) return {};
     return [this] {
-      nanobind::gil_scoped_acquire gil;
+      const GilHeld gil;
       raised_ = raised_ || PyErr_CheckSignals() != 0;
       return raised_;
     };

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "codec/gil.h"
 #include "core/forks.h"
 
 namespace telegrad::bind {
@@ -49,7 +50,9 @@ void release_references() {
     objects.swap(p.objects);
     p.any.store(false, std::memory_order_release);
   }
-  for (PyObject* o : objects) Py_DECREF(o);
+  in_python([&] {
+    for (PyObject* o : objects) Py_DECREF(o);
+  });
 }
 
 }  // namespace telegrad::bind

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "codec/gil.h"
 #include "core/engine.h"
 #include "core/message.h"
 
@@ -26,7 +27,9 @@ class References final : public Keep {
     objects_.push_back(object.ptr());
   }
   /// Gives up one, by its number. With the GIL held and no lock of the core.
-  void drop(std::size_t index) { Py_DECREF(std::exchange(objects_[index], Py_NewRef(Py_None))); }
+  void drop(std::size_t index) {
+    in_python([&] { Py_DECREF(std::exchange(objects_[index], Py_NewRef(Py_None))); });
+  }
   /// Something that is no object, and may be destroyed on any thread.
   void hold(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
   PyObject* front() const { return objects_.front(); }
@@ -34,7 +37,9 @@ class References final : public Keep {
 
   /// Gives all up at once. With the GIL held and no lock of the core.
   void release() {
-    for (PyObject* o : std::exchange(objects_, {})) Py_DECREF(o);
+    in_python([this] {
+      for (PyObject* o : std::exchange(objects_, {})) Py_DECREF(o);
+    });
   }
 
  private:

@@ -4,6 +4,7 @@
 
 #include "bind/block.h"
 #include "bind/loans.h"
+#include "codec/gil.h"
 
 namespace telegrad::bind {
 namespace {
@@ -116,7 +117,7 @@ bool next_item(Engine& e, PoolThread& thread, Item& item, const std::function<vo
   bool more = e.try_next(thread, item);
   if (!more) {
     before_sleep();
-    nb::gil_scoped_release no_gil;
+    const GilReleased no_gil;
     const WakesForReferences wakes(e);
     more = e.next(thread, item);
   }

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bind/block.h"
+#include "bind/callbacks.h"
 #include "bind/engine.h"
 #include "bind/loans.h"
 #include "bind/plain.h"
@@ -17,5 +18,6 @@ NB_MODULE(_core, m) {
   telegrad::bind::init_plain_calls(m);
   telegrad::bind::init_plain_pool(m);
   telegrad::bind::init_reach(m);
+  telegrad::bind::init_callbacks(m);
   telegrad::codec::init_codec(m);
 }

@@ -11,6 +11,7 @@
 #include "bind/calls.h"
 #include "bind/interruption.h"
 #include "bind/messages.h"
+#include "codec/gil.h"
 #include "transports/commons.h"
 #include "transports/copy.h"
 
@@ -75,7 +76,7 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
   Stored stored;
   {
     const auto original = compose(tag, flags, body, segments);
-    nb::gil_scoped_release no_gil;
+    const GilReleased no_gil;
     stored = store(e, to, original->segments);
   }
   struct Request {
@@ -109,7 +110,7 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
     requests[i].message = std::move(m);
   }
   {
-    nb::gil_scoped_release no_gil;
+    const GilReleased no_gil;
     for (const std::size_t i : order_of(e, to, stored.size)) {
       Request& r = requests[i];
       if (interruption.raised()) {  // then nothing is waited for, and only what others count on is sent

@@ -9,6 +9,7 @@
 #include "bind/interruption.h"
 #include "bind/plain.h"
 #include "bind/recorded.h"
+#include "codec/gil.h"
 
 using namespace nanobind::literals;
 
@@ -164,7 +165,7 @@ class PlainCalls {
     std::vector<nb::object> elsewhere;
     for (const std::uint64_t call : collecting.collector.elsewhere) {
       nb::object future = futures[place_of(call)];
-      if (!is_done(future)) tell_when_done(future);
+      if (!is_done(future)) in_python([&] { tell_when_done(future); });
       elsewhere.push_back(std::move(future));
     }
     Interruption interruption;
@@ -172,13 +173,14 @@ class PlainCalls {
     while (true) {
       for (std::size_t i = 0; i < elsewhere.size(); ++i) {
         if (!is_done(elsewhere[i])) continue;
-        if (!nb::object(elsewhere[i].attr("failure")()).is_none()) return elsewhere[i];
+        const nb::object failure = in_python([&] { return elsewhere[i].attr("failure")(); });
+        if (!failure.is_none()) return elsewhere[i];
         std::swap(elsewhere[i--], elsewhere.back());
         elsewhere.pop_back();
       }
       WaitEnd ended;
       {
-        nb::gil_scoped_release no_gil;
+        const GilReleased no_gil;
         ended = engine_.wait(collecting.collector, interrupted, collecting.ready);
       }
       release_references();
@@ -199,7 +201,7 @@ class PlainCalls {
     auto m = encode_plain(codec_, words_.ended, 0, value);
     if (!m) return false;
     {
-      nb::gil_scoped_release no_gil;
+      const GilReleased no_gil;
       engine_.send(peer, std::move(m));
     }
     release_references();
@@ -236,7 +238,7 @@ class PlainCalls {
       for (Item& item : ready) {
         try {
           const nb::object future = taker_of(item);
-          end(future, outcome_tuple(std::move(item.outcome)), nb::none());
+          in_python([&] { end(future, outcome_tuple(std::move(item.outcome)), nb::none()); });
         } catch (nb::python_error& e) {
           e.discard_as_unraisable(end);
         }
@@ -267,17 +269,18 @@ class PlainCalls {
     nb::object error;
     try {
       if (!is_plain_value(words_, item.outcome)) {
-        return !nb::cast<bool>(end(future, outcome_tuple(std::move(item.outcome)), nb::none()));
+        return !nb::cast<bool>(
+            in_python([&] { return end(future, outcome_tuple(std::move(item.outcome)), nb::none()); }));
       }
       nb::object value = decode_plain(codec_, item.outcome.reply);
-      complete(future, value);
+      in_python([&] { complete(future, value); });
       results[place] = std::move(value);
       return true;
     } catch (nb::python_error& e) {
       if (is_done(future)) throw;
       error = nb::borrow(e.value());  // the value cannot be read, or a signal handler's: nobody else has the outcome
     }
-    return !nb::cast<bool>(end(future, nb::none(), error));
+    return !nb::cast<bool>(in_python([&] { return end(future, nb::none(), error); }));
   }
 
   /// Hands on what has come of lazy calls meanwhile, sooner than the pool would.
@@ -286,7 +289,7 @@ class PlainCalls {
     while (engine_.take_lazy(item)) {
       const nb::object taker = taker_of(item);
       const nb::object outcome = outcome_tuple(std::move(item.outcome));
-      const nb::object done = nb::steal(PyObject_CallOneArg(taker.ptr(), outcome.ptr()));
+      const nb::object done = nb::steal(call_python(taker.ptr(), outcome.ptr()));
       if (!done.is_valid()) PyErr_WriteUnraisable(taker.ptr());
     }
   }

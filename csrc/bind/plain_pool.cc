@@ -10,6 +10,7 @@
 #include "bind/plain.h"
 #include "bind/recorded.h"
 #include "bind/scopes.h"
+#include "codec/gil.h"
 
 using namespace nanobind::literals;
 
@@ -111,7 +112,7 @@ class PlainPool {
     /// Once for all that ran in a row, since nearly none leaves anything.
     void undo_callbacks() {
       if (!std::exchange(callbacks_, false)) return;
-      if (PyObject* done = PyObject_CallNoArgs(pool_.hooks_.clean_state.ptr())) {
+      if (PyObject* done = call_python(pool_.hooks_.clean_state.ptr())) {
         Py_DECREF(done);
       } else {
         PyErr_WriteUnraisable(pool_.hooks_.clean_state.ptr());
@@ -128,10 +129,10 @@ class PlainPool {
     NameHandle& handle = handle_of(name);
     nb::object found;
     if (handle.resolver.empty()) {
-      const nb::object resolver = nb::steal(PyObject_CallOneArg(hooks_.resolver.ptr(), handle.text.front()));
+      const nb::object resolver = nb::steal(call_python(hooks_.resolver.ptr(), handle.text.front()));
       if (resolver.is_valid() && handle.resolver.empty()) handle.resolver.add(resolver);
     }
-    if (!handle.resolver.empty()) found = nb::steal(PyObject_CallNoArgs(handle.resolver.front()));
+    if (!handle.resolver.empty()) found = nb::steal(call_python(handle.resolver.front()));
     if (!found.is_valid()) PyErr_Clear();
     return found;
   }
@@ -168,8 +169,7 @@ class PlainPool {
     if (ended_.empty()) return;
     scopes_.clear();
     for (const auto& [peer, what] : std::exchange(ended_, {})) {
-      const nb::object done =
-          nb::steal(PyObject_CallFunctionObjArgs(hooks_.ended.ptr(), nb::int_(peer).ptr(), what.ptr(), nullptr));
+      const nb::object done = nb::steal(call_python(hooks_.ended.ptr(), nb::int_(peer).ptr(), what.ptr()));
       if (!done.is_valid()) PyErr_WriteUnraisable(hooks_.ended.ptr());
     }
   }
@@ -227,7 +227,7 @@ class PlainPool {
         scopes_.enter_request(deadline, context, item.connection);
         if (!args.is_valid()) read_arguments(item, wrap, args, kwargs);
         PyObject* named = PyDict_GET_SIZE(kwargs.ptr()) == 0 ? nullptr : kwargs.ptr();
-        result = nb::steal(PyObject_Call(function.ptr(), args.ptr(), named));
+        result = nb::steal(in_python([&] { return PyObject_Call(function.ptr(), args.ptr(), named); }));
         if (!result.is_valid()) throw nb::python_error();
       }
       if (fetched || !comes_later(function, result)) {
@@ -273,9 +273,9 @@ class PlainPool {
       const nb::handle args = PyTuple_GET_ITEM(parts.ptr(), 0), kwargs = PyTuple_GET_ITEM(parts.ptr(), 1),
                        local_id = PyTuple_GET_ITEM(parts.ptr(), 2);
       scopes_.enter_request(item.deadline == kNever ? 0 : item.deadline, nb::none(), item.connection);
-      const nb::object made = nb::steal(
-          PyObject_CallFunctionObjArgs(hooks_.make.ptr(), peer.ptr(), connection.ptr(), id.ptr(), deadline.ptr(),
-                                       local_id.ptr(), function.ptr(), args.ptr(), kwargs.ptr(), nullptr));
+      const nb::object made =
+          nb::steal(call_python(hooks_.make.ptr(), peer.ptr(), connection.ptr(), id.ptr(), deadline.ptr(),
+                                local_id.ptr(), function.ptr(), args.ptr(), kwargs.ptr()));
       if (!made.is_valid()) throw nb::python_error();
       if (made.ptr() == Py_True) {
         const nb::object target = nb::steal(PyTuple_Pack(2, peer.ptr(), local_id.ptr()));
@@ -332,7 +332,8 @@ class PlainPool {
   }
 
   bool comes_later(const nb::object& function, const nb::object& result) const {
-    return PyCoro_CheckExact(result.ptr()) || PyObject_HasAttr(function.ptr(), async_mark_.ptr());
+    return PyCoro_CheckExact(result.ptr()) ||
+           in_python([&] { return PyObject_HasAttr(function.ptr(), async_mark_.ptr()); });
   }
 
   /// Completes the future of a call that has returned a plain value. False: it has not, or something else is to be
@@ -353,7 +354,7 @@ class PlainPool {
 
   template <class... Args>
   static void call(const nb::object& function, const Args&... args) {
-    const nb::object result = nb::steal(PyObject_CallFunctionObjArgs(function.ptr(), args.ptr()..., nullptr));
+    const nb::object result = nb::steal(call_python(function.ptr(), args.ptr()...));
     if (!result.is_valid()) throw nb::python_error();
   }
 

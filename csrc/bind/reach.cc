@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "codec/gil.h"
+
 namespace nb = nanobind;
 using namespace nanobind::literals;
 
@@ -84,7 +86,7 @@ class Reach {
       stack.pop_back();
       const nb::tuple nexts = nexts_of(here);
       if (inner_ == at) {
-        descent.attr("pass_by")(nb::handle(here), nexts);
+        in_python([&] { descent.attr("pass_by")(nb::handle(here), nexts); });
         at = nb::cast<std::int64_t>(descent.attr("at"));
       }
       bool leads_on = false;
@@ -134,7 +136,8 @@ class Reach {
   nb::tuple nexts_of(PyObject* node) {
     Type& type = type_of(node);
     if (++type.asked == kFew) find_getter(type);
-    PyObject* nexts = type.get ? type.get(node, type.closure) : PyObject_GetAttr(node, next_.ptr());
+    PyObject* nexts =
+        in_python([&] { return type.get ? type.get(node, type.closure) : PyObject_GetAttr(node, next_.ptr()); });
     if (!nexts) throw nb::python_error();
     if (!PyTuple_Check(nexts)) {
       Py_DECREF(nexts);
@@ -156,7 +159,7 @@ class Reach {
     nb::object kind = nb::borrow(PyDict_GetItemWithError(kinds_.ptr(), key));
     if (!kind.is_valid()) {
       if (PyErr_Occurred()) throw nb::python_error();
-      kind = nb::steal(PyObject_GetItem(kinds_.ptr(), key));  // it finds out
+      kind = nb::steal(in_python([&] { return PyObject_GetItem(kinds_.ptr(), key); }));  // it finds out
       if (!kind.is_valid()) throw nb::python_error();
     }
     return {type, nb::cast<int>(kind)};

@@ -1,6 +1,7 @@
 #include "bind/recorded.h"
 
 #include "bind/block.h"
+#include "codec/gil.h"
 
 namespace telegrad::bind {
 namespace {
@@ -34,8 +35,8 @@ std::unique_ptr<Outgoing> Recorder::encode(const codec::Codec& codec, const Word
   if (!tensors.is_valid()) throw nb::python_error();
   for (std::size_t i = 0; i < encoded.recorded.size(); ++i)
     PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), encoded.recorded[i].release().ptr());
-  const nb::object message = called(PyObject_CallFunctionObjArgs(carry_.ptr(), context.ptr(), nb::int_(peer).ptr(),
-                                                                 tensors.ptr(), request ? Py_True : Py_False, nullptr));
+  const nb::object message = called(
+      call_python(carry_.ptr(), context.ptr(), nb::int_(peer).ptr(), tensors.ptr(), request ? Py_True : Py_False));
   if (message.is_none()) return request ? nullptr : compose(tag, flags, encoded);
 
   const nb::object id = called(PyObject_GetAttrString(context.ptr(), "id"));
@@ -66,18 +67,19 @@ bool Recorder::read(const codec::Codec& codec, const Incoming& message, InContex
   return true;
 }
 
-bool Recorder::runs() const { return called(PyObject_GetAttrString(recorder_.ptr(), "plain")).ptr() == Py_True; }
+bool Recorder::runs() const {
+  return called(in_python([&] { return PyObject_GetAttrString(recorder_.ptr(), "plain"); })).ptr() == Py_True;
+}
 
 nb::object Recorder::arrived(const InContext& in, std::int32_t peer) const {
-  return called(PyObject_CallFunctionObjArgs(arrived_.ptr(), in.id.ptr(), nb::int_(peer).ptr(), nullptr));
+  return called(call_python(arrived_.ptr(), in.id.ptr(), nb::int_(peer).ptr()));
 }
 
 nb::object Recorder::wrap(const InContext& in, std::int32_t peer, nb::handle context) const {
   const int recorded = PyObject_IsTrue(in.message.ptr());
   if (recorded < 0) throw nb::python_error();
   if (!recorded || context.is_none()) return {};
-  return called(PyObject_CallFunctionObjArgs(partial_.ptr(), receive_.ptr(), context.ptr(), nb::int_(peer).ptr(),
-                                             in.message.ptr(), nullptr));
+  return called(call_python(partial_.ptr(), receive_.ptr(), context.ptr(), nb::int_(peer).ptr(), in.message.ptr()));
 }
 
 int Recorder::traverse(visitproc visit, void* arg) const {

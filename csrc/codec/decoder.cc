@@ -1,5 +1,7 @@
 #include "codec/decoder.h"
 
+#include "codec/gil.h"
+
 namespace telegrad::codec {
 namespace {
 
@@ -122,7 +124,7 @@ bool Decoder::wrap() {
   if (!list) return false;
   for (Py_ssize_t i = 0; i < n; ++i)
     PyList_SET_ITEM(list.ptr(), i, tensors_[to_wrap_[static_cast<std::size_t>(i)]].release().ptr());
-  nb::object wrapped = nb::steal(PyObject_CallOneArg(wrap_, list.ptr()));
+  nb::object wrapped = nb::steal(call_python(wrap_, list.ptr()));
   if (!wrapped) return false;
   wrapped = nb::steal(PySequence_Tuple(wrapped.ptr()));
   if (!wrapped) return false;
@@ -148,7 +150,7 @@ bool Decoder::extension(Reader& in) {
   nb::object unpack = known->unpack;  // by value: unpacking may register another extension
   nb::object packed = nb::steal(value(in, 1));
   if (!packed) return false;
-  extensions_[slot] = nb::steal(PyObject_CallOneArg(unpack.ptr(), packed.ptr()));
+  extensions_[slot] = nb::steal(call_python(unpack.ptr(), packed.ptr()));
   return static_cast<bool>(extensions_[slot]);
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "codec/gil.h"
+
 namespace telegrad::codec {
 namespace {
 
@@ -262,7 +264,7 @@ Outcome Encoder::pack(std::size_t slot, int depth) {
   slots_[slot].state = Packing::kRunning;
   nb::object object = slots_[slot].object;
   const Extension extension = *codec_.extension_of(object.ptr());
-  nb::object packed = nb::steal(PyObject_CallOneArg(extension.pack.ptr(), object.ptr()));
+  nb::object packed = nb::steal(call_python(extension.pack.ptr(), object.ptr()));
   if (!packed) return Outcome::kError;
   alive_.push_back(packed);
 

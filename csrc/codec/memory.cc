@@ -2,6 +2,8 @@
 
 #include <new>
 
+#include "codec/gil.h"
+
 namespace telegrad::codec {
 namespace {
 
@@ -18,14 +20,6 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 
 PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-bool interpreter_is_ending() {
-#if PY_VERSION_HEX >= 0x030d0000
-  return Py_IsFinalizing();
-#else
-  return _Py_IsFinalizing();
-#endif
-}
-
 // Tensors die on threads of torch too, such as the autograd engine's.
 void release_buffer(void* context) noexcept {
   auto* view = static_cast<Py_buffer*>(context);
@@ -33,7 +27,7 @@ void release_buffer(void* context) noexcept {
   // A thread that asks an ending interpreter for its GIL never comes back; the process takes the memory with it.
   if (!has_gil && interpreter_is_ending()) return;
   PyGILState_STATE state{};
-  if (!has_gil) state = PyGILState_Ensure();
+  if (!has_gil) state = in_python(PyGILState_Ensure);
   PyObject *type, *value, *trace;  // what runs here must not disturb an error that is on its way
   PyErr_Fetch(&type, &value, &trace);
   PyBuffer_Release(view);

@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "codec/gil.h"
+
 namespace telegrad::codec {
 namespace {
 
@@ -111,7 +113,7 @@ Outcome TensorBridge::describe(PyObject* tensor, TensorSpec& spec, Segment& segm
 }
 
 bool TensorBridge::flag(const nb::object& method, PyObject* tensor, bool& out) const {
-  PyObject* answer = PyObject_CallOneArg(method.ptr(), tensor);
+  PyObject* answer = call_python(method.ptr(), tensor);
   if (!answer) return false;
   out = answer == Py_True;
   Py_DECREF(answer);
@@ -147,7 +149,7 @@ Outcome TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segm
   if (is_lazy) return Outcome::kNotPlain;
 
   if (is_ambiguous_to_dlpack(*spec.dtype)) {
-    nb::object dtype = nb::steal(PyObject_GetAttr(tensor, dtype_.ptr()));
+    nb::object dtype = nb::steal(in_python([&] { return PyObject_GetAttr(tensor, dtype_.ptr()); }));
     if (!dtype) return Outcome::kError;
     bool is_byte = false;
     for (nb::handle known : byte_types_) is_byte |= known.is(dtype);
@@ -165,13 +167,14 @@ Outcome TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segm
     return Outcome::kNotPlain;
   }
 
-  nb::object requires_grad = nb::steal(PyObject_GetAttr(tensor, requires_grad_.ptr()));
+  nb::object requires_grad = nb::steal(in_python([&] { return PyObject_GetAttr(tensor, requires_grad_.ptr()); }));
   if (!requires_grad) return Outcome::kError;
   spec.requires_grad = requires_grad.ptr() == Py_True;
 
   segment = Segment{};
   if (span > 0) {
-    nb::object storage = nb::steal(PyObject_CallMethodNoArgs(tensor, untyped_storage_.ptr()));
+    nb::object storage =
+        nb::steal(in_python([&] { return PyObject_CallMethodNoArgs(tensor, untyped_storage_.ptr()); }));
     if (!storage) return Outcome::kError;
     segment = Segment{address, static_cast<std::size_t>(span), std::move(storage)};
   }
@@ -180,7 +183,7 @@ Outcome TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segm
 
 // The hook answers None or (dtype code, requires_grad, shape, strides, address, nbytes, owner).
 Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
-  nb::object answer = nb::steal(PyObject_CallOneArg(encode_.ptr(), tensor));
+  nb::object answer = nb::steal(call_python(encode_.ptr(), tensor));
   if (!answer) return Outcome::kError;
   if (answer.is_none()) return Outcome::kNotPlain;
   PyObject *shape, *strides, *owner;
@@ -284,8 +287,10 @@ PyObject* TensorBridge::rebuild_by_hook(const TensorSpec& spec, SegmentMemory me
     if (!size || !stride) return nullptr;
   }
   nb::object buffer = memory.valid() ? as_buffer(std::move(memory)) : nb::none();
-  return PyObject_CallFunction(decode_.ptr(), "(BOOO)O", spec.dtype->code, spec.requires_grad ? Py_True : Py_False,
-                               shape.ptr(), strides.ptr(), buffer.ptr());
+  return in_python([&] {
+    return PyObject_CallFunction(decode_.ptr(), "(BOOO)O", spec.dtype->code, spec.requires_grad ? Py_True : Py_False,
+                                 shape.ptr(), strides.ptr(), buffer.ptr());
+  });
 }
 
 int TensorBridge::traverse(visitproc visit, void* arg) const {

@@ -240,6 +240,12 @@ class Reach:
     def plain(self) -> int:
         """How many of those have kind 0, and lead on."""
 
+def shielded(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """
+    A function of one argument for torch to call. If the interpreter ends while a daemon thread is in it, that
+    thread stops for good: torch's frames around it do not survive the way in which Python ends the thread.
+    """
+
 class Buffer:
     """The memory of a received tensor."""
 

@@ -74,6 +74,11 @@ class Autograd:
         gate = self.worker.extras.get(GATE)
         return None if gate is None else body(gate, context.id)
 
+    @property
+    def busy(self) -> bool:
+        """Is a backward pass under way?"""
+        return self.passes.count > 0
+
     # ---- the group
 
     def peer_lost(self, peer: int, why: str) -> None:

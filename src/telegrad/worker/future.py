@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 
+from telegrad import _core
 from telegrad.errors import NotInitialized
 from telegrad.serialize.exceptions import afresh, forget_frames, text_of
 from telegrad.worker import profiling
@@ -154,7 +155,7 @@ class CallFuture(torch.futures.Future[T]):
                 child.set_result(value)
 
         self._has_callbacks = True
-        super().add_done_callback(run)
+        super().add_done_callback(_core.shielded(run))
         return child
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
@@ -164,7 +165,7 @@ class CallFuture(torch.futures.Future[T]):
             callback: gets this future. Where it runs: see `then`. Torch prints what it raises.
         """
         self._has_callbacks = True
-        super().add_done_callback(in_scope(callback))
+        super().add_done_callback(_core.shielded(in_scope(callback)))
 
     def set_exception(self, result: object) -> None:
         """Complete it with an exception, which `wait`, `value` and ``await`` raise.

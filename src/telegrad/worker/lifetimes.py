@@ -4,6 +4,8 @@ import atexit
 import multiprocessing
 import multiprocessing.util
 import os
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -11,6 +13,7 @@ __all__ = ["live_workers", "remember"]
 
 live_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _exits: set[int] = set()
+_GRACE = 0.2  # s that daemon threads may take to end, once their calls have failed because the interpreter ends
 
 
 def remember(worker: Any) -> None:
@@ -30,8 +33,21 @@ def close_all() -> None:
         worker.close()
 
 
+def _end() -> None:
+    """At the end of the interpreter: closes every worker, and lets threads end that waited for something of it.
+
+    Only daemon threads are left by then. Those that go on in torch when the interpreter ends bring down the process.
+    """
+    waited = any(worker.busy for worker in live_workers)
+    close_all()
+    until = time.monotonic() + (_GRACE if waited else 0.0)
+    for thread in threading.enumerate() if waited else ():
+        if thread.daemon and not isinstance(thread, threading._DummyThread):
+            thread.join(max(0.0, until - time.monotonic()))
+
+
 # Handlers run in reverse order, so those that the program registers later still find its worker.
-atexit.register(close_all)
+atexit.register(_end)
 
 
 def _is_forked_by_multiprocessing() -> bool:

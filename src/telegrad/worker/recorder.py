@@ -59,6 +59,10 @@ class Recorder(Protocol):
     def within(self, context: Any) -> AbstractContextManager[None] | None:
         """To be entered around other code, such as a step of a coroutine; None: there is nothing to do."""
 
+    @property
+    def busy(self) -> bool:
+        """Is a backward pass under way?"""
+
     # ---- the group
 
     def peer_lost(self, peer: int, why: str) -> None:

@@ -451,6 +451,11 @@ class Worker:
         self.engine = self.plain = self.calls.engine = self.calls.plain = self.handlers.engine = ended
         self.pool.end(ended)
 
+    @property
+    def busy(self) -> bool:
+        """Is there a call or a backward pass of this worker's under way?"""
+        return bool(self.engine.stats()["pending_calls"]) or self.autograd.busy
+
     def require_open(self) -> None:
         """Raises NotInitialized after `close`."""
         if self.closed:
