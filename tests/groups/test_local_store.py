@@ -16,6 +16,7 @@ from telegrad import rpc
 from telegrad.rpc import Options, stores
 from telegrad.rpc.local_store import Door, LocalStore
 from telegrad.worker.rendezvous import StoreGone
+from telegrad.worker.waits import Wait
 
 LONG = timedelta(seconds=PATIENCE)
 BLINK = timedelta(seconds=0.05)
@@ -239,7 +240,7 @@ def test_children_of_the_host_do_not_hold_its_door(three: list[Actor]) -> None:
 def test_one_process_may_be_host_and_guest() -> None:
     port = free_port()
     store = stores._as_host(stores._Place("127.0.0.1", port, 0, True), LONG)
-    again = stores._as_guest(stores._Place("127.0.0.1", port, 1, True), LONG)
+    again = stores._as_guest(stores._Place("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE))
     store.set("key", "1")
     assert again.get("key") == b"1"
     del store, again

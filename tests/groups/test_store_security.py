@@ -55,7 +55,7 @@ def forget() -> Iterator[None]:
 
 
 def host(address: str, port: int) -> Any:
-    return stores.meet(Options(init_method=f"tcp://{address}:{port}"), 0, 1)[0]
+    return stores.meet("w0", Options(init_method=f"tcp://{address}:{port}"), 0, 1)[0]
 
 
 @pytest.mark.parametrize(("asked", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("[::1]", "::1")])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from telegrad.errors import TelegradError
 from telegrad.worker import rendezvous
-from telegrad.worker.waits import Wait, wait_for_keys
+from telegrad.worker.waits import Wait, place_of, wait_for_keys
 
 __all__ = ["Attempts", "Part", "Superseded", "has_attempts"]
 
@@ -128,7 +128,7 @@ class Attempts:
                 return latest
             if not latest and rendezvous.has_rank_0(self._store):
                 return ""
-            if self._wait.over:
+            if not self._wait.left:
                 raise self._failure or TelegradError(
                     f"worker {self._who} waited {self._wait.timeout:g} s for the worker with rank 0 of the run"
                     f" {self._run} to begin. Has it been started?"
@@ -137,7 +137,12 @@ class Attempts:
                 time.sleep(min(pause, self._wait.pause()))
                 pause = min(2 * pause, _LATEST)
             else:
-                wait_for_keys(self._store, [self._key], Wait(self._who, min(_OFTEN, self._wait.pause())))
+                wait_for_keys(self._store, [self._key], Wait(self._who, min(_OFTEN, self._wait.pause())), self._awaited)
+            self._wait.step(self._awaited)
+
+    def _awaited(self) -> tuple[str, str]:
+        place = place_of(self._store)
+        return f"rank 0 of the run {self._run}{f' at {place}' if place else ''}", str(self._failure or "")
 
     def _is_over(self, attempt: str) -> bool:
         """Whether an attempt is not this worker's: its group is complete, or its only agent counts otherwise."""

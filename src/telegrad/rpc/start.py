@@ -91,7 +91,7 @@ def init_rpc(
     if not (as_torch or drop_in[0]) and store is None and rank < 0 and world_size is None:
         rank, world_size = stores.ranks_of_launcher(as_options(rpc_backend_options))
     if store is None:
-        store, rank, world_size = stores.meet(rpc_backend_options, rank, world_size, ranks_needed=as_torch)
+        store, rank, world_size = stores.meet(name, rpc_backend_options, rank, world_size, ranks_needed=as_torch)
     _init_rpc_backend(backend, part_of(store, world_size), name, rank, world_size, rpc_backend_options)
 
 
@@ -253,7 +253,7 @@ class Worker:
         store: Any = None,
     ) -> None:
         if store is None:
-            store, rank, world_size = stores.meet(as_options(options), rank, world_size)
+            store, rank, world_size = stores.meet(name, as_options(options), rank, world_size)
             store = part_of(store, world_size)
         self._worker = join(store, name, rank, world_size, options)
         self.info: WorkerInfo = self._worker.info

@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc.local_store import Door, LocalStore
+from telegrad.rpc.probing import plain, probe
 from telegrad.worker.addresses import is_loopback
 from telegrad.worker.timeouts import FOREVER
+from telegrad.worker.waits import Wait
 
 __all__ = ["meet", "patience"]
 
@@ -33,7 +35,8 @@ logger: logging.Logger = logging.getLogger("telegrad")
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _rendezvous: list[Any] = []  # kept alive: some stores end with their iterator
 _hosted: list[Any] = []  # stores of this process that others may use, though its own worker has left
-_SOONEST, _LATEST = 0.001, 0.05  # s between two looks for a host that has not come yet
+_SOONEST, _LATEST = 0.001, 0.05  # s between two looks for a host that has not come yet,
+_SLOWLY = 1.0  # and between two questions for its name
 
 
 class _Place(NamedTuple):
@@ -124,11 +127,12 @@ def ranks_of_launcher(options: Options) -> tuple[int, int | None]:
 
 
 def meet(
-    options: RpcBackendOptions, rank: int, world_size: int | None, ranks_needed: bool = False
+    name: str, options: RpcBackendOptions, rank: int, world_size: int | None, ranks_needed: bool = False
 ) -> tuple[Any, int, int | None]:
     """The store that the options name, with the rank and the world size that its address may add.
 
     Args:
+        name: of the worker, for what the log tells while it waits.
         ranks_needed: a worker of a group whose members come and go must have a rank too, as with torch's own options.
 
     Raises:
@@ -138,16 +142,21 @@ def meet(
     timeout = timedelta(seconds=patience(options))
     if rank >= 0 or not (world_size or ranks_needed) or "rank" in parse_qs(urlparse(options.init_method).query):
         _make_private_file(options.init_method)
-    place = _place(options.init_method, rank) if world_size else None
-    if place is not None:
+    ranked = bool(world_size) or ranks_needed or rank >= 0 or _ranked_by_environment(options)
+    place = _place(options.init_method, rank) if ranked else None
+    wait = Wait(name if place is None else f"{name} (rank {place.rank})", timeout.total_seconds())
+    if place is not None and world_size:
         rank = place.rank
-        store = _as_host(place, timeout) if rank == 0 and not place.hosted else _as_guest(place, timeout)
+        here = _is_here(place, wait)
+        store = _as_host(place, timeout) if rank == 0 and not place.hosted else _as_guest(place, here, wait)
+    elif place is not None:
+        store = _tcp_store(place, wait) if place.rank == 0 else _by_port(place, wait)
     elif world_size:
         meeting = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
         _rendezvous[:] = [meeting]
         store, rank, world_size = next(meeting)
     else:
-        store = None if ranks_needed or rank >= 0 else _without_rank(options, timeout)
+        store = None if ranked else _without_rank(options, wait)
         if store is None:
             from torch.distributed.rendezvous import _create_store_from_options
 
@@ -208,53 +217,80 @@ def _as_host(place: _Place, timeout: timedelta) -> Any:
     return store
 
 
-def _as_guest(place: _Place, timeout: timedelta) -> Any:
+def _as_guest(place: _Place, here: bool, wait: Wait) -> Any:
     """The store that rank 0 hosts, once it does: through the door of this host, else by its port."""
     _latest.clear()
-    store = _through_door(place, timeout) if _is_here(place.host) else None
+    store = _through_door(place, wait) if here else None
     if store is None:
-        store = TCPStore(
-            place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False, use_libuv=place.libuv
-        )
+        store = _by_port(place, wait)
     _latest[:] = [store]
     return store
 
 
-def _through_door(place: _Place, timeout: timedelta) -> LocalStore | None:
-    """Waits for the door; None if the host, which is on this machine, has none.
+def _awaited(place: _Place, last: str) -> tuple[str, str]:
+    """See `Wait.step`."""
+    return f"{'the agent' if place.hosted else 'rank 0'}'s store at {_at(place)}", last
+
+
+def _at(place: _Place) -> str:
+    return f"[{place.host}]:{place.port}" if ":" in place.host else f"{place.host}:{place.port}"
+
+
+def _too_late(place: _Place, wait: Wait, last: str) -> RuntimeError:
+    error: RuntimeError = dist.DistNetworkError(
+        f"no store at {_at(place)} within {wait.timeout:g} s: rank 0, which hosts it, has not come. Is it started, with"
+        f" this address? The last attempt met: {last}."
+    )
+    return error
+
+
+def _by_port(place: _Place, wait: Wait) -> Any:
+    """The store at a port, once there is one.
 
     Raises:
-        DistNetworkError: there is no host within `timeout`.
+        DistNetworkError: there is none within the time of `wait`.
+        TelegradError: another program has the port.
     """
-    until = time.monotonic() + timeout.total_seconds()
     pause = _SOONEST
-    while time.monotonic() < until:
-        listens = False
-        for _ in range(2):
-            try:
-                return LocalStore(place.host, place.port, timeout)
-            except ConnectionRefusedError:
-                if listens:
-                    return None
-            except OSError:  # the host of another group, which is just going
-                break
-            listens = _listens(place.host, place.port)
-            if not listens:
-                break
-        time.sleep(pause)
+    while last := probe(place.host, place.port, wait.left or 0.001):
+        if not wait.left:
+            raise _too_late(place, wait, last)
+        wait.step(lambda last=last: _awaited(place, last))  # type: ignore[misc]
+        time.sleep(min(pause, wait.pause()))
         pause = min(2 * pause, _LATEST)
-    raise dist.DistNetworkError(
-        f"no store at {place.host}:{place.port} within {timeout.total_seconds():g} s: rank 0, which hosts it, has not"
-        " come. Is it started, with this address?"
+    timeout = timedelta(seconds=wait.timeout)
+    return TCPStore(
+        place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False, use_libuv=place.libuv
     )
 
 
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((_plain(host), port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
+def _through_door(place: _Place, wait: Wait) -> LocalStore | None:
+    """Waits for the door; None if the host, which is on this machine, has none.
+
+    Raises:
+        DistNetworkError: there is no host within the time of `wait`.
+        TelegradError: another program has the port.
+    """
+    pause = _SOONEST
+    while True:
+        last = ""
+        for a_store_listens in (False, True):
+            try:
+                return LocalStore(place.host, place.port, timedelta(seconds=wait.timeout))
+            except ConnectionRefusedError:
+                if a_store_listens:
+                    return None
+            except OSError as e:  # the host of another group, which is just going
+                last = str(e)
+                break
+            last = probe(place.host, place.port, wait.left or 0.001)
+            if last:
+                break
+        if not wait.left:
+            raise _too_late(place, wait, last)
+        wait.step(lambda last=last: _awaited(place, last))  # type: ignore[misc]
+        time.sleep(min(pause, wait.pause()))
+        pause = min(2 * pause, _LATEST)
 
 
 def _is_address(host: str) -> bool:
@@ -264,20 +300,29 @@ def _is_address(host: str) -> bool:
         return False
 
 
-def _is_here(host: str) -> bool:
-    """Is it an address of this machine?"""
-    if is_loopback(host):
+def _is_here(place: _Place, wait: Wait) -> bool:
+    """Is it an address of this machine? Waits until its name is known, as that of a fresh container may not be.
+
+    Raises:
+        RuntimeError: the name is not known within the time of `wait`.
+    """
+    if is_loopback(place.host):
         return True
-    try:
-        found = socket.getaddrinfo(_plain(host), 0, type=socket.SOCK_STREAM)
-    except OSError:  # for torch to say
-        return False
-    return any(_is_own(family, address) for family, _, _, _, address in found)
-
-
-def _plain(host: str) -> Any:
-    """For `socket`, which imports tables of Unicode to look a string up, but not for bytes."""
-    return host.encode() if host.isascii() else host
+    pause = _SOONEST
+    while True:
+        try:
+            found = socket.getaddrinfo(plain(place.host), 0, type=socket.SOCK_STREAM)
+            return any(_is_own(family, address) for family, _, _, _, address in found)
+        except OSError as e:
+            last = e.strerror or str(e)
+        if not wait.left:
+            raise RuntimeError(
+                f"the host {place.host} of the group's store cannot be resolved: {last}."
+                " Check MASTER_ADDR, or init_method."
+            )
+        wait.step(lambda last=last: (f"the address of {place.host}, the store's host", last))  # type: ignore[misc]
+        time.sleep(min(pause, wait.pause()))
+        pause = min(2 * pause, _SLOWLY)
 
 
 def _is_own(family: int, address: tuple[Any, ...]) -> bool:
@@ -289,11 +334,10 @@ def _is_own(family: int, address: tuple[Any, ...]) -> bool:
     return True
 
 
-def _without_rank(options: RpcBackendOptions, timeout: timedelta) -> Any:
-    """The store for a worker without a rank; None where the address or the environment has one, or torch knows more."""
+def _without_rank(options: RpcBackendOptions, wait: Wait) -> Any:
+    """The store for a worker without a rank; None where torch knows more."""
     init_method = options.init_method
     url = urlparse(init_method)
-    ranked = {"RANK", "WORLD_SIZE"} & set(os.environ) and as_options(options).ranks_from_environment
     query = parse_qs(url.query)
     if {"rank", "world_size"} & set(query):
         return None
@@ -305,11 +349,17 @@ def _without_rank(options: RpcBackendOptions, timeout: timedelta) -> Any:
         if not url.hostname or url.port is None:
             raise ValueError(f"init_method {init_method} lacks a host or a port. Write tcp://host:port.")
         host, port = url.hostname, url.port
-    elif url.scheme == "env" and not ranked:
+    elif url.scheme == "env":
         host, port = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))
     else:
         return None
-    return _tcp_store(host, port, timeout, _libuv(query))
+    return _tcp_store(_Place(host, port, -1, _libuv(query), _agent_hosts(host, port)), wait)
+
+
+def _ranked_by_environment(options: RpcBackendOptions) -> bool:
+    if urlparse(options.init_method).scheme != "env" or not {"RANK", "WORLD_SIZE"} & set(os.environ):
+        return False
+    return as_options(options).ranks_from_environment
 
 
 def _from_environment(variable: str) -> str:
@@ -322,18 +372,19 @@ def _from_environment(variable: str) -> str:
     return value
 
 
-def _tcp_store(host: str, port: int, timeout: timedelta, libuv: bool) -> Any:
+def _tcp_store(place: _Place, wait: Wait) -> Any:
     """Hosts the store if this machine is the host and nobody else has the port; else it is a client."""
     # torchrun's agent hosts the store of its workers.
-    listening = None if _agent_hosts(host, port) else _listen(host, port)
+    listening = _listen(place.host, place.port) if _is_here(place, wait) and not place.hosted else None
     if listening is None:
-        return TCPStore(host, port, is_master=False, timeout=timeout, use_libuv=libuv)
-    store = _host_store(_Place(host, port, -1, libuv), timeout, listening)
+        return _by_port(place, wait)
+    store = _host_store(place, timedelta(seconds=wait.timeout), listening)
     _hosted.append(store)
     return store
 
 
 def _agent_hosts(host: str, port: int) -> bool:
+    """Is it the store that torchrun's agent hosts for its workers?"""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     return (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))
@@ -345,10 +396,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
     It listens at the address that was asked for. A name stands for all of them, but for localhost: to other machines it
     may be another one.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as e:
-        raise RuntimeError(f"the store's host {host} cannot be resolved: {e}") from e
+    found = socket.getaddrinfo(plain(host), port, type=socket.SOCK_STREAM)
     # Who asks for localhost finds IPv4 and IPv6; who asks for 127.0.0.1 does not.
     for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
         if not _is_own(family, address):

@@ -1,7 +1,9 @@
 """Joining and leaving a dynamic group, whose members come and go."""
 
 import logging
+import math
 import secrets
+import threading
 from typing import Any
 
 from telegrad.errors import WorkerLost
@@ -10,9 +12,11 @@ from telegrad.protocols import membership as protocol
 from telegrad.types import WorkerInfo
 from telegrad.worker import rendezvous
 from telegrad.worker.budget import Budget
+from telegrad.worker.future import CallFuture
 from telegrad.worker.recorder import Layers
 from telegrad.worker.rendezvous import Group, Member, StoreGone
 from telegrad.worker.scope import current
+from telegrad.worker.waits import Wait
 from telegrad.worker.worker import Worker
 
 __all__ = ["join_dynamic", "leave_dynamic"]
@@ -57,7 +61,7 @@ def join_dynamic(
             tell = [worker.internal(member.id, _joined, tuple(worker.member), timeout) for member in members]
             for member, told in zip(members, tell, strict=True):
                 try:
-                    told.wait()
+                    _await(told, name, member)
                 except RuntimeError:  # it died without leaving: it has no place here any more
                     worker.remove_member(member.id, "it did not answer when a new worker joined")
             present = [member for member in members if member.id in worker.member_ids()]
@@ -66,6 +70,16 @@ def join_dynamic(
             worker.close()
             raise
     return worker
+
+
+def _await(told: CallFuture[Any], name: str, member: Member) -> None:
+    """Waits until a member has taken up a newcomer."""
+    answered = threading.Event()
+    told.add_done_callback(lambda _: answered.set())
+    wait = Wait(name, math.inf)  # the call has a time-out
+    while not answered.wait(min(wait.pause(), threading.TIMEOUT_MAX)):
+        wait.step(lambda: (f"{member.name} (rank {member.id}) to take it up", "no answer"))
+    told.wait()
 
 
 def _dead_of(

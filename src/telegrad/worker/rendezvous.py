@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -22,7 +21,7 @@ from telegrad.protocols import membership as protocol
 from telegrad.protocols.membership import GroupView
 from telegrad.worker.budget import Budget
 from telegrad.worker.records import Group, Member, member_of, record_of
-from telegrad.worker.waits import StoreGone, Wait, wait_for_keys
+from telegrad.worker.waits import StoreGone, Wait, base_of, place_of, wait_for_keys
 
 __all__ = [
     "Group",
@@ -155,7 +154,7 @@ def _collect(store: Any, me: Member, group: Group, world_size: int, wait: Wait) 
     """Rank 0: makes the list for all, or says why there is none."""
     keys = [f"member/{rank}" for rank in range(world_size)]
     try:
-        if not wait_for_keys(store, keys, wait):
+        if not wait_for_keys(store, keys, wait, lambda: _absent(store, world_size)):
             raise _too_late(store, me, world_size, wait.timeout)
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         written = [json.loads(each) for each in found]
@@ -175,10 +174,9 @@ def _forget_secret(store: Any, group: Group, world_size: int) -> None:
     if not group.shared_secret:
         return
     store.set(_AGREEMENT, json.dumps(_Agreement(True, world_size, group.token, "")._asdict()))
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if isinstance(store, FileStore):  # which keeps what was there before
-        path: str = store.path  # type: ignore[attr-defined]
+    base = base_of(store)
+    if isinstance(base, FileStore):  # which keeps what was there before
+        path: str = base.path  # type: ignore[attr-defined]
         with open(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # as its users do
             secret = group.secret.hex().encode()
@@ -190,17 +188,35 @@ def _forget_secret(store: Any, group: Group, world_size: int) -> None:
 
 def _wait_for_list(store: Any, me: Member, world_size: int, wait: Wait) -> bytes:
     """The other ranks."""
-    if not wait_for_keys(store, [_MEMBERS], wait):
+    if not wait_for_keys(store, [_MEMBERS], wait, lambda: _absent(store, world_size)):
         raise _too_late(store, me, world_size, wait.timeout)
     return bytes(store.get(_MEMBERS))
 
 
 def _too_late(store: Any, me: Member, world_size: int, timeout: float) -> TelegradError:
-    missing = [rank for rank in range(world_size) if not store.check([f"member/{rank}"])]
+    missing = _missing(store, 0, world_size)
     return TelegradError(
         f"worker {me.name} (rank {me.id}) waited {timeout:g} s for the other workers; those with rank"
         f" {', '.join(map(str, missing or [0]))} of {world_size} did not come. Are they started, with this init_method?"
     )
+
+
+def _absent(store: Any, world_size: int) -> tuple[str, str]:
+    """Who is waited for, and how far the group has come; see `Wait.step`."""
+    missing = _missing(store, 0, world_size)
+    others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing or [0]))}"
+    place = place_of(store)
+    return f"{others} of {world_size}{f' at {place}' if place else ''}", f"{world_size - len(missing)} have come"
+
+
+def _missing(store: Any, first: int, end: int) -> list[int]:
+    """Which ranks from the first to the end have not come; few uses of the store if these are few."""
+    if store.check([f"member/{rank}" for rank in range(first, end)]):
+        return []
+    if end - first == 1:
+        return [first]
+    middle = (first + end) // 2
+    return _missing(store, first, middle) + _missing(store, middle, end)
 
 
 def check_members(members: list[Member], world_size: int | None) -> GroupView:
@@ -243,17 +259,21 @@ def membership(store: Any, name: str, joining: bool, budget: Budget | None = Non
         held = bytes(store.compare_set(_LOCK, "", mine)).decode()
         if held == mine:
             break
-        try:
-            store.wait([held], *(() if budget is None else (timedelta(seconds=budget.left()),)))
-        except StoreGone:
-            raise
-        except RuntimeError as e:
-            raise TelegradError(f"{name} waited for {held}, which does not give the group's lock back") from e
+        wait = Wait(name, store.timeout.total_seconds() if budget is None else budget.left())
+        if not wait_for_keys(store, [held], wait, lambda held=held: _holder(store, held)):  # type: ignore[misc]
+            raise TelegradError(f"{name} waited for {held}, which does not give the group's lock back")
     try:
         yield
     finally:
         store.set(_LOCK, "")
         store.set(mine, "Done")
+
+
+def _holder(store: Any, held: str) -> tuple[str, str]:
+    """Who has the lock; see `Wait.step`."""
+    name, _, what = held.removeprefix("Token_for_").rpartition("_")[0].rpartition("_")
+    place = place_of(store)
+    return f"{name} to {what} the group{f' at {place}' if place else ''}", "it has the group's lock"
 
 
 def has_members(store: Any) -> bool:

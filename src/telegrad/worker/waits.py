@@ -1,5 +1,6 @@
-"""Waits for other workers: how long one may take, and what has to be done meanwhile."""
+"""Waits for other workers: how long one may take, what the log tells of it, and what has to be done meanwhile."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -7,14 +8,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["StoreGone", "Wait", "wait_for_keys"]
+__all__ = ["StoreGone", "Wait", "base_of", "place_of", "wait_for_keys"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
 
 StoreGone: type[RuntimeError] = dist.DistNetworkError
 """What using a store raises whose host has gone."""
 
+FIRST, EVERY = 5.0, 30.0  # s until the log tells of a wait, and until it does so again
+_SOONEST, _LATEST = 0.0005, 0.1  # s between two looks at a store that cannot be waited for
+
+# Signals would have to wait as well, and torch logs each wait at a TCPStore that ends.
+_POLLED: tuple[type, ...] = (dist.TCPStore, dist.FileStore)  # type: ignore[attr-defined]
+
 
 class Wait:
-    """One wait for other workers.
+    """One wait for other workers. After 5 s, and then every 30 s, the log tells of it.
 
     Args:
         who: waits: name and rank.
@@ -28,28 +37,66 @@ class Wait:
         self.timeout = timeout
         self._look = look
         self._every = every
-        self._until = time.monotonic() + timeout
+        self._begun = time.monotonic()
+        self._until = self._begun + timeout
+        self._next_look = self._begun + every
+        self._next_line = self._begun + FIRST
 
     @property
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() >= self._until
+    def left(self) -> float:
+        """Seconds until the time is up; 0 if it is."""
+        return max(self._until - time.monotonic(), 0.0)
 
     def pause(self) -> float:
         """Seconds until there is something to do besides waiting; more than 0."""
-        ends = [self._until - time.monotonic()]
+        now = time.monotonic()
+        ends = [self._until, self._next_line]
         if self._look is not None:
-            ends.append(self._every)
-        return max(min(ends), 0.001)
+            ends.append(self._next_look)
+        return max(min(ends) - now, 0.001)
 
-    def step(self) -> None:
-        """Does what there is to do between two pauses."""
-        if self._look is not None:
+    def step(self, for_what: Callable[[], tuple[str, str]]) -> None:
+        """Does what there is to do between two pauses.
+
+        Args:
+            for_what: asked when the log is to tell: who is waited for, and where; and what the last attempt met, or "".
+        """
+        now = time.monotonic()
+        if self._look is not None and now >= self._next_look:
+            self._next_look = now + self._every
             self._look()
+        if now < self._next_line:
+            return
+        self._next_line = now + EVERY
+        others, last = for_what()
+        logger.warning(
+            "%s is waiting for %s since %.3g s%s",
+            self.who,
+            others,
+            now - self._begun,
+            f"; last: {last}" if last else "",
+        )
 
 
-def wait_for_keys(store: Any, keys: Sequence[str], wait: Wait) -> bool:
+def base_of(store: Any) -> Any:
+    """The store of which this one is a part."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def place_of(store: Any) -> str:
+    """Where a store is, for people; "" if it does not say."""
+    base = base_of(store)
+    host = getattr(base, "host", None)
+    return f"{host}:{base.port}" if host else str(getattr(base, "path", ""))
+
+
+def wait_for_keys(store: Any, keys: Sequence[str], wait: Wait, for_what: Callable[[], tuple[str, str]]) -> bool:
     """Wait until a store has all of these keys.
+
+    Args:
+        for_what: as for `Wait.step`.
 
     Returns:
         False if it has not when the time is up.
@@ -57,17 +104,32 @@ def wait_for_keys(store: Any, keys: Sequence[str], wait: Wait) -> bool:
     Raises:
         StoreGone: the store's host has gone.
     """
-    while True:
-        pause = wait.pause()
-        begun = time.monotonic()
-        try:
-            store.wait(keys, timedelta(seconds=pause))
-            return True
-        except StoreGone:
-            raise
-        except RuntimeError:
-            if time.monotonic() - begun < pause / 2:  # not for want of time
-                raise
-        if wait.over:
+    await_them = _poll if isinstance(base_of(store), _POLLED) else _await
+    while not await_them(store, keys, wait.pause()):
+        if not wait.left:
             return False
-        wait.step()
+        wait.step(for_what)
+    return True
+
+
+def _await(store: Any, keys: Sequence[str], seconds: float) -> bool:
+    begun = time.monotonic()
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except StoreGone:
+        raise
+    except RuntimeError:
+        if time.monotonic() - begun < seconds / 2:  # not for want of time
+            raise
+        return False
+    return True
+
+
+def _poll(store: Any, keys: Sequence[str], seconds: float) -> bool:
+    begun = time.monotonic()
+    while not store.check(keys):
+        passed = time.monotonic() - begun
+        if passed >= seconds:
+            return False
+        time.sleep(min(max(passed / 10, _SOONEST), _LATEST, seconds - passed))
+    return True

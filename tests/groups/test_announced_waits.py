@@ -1,0 +1,281 @@
+"""Who waits is told: in the log while it lasts, and by the error at its end."""
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from actors import free_port
+
+from telegrad import rpc
+from telegrad.errors import TelegradError
+from telegrad.rpc import Options, Worker, probing, stores
+from telegrad.testing import Gate, cluster, eventually
+from telegrad.worker import rendezvous, waits
+
+SHORT = 0.3  # s
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What the log tells of waits, from their beginning on."""
+    monkeypatch.setattr(waits, "FIRST", 0.0)
+    caplog.set_level(logging.WARNING, "telegrad")
+    return lambda: [r.getMessage() for r in caplog.records if "is waiting for" in r.getMessage()]
+
+
+def meet(rank: int, where: str, timeout: float = SHORT) -> Any:
+    return stores.meet(f"w{rank}", Options(init_method=where, rpc_timeout=timeout), rank, 2)[0]
+
+
+def test_when_the_log_tells(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    wait = waits.Wait("w1 (rank 1)", 70.0)
+    told = []
+    for now, pause in ((0.0, 5.0), (4.9, 0.1), (5.0, 30.0), (34.9, 0.1), (35.0, 30.0), (65.0, 5.0), (70.0, 0.001)):
+        clock.now = 1000.0 + now
+        wait.step(lambda: ("rank 0", "connection refused" if clock.now < 1010 else ""))
+        assert wait.pause() == pytest.approx(pause)
+        told.append([r.getMessage() for r in caplog.records])
+    assert [len(lines) for lines in told] == [0, 0, 1, 1, 2, 3, 3]
+    assert told[-1][:2] == [
+        "w1 (rank 1) is waiting for rank 0 since 5 s; last: connection refused",
+        "w1 (rank 1) is waiting for rank 0 since 35 s",
+    ]
+    assert wait.left == 0
+    assert caplog.records[0].name == "telegrad"
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_looks_have_a_pace_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    looks = []
+    wait = waits.Wait("w1", 60.0, lambda: looks.append(clock.now), 2.0)
+    for clock.now in (0.5, 1.9, 2.0, 3.0, 4.5):
+        wait.step(lambda: ("nobody", ""))
+    assert looks == [2.0, 4.5]
+
+
+# ---- for the store
+
+
+def test_host_that_has_not_come(said: Callable[[], list[str]]) -> None:
+    port = free_port()
+    with pytest.raises(
+        RuntimeError, match=rf"no store at 127.0.0.1:{port} within .* met: connection refused"
+    ) as failed:
+        meet(1, f"tcp://127.0.0.1:{port}")
+    assert "\n" not in str(failed.value)
+    assert len(said()) == 1
+    assert said()[0].startswith(f"w1 (rank 1) is waiting for rank 0's store at 127.0.0.1:{port} since ")
+    assert said()[0].endswith(" s; last: connection refused")
+
+
+def test_host_on_another_machine_that_has_not_come(
+    said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_is_here", lambda *_: False)
+    port = free_port()
+    with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s"):
+        meet(1, f"tcp://127.0.0.1:{port}")
+    assert said()[0].endswith(" s; last: connection refused")
+    with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s"):
+        stores.meet("helper", Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=SHORT), -1, None)
+    assert said()[1].startswith("helper is waiting for rank 0's store at 127.0.0.1:")
+
+
+class Page(BaseHTTPRequestHandler):
+    """A web server that is not quiet about it."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Banner(threading.Thread):
+    """A server that speaks first, or never."""
+
+    def __init__(self, words: bytes) -> None:
+        super().__init__(daemon=True)
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.server_port: int = self.listening.getsockname()[1]
+        self.words = words
+
+    def run(self) -> None:
+        links = []
+        while True:
+            try:
+                links.append(self.listening.accept()[0])
+            except OSError:
+                break
+            links[-1].sendall(self.words)
+        for link in links:
+            link.close()
+
+    def shutdown(self) -> None:
+        self.listening.shutdown(socket.SHUT_RDWR)
+        self.join()
+        self.listening.close()
+
+
+def serve(kind: str) -> Any:
+    if kind != "http":
+        server = Banner(b"SSH-2.0-OpenSSH_9.2p1\r\n" if kind == "ssh" else b"")
+        server.start()
+        return server
+    page = HTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=page.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    return page
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(probing, "_HINT_AFTER", 0.05)
+    found = serve(request.param)
+    yield found
+    found.shutdown()
+    if isinstance(found, HTTPServer):
+        found.server_close()
+
+
+@pytest.mark.parametrize(
+    ("server", "answer"), [("http", "an HTTP server"), ("ssh", "another program: .*SSH-2")], indirect=["server"]
+)
+@pytest.mark.parametrize("here", [True, False])
+def test_another_program_has_the_port(server: Any, answer: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_is_here", lambda *_: here)
+    where = f"tcp://127.0.0.1:{server.server_port}"
+    text = rf"what listens at 127.0.0.1:{server.server_port} is not the store of a group, but {answer}"
+    with pytest.raises(TelegradError, match=text):
+        meet(1, where, 30)
+    with pytest.raises(TelegradError, match=text):
+        stores.meet("helper", Options(init_method=where, rpc_timeout=30), -1, None)
+
+
+@pytest.mark.parametrize("server", ["silent"], indirect=True)
+def test_another_program_has_the_port_and_says_nothing(
+    server: Any, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "_PATIENCE", 0.1)
+    with pytest.raises(RuntimeError, match="met: something listens there, but does not answer as a store does"):
+        meet(1, f"tcp://127.0.0.1:{server.server_port}")
+    assert said()[0].endswith("; last: something listens there, but does not answer as a store does")
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_a_store_is_known_as_one(libuv: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)  # type: ignore[attr-defined]
+    assert probing.probe("127.0.0.1", store.port, 30) == ""
+    assert "refused" in probing.probe("127.0.0.1", free_port(), 30)
+
+
+@pytest.mark.parametrize("rank", [-1, 0, 1])
+def test_host_that_nobody_knows(rank: int, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    options = Options(init_method="tcp://nowhere.example:29500", rpc_timeout=SHORT)
+    text = (
+        "the host nowhere.example of the group's store cannot be resolved: Name or service not known. Check MASTER_ADDR"
+    )
+    with pytest.raises(RuntimeError) as failed:
+        stores.meet("w", options, rank, 2 if rank >= 0 else None)
+    assert str(failed.value) == f"{text}, or init_method."
+    who = f"w (rank {rank})" if rank >= 0 else "w"
+    assert said()[0].startswith(f"{who} is waiting for the address of nowhere.example, the store's host since ")
+
+
+# ---- for workers
+
+
+def test_ranks_that_have_not_come(said: Callable[[], list[str]], tmp_path: Path) -> None:
+    for rank, missing in ((0, "1, 3"), (1, "0, 3")):
+        store = dist.FileStore(str(tmp_path / f"meeting{rank}"), 4)  # type: ignore[attr-defined]
+        store.set("member/2", "{}")
+        with pytest.raises(TelegradError, match=rf"those with rank {missing} of 4 did not come"):
+            Worker(f"w{rank}", rank, 4, Options(rpc_timeout=SHORT), store=store)
+    first, second = said()
+    where = f"of 4 at {tmp_path / 'meeting'}"
+    assert first.startswith(f"w0 (rank 0) is waiting for ranks 1, 3 {where}0 since ")
+    assert first.endswith("; last: 2 have come")
+    assert second.startswith(f"w1 (rank 1) is waiting for ranks 0, 3 {where}1 since ")
+
+
+class Counting:
+    """Counts questions to a store."""
+
+    def __init__(self, there: set[int]) -> None:
+        self.keys = {f"member/{rank}" for rank in there}
+        self.questions = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions += 1
+        return self.keys >= set(keys)
+
+
+def test_few_questions_find_the_few_who_are_missing() -> None:
+    for missing in ([], [0], [255], [3, 77]):
+        store = Counting(set(range(256)) - set(missing))
+        assert rendezvous._missing(store, 0, 256) == missing
+        assert store.questions <= 1 + 16 * len(missing)
+
+
+def test_lock_of_a_dynamic_group(said: Callable[[], list[str]]) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(waits.timedelta(seconds=SHORT))
+    with (
+        rendezvous.membership(store, "slow", joining=True),
+        pytest.raises(TelegradError, match="the group's lock back"),
+    ):
+        Worker("quick", store=store)
+    assert said()[0].startswith("quick is waiting for slow to join the group since ")
+    assert said()[0].endswith("; last: it has the group's lock")
+
+
+def test_member_that_is_busy(said: Callable[[], list[str]]) -> None:
+    gate = Gate()
+    with cluster(1, Options(num_worker_threads=1), dynamic=True) as group:
+        busy = rpc.rpc_async("w0", gate.enter)
+        gate.wait_for()
+        joined: list[Worker] = []
+        joining = threading.Thread(target=lambda: joined.append(Worker("w1", 1, store=group.store)))
+        joining.start()
+        eventually(said)
+        gate.open()
+        busy.wait()
+        joining.join(30)
+        joined[0].shutdown(timeout=30)
+    assert said()[0].startswith("w1 is waiting for w0 (rank 0) to take it up since ")
+
+
+PROGRAM = """
+import sys
+from telegrad import rpc
+from telegrad.worker import waits
+waits.FIRST = 0.0
+rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=rpc.Options(init_method=sys.argv[1], rpc_timeout=50))
+"""
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_interrupted_at_once(tmp_path: Path, scheme: str) -> None:
+    """Ctrl+C ends the wait, where the store is a file as well."""
+    where = f"file://{tmp_path}/meeting" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, where], stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr is not None
+        assert "w1 (rank 1) is waiting for rank" in waiting.stderr.readline()
+        waiting.send_signal(signal.SIGINT)
+        waiting.wait(20)
+        assert waiting.stderr.read().endswith("KeyboardInterrupt\n")
+    assert waiting.returncode == -signal.SIGINT
