@@ -76,7 +76,8 @@ class RemoteMethod(partial[R]):
     def __eq__(self, other: object) -> bool:
         return super().__eq__(other) if is_drop_in() else _refuse(self)
 
-    __hash__ = partial.__hash__
+    def __hash__(self) -> int:
+        return super().__hash__()
 
     def __bool__(self) -> bool:
         return True if is_drop_in() else _refuse(self)
