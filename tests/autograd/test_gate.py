@@ -1,6 +1,7 @@
 """The turns of handlers and steps. No test sleeps: a thread that has to wait is seen waiting."""
 
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -257,3 +258,54 @@ def test_a_step_that_fails_leaves_the_gate() -> None:
         pass
     with gate.step(1) as turn:
         assert turn.alone
+
+
+class Alarm(Exception):
+    """What a signal handler raises."""
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Has a signal handler raise in the main thread."""
+
+    def on_signal(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_while_a_handler_waits_leaves_the_gate(interrupt: Callable[[], None]) -> None:
+    gate = StepGate(still=PATIENCE)
+    with inside(gate, 1):
+        step = stepping(gate, 2)
+        until_waits(gate, 2)
+
+        def send() -> None:
+            eventually(lambda: gate._queued, what="a handler that waits")
+            interrupt()
+
+        sender = Busy(send)
+        with pytest.raises(Alarm):
+            gate.enter(3)
+        sender.finish()
+    for thread in (step, stepping(gate, 2), stepping(gate, 4)):
+        thread.finish()
+
+
+def test_a_signal_while_a_step_waits_leaves_the_gate(interrupt: Callable[[], None]) -> None:
+    gate = StepGate(still=PATIENCE)
+    with inside(gate, 1):
+
+        def send() -> None:
+            until_waits(gate, 2)
+            interrupt()
+
+        sender = Busy(send)
+        with pytest.raises(Alarm), gate.step(2):
+            raise AssertionError("a handler is inside")
+        sender.finish()
+        stepping(gate, 1).finish()
+    with inside(gate, 3):
+        pass

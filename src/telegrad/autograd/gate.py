@@ -76,11 +76,13 @@ class StepGate:
             if self._stepping or self._waiting:
                 rounds = self._rounds
                 self._queued += 1
-                self._changed.wait_for(lambda: not self._stepping and self._may_enter(context, rounds))
-                self._queued -= 1
-                if rounds != self._rounds:
-                    self._due -= 1
-                    self._changed.notify_all()
+                try:
+                    self._changed.wait_for(lambda: not self._stepping and self._may_enter(context, rounds))
+                finally:  # a signal handler may raise there
+                    self._queued -= 1
+                    if rounds != self._rounds:
+                        self._due -= 1
+                        self._changed.notify_all()
             self._number = number = self._number + 1
             self._runs[number] = context, threading.get_ident()
         return number
@@ -117,25 +119,27 @@ class StepGate:
     @contextmanager
     def step(self, context: int) -> Iterator[Turn]:
         """Holds the gate for a step of a context. No user code may run within."""
-        with self._changed:
-            self._waiting[context] += 1
-            try:
-                alone = self._wait_for_others(context)
-            finally:
-                self._waiting[context] -= 1
-                if not self._waiting[context]:
-                    del self._waiting[context]
-                self._changed.notify_all()
-            self._stepping = True
-            turn = Turn(alone, alone and not any(body != context for body in self._bodies))
+        mine = False
         try:
+            with self._changed:
+                self._waiting[context] += 1
+                try:
+                    alone = self._wait_for_others(context)
+                finally:
+                    self._waiting[context] -= 1
+                    if not self._waiting[context]:
+                        del self._waiting[context]
+                    self._changed.notify_all()
+                turn = Turn(alone, alone and not any(body != context for body in self._bodies))
+                mine = self._stepping = True
             yield turn
         finally:
-            with self._changed:
-                self._stepping = False
-                self._rounds += 1
-                self._due = self._queued
-                self._changed.notify_all()
+            if mine:
+                with self._changed:
+                    self._stepping = False
+                    self._rounds += 1
+                    self._due = self._queued
+                    self._changed.notify_all()
 
     def _others(self, context: int) -> list[int]:
         """Threads of the handlers that a step has to wait for."""
