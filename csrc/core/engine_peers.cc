@@ -253,6 +253,17 @@ void Engine::opened(const ConnectionPtr& c) {
         log("worker " + who.name + " is reached at " + c->link->describe() +
             ", since a better way failed: " + peer.last_error);
       }
+      if (!peer.link && who.id != id()) {
+        Item item;
+        item.kind = ItemKind::kEvent;
+        item.event = EventKind::kConnected;
+        item.peer = who.id;
+        item.incarnation = who.incarnation;
+        const std::string address = c->link->describe();
+        item.text = who.name +
+                    (c->initiator ? " to " + address : " from " + address.substr(0, address.find(':') + 1) + c->source);
+        push(std::move(item));
+      }
       if (!peer.link || c->initiator) {
         peer.link = c;
         peer.connecting = false;
@@ -352,7 +363,8 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
         // One that only came and went (it may have been shut down meanwhile) is not worth a line.
         if (!stopping() && !gone) log_refusal(*c->link, c->source, why);
       } else if (c->lane_of) {
-        if (!stopping()) log("no further lane to " + c->link->describe() + ": " + why);
+        if (!stopping() && c->lane_of->state == Connection::State::kOpen)
+          log("no further lane to " + c->link->describe() + ": " + why);
       } else if (found != peers_.end()) {
         Peer& peer = found->second;
         peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;

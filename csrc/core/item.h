@@ -13,7 +13,7 @@
 namespace telegrad {
 
 enum class ItemKind : std::uint8_t { kRequest, kOneway, kOutcome, kEvent, kRetire };
-enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kNudge, kPeerBack };
+enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kNudge, kPeerBack, kConnected };
 
 /// Something for a pool thread to do.
 struct Item {

@@ -137,6 +137,11 @@ class WorkerLost(TelegradError):
         """Did it say goodbye (and not die)?"""
         return self.why == "it shut down"  # the core's words, csrc/core/engine_peers.cc
 
+    @property
+    def unreached(self) -> bool:
+        """Was there just no connection in time? The worker may live."""
+        return self.why.startswith("no connection to worker")  # the core's words as well
+
 
 class OwnerLost(WorkerLost):
     """The value behind a remote reference is gone, because the worker that owned it is."""

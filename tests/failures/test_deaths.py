@@ -166,8 +166,8 @@ def test_death_that_only_one_can_see(tmp_path: Path, names: str) -> None:
         kill(victim)
         eventually(lambda: company[0].do(failure, call, victim.name, abs, -1)[0] == "WorkerLost")
         assert max(shut_all_down(company[:3])) < AT_ONCE
-        line = f"worker {victim.name} was lost before the group shut down: others noticed"
-        told = [line in actor.stderr() for actor in company]
+        line = "worker {} is lost to {}: others noticed"
+        told = [line.format(victim.name, actor.name) in actor.stderr() for actor in company]
         assert told == [False, True, True, False]
 
 

@@ -289,6 +289,7 @@ def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
 
 
 def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
+    interrupted = False
     try:
         if graceful and worker.static:
             budget = Budget(timeout)
@@ -297,7 +298,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             try:
                 _wait_all_workers(min(timeout, budget.left()))
             except LostWhileGathering:
-                logger.warning("worker %s goes on shutting down without whom it lost", worker.info.name)
+                logger.info("worker %s goes on shutting down without whom it lost", worker.info.name)
             left = budget.left()
             _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
             worker.finish(budget.left(), last=True)
@@ -305,11 +306,14 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             budget = Budget(timeout or _LEAVE_TIMEOUT)
             leave_dynamic(worker, budget)
             worker.references.release_all(min(budget.left(), 10.0))
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
     finally:
         try:
             _destroy_rref_context(_ignore_rref_leak, worker)
         finally:
-            worker.close()
+            worker.close(interrupted)
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = _RELEASE_TIMEOUT) -> None:

@@ -16,7 +16,7 @@ from telegrad.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.rref import RRef
 from telegrad.types import To, WorkerInfo
 from telegrad.worker import Worker as _Worker
-from telegrad.worker import addresses, devices, membership, rendezvous
+from telegrad.worker import addresses, devices, lifecycle, membership, rendezvous
 from telegrad.worker.future import CallFuture, Deferred
 from telegrad.worker.recorder import Layers
 
@@ -171,7 +171,9 @@ def join(
         group = rendezvous.agree(store, options.group_secret(), False, 0)
         devices.check({name: mine}, False)
         store_at = addresses.store_host(options.init_method, store)
-        return membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
+        worker = membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
+        lifecycle.joined(worker)
+        return worker
     attempts = Attempts(store, name, rank, timeout)
     while True:
         try:
@@ -216,6 +218,7 @@ def _join_static(
         worker.close()
         raise
     worker.store = store
+    lifecycle.joined(worker)
     return worker
 
 

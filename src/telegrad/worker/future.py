@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import torch
 
 from telegrad import _core
-from telegrad.errors import NotInitialized
+from telegrad.errors import NotInitialized, WorkerLost
 from telegrad.serialize.exceptions import afresh, forget_frames, text_of
 from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
@@ -49,9 +49,14 @@ class Failure:
         self.how: str = how
 
     def __del__(self) -> None:
-        if not self.read and not isinstance(self.error, NotInitialized):  # what this program ended itself is no news
+        if not self.read and not _is_known(self.error):
             told = "; its owner has printed the error" if self.error is None else f": {self.error}"
             logger.warning("%s failed, and nobody %s%s", _what(self.request), self.how, told)
+
+
+def _is_known(error: BaseException | None) -> bool:
+    """Does the program know of the cause? It has ended the worker itself, or the log has a line about the lost one."""
+    return isinstance(error, NotInitialized) or (isinstance(error, WorkerLost) and not error.unreached)
 
 
 class CallFuture(torch.futures.Future[T]):

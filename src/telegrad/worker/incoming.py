@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.protocols.rref import RRefId
 from telegrad.wire import Flag, Tag
+from telegrad.worker import lifecycle
 from telegrad.worker.scope import current
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ __all__ = ["Incoming"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK = range(5)  # csrc/core/engine.h
+PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK, CONNECTED = range(6)  # csrc/core/item.h
 
 
 class Incoming:
@@ -64,8 +65,9 @@ class Incoming:
             worker.pool.run_jobs()
         elif event in (PEER_LOST, PEER_LEFT):
             if event == PEER_LOST:
-                logger.warning("worker %s is lost to %s: %s", worker.name_of(peer), worker.info.name, text)
-            if event == PEER_LEFT:
+                lifecycle.lost(worker, peer, text)
+            else:
+                lifecycle.peer_left(worker, peer, text)
                 worker.left.add(peer)
             worker.lost[peer] = text
             if not (worker.finishing and event == PEER_LEFT):  # then what it still holds is a leak to report
@@ -79,5 +81,7 @@ class Incoming:
             worker.lost.pop(peer, None)
             worker.left.discard(peer)
             worker.references.peer_joined(peer)
+        elif event == CONNECTED:
+            lifecycle.connected(worker, peer, text)
         else:
             logger.warning("%s: %s", worker.info.name, text)

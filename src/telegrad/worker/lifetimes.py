@@ -1,9 +1,11 @@
 """The workers of a process, and what becomes of them when the process ends or forks."""
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
+import sys
 import threading
 import time
 import weakref
@@ -28,9 +30,11 @@ def remember(worker: Any) -> None:
 
 
 def close_all() -> None:
-    """Closes every worker of this process."""
+    """Closes every worker of this process. An interrupt (Ctrl+C) only ends the waiting for handlers."""
+    interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)  # what the program has ended with
     for worker in list(live_workers):
-        worker.close()
+        with contextlib.suppress(KeyboardInterrupt):
+            worker.close(interrupted)
 
 
 def _end() -> None:
@@ -43,7 +47,8 @@ def _end() -> None:
     until = time.monotonic() + (_GRACE if waited else 0.0)
     for thread in threading.enumerate() if waited else ():
         if thread.daemon and not isinstance(thread, threading._DummyThread):
-            thread.join(max(0.0, until - time.monotonic()))
+            with contextlib.suppress(KeyboardInterrupt):
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 # Handlers run in reverse order, so those that the program registers later still find its worker.

@@ -23,7 +23,7 @@ from telegrad.protocols.rref import Ticket
 from telegrad.protocols.shutdown import GaveUp
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
-from telegrad.worker import addresses, lifetimes, rendezvous
+from telegrad.worker import addresses, lifecycle, lifetimes, rendezvous
 from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.calls import Calls
 from telegrad.worker.coroutines import EventLoop
@@ -78,6 +78,7 @@ class Worker:
         self.static = True
         self.store: Any = None
         self.closed: bool = False
+        self.joined: bool = False
         self.finishing: bool = False
         self.ready: threading.Event = threading.Event()  # all members are known: requests may run
         self.lost: dict[int, str] = {}  # workers that are gone, and why
@@ -204,10 +205,15 @@ class Worker:
         self.engine.part_from(worker_id, why)
         self.references.peer_lost(worker_id, why)
         self.autograd.peer_lost(worker_id, why)
+        lifecycle.peer_left(self, worker_id, why)
         self.left.add(worker_id)
         self.lost[worker_id] = why
         for listener in list(self.loss_listeners):
             listener()
+
+    def member_of(self, worker_id: int) -> Member | None:
+        """What another worker has told the group of itself; None if it is not in the group."""
+        return self._members.get(worker_id)
 
     def member_ids(self) -> set[int]:
         """Ids of the other workers."""
@@ -397,8 +403,8 @@ class Worker:
             raise ShutdownTimeout(timeout, tuple(map(self.name_of, gone)), gave_up=True)
         self.gone.update(end.lost, end.left)
         for worker in end.lost if last else ():
-            why = self.lost.get(worker, "others noticed; this worker had no connection to it")
-            logger.warning("worker %s was lost before the group shut down: %s", self.name_of(worker), why)
+            if worker not in self.lost:
+                lifecycle.lost(self, worker, "others noticed; this worker had no connection to it")
 
     def drain(self, timeout: float) -> bool:
         """Waits until no call of this worker is under way and no request runs here. False: not in `timeout` seconds
@@ -410,9 +416,10 @@ class Worker:
             self._idle_check.wait(_DRAIN_STEP)
         return True
 
-    def close(self) -> None:
+    def close(self, interrupted: bool = False) -> None:
         """Leaves the group without waiting for anybody. Calls under way fail, handlers under way are waited for for a
-        few seconds. Safe to call again, from any thread, and from a handler."""
+        few seconds. Safe to call again, from any thread, and from a handler. `interrupted`: by Ctrl+C,
+        which needs no warnings."""
         with self._closing:
             if self.closed:
                 return
@@ -426,7 +433,8 @@ class Worker:
             until = time.monotonic() + _JOIN_TIMEOUT
             ends = (self.timers.stop, self.loop.stop, self.pool.join)
             if False in [end(max(0.0, until - time.monotonic())) for end in ends]:
-                logger.warning("worker %s shut down while a handler still ran; it was left behind", self.info.name)
+                level = logging.INFO if interrupted else logging.WARNING
+                logger.log(level, "worker %s shut down while a handler still ran; it was left behind", self.info.name)
         finally:
             self.autograd.close()
             self.references.close()
@@ -435,6 +443,8 @@ class Worker:
             self.store = None  # its host may end
             _core.release()
             lifetimes.live_workers.discard(self)
+            if self.joined:
+                lifecycle.left(self)
 
     def abandon(self) -> AnyEngine:
         """In a forked child: here the worker, which is the parent's, is as good as closed. Returns the parent's engine,
