@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, Final
 
@@ -134,6 +135,16 @@ def missing(theirs: ModuleType, ours: ModuleType) -> set[str]:
 @pytest.mark.parametrize(("theirs", "ours"), pairs())
 def test_every_name_is_there(theirs: str, ours: str) -> None:
     assert missing(importlib.import_module(theirs), importlib.import_module(ours)) == set(LEFT_OUT.get(theirs, {}))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), pairs())
+def test_constants_have_torchs_values(theirs: str, ours: str) -> None:
+    there, here = importlib.import_module(theirs), importlib.import_module(ours)
+    names = names_of(there) - missing(there, here)
+    constants = {name for name in names if isinstance(getattr(there, name), (int, float, timedelta))}
+    constants |= {name for name in names if "DEFAULT" in name}
+    assert {name: getattr(here, name) for name in constants} == {name: getattr(there, name) for name in constants}
+    assert "rpc.constants" not in theirs or "_DEFAULT_RPC_TIMEOUT_SEC" in constants
 
 
 def test_every_module_with_names_left_out_is_compared() -> None:
