@@ -13,6 +13,7 @@ from telegrad.types import WorkerInfo
 from telegrad.worker import rendezvous
 from telegrad.worker.budget import Budget
 from telegrad.worker.future import CallFuture
+from telegrad.worker.limited import Limited, StoreSilent
 from telegrad.worker.recorder import Layers
 from telegrad.worker.rendezvous import Group, Member, StoreGone
 from telegrad.worker.scope import current
@@ -121,16 +122,18 @@ def leave_dynamic(worker: Worker, budget: Budget) -> None:
     """Has the others make no more calls to this worker, ends what is under way, and parts from them. Nobody joins or
     leaves meanwhile."""
     parted = False
+    store = Limited(worker.store, budget.left)
     try:
-        with rendezvous.membership(worker.store, worker.info.name, joining=False, budget=budget):
-            members = [m for m in rendezvous.read_members(worker.store, worker.group) if m.id != worker.info.id]
-            rendezvous.write_members(worker.store, members, worker.group)
+        with rendezvous.membership(store, worker.info.name, joining=False, budget=budget):
+            members = [m for m in rendezvous.read_members(store, worker.group) if m.id != worker.info.id]
+            rendezvous.write_members(store, members, worker.group)
             _part(worker, {m.id for m in members}, budget)
             parted = True
     except StoreGone as e:
         logger.warning(
-            "worker %s leaves its group without the store, which is gone with its host: %s. Nobody can join any more.",
+            "worker %s leaves its group without the store, whose host %s: %s. Nobody can join any more.",
             worker.info.name,
+            "is silent" if isinstance(e, StoreSilent) else "has gone",
             str(e).partition("\n")[0],
         )
         if not parted:

@@ -20,6 +20,7 @@ from telegrad.errors import TelegradError
 from telegrad.protocols import membership as protocol
 from telegrad.protocols.membership import GroupView
 from telegrad.worker.budget import Budget
+from telegrad.worker.limited import within
 from telegrad.worker.records import Group, Member, member_of, record_of
 from telegrad.worker.waits import StoreGone, Wait, base_of, place_of, wait_for_keys
 
@@ -227,16 +228,24 @@ def check_members(members: list[Member], world_size: int | None) -> GroupView:
     return view
 
 
-def abandon(store: Any) -> None:
-    """This worker's time is up, so it leaves the group before the others: no worker of it can end with all."""
+def abandon(store: Any, timeout: float) -> None:
+    """This worker's time is up, so it leaves the group before the others: no worker of it can end with all.
+
+    Args:
+        timeout: seconds that it may take to say so.
+    """
     with suppress(RuntimeError):  # the store has gone: then so have those who would look
-        store.set("abandoned", "1")
+        within(timeout, lambda: store.set("abandoned", "1"))
 
 
-def is_abandoned(store: Any) -> bool:
-    """Has a worker left the group because its time was up?"""
+def is_abandoned(store: Any, timeout: float) -> bool:
+    """Has a worker left the group because its time was up?
+
+    Args:
+        timeout: seconds that the store may take to say so; 0 is no limit.
+    """
     try:
-        return bool(store.check(["abandoned"]))
+        return within(timeout, lambda: bool(store.check(["abandoned"])))
     except RuntimeError:
         return False
 

@@ -25,6 +25,7 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import addresses, lifecycle, lifetimes, rendezvous
 from telegrad.worker.arguments import checked_arguments
+from telegrad.worker.budget import Budget
 from telegrad.worker.calls import Calls
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.draining import Draining
@@ -392,14 +393,15 @@ class Worker:
             ShutdownTimeout: some did not come in time, or gave up and left.
         """
         self.finishing = last
+        budget = Budget(timeout)
         end = self.stages[last].run(timeout, last)
         if self.closed:
             raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut the worker down meanwhile.)")
         if isinstance(end, GaveUp):
-            rendezvous.abandon(self.store)
+            rendezvous.abandon(self.store, budget.left())
             raise ShutdownTimeout(timeout, tuple(self.name_of(worker) for worker in end.missing))
         gone = (*end.lost, *end.left)
-        if gone and not last and rendezvous.is_abandoned(self.store):
+        if gone and not last and rendezvous.is_abandoned(self.store, budget.left()):
             raise ShutdownTimeout(timeout, tuple(map(self.name_of, gone)), gave_up=True)
         self.gone.update(end.lost, end.left)
         for worker in end.lost if last else ():
