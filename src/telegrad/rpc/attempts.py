@@ -16,34 +16,19 @@ import secrets
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 from telegrad.errors import TelegradError
+from telegrad.rpc.parts import ATTEMPT, Part
 from telegrad.worker import rendezvous
 from telegrad.worker.waits import Wait, place_of, wait_for_keys
 
-__all__ = ["Attempts", "Part", "Superseded", "has_attempts"]
+__all__ = ["Attempts", "Superseded"]
 
-_ANNOUNCED = "attempt"
 _OFTEN, _SELDOM = 0.5, 2.0  # s between two looks for a later attempt, in a run and out of it
 _SOONEST, _LATEST = 0.005, 0.1  # s between two looks for another announcement
 
 
-class Part(dist.PrefixStore):  # type: ignore[name-defined,misc]
-    """A part of a store, which keeps the whole: that may be written in Python, and torch's keeps only its C++ side."""
-
-    def __init__(self, prefix: str, whole: Any) -> None:
-        super().__init__(prefix, whole)
-        self._whole = whole
-
-
 class Superseded(rendezvous.Refused):
     """Rank 0 has announced another attempt than that which this worker tried to join."""
-
-
-def has_attempts(store: Any) -> bool:
-    """Has a static group of torchrun met here?"""
-    return bool(store.check([_ANNOUNCED]))
 
 
 class Attempts:
@@ -64,7 +49,7 @@ class Attempts:
         # The counts of a single agent do tell attempts apart.
         alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
         self._count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if alone else ""
-        self._key = _ANNOUNCED if self._run is None else f"{_ANNOUNCED}/{self._run}"
+        self._key = ATTEMPT if self._run is None else f"{ATTEMPT}/{self._run}"
         self._tried: set[str] = set()
         self._current = ""
         self._failure: rendezvous.Refused | None = None
@@ -113,7 +98,7 @@ class Attempts:
             )
         name = f"{self._run}/{self._count}-{secrets.token_hex(8)}"
         self._store.set(self._key, name)
-        self._store.set(_ANNOUNCED, name)  # for members that are not of the run
+        self._store.set(ATTEMPT, name)  # for members that are not of the run
         return name
 
     def _count_of(self, attempt: str) -> str:

@@ -9,10 +9,11 @@ from telegrad.errors import TelegradError
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc import api, backend_registry, stores
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.attempts import Attempts, Part, has_attempts
+from telegrad.rpc.attempts import Attempts
 from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
+from telegrad.rpc.parts import part_of
 from telegrad.rref import RRef
 from telegrad.types import To, WorkerInfo
 from telegrad.worker import Worker as _Worker
@@ -29,8 +30,6 @@ T = TypeVar("T")
 _LAYERS = Layers(RRef, Autograd)
 drop_in: list[bool] = [False]
 """Whether this process is a drop-in: then a rank alone comes from the environment, as in torch."""
-
-_groups = [0]  # static groups are told apart on one store by the order in which a process joins them
 
 
 def is_available() -> bool:
@@ -90,9 +89,11 @@ def init_rpc(
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     if not (as_torch or drop_in[0]) and store is None and rank < 0 and world_size is None:
         rank, world_size = stores.ranks_of_launcher(as_options(rpc_backend_options))
+    place = rpc_backend_options.init_method if store is None else f"store {id(store)}"
     if store is None:
         store, rank, world_size = stores.meet(name, rpc_backend_options, rank, world_size, ranks_needed=as_torch)
-    _init_rpc_backend(backend, part_of(store, world_size), name, rank, world_size, rpc_backend_options)
+    with part_of(store, place, world_size, rank) as part:
+        _init_rpc_backend(backend, part, name, rank, world_size, rpc_backend_options)
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:
@@ -114,21 +115,6 @@ def _infer_backend(options: RpcBackendOptions | None) -> Any:
             )
             return candidate
     raise TypeError(f"Could not infer backend for options {options}")
-
-
-def part_of(store: Any, world_size: int | None) -> Any:
-    """The part of the store that belongs to the next static group of this process, or to the dynamic one.
-
-    Of the latter there is one on a store, since who comes back must find those who stayed, however often each joined.
-    """
-    next_one = Part(f"rpc_prefix_{_groups[0]}", store)
-    dynamic = Part("rpc_dynamic", store)
-    if rendezvous.has_members(dynamic) if world_size else rendezvous.is_static(next_one) or has_attempts(next_one):
-        raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
-    if not world_size:
-        return dynamic
-    _groups[0] += 1
-    return next_one
 
 
 def _init_rpc_backend(
@@ -255,10 +241,13 @@ class Worker:
         *,
         store: Any = None,
     ) -> None:
-        if store is None:
+        if store is not None:
+            self._worker = join(store, name, rank, world_size, options)
+        else:
+            place = as_options(options).init_method
             store, rank, world_size = stores.meet(name, as_options(options), rank, world_size)
-            store = part_of(store, world_size)
-        self._worker = join(store, name, rank, world_size, options)
+            with part_of(store, place, world_size, rank) as part:
+                self._worker = join(part, name, rank, world_size, options)
         self.info: WorkerInfo = self._worker.info
 
     def __enter__(self) -> "Worker":

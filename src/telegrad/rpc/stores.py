@@ -378,6 +378,7 @@ def _tcp_store(place: _Place, wait: Wait) -> Any:
     listening = _listen(place.host, place.port) if _is_here(place, wait) and not place.hosted else None
     if listening is None:
         return _by_port(place, wait)
+    logger.info("%s hosts the store of a new group at %s: nobody was there", wait.who, _at(place))
     store = _host_store(place, timedelta(seconds=wait.timeout), listening)
     _hosted.append(store)
     return store
