@@ -82,8 +82,9 @@ format: $(READY) ## let ruff and clang-format rewrite the sources
 stubs: build ## write src/telegrad/_core.pyi anew from the compiled core
 	$(PY) tools/stubs.py
 
-docs: $(READY) ## check every link, build the site in build/site
-	$(PY) tools/build_docs.py --out $(BUILD)
+docs: $(READY) ## build the documentation site in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true PYTHONPATH=tools \
+	  $(PY) -m mkdocs build --strict --clean --quiet --site-dir $(abspath $(BUILD))/site
 
 dist: $(READY) ## sdist and manylinux wheels in dist/, tried in an empty environment without a compiler
 	tools/build_dist.sh $(VENV)

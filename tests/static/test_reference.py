@@ -1,0 +1,42 @@
+"""The reference has every public name of every public module."""
+
+import importlib
+import re
+
+import documents
+import pytest
+
+PAGES = {page.stem: page for page in (documents.REPO / "docs" / "reference").glob("[a-z]*.md")}
+
+# Names whose modules the reference describes elsewhere, or which are torch's.
+LEFT_OUT = {
+    "rpc": {"BackendType", "api", "functions", "options"},
+    "optim": {
+        "PostLocalSGDOptimizer",
+        "ZeroRedundancyOptimizer",
+        "as_functional_optim",
+        "functional_optim_map",
+        "register_functional_optim",
+    },
+    "nn": {
+        "functional", "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "gather", "reduce",
+        "reduce_scatter", "scatter",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_the_reference_has_every_public_name(name: str) -> None:
+    shown = re.findall(rf"^::: telegrad\.{name}\.([\w.]+)$", PAGES[name].read_text(), re.MULTILINE)
+    public = set(importlib.import_module(f"telegrad.{name}").__all__) - LEFT_OUT.get(name, set())
+    assert len(shown) == len(set(shown))
+    assert public <= set(shown)
+    for each in shown:
+        found = importlib.import_module(f"telegrad.{name}")
+        for part in each.split("."):
+            found = getattr(found, part)
+
+
+def test_every_public_module_has_a_page() -> None:
+    modules = {"autograd", "compat", "errors", "nn", "observe", "optim", "rpc", "testing"}
+    assert set(PAGES) == modules

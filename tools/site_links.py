@@ -1,0 +1,40 @@
+"""Hooks of mkdocs: links to files that are no pages lead to the repository; whatever the pages load has to exist."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from documents import ELSEWHERE, REPO, links
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Called by mkdocs for each page."""
+    folder = posixpath.dirname(page.file.src_uri)
+    for target in {target for _, target in links(markdown)}:
+        path, _, fragment = target.partition("#")
+        if ELSEWHERE.match(target) or not path:
+            continue
+        goal = posixpath.normpath(posixpath.join(folder, path))
+        if files.get_file_from_path(goal) is None and (Path(REPO) / goal).exists():
+            kind = "tree" if (Path(REPO) / goal).is_dir() else "blob"
+            url = f"{config.repo_url.rstrip('/')}/{kind}/main/{goal}" + (f"#{fragment}" if fragment else "")
+            markdown = markdown.replace(f"]({target})", f"]({url})")
+    return markdown
+
+
+def on_post_build(*, config: Any) -> None:
+    """Called by mkdocs at the end: what the pages load has to be there, which mkdocs does not check.
+
+    Raises:
+        SystemExit: something is missing.
+    """
+    site = Path(config.site_dir)
+    missing = {
+        str(goal.relative_to(site))
+        for page in site.rglob("*.html")
+        for found in re.findall(r'<(?:link|script)[^>]* (?:href|src)="([^":]+\.(?:css|js))"', page.read_text())
+        if page.name != "404.html" and not (goal := (page.parent / found).resolve()).exists()
+    }
+    if missing:
+        raise SystemExit(f"the site lacks {', '.join(sorted(missing))}; see exclude_docs in mkdocs.yml")
