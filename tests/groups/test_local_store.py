@@ -149,6 +149,19 @@ def test_a_door_that_closes_sends_everybody_away(behind: Any) -> None:
     Door(number).close()
 
 
+def test_a_door_that_is_left_lets_nobody_in_and_makes_room(behind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    number = free_port()
+    for _ in range(20):
+        door = Door(number)
+        door.open(behind)
+        LocalStore("localhost", number, LONG).set("key", "value")
+        door.leave()
+        with pytest.raises(ConnectionRefusedError):
+            LocalStore("localhost", number, LONG)
+    Door(number).close()
+    assert not caplog.records
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_not_let_in(port: int) -> None:
     pid = os.fork()

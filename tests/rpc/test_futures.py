@@ -12,7 +12,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import RpcTimeout
-from telegrad.testing import Cluster, Gate, eventually, run_all
+from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("error")]
 
@@ -284,6 +284,36 @@ def test_an_unread_failure_is_logged(logged: Any) -> None:
     (message,) = logged()
     assert "nobody listens" in message
     assert "fail" in message
+    assert "nobody read" in message
+
+
+@pytest.mark.parametrize("make", [lambda: call(fail), lambda: call().then(fail_again)], ids=["call", "then"])
+def test_a_finalizer_does_not_log(logged: Any, caplog: pytest.LogCaptureFixture, make: Any) -> None:
+    """It may run inside of a logging call of its thread."""
+    future = make()
+    eventually(future.done)
+    ran = threading.Event()
+    weakref.finalize(future, ran.set)
+    del future
+    eventually(ran.is_set)
+    eventually(logged)
+    (record,) = [r for r in caplog.records if r.name == "telegrad"]
+    assert (record.threadName or "").startswith("telegrad-w")
+
+
+def fail_again(_: Any) -> None:
+    raise ValueError("again")
+
+
+def test_what_goes_after_its_worker_is_logged_all_the_same(logged: Any) -> None:
+    with cluster(2) as group:
+        future = group[0].rpc_async("w1", fail)
+        eventually(future.done)
+    del future
+    gc.collect()
+    with cluster(1):
+        pass
+    (message,) = logged()
     assert "nobody read" in message
 
 

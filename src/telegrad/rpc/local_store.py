@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,9 @@ class _Guest:
         self.waiting: tuple[set[str], Callable[[], bytes]] | None = None  # keys that are missing, and then the answer
 
 
+_ending: dict[int, threading.Thread] = {}  # of doors that have been left, by port
+
+
 class Door:
     """The host's side: takes up what workers of this host want of a store, on a thread of its own.
 
@@ -89,6 +93,10 @@ class Door:
     """
 
     def __init__(self, port: int) -> None:
+        before = _ending.pop(port, None)
+        if before is not None:
+            before.join()
+        self._port = port
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listening.bind(_name_of(port))
@@ -103,6 +111,7 @@ class Door:
         self._store: Any = None
         self._look_again = _SOONEST
         self._short = False  # of descriptors, and it has been said
+        self._left = False
 
     def open(self, store: Any) -> None:
         """From now on, whoever is at the door is served."""
@@ -117,6 +126,16 @@ class Door:
             self._thread.join()
         else:
             self._release()
+
+    def leave(self) -> None:
+        """Lets nobody in any more; the thread sends everybody away, and ends. Waits for nothing, and logs nothing: for
+        finalizers."""
+        if self._thread is not None:
+            _ending[self._port] = self._thread
+        self._left = True
+        with suppress(OSError):  # the thread has ended, with all of it
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._wake.close()
 
     def abandon(self) -> None:
         """In a forked child, which has no thread: lets go of the parent's sockets without a word."""
@@ -156,6 +175,8 @@ class Door:
             except BlockingIOError:
                 return
             except OSError as e:
+                if self._left:
+                    return
                 if not self._short:
                     logger.warning("the store of the group cannot take up another worker of this host: %s", e)
                 self._short = True

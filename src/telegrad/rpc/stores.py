@@ -86,7 +86,7 @@ class _Host:
         self.door = door
         if door is not None:
             door.open(self.store)
-            weakref.finalize(self, door.close)
+            weakref.finalize(self, door.leave)
 
 
 _hosts: "weakref.WeakValueDictionary[int, _Host]" = weakref.WeakValueDictionary()  # by port

@@ -8,7 +8,8 @@ from telegrad.serialize.exceptions import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls import complete, sent
-from telegrad.worker.future import NO_DEVICES, CallFuture, Failure
+from telegrad.worker.failures import Failure
+from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.profiling import Span
 
 __all__ = ["Creation", "CreationFuture"]
@@ -86,7 +87,7 @@ class Creation:
         if self._span is not None:
             self._span.end()
         if error is not None or failed_there:
-            self.failure = Failure(error, self._read, self._request, _UNREAD)
+            self.failure = Failure(error, self._read, self._request, _UNREAD, self._worker.calls)
         if isinstance(error, RpcTimeout):
             references.create_failed(rref, error, may_exist=error.state != "not sent" or here)
         elif error is not None and not isinstance(error, WorkerLost):  # a loss itself tells the protocol

@@ -2,7 +2,6 @@
 can be awaited, and complains when it failed and nobody ever looked."""
 
 import asyncio
-import logging
 import traceback
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -10,53 +9,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import torch
 
 from telegrad import _core
-from telegrad.errors import NotInitialized, WorkerLost
+from telegrad.errors import NotInitialized
 from telegrad.serialize.exceptions import afresh, forget_frames, text_of
 from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
+from telegrad.worker.failures import Failure, what_of
 from telegrad.worker.scope import current
 
-__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "Failure"]
+__all__ = ["NO_DEVICES", "CallFuture", "Deferred"]
 
 NO_DEVICES: list[Any] = []
-
-logger: logging.Logger = logging.getLogger("telegrad")
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 Deferred: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
 """The return type of a handler whose result comes later: an ``async def``, or one under `async_execution`."""
-
-
-class Failure:
-    """What a future or a creation ended with. Complains when it goes, with that, and nobody has read it: so only what
-    failed pays for a finalizer.
-
-    Args:
-        error: None where the owner of a reference has it.
-        read: somebody knows.
-        request: (peer, what was called or its name, time-out in ns).
-        how: what nobody has done.
-    """
-
-    __slots__ = ("error", "how", "read", "request")
-
-    def __init__(self, error: BaseException | None, read: bool, request: Any, how: str) -> None:
-        self.error: BaseException | None = error
-        self.read: bool = read
-        self.request: Any = request
-        self.how: str = how
-
-    def __del__(self) -> None:
-        if not self.read and not _is_known(self.error):
-            told = "; its owner has printed the error" if self.error is None else f": {self.error}"
-            logger.warning("%s failed, and nobody %s%s", _what(self.request), self.how, told)
-
-
-def _is_known(error: BaseException | None) -> bool:
-    """Does the program know of the cause? It has ended the worker itself, or the log has a line about the lost one."""
-    return isinstance(error, NotInitialized) or (isinstance(error, WorkerLost) and not error.unreached)
 
 
 class CallFuture(torch.futures.Future[T]):
@@ -81,6 +49,7 @@ class CallFuture(torch.futures.Future[T]):
     # On the class, so that a future that nothing special happens to carries little.
     _read = False  # nobody has to read it
     _failure: Failure | None = None
+    _parent_calls: Any = None  # of what `then` has returned: whose pool tells of a failure
     _has_callbacks = False  # of the program's
     _span: profiling.Span | None = None  # in a profile
     _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
@@ -149,6 +118,7 @@ class CallFuture(torch.futures.Future[T]):
         """
         child: CallFuture[S] = CallFuture(NO_DEVICES)
         child._request = (-1, callback, 0)
+        child._parent_calls = getattr(self, "_calls", None) or self._parent_calls
         callback = in_scope(callback)
 
         def run(done: torch.futures.Future[T]) -> None:
@@ -195,7 +165,8 @@ class CallFuture(torch.futures.Future[T]):
         super().set_result(cast("T", result))
 
     def _failed(self, error: BaseException) -> Failure:
-        return Failure(error, self._read, getattr(self, "_request", None), "read its future")
+        calls = getattr(self, "_calls", None) or self._parent_calls
+        return Failure(error, self._read, getattr(self, "_request", None), "read its future", calls)
 
     def _disregard(self) -> None:
         """A failure of it is no news: the program has given up waiting for it."""
@@ -226,15 +197,7 @@ class CallFuture(torch.futures.Future[T]):
         try:
             return self.value()
         except StopIteration as e:  # a coroutine cannot raise it
-            raise RuntimeError(f"{_what(getattr(self, '_request', None))} raised StopIteration") from e
-
-
-def _what(request: Any) -> str:
-    """What was called, for messages."""
-    if request is None:
-        return "a call"
-    what = request[1]
-    return str(getattr(what, "__qualname__", what))
+            raise RuntimeError(f"{what_of(getattr(self, '_request', None))} raised StopIteration") from e
 
 
 def in_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from telegrad.protocols.rref import RRefId
 from telegrad.wire import Flag, Tag
 from telegrad.worker import lifecycle
+from telegrad.worker.failures import tell_unread
 from telegrad.worker.scope import current
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Incoming:
         _, _, event, peer, _, text = item
         if event == NUDGE:
             worker.references.collect()
+            tell_unread()
             worker.pool.run_jobs()
         elif event in (PEER_LOST, PEER_LEFT):
             if event == PEER_LOST:

@@ -11,6 +11,8 @@ import time
 import weakref
 from typing import Any
 
+from telegrad.worker.failures import forget_unread, tell_unread
+
 __all__ = ["live_workers", "remember"]
 
 live_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -49,6 +51,7 @@ def _end() -> None:
         if thread.daemon and not isinstance(thread, threading._DummyThread):
             with contextlib.suppress(KeyboardInterrupt):
                 thread.join(max(0.0, until - time.monotonic()))
+    tell_unread()
 
 
 # Handlers run in reverse order, so those that the program registers later still find its worker.
@@ -77,6 +80,7 @@ def _after_fork_in_child() -> None:
     for worker in list(live_workers):
         _abandoned.append((worker, worker.abandon()))  # never freed: their locks and threads are the parent's
     live_workers.clear()
+    forget_unread()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -30,6 +30,7 @@ from telegrad.worker.calls import Calls
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.draining import Draining
 from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
+from telegrad.worker.failures import tell_unread
 from telegrad.worker.future import CallFuture
 from telegrad.worker.handlers import Handlers
 from telegrad.worker.incoming import Incoming
@@ -445,6 +446,7 @@ class Worker:
             self.store = None  # its host may end
             _core.release()
             lifetimes.live_workers.discard(self)
+            tell_unread()
             if self.joined:
                 lifecycle.left(self)
 
