@@ -260,9 +260,10 @@ void Engine::opened(const ConnectionPtr& c) {
         item.peer = who.id;
         item.incarnation = who.incarnation;
         const std::string address = c->link->describe();
-        item.text = who.name +
-                    (c->initiator ? " to " + address : " from " + address.substr(0, address.find(':') + 1) + c->source);
-        push(std::move(item));
+        const std::string from = c->source.empty() ? "" : ":" + c->source;
+        item.text =
+            who.name + (c->initiator ? " to " + address : " from " + address.substr(0, address.find(':')) + from);
+        tell(std::move(item));
       }
       if (!peer.link || c->initiator) {
         peer.link = c;

@@ -208,8 +208,10 @@ CASE(news_of_a_peer_come_one_after_the_other) {
   });
   PoolThread one;
   Item item;
-  CHECK(e.next(one, item));
-  CHECK(item.event == EventKind::kPeerLost);
+  for (const EventKind kind : {EventKind::kConnected, EventKind::kPeerLost}) {
+    CHECK(e.next(one, item));
+    CHECK(item.event == kind);
+  }
   peer.join();
   Event asked;
   std::atomic<bool> over = false;
@@ -354,6 +356,26 @@ CASE_ON_EVERY_SCHEME(both_connect_at_once) {
     b.stop();
     CHECK_EQ(a.wait_for_event(EventKind::kPeerLeft), "it shut down");
   }
+}
+
+/// Both ends are told of the first link to a peer, and of the first one after a loss.
+CASE_ON_EVERY_SCHEME(a_first_link_is_told) {
+  Worker a(0);
+  auto b = std::make_unique<Worker>(1);
+  introduce({&a, b.get()}, scheme);
+  for (int i = 0; i < 3; ++i) CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  for (Worker* w : {&a, b.get()}) w->link_count.wait_for(1);
+  CHECK(a.links[0].starts_with("w1 to " + scheme));
+  CHECK_EQ(b->links[0], "w0 from " + scheme + (scheme == "tcp" ? ":127.0.0.1" : ""));
+  b->stop();
+  a.wait_for_event(EventKind::kPeerLeft);
+  b = std::make_unique<Worker>(1);
+  b->listen(scheme);
+  a.meet(*b);
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  a.link_count.wait_for(2);
+  a.stop();
+  CHECK_EQ(a.link_count.value(), 2);
 }
 
 CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }

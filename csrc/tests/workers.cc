@@ -105,6 +105,11 @@ void Worker::handle(Item& item) {
     }
     case ItemKind::kEvent: {
       std::lock_guard lock(mutex);
+      if (item.event == EventKind::kConnected) {
+        links.push_back(std::move(item.text));
+        link_count.add();
+        return;
+      }
       events.push_back(std::move(item));
       event_count.add();
       return;

@@ -74,11 +74,13 @@ class Worker {
 
   Counter outcome_count;  // outcomes that came to the pool, cookie or not
   Counter event_count;
-  Counter handled;  // requests begun
+  Counter link_count;  // events of first links to peers, which do not count as others
+  Counter handled;     // requests begun
   std::mutex mutex;
   std::map<int, Outcome> outcomes;
   std::vector<Outcome> orphans;  // outcomes without a cookie
   std::vector<Item> events;
+  std::vector<std::string> links;  // what these say
 
   void answer(const Item& request, std::string body, std::vector<std::string> segments = {}, std::uint16_t flags = 0);
   /// The text of the first event of a kind; waits for it.
