@@ -90,9 +90,9 @@ def test_host_on_another_machine_that_has_not_come(
     with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s"):
         meet(1, f"tcp://127.0.0.1:{port}")
     assert said()[0].endswith(" s; last: connection refused")
-    with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s"):
+    with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s: its host has not come"):
         stores.meet("helper", Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=SHORT), -1, None)
-    assert said()[1].startswith("helper is waiting for rank 0's store at 127.0.0.1:")
+    assert said()[1].startswith("helper is waiting for the group's store at 127.0.0.1:")
 
 
 class Page(BaseHTTPRequestHandler):
@@ -196,6 +196,14 @@ def test_host_that_nobody_knows(rank: int, said: Callable[[], list[str]], monkey
     assert said()[0].startswith(f"{who} is waiting for the address of nowhere.example, the store's host since ")
 
 
+def test_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: asked.wait())
+    with pytest.raises(RuntimeError, match=r"the host of\.example of the group's store cannot be resolved: no answer"):
+        meet(1, "tcp://of.example:29500")
+    asked.set()
+
+
 # ---- for workers
 
 
@@ -262,10 +270,17 @@ def test_member_that_is_busy(said: Callable[[], list[str]]) -> None:
 PROGRAM = """
 import sys
 from telegrad import rpc
+from telegrad.rpc import attempts
 from telegrad.worker import waits
-waits.FIRST = 0.0
+waits.FIRST, attempts._SELDOM = 0.0, 60.0  # nothing but the signal ends a pause
 rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=rpc.Options(init_method=sys.argv[1], rpc_timeout=50))
 """
+
+
+def sleeps_of(pid: int) -> int:
+    """How often the main thread of a process has gone to sleep."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
@@ -275,6 +290,8 @@ def test_interrupted_at_once(tmp_path: Path, scheme: str) -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM, where], stderr=subprocess.PIPE, text=True) as waiting:
         assert waiting.stderr is not None
         assert "w1 (rank 1) is waiting for rank" in waiting.stderr.readline()
+        before = sleeps_of(waiting.pid)
+        eventually(lambda: sleeps_of(waiting.pid) > before + 5)  # it waits again
         waiting.send_signal(signal.SIGINT)
         waiting.wait(20)
         assert waiting.stderr.read().endswith("KeyboardInterrupt\n")

@@ -16,6 +16,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlparse
 
@@ -25,6 +26,7 @@ from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc.local_store import Door, LocalStore
 from telegrad.rpc.probing import plain, probe
 from telegrad.worker.addresses import is_loopback
+from telegrad.worker.limited import StoreSilent, within
 from telegrad.worker.timeouts import FOREVER
 from telegrad.worker.waits import Wait
 
@@ -37,6 +39,7 @@ _rendezvous: list[Any] = []  # kept alive: some stores end with their iterator
 _hosted: list[Any] = []  # stores of this process that others may use, though its own worker has left
 _SOONEST, _LATEST = 0.001, 0.05  # s between two looks for a host that has not come yet,
 _SLOWLY = 1.0  # and between two questions for its name
+_SLOW_RESOLVER = 5.0  # s for one such question
 
 
 class _Place(NamedTuple):
@@ -229,7 +232,8 @@ def _as_guest(place: _Place, here: bool, wait: Wait) -> Any:
 
 def _awaited(place: _Place, last: str) -> tuple[str, str]:
     """See `Wait.step`."""
-    return f"{'the agent' if place.hosted else 'rank 0'}'s store at {_at(place)}", last
+    host = "the agent" if place.hosted else "rank 0" if place.rank >= 0 else "the group"
+    return f"{host}'s store at {_at(place)}", last
 
 
 def _at(place: _Place) -> str:
@@ -237,9 +241,10 @@ def _at(place: _Place) -> str:
 
 
 def _too_late(place: _Place, wait: Wait, last: str) -> RuntimeError:
+    host = "rank 0, which hosts it," if place.rank >= 0 else "its host"
     error: RuntimeError = dist.DistNetworkError(
-        f"no store at {_at(place)} within {wait.timeout:g} s: rank 0, which hosts it, has not come. Is it started, with"
-        f" this address? The last attempt met: {last}."
+        f"no store at {_at(place)} within {wait.timeout:g} s: {host} has not come. Is it started, with this"
+        f" address? The last attempt met: {last}."
     )
     return error
 
@@ -311,8 +316,12 @@ def _is_here(place: _Place, wait: Wait) -> bool:
     pause = _SOONEST
     while True:
         try:
-            found = socket.getaddrinfo(plain(place.host), 0, type=socket.SOCK_STREAM)
+            ask = partial(socket.getaddrinfo, plain(place.host), 0, type=socket.SOCK_STREAM)
+            # No signal ends a question to the resolver.
+            found = ask() if _is_address(place.host) else within(min(wait.left or 0.001, _SLOW_RESOLVER), ask)
             return any(_is_own(family, address) for family, _, _, _, address in found)
+        except StoreSilent:
+            last = "no answer"
         except OSError as e:
             last = e.strerror or str(e)
         if not wait.left:

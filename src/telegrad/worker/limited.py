@@ -1,4 +1,4 @@
-"""A store whose host may have stopped, where that must not hold anybody up."""
+"""What may not end, and cannot be interrupted: uses of a store whose host has stopped, or questions to a resolver."""
 
 import threading
 from collections.abc import Callable
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class StoreSilent(dist.DistNetworkError):
-    """The store's host does not answer in time."""
+    """The store's host, or the resolver, does not answer in time."""
 
 
 def within(seconds: float, operation: Callable[[], T]) -> T:
-    """Run an operation of a store, which may not end by itself, and may not be interrupted.
+    """Run an operation that may not end by itself, such as one of a store.
 
     Args:
         seconds: how long to wait for it; 0 is no limit.
