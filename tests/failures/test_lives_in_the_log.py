@@ -20,6 +20,7 @@ from telegrad.rpc import Options
 from telegrad.testing import Cluster, cluster, eventually, run_all
 from telegrad.worker import addresses
 
+ALL = Options(transports=("shm", "unix", "tcp"))
 PROGRAM = """
 import logging, sys, threading, time
 import torch
@@ -191,7 +192,7 @@ def both_ways(w: Cluster) -> None:
 
 def test_an_orderly_life_is_told_at_info_and_no_louder(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "telegrad")
-    with cluster(2) as w:
+    with cluster(2, ALL) as w:
         both_ways(w)
         eventually(lambda: len(said(caplog)) == 4, what="two lines of each worker")
         lines = said(caplog)
@@ -249,7 +250,7 @@ def lines_of_a_pair(caplog: pytest.LogCaptureFixture, options: list[Options]) ->
 
 
 def test_the_reason_why_no_faster_transport_is_used_peer_without_it(caplog: pytest.LogCaptureFixture) -> None:
-    lines = lines_of_a_pair(caplog, [Options(), Options(transports=("tcp",))])
+    lines = lines_of_a_pair(caplog, [ALL, Options(transports=("tcp",))])
     assert re.fullmatch(
         r"worker w0 is connected to w1 over tcp, to 127\.0\.0\.1:\d+"
         r" \(not shm or unix: w1 does not listen there, by its option transports\)",
@@ -263,7 +264,7 @@ def test_the_reason_why_no_faster_transport_is_used_other_host(
 ) -> None:
     hosts = iter(["this/1", "that/1"])
     monkeypatch.setattr(addresses, "host_key", lambda: next(hosts))
-    lines = lines_of_a_pair(caplog, [Options(), Options()])
+    lines = lines_of_a_pair(caplog, [ALL, ALL])
     for me, other in (("w0", "w1"), ("w1", "w0")):
         assert lines[me].endswith(f" (not shm or unix: {other} is on another host, or in another network namespace)"), (
             lines[me]
