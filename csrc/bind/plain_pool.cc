@@ -59,7 +59,13 @@ class PlainPool {
       if (item.spawn || !take(item, scoped)) {
         scoped.leave();
         end_contexts();
-        return item_tuple(std::move(item));
+        const bool spawn = item.spawn;
+        try {
+          return item_tuple(std::move(item));
+        } catch (const std::exception&) {  // no memory: nobody hears that one more thread is needed
+          if (spawn) engine_.not_spawned();
+          throw;
+        }
       }
     }
     return nb::make_tuple(kAgain, false);

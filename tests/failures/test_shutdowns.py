@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -151,20 +150,51 @@ def shut_down_here(graceful: bool, timeout: float) -> str:
 outcomes: list[str] = []
 
 
-@pytest.mark.parametrize("graceful", [False, True])
-def test_shutdown_in_a_handler(graceful: bool) -> None:
-    """It does not wait for itself. With grace it cannot end: its own caller waits for its reply."""
+def test_shutdown_without_grace_in_a_handler() -> None:
+    """It does not wait for itself."""
     outcomes.clear()
     with cluster(2, graceful=False, check=False) as w:
-        call = w[0].rpc_async("w1", shut_down_here, (graceful, SOON))
-        start = time.monotonic()
+        call = w[0].rpc_async("w1", shut_down_here, (False, SOON))
         with pytest.raises(WorkerLost, match="worker w1 is lost: it shut down"):
             call.wait()
-        assert time.monotonic() - start < 10
         assert w[1]._worker.closed
         eventually(lambda: outcomes)
-        assert outcomes[0].startswith("graceful shutdown gave up" if graceful else "ended")
+        assert outcomes == ["ended"]
         assert w[0].rpc_sync("w0", abs, (-1,)) == 1
+
+
+async def shut_down_in_a_coroutine() -> str:
+    return shut_down_here(True, 0)
+
+
+async def shut_down_in_a_task() -> str:
+    return await asyncio.create_task(shut_down_in_a_coroutine())
+
+
+@pytest.mark.parametrize(
+    ("function", "args"), [(shut_down_here, (True, 0)), (shut_down_in_a_coroutine, ()), (shut_down_in_a_task, ())]
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graceful_shutdown_in_a_handler_is_an_error(function: Any, args: Any, dynamic: bool) -> None:
+    with cluster(2, dynamic=dynamic) as w:
+        with pytest.raises(RuntimeError, match=r"shutdown\(\) was called in a handler.*graceful=False"):
+            w[0].rpc_sync("w1", function, args)
+        with pytest.raises(RuntimeError, match="was called in a handler"):
+            w[0].remote("w1", function, args).to_here()
+        assert not w[1]._worker.closed
+        assert w[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def shut_down_default() -> None:
+    rpc.shutdown()
+
+
+def test_it_is_one_of_the_default_worker_too(two_alone: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = rpc.api._get_current_rpc_agent()
+    monkeypatch.setattr(rpc.api, "_agent", agent)
+    with pytest.raises(RuntimeError, match="was called in a handler"):
+        two_alone[0].rpc_sync("w1", shut_down_default)
+    assert rpc.api._agent is agent
 
 
 def test_shutdown_in_a_callback(two_alone: Cluster) -> None:
@@ -235,26 +265,42 @@ def test_shutdown_without_grace_ends_a_graceful_one_that_hangs() -> None:
         hangs.join()
 
 
-def test_graceful_shutdown_in_a_handler_while_one_is_under_way() -> None:
-    with cluster(2) as w:
-        gate = Gate()
-        outcomes.clear()
-        call = w[0].rpc_async("w1", shut_down_late, (gate,))
-        gate.wait_for()
-        ends = [threading.Thread(target=worker.shutdown) for worker in w]
-        for end in ends:
-            end.start()
-        eventually(lambda: w[1]._worker.ending.locked())
-        gate.open()
-        for end in ends:
-            end.join(20)
-        assert call.wait() == "survived"
-        w.workers.clear()
+@pytest.mark.parametrize("graceful", [False, True])
+def test_a_second_shutdown_waits_for_the_first(graceful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(2, graceful=False) as w:
+        core, stopping = w[0]._worker, Gate()
+        stop = core.timers.stop
+
+        def stop_late(timeout: float) -> bool:
+            stopping.enter()
+            return stop(timeout)
+
+        monkeypatch.setattr(core.timers, "stop", stop_late)
+        first = threading.Thread(target=w[0].shutdown, args=(False,))
+        first.start()
+        stopping.wait_for()
+        ended = []
+        seconds = [threading.Thread(target=lambda end=end: ended.append(end())) for end in (w[0].shutdown, core.close)]
+        seconds.append(threading.Thread(target=lambda: ended.append(w[0].shutdown(graceful))))
+        for second in seconds:
+            second.start()
+        seconds[0].join(0.1)  # as good as never
+        assert not ended
+        stopping.open()
+        for thread in (first, *seconds):
+            thread.join(20)
+        assert ended == [None] * 3
+        assert not core.pool.threads()
 
 
-def shut_down_late(gate: Gate) -> str:
-    gate.enter()
-    return shut_down_here(True, 0)
+def test_a_close_within_a_close_waits_for_nothing() -> None:
+    with cluster(2, graceful=False, check=False) as w:
+        core = w[0]._worker
+        future = w[0].rpc_async("w1", Gate().enter)
+        future.add_done_callback(lambda _: core.close())
+        core.close()
+        assert core.closed
+        w[1].shutdown(graceful=False)
 
 
 PROGRAM = """

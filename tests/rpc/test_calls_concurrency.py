@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad import rpc
+from telegrad import _core, rpc
 from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster, eventually, run_all
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
@@ -66,6 +66,32 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, caplog
         many.open()
         assert [future.wait() for future in futures] == list(range(8))
         assert engine.stats()["pool_threads"] == len(fresh[1]._worker.pool.threads())
+    assert "cannot start another thread" in caplog.text
+    caplog.clear()
+
+
+def test_a_thread_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The same where memory for it is short."""
+    tried = threading.Event()
+
+    def fail() -> None:
+        tried.set()
+        raise MemoryError
+
+    with cluster(2) as fresh:
+        with monkeypatch.context() as patch:
+            patch.setattr(_core, "PoolThread", fail)
+            few = Gate()
+            futures = [fresh[0].rpc_async("w1", few.enter, (i,)) for i in range(4)]
+            assert tried.wait(10)
+            few.wait_for(1)
+        few.open()
+        assert [future.wait() for future in futures] == [0, 1, 2, 3]
+        many = Gate()
+        futures = [fresh[0].rpc_async("w1", many.enter, (i,)) for i in range(8)]
+        many.wait_for(8)
+        many.open()
+        assert [future.wait() for future in futures] == list(range(8))
     assert "cannot start another thread" in caplog.text
     caplog.clear()
 

@@ -252,7 +252,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Raises:
         RuntimeError: this process has not joined (`NotInitialized`); or, after it has left all the same, some workers
-            did not come in time (`ShutdownTimeout`, whose text names them).
+            did not come in time (`ShutdownTimeout`, whose text names them); or it is a graceful one in a handler, and
+            nothing has been done.
 
     Example::
 
@@ -265,27 +266,35 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     if not _is_current_rpc_agent_set():
         raise NotInitialized
     agent = _agent
+    if isinstance(agent, Agent):
+        _refuse_in_handlers(graceful)
     try:
         if isinstance(agent, Agent):
             shutdown_worker(agent.worker, graceful, timeout)
         else:
             agent.shutdown()
     finally:
-        _reset_current_rpc_agent()
+        if _agent is agent:  # and not the next one: another thread may have ended this one, and joined anew
+            _reset_current_rpc_agent()
 
 
 def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
-    """`shutdown` of any worker. A second graceful one waits for the first; not in a handler, as that waits for it."""
-    scope = current.get()
-    in_handler = scope is not None and scope.request
-    if graceful and not worker.ending.acquire(blocking=not in_handler):
-        return
-    try:
-        if not worker.closed:
+    """`shutdown` of any worker. A second one waits for the first."""
+    _refuse_in_handlers(graceful)
+    with worker.ending if graceful else contextlib.nullcontext():
+        if worker.closed:
+            worker.close()
+        else:
             _shut_down(worker, graceful, timeout or worker.options.shutdown_timeout)
-    finally:
-        if graceful:
-            worker.ending.release()
+
+
+def _refuse_in_handlers(graceful: bool) -> None:
+    scope = current.get()
+    if graceful and scope is not None and scope.request:
+        raise TelegradError(
+            "shutdown() was called in a handler, for which it would wait itself. Call it where the worker was made, or"
+            " leave at once by shutdown(graceful=False)."
+        )
 
 
 def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:

@@ -369,9 +369,10 @@ class Worker:
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """Leave the group: `telegrad.rpc.shutdown` of this worker.
 
-        Calling it again does nothing.
+        Calling it again does nothing, but wait for the first one where another thread is at it.
         """
         if self._worker.closed:
+            self._worker.close()
             return
         with self._worker:
             api.shutdown_worker(self._worker, graceful, timeout)

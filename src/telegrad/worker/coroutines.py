@@ -203,6 +203,11 @@ class EventLoop:
         coroutine.close()
         raise NotInitialized
 
+    def is_here(self) -> bool:
+        """Is the calling thread one of these?"""
+        here: tuple[EventLoop, _LoopThread] | None = getattr(_here, "loop", None)
+        return here is not None and here[0] is self
+
     def stop(self, timeout: float) -> bool:
         """Cancels what runs and ends the threads; nothing runs here afterwards. False: a coroutine has not let go of
         its thread in `timeout` seconds. That thread, a daemon, then ends when it can."""

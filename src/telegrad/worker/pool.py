@@ -49,7 +49,8 @@ class ThreadPool:
         """Starts the first thread; the others start when they are needed."""
         with self._lock:
             self._count += 1
-            thread = threading.Thread(target=self._serve, name=f"telegrad-{self._name}-{self._count}", daemon=True)
+            name, me = f"telegrad-{self._name}-{self._count}", _core.PoolThread()
+            thread = threading.Thread(target=self._serve, args=(me,), name=name, daemon=True)
             self._threads.add(thread)
             try:
                 thread.start()
@@ -73,9 +74,8 @@ class ThreadPool:
                 self._engine.nudge(0)  # this one may take long: let another thread have the rest
             job(*arguments)
 
-    def _serve(self) -> None:
+    def _serve(self, me: _core.PoolThread) -> None:
         plain, handle = self._plain, self._handle
-        me = _core.PoolThread()
         try:
             while True:
                 try:
@@ -107,7 +107,7 @@ class ThreadPool:
         try:
             self.start()
             self._short = False
-        except Exception as e:
+        except BaseException as e:
             self._engine.not_spawned()
             if self._short:
                 return

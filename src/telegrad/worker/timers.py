@@ -38,6 +38,10 @@ class Timers:
                 self._thread.start()
             self._changed.notify()
 
+    def is_here(self) -> bool:
+        """Is the calling thread that of the timers?"""
+        return threading.current_thread() is self._thread
+
     def stop(self, timeout: float) -> bool:
         """Drops what waits and ends the thread. False: not in `timeout` seconds."""
         with self._changed:

@@ -94,6 +94,8 @@ class Worker:
         self._names: dict[int, str] = {info.id: info.name}  # theirs too, for messages
         self._lock = threading.Lock()
         self._closing = threading.Lock()
+        self._closer: int | None = None  # the thread that closes it
+        self._ended = threading.Event()  # it is closed, and all its threads have ended or been left behind
         self.ending: threading.Lock = threading.Lock()  # held while a graceful shutdown is under way
         self._idle_check = threading.Event()  # never set: paces `drain`
 
@@ -365,9 +367,7 @@ class Worker:
     def _activity(self) -> tuple[int, int]:
         """Requests received so far, and calls and requests under way."""
         stats = self.engine.stats()
-        scope = current.get()
-        mine = 1 if scope is not None and scope.request else 0
-        return stats["requests"], stats["pending_calls"] + stats["queued_requests"] + stats["running_requests"] - mine
+        return stats["requests"], stats["pending_calls"] + stats["queued_requests"] + stats["running_requests"]
 
     def _send_shutdown_message(self, stage: int, peer: int, plain: Any) -> None:
         message = self.messages.encode(peer, (stage, plain))
@@ -421,12 +421,26 @@ class Worker:
 
     def close(self, interrupted: bool = False) -> None:
         """Leaves the group without waiting for anybody. Calls under way fail, handlers under way are waited for for a
-        few seconds. Safe to call again, from any thread, and from a handler. `interrupted`: by Ctrl+C,
-        which needs no warnings."""
+        few seconds. Safe to call again, from any thread, and from a handler: a second one waits for the first,
+        unless that waits for its thread. `interrupted`: by Ctrl+C, which needs no warnings."""
         with self._closing:
-            if self.closed:
-                return
-            self.closed = True
+            first, self.closed = not self.closed, True
+            if first:
+                self._closer = threading.get_ident()
+        if first:
+            try:
+                self._close(interrupted)
+            finally:
+                self._ended.set()
+        elif not self._is_mine():
+            self._ended.wait()
+
+    def _is_mine(self) -> bool:
+        """Does the thread that closes the worker wait for the calling one, if it is not the same?"""
+        me = threading.current_thread()
+        return self._closer == me.ident or me in self.pool.threads() or self.loop.is_here() or self.timers.is_here()
+
+    def _close(self, interrupted: bool) -> None:
         self.ready.set()
         for stage in self.stages:
             stage.stop()
@@ -454,6 +468,8 @@ class Worker:
         """In a forked child: here the worker, which is the parent's, is as good as closed. Returns the parent's engine,
         which must neither be used nor freed."""
         self.closed = True
+        self._ended = threading.Event()  # not the parent's, whose lock a thread may have
+        self._ended.set()
         self.references.abandon()
         self.autograd.abandon()
         engine = self.engine
