@@ -1,5 +1,6 @@
 """Processes that fork while they have a worker: the children have none, keep nothing of it, and cannot harm it."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -257,3 +258,66 @@ rpc.shutdown()
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# ---- children of handlers that do not end by themselves
+
+
+def fork_and(how: str) -> int:
+    """How a child ends that goes on in a handler; the parent's handler goes on, too."""
+    pid = os.fork()
+    if pid == 0:
+        end(how)
+        return -1
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+async def fork_later_and(how: str) -> int:
+    await asyncio.sleep(0)
+    pid = os.fork()
+    if pid == 0:
+        if how == "await":
+            await asyncio.sleep(0)
+        end(how)
+        return -1
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def end(how: str) -> None:
+    if how == "raise":
+        raise ValueError("in the child")
+    if how == "exit":
+        sys.exit(3)
+    if how == "say":
+        sys.exit("in the child")
+
+
+class Forks:
+    def fork_and(self, how: str) -> int:
+        return fork_and(how)
+
+
+def fork_by_method(to: str, how: str) -> int:
+    forks = rpc.remote(to, Forks)
+    return int(forks.rpc_sync(timeout=PATIENCE).fork_and(how))
+
+
+def fork_by_remote(to: str, how: str) -> int:
+    return int(rpc.remote(to, fork_and, (how,)).to_here(PATIENCE))
+
+
+def fork_from_here(to: str, function: Callable[[str], Any], how: str) -> int:
+    return int(rpc.rpc_sync(to, function, (how,), timeout=PATIENCE))
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("say", 1), ("return", 0)])
+def test_a_child_of_a_handler_ends_with_it(two: list[Actor], how: str, code: int) -> None:
+    """It answers nobody, and its parent goes on."""
+    for function in (fork_and, fork_later_and):
+        assert two[0].do(fork_from_here, "w1", function, how) == code
+    assert two[0].do(fork_by_method, "w1", how) == code
+    assert two[0].do(fork_by_remote, "w1", how) == code
+    assert two[0].do(fork_from_here, "w1", fork_later_and, "await") == 1
+    for a, b in ((0, 1), (1, 0)):
+        assert two[a].do(call_many, f"w{b}", 10) == 10
+    shut_all_down(two)

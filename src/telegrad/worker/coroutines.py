@@ -16,6 +16,7 @@ from contextvars import Context, copy_context
 from typing import Any, NamedTuple
 
 from telegrad.errors import NotInitialized
+from telegrad.worker import lifetimes
 from telegrad.worker.profiling import Recording
 from telegrad.worker.scope import Scope, current
 from telegrad.worker.steps import StepState
@@ -44,6 +45,8 @@ class _Stepped:
                     waits_for = step(value)
             except StopIteration as e:
                 return e.value
+            if lifetimes.forked:
+                lifetimes.leave_child(RuntimeError("a child that a coroutine has forked has no event loop to await on"))
             try:
                 value = yield waits_for
                 step = self._coroutine.send

@@ -20,7 +20,7 @@ from telegrad.serialize.exceptions import (
 from telegrad.serialize.names import resolve
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, Flag, Tag
-from telegrad.worker import profiling
+from telegrad.worker import lifetimes, profiling
 from telegrad.worker.callables import as_torch_says, run
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
@@ -324,6 +324,8 @@ class Handlers:
     # ---- results that come later
 
     def _answer_later(self, asked: Asked, flags: int, preamble: Preamble, result: Any, function: Any) -> None:
+        if lifetimes.forked:
+            lifetimes.leave_child(None)
         self._later.add((asked.connection, asked.call))
         if type(result) is CoroutineType:
             self._loop.run(
@@ -362,6 +364,8 @@ class Handlers:
     def _settle_made(self, asked: Asked, target: RRefId | None, made: list[Any], error: BaseException | None) -> None:
         """The same, of a value in a list, which is emptied: what is in lent memory must be the message's alone when
         it leaves."""
+        if lifetimes.forked:
+            lifetimes.leave_child(error)
         value = made.pop()
         if error is not None:
             self._report(asked, error)

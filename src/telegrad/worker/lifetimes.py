@@ -8,12 +8,13 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from telegrad.worker.failures import forget_unread, tell_unread
 
-__all__ = ["live_workers", "remember"]
+__all__ = ["leave_child", "live_workers", "remember"]
 
 live_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _exits: set[int] = set()
@@ -74,13 +75,38 @@ def _is_forked_by_multiprocessing() -> bool:
 
 
 _abandoned: list[Any] = []
+forked: bool = False  # this process is a child of a handler: it ends with that
 
 
 def _after_fork_in_child() -> None:
+    global forked
     for worker in list(live_workers):
+        forked = forked or worker.runs_here()
         _abandoned.append((worker, worker.abandon()))  # never freed: their locks and threads are the parent's
     live_workers.clear()
     forget_unread()
+
+
+def leave_child(error: BaseException | None) -> NoReturn:
+    """Ends a child that a handler or a callback has forked, where that returns or raises: what comes next is the
+    parent's.
+
+    Args:
+        error: what it has raised.
+    """
+    code: Any = 0
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad import _core
+from telegrad.worker import lifetimes
 from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
 from telegrad.worker.scope import clean_state
 
@@ -81,6 +82,8 @@ class ThreadPool:
                 try:
                     item = plain.next(me)
                     if item is None:
+                        if lifetimes.forked:
+                            lifetimes.leave_child(None)
                         return
                     kind = item[0]
                     if kind == AGAIN:
@@ -119,6 +122,10 @@ class ThreadPool:
                 e,
                 len(self._threads),
             )
+
+    def is_here(self) -> bool:
+        """Is the calling thread one of these?"""
+        return threading.current_thread() in self._threads
 
     def threads(self) -> list[threading.Thread]:
         """Those that run."""

@@ -437,8 +437,11 @@ class Worker:
 
     def _is_mine(self) -> bool:
         """Does the thread that closes the worker wait for the calling one, if it is not the same?"""
-        me = threading.current_thread()
-        return self._closer == me.ident or me in self.pool.threads() or self.loop.is_here() or self.timers.is_here()
+        return self._closer == threading.get_ident() or self.runs_here() or self.timers.is_here()
+
+    def runs_here(self) -> bool:
+        """Is the calling thread one that runs handlers and callbacks of this worker? Takes no lock."""
+        return self.pool.is_here() or self.loop.is_here()
 
     def _close(self, interrupted: bool) -> None:
         self.ready.set()
