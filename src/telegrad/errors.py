@@ -30,6 +30,10 @@ __all__ = [
 ]
 
 
+TEXT = "_telegrad_text"
+"""The attribute of a remote exception that has torch's text for it, under the drop-in."""
+
+
 def is_drop_in() -> bool:
     """Tell whether ``torch.distributed.rpc`` is Telegrad in this process. Texts and printed lines are torch's then."""
     return getattr(sys.modules.get("torch.distributed.rpc"), "__name__", "").startswith("telegrad.")
@@ -264,7 +268,8 @@ class RemoteError(TelegradError):
     Under the drop-in ``str()`` is torch's text: the worker, the original's ``repr``, the traceback.
 
     Attributes:
-        worker: name of the worker on which it was raised.
+        worker: name of the worker that this worker called; where that one passed on what a further worker raised,
+            its traceback names that one.
         worker_id: rank of that worker.
         original_type: the name of the type that was raised, with its module.
         remote_traceback: the traceback over there, as Python prints it.
@@ -274,7 +279,6 @@ class RemoteError(TelegradError):
     worker_id: int = -1
     original_type: str = ""
     remote_traceback: str = ""
-    _text: str = ""
 
     def __str__(self) -> str:
-        return self._text or super().__str__()
+        return self.__dict__.get(TEXT) or super().__str__()

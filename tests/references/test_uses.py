@@ -176,7 +176,7 @@ def test_proxies(methods: RRef[Methods], kind: str) -> None:
         assert call("of_instance", 6) == [6]
     with pytest.raises(AttributeError, match="type object 'Methods' has no attribute 'nope'"):
         call("nope")
-    with pytest.raises(AttributeError, match="'broken' of a Methods is a property, not a method"):
+    with pytest.raises(AttributeError, match="'broken' is a property of Methods, not a method"):
         call("broken")
     with pytest.raises(TypeError, match=r"plain\(\) got an unexpected keyword argument 'c'"):
         call("plain", 1, c=2)

@@ -307,11 +307,11 @@ CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("args", [torch.ones(1), "text", 5, {"a": 1}, {1, 2}], ids=lambda a: type(a).__name__)
 def test_arguments_that_are_no_tuple_are_an_error_at_the_caller(call: str, args: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"^args has to be a tuple or list, not a .*\(value,\), with the comma"
+        TypeError, match=r"^args has to be a tuple or list, and is of type .*\(value,\), with the comma"
     ) as caught:
         CALLS[call](args=args)
     assert not isinstance(caught.value, RemoteError)
-    with pytest.raises(TypeError, match=r"^kwargs has to be a dict of names and values, not a list"):
+    with pytest.raises(TypeError, match=r"^kwargs has to be a dict of names and values, and is of type list"):
         CALLS[call](args=(1,), kwargs=[("x", 1)])
     with pytest.raises(TypeError, match=r"^timeout has to be a number of seconds \(0 for no limit"):
         CALLS[call](args=(1,), timeout=None)

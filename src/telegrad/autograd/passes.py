@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from telegrad.autograd.context import Context
 from telegrad.autograd.local import Local
 from telegrad.autograd.short import Answered, Asked, answer, begin
-from telegrad.errors import RemoteError, WorkerLost, is_drop_in
+from telegrad.errors import TEXT, RemoteError, WorkerLost, is_drop_in
 from telegrad.protocols.backward import Part
 from telegrad.protocols.backward_messages import (
     ROOT,
@@ -366,7 +366,7 @@ class Pass:
         if self._cause is not None and worker == self._me.id:
             error.__cause__ = self._cause
         if isinstance(error, RemoteError) and is_drop_in():
-            error._text = f"Error on Node {worker}: {text}\n{error._text}"
+            error.__dict__[TEXT] = f"Error on Node {worker}: {text}\n{error.__dict__[TEXT]}"
         return error
 
 

@@ -15,6 +15,7 @@ from telegrad.errors import NotInitialized, TelegradError
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rref import RRef
 from telegrad.rref.create import create, create_directly
+from telegrad.serialize.exceptions import without_own_frames
 from telegrad.types import To
 from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.default import current_worker, open_worker
@@ -81,8 +82,8 @@ def rpc_sync(
         raise NotInitialized
     try:
         return worker.rpc_sync(to, func, args, kwargs, timeout)
-    except TelegradError as error:
-        raise error.with_traceback(None)  # noqa: B904 (the same error, its lower frames left out)
+    except Exception as error:
+        raise without_own_frames(error)
 
 
 @overload
@@ -126,7 +127,10 @@ def rpc_async(
     worker = current_worker()
     if worker is None:
         raise NotInitialized
-    future = worker.rpc_async(to, func, args, kwargs, timeout)
+    try:
+        future = worker.rpc_async(to, func, args, kwargs, timeout)
+    except Exception as error:
+        raise without_own_frames(error)
     if _collecting and threading.get_ident() in _collecting:
         _thread_local_var.future_list.append(future)
     return future
@@ -169,7 +173,10 @@ async def call(
             for name in workers:
                 group.create_task(rpc.call(name, evaluate, args=(weights,)))
     """
-    return await rpc_async(to, func, args, kwargs, timeout)
+    try:
+        return await rpc_async(to, func, args, kwargs, timeout)
+    except Exception as error:
+        raise without_own_frames(error)
 
 
 @overload
@@ -212,14 +219,17 @@ def remote(
     """
     if not callable(func):
         raise TypeError(NOT_CALLABLE)
-    worker = open_worker()
-    owner, local_id = worker.info_of(to).id, worker.references.new_id()
-    handle = None
-    if timeout == UNSET_RPC_TIMEOUT:
-        handle = create_directly(worker, owner, local_id, func, args, kwargs)
-    if handle is None:
-        args, kwargs = checked_arguments(args, kwargs)
-        handle = create(worker, owner, local_id, func, args, kwargs, worker.calls.timeout(timeout))
+    try:
+        worker = open_worker()
+        owner, local_id = worker.info_of(to).id, worker.references.new_id()
+        handle = None
+        if timeout == UNSET_RPC_TIMEOUT:
+            handle = create_directly(worker, owner, local_id, func, args, kwargs)
+        if handle is None:
+            args, kwargs = checked_arguments(args, kwargs)
+            handle = create(worker, owner, local_id, func, args, kwargs, worker.calls.timeout(timeout))
+    except Exception as error:
+        raise without_own_frames(error)
     return handle
 
 

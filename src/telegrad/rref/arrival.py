@@ -34,7 +34,7 @@ async def arrival(rref: "RRef[T]") -> T:
         try:
             value = await rref._ask(Tag.FETCH, _DEFAULT, "to_here", mode="to_here")
         except TelegradError as error:
-            raise rref._told(error)  # noqa: B904 (it is the same error)
+            raise rref._told(error)
         rref._exists = True
         return value
     owned = references.owned(rref.id)

@@ -64,11 +64,11 @@ class RRefProxy(Generic[R_co]):
 
 class RemoteMethod(partial[R]):
     """A method of a referenced value, ready to be called. Any other use of it is an error that says how to read an
-    attribute; under the drop-in it is a ``functools.partial``, as in torch."""
+    attribute. (Under the drop-in it may be compared and is true, as torch's ``functools.partial`` objects.)"""
 
     def __repr__(self) -> str:
         rref, name, *_ = self.args
-        return f"<method {name!r} of {rref!r}>"
+        return f"<remote {name!r} of {rref!r}, not called>"
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"no attribute {name!r}: {_not_the_value(self)}")
@@ -82,24 +82,16 @@ class RemoteMethod(partial[R]):
     def __bool__(self) -> bool:
         return True if is_drop_in() else _refuse(self)
 
-    def __float__(self) -> float:
-        return _refuse(self)
 
-    def __int__(self) -> int:
-        return _refuse(self)
-
-    def __len__(self) -> int:
-        return _refuse(self)
-
-    def __iter__(self) -> Any:
-        return _refuse(self)
-
-    def __getitem__(self, _: object) -> Any:
-        return _refuse(self)
-
-
-def _refuse(method: RemoteMethod[Any]) -> NoReturn:
+def _refuse(method: RemoteMethod[Any], *_: object) -> NoReturn:
     raise TypeError(_not_the_value(method))
+
+
+for _name in ("float", "int", "index", "len", "iter", "getitem", "contains", "lt", "le", "gt", "ge"):
+    setattr(RemoteMethod, f"__{_name}__", _refuse)
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    setattr(RemoteMethod, f"__{_name}__", _refuse)
+    setattr(RemoteMethod, f"__r{_name}__", _refuse)
 
 
 def _not_the_value(method: RemoteMethod[Any]) -> str:
@@ -108,11 +100,10 @@ def _not_the_value(method: RemoteMethod[Any]) -> str:
 
 
 def _check_method(kind: type, name: str) -> None:
-    """Raises where the class says that there is no such method to call."""
+    """Raises of a property. Whether another attribute is callable is seen on the instance, by its owner."""
     found = getattr(kind, name, None)
-    if found is not None and not callable(found) and not is_drop_in():
-        what = "a property" if isinstance(found, property) else f"of type {type(found).__qualname__}"
-        raise AttributeError(f"{name!r} of a {kind.__qualname__} is {what}, not a method. {read_with(name)}")
+    if isinstance(found, property) and not is_drop_in():
+        raise AttributeError(f"{name!r} is a property of {kind.__qualname__}, not a method. {read_with(name)}")
 
 
 def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
@@ -125,14 +116,14 @@ def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs:
         try:
             result = calls.call(rref.owner_id, run_method, use, _NO_KWARGS, timeout, name)
         except TelegradError as error:
-            raise rref._told(error)  # noqa: B904 (it is the same error)
+            raise rref._told(error)
         if result is not NOT_MADE:
             return result
     try:
         result = calls.sync(_request(rref, name, timeout, args, kwargs, "sync"))
     except TelegradError as error:
         rref._exists |= isinstance(error, AttributeError)  # of the value, or of what its method does
-        raise rref._told(error)  # noqa: B904 (it is the same error)
+        raise rref._told(error)
     rref._exists = True
     return result
 

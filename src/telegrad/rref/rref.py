@@ -22,6 +22,7 @@ from telegrad.rref.backward import run_backward
 from telegrad.rref.creation import Creation
 from telegrad.rref.description import describe
 from telegrad.rref.proxy import UNSET, RRefProxy
+from telegrad.serialize.exceptions import without_own_frames
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
@@ -177,7 +178,10 @@ class RRef(Generic[T]):
         references, calls = worker.references, worker.calls
         within = calls.default_timeout if timeout == UNSET else calls.timeout(timeout)
         if self.owner_id == worker.info.id:
-            return self._local(within)
+            try:
+                return self._local(within)
+            except Exception as error:
+                raise without_own_frames(error)
         fetched: Any = NOT_MADE
         created_on, local_id = self.id
         try:
@@ -186,7 +190,7 @@ class RRef(Generic[T]):
             if fetched is NOT_MADE:
                 fetched = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
         except TelegradError as error:
-            raise self._told(error)  # noqa: B904 (it is the same error)
+            raise self._told(error)
         self._exists = True
         value: T = fetched
         return value
@@ -211,9 +215,11 @@ class RRef(Generic[T]):
         """
         worker = self.checked()
         try:
-            return worker.rpc_sync(self.owner_id, read_attribute, (self, name), timeout=timeout)
+            value = worker.rpc_sync(self.owner_id, read_attribute, (self, name), timeout=timeout)
         except TelegradError as error:
-            raise self._told(error)  # noqa: B904 (it is the same error)
+            raise self._told(error)
+        self._exists = True
+        return value
 
     def local_value(self) -> T:
         """Return the value itself, on its owner. Blocks while it is being made.
@@ -230,8 +236,11 @@ class RRef(Generic[T]):
                 f"For UserRRef(rref_id={_global_id(*self.id)}, fork_id={fork}), can't call localValue() on user"
                 f" {self._worker.info}. Call it on owner {self.owner()}"
             )
-        self._check()
-        return self._local(0)
+        try:
+            self._check()
+            return self._local(0)
+        except Exception as error:
+            raise without_own_frames(error)
 
     def _local(self, timeout: int) -> T:
         """The value on its owner; waits for it no longer than `timeout` ns (0: no limit) and what the running request
@@ -265,7 +274,7 @@ class RRef(Generic[T]):
         if type(error) is WorkerLost and error.name == self.owner_name():
             error = OwnerLost(error.name, error.why, str(self.id))
             error.__cause__ = None  # which also hides the WorkerLost that it stands for
-        return error.with_traceback(None)
+        return without_own_frames(error)
 
     def _used(self) -> None:
         """Whoever uses it, here or elsewhere, hears of a failure to make the value."""

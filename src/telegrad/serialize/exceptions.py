@@ -16,12 +16,12 @@ import re
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import cloudpickle
+import torch
 
 import telegrad
-from telegrad.errors import RemoteError, is_drop_in
+from telegrad.errors import TEXT, RemoteError, TelegradError, is_drop_in
 from telegrad.serialize.by_value import ByValuePickler
 from telegrad.types import WorkerInfo
 
@@ -38,7 +38,10 @@ __all__ = [
     "text_of",
     "traceback_of",
     "unpack_exception",
+    "without_own_frames",
 ]
+
+E = TypeVar("E", bound=BaseException)
 
 
 class _Packed(NamedTuple):
@@ -103,8 +106,13 @@ def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
     would keep all variables of the failed call alive."""
     text = exc.__dict__[_TRACEBACK] = traceback_of(exc)
     if exc.__cause__ is None:
-        exc.__cause__ = RemoteTraceback(worker.name, worker.id, text)
+        _set_cause(exc, RemoteTraceback(worker.name, worker.id, text))
     forget_frames(exc)
+
+
+def _set_cause(exc: BaseException, cause: BaseException | None) -> None:
+    """Also of an exception whose class lets nobody set attributes, as a frozen dataclass."""
+    BaseException.__setattr__(exc, "__cause__", cause)
 
 
 def has_let_go_of_frames(exc: BaseException) -> bool:
@@ -120,8 +128,8 @@ def forget_frames(exc: BaseException) -> None:
         one = todo.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            one.__traceback__ = None
-            todo += (one.__cause__, one.__context__)
+            BaseException.with_traceback(one, None)
+            todo += (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
 
 
 def afresh(exc: BaseException) -> BaseException:
@@ -133,13 +141,17 @@ def afresh(exc: BaseException) -> BaseException:
             raise TypeError(f"a copy of {_type_name(type(exc))} is something else")
     except Exception:  # its class cannot be made from its args
         return exc.with_traceback(None)
-    if again.__cause__ is None:
-        again.__cause__ = exc.__cause__
-    again.__suppress_context__ = True
+    _set_cause(again, again.__cause__ or exc.__cause__)  # which also hides the context
     return again
 
 
+if TYPE_CHECKING:  # cloudpickle has no types
+    from pickle import Pickler as _ByValuePickler
+else:
+    from cloudpickle import Pickler as _ByValuePickler  # by value is its way with __main__
+
 _TRACEBACK = "_telegrad_traceback"
+_ORIGIN = "_telegrad_origin"
 
 
 def traceback_of(exc: BaseException) -> str:
@@ -149,30 +161,46 @@ def traceback_of(exc: BaseException) -> str:
         return kept
     try:
         trace = traceback.TracebackException(type(exc), exc, exc.__traceback__)
-        _drop_own_frames(trace)
+        _drop_own_frames(exc, trace)
         return "".join(trace.format())
     except BaseException:  # user code: a broken __str__ or __cause__
         return "".join(traceback.format_tb(exc.__traceback__)) + show_exception(exc) + "\n"
 
 
-_OURS = os.path.dirname(telegrad.__file__) + os.sep
+_OURS = os.path.join(os.path.dirname(telegrad.__file__), "")
 _EXAMPLES = os.path.join(_OURS, "examples", "")
+_FUTURES = os.path.join(os.path.dirname(torch.futures.__file__), "")
 
 
-def _drop_own_frames(trace: traceback.TracebackException) -> None:
-    """Begins each stack with the user's first frame. A stack that has none stays as it is."""
-    todo: list[traceback.TracebackException | None] = [trace]
+def _is_own(file: str) -> bool:
+    return file.startswith((_OURS, _FUTURES)) and not file.startswith(_EXAMPLES)
+
+
+def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) -> None:
+    """Leaves the user's frames in each stack. Those of Telegrad stay where there are no others, and at the end of a
+    stack whose error is none of Telegrad's: there is the defect."""
+    todo: list[tuple[BaseException | None, traceback.TracebackException | None]] = [(exc, trace)]
     seen: set[int] = set()
     while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen:
+        error, one = todo.pop()
+        if error is None or one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        for index, frame in enumerate(one.stack):
-            if not frame.filename.startswith(_OURS) or frame.filename.startswith(_EXAMPLES):
-                del one.stack[:index]
-                break
-        todo += (one.__cause__, one.__context__, *(one.exceptions or ()))
+        users = [index for index, frame in enumerate(one.stack) if not _is_own(frame.filename)]
+        if users:
+            end = len(one.stack) if isinstance(error, TelegradError) else users[-1]
+            one.stack[:] = [f for index, f in enumerate(one.stack) if index > end or not _is_own(f.filename)]
+        todo += ((error.__cause__, one.__cause__), (error.__context__, one.__context__))
+        todo += zip(getattr(error, "exceptions", ()), one.exceptions or (), strict=False)
+
+
+def without_own_frames(exc: E) -> E:
+    """The exception, to be raised again where the program has called Telegrad: its traceback goes no deeper, unless
+    code of the program's own was called there."""
+    trace = exc.__traceback__
+    while trace is not None and _is_own(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return exc if trace is not None else exc.with_traceback(None)
 
 
 def describe_exception(exc: BaseException, worker: WorkerInfo) -> str:
@@ -193,7 +221,7 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
     """
     name, worker_id = worker_info.name, worker_info.id
     shown, trace = show_exception(exc), traceback_of(exc)
-    origin = exc.__dict__.get("_origin")
+    origin = exc.__dict__.get(_ORIGIN)
     if isinstance(exc, RemoteError) and isinstance(origin, _Packed):  # a third worker's goes on as what it was there
         packed = origin._replace(worker=name, worker_id=worker_id, shown=shown, traceback=trace)
     elif isinstance(exc, Exception):
@@ -201,11 +229,11 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
     else:
         kind = _type_name(type(exc))
         message = f"the call raised {shown} on worker {name}, which ends neither that worker nor its caller"
-        packed = _Packed(name, worker_id, kind, shown, message, trace, None, _NOT_RAISED_AGAIN)
+        packed = _Packed(name, worker_id, kind, shown, message, trace, None, kind + _NOT_RAISED_AGAIN)
     return pickle.dumps(tuple(packed), protocol=5)
 
 
-_NOT_RAISED_AGAIN = "it cannot be raised at a distance"
+_NOT_RAISED_AGAIN = " cannot be raised at a distance"
 
 
 def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
@@ -232,16 +260,40 @@ def _dumped(parts: tuple[Any, ...]) -> bytes:
 
 
 def _by_value(kind: type, parts: tuple[Any, ...]) -> bytes | None:
-    if kind.__module__ not in ("__main__", "__mp_main__"):
+    if kind.__module__ != "__main__":
         return None
     try:
-        return bytes(cloudpickle.dumps(parts, protocol=5))  # by value is its way with __main__
-    except BaseException:  # user code: then it travels by name alone
+        file = _LimitedFile()
+        _ClassPickler(file, protocol=5).dump(parts)
+        return file.getvalue()
+    except BaseException:  # user code, or much of it: then it travels by name alone
         return None
+
+
+class _ClassPickler(_ByValuePickler):
+    """Pickles a class of `__main__` with its methods, but not the data that these refer to."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        nbytes = getattr(obj, "nbytes", 0)  # of tensors and arrays
+        if isinstance(nbytes, int) and nbytes > _LARGEST_CLASS:
+            raise ValueError("too large")
+        return super().reducer_override(obj)
+
+
+class _LimitedFile(io.BytesIO):
+    """Takes no more than a class."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > _LARGEST_CLASS:
+            raise ValueError("too large")
+        return super().write(data)
+
+
+_LARGEST_CLASS = 16 << 10  # bytes
 
 
 def _could_not(e: BaseException) -> str:
-    return f"it could not be pickled there ({type(e).__name__}: {text_of(e)})"
+    return f"could not be pickled there ({type(e).__name__}: {text_of(e)})"
 
 
 def _itself(exc: Exception) -> Exception:
@@ -259,23 +311,26 @@ def unpack_exception(data: bytes) -> BaseException:
     packed = _Packed(*pickle.loads(data))
     exc, note, text = _made_again(packed)
     exc.__dict__.pop(_TRACEBACK, None)
-    exc.worker = packed.worker
-    exc.worker_id = packed.worker_id
-    exc.original_type = packed.type_name
-    exc.remote_traceback = packed.traceback
+    facts = exc.__dict__  # written to directly: the class may let nobody set attributes
+    facts |= {
+        "worker": packed.worker,
+        "worker_id": packed.worker_id,
+        "original_type": packed.type_name,
+        "remote_traceback": packed.traceback,
+        _ORIGIN: packed,
+    }
     if is_drop_in():
-        exc._text = text
+        facts[TEXT] = text
     elif note:
-        exc.add_note(note)
-    exc.__dict__["_origin"] = packed
-    exc.__cause__ = RemoteTraceback(packed.worker, packed.worker_id, packed.traceback)
+        facts["__notes__"] = [*facts.get("__notes__", ()), note]
+    _set_cause(exc, RemoteTraceback(packed.worker, packed.worker_id, packed.traceback))
     return exc
 
 
 def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
     """The exception, a note for its reader, and torch's text for it."""
     text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
-    without = f"Its attributes have stayed behind: {packed.why_not}." if packed.why_not else ""
+    without = f"Its attributes have stayed behind: they {packed.why_not}." if packed.why_not else ""
     try:
         return _of_parts(packed, _remote_class), without, text
     except BaseException as e:  # user code: constructors and __setstate__
@@ -291,12 +346,14 @@ def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
             f"Failed to create original exception type. Error msg was {why}"
             f" Original exception on remote side was {text}"
         )
-        if why == _NOT_RAISED_AGAIN:
+        if packed.pickled is None and why.endswith(_NOT_RAISED_AGAIN):
             return RemoteError(packed.message), "", torchs
-        note = f"This is a RemoteError, and not a {packed.type_name}, because {why}."
+        if packed.pickled is None:
+            why = f"that {why}"
+        note = f"This is a RemoteError instead of {packed.type_name}: {why}."
         return RemoteError(f"{packed.type_name}: {packed.message}"), note, torchs
-    note = f"Made without its constructor, which takes other arguments than its args ({why})."
-    return exc, note, f"{text}{note} Original exception on remote side was {packed.type_name}.\n"
+    torchs = f"{text}Made without its constructor, which takes other arguments than its args ({why})."
+    return exc, without, f"{torchs} Original exception on remote side was {packed.type_name}.\n"
 
 
 def _parts(packed: _Packed) -> tuple[Any, ...]:
@@ -320,10 +377,19 @@ def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> R
     if isinstance(exc, Exception) and not isinstance(exc, RemoteError):  # a function has made it, not its class
         exc.__class__ = _remote_class(type(exc))  # type: ignore[arg-type]  # types are hashable
     if not isinstance(exc, RemoteError):  # whatever a __reduce__ made instead
-        raise TypeError(_NOT_RAISED_AGAIN)
+        raise TypeError(f"what {packed.type_name} pickles as{_NOT_RAISED_AGAIN}")
     if state and state[0] is not None:
-        exc.__setstate__(state[0])
+        _restore(exc, state[0])
     return exc
+
+
+def _restore(exc: RemoteError, state: Any) -> None:
+    try:
+        exc.__setstate__(state)
+    except AttributeError:  # its class lets nobody set attributes
+        if not isinstance(state, dict):
+            raise
+        exc.__dict__.update(state)
 
 
 def _without_constructor(original: type[Exception]) -> Callable[..., RemoteError]:
@@ -350,7 +416,7 @@ def _remote_class(original: type[Exception]) -> type[RemoteError]:
         "__module__": RemoteError.__module__,
         "__qualname__": f"RemoteError({_type_name(original)})",
         "__doc__": f"A {original.__name__} that was raised on another worker.",
-        "__str__": lambda exc: exc._text or _message_of(original, exc),
+        "__str__": lambda exc: exc.__dict__.get(TEXT) or _message_of(original, exc),
         "__reduce_ex__": _reduce,
     }
     if issubclass(RemoteError, original):  # RuntimeError, Exception
@@ -366,12 +432,12 @@ def _message_of(original: type[Exception], exc: RemoteError) -> str:
     try:
         return original.__str__(exc)
     except Exception:
-        return str(exc.__dict__["_origin"].shown)
+        return str(exc.__dict__[_ORIGIN].shown)
 
 
 def _reduce(exc: RemoteError, _protocol: object) -> tuple[Any, ...]:
     """Its class has no name to be found by, so what travels on is what came."""
-    origin = exc.__dict__.get("_origin")
+    origin = exc.__dict__.get(_ORIGIN)
     if origin is None:
         raise pickle.PicklingError(f"this {type(exc).__qualname__} was not raised by a remote call")
     return unpack_exception, (pickle.dumps(tuple(origin), protocol=5),)

@@ -21,7 +21,7 @@ def checked_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
     elif not isinstance(args, (tuple, list)):
         if not is_drop_in():
             raise TypeError(
-                f"args has to be a tuple or list, not a {type(args).__qualname__}. For one argument write"
+                f"args has to be a tuple or list, and is of type {type(args).__qualname__}. For one argument write"
                 " args=(value,), with the comma."
             )
         args = args or ()
@@ -29,6 +29,6 @@ def checked_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
         kwargs = {}
     elif not isinstance(kwargs, Mapping):
         if not is_drop_in():
-            raise TypeError(f"kwargs has to be a dict of names and values, not a {type(kwargs).__qualname__}")
+            raise TypeError(f"kwargs has to be a dict of names and values, and is of type {type(kwargs).__qualname__}")
         kwargs = kwargs or {}
     return args, kwargs

@@ -60,7 +60,10 @@ def tell_unread() -> None:
             request, error, how = _unread.popleft()
         except IndexError:
             return
-        told = "; its owner has printed the error" if error is None else f": {text_of(error)}"
+        if error is None:
+            told = "; its owner has logged the error (telegrad.remote, at the option remote_error_level)"
+        else:
+            told = f": {type(error).__name__}: {text_of(error)}"
         logger.warning("%s failed, and nobody %s%s", what_of(request), how, told)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import NotInitialized
-from telegrad.serialize.exceptions import afresh, forget_frames, text_of
+from telegrad.serialize.exceptions import afresh, forget_frames, text_of, without_own_frames
 from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.failures import Failure, what_of
@@ -64,13 +64,16 @@ class CallFuture(torch.futures.Future[T]):
             RuntimeError: the time is over, or the worker is lost (`RpcTimeout`, `WorkerLost`).
             what the called function raised: as an exception that is of the original type and of RemoteError.
         """
-        if not self.done():
-            if asyncio._get_running_loop() is not None:
-                with holding_up():
-                    self._drive()
-                    return super().wait()
-            self._drive()
-        return super().wait()
+        try:
+            if not self.done():
+                if asyncio._get_running_loop() is not None:
+                    with holding_up():
+                        self._drive()
+                        return super().wait()
+                self._drive()
+            return super().wait()
+        except Exception as error:
+            raise without_own_frames(error)
 
     def _drive(self) -> None:
         """Polls the network until the outcome is here, or the pool's."""
@@ -198,6 +201,8 @@ class CallFuture(torch.futures.Future[T]):
             return self.value()
         except StopIteration as e:  # a coroutine cannot raise it
             raise RuntimeError(f"{what_of(getattr(self, '_request', None))} raised StopIteration") from e
+        except Exception as error:
+            raise without_own_frames(error)
 
 
 def in_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:

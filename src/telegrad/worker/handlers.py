@@ -419,7 +419,9 @@ class Handlers:
                 self._me,
             )
         self.reply(asked, _ERROR, Encoded(0, packed, None, ()), 0)
-        error.__traceback__ = None  # whoever keeps the exception must not keep the request and its arguments
+        BaseException.with_traceback(
+            error, None
+        )  # whoever keeps the exception must not keep the request and its arguments
 
     def reply(self, asked: Asked, tag: int, message: Encoded, flags: int) -> None:
         """Answers."""

@@ -174,7 +174,7 @@ class References:
 
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
         """The creating call failed: for its users here there is no value."""
-        why = text_of(error)[:_LONGEST_WHY]
+        why = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_WHY]
         with self.lock:
             owned = self.values.get(rref)
             if owned is not None:  # on this worker itself

@@ -106,7 +106,7 @@ def method_of(value: Any, name: str) -> Any:
         raise AttributeError(f"type object {type(value).__name__!r} has no attribute {name!r}") from None
     if not callable(method) and not is_drop_in():
         raise TypeError(
-            f"{name!r} of a {type(value).__qualname__} is no method, but of type {type(method).__qualname__}."
+            f"{name!r} of {type(value).__qualname__} is no method, but of type {type(method).__qualname__}."
             f" {read_with(name)}"
         )
     return method

@@ -9,6 +9,7 @@ import torch
 from torch.futures import Future
 
 from telegrad.errors import NotInitialized
+from telegrad.serialize.exceptions import without_own_frames
 from telegrad.worker.calls import complete
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.future import CallFuture
@@ -48,10 +49,13 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
         losses = rpc.wait_all([rpc.rpc_async(name, evaluate) for name in workers])
     """
     given = list(futures)
-    if asyncio._get_running_loop() is None:
-        return _wait_all(given)
-    with holding_up():
-        return _wait_all(given)
+    try:
+        if asyncio._get_running_loop() is None:
+            return _wait_all(given)
+        with holding_up():
+            return _wait_all(given)
+    except Exception as error:
+        raise without_own_frames(error)
 
 
 def _wait_all(futures: list[Future[Any]]) -> list[Any]:
