@@ -66,10 +66,11 @@ struct Connection {
 
   // Under the engine's mutex.
   Nanos handshake_deadline = kNever;
-  std::string source;     // see Link::source; of what has been accepted
-  bool late = false;      // it has not met that
-  bool opened = false;    // it has been a link to `peer`, whatever the state is now
-  ConnectionPtr lane_of;  // what an initiated lane is for
+  std::string source;                   // see Link::source; of what has been accepted
+  std::atomic<bool> displaced = false;  // it must go, since too many others have come
+  bool late = false;                    // it has not met that
+  bool opened = false;                  // it has been a link to `peer`, whatever the state is now
+  ConnectionPtr lane_of;                // what an initiated lane is for
 
   // Sending, under send_mutex. Messages leave in the order of the queue; `flushed` counts those that have left.
   std::mutex send_mutex;

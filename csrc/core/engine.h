@@ -260,7 +260,7 @@ class Engine {
   void accept_from(Listener& listener);
   ConnectionPtr displaced_by(const std::string& source, std::size_t places) const;
   std::optional<std::string> objection(const Link& link);
-  void log_refusal(const Link& link, const std::string& source, const std::string& why);
+  void log_refusal(const Link& link, const std::string& source, const std::string& why, bool displaced = false);
 
   // engine_peers.cc
   ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator);
@@ -380,7 +380,8 @@ class Engine {
   UserLookup users_;                    // the polling thread's
   Nanos refusals_since_ = 0;            // strangers that were refused, and how many of them have been logged
   std::size_t refusals_ = 0;
-  Nanos handshakes_at_ = kNever;  // when a handshake or a retry is due
+  Nanos crowd_told_at_ = -3600 * kSecond;  // when a line was last about those that others have displaced
+  Nanos handshakes_at_ = kNever;           // when a handshake or a retry is due
 
   std::map<std::int32_t, Peer> peers_;
   CallTable calls_;

@@ -71,7 +71,10 @@ void Engine::accept_from(Listener& listener) {
       displaced = displaced_by(source, room.strangers);
       add_connection(std::move(link), Handshake::accept(settings_.credo), false)->source = source;
     }
-    if (displaced) lost(displaced, "too many others came after it");
+    if (displaced) {
+      displaced->displaced = true;
+      lost(displaced, "too many others came after it");
+    }
   }
 }
 
@@ -108,8 +111,12 @@ std::optional<std::string> Engine::objection(const Link& link) {
 }
 
 /// With the mutex held: a line about a stranger. Strangers may be many, so only a few lines are about them.
-void Engine::log_refusal(const Link& link, const std::string& source, const std::string& why) {
+void Engine::log_refusal(const Link& link, const std::string& source, const std::string& why, bool displaced) {
   const Nanos at = now();
+  if (displaced) {  // by a crowd, of which one line in a while tells enough: its members come again
+    if (at - crowd_told_at_ < kRefusalPeriod) return;
+    crowd_told_at_ = at;
+  }
   if (at - refusals_since_ >= kRefusalPeriod) {
     if (refusals_ > kRefusalLines) {
       log("refused " + std::to_string(refusals_ - kRefusalLines) + " more connections without a line for each");

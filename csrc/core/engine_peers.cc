@@ -362,7 +362,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
     if (!was_open) {
       if (!c->initiator) {
         // One that only came and went (it may have been shut down meanwhile) is not worth a line.
-        if (!stopping() && !gone) log_refusal(*c->link, c->source, why);
+        if (!stopping() && !gone) log_refusal(*c->link, c->source, why, c->displaced);
       } else if (c->lane_of) {
         if (!stopping() && c->lane_of->state == Connection::State::kOpen)
           log("no further lane to " + c->link->describe() + ": " + why);

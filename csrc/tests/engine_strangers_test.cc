@@ -260,6 +260,7 @@ CASE(an_address_has_its_share_of_the_places) {
   CHECK_EQ(a.engine->stats().connections, 62u);
   CHECK(!readable(quiet.front().get(), 0));
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "refused a connection from 127.0.0.2 at");
+  CHECK_EQ(a.event_count.value(), 1);  // not one for each
 }
 
 /// Strangers take one descriptor in eight.
