@@ -15,16 +15,8 @@ import torch
 from torch.futures import Future, collect_all, wait_all
 
 from telegrad.errors import RemoteError, RpcTimeout, TelegradError, WorkerLost
-from telegrad.serialize.exceptions import (
-    RemoteTraceback,
-    afresh,
-    describe_exception,
-    let_go_of_frames,
-    pack_exception,
-    traceback_of,
-    unpack_exception,
-    without_own_frames,
-)
+from telegrad.serialize.exceptions import describe_exception, pack_exception, unpack_exception
+from telegrad.serialize.tracebacks import RemoteTraceback, afresh, let_go_of_frames, traceback_of, without_own_frames
 from telegrad.types import WorkerInfo
 from telegrad.worker.callables import run
 from telegrad.worker.uses import method_of

@@ -37,7 +37,8 @@ from telegrad.protocols.backward_messages import (
     Send,
     TokenKind,
 )
-from telegrad.serialize.exceptions import pack_exception, text_of, unpack_exception
+from telegrad.serialize.exceptions import pack_exception, unpack_exception
+from telegrad.serialize.tracebacks import text_of
 from telegrad.types import WorkerInfo
 
 __all__ = ["Pass"]

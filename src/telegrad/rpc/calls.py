@@ -15,7 +15,7 @@ from telegrad.errors import NotInitialized, TelegradError
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rref import RRef
 from telegrad.rref.create import create, create_directly
-from telegrad.serialize.exceptions import without_own_frames
+from telegrad.serialize.tracebacks import without_own_frames
 from telegrad.types import To
 from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.default import current_worker, open_worker

@@ -4,7 +4,7 @@ from typing import Any
 
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.protocols.rref import RRefId
-from telegrad.serialize.exceptions import is_interrupt
+from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls import complete, sent

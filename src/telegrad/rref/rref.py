@@ -22,7 +22,7 @@ from telegrad.rref.backward import run_backward
 from telegrad.rref.creation import Creation
 from telegrad.rref.description import describe
 from telegrad.rref.proxy import UNSET, RRefProxy
-from telegrad.serialize.exceptions import without_own_frames
+from telegrad.serialize.tracebacks import without_own_frames
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current

@@ -6,42 +6,29 @@ that catch ``RuntimeError`` and programs that catch ``KeyError`` both work. A cl
 (local, of a notebook) travels by value, as functions do.
 """
 
-import copy
 import copyreg
 import functools
 import io
-import os
 import pickle
 import re
-import threading
-import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-import telegrad
-from telegrad.errors import TEXT, RemoteError, TelegradError, is_drop_in
+from telegrad.errors import TEXT, RemoteError, is_drop_in
 from telegrad.serialize.by_value import ByValuePickler
+from telegrad.serialize.tracebacks import (
+    TRACEBACK,
+    RemoteTraceback,
+    is_interrupt,
+    set_cause,
+    show_exception,
+    text_of,
+    traceback_of,
+    type_name,
+)
 from telegrad.types import WorkerInfo
 
-__all__ = [
-    "RemoteTraceback",
-    "afresh",
-    "describe_exception",
-    "forget_frames",
-    "has_let_go_of_frames",
-    "is_interrupt",
-    "let_go_of_frames",
-    "pack_exception",
-    "show_exception",
-    "text_of",
-    "traceback_of",
-    "unpack_exception",
-    "without_own_frames",
-]
-
-E = TypeVar("E", bound=BaseException)
+__all__ = ["describe_exception", "pack_exception", "unpack_exception"]
 
 
 class _Packed(NamedTuple):
@@ -58,14 +45,6 @@ class _Packed(NamedTuple):
     by_value: bytes | None = None  # the same with its class, for callers whose __main__ is another script
 
 
-class RemoteTraceback(Exception):
-    """The traceback of another process, as text. It is the ``__cause__`` of the exceptions that come from there."""
-
-    def __str__(self) -> str:
-        worker, worker_id, trace = self.args
-        return f'on worker {worker} (rank {worker_id})\n"""\n{trace}"""'
-
-
 # An escape as repr() writes them, but for quotes.
 _ESCAPE = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
 
@@ -75,132 +54,12 @@ def _unescaped(text: str) -> str:
     return _ESCAPE.sub(lambda m: m[0].encode("ascii").decode("unicode_escape"), text)
 
 
-def _type_name(kind: type[BaseException]) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def show_exception(exc: BaseException) -> str:
-    """``repr(exc)``, also where that fails."""
-    try:
-        return repr(exc)
-    except BaseException as e:  # user code; its SystemExit must end nobody's thread
-        return f"<{_type_name(type(exc))}, whose repr() raised {type(e).__name__}>"
-
-
-def text_of(exc: BaseException) -> str:
-    """``str(exc)``, also where that fails."""
-    try:
-        return str(exc)
-    except BaseException:  # as in show_exception
-        return show_exception(exc)
-
-
-def is_interrupt(exc: BaseException) -> bool:
-    """Tell whether a signal handler may have raised the exception: then the calling thread, the main one, must raise
-    it. Elsewhere user code has raised it, such as SystemExit while a value was unpickled."""
-    return not isinstance(exc, Exception) and threading.current_thread() is threading.main_thread()
-
-
-def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
-    """Keeps an exception's traceback as text only. For one that is to be raised again, maybe much later: its frames
-    would keep all variables of the failed call alive."""
-    text = exc.__dict__[_TRACEBACK] = traceback_of(exc)
-    if exc.__cause__ is None:
-        _set_cause(exc, RemoteTraceback(worker.name, worker.id, text))
-    forget_frames(exc)
-
-
-def _set_cause(exc: BaseException, cause: BaseException | None) -> None:
-    """Also of an exception whose class lets nobody set attributes, as a frozen dataclass."""
-    BaseException.__setattr__(exc, "__cause__", cause)
-
-
-def has_let_go_of_frames(exc: BaseException) -> bool:
-    """Whether an exception is raised again, after `let_go_of_frames`."""
-    return _TRACEBACK in exc.__dict__
-
-
-def forget_frames(exc: BaseException) -> None:
-    """Takes the tracebacks of an exception and of those that led to it."""
-    todo: list[BaseException | None] = [exc]
-    seen: set[int] = set()
-    while todo:
-        one = todo.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            BaseException.with_traceback(one, None)
-            todo += (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
-
-
-def afresh(exc: BaseException) -> BaseException:
-    """A copy of an exception that is kept and may be raised often. Raising it itself would hang the frames of whoever
-    asks, with all their variables, on what keeps it."""
-    try:
-        again = copy.copy(exc)
-        if type(again) is not type(exc):
-            raise TypeError(f"a copy of {_type_name(type(exc))} is something else")
-    except Exception:  # its class cannot be made from its args
-        return exc.with_traceback(None)
-    _set_cause(again, again.__cause__ or exc.__cause__)  # which also hides the context
-    return again
-
-
 if TYPE_CHECKING:  # cloudpickle has no types
     from pickle import Pickler as _ByValuePickler
 else:
     from cloudpickle import Pickler as _ByValuePickler  # by value is its way with __main__
 
-_TRACEBACK = "_telegrad_traceback"
 _ORIGIN = "_telegrad_origin"
-
-
-def traceback_of(exc: BaseException) -> str:
-    """The traceback as Python prints it, without Telegrad's own frames before the user's first one."""
-    kept = exc.__dict__.get(_TRACEBACK)
-    if isinstance(kept, str):
-        return kept
-    try:
-        trace = traceback.TracebackException(type(exc), exc, exc.__traceback__)
-        _drop_own_frames(exc, trace)
-        return "".join(trace.format())
-    except BaseException:  # user code: a broken __str__ or __cause__
-        return "".join(traceback.format_tb(exc.__traceback__)) + show_exception(exc) + "\n"
-
-
-_OURS = os.path.join(os.path.dirname(telegrad.__file__), "")
-_EXAMPLES = os.path.join(_OURS, "examples", "")
-_FUTURES = os.path.join(os.path.dirname(torch.futures.__file__), "")
-
-
-def _is_own(file: str) -> bool:
-    return file.startswith((_OURS, _FUTURES)) and not file.startswith(_EXAMPLES)
-
-
-def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) -> None:
-    """Leaves the user's frames in each stack. Those of Telegrad stay where there are no others, and at the end of a
-    stack whose error is none of Telegrad's: there is the defect."""
-    todo: list[tuple[BaseException | None, traceback.TracebackException | None]] = [(exc, trace)]
-    seen: set[int] = set()
-    while todo:
-        error, one = todo.pop()
-        if error is None or one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        users = [index for index, frame in enumerate(one.stack) if not _is_own(frame.filename)]
-        if users:
-            end = len(one.stack) if isinstance(error, TelegradError) else users[-1]
-            one.stack[:] = [f for index, f in enumerate(one.stack) if index > end or not _is_own(f.filename)]
-        todo += ((error.__cause__, one.__cause__), (error.__context__, one.__context__))
-        todo += zip(getattr(error, "exceptions", ()), one.exceptions or (), strict=False)
-
-
-def without_own_frames(exc: E) -> E:
-    """The exception, to be raised again where the program has called Telegrad: its traceback goes no deeper, unless
-    code of the program's own was called there."""
-    trace = exc.__traceback__
-    while trace is not None and _is_own(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return exc if trace is not None else exc.with_traceback(None)
 
 
 def describe_exception(exc: BaseException, worker: WorkerInfo) -> str:
@@ -225,9 +84,9 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
     if isinstance(exc, RemoteError) and isinstance(origin, _Packed):  # a third worker's goes on as what it was there
         packed = origin._replace(worker=name, worker_id=worker_id, shown=shown, traceback=trace)
     elif isinstance(exc, Exception):
-        packed = _Packed(name, worker_id, _type_name(type(exc)), shown, text_of(exc), trace, *_pickled(exc))
+        packed = _Packed(name, worker_id, type_name(type(exc)), shown, text_of(exc), trace, *_pickled(exc))
     else:
-        kind = _type_name(type(exc))
+        kind = type_name(type(exc))
         message = f"the call raised {shown} on worker {name}, which ends neither that worker nor its caller"
         packed = _Packed(name, worker_id, kind, shown, message, trace, None, kind + _NOT_RAISED_AGAIN)
     return pickle.dumps(tuple(packed), protocol=5)
@@ -310,7 +169,7 @@ def unpack_exception(data: bytes) -> BaseException:
     """
     packed = _Packed(*pickle.loads(data))
     exc, note, text = _made_again(packed)
-    exc.__dict__.pop(_TRACEBACK, None)
+    exc.__dict__.pop(TRACEBACK, None)
     facts = exc.__dict__  # written to directly: the class may let nobody set attributes
     facts |= {
         "worker": packed.worker,
@@ -323,7 +182,7 @@ def unpack_exception(data: bytes) -> BaseException:
         facts[TEXT] = text
     elif note:
         facts["__notes__"] = [*facts.get("__notes__", ()), note]
-    _set_cause(exc, RemoteTraceback(packed.worker, packed.worker_id, packed.traceback))
+    set_cause(exc, RemoteTraceback(packed.worker, packed.worker_id, packed.traceback))
     return exc
 
 
@@ -414,7 +273,7 @@ def _remote_class(original: type[Exception]) -> type[RemoteError]:
     """
     members = {
         "__module__": RemoteError.__module__,
-        "__qualname__": f"RemoteError({_type_name(original)})",
+        "__qualname__": f"RemoteError({type_name(original)})",
         "__doc__": f"A {original.__name__} that was raised on another worker.",
         "__str__": lambda exc: exc.__dict__.get(TEXT) or _message_of(original, exc),
         "__reduce_ex__": _reduce,

@@ -9,8 +9,9 @@ import torch
 from telegrad import _core
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
 from telegrad.protocols.rref import RRefId, Ticket
-from telegrad.serialize.exceptions import is_interrupt, unpack_exception
+from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.names import BY_VALUE, NameTable, NotByName
+from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import faults, profiling

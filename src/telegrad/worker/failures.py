@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad.errors import NotInitialized, WorkerLost
-from telegrad.serialize.exceptions import text_of
+from telegrad.serialize.tracebacks import text_of
 
 __all__ = ["Failure", "forget_unread", "tell_unread", "what_of"]
 

@@ -10,7 +10,7 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import NotInitialized
-from telegrad.serialize.exceptions import afresh, forget_frames, text_of, without_own_frames
+from telegrad.serialize.tracebacks import afresh, forget_frames, text_of, without_own_frames
 from telegrad.worker import profiling
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.failures import Failure, what_of

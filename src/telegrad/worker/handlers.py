@@ -9,15 +9,9 @@ import torch
 
 from telegrad.errors import MessageTooLarge, SerializationError, is_drop_in
 from telegrad.protocols.rref import RRefId, RRefProtocolError, Ticket, TicketKind
-from telegrad.serialize.exceptions import (
-    describe_exception,
-    has_let_go_of_frames,
-    let_go_of_frames,
-    pack_exception,
-    show_exception,
-    traceback_of,
-)
+from telegrad.serialize.exceptions import describe_exception, pack_exception
 from telegrad.serialize.names import resolve
+from telegrad.serialize.tracebacks import has_let_go_of_frames, let_go_of_frames, show_exception, traceback_of
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, Flag, Tag
 from telegrad.worker import lifetimes, profiling

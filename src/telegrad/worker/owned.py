@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from telegrad.serialize.exceptions import afresh
+from telegrad.serialize.tracebacks import afresh
 
 __all__ = ["OwnedValue"]
 

@@ -29,7 +29,7 @@ from telegrad.protocols.rref import (
     UnusableRRefError,
     UserState,
 )
-from telegrad.serialize.exceptions import text_of
+from telegrad.serialize.tracebacks import text_of
 from telegrad.worker.owned import OwnedValue
 from telegrad.worker.reference_messages import as_plain, from_plain
 

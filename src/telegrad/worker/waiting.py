@@ -9,7 +9,7 @@ import torch
 from torch.futures import Future
 
 from telegrad.errors import NotInitialized
-from telegrad.serialize.exceptions import without_own_frames
+from telegrad.serialize.tracebacks import without_own_frames
 from telegrad.worker.calls import complete
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.future import CallFuture

@@ -1,0 +1,163 @@
+"""Exceptions that are kept and raised again, and their tracebacks as users see them: without Telegrad's own frames."""
+
+import copy
+import os
+import threading
+import traceback
+from typing import TypeVar
+
+import torch
+
+import telegrad
+from telegrad.errors import TelegradError
+from telegrad.types import WorkerInfo
+
+__all__ = [
+    "RemoteTraceback",
+    "afresh",
+    "forget_frames",
+    "has_let_go_of_frames",
+    "is_interrupt",
+    "let_go_of_frames",
+    "set_cause",
+    "show_exception",
+    "text_of",
+    "traceback_of",
+    "type_name",
+    "without_own_frames",
+]
+
+E = TypeVar("E", bound=BaseException)
+
+TRACEBACK = "_telegrad_traceback"
+"""The attribute of an exception that has let go of its frames: its traceback as text."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as text. It is the ``__cause__`` of the exceptions that come from there."""
+
+    def __str__(self) -> str:
+        worker, worker_id, trace = self.args
+        return f'on worker {worker} (rank {worker_id})\n"""\n{trace}"""'
+
+
+# An escape as repr() writes them, but for quotes.
+
+
+def type_name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def show_exception(exc: BaseException) -> str:
+    """``repr(exc)``, also where that fails."""
+    try:
+        return repr(exc)
+    except BaseException as e:  # user code; its SystemExit must end nobody's thread
+        return f"<{type_name(type(exc))}, whose repr() raised {type(e).__name__}>"
+
+
+def text_of(exc: BaseException) -> str:
+    """``str(exc)``, also where that fails."""
+    try:
+        return str(exc)
+    except BaseException:  # as in show_exception
+        return show_exception(exc)
+
+
+def is_interrupt(exc: BaseException) -> bool:
+    """Tell whether a signal handler may have raised the exception: then the calling thread, the main one, must raise
+    it. Elsewhere user code has raised it, such as SystemExit while a value was unpickled."""
+    return not isinstance(exc, Exception) and threading.current_thread() is threading.main_thread()
+
+
+def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
+    """Keeps an exception's traceback as text only. For one that is to be raised again, maybe much later: its frames
+    would keep all variables of the failed call alive."""
+    text = exc.__dict__[TRACEBACK] = traceback_of(exc)
+    if exc.__cause__ is None:
+        set_cause(exc, RemoteTraceback(worker.name, worker.id, text))
+    forget_frames(exc)
+
+
+def set_cause(exc: BaseException, cause: BaseException | None) -> None:
+    """Also of an exception whose class lets nobody set attributes, as a frozen dataclass."""
+    BaseException.__setattr__(exc, "__cause__", cause)
+
+
+def has_let_go_of_frames(exc: BaseException) -> bool:
+    """Whether an exception is raised again, after `let_go_of_frames`."""
+    return TRACEBACK in exc.__dict__
+
+
+def forget_frames(exc: BaseException) -> None:
+    """Takes the tracebacks of an exception and of those that led to it."""
+    todo: list[BaseException | None] = [exc]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            BaseException.with_traceback(one, None)
+            todo += (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
+
+
+def afresh(exc: BaseException) -> BaseException:
+    """A copy of an exception that is kept and may be raised often. Raising it itself would hang the frames of whoever
+    asks, with all their variables, on what keeps it."""
+    try:
+        again = copy.copy(exc)
+        if type(again) is not type(exc):
+            raise TypeError(f"a copy of {type_name(type(exc))} is something else")
+    except Exception:  # its class cannot be made from its args
+        return exc.with_traceback(None)
+    set_cause(again, again.__cause__ or exc.__cause__)  # which also hides the context
+    return again
+
+
+def traceback_of(exc: BaseException) -> str:
+    """The traceback as Python prints it, without Telegrad's own frames before the user's first one."""
+    kept = exc.__dict__.get(TRACEBACK)
+    if isinstance(kept, str):
+        return kept
+    try:
+        trace = traceback.TracebackException(type(exc), exc, exc.__traceback__)
+        _drop_own_frames(exc, trace)
+        return "".join(trace.format())
+    except BaseException:  # user code: a broken __str__ or __cause__
+        return "".join(traceback.format_tb(exc.__traceback__)) + show_exception(exc) + "\n"
+
+
+_OURS = os.path.join(os.path.dirname(telegrad.__file__), "")
+_EXAMPLES = os.path.join(_OURS, "examples", "")
+_FUTURES = os.path.join(os.path.dirname(torch.futures.__file__), "")
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith((_OURS, _FUTURES)) and not file.startswith(_EXAMPLES)
+
+
+def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) -> None:
+    """Leaves the user's frames in each stack. Those of Telegrad stay where there are no others, and at the end of a
+    stack whose error is none of Telegrad's: there is the defect."""
+    todo: list[tuple[BaseException | None, traceback.TracebackException | None]] = [(exc, trace)]
+    seen: set[int] = set()
+    while todo:
+        error, one = todo.pop()
+        if error is None or one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        users = [index for index, frame in enumerate(one.stack) if not _is_own(frame.filename)]
+        if users:
+            end = len(one.stack) if isinstance(error, TelegradError) else users[-1]
+            one.stack[:] = [f for index, f in enumerate(one.stack) if index > end or not _is_own(f.filename)]
+        todo += ((error.__cause__, one.__cause__), (error.__context__, one.__context__))
+        todo += zip(getattr(error, "exceptions", ()), one.exceptions or (), strict=False)
+
+
+def without_own_frames(exc: E) -> E:
+    """The exception, to be raised again where the program has called Telegrad: its traceback goes no deeper, unless
+    code of the program's own was called there."""
+    trace = exc.__traceback__
+    while trace is not None and _is_own(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return exc if trace is not None else exc.with_traceback(None)
