@@ -37,6 +37,7 @@ def test_a_result_that_exits_when_it_is_read_ends_no_thread(two: Cluster) -> Non
         future.add_done_callback(lambda _, done=done: done.set())  # so that a thread of the pool reads it
         assert done.wait(10)
         assert isinstance(future.failure(), SystemExit)
+        future._disregard()
     assert two[0].rpc_async("w1", echo, (1,)).wait() == 1
     eventually(lambda: engine.stats()["running_handlers"] == 0)
     assert engine.stats()["pool_threads"] == len(two[0]._worker.pool.threads())
