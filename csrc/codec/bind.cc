@@ -126,16 +126,16 @@ void init_codec(nb::module_& m) {
           "__init__",
           [](Codec* self, nb::type_object tensor_type, nb::object exchange_api, nb::object encode_tensor,
              nb::object decode_tensor, int max_depth, nb::tuple byte_types, nb::object parameter_type,
-             nb::object watch_cut) {
+             nb::object watch_cut, nb::object is_watched) {
             if (max_depth < 1 || max_depth > 1000) throw nb::value_error("max_depth must be from 1 to 1000");
             new (self) Codec(TensorBridge(std::move(tensor_type), std::move(exchange_api), std::move(encode_tensor),
                                           std::move(decode_tensor), std::move(byte_types), std::move(parameter_type),
-                                          std::move(watch_cut)),
+                                          std::move(watch_cut), std::move(is_watched)),
                              max_depth);
           },
           nb::arg("tensor_type"), nb::arg("exchange_api").none(), nb::arg("encode_tensor"), nb::arg("decode_tensor"),
           nb::arg("max_depth") = 64, nb::arg("byte_types") = nb::tuple(), nb::arg("parameter_type") = nb::none(),
-          nb::arg("watch_cut") = nb::none())
+          nb::arg("watch_cut") = nb::none(), nb::arg("is_watched") = nb::none())
       .def(
           "register",
           [](Codec& self, nb::type_object type, std::uint64_t code, nb::object pack, nb::object unpack) {

@@ -81,7 +81,7 @@ bool TensorSpec::set_contiguous() {
 }
 
 TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
-                           nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut)
+                           nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut, nb::object is_watched)
     : type_object_(std::move(tensor_type)),
       type_(reinterpret_cast<PyTypeObject*>(type_object_.ptr())),
       encode_(std::move(encode)),
@@ -89,9 +89,11 @@ TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api,
       byte_types_(std::move(byte_types)),
       parameter_type_(std::move(parameter_type)),
       watch_cut_(std::move(watch_cut)),
+      is_watched_(std::move(is_watched)),
       untyped_storage_(nb::steal<nb::str>(PyUnicode_InternFromString("untyped_storage"))),
       requires_grad_(nb::steal<nb::str>(PyUnicode_InternFromString("requires_grad"))),
       is_leaf_(nb::steal<nb::str>(PyUnicode_InternFromString("is_leaf"))),
+      leaf_hooks_(nb::steal<nb::str>(PyUnicode_InternFromString("_post_accumulate_grad_hooks"))),
       dtype_(nb::steal<nb::str>(PyUnicode_InternFromString("dtype"))) {
   if (exchange_api.is_none()) return;
   auto* api = static_cast<dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kExchangeApiCapsule));
@@ -219,7 +221,14 @@ Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segme
 
 int TensorBridge::has_graph(PyObject* tensor) const {
   const nb::object is_leaf = nb::steal(PyObject_GetAttr(tensor, is_leaf_.ptr()));
-  return is_leaf.is_valid() ? is_leaf.ptr() == Py_False : -1;
+  if (!is_leaf.is_valid()) return -1;
+  if (is_leaf.ptr() == Py_False) return 1;
+  if (is_watched_.is_none()) return 0;
+  const nb::object hooks = nb::steal(PyObject_GetAttr(tensor, leaf_hooks_.ptr()));
+  if (!hooks.is_valid()) return -1;
+  if (hooks.is_none()) return 0;
+  const nb::object watched = nb::steal(PyObject_CallOneArg(is_watched_.ptr(), tensor));
+  return watched.is_valid() ? watched.ptr() == Py_True : -1;
 }
 
 PyObject* TensorBridge::rebuild(const TensorSpec& spec, SegmentMemory memory) const {
@@ -300,6 +309,7 @@ int TensorBridge::traverse(visitproc visit, void* arg) const {
   Py_VISIT(byte_types_.ptr());
   Py_VISIT(parameter_type_.ptr());
   Py_VISIT(watch_cut_.ptr());
+  Py_VISIT(is_watched_.ptr());
   Py_VISIT(is_neg_.ptr());
   Py_VISIT(is_conj_.ptr());
   return 0;

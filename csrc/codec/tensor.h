@@ -52,7 +52,7 @@ class TensorBridge {
   /// does not tell torch.uint4 from torch.uint8). `parameter_type`: torch's class of parameters, or None. Throws
   /// nb::python_error.
   TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
-               nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut);
+               nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut, nb::object is_watched);
 
   bool is_tensor(PyObject* object) const { return Py_TYPE(object) == type_; }
   bool is_parameter(PyObject* object) const {
@@ -67,7 +67,7 @@ class TensorBridge {
   /// error set.
   PyObject* rebuild(const TensorSpec& spec, SegmentMemory memory) const;
 
-  /// Whether the tensor has a graph behind it; -1 with a Python error set.
+  /// Whether the tensor has a graph behind it, here or where it came from; -1 with a Python error set.
   int has_graph(PyObject* tensor) const;
 
   int traverse(visitproc visit, void* arg) const;
@@ -88,8 +88,8 @@ class TensorBridge {
   nb::tuple byte_types_;
   nb::object parameter_type_;
   nb::object is_neg_, is_conj_;
-  nb::object watch_cut_;
-  nb::str untyped_storage_, requires_grad_, is_leaf_, dtype_;
+  nb::object watch_cut_, is_watched_;
+  nb::str untyped_storage_, requires_grad_, is_leaf_, leaf_hooks_, dtype_;
 };
 
 }  // namespace telegrad::codec

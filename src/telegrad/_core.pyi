@@ -270,7 +270,7 @@ class Codec:
     the registered types, all of exactly that type.
     """
 
-    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None, watch_cut: object | None = None) -> None: ...
+    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None, watch_cut: object | None = None, is_watched: object | None = None) -> None: ...
 
     def register(self, type: type, code: int, pack: object, unpack: object) -> None:
         """

@@ -25,6 +25,14 @@ def forward_in_parts(x: Tensor) -> dict[str, Any]:
     return {"y": WEIGHT * x, "not plain": {1, 2}}
 
 
+def relay(x: Tensor) -> Tensor:
+    return rpc.rpc_sync("w0", forward, (x,))
+
+
+def relay_in_parts(x: Tensor) -> dict[str, Any]:
+    return rpc.rpc_sync("w0", forward_in_parts, (x,))
+
+
 def weight() -> Tensor:
     return WEIGHT
 
@@ -42,6 +50,8 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "sync": lambda x: rpc.rpc_sync("w1", forward, (x,)),
     "async": lambda x: rpc.rpc_async("w1", forward, (x,)).wait(),
     "to_here": lambda x: rpc.remote("w1", forward, (x,)).to_here(),
+    "relayed": lambda x: rpc.rpc_sync("w1", relay, (x,)),
+    "relayed, pickled": lambda x: rpc.rpc_sync("w1", relay_in_parts, (x,))["y"],
     "pickled": lambda x: rpc.rpc_sync("w1", forward_in_parts, (x,))["y"],
 }
 

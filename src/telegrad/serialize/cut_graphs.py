@@ -13,7 +13,7 @@ import torch
 
 import telegrad
 
-__all__ = ["watch_cut"]
+__all__ = ["is_watched", "watch_cut"]
 
 TEXT = (
     "The gradient of a tensor that came from another worker has ended here, in its .grad: it was received outside of an"
@@ -34,6 +34,12 @@ def watch_cut(tensor: torch.Tensor) -> None:
     """
     if not _said:
         tensor.register_post_accumulate_grad_hook(_warn)  # type: ignore[no-untyped-call]
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Whether a leaf came so from another worker: then whoever it is sent on to gets no nearer to its graph."""
+    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return hooks is not None and _warn in hooks.values()
 
 
 def _warn(_: torch.Tensor) -> None:

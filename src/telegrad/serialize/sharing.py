@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from telegrad.serialize.cut_graphs import watch_cut
+from telegrad.serialize.cut_graphs import is_watched, watch_cut
 from telegrad.serialize.tensors import (
     CODE_OF_DTYPE,
     DTYPE_OF_CODE,
@@ -105,7 +105,7 @@ def restore(places: Sequence[Place], segments: Sequence[Buffer], *, recorded: bo
 
 def _placed(tensor: torch.Tensor, strides: tuple[int, ...], segment: int, offset: int) -> Place:
     code = CODE_OF_DTYPE[tensor.dtype]
-    graph_cut = tensor.requires_grad and not tensor.is_leaf
+    graph_cut = tensor.requires_grad and (not tensor.is_leaf or is_watched(tensor))
     return Place(code, tensor.requires_grad, tuple(tensor.shape), tuple(strides), segment, offset, graph_cut)
 
 

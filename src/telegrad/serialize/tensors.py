@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from telegrad import _core
-from telegrad.serialize.cut_graphs import watch_cut
+from telegrad.serialize.cut_graphs import is_watched, watch_cut
 
 Buffer: TypeAlias = Any  # what has a writable buffer; collections.abc has a name for it from Python 3.12 on
 
@@ -106,4 +106,5 @@ def make_codec(max_depth: int = 64) -> _core.Codec:
         byte_types=(torch.uint8, torch.int8),
         parameter_type=torch.nn.Parameter,
         watch_cut=watch_cut,
+        is_watched=is_watched,
     )
