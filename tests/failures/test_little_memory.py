@@ -122,7 +122,7 @@ def _results() -> None:
 
 
 def _calls(rank: int, n: int, init_method: str, transports: list[str]) -> None:
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    torch.set_num_threads(1)
     for transport in transports:
         options = Options(init_method=init_method, transports=(transport,))
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
@@ -149,4 +149,5 @@ def _check_calls() -> None:
 
 
 def test_no_memory_fails_the_call_alone() -> None:
-    processes(2, _calls, ["shm", "unix", "tcp"], method="fork", timeout=50)
+    # Not forked: this process may have free memory to inherit, which the limit does not take.
+    processes(2, _calls, ["shm", "unix", "tcp"], method="spawn", timeout=50)
