@@ -163,6 +163,10 @@ def test_shutdown_without_grace_in_a_handler() -> None:
         assert w[0].rpc_sync("w0", abs, (-1,)) == 1
 
 
+def shut_down_in_a_callback() -> None:
+    rpc.rpc_async("w1", abs, (-1,)).then(lambda _: shut_down_here(True, 0)).wait()
+
+
 async def shut_down_in_a_coroutine() -> str:
     return shut_down_here(True, 0)
 
@@ -172,7 +176,13 @@ async def shut_down_in_a_task() -> str:
 
 
 @pytest.mark.parametrize(
-    ("function", "args"), [(shut_down_here, (True, 0)), (shut_down_in_a_coroutine, ()), (shut_down_in_a_task, ())]
+    ("function", "args"),
+    [
+        (shut_down_here, (True, 0)),
+        (shut_down_in_a_callback, ()),
+        (shut_down_in_a_coroutine, ()),
+        (shut_down_in_a_task, ()),
+    ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_graceful_shutdown_in_a_handler_is_an_error(function: Any, args: Any, dynamic: bool) -> None:

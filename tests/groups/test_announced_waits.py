@@ -160,6 +160,16 @@ def test_another_program_has_the_port(server: Any, answer: str, here: bool, monk
         meet(1, where, 30)
     with pytest.raises(TelegradError, match=text):
         stores.meet("helper", Options(init_method=where, rpc_timeout=30), -1, None)
+    with pytest.raises(TelegradError, match=text):
+        meet(0, where, 30)
+
+
+def test_another_group_has_the_port() -> None:
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with pytest.raises(TelegradError, match=rf"at 127.0.0.1:{port}: the store of another group has the port"):
+        meet(0, f"tcp://127.0.0.1:{port}", 30)
+    del store
 
 
 @pytest.mark.parametrize("server", ["silent"], indirect=True)

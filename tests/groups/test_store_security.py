@@ -94,6 +94,30 @@ def test_file_is_for_its_user_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
+def test_file_that_was_there_becomes_private(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    path.touch()
+    path.chmod(0o666)
+    rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=Options(init_method=f"file://{path}"))
+    assert path.stat().st_mode & 0o777 == 0o600
+    rpc.shutdown()
+
+
+def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "meeting"
+    path.touch()
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(RuntimeError, match=r"the file belongs to another user \(uid \d+\).* Remove it"):
+        rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=Options(init_method=f"file://{path}"))
+
+
+def test_link_to_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RuntimeError, match="the group cannot meet at"):
+        rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=Options(init_method=f"file://{path}"))
+
+
 def test_file_that_cannot_be_made() -> None:
     where = "file:///no/such/folder/file"
     with pytest.raises(RuntimeError, match=f"the group cannot meet at {where}: No such file or directory"):

@@ -290,9 +290,10 @@ def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
 
 def _refuse_in_handlers(graceful: bool) -> None:
     scope = current.get()
-    if graceful and scope is not None and scope.request:
+    if graceful and scope is not None and (scope.request or scope.connection):
         raise TelegradError(
-            "shutdown() was called in a handler, for which it would wait itself. Call it where the worker was made, or"
+            "shutdown() was called in a handler, or in a callback that one has added, for which it"
+            " would wait itself. Call it where the worker was made, or"
             " leave at once by shutdown(graceful=False)."
         )
 

@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
+from telegrad.errors import TelegradError
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc.local_store import Door, LocalStore
 from telegrad.rpc.probing import plain, probe
@@ -82,9 +83,11 @@ class _Host:
             # Without a socket: the port is taken, perhaps by a store of this process, or the address is not of this
             # machine, which others know by it all the same. Torch's store then says so, or listens on all addresses.
             self.store = _host_store(place, timeout, _listen(place.host, place.port))
-        except BaseException:
+        except BaseException as e:
             if door is not None:
                 door.close()
+            if isinstance(e, RuntimeError) and "EADDRINUSE" in str(e):
+                raise _port_is_taken(place) from None
             raise
         self.door = door
         if door is not None:
@@ -92,6 +95,21 @@ class _Host:
             weakref.finalize(self, door.leave)
 
 
+def _port_is_taken(place: _Place) -> TelegradError:
+    """The error of rank 0, which cannot host a store there.
+
+    Raises:
+        TelegradError: the same, and the other program is known.
+    """
+    met = probe(place.host, place.port, _PROBE_PATIENCE)
+    other = "the store of another group" if not met else "another program"
+    return TelegradError(
+        f"rank 0 cannot host the group's store at {place.host}:{place.port}: {other} has the port (EADDRINUSE)."
+        " Give the group (MASTER_PORT, or init_method) a port that is free on the host of rank 0."
+    )
+
+
+_PROBE_PATIENCE = 2.0  # s
 _hosts: "weakref.WeakValueDictionary[int, _Host]" = weakref.WeakValueDictionary()  # by port
 _latest: list[Any] = []  # what this process has of the last static group's store
 
@@ -173,9 +191,28 @@ def _make_private_file(init_method: str) -> None:
     url = urlparse(init_method)
     if url.scheme == "file" and url.path:
         try:
-            os.close(os.open(url.path, os.O_RDWR | os.O_CREAT, 0o600))
+            file = os.open(url.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as e:
             raise RuntimeError(f"the group cannot meet at {init_method}: {e.strerror}") from e
+        try:
+            _take_from_others(file, init_method)
+        finally:
+            os.close(file)
+
+
+def _take_from_others(file: int, init_method: str) -> None:
+    """Of a file that was there before."""
+    found = os.fstat(file)
+    if found.st_uid != os.geteuid():
+        raise RuntimeError(
+            f"the group cannot meet at {init_method}: the file belongs to another user (uid {found.st_uid}), who"
+            " could read the group's secret. Remove it, or name another one."
+        )
+    if found.st_mode & 0o077:
+        try:
+            os.fchmod(file, 0o600)
+        except OSError as e:  # of a file system without modes
+            logger.warning("others may read %s, which holds the group's secret: %s", init_method, e.strerror)
 
 
 def _place(init_method: str, rank: int) -> _Place | None:
