@@ -13,12 +13,12 @@ from telegrad.testing import run_all
 
 @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
 def test_workers_of_one_process_meet(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    where = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meeting", "env": "env://"}[scheme]
-    options = Options(init_method=where, rpc_timeout=30)
     for turn in range(2):
+        port = free_port()  # another rank hosts the store: guests might still find the one before at its port
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        where = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meeting", "env": "env://"}[scheme]
+        options = Options(init_method=where, rpc_timeout=30)
         workers = run_all(
             [lambda rank=rank: Worker(f"w{rank}", (rank + turn) % 3, 3, options) for rank in range(3)]  # type: ignore[misc] # noqa: B023
         )
