@@ -46,10 +46,14 @@ class RRefProxy(Generic[R_co]):
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., R_co]:
-        kind = known_class(self._rref)
+        rref = self._rref
+        creation = rref._creation
+        kind = None if creation is None else creation.made_class
+        if kind is None and rref.is_owner():
+            kind = known_class(rref)
         if kind is not None:
             _check_method(kind, name)
-        return RemoteMethod(_CALLS[self._kind], self._rref, name, self._timeout)
+        return RemoteMethod(_CALLS[self._kind], rref, name, self._timeout)
 
     def __dir__(self) -> list[str]:
         """The methods of the value, where its class is known here."""
