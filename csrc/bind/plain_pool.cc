@@ -62,7 +62,7 @@ class PlainPool {
         const bool spawn = item.spawn;
         try {
           return item_tuple(std::move(item));
-        } catch (const std::exception&) {  // no memory: nobody hears that one more thread is needed
+        } catch (const std::exception&) {  // no memory: the request for one more thread is lost
           if (spawn) engine_.not_spawned();
           throw;
         }

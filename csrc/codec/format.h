@@ -60,7 +60,7 @@ enum TensorFlags : std::uint8_t {
   kRequiresGrad = 1,
   kStrided = 2,    // strides follow the shape; without it the layout is contiguous
   kHasMemory = 4,  // takes the next segment; a tensor without elements has none
-  kGraphCut = 8,   // requires grad, and is the end of a graph that stays with the sender: nobody records the message
+  kGraphCut = 8,   // requires grad, and ends a graph that stays with the sender, since the message is not recorded
   kAllTensorFlags = 15,
 };
 

@@ -56,7 +56,7 @@ struct Connection {
   Handshake handshake;
   const bool initiator;
   bool has_asked_for_lanes = false;
-  bool vetted = false;                // by `Engine::objection`: whom this end has connected to
+  bool vetted = false;                // `Engine::objection` has checked the peer that this end dialed
   std::atomic<bool> goodbye = false;  // the peer has said that it ends
   std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
 

@@ -42,7 +42,7 @@ class Collector final : public Inbox {
   std::size_t refuse_from = SIZE_MAX;  // throws std::bad_alloc for blocks of this size and more
 };
 
-/// For sockets whose other end may be anybody.
+/// For sockets whose peer is any process.
 inline PeerUser remote_user(int, UserLookup&) { return {.kind = PeerUser::Kind::kRemote}; }
 
 /// A fresh address of a scheme, to listen on.

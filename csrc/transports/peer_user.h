@@ -34,7 +34,7 @@ std::optional<TcpEnd> tcp_end(const sockaddr_storage& address);
 /// /proc/net/tcp6 are. Null when it is not there.
 struct SocketOwner {
   uid_t uid;
-  std::uint64_t inode;  // 0: no process has the socket any more, and the user stands for nobody
+  std::uint64_t inode;  // 0: no process has the socket any more, and the user means nothing
 };
 std::optional<SocketOwner> owner_in_table(std::string_view table, const TcpEnd& local, const TcpEnd& remote);
 

@@ -27,7 +27,7 @@ void tune(int fd) {
 
 PeerUser peer_user(int fd, UserLookup& lookup) { return lookup.of_tcp_peer(fd); }
 
-/// The other end's IPv4 address, or the network of its IPv6 one: who has one address there has them all.
+/// The other end's IPv4 address, or the network of its IPv6 one: one host commonly has all addresses of it.
 std::string source(int fd) {
   sockaddr_storage a{};
   socklen_t size = sizeof a;

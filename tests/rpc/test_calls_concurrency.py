@@ -43,18 +43,25 @@ def test_a_result_that_exits_when_it_is_read_ends_no_thread(two: Cluster) -> Non
     assert engine.stats()["pool_threads"] == len(two[0]._worker.pool.threads())
 
 
-def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The request runs all the same, and a later one asks again."""
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [(threading.Thread, "start", RuntimeError("can't start new thread")), (_core, "PoolThread", MemoryError())],
+    ids=["started", "made"],
+)
+def test_a_thread_that_cannot_be_had(
+    owner: Any, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request runs all the same, and a later one asks for a thread again."""
     tried = threading.Event()
 
-    def fail(thread: threading.Thread) -> None:
+    def fail(*_: Any) -> None:
         tried.set()
-        raise RuntimeError("can't start new thread")
+        raise error
 
     with cluster(2) as fresh:
         engine = fresh[1]._worker.engine
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", fail)
+            patch.setattr(owner, name, fail)
             few = Gate()
             futures = [fresh[0].rpc_async("w1", few.enter, (i,)) for i in range(4)]
             assert tried.wait(10)
@@ -67,32 +74,6 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, caplog
         many.open()
         assert [future.wait() for future in futures] == list(range(8))
         assert engine.stats()["pool_threads"] == len(fresh[1]._worker.pool.threads())
-    assert "cannot start another thread" in caplog.text
-    caplog.clear()
-
-
-def test_a_thread_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The same where memory for it is short."""
-    tried = threading.Event()
-
-    def fail() -> None:
-        tried.set()
-        raise MemoryError
-
-    with cluster(2) as fresh:
-        with monkeypatch.context() as patch:
-            patch.setattr(_core, "PoolThread", fail)
-            few = Gate()
-            futures = [fresh[0].rpc_async("w1", few.enter, (i,)) for i in range(4)]
-            assert tried.wait(10)
-            few.wait_for(1)
-        few.open()
-        assert [future.wait() for future in futures] == [0, 1, 2, 3]
-        many = Gate()
-        futures = [fresh[0].rpc_async("w1", many.enter, (i,)) for i in range(8)]
-        many.wait_for(8)
-        many.open()
-        assert [future.wait() for future in futures] == list(range(8))
     assert "cannot start another thread" in caplog.text
     caplog.clear()
 

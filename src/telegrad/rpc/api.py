@@ -308,7 +308,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             try:
                 _wait_all_workers(min(timeout, budget.left()))
             except LostWhileGathering:
-                logger.info("worker %s goes on shutting down without whom it lost", worker.info.name)
+                logger.info("worker %s goes on shutting down without the workers that it lost", worker.info.name)
             left = budget.left()
             _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
             worker.finish(budget.left(), last=True)

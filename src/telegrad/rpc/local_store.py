@@ -128,7 +128,7 @@ class Door:
             self._release()
 
     def leave(self) -> None:
-        """Lets nobody in any more; the thread sends everybody away, and ends. Waits for nothing, and logs nothing: for
+        """Stops accepting; the thread closes all sessions, and ends. Waits for nothing, and logs nothing: for
         finalizers."""
         if self._thread is not None:
             _ending[self._port] = self._thread

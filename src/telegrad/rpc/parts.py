@@ -60,8 +60,8 @@ _numbers = _Numbers()
 def part_of(store: Any, place: str, world_size: int | None, rank: int) -> Iterator[Any]:
     """The part of a store in which a worker of this process meets the others of its group.
 
-    Of groups whose members come and go there is one on a store, since who comes back must find those who stayed,
-    however often each joined.
+    Of groups whose members come and go there is one on a store, since a worker that comes back
+    must find those that stayed, however often each joined.
 
     Args:
         place: what the program calls the store.

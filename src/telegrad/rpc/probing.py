@@ -1,4 +1,4 @@
-"""What listens at the port of a store: a store, another program, or nobody."""
+"""What listens at the port of a store: a store, another program, or nothing."""
 
 import secrets
 import socket

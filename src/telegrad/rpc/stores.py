@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from telegrad.errors import TelegradError
 from telegrad.options import Options, RpcBackendOptions, as_options
+from telegrad.rpc.file_store import make_private
 from telegrad.rpc.local_store import Door, LocalStore
 from telegrad.rpc.probing import plain, probe
 from telegrad.worker.addresses import is_loopback
@@ -162,7 +163,7 @@ def meet(
     """
     timeout = timedelta(seconds=patience(options))
     if rank >= 0 or not (world_size or ranks_needed) or "rank" in parse_qs(urlparse(options.init_method).query):
-        _make_private_file(options.init_method)
+        make_private(options.init_method)
     ranked = bool(world_size) or ranks_needed or rank >= 0 or _ranked_by_environment(options)
     place = _place(options.init_method, rank) if ranked else None
     wait = Wait(name if place is None else f"{name} (rank {place.rank})", timeout.total_seconds())
@@ -184,35 +185,6 @@ def meet(
             store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
     store.set_timeout(timeout)
     return store, rank, world_size
-
-
-def _make_private_file(init_method: str) -> None:
-    """Of a file store: it may hold the group's secret, and torch would let everybody read it."""
-    url = urlparse(init_method)
-    if url.scheme == "file" and url.path:
-        try:
-            file = os.open(url.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError as e:
-            raise RuntimeError(f"the group cannot meet at {init_method}: {e.strerror}") from e
-        try:
-            _take_from_others(file, init_method)
-        finally:
-            os.close(file)
-
-
-def _take_from_others(file: int, init_method: str) -> None:
-    """Of a file that was there before."""
-    found = os.fstat(file)
-    if found.st_uid != os.geteuid():
-        raise RuntimeError(
-            f"the group cannot meet at {init_method}: the file belongs to another user (uid {found.st_uid}), who"
-            " could read the group's secret. Remove it, or name another one."
-        )
-    if found.st_mode & 0o077:
-        try:
-            os.fchmod(file, 0o600)
-        except OSError as e:  # of a file system without modes
-            logger.warning("others may read %s, which holds the group's secret: %s", init_method, e.strerror)
 
 
 def _place(init_method: str, rank: int) -> _Place | None:
@@ -424,7 +396,7 @@ def _tcp_store(place: _Place, wait: Wait) -> Any:
     listening = _listen(place.host, place.port) if _is_here(place, wait) and not place.hosted else None
     if listening is None:
         return _by_port(place, wait)
-    logger.info("%s hosts the store of a new group at %s: nobody was there", wait.who, _at(place))
+    logger.info("%s hosts the store of a new group at %s: there was none", wait.who, _at(place))
     store = _host_store(place, timedelta(seconds=wait.timeout), listening)
     _hosted.append(store)
     return store
@@ -444,7 +416,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
     may be another one.
     """
     found = socket.getaddrinfo(plain(host), port, type=socket.SOCK_STREAM)
-    # Who asks for localhost finds IPv4 and IPv6; who asks for 127.0.0.1 does not.
+    # localhost resolves to IPv4 and IPv6; 127.0.0.1 to IPv4 alone.
     for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
         if not _is_own(family, address):
             continue

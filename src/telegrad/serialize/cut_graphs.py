@@ -37,7 +37,7 @@ def watch_cut(tensor: torch.Tensor) -> None:
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """Whether a leaf came so from another worker: then whoever it is sent on to gets no nearer to its graph."""
+    """Whether a leaf is one that another worker sent without its graph."""
     hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return hooks is not None and _warn in hooks.values()
 

@@ -170,7 +170,7 @@ def unpack_exception(data: bytes) -> BaseException:
     packed = _Packed(*pickle.loads(data))
     exc, note, text = _made_again(packed)
     exc.__dict__.pop(TRACEBACK, None)
-    facts = exc.__dict__  # written to directly: the class may let nobody set attributes
+    facts = exc.__dict__  # written to directly: the class may refuse to set attributes
     facts |= {
         "worker": packed.worker,
         "worker_id": packed.worker_id,
@@ -245,7 +245,7 @@ def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> R
 def _restore(exc: RemoteError, state: Any) -> None:
     try:
         exc.__setstate__(state)
-    except AttributeError:  # its class lets nobody set attributes
+    except AttributeError:  # its class refuses to set attributes
         if not isinstance(state, dict):
             raise
         exc.__dict__.update(state)

@@ -37,7 +37,7 @@ class Place(NamedTuple):
     strides: tuple[int, ...]  # in elements
     segment: int  # which of the message's tensor segments, or NO_MEMORY
     offset: int  # of the first element in it, in elements
-    graph_cut: bool = False  # it requires grad, and its graph stays with the sender: nobody records the message
+    graph_cut: bool = False  # it requires grad, and its graph stays with the sender, since the message is not recorded
 
 
 class _Member(NamedTuple):

@@ -52,7 +52,7 @@ def show_exception(exc: BaseException) -> str:
     """``repr(exc)``, also where that fails."""
     try:
         return repr(exc)
-    except BaseException as e:  # user code; its SystemExit must end nobody's thread
+    except BaseException as e:  # user code; its SystemExit must not end this thread
         return f"<{type_name(type(exc))}, whose repr() raised {type(e).__name__}>"
 
 
@@ -80,7 +80,7 @@ def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
 
 
 def set_cause(exc: BaseException, cause: BaseException | None) -> None:
-    """Also of an exception whose class lets nobody set attributes, as a frozen dataclass."""
+    """Set the cause, also where the class refuses to set attributes, as a frozen dataclass does."""
     BaseException.__setattr__(exc, "__cause__", cause)
 
 

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_torch_says", "find_builtin", "is_scripted", "name_of", "run"]
+from telegrad.serialize.names import resolve
+from telegrad.serialize.pickling import NOT_FOUND_HINT
+
+__all__ = ["as_torch_says", "find_builtin", "find_function", "is_scripted", "name_of", "run"]
 
 
 def name_of(function: Any) -> str:
@@ -51,3 +54,16 @@ def as_torch_says(function: Any, args: Any, kwargs: Any, error: BaseException) -
         return None, error
     operation, _ = torch._C._jit_get_operation(name)
     return operation(*args, **kwargs), None
+
+
+def find_function(name: bytes) -> Any:
+    """The function of a name.
+
+    Raises:
+        AttributeError, ImportError: it is not on this worker; with a hint.
+    """
+    try:
+        return resolve(name)
+    except (AttributeError, ImportError, KeyError) as e:
+        kind = AttributeError if isinstance(e, KeyError) else type(e)
+        raise kind(f"{e}.{NOT_FOUND_HINT}") from e

@@ -15,7 +15,7 @@ from telegrad.serialize.tracebacks import has_let_go_of_frames, let_go_of_frames
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, Flag, Tag
 from telegrad.worker import lifetimes, profiling
-from telegrad.worker.callables import as_torch_says, run
+from telegrad.worker.callables import as_torch_says, find_function, run
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.ended import AnyEngine
 from telegrad.worker.left_out import error_of
@@ -284,11 +284,11 @@ class Handlers:
         decorations)."""
         tag = asked.tag
         if tag == _MAKE:
-            function = _found(name or b"")
+            function = find_function(name or b"")
             args, kwargs = body  # `handle` has read it
         elif tag in (_CALL, _CREATE):
             if name is not None:
-                function = _found(name)
+                function = find_function(name)
                 args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
             else:
                 function, args, kwargs = self._messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
@@ -387,7 +387,7 @@ class Handlers:
 
     def _report(self, asked: Asked, error: BaseException) -> None:
         """Says on this worker too what its user code raised: in the log, or as torch does, which prints it. Once: a
-        reference's failure is not told again when it is used."""
+        reference's failure is not logged again when it is used."""
         if has_let_go_of_frames(error):
             return
         if is_drop_in():
@@ -413,9 +413,7 @@ class Handlers:
                 self._me,
             )
         self.reply(asked, _ERROR, Encoded(0, packed, None, ()), 0)
-        BaseException.with_traceback(
-            error, None
-        )  # whoever keeps the exception must not keep the request and its arguments
+        BaseException.with_traceback(error, None)  # keeping the exception must not keep the request and its arguments
 
     def reply(self, asked: Asked, tag: int, message: Encoded, flags: int) -> None:
         """Answers."""
@@ -438,21 +436,3 @@ def _subject(tag: int, preamble: Preamble) -> RRefId | None:
     if tag == _CREATE_METHOD:
         return preamble.handles[0].id if preamble.handles else None
     return preamble.target
-
-
-def _found(name: bytes) -> Any:
-    """The function of a name.
-
-    Raises:
-        AttributeError, ImportError: it is not on this worker; with a hint.
-    """
-    try:
-        return resolve(name)
-    except (AttributeError, ImportError, KeyError) as e:
-        kind = AttributeError if isinstance(e, KeyError) else type(e)
-        raise kind(f"{e}{HINT}") from e
-
-
-HINT = """. Default RPC pickler does not serialize
-            function code. Ensure that UDFs are defined on both caller and
-            callee modules."""

@@ -1,7 +1,7 @@
 """Members of a group as they stand in its store, and what they agree on.
 
-Where the group was given a secret, each record carries a MAC: whoever else can write to the store cannot make a member,
-nor give one another address.
+Where the group was given a secret, each record carries a MAC: another process that can write to the store cannot make a
+member, nor give one another address.
 """
 
 import hmac
@@ -60,7 +60,7 @@ def member_of(record: dict[str, Any], group: Group) -> Member:
     if not hmac.compare_digest(str(mac), _mac(member, group)):
         raise TelegradError(
             f"the record of worker {member.name} (rank {member.id}) in the group's store was not made with the group's"
-            " secret: that worker was started with another secret or with none, or somebody else writes to the store."
+            " secret: that worker was started with another secret or with none, or another program writes to the store."
             " Give all workers the same secret."
         )
     return member

@@ -418,12 +418,12 @@ class References:
         after: list[Callable[[], None]] = []
         for effect in effects:
             if isinstance(effect, Send):
-                after.append(_Call(self._send, effect.to, as_plain(effect.message), type(effect.message).__name__))
+                after.append(partial(self._send, effect.to, as_plain(effect.message), type(effect.message).__name__))
             elif isinstance(effect, Delete):
                 owned = self.values.pop(effect.rref, None)
                 self._failed_here.pop(effect.rref, None)
                 if owned is not None:
-                    after.append(_Call(_free, owned))
+                    after.append(partial(_free, owned))
             elif isinstance(effect, Confirmed):
                 after += self._confirmed(effect.rref)
             elif isinstance(effect, Failed):
@@ -439,19 +439,6 @@ class References:
     def _finish(self, after: Sequence[Callable[[], None]]) -> None:
         for action in after:
             action()
-
-
-class _Call:
-    """A call for later (quicker to make than functools.partial is to read)."""
-
-    __slots__ = ("arguments", "function")
-
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        self.function = function
-        self.arguments = arguments
-
-    def __call__(self) -> None:
-        self.function(*self.arguments)
 
 
 def _free(_: OwnedValue) -> None:

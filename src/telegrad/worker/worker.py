@@ -1,6 +1,7 @@
 """A worker: one member of one group, and everything it owns.
 
 This is where native events, the protocols and torch meet; each part has its own file, and this one ties them together.
+It is longer than our files are: its methods are what the parts and the public API call, and most only pass a call on.
 Nothing here is global: several workers may live in one process.
 """
 
