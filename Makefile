@@ -66,9 +66,10 @@ bench-check: build ## the same; fails when another framework is ahead of us in a
 	@tools/install_peers.sh $(VENV)
 	$(PY) -m bench --check $(ARGS)
 
-lint: build ## ruff, mypy --strict, complete types, clang-format, and the stub of the core
+lint: build ## ruff, the import law, mypy --strict, complete types, clang-format, and the stub of the core
 	$(PY) -m ruff check -q .
 	$(PY) -m ruff format -q --check .
+	$(VENV)/bin/lint-imports --config pyproject.toml >build/imports.log || { cat build/imports.log; exit 1; }
 	$(PY) -m mypy --strict src/telegrad bench
 	tools/clang_format.sh $(VENV) --dry-run -Werror
 	$(PY) tools/stubs.py --check

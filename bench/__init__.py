@@ -1,4 +1,4 @@
-"""How fast Telegrad is, beside other ways to call a function in another process, and beside what the machine allows.
+"""Benchmark of Telegrad against other frameworks and the limit of the machine.
 
-`python -m bench` (or `make bench`) measures, `README.md` is the map.
+`python -m bench` (or `make bench`) runs it; `README.md` describes the files.
 """

@@ -1,6 +1,7 @@
-"""Measures Telegrad, its peers and the limit in one run, and prints one table: make bench, or python -m bench.
+"""Measure Telegrad, its peers and the limit in one run, and print one table.
 
-Writes results.json and pictures as well. README.md says how it is measured and where a new row goes.
+Run `make bench` or `python -m bench`. It also writes results.json and pictures. README.md describes the method and how
+to add a row.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from bench.processes import nothing_left_behind
 from bench.row import Family, Row
 from bench.rows.table import FAMILIES
 from bench.schedule import Plan, Results, run
+from bench.summary import draw_summary
 from bench.table import print_table, wide_console
 
 OUT = Path(__file__).parent / "results"
@@ -55,6 +57,7 @@ def main() -> int:
             results = run(plan, tell, save)
         rows = judge(families, results)
         draw(rows, families, args.out)
+        draw_summary(rows, args.out / "summary.svg")
         tell(f"{time.monotonic() - start:.0f} s; results.json and pictures are in {args.out}")
     if args.markdown:
         args.markdown.write_text(markdown(rows, families, peers, about))
@@ -98,7 +101,7 @@ def arguments() -> argparse.Namespace:
 
 
 def choose(family: Family, texts: Sequence[str] | None, quick: bool) -> Family:
-    """The family with the rows that were asked for."""
+    """Return the family with the selected rows."""
     names = {one.name for one in FAMILIES}
 
     def asked_for(row: Row) -> bool:

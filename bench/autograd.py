@@ -1,7 +1,7 @@
-"""Distributed autograd beside torch's alone: `python bench/autograd.py`. Takes the options of `python -m bench`.
+"""Compare distributed autograd with torch's only: `python bench/autograd.py`.
 
-With `--check` it measures one row, and exits with 1 if our bookkeeping takes more than its share of the backward pass
-of a graph that works (500 nodes, batch 64, width 512).
+It has the options of `python -m bench`. With `--check` it measures one row: the backward pass of a graph of 500 nodes
+that work (batch 64, width 512). It exits with 1 if Telegrad's overhead exceeds its share.
 """
 
 import json

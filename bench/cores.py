@@ -1,12 +1,12 @@
-"""How near the cores of this machine are to each other, which changes where the machine is a virtual one.
+"""Distance between the cores of this machine, which changes on a virtual machine.
 
-Its cores are threads of a host, and the host moves them: two of them share one core of the processor for a while, lie
-side by side then, and then in parts of it that have no cache in common. What passes between processes takes up to ten
-times as long there (4 MB two milliseconds in place of a fourth of one), whoever passes it, and inside the machine
-nothing shows that but the time that a cache line takes to the other core and back.
+The cores of a virtual machine are threads of the host, and the host moves them. Two of them may share one physical
+core, be neighbors, or be in parts of the processor without a common cache. In the last case transfers between processes
+take up to ten times as long, with every framework: 4 MB take 2 ms instead of 0.25 ms. Inside the machine only the round
+trip of a cache line shows it.
 
-So whoever measures waits until the cores are near, for a while, and measures anew if they have moved apart meanwhile.
-Results say where they were.
+So each measurement waits, for a limited time, until the cores are near, and repeats if they moved apart meanwhile. The
+results include the distance.
 """
 
 import os
@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 
 from bench import limit
 
-FAR = 300e-9  # seconds: one core takes 60 ns, neighbours take 120, and parts of a processor that share no cache 500
-PAUSE = 0.2  # seconds between two looks
+FAR = 300e-9  # seconds: one core takes 60 ns, neighbors take 120, and parts of a processor that share no cache 500
+PAUSE = 0.2  # seconds between two checks
 PATIENCE = 20.0  # seconds that one row waits for near cores, in one turn of one peer,
 IN_ALL = 240.0  # and all of them together
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def can_look() -> bool:
-    """Is there a way between cores, and the program that measures it? Not with one core, or without a compiler."""
+    """Return whether the distance can be measured: with two cores and a compiler."""
     if len(os.sched_getaffinity(0)) < 2:
         return False
     try:
@@ -38,13 +38,13 @@ def can_look() -> bool:
 
 
 def apart() -> float:
-    """Seconds that a cache line takes from one core to another and back, where nothing is in its way."""
+    """Return the seconds of an undisturbed round trip of a cache line between cores."""
     return min(limit.measure("apart"))
 
 
 @dataclass(frozen=True)
 class Found(Generic[T]):
-    """What was measured, how far apart the cores were before or after it, and seconds lost with waiting."""
+    """Result of a measurement, distance of the cores around it, and seconds waited."""
 
     what: T
     apart: float
@@ -52,9 +52,9 @@ class Found(Generic[T]):
 
 
 def near(measure: Callable[[], T], patience: float, again: bool, look: Callable[[], float] = apart) -> Found[T]:
-    """Measures while the cores are near, or after `patience` seconds wherever they are.
+    """Measure while the cores are near, or after `patience` seconds at any distance.
 
-    What was measured while they moved apart is measured `again`, if that may be done.
+    A measurement during which they moved apart is repeated if `again` is true.
     """
     begun = time.monotonic()
     while True:
@@ -70,7 +70,7 @@ def near(measure: Callable[[], T], patience: float, again: bool, look: Callable[
 
 
 def in_words(seen: list[float]) -> str:
-    """For the end of the table: where the cores were in all turns."""
+    """Return the distances of the cores in all turns, for the end of the table."""
     far = sum(one > FAR for one in seen)
     nanoseconds = sorted(round(one * 1e9) for one in seen)
     return (

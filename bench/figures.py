@@ -1,4 +1,4 @@
-"""From samples to figures. How each is computed stands here and nowhere else; README.md and the table quote it."""
+"""Computation of figures from samples, described by README.md and the table."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ HOW = (
 
 @dataclass(frozen=True)
 class Figure:
-    """What one peer costs in one row."""
+    """Cost of one peer in one row."""
 
     median: float
     spread: float
@@ -33,7 +33,10 @@ class Figure:
 
 
 def figure(rounds: Sequence[Sequence[float]], resolution: float = 0.0) -> Figure:
-    """The figure of the samples of some rounds, none of which is empty; each is as exact as `resolution`."""
+    """Return the figure of samples in rounds, none of them empty.
+
+    `resolution` is the precision of each sample.
+    """
     medians = tuple(statistics.median(samples) for samples in rounds)
     pooled = [sample for samples in rounds for sample in samples]
     spread = (max(medians) - min(medians)) / 2 if len(medians) > 1 else half_of_middle(pooled)
@@ -41,7 +44,7 @@ def figure(rounds: Sequence[Sequence[float]], resolution: float = 0.0) -> Figure
 
 
 def half_of_middle(samples: Sequence[float]) -> float:
-    """Half the distance between the quartiles; 0 for a single sample."""
+    """Return half the distance between the quartiles; 0 for a single sample."""
     if len(samples) < 2:
         return 0.0
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -53,7 +56,7 @@ def p99(samples: Sequence[float]) -> float:
 
 
 def show(value: float, unit: str) -> str:
-    """A cost as a reader wants it."""
+    """Return a cost in a readable unit."""
     if unit == "MB":
         return f"{value:,.0f} MB"
     if unit == "CPU s":
@@ -64,12 +67,12 @@ def show(value: float, unit: str) -> str:
 
 
 def show_spread(one: Figure, unit: str) -> str:
-    """In percent, unless it is many times what was found: then as a cost."""
+    """Return a spread in percent or, if it is a multiple of the figure, as a cost."""
     return f"±{one.spread / one.median:.0%}" if one.spread < 10 * one.median else f"±{show(one.spread, unit)}"
 
 
 def show_rate(cost: float, amount: float, of: str) -> str:
-    """How much per second, where a cost is so many seconds for an amount."""
+    """Return the rate per second of a cost in seconds for an amount."""
     rate = amount / cost
     if of == "bytes":
         return f"{rate / 1e9:.2f} GB/s"

@@ -1,4 +1,7 @@
-"""What rows call on other workers. Every peer offers exactly these, by name, so that all do the same work."""
+"""Functions that rows call on other workers.
+
+Every peer provides exactly these, by name, so all do the same work.
+"""
 
 import threading
 import time
@@ -24,41 +27,41 @@ def plus(a: Tensor, b: Tensor) -> Tensor:
 
 
 def operations(x: Tensor) -> Tensor:
-    """The function of many operations of the PyTorch RPC talk: 200 passes over the tensor, in place."""
+    """Run the 200 operations of the PyTorch RPC talk on the tensor, in place."""
     for _ in range(OPERATIONS):
         x.add_(1.0)
     return x
 
 
 def copied(x: Tensor) -> Tensor:
-    """What comes back is another tensor than what came."""
+    """Return a new tensor instead of the argument."""
     return x.clone()
 
 
 def built(size: int) -> Tensor:
-    """A result of so many bytes, which is made in place."""
+    """Return a new result of the given number of bytes."""
     return allocate(size // 4).fill_(1.0)
 
 
 def size_of(x: Tensor) -> int:
-    """Takes a tensor and returns next to nothing: for what moves one way."""
+    """Take a tensor and return almost nothing: for one-way transfers."""
     return x.numel()
 
 
 def back() -> Any:
-    """Calls worker 0 while it waits for this call."""
+    """Call worker 0 while it waits for this call."""
     return here().caller(0, identity, 7)()
 
 
 def exchange(x: Tensor) -> int:
-    """Sends `x` to every other worker, all at once, and gets it back; how many came back."""
+    """Send `x` to all other workers at once; return the number of results."""
     client = here()
     others = [rank for rank in range(client.workers) if rank != client.rank]
     return len(client.collect([client.begin(rank, identity, x) for rank in others]))
 
 
 def hammer(seconds: float) -> int:
-    """Calls the next worker for so long, one call after the other; how many calls."""
+    """Call the next worker for the given time, one call at a time; return the number."""
     client = here()
     call = client.caller((client.rank + 1) % client.workers, identity, 7)
     calls, end = 0, time.perf_counter() + seconds
@@ -69,7 +72,7 @@ def hammer(seconds: float) -> int:
 
 
 class Counter:
-    """A remote object with the cheapest method there is."""
+    """Remote object with the cheapest possible method."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -1,4 +1,4 @@
-"""Groups of processes that one peer connects, from the outside: they come, answer, and are gone."""
+"""Groups of processes that one peer connects: start, result and end."""
 
 import json
 import os
@@ -16,11 +16,11 @@ TOLD = 1500  # characters of what a process said before it failed
 
 
 class Failed(Exception):
-    """A group did not come to its end. The text is for the table."""
+    """A group failed. The text is for the table."""
 
 
 def in_leader(body: Callable[[], object], seconds: float) -> None:
-    """Runs `body` in a process of its own; all that it has started has ended when this returns.
+    """Run `body` in a separate process and end all processes that it started.
 
     Raises:
         Failed: it raised, or takes longer than `seconds`.
@@ -47,7 +47,7 @@ def in_leader(body: Callable[[], object], seconds: float) -> None:
 
 
 def group_body(peer: Peer, workers: int, main: Callable[[Client], object], places: tuple[Place, ...] = ()) -> None:
-    """Connects `workers` processes and runs `main` in the first; to be run by the leader of the group."""
+    """Connect `workers` processes and run `main` in the first. For the group's leader."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
         port = 29500 if places else free_port()
@@ -63,7 +63,9 @@ def ask(
     places: tuple[Place, ...] = (),
     seconds: float = 120.0,
 ) -> Any:
-    """What `function(client, *args)`, a function of a module, returns in worker 0 of a fresh group, as JSON knows it.
+    """Return the result, as JSON, of `function(client, *args)` in a fresh group.
+
+    The function runs in worker 0 and must belong to a module.
 
     Raises:
         Failed: the group did not answer within `seconds`.

@@ -1,8 +1,8 @@
-"""The C library's heap in rows whose time it would decide.
+"""Settings of the C library's heap, for rows that would mostly measure the heap.
 
-As it comes, glibc's malloc gives large memory back to the kernel as soon as it is free, and takes it anew page by page:
-26,000 page faults for a pass over layers of 100 MB, a fifth of its time. In threads other than a program's first one it
-keeps more. So which thread a framework happens to run a pass in would be what such a row shows.
+By default glibc's malloc returns large memory to the kernel as soon as it is free, and gets it again page by page:
+26,000 page faults for a pass over layers of 100 MB, a fifth of its time. In threads other than the main thread it keeps
+more. So such a row would show in which thread a framework runs a pass.
 """
 
 import ctypes
@@ -13,8 +13,10 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 
 
 def keep() -> None:
-    """From now on what this process frees stays with it, whichever thread frees it; blocks over 32 MB do not. Does
-    nothing where the C library is another one."""
+    """Keep freed memory in this process, in every thread, except blocks over 32 MB.
+
+    Does nothing if the C library is not glibc.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return

@@ -1,4 +1,4 @@
-"""What the figures say: which goals are reached, and who is ahead of us."""
+"""Verdicts on the figures: reached goals, and peers ahead of Telegrad."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from bench.schedule import Results
 
 @dataclass(frozen=True)
 class Verdict:
-    """One goal of one row."""
+    """Goal of a row, with its value."""
 
     text: str
-    value: float | None  # None: what it takes was not measured
+    value: float | None  # None: not measured
     met: bool | None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One row with everything that is known of it."""
+    """Row with its figures and verdicts."""
 
     family: str
     name: str
@@ -28,9 +28,9 @@ class Judged:
     amount: float
     of: str
     figures: Mapping[str, Figure]  # by peer, and of the limit
-    absent: Mapping[str, str]  # why a peer has none
+    absent: Mapping[str, str]  # peer -> why it has no figure
     verdicts: Sequence[Verdict]
-    ahead: Sequence[str]  # the peers that beat us
+    ahead: Sequence[str]  # the peers faster than Telegrad
     apart: Mapping[str, Sequence[float]] = field(default_factory=dict)  # seconds, by peer, for each round: see cores.py
     judged: bool = True  # False: a row without verdict, in which no peer counts as ahead
 
@@ -51,7 +51,7 @@ class Judged:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Judged":
-        """Read a row as it was written; which peers are ahead is computed from its figures."""
+        """Read a row from JSON; the peers that are ahead are computed from its figures."""
         figures = {name: Figure.from_json(one) for name, one in data["figures"].items()}
         judged = data.get("judged", True)
         return cls(
@@ -70,7 +70,7 @@ class Judged:
 
 
 def judge(families: Sequence[Family], results: Results) -> list[Judged]:
-    """All rows that were measured, in the order of the table."""
+    """Return the measured rows in the order of the table."""
     found = []
     for family in families:
         for row in family.rows:
@@ -101,7 +101,7 @@ def judge(families: Sequence[Family], results: Results) -> list[Judged]:
 
 
 def ahead_of_us(figures: Mapping[str, Figure]) -> list[str]:
-    """The peers whose median is lower than ours by more than the two spreads together."""
+    """Return the peers with a median below Telegrad's by more than both spreads."""
     ours = figures.get(OURS)
     if ours is None:
         return []
@@ -113,7 +113,10 @@ def ahead_of_us(figures: Mapping[str, Figure]) -> list[str]:
 
 
 def failures(rows: Sequence[Judged]) -> list[str]:
-    """Why `make bench-check` fails, a line each: peers that are ahead of us, and rows in which we have no figure."""
+    """Return why `make bench-check` fails, a line per reason.
+
+    Reasons are peers ahead of Telegrad, and rows without a figure of Telegrad.
+    """
     lines = []
     for row in rows:
         for who in row.ahead:

@@ -1,4 +1,7 @@
-"""Calls and tensors beside torch.distributed.rpc alone. Takes the options of `python -m bench`."""
+"""Compare calls and tensors with torch.distributed.rpc only.
+
+It has the options of `python -m bench`.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a row's cost would be if nothing were in the way: the same work without a framework, in the same run."""
+"""Limits of rows: the same work without a framework, in the same run."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,19 +9,20 @@ from bench import limit
 from bench.functions import OPERATIONS, identity
 from bench.row import Take, timed
 
-LONG = 0.5  # seconds are enough for what is repeated that evenly
-BATCH = 200  # calls timed together where one takes less than reading the clock costs
+LONG = 0.5  # seconds; enough because these repeat evenly
+BATCH = 200  # calls timed together if one takes less time than reading the clock
 
 
 def ring(take: Take) -> Sequence[float]:
-    """A round trip through shared memory between two processes that spin."""
+    """Measure a round trip through shared memory between two processes that spin."""
     return limit.measure("ring", min(take.seconds, LONG))
 
 
 def call_of(value: object, take: Take) -> list[float]:
-    """What a call of `identity` cannot do without: the round trip, the Python call, encoding and decoding both ways.
+    """Measure the minimum of a call of `identity`.
 
-    One sample: the sum of the four medians, each measured alone in one process.
+    It is the sum of four medians, each measured alone in one process: the round trip, the Python call, encoding and
+    decoding in both directions.
     """
     from telegrad.serialize.tensors import make_codec
 
@@ -46,7 +47,7 @@ def call_of(value: object, take: Take) -> list[float]:
 
 
 def batches(take: Take, *steps: object) -> list[float]:
-    """Seconds for one run of all `steps`, of batches in a row."""
+    """Measure the seconds of one run of all `steps`, in consecutive batches."""
 
     def batch() -> None:
         for _ in range(BATCH):
@@ -57,24 +58,24 @@ def batches(take: Take, *steps: object) -> list[float]:
 
 
 def copies(size: int, times: int, take: Take) -> list[float]:
-    """So many copies within warm memory."""
+    """Measure the given number of copies within warm memory."""
     return [times * seconds for seconds in limit.measure("memcpy", size, min(take.seconds, LONG))]
 
 
 def filled(size: int, take: Take) -> list[float]:
-    """A tensor written here, in warm memory."""
+    """Measure writing a tensor in warm memory."""
     torch.set_num_threads(1)
     x = torch.zeros(size // 4)
     return take.loop(lambda: timed(lambda: x.fill_(1.0)))
 
 
 def loopback(size: int, times: int, take: Take) -> list[float]:
-    """So many bytes through TCP within this machine, and a byte back, so many times."""
+    """Measure sending bytes through loopback TCP, and a byte back, `times` times."""
     return [times * seconds for seconds in limit.measure("stream", size, min(take.seconds, LONG))]
 
 
 def worked(size: int, take: Take) -> list[float]:
-    """The talk's 200 operations on a tensor here, and two copies of it."""
+    """Measure the talk's 200 operations on a local tensor, and two copies of it."""
     torch.set_num_threads(1)
     x = torch.zeros(size // 4)
     there_and_back = statistics.median(copies(size, 2, take))

@@ -1,4 +1,4 @@
-"""What a reader must know of the machine to compare figures."""
+"""Properties of the machine that affect the figures."""
 
 import os
 import platform

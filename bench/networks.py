@@ -45,10 +45,11 @@ def enter(pid: int) -> None:
 
 @contextmanager
 def cable(gigabits: float | None = None) -> Iterator[tuple[Place, Place]]:
-    """Two namespaces with a veth pair between them, which passes so much at most in either direction.
+    """Create two namespaces with a veth pair, optionally with a rate limit.
 
     Raises:
-        OSError, RuntimeError: what of it this machine does not allow.
+        OSError: This machine does not allow a step.
+        RuntimeError: This machine does not allow a step.
     """
     holders = [_namespace(), _namespace()]
     try:

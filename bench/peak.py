@@ -1,10 +1,12 @@
-"""The largest memory of a tree of processes: python peak.py PID. Prints a line when it has looked once; ends with its
-standard input, and prints megabytes: what was there first, and the most since.
+"""Print the peak memory of a tree of processes: python peak.py PID.
 
-Memory is what the processes have of their own, and what the machine has of shared memory (tmpfs and files without a
-name), where each page counts once however many have mapped it, or none. Both are counters that the kernel keeps, so a
-look takes no time and short peaks are seen; but shared memory of other programs counts as well, when it changes
-meanwhile. Only the standard library, so that it starts at once and is small; it leaves itself out.
+It prints a line after the first sample. When its standard input ends, it prints two figures in megabytes: the first
+sample and the peak since.
+
+The memory is the private memory of the processes plus all shared memory of the machine (tmpfs and unnamed files), in
+which each page counts once. Both are counters of the kernel, so sampling is cheap and finds short peaks. Changes of the
+shared memory of other programs count as well. This program uses only the standard library, to start fast and stay
+small, and it does not count itself.
 """
 
 import os

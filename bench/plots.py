@@ -1,4 +1,7 @@
-"""Pictures: one for each family, as PNG and SVG. A bar for each peer, on a logarithmic scale; a line for the limit."""
+"""Pictures: one for each family, as PNG and SVG.
+
+Each has a bar for each peer, on a logarithmic scale, and a line for the limit.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Processes that end with whoever started them.
+"""Processes that end with their parent.
 
-The bench forks everything it measures from one process that has imported PyTorch and started no thread, so a group
-stands in a fraction of a second. What a peer starts besides, daemons that detach themselves included, stays a
-descendant, because the process that leads a group adopts orphans; so it can be found, counted and ended.
+The bench forks all groups from one process that has imported PyTorch and started no thread, so a group starts in a
+fraction of a second. All other processes that a peer starts, including detached daemons, stay descendants of the
+group's leader, because the leader adopts orphans. So they can be found, counted and ended.
 """
 
 import ctypes
@@ -25,35 +25,40 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process."""
+    """Make orphaned descendants children of this process."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_with_parent() -> None:
-    """This process is killed when its parent ends, however that ends."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends.
+
+    Args:
+        parent: the parent's pid, as the parent knows it: the parent may have ended before this is called.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def fork(body: Callable[[], object], errors: Path | None = None) -> int:
-    """Runs `body` in a child, and returns its pid. The child exits with 0, or with 1 if `body` raised.
+    """Run `body` in a child and return its pid.
 
-    `errors` gets what the child writes to its standard streams; without it they go where ours go.
+    The child exits with 0, or with 1 if `body` raised. `errors` gets the child's standard streams; without it the child
+    shares those of this process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _run(body, errors)
+        _run(body, errors, parent)
     return pid
 
 
-def _run(body: Callable[[], object], errors: Path | None) -> NoReturn:
+def _run(body: Callable[[], object], errors: Path | None, parent: int) -> NoReturn:
     status = 1
     try:
-        end_with_parent()
+        end_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         if errors is not None:
@@ -75,7 +80,10 @@ def _run(body: Callable[[], object], errors: Path | None) -> NoReturn:
 
 
 def wait(pid: int, seconds: float) -> int | None:
-    """The exit status of a child (negative: the signal that killed it), or None if it still runs after `seconds`."""
+    """Return the exit status of a child, or None if it still runs after `seconds`.
+
+    A negative status is the signal that killed the child.
+    """
     descriptor = os.pidfd_open(pid)
     try:
         poll = select.poll()
@@ -104,10 +112,12 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def end_descendants(keep: Collection[int] = (), seconds: float = 20.0) -> None:
-    """Kills every descendant of this process, and waits for its end. Those in `keep` and below are left alone.
+    """Kill every descendant of this process and wait for its end.
+
+    Processes in `keep`, and their descendants, keep running.
 
     Raises:
-        RuntimeError: one does not end.
+        RuntimeError: A process does not end.
     """
     until = time.monotonic() + seconds
     while True:
@@ -136,7 +146,7 @@ def _reap() -> None:
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Whatever this process starts inside has ended at the end of it, also after SIGTERM or an error."""
+    """End all processes started inside, also after SIGTERM or an error."""
     adopt_orphans()
 
     def terminated(*_: object) -> NoReturn:

@@ -1,6 +1,6 @@
-"""The words of this folder: a row, what is measured for it, and what we mean to reach there.
+"""Types of the bench: a row, its samples and its goals.
 
-Everything that is measured is a cost (seconds, bytes, a share of a core), so less is always better.
+Every figure is a cost (seconds, bytes, a share of a core), so lower is always better.
 """
 
 import time
@@ -10,27 +10,27 @@ from typing import Any, Final, Protocol, TypeVar
 
 OURS: Final = "telegrad"
 TORCH: Final = "torch"
-LIMIT: Final = "limit"  # stands beside the peers in results: what the machine allows
-BESIDE: Final = "limit beside "  # and a peer's name: the limit as it was measured in turns with that peer
+LIMIT: Final = "limit"  # key of the machine's limit in results, like the name of a peer
+BESIDE: Final = "limit alongside "  # followed by a peer's name: the limit measured alternately with that peer
 
 T = TypeVar("T")
 Samples = Mapping[str, Sequence[float]]
-"""What a turn found, by whose it is: `{"": samples of the peer}`, and the limit's where the two alternate."""
+"""Samples of a turn by origin: `{"": samples of the peer}`, and those of the limit if the two alternate."""
 
 
 class Goal(Protocol):
-    """Something to reach in a row."""
+    """Goal of a row."""
 
     @property
     def text(self) -> str: ...
 
     def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
-        """The value that the goal is about, and whether it is good; None where what it takes was not measured."""
+        """Return the value and whether the goal is reached; None if not measured."""
 
 
 @dataclass(frozen=True)
 class TimesLess:
-    """Our cost is at most a `factor`th of a peer's."""
+    """Telegrad's cost is at most 1 / `factor` of a peer's."""
 
     factor: float
     than: str = TORCH
@@ -65,7 +65,7 @@ class TimesLimit:
 
 @dataclass(frozen=True)
 class AddsLess:
-    """What we add to the limit is at most a `factor`th of what torch adds to it."""
+    """Telegrad's overhead over the limit is at most 1 / `factor` of torch's."""
 
     factor: float
 
@@ -102,13 +102,13 @@ class AtMost:
 
 
 class Take:
-    """Takes the samples of one row in one turn: warms up, then repeats for as long and as often as the row says."""
+    """Sampler of one row in one turn: warms up, then repeats as configured by the row."""
 
     def __init__(self, seconds: float, repeats: int, least: int, warm_up: float) -> None:
         self.seconds, self.repeats, self.least, self.warm_up = seconds, repeats, least, warm_up
 
     def loop(self, step: Callable[[], T]) -> list[T]:
-        """What `step` returns, each time; what it returns while warming up is dropped."""
+        """Return the results of `step`, without those of the warm-up."""
         if self.warm_up > 0:
             end = time.perf_counter() + self.warm_up
             step()
@@ -121,7 +121,7 @@ class Take:
         return found
 
     def __call__(self, call: Callable[[], object]) -> Samples:
-        """Seconds that each `call` takes, the freeing of its result included."""
+        """Return the seconds of each `call`, including the freeing of its result."""
         return {"": self.loop(lambda: timed(call))}
 
 
@@ -133,10 +133,10 @@ def timed(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """Row of the table.
 
-    `measure(client, take)` runs in worker 0 of a group of `workers` processes that the peer connects. With no workers,
-    `measure(peer, take)` runs in a process of its own, and makes whatever processes it needs.
+    `measure(client, take)` runs in worker 0 of a group of `workers` processes that the peer connects. If `workers` is
+    0, `measure(peer, take)` runs in a separate process and starts all processes that it needs.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Row:
     resolution: float = 0.0  # how exact a sample is, in the unit
     warm_up: float = 0.1  # seconds, at least one repeat; 0: none
     rounds: int | None = None  # fewer than the run has
-    only: Mapping[str, str] | None = None  # None: every peer. Else for whom it is, and under "" why for nobody else
+    only: Mapping[str, str] | None = None  # None: every peer. Else its peers, and under "" the reason
     limit: Callable[[Take], Sequence[float]] | None = None  # what the machine allows; has turns of its own
     quick: bool = True  # part of --quick
     verdict: bool = True  # False: the figures are shown, and a peer that is ahead fails nothing

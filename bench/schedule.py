@@ -1,10 +1,10 @@
-"""Who is measured when.
+"""Schedule of the measurements.
 
-A run has rounds. In each round every row is measured for every peer, each time in fresh processes, and the order of the
-peers turns from round to round: a machine that slows down, or another program that comes, hits all alike. No two
-peers are ever alive at the same time (an idle torch.distributed.rpc process polls and keeps a core busy). Rows that
-need equally many workers share a group, because the groups of some peers take ten seconds to stand; but those that ask
-for a fresh one. Every turn waits for a while until the cores of the machine are near to each other: see cores.py.
+A run has rounds. Each round measures every row for every peer, each time in fresh processes. The order of the peers
+rotates, so that a slower machine or another program affects all alike. Only one peer runs at a time, because an idle
+torch.distributed.rpc process polls and keeps a core busy. Rows with the same number of workers share a group, because
+some peers take ten seconds to start one; rows that need a fresh group get their own. Every turn waits for a limited
+time until the cores of the machine are near to each other: see cores.py.
 """
 
 import json
@@ -20,15 +20,15 @@ from bench.groups import Failed, group_body, in_leader
 from bench.peers.base import Client, Peer, Unsupported
 from bench.row import BESIDE, LIMIT, OURS, Row, Samples
 
-START = 90.0  # seconds for a group to stand and to end
+START = 90.0  # seconds for a group to start and to end
 SHOWN = 160  # characters of a failure in the table
 
 
 @dataclass
 class Results:
-    """What was found: for each row and peer the samples of each round, or why there are none.
+    """Samples of each round for each row and peer, or the reason for having none.
 
-    And how far apart the cores were in each turn, and how long turns have waited for them to be near.
+    Also the distance of the cores in each turn, and the time that turns waited for near cores.
     """
 
     rounds: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
@@ -59,14 +59,17 @@ class Plan:
     full: bool = False
 
     def patience(self, results: Results) -> float | None:
-        """Seconds that turns may still wait for near cores; None: nobody looks where they are."""
+        """Return the seconds left to wait for near cores; None if they are not measured."""
         if self.quick or not cores.can_look():
             return None
         return max(0.0, cores.IN_ALL - results.waited)
 
 
 def run(plan: Plan, tell: Callable[[str], object], save: Callable[[Results], object] = lambda _: None) -> Results:
-    """Measures everything. `tell` gets a line for whoever waits, `save` after each round what there is so far."""
+    """Measure all rows and peers.
+
+    `tell` gets lines of progress, and `save` the results after each round.
+    """
     results = Results()
     peers = dict(plan.peers)
     for name, peer in plan.peers.items():
@@ -96,7 +99,10 @@ def run(plan: Plan, tell: Callable[[str], object], save: Callable[[Results], obj
 
 
 def settings(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows that share a group. A row that wants a fresh one is alone, and so is one that makes its own processes."""
+    """Yield rows that share a group.
+
+    A row that needs a fresh group, or starts its own processes, is alone.
+    """
     shared = [row for row in rows if row.workers and not row.fresh]
     for workers in sorted({row.workers for row in shared}):
         yield [row for row in shared if row.workers == workers]
@@ -106,7 +112,7 @@ def settings(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """The order of a round: forwards and backwards by turns, and another one begins each time."""
+    """Return the order of the peers in a round: rotated, alternately backward."""
     ordered = list(names) if number % 2 == 0 else list(reversed(names))
     by = number // 2 % len(ordered)
     return ordered[by:] + ordered[:by]
@@ -129,7 +135,10 @@ def _limit(row: Row, quick: bool, full: bool) -> Samples:
 
 
 def turn(plan: Plan, peer: Peer, rows: Sequence[Row], results: Results) -> None:
-    """One turn of one peer. What fails is left out from then on; the rows after it are still measured."""
+    """Run a turn of a peer.
+
+    A row that fails is skipped from then on; later rows still run.
+    """
     if not rows[0].workers:
         turn_alone(plan, rows[0], peer.name, partial(_alone, rows[0], peer), results)
         return
@@ -173,7 +182,10 @@ def _alone(row: Row, peer: Peer, quick: bool, full: bool) -> Samples:
 
 @dataclass(frozen=True)
 class Measure:
-    """What worker 0 does in a turn: one row after the other. It is sent to peers' processes, so it holds names."""
+    """Program of worker 0 in a turn.
+
+    It is sent to peers' processes, so it has names of rows.
+    """
 
     rows: tuple[str, ...]
     quick: bool
@@ -193,10 +205,10 @@ class Measure:
 
 
 def _record(row: str, measure: Callable[[], Samples], found: Path, near: float | None, *, again: bool) -> float:
-    """Adds what `measure` returns, or why it does not, to a file that outlives this process.
+    """Add the samples of `measure`, or its error, to a file.
 
-    Returns the seconds that it waited for near cores: `near` at most, if at all, and if it may, it measures `again`
-    where they have moved. If it fails, it may have waited as long as it could.
+    The file outlives this process. Waits at most `near` seconds for near cores, and measures `again`, if allowed, after
+    the cores moved apart. Returns the seconds waited; after a failure, the maximum.
     """
     waited = 0.0 if near is None else min(near, cores.PATIENCE)
 

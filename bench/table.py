@@ -1,4 +1,4 @@
-"""The table: a line for each row, the limit beside us, everyone else beside both."""
+"""The table: a line per row, with Telegrad, the limit and the peers as columns."""
 
 from collections.abc import Mapping, Sequence
 from string import ascii_lowercase
@@ -37,7 +37,7 @@ def print_table(rows: Sequence[Judged], families: Sequence[Family], peers: Seque
 
 
 def table_of(rows: Sequence[Judged], family: Family, peers: Sequence[str], notes: dict[str, str]) -> Table:
-    """One family; adds to `notes` why cells are empty, each reason with its mark."""
+    """Return the table of a family; add the reasons for empty cells to `notes`."""
     table = Table(title=f"[bold]{family.name}[/]: {family.about}", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column(LIMIT, justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What the rows of distributed autograd run: models, steps of training, and their parts on other workers."""
+"""Models, training steps and remote parts for the rows of distributed autograd."""
 
 import importlib
 import time
@@ -36,7 +36,7 @@ Step = Callable[[Clock], object]  # times what counts of it
 
 
 class Framework:
-    """The modules of one package, telegrad or torch.distributed, under the names that both have."""
+    """Modules of telegrad or torch.distributed, under the names that both have."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -49,7 +49,7 @@ class Framework:
 
     @contextmanager
     def one_pass(self, clock: Clock) -> Iterator[int]:
-        """A context whose beginning and end count."""
+        """Open a context; its beginning and end are timed."""
         with clock:
             context = self.autograd.context()
             number = context.__enter__()
@@ -74,7 +74,10 @@ def chain(package: str, ranks: list[int], x: Tensor) -> Tensor:
 
 
 class ConvNet(nn.Module):
-    """The network of PyTorch's parameter-server tutorial, for images of 28x28; its second dropout acts on vectors."""
+    """Network of PyTorch's parameter-server tutorial, for images of 28x28.
+
+    Its second dropout acts on vectors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ def remote_step(framework: Framework, server: Any, batch: int) -> Step:
 
 
 def local_step(batch: int) -> Step:
-    """The same step in this process."""
+    """Return the same step in this process."""
     x, labels = images(batch)
     model = ConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -143,7 +146,11 @@ def local_step(batch: int) -> Step:
 
 
 def train(package: str, server: Any, batch: int, seconds: float) -> tuple[int, int]:
-    """Trains against a server for some time: samples of steps that ended well, and steps overtaken by another's."""
+    """Train against a server for the given time.
+
+    Returns:
+        The number of samples in successful steps, and the number of steps overtaken by another trainer's step.
+    """
     step = remote_step(Framework(package), server, batch)
     clock, samples, overtaken = Clock(), 0, 0
     end = time.perf_counter() + seconds
@@ -159,7 +166,7 @@ def train(package: str, server: Any, batch: int, seconds: float) -> tuple[int, i
 
 
 def train_together(client: Client, batch: int, warm_up: float, seconds: float) -> tuple[int, int]:
-    """Workers 0 and 2 and up train at once for `seconds`, worker 1 is the server; `train` summed up."""
+    """Train on all workers but the server (worker 1) at once; return the sums of `train`."""
     framework = Framework(client.rpc_parent)
     rpc, package = framework.rpc, framework.package
     server = rpc.remote(SERVER, Server, args=(package, ConvNet))

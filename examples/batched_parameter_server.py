@@ -1,11 +1,11 @@
-"""A parameter server that answers many trainers with one averaged update: calls that return before they are answered.
+"""A parameter server that answers many trainers with one averaged update.
 
     python examples/batched_parameter_server.py --trainers 4
 
 A trainer computes gradients on its own share of the data and calls `update`, which runs under `async_execution`: it
-returns a future, so no thread of the server waits. The last call averages all gradients, makes one step and answers
-everybody with the new parameters. That is a large batch, spread over processes; one process computes the same for
-comparison. Status 1 if the two end with different parameters, or recognise less than 95 % of the held-out digits.
+returns a future, so no thread of the server waits. The last call averages all gradients, makes one step and replies to
+all trainers with the new parameters. That is a large batch, spread over processes; one process computes the same for
+comparison. Status 1 if the two end with different parameters, or recognize less than 95 % of the held-out digits.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from torch.futures import Future
 from telegrad import rpc
 
 BATCH, EVERY = 16, 10  # of one trainer; updates between two tests
-Gradients = tuple[Tensor, ...]  # one for each parameter
-the_server: "Server"  # in its process
+Gradients = tuple[Tensor, ...]  # one per parameter
+the_server: "Server"  # in the server's process
 
 
 def make_model(seed: int) -> nn.Module:
@@ -32,21 +32,21 @@ def make_model(seed: int) -> nn.Module:
 
 
 class Share:
-    """The part of the digits that one of several trainers learns from."""
+    """Part of the digits from which one trainer learns."""
 
     def __init__(self, digits: Digits, trainer: int, trainers: int) -> None:
         self.images, self.labels = digits.images[trainer::trainers], digits.labels[trainer::trainers]
         self.chance = torch.Generator().manual_seed(trainer)
 
     def gradients(self, model: nn.Module) -> tuple[Gradients, float]:
-        """On a random batch: the gradient of each parameter, and the loss."""
+        """Return the gradient of each parameter on a random batch, and the loss."""
         chosen = torch.randint(len(self.labels), (BATCH,), generator=self.chance)
         loss = F.cross_entropy(model(self.images[chosen]), self.labels[chosen])
         return torch.autograd.grad(loss, list(model.parameters())), loss.item()
 
 
 class Learner:
-    """The model, and how gradients of several trainers improve it."""
+    """Model that learns from the gradients of several trainers."""
 
     def __init__(self, seed: int) -> None:
         self.model = make_model(seed)
@@ -54,7 +54,7 @@ class Learner:
         self.losses: list[float] = []
 
     def learn(self, handed_in: list[tuple[Gradients, float]]) -> None:
-        """One step with the mean of the trainers' gradients; their losses are for the record."""
+        """Make one step with the mean of the gradients, and record the mean loss."""
         all_gradients, losses = zip(*handed_in, strict=True)
         for parameter, *gradients in zip(self.model.parameters(), *all_gradients, strict=True):
             parameter.grad = torch.stack(gradients).mean(dim=0)
@@ -63,7 +63,7 @@ class Learner:
 
 
 class Server(Learner):
-    """Lives on the worker `server`. The trainers call its methods at the same time."""
+    """State of the worker `server`. The trainers call its methods concurrently."""
 
     def __init__(self, args: argparse.Namespace, view: View) -> None:
         super().__init__(args.seed)
@@ -78,7 +78,7 @@ class Server(Learner):
 
     @rpc.functions.async_execution
     def update(self, trainer: int, gradients: Gradients, loss: float) -> Future[list[Tensor]]:
-        """Hand in gradients; the answer, new parameters, comes when all trainers have done so."""
+        """Hand in gradients; return the future of the parameters after all have done so."""
         self.view.worker(f"trainer {trainer}", "waits for the others", loss=f"{loss:.3f}")
         with self.lock:
             self.round[trainer] = gradients, loss
@@ -86,7 +86,7 @@ class Server(Learner):
             if len(self.round) < len(self.shares):
                 return answer
             complete, self.round, self.updated = self.round, {}, Future()
-        # Until the answer no trainer calls again. They are taken in order, which makes sums, and so runs, repeatable.
+        # No trainer calls again before the reply. The fixed order makes sums, and so runs, repeatable.
         self.learn([complete[trainer] for trainer in range(len(self.shares))])
         self.show()
         for each, (_, its_loss) in complete.items():
@@ -117,7 +117,7 @@ def run_server(args: argparse.Namespace) -> bool:
 
     alone = Learner(args.seed)
     for _ in range(args.updates):
-        alone.learn([share.gradients(alone.model) for share in the_server.shares])  # of which trainers have copies
+        alone.learn([share.gradients(alone.model) for share in the_server.shares])  # the trainers have copies
     figure, (left, right) = new_figure(title, panels=2)
     curves(left, {"trainers": the_server.losses}, "update", "mean loss [nats]", expected=alone.losses)
     curves(right, {"trainers": the_server.accuracies}, "update", "accuracy", every=EVERY, goal=args.goal)

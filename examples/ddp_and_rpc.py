@@ -1,12 +1,12 @@
-"""Data parallelism and remote modules together: which library is this documentation from?
+"""Data parallelism and remote modules: from which library is this documentation?
 
     python examples/ddp_and_rpc.py
 
-Four processes. A parameter server holds a large sparse embedding, a `RemoteModule`; two trainers hold copies of a small
-dense network, in `DistributedDataParallel`; a master makes the embedding, hands it to the trainers and drives them. One
-distributed backward pass does both: DDP averages the dense gradients among the trainers, and the gradients of the
-embedding, sparse, go to the server. Documentation is a bag of hashed words; whole files are held out. Status 1 if the
-trainers' copies differ in one bit at the end, or less than 60 % of the held-out texts are told right.
+Four processes. A parameter server holds a large sparse embedding, a `RemoteModule`. Two trainers hold copies of a small
+dense network, in `DistributedDataParallel`. A master creates the embedding, passes it to the trainers and drives them.
+One distributed backward pass does both: DDP averages the dense gradients among the trainers, and the sparse gradients
+of the embedding go to the server. Documentation is a bag of hashed words; whole files are held out. Status 1 if the
+trainers' copies differ in one bit at the end, or less than 60 % of the held-out texts are classified correctly.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BATCH = 64  # of one trainer
 
 
 class HybridModel(nn.Module):
-    """Bags of words to a score for each library. The sparse part is remote, the dense part is here, and replicated."""
+    """Model from bags of words to scores of libraries: remote sparse, local dense."""
 
     def __init__(self, embedding: RemoteModule) -> None:
         super().__init__()
@@ -47,16 +47,19 @@ class HybridModel(nn.Module):
 
 
 class Trainer:
-    """Lives on each of the workers `trainer0` and `trainer1`; the master calls it."""
+    """State of the workers `trainer0` and `trainer1`; the master calls it."""
 
     def __init__(self, embedding: RemoteModule, training: list[Document], held_out: list[Document]) -> None:
         self.model, self.training, self.held_out = HybridModel(embedding), training, held_out
-        # Parameters are given as references, wherever they live.
+        # Parameters are passed as references, on whichever worker they are.
         parameters = embedding.remote_parameters() + [rpc.RRef(each) for each in self.model.dense.parameters()]
         self.optimizer = DistributedOptimizer(torch.optim.Adagrad, parameters, lr=0.05)
 
     def train(self) -> float:
-        """One epoch; returns the mean loss. All trainers must do it at the same time, for DDP to average."""
+        """Train one epoch and return the mean loss.
+
+        All trainers must do so at the same time, because DDP averages their gradients.
+        """
         losses = []
         for chosen in torch.randperm(len(self.training)).split(BATCH):
             words, offsets, libraries = bags([self.training[i] for i in chosen.tolist()])
@@ -69,7 +72,7 @@ class Trainer:
 
     @torch.no_grad()
     def confusion(self) -> Tensor:
-        """Counts of held-out texts, `[true library, guessed library]`."""
+        """Return counts of held-out texts, `[true library, guessed library]`."""
         words, offsets, libraries = bags(self.held_out)
         guesses = self.model.dense.module(self.model.embedding.forward(words, offsets)).argmax(dim=1)
         pairs = Counter(zip(libraries.tolist(), guesses.tolist(), strict=True))
@@ -80,7 +83,7 @@ class Trainer:
 
 
 def bags(documents: list[Document]) -> tuple[Tensor, Tensor, Tensor]:
-    """The words of all documents in one row, where each document begins, and the documents' libraries."""
+    """Return the words in one row, the start of each document, and the libraries."""
     words, libraries = zip(*documents, strict=True)
     begins = accumulate((len(each) for each in words[:-1]), initial=0)
     return torch.tensor([word for each in words for word in each]), torch.tensor(list(begins)), torch.tensor(libraries)
@@ -91,7 +94,7 @@ def master(args: argparse.Namespace) -> bool:
     random.Random(args.seed).shuffle(training)
     title = f"DDP and RPC: {len(training):,} docstrings of {len(LIBRARIES)} libraries, {TRAINERS} trainers"
     embedding = RemoteModule("ps/cpu", nn.EmbeddingBag, (BUCKETS, SIZE), {"mode": "mean", "sparse": True})
-    share = len(training) // TRAINERS  # the same for all: DDP waits for a batch from everybody
+    share = len(training) // TRAINERS  # the same for all: DDP waits for a batch of every trainer
     shares = [training[i * share : (i + 1) * share] for i in range(TRAINERS)]
     trainers = [rpc.remote(f"trainer{i}", Trainer, args=(embedding, shares[i], held_out)) for i in range(TRAINERS)]
     losses, accuracies = [], []
@@ -129,7 +132,7 @@ def master(args: argparse.Namespace) -> bool:
 
 def run_worker(rank: int, args: argparse.Namespace) -> bool:
     name = f"trainer{rank}" if rank < TRAINERS else ("master", "ps")[rank - TRAINERS]
-    torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns unless told whether to check gradients
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns unless this is set
     if rank < TRAINERS:
         dist.init_process_group("gloo", rank=rank, world_size=TRAINERS)  # for DDP, at the same MASTER_PORT
     rpc.init_rpc(name, rank=rank, world_size=TRAINERS + 2)

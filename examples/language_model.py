@@ -1,11 +1,11 @@
-"""A language model split over two processes: embedding and decoder on a parameter server, the LSTM on the trainer.
+"""A language model over two processes: embedding and decoder on a parameter server, the LSTM on the trainer.
 
     python examples/language_model.py
 
 The model of PyTorch's RPC tutorial learns to predict the next word of Python's own help texts. Each step calls the
 server twice; distributed autograd sends gradients back through both calls, and `DistributedOptimizer` updates all
-parameters where they live. Beside it the same model, from the same seed, is trained in one process. Status 1 if the
-perplexities of the two differ, or are no better on held-out text than the frequencies of the words.
+parameters on their workers. For comparison the same model, from the same seed, is trained in one process. Status 1 if
+the perplexities of the two differ, or are no better on held-out text than the frequencies of the words.
 """
 
 import argparse
@@ -36,15 +36,16 @@ Hidden = tuple[Tensor, Tensor]
 
 
 def make(seed: int, kind: Callable[..., nn.Module], *sizes: int) -> nn.Module:
-    """A layer whose weights depend on the seed alone."""
+    """Return a layer with weights that depend only on the seed."""
     torch.manual_seed(seed)
     return kind(*sizes)
 
 
 class RNNModel(nn.Module):
-    """Words, `[time, batch]`, to a score for each word that may follow, `[time, batch, vocabulary]`.
+    """Model from words, `[time, batch]`, to scores of the next word.
 
-    `embed` and `decode` may be modules or calls of remote ones: the forward pass is written once.
+    The scores have the shape `[time, batch, vocabulary]`. `embed` and `decode` may be modules or calls of remote
+    modules: the forward pass is written once.
     """
 
     def __init__(self, embed: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor], seed: int) -> None:
@@ -61,19 +62,19 @@ class RNNModel(nn.Module):
 
 
 def parameter_rrefs(module: rpc.RRef[nn.Module]) -> list[rpc.RRef[Tensor]]:
-    """Runs where the module lives."""
+    """Return references to the parameters, on the worker of the module."""
     return [rpc.RRef(parameter) for parameter in module.local_value().parameters()]
 
 
 def split_model(seed: int) -> tuple[RNNModel, DistributedOptimizer]:
-    """The model over two workers."""
+    """Create the model over two workers."""
     calls, parameters = [], []
-    for kind in (EMBEDDING, DECODER):  # in turn, for both draw from the server's one source of chance
+    for kind in (EMBEDDING, DECODER):  # one after the other: both use the server's random generator
         part = rpc.remote("ps", make, args=(seed, *kind))
         parameters += rpc.rpc_sync("ps", parameter_rrefs, args=(part,))
         calls.append(part.rpc_sync().forward)
     model = RNNModel(calls[0], calls[1], seed)
-    parameters += [rpc.RRef(parameter) for parameter in model.parameters()]  # of the LSTM, which is here
+    parameters += [rpc.RRef(parameter) for parameter in model.parameters()]  # of the local LSTM
     return model, DistributedOptimizer(torch.optim.Adam, parameters, lr=LEARNING_RATE)
 
 
@@ -86,7 +87,7 @@ def split_step(model: RNNModel, optimizer: DistributedOptimizer, *batch: Any) ->
 
 
 def whole_model(seed: int) -> tuple[RNNModel, torch.optim.Optimizer]:
-    """The same model in one process."""
+    """Create the same model in one process."""
     model = RNNModel(make(seed, *EMBEDDING), make(seed, *DECODER), seed)
     return model, torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
 
@@ -100,7 +101,10 @@ def whole_step(model: RNNModel, optimizer: torch.optim.Optimizer, *batch: Any) -
 
 
 def perplexity(text: Tensor, step: Callable[..., tuple[Tensor, Hidden]], *to: Any, done: Callable[[], None]) -> float:
-    """e to the mean loss per word of `text`, `[time, BATCH]`; `step(*to, *batch)`, `done()` on piece after piece."""
+    """Return e to the mean loss per word of `text`, `[time, BATCH]`.
+
+    Calls `step(*to, *batch)` and `done()` on one part of the text after the other.
+    """
     hidden = (torch.zeros(1, BATCH, SIZE), torch.zeros(1, BATCH, SIZE))
     total = 0.0
     for words, following in zip(text[:-1].split(LENGTH), text[1:].split(LENGTH), strict=True):
@@ -141,7 +145,7 @@ def train(args: argparse.Namespace) -> bool:
 
 def run_worker(rank: int, args: argparse.Namespace) -> bool:
     rpc.init_rpc("trainer" if rank == 0 else "ps", rank=rank, world_size=2)
-    reached = train(args) if rank == 0 else True  # the server only answers calls, which is what shutdown does
+    reached = train(args) if rank == 0 else True  # the server only serves calls, which shutdown does
     rpc.shutdown()
     return reached
 

@@ -1,12 +1,13 @@
-"""A parameter server: one process holds a ConvNet, and trainers in other processes train it on handwritten digits.
+"""A parameter server, which holds a ConvNet that other processes train.
 
-    python examples/parameter_server.py                            # all here: the server and two trainers
-    python examples/parameter_server.py --world_size=2 --rank=0    # or one process a terminal: the server,
+    python examples/parameter_server.py                            # all on this machine: the server and two trainers
+    python examples/parameter_server.py --world_size=2 --rank=0    # or one process per terminal: the server,
     python examples/parameter_server.py --world_size=2 --rank=1    # then its trainers, on this or other machines
 
-A trainer runs the forward pass by a remote call and computes the loss; distributed autograd carries the gradients back
-to the server, where `DistributedOptimizer` updates the one model that all trainers share, each at its own pace. The
-server itself only answers calls. Status 1 if less than 97 % of the held-out digits are recognised at the end.
+The trainers learn to recognize handwritten digits. A trainer runs the forward pass by a remote call and computes the
+loss. Distributed autograd sends the gradients back to the server, where `DistributedOptimizer` updates the one model
+that all trainers share, each at its own pace. The server itself only serves calls. Status 1 if less than 97 % of the
+held-out digits are recognized at the end.
 """
 
 import argparse
@@ -25,11 +26,14 @@ from telegrad.optim import DistributedOptimizer
 
 BATCH = 32
 EVERY = 5  # batches between two log lines of a trainer
-the_server: "ParameterServer"  # in its process
+the_server: "ParameterServer"  # in the server's process
 
 
 class Net(nn.Module):
-    """The ConvNet of PyTorch's MNIST example: images, `[n, 1, 28, 28]`, to log-probabilities, `[n, 10]`."""
+    """ConvNet of PyTorch's MNIST example.
+
+    It maps images, `[n, 1, 28, 28]`, to log-probabilities, `[n, 10]`.
+    """
 
     def __init__(self, num_gpus: int) -> None:
         super().__init__()
@@ -41,7 +45,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(128, 10).to(self.second)
 
     def forward(self, images: Tensor, training: bool) -> Tensor:
-        # Whether to drop anything out is an argument, not a mode: one trainer may test while another one trains.
+        # Dropout is controlled by an argument, not a mode: one trainer may test while another one trains.
         x = F.relu(self.conv1(images.to(self.first)))
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = F.dropout2d(x, 0.25, training).flatten(1).to(self.second)
@@ -50,7 +54,7 @@ class Net(nn.Module):
 
 
 class ParameterServer:
-    """Lives on the worker `parameter_server`. The trainers call its methods, several at the same time."""
+    """State of the worker `parameter_server`. Trainers call it concurrently."""
 
     def __init__(self, view: View) -> None:
         self.view, self.lock = view, Lock()
@@ -59,7 +63,10 @@ class ParameterServer:
         self.accuracies: dict[str, list[float]] = {}
 
     def parameter_rrefs(self, num_gpus: int) -> list[rpc.RRef[Tensor]]:
-        """References to the parameters of the model, which is made, on `num_gpus` GPUs, for whoever asks first."""
+        """Return references to the parameters of the model.
+
+        The first call creates the model, on `num_gpus` GPUs.
+        """
         with self.lock:
             self.model = self.model or Net(num_gpus)
         return [rpc.RRef(parameter) for parameter in self.model.parameters()]
@@ -135,10 +142,10 @@ def run_worker(rank: int, args: argparse.Namespace) -> bool:
 if __name__ == "__main__":
     parser = arguments(__doc__, goal=0.97, limit=None)
     parser.add_argument("--world_size", type=int, default=3, help="the server and its trainers together (3)")
-    parser.add_argument("--rank", type=int, help="run this process only: 0 the server, others trainers (all, here)")
+    parser.add_argument("--rank", type=int, help="run this process only: 0 the server, others trainers (default: all)")
     parser.add_argument("--num_gpus", type=int, default=0, help="GPUs to use at the server, 0 to 2 (0)")
-    parser.add_argument("--master_addr", default="localhost", help="with --rank: where rank 0 runs (localhost)")
-    parser.add_argument("--master_port", default="29500", help="with --rank: a port there (29500)")
+    parser.add_argument("--master_addr", default="localhost", help="with --rank: host of rank 0 (localhost)")
+    parser.add_argument("--master_port", default="29500", help="with --rank: a port of that host (29500)")
     parser.add_argument("--data", choices=("digits", "mnist"), help="(mnist if torchvision is installed, or digits)")
     parser.add_argument("--epochs", type=int, default=10, help="(10)")
     args = parser.parse_args()

@@ -1,11 +1,12 @@
-"""Pipeline parallelism: a residual network in stages, each on a worker of its own, fed with micro-batches.
+"""Pipeline parallelism: a residual network in stages, fed with micro-batches.
 
     python examples/pipeline.py --stages 2
 
-Without a pipeline, distributed autograd sees a batch through stage after stage and back; one works, all others wait. In
-the pipeline the batch is cut, and every stage runs the schedule 1F1B: after a few forward passes, one backward and one
-forward pass in turn, so that all work, and keep few activations. Stages pass on what they made by calling each other.
-Status 1 if the two ways give different gradients, or less than 95 % of the held-out digits are recognised at the end.
+Each stage is on its own worker. Without a pipeline, distributed autograd sends a batch through one stage after the
+other and back: one works, all others wait. In the pipeline the batch is cut, and every stage runs the 1F1B schedule:
+after a few forward passes, one backward and one forward pass in turn. So all stages work, and keep few activations.
+Stages pass on their results by calling each other. Status 1 if the two ways give different gradients, or less than 95 %
+of the held-out digits are recognized at the end.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from telegrad import autograd as dist_autograd
 from telegrad import rpc
 
 BATCH, MICRO_BATCHES = 128, 8
-COLD = 5  # first steps, which no time is taken of
+COLD = 5  # first steps, which are not measured
 
 
 def one_forward_one_backward(stage: int, stages: int) -> list[tuple[str, int]]:
-    """The order of a stage's passes: the nearer to the end, the fewer forward passes are ahead of the backward ones."""
+    """Return the order of a stage's passes: stages near the end run fewer forward passes ahead of backward ones."""
     ahead = stages - stage
     passes = [("F", i) for i in range(ahead)]
     for i in range(MICRO_BATCHES):
@@ -38,7 +39,7 @@ def one_forward_one_backward(stage: int, stages: int) -> list[tuple[str, int]]:
 
 
 class Stage:
-    """Some consecutive layers of the network. Lives on the worker `stage0`, `stage1`, ..."""
+    """Consecutive layers of the network, on the worker `stage0`, `stage1`, ..."""
 
     def __init__(self, stage: int, stages: int, seed: int) -> None:
         layers = residual_network(seed)
@@ -52,11 +53,11 @@ class Stage:
         return self.layers(x.to_here())
 
     def put(self, kind: str, i: int, tensor: Tensor) -> None:
-        """What a pass needs: "F" its input; "B" the gradient of the output or, in the last stage, the labels."""
+        """Add a pass's input ("F"), or its output gradient or last-stage labels ("B")."""
         self.inbox[kind, i].put(tensor)
 
     def run(self, before: "rpc.RRef[Stage] | None", after: "rpc.RRef[Stage] | None") -> list[Span]:
-        """All passes of this stage for one batch, between its neighbours; returns what it did when."""
+        """Run all passes of one batch between the neighbors; return their times."""
         self.optimizer.zero_grad()
         saved: dict[int, tuple[Tensor, Tensor]] = {}
         spans = []
@@ -79,7 +80,7 @@ class Stage:
         return spans
 
     def step(self, context_id: int) -> float:
-        """Learn from the last `run`; returns how far, relatively, its gradients are from those of the context."""
+        """Step after a `run`; return its gradients' relative distance from the context's."""
         expected = dist_autograd.get_gradients(context_id)
         pairs = [(parameter.grad, expected[parameter]) for parameter in self.layers.parameters()]
         self.optimizer.step()
@@ -89,7 +90,7 @@ class Stage:
 def forward(stages: list[rpc.RRef[Stage]], images: Tensor) -> Tensor:
     x = rpc.RRef(images)
     for stage in stages:
-        x = stage.remote().forward(x)  # the stage fetches x from the one before, when that has made it
+        x = stage.remote().forward(x)  # the stage fetches x from the previous one once it exists
     return x.to_here()
 
 

@@ -1,11 +1,11 @@
-"""Profiling: where the time of a training step over two workers goes, on both of them.
+"""Profiling: where a training step spends its time, on both of its workers.
 
     python examples/profile_step.py
 
-A residual network is cut in two; the second half lives on another worker. Three training steps run under PyTorch's own
-profiler, which shows remote calls and backward passes, and what each of them did over there: `...#remote_op: operator`.
-The table is printed; the trace is written for chrome://tracing or ui.perfetto.dev, where both workers are on one time
-axis. Status 1 if calls, backward passes or remote operators are missing from either.
+A residual network is cut in two; the second half is on another worker. Three training steps run under PyTorch's own
+profiler, which shows remote calls and backward passes, and their remote operators: `...#remote_op: operator`. The table
+is printed. The trace is written for chrome://tracing or ui.perfetto.dev, with both workers on one time axis. Status 1
+if calls, backward passes or remote operators are missing from either.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BATCH = 64
 
 
 class SecondHalf(nn.Sequential):
-    """Lives on the worker `helper`."""
+    """Second half of the network, on the worker `helper`."""
 
     def __init__(self, seed: int) -> None:
         layers = residual_network(seed)
@@ -39,7 +39,7 @@ class SecondHalf(nn.Sequential):
 
 
 class Model(nn.Module):
-    """Digits to scores, by layers here and layers there."""
+    """Model from digits to scores, with local and remote layers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def trainer(args: argparse.Namespace) -> bool:
                     step=f"{view.done + 1}", loss=f"{loss:.3f}", time=f"{1000 * (time.perf_counter() - begin):.1f} ms"
                 )
 
-        train(args.warm_up)  # first steps allocate memory and meet their functions' names
+        train(args.warm_up)  # the first steps allocate memory and register functions' names
         with profile(record_shapes=True) as prof:
             train(args.steps)
 
@@ -87,14 +87,14 @@ def trainer(args: argparse.Namespace) -> bool:
     view.print(f"Figure: {draw(prof, title, args.steps, args.out)}")
 
     there, text = [event.name for event in remote_events(prof)], trace.read_text()
-    roots = {name.partition("#remote_op: ")[0] for name in there}  # calls and backward passes that did something there
+    roots = {name.partition("#remote_op: ")[0] for name in there}  # calls and backward passes with remote operators
     complete = any(root.startswith("rpc_") for root in roots) and any(root.endswith("::backward") for root in roots)
     complete = complete and all(name in text for name in [*roots, "worker helper"])
     return view.verdict(complete, f"{len(there)} operators of the helper are shown, of {', '.join(sorted(roots))}")
 
 
 def draw(prof: profile, title: str, steps: int, folder: Path) -> Path:
-    """The operators that took most time by themselves, on each worker."""
+    """Draw the operators with the most time of their own, on each worker."""
     remote = {id(event) for event in remote_events(prof)}
     totals: dict[tuple[str, str], float] = {}
     for event in prof.events():
@@ -105,7 +105,7 @@ def draw(prof: profile, title: str, steps: int, folder: Path) -> Path:
     for panel, worker in zip(axes, ("here", "on the helper"), strict=True):
         rows = sorted(((ms, name) for (where, name), ms in totals.items() if where == worker), reverse=True)[:12]
         panel.barh([name.removeprefix("torch::distributed::")[:40] for _, name in rows], [ms for ms, _ in rows])
-        panel.set(title=worker, xlabel="time by itself, per step [ms]")
+        panel.set(title=worker, xlabel="time without callees, per step [ms]")
         panel.invert_yaxis()
     return save(figure, folder, "profile_step")
 

@@ -1,4 +1,4 @@
-"""Every error says what happened, where, and what to do; and it survives being sent."""
+"""Every error says what happened, where, and what to do, and can be pickled."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ def test_is_a_runtime_error_and_can_be_copied(error: errors.TelegradError) -> No
         assert vars(twin) == vars(error)
 
 
-def test_time_out_has_the_text_that_programs_look_for() -> None:
+def test_timeout_has_the_text_that_programs_search_for() -> None:
     text = "RPC ran for more than set timeout (100 ms) and will now be marked with an error (torch.add on w1; queued)"
     error = errors.RpcTimeout(0.1, "torch.add on w1", "queued")
     assert str(error).startswith(text)
@@ -51,7 +51,7 @@ def test_time_out_has_the_text_that_programs_look_for() -> None:
     assert isinstance(error, TimeoutError)
 
 
-def test_unknown_worker_names_who_asked_and_who_there_is() -> None:
+def test_unknown_worker_names_the_caller_and_the_group() -> None:
     assert str(errors.UnknownWorker(("w0", 0), "nope", ("w0", "w1"))).startswith(
         "name:w0,rank:0 could not find destination name nope. The group's workers are: w0, w1."
     )
@@ -60,4 +60,4 @@ def test_unknown_worker_names_who_asked_and_who_there_is() -> None:
 
 def test_lost_owner_is_a_lost_worker() -> None:
     assert isinstance(errors.OwnerLost("w1", "killed"), errors.WorkerLost)
-    assert "went with its owner, worker w1" in str(errors.OwnerLost("w1", "killed"))
+    assert "was lost with its owner, worker w1" in str(errors.OwnerLost("w1", "killed"))

@@ -23,7 +23,7 @@ def test_each_option_has_a_default_a_meaning_and_a_variable_of_its_own() -> None
     assert options_markdown().count("\n") == len(rows) + 2
 
 
-def test_environment_counts_where_no_argument_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_used_without_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_SPIN_US", "7")
     monkeypatch.setenv("TELEGRAD_RPC_TIMEOUT", "2.5")
     monkeypatch.setenv("TELEGRAD_TRANSPORTS", "tcp, unix")
@@ -35,7 +35,7 @@ def test_environment_counts_where_no_argument_is_given(monkeypatch: pytest.Monke
     assert as_options(RpcBackendOptions(rpc_timeout=3)).spin_us == 7
 
 
-def test_environment_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_SPIN_US", "much")
     with pytest.raises(ValueError, match=r"TELEGRAD_SPIN_US should hold a number, but is 'much'"):
         Options()
@@ -57,19 +57,19 @@ def test_environment_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatc
         ({"secret": "a", "secret_file": "b"}, ValueError, "not both"),
     ],
 )
-def test_values_that_make_no_sense(wrong: dict[str, object], kind: type[Exception], text: str) -> None:
+def test_invalid_values(wrong: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         Options(**wrong)  # type: ignore[arg-type]
 
 
-def test_values_are_checked_again_when_a_worker_takes_them() -> None:
+def test_values_are_checked_again_by_a_worker() -> None:
     options = Options()
     options.spin_us = -1
     with pytest.raises(ValueError, match="spin_us"):
         as_options(options)
 
 
-def test_secret_comes_from_either_place_and_is_never_shown(tmp_path: Path) -> None:
+def test_secret_comes_from_option_or_file_and_is_never_shown(tmp_path: Path) -> None:
     assert Options().group_secret() is None
     assert Options(secret="s3").group_secret() == b"s3"
     assert "s3" not in repr(Options(secret="s3"))
@@ -83,7 +83,7 @@ def test_secret_comes_from_either_place_and_is_never_shown(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["secret", "secret_file"])
 def test_empty_secret_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not silently count as none."""
+    """An empty secret must not be treated as no secret."""
     with pytest.raises(ValueError, match=f"option {name} .* is empty"):
         Options(**{name: ""})  # type: ignore[arg-type]
     monkeypatch.setenv(f"TELEGRAD_{name.upper()}", "")
@@ -107,7 +107,7 @@ def test_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(Options(spin_us=3))) == Options(spin_us=3)
 
 
-def test_document_holds_the_table() -> None:
+def test_document_has_the_table() -> None:
     document = Path(__file__).parent.parent / "docs" / "options.md"
     assert document.read_text().endswith("\n" + options_markdown())
 

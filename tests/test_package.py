@@ -1,4 +1,4 @@
-"""``import telegrad`` is cheap, and its modules resolve when first used."""
+"""``import telegrad`` is cheap, and its modules are imported when first used."""
 
 import subprocess
 import sys

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes dist/*.tar.gz and, out of that, one manylinux wheel for each Python of the machine; then tries every wheel in an
+# Makes dist/*.tar.gz and, from it, one manylinux wheel for each Python of the machine. Then tests every wheel in an
 # empty environment without a compiler: build_dist.sh VENV.
 #
 # Pythons: VENV's, and each other CPython >= 3.11 with pip and Python.h that is on PATH, in pyenv or known to uv.
-# PYTHONS="3.11 3.13" limits them. The wheel of VENV's Python runs a call between two processes; VENV lends its
-# third-party packages for that (PyTorch is large), nothing else. The other wheels are installed and their core is loaded.
+# PYTHONS="3.11 3.13" limits them. The wheel of VENV's Python runs a call between two processes with the third-party
+# packages of VENV (PyTorch is large). The other wheels are installed and their core is loaded.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$PWD/$1
@@ -40,7 +40,7 @@ while read -r candidate; do
   number=$(version "$candidate")
   [[ -z ${made[$number]:-} && " ${PYTHONS:-$number} " == *" $number "* ]] || continue
   made[$number]=$candidate
-  # pip builds in an environment of its own, with what pyproject.toml names. Outside the tree: the sdist must suffice.
+  # pip builds in its own environment, with the requirements of pyproject.toml, out of the tree: the sdist must do.
   (cd "$scratch" && "$candidate" -m pip wheel -q --no-deps --wheel-dir "raw-$number" "$OLDPWD/$sdist") ||
     { echo "telegrad: no wheel for Python $number ($candidate)" >&2; exit 1; }
   "$python" -m auditwheel repair --wheel-dir dist "$scratch/raw-$number"/*.whl >"$scratch/log" 2>&1 ||
@@ -54,7 +54,7 @@ for number in "${!made[@]}"; do
   site=$("$empty/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   "$python" -m pip --python "$empty/bin/python" install -q --no-deps --no-index "$wheel"
   if [ "$number" = "$(version "$python")" ]; then
-    # Read after the environment's own packages, and without its .pth files: the checkout stays out of sight.
+    # Searched after the environment's own packages, and without its .pth files: the checkout stays hidden.
     "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/lent.pth"
   fi
   mkdir "$scratch/no-tools-$number"

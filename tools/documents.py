@@ -1,4 +1,4 @@
-"""What the project's documents promise, read from their Markdown: code blocks, links, `make` targets."""
+"""Parser of the project's Markdown: code blocks, links, `make` targets."""
 
 import re
 import subprocess
@@ -30,14 +30,14 @@ class Block:
 
 
 def tracked() -> list[Path]:
-    """Every Markdown file of the repository that git tracks or would track."""
+    """Return every Markdown file that git tracks or would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"]
     listed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
     return sorted({REPO / name for name in listed.split("\0") if name and (REPO / name).exists()})
 
 
 def split(text: str) -> tuple[list[Block], list[tuple[int, str]]]:
-    """The code blocks of a document, and its other lines with their numbers."""
+    """Return the code blocks of a document, and its other lines with their numbers."""
     blocks, prose = [], []
     opened: tuple[int, str, str, list[str]] | None = None
     for number, line in enumerate(text.splitlines(), 1):
@@ -58,7 +58,7 @@ def split(text: str) -> tuple[list[Block], list[tuple[int, str]]]:
 
 
 def links(text: str) -> Iterator[tuple[int, str]]:
-    """(line, target) of every link and image."""
+    """Yield (line, target) of every link and image."""
     for number, line in split(text)[1]:
         bare = CODE_SPAN.sub("", line)
         for match in LINK.finditer(bare):
@@ -68,7 +68,10 @@ def links(text: str) -> Iterator[tuple[int, str]]:
 
 
 def anchors(text: str) -> set[str]:
-    """The fragments that headings make, as code hosts do: lower case, hyphens for spaces, -1, -2 for repeats."""
+    """Return the fragments of the headings, in the format of code hosts.
+
+    They are lower case, with hyphens for spaces, and -1, -2 for repeated headings.
+    """
     found: set[str] = set()
     for _, line in split(text)[1]:
         if not (heading := HEADING.match(line)):
@@ -84,7 +87,10 @@ def anchors(text: str) -> set[str]:
 
 
 def dead_links(document: Path) -> list[str]:
-    """One line for every relative link of a document that leads nowhere. Links to other sites are not followed."""
+    """Return a line for every relative link without target.
+
+    External links are skipped.
+    """
     dead = []
     for line, target in links(document.read_text()):
         if ELSEWHERE.match(target):
@@ -106,7 +112,7 @@ def dead_links(document: Path) -> list[str]:
 
 
 def make_goals(text: str) -> set[str]:
-    """The targets that a document tells people to make, in code spans and code blocks."""
+    """Return the `make` targets in code spans and code blocks of a document."""
     blocks, prose = split(text)
     code = [block.text for block in blocks if block.language in ("", "sh", "bash", "console", "shell")]
     code += [match[2] for _, line in prose for match in CODE_SPAN.finditer(line)]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the bench measures us beside: install_peers.sh VENV. Each by itself, so that one that cannot be installed
-# here leaves the others; why not stands in VENV/peers/NAME.log, and the bench shows it.
+# Installs the competitors of the bench, one at a time: install_peers.sh VENV. A failure does not affect the others;
+# VENV/peers/NAME.log has the reason, which the bench shows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1

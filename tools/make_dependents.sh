@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes an environment with the packages of tools/dependents.txt on top of the development environment, which stays as it
-# is: make_dependents.sh VENV FOLDER.
+# Makes an environment with the packages of tools/dependents.txt on top of the development environment, which does not
+# change: make_dependents.sh VENV FOLDER.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 folder=$2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the development environment: make_venv.sh VENV. PYTHON in the environment names the interpreter to use.
-# Says in one line what the machine lacks. Run again after a change of pyproject.toml, it only installs what is new.
+# Reports in one line what the machine lacks. After a change of pyproject.toml it installs only new packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
@@ -39,6 +39,6 @@ fi
 install() { "$venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt "$@"; }
 
 install torch cmake nanobind ninja scikit-build-core
-# Editable without CMake: Python sources take effect at once, new files too, and tools/build_core.sh puts the compiled
-# core beside them.
+# Editable without CMake: changed and new Python sources take effect at once. tools/build_core.sh puts the compiled core
+# next to them.
 install --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace -e '.[dev,docs,examples]'

@@ -1,4 +1,7 @@
-"""Hooks of mkdocs: links to files that are no pages lead to the repository; whatever the pages load has to exist."""
+"""Hooks of mkdocs: links to the repository, and a check of loaded files.
+
+Links to files that are not pages become links to the repository. Scripts and styles of the pages must exist.
+"""
 
 import posixpath
 import re
@@ -9,7 +12,7 @@ from documents import ELSEWHERE, REPO, links
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Called by mkdocs for each page."""
+    """Rewrite the links of a page. mkdocs calls this for each page."""
     folder = posixpath.dirname(page.file.src_uri)
     for target in {target for _, target in links(markdown)}:
         path, _, fragment = target.partition("#")
@@ -24,10 +27,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def on_post_build(*, config: Any) -> None:
-    """Called by mkdocs at the end: what the pages load has to be there, which mkdocs does not check.
+    """Check that scripts and styles of the pages exist, which mkdocs does not do.
 
     Raises:
-        SystemExit: something is missing.
+        SystemExit: A file is missing.
     """
     site = Path(config.site_dir)
     missing = {

@@ -1,4 +1,4 @@
-"""Write src/telegrad/_core.pyi from the compiled core, or with --check say whether it is up to date."""
+"""Write src/telegrad/_core.pyi from the compiled core, or --check it."""
 
 import argparse
 import difflib
@@ -12,7 +12,7 @@ from nanobind.stubgen import StubGen
 STUB = Path(__file__).parent.parent / "src" / "telegrad" / "_core.pyi"
 
 PARAMETERS = {"list": "Any", "set": "Any", "dict": "Any, Any", "tuple": "Any, ..."}
-"""What nanobind leaves out of the types of containers, and type checkers ask for."""
+"""Type parameters of containers that nanobind omits and type checkers require."""
 
 BARE = re.compile(r"(?<=: |> )(list|set|dict|tuple)\b(?!\[)")
 

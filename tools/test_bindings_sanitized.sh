@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the extension module with the address and undefined-behaviour sanitizers, and runs the tests of the codec and of
-# the bindings over it: test_bindings_sanitized.sh VENV BUILD_FOLDER [ARGUMENTS OF PYTEST...].
-# The module of the checkout stays as it is: the tests import a copy of the package that lies in the build folder.
+# Builds the extension module with the address and undefined-behavior sanitizers, and runs the tests of the codec and of
+# the bindings with it: test_bindings_sanitized.sh VENV BUILD_FOLDER [ARGUMENTS OF PYTEST...].
+# The module of the checkout does not change: the tests import a copy of the package in the build folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$PWD/$1/bin
@@ -36,15 +36,15 @@ import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildInplaceFinder"]
 PY
 
-# Python is not built with the sanitizers, so their runtimes have to be there first, and with them the C++ library, whose
-# exceptions the address sanitizer wraps.
+# Python is not built with the sanitizers, so their runtimes are preloaded. The address sanitizer wraps C++ exceptions,
+# so the C++ library is preloaded too.
 read -ra compiler <<<"${CXX:-g++}"
 preload=
 for library in libasan.so libubsan.so libstdc++.so; do
   preload+="${preload:+ }$("${compiler[@]}" -print-file-name=$library)"
 done
 
-# CPython keeps much of its memory to the end, so leaks cannot be looked for here.
+# CPython keeps much of its memory until exit, so leak detection is off.
 export ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:handle_segv=0
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 export PYTHONPATH=$package PYTHONMALLOC=malloc

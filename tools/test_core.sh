@@ -30,7 +30,7 @@ if [ "$sanitizers" = thread ]; then
   export TELEGRAD_SLOW_TESTS=1 # the thread sanitizer is for `make test-slow`
 fi
 
-# The thread sanitizer of older compilers does not bear the address randomization of newer kernels.
+# The thread sanitizer of older compilers fails with the address randomization of newer kernels.
 runner=()
 if [ "$sanitizers" = thread ] && setarch -R true 2>/dev/null; then
   runner=(setarch -R)

@@ -1,4 +1,4 @@
-"""Try the installed wheel: load it from where it was installed, and call a function of another process."""
+"""Test the installed wheel: load the core, and call a function of another process."""
 
 import importlib.metadata
 import importlib.util
@@ -41,7 +41,7 @@ def main() -> None:
         assert pathlib.Path(str(module.__file__)).is_relative_to(sys.prefix), module.__file__
     assert importlib.metadata.version("telegrad") == telegrad.__version__
     assert (pathlib.Path(str(telegrad.__file__)).parent / "py.typed").exists()
-    assert shutil.which("c++") is None, "this is to be tried without a compiler"
+    assert shutil.which("c++") is None, "the wheel must be tested without a compiler"
     tried = "the core loads"
     if importlib.util.find_spec("torch"):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))

@@ -1,4 +1,4 @@
-"""Check that every symbol of a package has a type that its users' type checkers know: verify_types.py [PACKAGE].
+"""Check that all symbols of a package have known types: verify_types.py [PACKAGE].
 
 ``pyright --verifytypes`` finds them; this prints those that lack one, and exits with 1 unless the score is 100 %.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def incomplete(package: str, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """List the symbols whose types are not fully known, each with what is missing.
+    """List the symbols without a fully known type, each with the missing part.
 
     Args:
         package: an importable package with a ``py.typed``.
@@ -22,7 +22,7 @@ def incomplete(package: str, environment: Mapping[str, str] = os.environ) -> lis
     Raises:
         RuntimeError: pyright could not read the package.
     """
-    # Pyright asks the `python` on PATH where packages are.
+    # Pyright asks the `python` on PATH for the location of packages.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     said = subprocess.run(
         [sys.executable, "-m", "basedpyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"],
@@ -36,7 +36,7 @@ def incomplete(package: str, environment: Mapping[str, str] = os.environ) -> lis
         found: dict[str, Any] = report["typeCompleteness"]
         symbols = found["symbols"]
     except (ValueError, KeyError) as e:
-        raise RuntimeError(f"pyright said nothing of {package}:\n{said.stdout}{said.stderr}") from e
+        raise RuntimeError(f"pyright reported nothing about {package}:\n{said.stdout}{said.stderr}") from e
     if not any(symbol["isExported"] for symbol in symbols):
         errors = [diagnostic["message"] for diagnostic in report["generalDiagnostics"]]
         raise RuntimeError(f"pyright found no symbols in {package}: {'; '.join(errors)}")

@@ -1,1 +1,1 @@
-"""Programs of their own, for what shows only after long: each says what it looks at, and judges it by itself."""
+"""Programs that measure long runs; each describes and checks its own figures."""

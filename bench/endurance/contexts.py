@@ -1,4 +1,4 @@
-"""What remains of many autograd contexts. Exits with status 1 if memory has grown."""
+"""Memory after many autograd contexts. Exits with status 1 if it has grown."""
 
 import argparse
 import gc
@@ -24,7 +24,10 @@ Held = dict[str, dict[str, float]]
 
 
 def open_and_close(client: Client, count: int) -> Held:
-    """Opens contexts and closes them, one in a hundred with a pass over a call; what is held before and after."""
+    """Open and close contexts, one in a hundred with a pass over a call.
+
+    Returns the resources before and after.
+    """
     framework = Framework(client.rpc_parent)
     x = torch.rand(4, requires_grad=True)
     step = one_pass(framework, x, lambda: framework.rpc.rpc_sync(SERVER, as_is, args=(x,)))

@@ -1,8 +1,8 @@
-"""What remains after many calls, and what an idle worker costs. Exits with status 1 if a goal is missed.
+"""Resources after many calls, and the CPU time of an idle worker.
 
-Both processes of a group are looked at after a warm-up and again after the calls, each time after a pause in which
-threads that nobody needs any more go home: resident memory, open files, threads, references owned and buffers in use.
-Then comes one more pause, whose processor time is the price of doing nothing.
+Exits with status 1 if a goal is missed. Both processes of a group are measured after a warm-up and again after the
+calls, each time after a pause in which unused threads exit: resident memory, open files, threads, owned references and
+buffers in use. The CPU time of another pause is the cost of an idle worker.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Figures = dict[str, float]
 
 
 def look(package: str) -> Figures:
-    """What this process holds now; `package` is telegrad or torch.distributed."""
+    """Return the resources that a package (telegrad or torch.distributed) uses."""
     gc.collect()
     api = importlib.import_module(f"{package}.rpc.api")
     process = psutil.Process()
@@ -54,7 +54,10 @@ def look(package: str) -> Figures:
 
 
 def work(rpc: ModuleType, calls: int) -> None:
-    """At least `calls` calls of every kind: blocking, in flight together, on references, with and without tensors."""
+    """Make at least `calls` calls of every kind.
+
+    They are blocking or in flight together, on functions or references, with and without tensors.
+    """
     small, large = torch.ones(2), torch.ones(1 << 16)
     for number in range(-(-calls // (IN_FLIGHT + 6))):
         futures = [rpc.rpc_async(SERVER, identity, args=(i,)) for i in range(IN_FLIGHT)]
@@ -68,7 +71,11 @@ def work(rpc: ModuleType, calls: int) -> None:
 
 
 def measure(client: Client, calls: int, pause: float) -> dict[str, dict[str, Any]]:
-    """`{process: {"before": figures, "after": figures, "idle": share of a core}}`; runs in the client."""
+    """Measure client and server. Runs in the client.
+
+    Returns:
+        `{process: {"before": figures, "after": figures, "idle": share of a core}}`.
+    """
     rpc, package = client.rpc, client.rpc_parent
     assert rpc is not None
 
@@ -89,7 +96,7 @@ def measure(client: Client, calls: int, pause: float) -> dict[str, dict[str, Any
 
 
 def verdicts(figures: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """One process judged: what, before, after, whether the goal is met."""
+    """Return the rows of a process: name, before, after, whether the goal is met."""
     before, after = figures["before"], figures["after"]
     rows = []
     for what, held in before.items():

@@ -1,4 +1,7 @@
-"""What several trainers' safety costs: a handler, an operation, a step (docs/optim.md). In one process, no calls."""
+"""Cost of safety with several trainers (docs/optim.md).
+
+It runs in one process without calls and measures a handler, an operation and a step.
+"""
 
 import statistics
 import time
@@ -11,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn, optim
 
-from telegrad.autograd.versions import gate_for, handler_run
+from telegrad.autograd.versions import protect
 from telegrad.optim.local import LocalOptimizer
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -22,7 +25,7 @@ MICROSECOND = 1e-6
 
 
 class OneWorker:
-    """What optimizers keep of a worker."""
+    """The part of a worker that optimizers use."""
 
     def __init__(self) -> None:
         self.extras: dict[str, Any] = {}
@@ -47,17 +50,17 @@ def made(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
 def main() -> None:
     torch.set_num_threads(1)
     worker = OneWorker()
-    gate = gate_for(worker)
+    protection = protect(worker)
     a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
 
     def run() -> None:
-        with handler_run(gate, 1):
+        with protection.handler_guard(1):
             pass
 
-    table = Table("what", "by itself, µs", "here, µs", title="What several trainers' safety costs")
+    table = Table("what", "alone, µs", "here, µs", title="What several trainers' safety costs")
     table.add_row("the run of a handler in a context", "-", f"{microseconds(run, 100):.1f}")
     times = []
-    for guard in (nullcontext(), handler_run(gate, 1)):
+    for guard in (nullcontext(), protection.handler_guard(1)):
         with guard:
             times.append(microseconds(lambda: a * b, 100))
     table.add_row("an operation that saves two tensors", *(f"{one:.1f}" for one in times))

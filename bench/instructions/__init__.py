@@ -1,10 +1,10 @@
-"""How many instructions a call takes: a regression test that noise cannot touch.
+"""Instructions per call: a regression test without noise.
 
     python -m bench.instructions            # counts, and compares with counts.json; exits with 1 if one has grown
-    python -m bench.instructions --record   # writes counts.json anew
+    python -m bench.instructions --record   # writes counts.json again
 
-Callgrind counts instructions of user code as they are executed; how busy the machine is changes nothing. calls.cc makes
-calls through the core with one thread for both ends, coding.py encodes and decodes what a call carries.
+Callgrind counts the executed instructions of user code, which do not depend on the load of the machine. calls.cc makes
+calls through the core with one thread for caller and callee. coding.py encodes and decodes the contents of a call.
 """
 
 import json
@@ -30,7 +30,10 @@ FEW, MANY = 1000, 21_000  # the difference of two runs is free of what beginning
 
 
 class CannotCount(Exception):
-    """This machine cannot count, or not so that its counts compare with those recorded. The text says why."""
+    """The machine cannot count, or not comparably with the recorded counts.
+
+    The text gives the reason.
+    """
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Change:
 
 
 def built_with(part: str) -> dict[str, str]:
-    """What the counts of a part depend on besides our sources."""
+    """Return the tools that the counts of a part depend on, apart from our sources."""
     compiler = os.environ.get("CXX", "g++").split()
     said = subprocess.run([*compiler, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout
     found = {
@@ -68,7 +71,11 @@ def check_possible() -> None:
 
 
 def recorded_counts(part: str) -> dict[str, float]:
-    """Raises CannotCount when they were made with another compiler, library or interpreter than this machine's."""
+    """Return the recorded counts of a part.
+
+    Raises:
+        CannotCount: They were recorded with another compiler, library or interpreter.
+    """
     written = json.loads(RECORDED.read_text())[part]
     mine = built_with(part)
     differing = [
@@ -127,7 +134,7 @@ PARTS: dict[str, Callable[[], dict[str, float]]] = {"core": count_core, "codec":
 
 
 def collected(*command: str) -> int:
-    """What callgrind has collected of a command, which may begin with options for callgrind."""
+    """Return callgrind's count for a command; it may begin with callgrind's options."""
     counting = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *command]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     done = subprocess.run(counting, env=environment, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.instructions", description="How many instructions a call takes."
     )
-    parser.add_argument("--record", action="store_true", help="write counts.json anew")
+    parser.add_argument("--record", action="store_true", help="write counts.json again")
     args = parser.parse_args()
     grown = False
     try:

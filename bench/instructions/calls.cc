@@ -1,11 +1,11 @@
-// Calls through the core with nothing but the core: two engines and one thread that is both ends, in turn. So nothing
-// spins, sleeps or is woken, and a call takes the same instructions every time. For callgrind, which counts what runs
-// inside `counted` (see __init__.py).
+// Calls through the core alone: two engines, and one thread that is caller and callee in turn. No thread spins, sleeps
+// or wakes, so a call takes the same instructions every time. Callgrind counts the instructions inside `counted` (see
+// __init__.py).
 //
 //     calls CASE SCHEME TIMES
 //
-// CASE: plain (a body of 16 bytes there and back), tensor (and a segment of 4 KB), async (the outcome comes through the
-// pool).
+// CASE: plain (a body of 16 bytes, round trip), tensor (and a segment of 4 KB), async (the thread pool gets the
+// completion).
 #include <unistd.h>
 
 #include <cstdio>

@@ -1,4 +1,6 @@
-"""Encodes and decodes what a call of a function carries, without PyTorch: coding.py CORE CASE TIMES. For callgrind.
+"""Encode and decode a call for callgrind: coding.py CORE CASE TIMES.
+
+It does not use PyTorch.
 
 CASE: call (of an int), reply (an int), containers.
 """

@@ -1,4 +1,4 @@
-"""What the machine allows, measured by limit.cc in the same run."""
+"""Limits of the machine, measured by limit.cc in the same run."""
 
 import os
 import subprocess

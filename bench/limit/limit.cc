@@ -1,11 +1,10 @@
-// What the machine allows: the same things that a call needs, with nothing around them. Prints one time in seconds per
-// line.
+// Limits of the machine: the operations that a call needs, without a framework. Prints one time in seconds per line.
 //
 //     limit ring SECONDS               a round trip through shared memory between two processes that spin
 //     limit apart                      the same at its best, between the first and the last core this process may use
 //     limit memcpy BYTES SECONDS       a copy within warm memory
 //     limit echo SECONDS               a round trip of 64 bytes over loopback TCP
-//     limit stream BYTES SECONDS       so many bytes one way over loopback TCP, and a byte back
+//     limit stream BYTES SECONDS       bytes one way over loopback TCP, and a byte back
 //     limit serve ADDRESS              answers one `limit send`; prints its port first
 //     limit send ADDRESS PORT BYTES SECONDS
 #include <arpa/inet.h>

@@ -1,1 +1,1 @@
-"""One file for each peer. base.py says what one is, table.py lists them."""
+"""Peers of the bench. base.py defines the interface, table.py lists them."""

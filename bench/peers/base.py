@@ -1,4 +1,4 @@
-"""What a peer is to the rows: a way to connect processes, and in each of them a client that calls the others.
+"""Interface of a peer: connects processes, with a client in each of them.
 
 To add a peer, write a class with the members of `Peer` in a file of this folder, and add it to `PEERS`.
 """
@@ -18,12 +18,12 @@ HOST = "127.0.0.1"
 
 
 class Unsupported(Exception):
-    """A peer has no such thing. The text says what, for the table."""
+    """A peer does not support an operation. The text names it, for the table."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands in the network: in a namespace, behind an interface. See networks.py."""
+    """Network location of a worker: namespace, address and interface. See networks.py."""
 
     namespace: int  # the pid of a process that is in it
     address: str
@@ -32,58 +32,61 @@ class Place:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a worker must know to take part."""
+    """Parameters of a worker in a group."""
 
     rank: int
     workers: int
-    port: int  # a free one, of the first worker
-    folder: Path  # of this group alone, for sockets and the like
-    places: tuple[Place, ...] = ()  # one for each worker; none: all in the same, with loopback
+    port: int  # free port of the first worker
+    folder: Path  # of this group alone, for sockets and other files
+    places: tuple[Place, ...] = ()  # one for each worker; empty: all use loopback
 
     def address(self, rank: int) -> str:
         return self.places[rank].address if self.places else HOST
 
 
 class Client(ABC):
-    """One worker of a group, for the rows: its rank, and how it calls the others."""
+    """Worker of a group, for the rows: its rank, and calls of the other workers."""
 
     rank: int
     workers: int
-    leader: int  # the pid of the process whose descendants are all that the group consists of
-    rpc: ModuleType | None = None  # torch.distributed.rpc or what has its names
+    leader: int  # pid of the process that all processes of the group descend from
+    rpc: ModuleType | None = None  # torch.distributed.rpc or a module with its names
     rpc_parent: str = ""  # the package that it is in
 
     @abstractmethod
     def caller(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        """A blocking call, as a user of this peer would write it, ready to be made again and again."""
+        """Return a repeatable blocking call, as a user of this peer would write it."""
 
     @abstractmethod
     def begin(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Starts a call."""
+        """Start a call."""
 
     def begin_all(self, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Starts the same call on several workers, as a user of this peer would."""
+        """Start the same call on several workers, as a user of this peer would."""
         return [self.begin(rank, function, *args) for rank in ranks]
 
     @abstractmethod
     def collect(self, begun: Sequence[Any]) -> list[Any]:
-        """The results of started calls."""
+        """Return the results of started calls."""
 
     def method(self, rank: int, cls: type, name: str, *args: Any) -> Callable[[], Any]:
-        """A blocking call of a method of an object that is made on a worker now."""
+        """Create an object on a worker and return a blocking call of its method."""
         raise Unsupported("has no remote objects")
 
     @abstractmethod
     def leave(self) -> None:
-        """The end, for worker 0."""
+        """Leave the group. Called by worker 0."""
 
     @abstractmethod
     def serve(self, lifeline: int) -> None:
-        """What the others do: serve until worker 0 leaves, and end. `lifeline` is at its end when worker 0 is gone."""
+        """Serve until worker 0 leaves. Called by the other workers.
+
+        `lifeline` reaches its end of file when worker 0 has ended.
+        """
 
 
 class Peer(ABC):
-    """One way to call functions in other processes."""
+    """Framework that calls functions in other processes."""
 
     name: str
     about: str
@@ -92,7 +95,7 @@ class Peer(ABC):
     spans_hosts: bool = True  # can connect workers of different network namespaces, here
 
     def missing(self) -> str | None:
-        """Why it cannot be measured on this machine; None: it can."""
+        """Return why the peer cannot be measured on this machine; None if it can."""
         if not self.package or find_spec(self.package) is not None:
             return None
         log = Path(sys.prefix, "peers", f"{self.distribution}.log")
@@ -102,7 +105,7 @@ class Peer(ABC):
 
     @abstractmethod
     def run(self, seats: Sequence[Seat], main: Main) -> None:
-        """Connects processes, runs `main` in worker 0, and ends them. Runs in the process that leads the group."""
+        """Connect processes, run `main` in worker 0, and end them. For the group's leader."""
 
 
 _here: Client | None = None

@@ -1,4 +1,4 @@
-"""Peers whose workers are plain processes that connect to each other: the leader of the group forks them."""
+"""Peers with plain processes as workers, forked by the leader of the group."""
 
 import os
 from abc import abstractmethod

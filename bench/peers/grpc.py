@@ -1,4 +1,6 @@
-"""gRPC from Python: a unary method for each function. Arguments with tensors travel by torch.save, others by pickle."""
+"""gRPC from Python: a unary method for each function.
+
+Arguments with tensors are serialized by torch.save, others by pickle."""
 
 import io
 import os

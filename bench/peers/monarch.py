@@ -1,4 +1,4 @@
-"""Monarch: worker 0 is the process that controls the others, each of which is an actor in a process of its own."""
+"""Monarch: worker 0 controls the others, each an actor in its own process."""
 
 import os
 import sys
@@ -16,7 +16,10 @@ CALLING = ("back", "exchange", "hammer")  # functions that call other workers
 
 
 class MonarchClient(Client):
-    """An actor does one thing at a time, so each process has two: one that is called, and one that calls others."""
+    """Client with two actors per process: one is called, the other calls.
+
+    An actor does one thing at a time.
+    """
 
     def __init__(self, rank: int, called: Sequence[Any], calling: Sequence[Any], spawn: Callable[[type], Any]) -> None:
         self.rank, self.workers, self.leader = rank, len(called), os.getpid()
@@ -45,7 +48,7 @@ class MonarchClient(Client):
         pass
 
     def serve(self, lifeline: int) -> None:
-        raise AssertionError("actors serve by themselves")
+        raise AssertionError("actors need no serve()")
 
 
 def _actor(name: str, members: dict[str, Any]) -> type:
@@ -95,9 +98,7 @@ def actor_of(cls: type, name: str) -> type:
 
 class Monarch(Peer):
     name, package, distribution, spans_hosts = "Monarch", "monarch", "torchmonarch", False
-    about = (
-        "Monarch actors; actor.method.call_one(...).get(); a process whose actor calls others has one more to be called"
-    )
+    about = "Monarch actors; actor.method.call_one(...).get(); a process that calls has a second actor, which is called"
 
     def run(self, seats: Sequence[Seat], main: Main) -> None:
         os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": _path()}

@@ -1,4 +1,7 @@
-"""Ray: every worker is an actor. Worker 0 measures from inside its own, so that it can be called back."""
+"""Ray: every worker is an actor.
+
+Worker 0 measures inside its actor, so it can be called.
+"""
 
 import logging
 import os
@@ -44,7 +47,7 @@ class RayClient(Client):
         pass
 
     def serve(self, lifeline: int) -> None:
-        raise AssertionError("actors serve by themselves")
+        raise AssertionError("actors need no serve()")
 
 
 class Worker:
@@ -92,7 +95,7 @@ class Ray(Peer):
                 _temp_dir=folder,
             )
             actor: Any = ray.remote(num_cpus=0)(Worker)
-            # A pool of threads makes calls slower, so the one that is only called has none where it calls nobody.
+            # A thread pool makes calls slower, so an actor that makes no calls has none.
             threads = [THREADS if seat.rank == 0 or seat.workers > 2 else 1 for seat in seats]
             handles: list[Any] = [actor.options(max_concurrency=count).remote() for count in threads]
             ray.get([handle.meet.remote(rank, handles, os.getpid()) for rank, handle in enumerate(handles)])

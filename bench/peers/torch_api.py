@@ -53,7 +53,7 @@ class TorchApiPeer(ForkedPeer):
 
     @abstractmethod
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
-        """What `init_rpc` is given as `rpc_backend_options`, with `TIMEOUT`."""
+        """Return the `rpc_backend_options` of `init_rpc`, with `TIMEOUT`."""
 
     def prepare(self) -> None:
         importlib.import_module(self.module)

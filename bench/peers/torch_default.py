@@ -1,4 +1,4 @@
-"""torch.distributed.rpc as it comes: shared memory and cross-memory attach on one host."""
+"""torch.distributed.rpc by default: shared memory and cross-memory attach."""
 
 from types import ModuleType
 from typing import Any

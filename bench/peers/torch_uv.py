@@ -1,4 +1,4 @@
-"""torch.distributed.rpc as it works between hosts: TCP, with several lanes for tensors."""
+"""torch.distributed.rpc as between hosts: TCP, with several lanes for tensors."""
 
 from types import ModuleType
 from typing import Any

@@ -1,1 +1,1 @@
-"""One file for each family of rows. bench/row.py says what a row is, table.py lists the families."""
+"""Families of rows, a file each. bench/row.py defines a row, table.py lists them."""

@@ -39,7 +39,10 @@ Pair = tuple[Step, Step | None]  # a step, and the same in this process
 
 
 def paired(prepare: Callable[[Framework], Pair], client: Client, take: Take) -> Samples:
-    """Seconds of the step, and as the limit of the same here; `prepare` checks that the gradients are right."""
+    """Measure a remote step, and as its limit the same step in this process.
+
+    `prepare` checks that the gradients are correct.
+    """
     step, here = prepare(Framework(client.rpc_parent))
     pairs = take.loop(lambda: (seconds(step), None if here is None else seconds(here)))
     return {"": [step for step, _ in pairs], "limit": [here for _, here in pairs if here is not None]}
@@ -52,7 +55,10 @@ def seconds(step: Step) -> float:
 
 
 def one_pass(framework: Framework, x: Tensor, forward: Callable[[], Tensor], whole: bool = True) -> Step:
-    """A forward and a backward pass in a context of its own; timed are both, or the backward pass alone."""
+    """Return a forward and a backward pass in a new context.
+
+    Both are timed, or the backward pass alone if `whole` is False.
+    """
 
     def step(clock: Clock) -> Tensor:
         idle = Clock()
@@ -136,7 +142,10 @@ def transformer() -> tuple[nn.Module, Tensor]:
 
 
 def residual() -> tuple[nn.Module, Tensor]:
-    """Eight residual blocks of two 3x3 convolutions, 64 channels, over 4 images of 16x16: as deep as ResNet-18."""
+    """Return a network as deep as ResNet-18, and its input.
+
+    It has eight residual blocks of two 3x3 convolutions with 64 channels; the input is 4 images of 16x16.
+    """
     return nn.Sequential(*(Residual(64) for _ in range(8))), torch.rand(4, 64, 16, 16)
 
 
@@ -157,7 +166,7 @@ def model_behind_one_call(make: Callable[[], tuple[nn.Module, Tensor]], framewor
 
 
 def behind_one_call(framework: Framework, x: Tensor, graph: Callable[[Tensor], Tensor]) -> Pair:
-    """The backward pass alone, of a graph on this worker that begins with what a call returned."""
+    """Return the backward pass of a local graph that begins with the result of a call."""
     heap.keep()
     step = one_pass(framework, x, lambda: graph(framework.rpc.rpc_sync(SERVER, as_is, args=(x,))), whole=False)
     leaves = [x, *(graph.parameters() if isinstance(graph, nn.Module) else ())]
@@ -172,7 +181,10 @@ def behind_one_call(framework: Framework, x: Tensor, graph: Callable[[Tensor], T
 
 
 def trainers(batch: int, client: Client, take: Take) -> Samples:
-    """Seconds for each sample of all trainers together. A step that failed for another's has no samples."""
+    """Measure the seconds per sample of all trainers together.
+
+    A step that failed because of another trainer's step has no samples.
+    """
     samples, overtaken = train_together(client, batch, take.seconds / 4, take.seconds)
     if overtaken and client.rpc_parent == "telegrad":
         raise AssertionError(f"{overtaken} steps failed because another trainer's came between")

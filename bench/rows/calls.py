@@ -80,7 +80,7 @@ def cold(client: Client, take: Take) -> Samples:
 
 
 def threaded(count: int, client: Client, take: Take) -> Samples:
-    """Threads that call one after the other for a while; a sample is the seconds per call of all together."""
+    """Measure the seconds per call of threads that each make one call at a time."""
     window = take.seconds / 3
     call = client.caller(SERVER, functions.identity, 7)
 

@@ -1,4 +1,4 @@
-"""What a group costs besides time: processor time and memory, of all processes that the peer needs."""
+"""CPU time and memory of a group: of all processes that the peer needs."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ __all__ = ["COSTS"]
 
 MB = 1 << 20
 COUNTED = 10_000  # calls
-SETTLING = 2.5  # windows of an idle worker that pass before the first: threads go home, warm memory is given back
+SETTLING = 2.5  # windows of an idle worker that pass before the first: unused threads exit, cached memory is freed
 WAKING = 0.001  # seconds a minute that a single wake-up within a window is taken for
 SAMPLER = Path(__file__).parents[1] / "peak.py"
 
@@ -47,9 +47,9 @@ def calls(client: Client, take: Take) -> Samples:
 
 
 def idle(client: Client, take: Take) -> Samples:
-    """Processor seconds of a worker in a minute without a call, once what calls have left behind is put away.
+    """Return the CPU seconds of a worker in a minute without calls, after cleanup.
 
-    The thread that measures is no part of a worker: it sleeps, and what its waking takes is left out.
+    The measuring thread is not part of a worker: it sleeps, and the cost of its wake-ups is left out.
     """
     right(client.caller(SERVER, functions.identity, 7)(), 7)
     time.sleep(SETTLING * take.seconds)
@@ -63,7 +63,10 @@ def idle(client: Client, take: Take) -> Samples:
 
 
 def memory(size: int, peer: Peer, take: Take) -> Samples:
-    """Megabytes that a fresh group needs at most while a tensor goes there and back, besides that tensor."""
+    """Return the peak memory of a fresh group during a round trip of a tensor.
+
+    It is in megabytes, without that tensor.
+    """
     return {"": [ask(peer, 2, _memory, size, seconds=100) for _ in range(take.least)]}
 
 
@@ -106,7 +109,7 @@ COSTS = Family(
             goals=(AtMost(0.06, "0.1 % of a core"),),
         ),
         Row(
-            "400 MB there and back, memory besides it",
+            "400 MB round trip, memory besides it",
             partial(memory, 400 * MB),
             workers=0,
             unit="MB",

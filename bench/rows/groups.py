@@ -1,4 +1,4 @@
-"""Eight workers: one to many, all to all, and more of them than the machine has cores."""
+"""Eight workers: one to many, all to all, more workers than cores."""
 
 import time
 from functools import partial
@@ -16,7 +16,7 @@ MB = 1 << 20
 
 
 def fan_out(size: int, count: int, client: Client, take: Take) -> Samples:
-    """The same tensor to `count` workers at once, until all have returned it."""
+    """Send the same tensor to `count` workers at once; all return it."""
     x = torch.ones(size // 4)
 
     def call() -> list[object]:
@@ -28,7 +28,7 @@ def fan_out(size: int, count: int, client: Client, take: Take) -> Samples:
 
 
 def one_way(size: int, count: int, at_once: bool, client: Client, take: Take) -> Samples:
-    """The same tensor to `count` workers, which say that they have it: by one call for all of them, or one for each."""
+    """Send the same tensor to `count` workers, by one call for all or one for each."""
     x = torch.ones(size // 4)
     ranks = range(1, count + 1)
 
@@ -56,7 +56,7 @@ def all_to_all(size: int, client: Client, take: Take) -> Samples:
 
 
 def busy(client: Client, take: Take) -> Samples:
-    """Every worker calls the next one, one call after the other; seconds per call of all together."""
+    """Return the seconds per call while every worker calls the next one."""
     window = take.seconds / 2
 
     def sample() -> float:

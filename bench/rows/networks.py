@@ -1,4 +1,4 @@
-"""Two workers in two network namespaces with a cable between them: TCP as it is between hosts."""
+"""Two workers in two network namespaces with a veth pair: TCP as between hosts."""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
-"""How long a group takes to stand and to end: `init_rpc` and a graceful `shutdown`, at once in all workers.
+"""Time to start and end a group: `init_rpc` and a graceful `shutdown`.
 
-Each worker is ready, PyTorch and the package imported, before the clock starts. As a program this file is one such
-worker: python -m bench.rows.startup PEER RANK WORKERS.
+All workers start at once. Each has imported PyTorch and the package before the clock starts. Run as a program, this
+file is one worker: python -m bench.rows.startup PEER RANK WORKERS.
 """
 
 import os

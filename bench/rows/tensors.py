@@ -1,4 +1,4 @@
-"""Tensors between two processes, there and back: the grid of the PyTorch RPC talk, and sizes in between."""
+"""Round trips of tensors: the grid of the PyTorch RPC talk, and sizes in between."""
 
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ def built(size: int, client: Client, take: Take) -> Samples:
 
 
 def sized(label: str, size: int, seconds: float, repeats: int, *goals: TimesLess | TimesLimit, **rest: Any) -> Row:
-    """Identity of so many bytes; two copies of them are the limit."""
+    """Return a row for identity of `size` bytes; the limit is two copies of them."""
     return Row(
         f"identity, {label}",
         partial(moved, size),
@@ -63,11 +63,11 @@ def sized(label: str, size: int, seconds: float, repeats: int, *goals: TimesLess
     )
 
 
-# The talk repeats every call 10 times. So do the rows of its grid, over all rounds, where that takes some seconds at
-# most; else fewer times, unless --full is given. (200 operations on 400 MB take five seconds whoever calls.)
+# The talk repeats every call 10 times. The rows of its grid do the same over all rounds if that takes a few seconds at
+# most; otherwise fewer times, except with --full. (200 operations on 400 MB take five seconds with any framework.)
 TENSORS = Family(
     "tensors",
-    "tensors there and back; the grid of the talk is {4 MB, 400 MB} x {identity, 200 operations}",
+    "round trips of tensors; the grid of the talk is {4 MB, 400 MB} x {identity, 200 operations}",
     (
         sized("4 KB", 4 * KB, 0.2, 2000),
         sized("64 KB", 64 * KB, 0.2, 2000),

@@ -1,4 +1,4 @@
-"""What each of Telegrad's transports brings: the same calls over one of them at a time."""
+"""Telegrad's transports: the same calls over one of them at a time."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ VALUES: dict[str, Any] = {"int": 7, "2 floats": PAIR, "4 MB": torch.arange(MB, d
 
 
 def over(transport: str, value: Any, _: Peer, take: Take) -> Samples:
-    """The times of a call in a fresh group whose workers have this transport alone."""
+    """Return the times of a call in a fresh group that uses only this transport."""
     return {"": ask(Telegrad(transport), 2, called, value, take)}
 
 

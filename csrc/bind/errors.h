@@ -11,6 +11,12 @@ namespace nb = nanobind;
 
 inline nb::object interned(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
 
+/// A new reference that a function of Python returned, or its error. Throws nb::python_error.
+inline nb::object python_result(PyObject* result) {
+  if (!result) throw nb::python_error();
+  return nb::steal(result);
+}
+
 /// The Python error that is set, as an exception with its traceback.
 inline nb::object take_error() {
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;

@@ -3,10 +3,13 @@
 
 #include "bind/block.h"
 #include "bind/callbacks.h"
+#include "bind/client.h"
 #include "bind/engine.h"
 #include "bind/loans.h"
-#include "bind/plain.h"
 #include "bind/reach.h"
+#include "bind/server.h"
+#include "bind/step_gate.h"
+#include "bind/wire.h"
 #include "codec/codec.h"
 
 NB_MODULE(_core, m) {
@@ -15,9 +18,13 @@ NB_MODULE(_core, m) {
   telegrad::bind::init_block(m);
   telegrad::bind::init_loans(m);
   telegrad::bind::init_engine(m);
-  telegrad::bind::init_plain_calls(m);
-  telegrad::bind::init_plain_pool(m);
+  telegrad::bind::init_client(m);
+  telegrad::bind::init_server(m);
   telegrad::bind::init_reach(m);
+  telegrad::bind::init_step_gate(m);
   telegrad::bind::init_callbacks(m);
+  nanobind::dict numbers;  // (table, name) -> number
+  for (const auto& n : telegrad::bind::wire::kNumbers) numbers[nanobind::make_tuple(n.table, n.name)] = n.value;
+  m.attr("WIRE") = numbers;
   telegrad::codec::init_codec(m);
 }

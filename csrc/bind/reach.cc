@@ -1,12 +1,12 @@
-// Knows of torch only that its nodes have `next_functions`, a tuple of (node or None, number). Most of a walk's time is
-// torch's, which makes a Python object for each node; the same loop in Python takes as long again.
+// Knows of torch only that nodes have `next_functions`, a tuple of (node or None, number), and that the nodes of leaves
+// have `variable`. Torch takes most of the time of a walk, to make a Python object for each node; the same loop in
+// Python takes as long again.
 #include "bind/reach.h"
 
-#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -18,49 +18,48 @@ using namespace nanobind::literals;
 namespace telegrad::bind {
 namespace {
 
-constexpr int kInner = 0, kLeaf = 1, kOwn = 3;  // as in telegrad.autograd.graph
-constexpr std::int64_t kNobody = INT64_MIN;
-constexpr int kFew = 8;  // nodes of a type for which its getter is not worth a look
+constexpr int kInner = 0, kLeaf = 1;  // as in telegrad.autograd.graph; any other kind is a recv
+constexpr std::int32_t kNone = -1;
+constexpr int kFew = 8;  // nodes of a type for which a lookup of its getter does not pay
 
-/// Nodes that have been seen, each with the last source that led to it.
-class Seen {
+/// Hash table from objects, to which it holds references, to their numbers.
+class Numbers {
  public:
-  Seen() : entries_(64) {}
-  Seen(const Seen&) = delete;
-  Seen& operator=(const Seen&) = delete;
-  ~Seen() {
-    for (const Entry& e : entries_) Py_XDECREF(e.node);
+  Numbers() : entries_(64) {}
+  Numbers(const Numbers&) = delete;
+  Numbers& operator=(const Numbers&) = delete;
+  ~Numbers() {
+    for (const Entry& e : entries_) Py_XDECREF(e.object);
   }
 
-  /// Who led to it before, or nobody; now it is `source`.
-  std::int64_t note(PyObject* node, std::int64_t source) {
-    Entry& e = find(node);
-    if (e.node) return std::exchange(e.source, source);
-    Py_INCREF(node);
-    e = {node, source};
+  /// The number of an object, or kNone.
+  std::int32_t find(PyObject* object) const { return entries_[slot_of(object)].number; }
+
+  void add(PyObject* object, std::int32_t number) {
+    Py_INCREF(object);
+    entries_[slot_of(object)] = {object, number};
     if (++count_ * 2 > entries_.size()) grow();
-    return kNobody;
   }
 
  private:
   struct Entry {
-    PyObject* node = nullptr;
-    std::int64_t source = kNobody;
+    PyObject* object = nullptr;
+    std::int32_t number = kNone;
   };
 
-  Entry& find(PyObject* node) {
+  std::size_t slot_of(PyObject* object) const {
     const std::size_t mask = entries_.size() - 1;
     constexpr std::uint64_t kMix = 0x9E3779B97F4A7C15;
-    std::size_t at = (reinterpret_cast<std::uintptr_t>(node) >> 4) * kMix >> 32;
-    while (entries_[at & mask].node && entries_[at & mask].node != node) ++at;
-    return entries_[at & mask];
+    std::size_t at = ((reinterpret_cast<std::uintptr_t>(object) >> 4) * kMix >> 32) & mask;
+    while (entries_[at].object && entries_[at].object != object) at = (at + 1) & mask;
+    return at;
   }
 
   void grow() {
     std::vector<Entry> old(entries_.size() * 2);
     old.swap(entries_);
     for (const Entry& e : old) {
-      if (e.node) find(e.node) = e;
+      if (e.object) entries_[slot_of(e.object)] = e;
     }
   }
 
@@ -70,65 +69,169 @@ class Seen {
 
 class Reach {
  public:
-  explicit Reach(nb::dict kinds)
-      : kinds_(std::move(kinds)), next_(nb::steal(PyUnicode_InternFromString("next_functions"))) {}
+  Reach(nb::dict kinds, nb::object guard_type)
+      : kinds_(std::move(kinds)),
+        guard_type_(std::move(guard_type)),
+        checkpoint_(guard_type_.is_none() ? 0 : nb::cast<std::int64_t>(guard_type_.attr("first"))),
+        next_(nb::steal(PyUnicode_InternFromString("next_functions"))),
+        variable_(nb::steal(PyUnicode_InternFromString("variable"))) {}
 
-  std::optional<nb::list> walk(const nb::list& starts, std::int64_t source, const nb::object& descent) {
-    nb::list ends;
-    std::vector<PyObject*> stack;  // in `seen_`
-    for (nb::handle start : starts) {
-      if (!visit(start.ptr(), source, stack, ends)) return std::nullopt;
+  nb::tuple walk(const nb::object& edges) {
+    Found found;
+    const std::int32_t source = sources_++;
+    std::vector<std::int32_t> stack;
+    for (nb::handle edge : edges) {
+      std::int32_t start = kNone;
+      if (!edge.is_none()) {
+        start = PyTuple_Check(edge.ptr()) ? number_of(item(edge)) : number_of_leaf(edge.ptr());
+        visit(start, source, stack, found);
+      }
+      starts_.push_back(start);
     }
-    std::int64_t at = descent.is_none() ? 0 : nb::cast<std::int64_t>(descent.attr("at"));
+    starts_end_.push_back(starts_.size());
     while (!stack.empty()) {
-      ++inner_;
-      PyObject* here = stack.back();
+      const std::int32_t here = stack.back();
       stack.pop_back();
-      const nb::tuple nexts = nexts_of(here);
-      if (inner_ == at) {
-        in_python([&] { descent.attr("pass_by")(nb::handle(here), nexts); });
-        at = nb::cast<std::int64_t>(descent.attr("at"));
+      PyObject* const object = nodes_[here].object;
+      const nb::tuple nexts = nexts_of(object);
+      if (++visited_ == checkpoint_) {
+        in_python([&] {
+          if (guard_.is_none()) guard_ = guard_type_();
+          checkpoint_ = nb::cast<std::int64_t>(guard_.attr("checkpoint")(nb::handle(object), nexts));
+        });
       }
-      bool leads_on = false;
+      nodes_[here].first = static_cast<std::int32_t>(targets_.size());
       for (nb::handle next : nexts) {
-        PyObject* there = PyTuple_GetItem(next.ptr(), 0);
-        if (!there) throw nb::python_error();
-        if (there == Py_None) continue;
-        leads_on = true;
-        if (!visit(there, source, stack, ends)) return std::nullopt;
+        PyObject* const there = item(next);
+        targets_.push_back(there == Py_None ? kNone : number_of(there));
+        if (there != Py_None) visit(targets_.back(), source, stack, found);
       }
-      if (leads_on && kind_of(here) == kInner) ++plain_;
+      nodes_[here].last = static_cast<std::int32_t>(targets_.size());
     }
-    return ends;
+    return nb::make_tuple(found.leaves, found.recvs, found.shared);
   }
 
-  std::int64_t inner() const { return inner_; }
-  std::int64_t plain() const { return plain_; }
+  bool sources_meet() const { return sources_meet_; }
+  nb::object guard() const { return guard_; }
+
+  nb::list nodes() const {
+    nb::list nodes;
+    for (const Node& node : nodes_) nodes.append(nb::handle(node.object));
+    return nodes;
+  }
+
+  std::vector<int> kinds() const {
+    std::vector<int> kinds;
+    kinds.reserve(nodes_.size());
+    for (const Node& node : nodes_) kinds.push_back(node.kind);
+    return kinds;
+  }
+
+  std::vector<std::int32_t> starts(std::size_t source) const {
+    return {starts_.begin() + (source ? starts_end_.at(source - 1) : 0), starts_.begin() + starts_end_.at(source)};
+  }
+
+  std::vector<std::int32_t> below(std::size_t number) const {
+    const Node& node = nodes_.at(number);
+    return {targets_.begin() + node.first, targets_.begin() + node.last};
+  }
+
+  /// Depth-first in the opposite direction of the edges: a node follows when all nodes below it have their place.
+  std::vector<std::int32_t> order() const {
+    std::vector<std::int32_t> order;
+    std::vector<bool> entered(nodes_.size());
+    std::vector<std::int32_t> stack;
+    for (std::size_t at = starts_.size(); at-- > 0;) {
+      if (starts_[at] != kNone) stack.push_back(starts_[at]);
+    }
+    while (!stack.empty()) {
+      const std::int32_t here = stack.back();
+      stack.pop_back();
+      if (here < 0) {
+        order.push_back(~here);
+      } else if (!entered[here] && nodes_[here].kind == kInner) {
+        entered[here] = true;
+        stack.push_back(~here);
+        for (std::int32_t at = nodes_[here].first; at < nodes_[here].last; ++at) {
+          if (targets_[at] != kNone && !entered[targets_[at]]) stack.push_back(targets_[at]);
+        }
+      }
+    }
+    return {order.rbegin(), order.rend()};
+  }
 
  private:
+  struct Node {
+    PyObject* object = nullptr;  // in `numbers_`; of a leaf its tensor
+    int kind = kInner;
+    std::int32_t source = kNone;  // the last one that led to it
+    std::int32_t first = 0;       // of its edges in `targets_`
+    std::int32_t last = 0;        // behind them
+  };
+
+  struct Found {
+    nb::list leaves, recvs, shared;
+  };
+
   /// What is known of the nodes of a type. `get` is torch's own function behind `next_functions`, if it is one, and
   /// this is the type of more than a few nodes.
   struct Type {
     PyTypeObject* type = nullptr;
     int kind = kInner;
-    int asked = 0;  // how often, for what its nodes lead to
+    int asked = 0;  // how often, for the edges of its nodes
     getter get = nullptr;
     void* closure = nullptr;
   };
 
-  /// False: another source has led to it, and it is no leaf.
-  bool visit(PyObject* node, std::int64_t source, std::vector<PyObject*>& stack, nb::list& ends) {
-    const std::int64_t before = seen_.note(node, source);
-    if (before == source) return true;
-    const int kind = kind_of(node);
-    if (before != kNobody && kind != kLeaf) return false;
-    if (kind == kInner || kind == kOwn) {
-      stack.push_back(node);
-    } else {
-      ends.append(before == kNobody ? nb::make_tuple(nb::handle(node), nb::none())
-                                    : nb::make_tuple(nb::handle(node), before));
+  static PyObject* item(nb::handle edge) {
+    PyObject* const node = PyTuple_GetItem(edge.ptr(), 0);
+    if (!node) throw nb::python_error();
+    return node;
+  }
+
+  std::int32_t number_of(PyObject* node) {
+    std::int32_t number = numbers_.find(node);
+    if (number == kNone) {
+      const int kind = kind_of(node);
+      if (kind == kLeaf) {
+        const nb::object leaf = nb::steal(in_python([&] { return PyObject_GetAttr(node, variable_.ptr()); }));
+        if (!leaf.is_valid()) throw nb::python_error();
+        number = number_of_leaf(leaf.ptr());
+        numbers_.add(node, number);
+      } else {
+        number = add(node, kind);
+      }
     }
-    return true;
+    return number;
+  }
+
+  std::int32_t number_of_leaf(PyObject* leaf) {
+    const std::int32_t number = numbers_.find(leaf);
+    return number == kNone ? add(leaf, kLeaf) : number;
+  }
+
+  std::int32_t add(PyObject* object, int kind) {
+    const auto number = static_cast<std::int32_t>(nodes_.size());
+    nodes_.push_back({object, kind});
+    numbers_.add(object, number);
+    return number;
+  }
+
+  void visit(std::int32_t number, std::int32_t source, std::vector<std::int32_t>& stack, Found& found) {
+    Node& node = nodes_[number];
+    if (node.source == source) return;
+    const std::int32_t before = std::exchange(node.source, source);
+    const nb::handle object(node.object);
+    if (node.kind == kLeaf) {
+      found.leaves.append(object);
+      if (before != kNone) found.shared.append(nb::make_tuple(object, before));
+    } else if (before != kNone) {
+      sources_meet_ = true;
+    } else if (node.kind == kInner) {
+      stack.push_back(number);
+    } else {
+      found.recvs.append(object);
+    }
   }
 
   int kind_of(PyObject* node) { return type_of(node).kind; }
@@ -179,26 +282,41 @@ class Reach {
   }
 
   nb::dict kinds_;
-  nb::object next_;
+  nb::object guard_type_, guard_ = nb::none();
+  std::int64_t checkpoint_;  // the count of nodes at which the guard has a node hold what is below
+  nb::object next_, variable_;
   std::array<Type, 61> types_;
-  Seen seen_;
-  std::int64_t inner_ = 0;
-  std::int64_t plain_ = 0;
+  Numbers numbers_;
+  std::vector<Node> nodes_;            // by number
+  std::vector<std::int32_t> targets_;  // numbers of nodes to which edges lead, or kNone; those of one node together
+  std::vector<std::int32_t> starts_;   // numbers of nodes at which sources begin, or kNone
+  std::vector<std::size_t> starts_end_;
+  std::int32_t sources_ = 0;
+  std::int64_t visited_ = 0;
+  bool sources_meet_ = false;
 };
 
 }  // namespace
 
 void init_reach(nb::module_& m) {
-  nb::class_<Reach>(m, "Reach", "What nodes of torch's graph lead to, from one source after the other.")
-      .def(nb::init<nb::dict>(), "kinds"_a,
-           "`kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 3 for those of them that\n"
-           "run code of the program, 1 for leaves, which several sources may share, 2 for other ends.")
-      .def("walk", &Reach::walk, "starts"_a, "source"_a, "descent"_a.none() = nb::none(),
-           "The ends that these nodes lead to, and that this source has not come to yet, each with the last source\n"
-           "that has, or None. None in place of the list: another source leads to one of the nodes; this\n"
-           "object is of no more use then.")
-      .def_prop_ro("inner", &Reach::inner, "How many nodes that are no ends it has come to.")
-      .def_prop_ro("plain", &Reach::plain, "How many of those have kind 0, and lead on.");
+  nb::class_<Reach>(m, "Reach", "A walk of torch's graph from several sources, whose nodes and edges it keeps.")
+      .def(
+          nb::init<nb::dict, nb::object>(), "kinds"_a, "guard_type"_a.none() = nb::none(),
+          "`kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which\n"
+          "several sources may share, 2 for other ends. `guard_type` is `telegrad.autograd.deep_graph.RecursionGuard`.")
+      .def(
+          "walk", &Reach::walk, "edges"_a,
+          "Walk from the next source. Each edge is a tuple that begins with a node, a leaf's tensor, or None.\n"
+          "Return the leaves' tensors that it leads to; the other ends to which no earlier source has led; and of the\n"
+          "leaves those to which an earlier source has led, each with the last such source, from 0.")
+      .def_prop_ro("sources_meet", &Reach::sources_meet, "Whether two sources lead to a node that is no leaf.")
+      .def_prop_ro("guard", &Reach::guard, "The guard of a large graph, or None.")
+      .def_prop_ro("nodes", &Reach::nodes, "All nodes by number; a leaf is its tensor.")
+      .def_prop_ro("kinds", &Reach::kinds, "The kinds of all nodes by number.")
+      .def("starts", &Reach::starts, "source"_a, "Return the numbers of the nodes of a source's edges; -1 for None.")
+      .def("below", &Reach::below, "number"_a,
+           "Return the numbers of the nodes to which the edges of a node lead, in their order; -1 for None.")
+      .def("order", &Reach::order, "Return the numbers of the nodes of kind 0, each before those that it leads to.");
 }
 
 }  // namespace telegrad::bind

@@ -1,4 +1,4 @@
-// The codec as Python sees it.
+// Python interface of the codec.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -7,7 +7,7 @@
 namespace telegrad::codec {
 namespace {
 
-// Any object with a simple buffer, for the time of a call.
+/// Any object with a simple buffer, exported for the duration of a call.
 class BytesView {
  public:
   explicit BytesView(nb::handle object) {
@@ -64,7 +64,7 @@ nb::object encode_recorded(const Codec& codec, nb::handle object) {
 
 nb::object decode(const Codec& codec, nb::handle body, nb::handle segments, nb::handle wrap) {
   const BytesView bytes(body);
-  // A copy: the caller's list may change while Python code runs.
+  // A copy: Python code that runs meanwhile may change the caller's list.
   nb::object objects = nb::steal(PySequence_Tuple(segments.ptr()));
   if (!objects) throw nb::python_error();
   const auto n = static_cast<std::size_t>(PyTuple_GET_SIZE(objects.ptr()));
@@ -111,17 +111,16 @@ void init_codec(nb::module_& m) {
   if (!codec_error()) throw nb::python_error();
   init_memory(m);
   m.attr("CodecError") = nb::borrow(codec_error());
-  m.def("tensor_dtypes", &tensor_dtypes,
-        "The element types that tensors may have on the wire: (code, name of the torch dtype).");
+  m.def("tensor_dtypes", &tensor_dtypes, "The element types of tensors on the wire: (code, name of the torch dtype).");
 
   m.def("buffer_address", &buffer_address, nb::arg("object"),
         nb::sig("def buffer_address(object: object) -> tuple[int, int]"),
-        "Address and size in bytes of an object's contiguous buffer, good for as long as the buffer is exported.");
+        "Return address and size in bytes of an object's contiguous buffer, valid while the buffer is exported.");
 
   nb::class_<Codec>(m, "Codec", nb::type_slots(codec_slots),
-                    "Turns plain values and CPU tensors into compact bytes and memory out of band, and back.\n\n"
-                    "Plain are None, bool, int, float, complex, str, bytes, tuple, list, dict, dense CPU tensors and\n"
-                    "the registered types, all of exactly that type.")
+                    "Encoder and decoder of plain values and CPU tensors: compact bytes and memory out of band.\n\n"
+                    "Codec-encodable are None, bool, int, float, complex, str, bytes, tuple, list, dict, dense CPU\n"
+                    "tensors and the registered types; subclasses are not.")
       .def(
           "__init__",
           [](Codec* self, nb::type_object tensor_type, nb::object exchange_api, nb::object encode_tensor,
@@ -142,27 +141,27 @@ void init_codec(nb::module_& m) {
             self.add_extension({std::move(type), code, std::move(pack), std::move(unpack)});
           },
           nb::arg("type"), nb::arg("code"), nb::arg("pack"), nb::arg("unpack"),
-          "Objects of exactly `type` travel as pack(object), a plain value, and arrive as unpack(value).\n\n"
-          "pack runs only when the rest of the message is known to be plain, once for each object. Raises ValueError\n"
-          "if the type or the code is taken.")
+          "Encode objects of exactly `type` as the plain value pack(object), and decode them as unpack(value).\n\n"
+          "pack runs once for each object, after the rest of the message has been encoded. Raises ValueError if the\n"
+          "type or the code is taken.")
       .def("encode", &encode, nb::arg("object").none(),
            nb::sig("def encode(self, object: object) -> tuple[bytes, list[tuple[int, int, object]]] | None"),
-           "The body and the segments (address, size in bytes, owner) of `object`; None if it is not plain.\n\n"
-           "Also None if plain bytes would lose what is shared: a container met twice, tensors over the same memory.\n"
-           "The memory of a segment must not be read after its owner is dropped. What pack raises is passed on.")
+           "Return body and segments (address, size in bytes, owner) of `object`, or None if it is not encodable.\n\n"
+           "Also None if encoding would lose shared identity: a container met twice, tensors over the same memory.\n"
+           "The memory of a segment must not be read after its owner is dropped. Errors of pack are passed on.")
       .def("encode_recorded", &encode_recorded, nb::arg("object").none(),
            nb::sig("def encode_recorded(self, object: object) -> "
                    "tuple[bytes, list[tuple[int, int, object]], list[object]] | None"),
-           "As `encode`, and the tensors in it that require grad, in the order in which `decode` wraps them.\n\n"
+           "Encode like `encode`; also return the tensors that require grad, in the order of `decode`.\n\n"
            "Objects of exactly `parameter_type` that require grad are encoded as such tensors.")
       .def("decode", &decode, nb::arg("body"), nb::arg("segments"), nb::arg("wrap") = nb::none(),
            nb::sig("def decode(self, body: bytes | bytearray | memoryview, segments: collections.abc.Sequence[object], "
                    "wrap: collections.abc.Callable[..., collections.abc.Sequence[object]] "
                    "| None = None) -> object"),
-           "What `encode` was given. Segments are writable buffers that become the memory of the tensors.\n\n"
-           "With `wrap`, the tensors that require grad are made without, given to wrap all at once (if there are\n"
-           "any), and what it returns stands in their place.\n\n"
-           "Raises CodecError if body and segments are not what encode makes; what unpack raises is passed on.");
+           "Return the object that was given to `encode`. Segments are writable buffers; tensors use their memory.\n\n"
+           "With `wrap`, tensors that require grad are made without, and given to wrap as one list unless there are\n"
+           "none. The tensors that wrap returns are used instead.\n\n"
+           "Raises CodecError if body and segments are malformed; errors of unpack are passed on.");
 }
 
 }  // namespace telegrad::codec

@@ -23,10 +23,10 @@ void Codec::add_extension(Extension extension) {
   PyObject* type = extension.type.ptr();
   for (PyTypeObject* builtin : {&PyUnicode_Type, &PyLong_Type, &PyTuple_Type, &PyFloat_Type, &PyDict_Type, &PyList_Type,
                                 Py_TYPE(Py_None), &PyBool_Type, &PyBytes_Type, &PyComplex_Type})
-    if (type == reinterpret_cast<PyObject*>(builtin)) throw nb::value_error("the codec has its own way with this type");
+    if (type == reinterpret_cast<PyObject*>(builtin)) throw nb::value_error("the codec encodes this type itself");
   for (const Extension& known : extensions_) {
-    if (known.type.ptr() == type) throw nb::value_error("the codec knows this type already");
-    if (known.code == extension.code) throw nb::value_error("another type has this code");
+    if (known.type.ptr() == type) throw nb::value_error("this type is registered already");
+    if (known.code == extension.code) throw nb::value_error("another type is registered with this code");
   }
   extensions_.push_back(std::move(extension));
 }
@@ -54,7 +54,7 @@ int Codec::traverse(visitproc visit, void* arg) const {
 }
 
 void Codec::clear() {
-  // Moved out first: dropping a callable may run code that looks at this codec.
+  // Moved out first: dropping a callable may run code that uses this codec.
   const std::vector<Extension> gone = std::move(extensions_);
   extensions_.clear();
   tensors_.clear();
@@ -62,7 +62,7 @@ void Codec::clear() {
 
 PyObject* codec_error() {
   static PyObject* const type = PyErr_NewExceptionWithDoc(
-      "telegrad._core.CodecError", "The bytes of a message are not what the codec writes.", PyExc_ValueError, nullptr);
+      "telegrad._core.CodecError", "The bytes of a message are malformed.", PyExc_ValueError, nullptr);
   return type;
 }
 

@@ -1,4 +1,4 @@
-// The fast codec: plain values and tensors as compact bytes and memory out of band.
+// The codec: plain values and tensors as compact bytes and memory out of band.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,7 +12,7 @@
 
 namespace telegrad::codec {
 
-/// A type of the layers above that travels as a plain value.
+/// A registered type, which is encoded as a plain value.
 struct Extension {
   nb::type_object type;
   std::uint64_t code;  // on the wire
@@ -23,33 +23,33 @@ struct Extension {
 struct Encoded {
   nb::object body;  // bytes
   std::vector<Segment> segments;
-  std::vector<nb::object> recorded;  // of `encode_recorded`
+  std::vector<nb::object> recorded;  // from `encode_recorded`
 };
 
-/// What may be in an encoded value, and what is told of it.
+/// Values that an encoder accepts.
 enum class Mode : std::uint8_t {
   kBasic,     // no extensions
-  kFull,      // everything that the codec knows
-  kRecorded,  // the same, and parameters as tensors; the tensors that require grad are told
+  kFull,      // everything that the codec can encode
+  kRecorded,  // also parameters as tensors; reports the tensors that require grad
   kBasicRecorded,
 };
 
-/// Not thread-safe by itself: the GIL guards it. Re-entrant, since packing may encode another message.
+/// Not thread-safe on its own: the GIL guards it. Reentrant, because packing may encode another message.
 class Codec {
  public:
   Codec(TensorBridge tensors, int max_depth) : tensors_(std::move(tensors)), max_depth_(max_depth) {}
 
   void add_extension(Extension extension);  // throws nb::value_error
   Outcome encode(PyObject* object, Encoded& out) const;
-  /// The same for a value without any extension in it; with one the answer is kNotPlain, and nothing was packed.
+  /// Encodes a value without extensions. Returns kNotPlain for a value with one, without packing anything.
   Outcome encode_basic(PyObject* object, Encoded& out) const;
-  /// As `encode`, and `out.recorded` gets the tensors that require grad, in the order in which `decode` makes them.
+  /// Encodes like `encode`, and sets `out.recorded` to the tensors that require grad, in the order of `decode`.
   /// Parameters that require grad are encoded as such tensors.
   Outcome encode_recorded(PyObject* object, Encoded& out, bool extensions = true) const;
 
-  /// A new reference, or nullptr with a Python error set (CodecError when the bytes are at fault). Segments are moved
-  /// from. With `wrap`, tensors that require grad are made as if they did not, all are given to wrap(list) at once
-  /// (unless there are none), and what it returns, as many again, stands in their place.
+  /// Returns a new reference, or nullptr with a Python error set (CodecError for malformed bytes). Moves from the
+  /// segments. With `wrap`, tensors that require grad are made without, and given to wrap(list) as one list unless
+  /// there are none. The tensors that wrap returns, the same number, are used instead.
   PyObject* decode(std::string_view body, std::span<SegmentMemory> segments, PyObject* wrap = nullptr) const;
 
   const TensorBridge& tensors() const { return tensors_; }
@@ -62,11 +62,11 @@ class Codec {
 
  private:
   TensorBridge tensors_;
-  std::vector<Extension> extensions_;  // a handful: a scan beats a hash
+  std::vector<Extension> extensions_;  // few: a scan is faster than a hash
   int max_depth_;
 };
 
-/// The ValueError that malformed bytes raise; a borrowed reference, made at first use.
+/// Returns the ValueError subclass for malformed bytes; a borrowed reference, made on first use.
 PyObject* codec_error();
 
 void init_codec(nb::module_& m);

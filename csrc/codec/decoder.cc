@@ -39,7 +39,7 @@ PyObject* Decoder::run() {
     if (main.size() < sizeof offset) return malformed(kCut);
     const std::size_t end = main.size() - sizeof offset;
     Reader(main.data() + end, sizeof offset).number(offset);
-    if (offset > end) return malformed("its tables lie outside of it");
+    if (offset > end) return malformed("its tables are outside the body");
     if (!tables(Reader(main.data() + offset, end - offset))) return nullptr;
     main = main.substr(0, offset);
   } else if (footer != kNoTables) {
@@ -50,7 +50,7 @@ PyObject* Decoder::run() {
   Reader in(main.data(), main.size());
   nb::object result = nb::steal(value(in, 1));
   if (!result) return nullptr;
-  if (in.left()) return malformed("it goes on after its end");
+  if (in.left()) return malformed("it has bytes after its end");
   return result.release().ptr();
 }
 
@@ -68,7 +68,7 @@ bool Decoder::tables(Reader in) {
   extensions_.resize(count);
   while (count--)
     if (!extension(in)) return false;
-  return in.left() == 0 || is_malformed("its tables go on after their end");
+  return in.left() == 0 || is_malformed("its tables have bytes after their end");
 }
 
 bool Decoder::tensor(Reader& in) {
@@ -94,7 +94,8 @@ bool Decoder::tensor(Reader& in) {
   if (!spec.measure(numel, span)) return is_malformed("a tensor of more than 63 bits");
 
   SegmentMemory memory;
-  if (((flags & kHasMemory) != 0) != (span > 0)) return is_malformed("a tensor whose size and memory differ");
+  if (((flags & kHasMemory) != 0) != (span > 0))
+    return is_malformed("a tensor with a size that differs from its memory");
   if (span > 0) {
     if (segments_used_ == segments_.size()) return is_malformed("it has fewer segments than tensors");
 
@@ -129,7 +130,7 @@ bool Decoder::wrap() {
   wrapped = nb::steal(PySequence_Tuple(wrapped.ptr()));
   if (!wrapped) return false;
   if (PyTuple_GET_SIZE(wrapped.ptr()) != n) {
-    PyErr_SetString(PyExc_ValueError, "wrap has returned another number of tensors than it was given");
+    PyErr_SetString(PyExc_ValueError, "wrap returned a different number of tensors than it was given");
     return false;
   }
   for (Py_ssize_t i = 0; i < n; ++i)
@@ -140,14 +141,14 @@ bool Decoder::wrap() {
 bool Decoder::extension(Reader& in) {
   std::uint64_t slot, code;
   if (!in.varint(slot) || !in.varint(code)) return is_malformed(kCut);
-  if (slot >= extensions_.size() || extensions_[slot]) return is_malformed("an extension out of place");
+  if (slot >= extensions_.size() || extensions_[slot]) return is_malformed("an extension with an invalid slot");
   const Extension* known = codec_.extension_of_code(code);
   if (!known) {
-    PyErr_Format(codec_error(), "malformed message: extension %llu is not known here",
+    PyErr_Format(codec_error(), "malformed message: extension %llu is not registered at this worker",
                  static_cast<unsigned long long>(code));
     return false;
   }
-  nb::object unpack = known->unpack;  // by value: unpacking may register another extension
+  nb::object unpack = known->unpack;  // a copy: unpacking may register another extension
   nb::object packed = nb::steal(value(in, 1));
   if (!packed) return false;
   extensions_[slot] = nb::steal(call_python(unpack.ptr(), packed.ptr()));
@@ -264,7 +265,7 @@ PyObject* Decoder::big_integer(Reader& in) {
 }
 
 PyObject* Decoder::reference(const std::vector<nb::object>& table, std::uint64_t number) {
-  if (number >= table.size() || !table[number]) return malformed("a reference to nothing");
+  if (number >= table.size() || !table[number]) return malformed("a reference to a missing table entry");
   return Py_NewRef(table[number].ptr());
 }
 

@@ -1,5 +1,5 @@
-// One message on its way in. Trusts nothing it reads: a count is checked against the bytes that are left before memory
-// is reserved, a tensor against its segment, and nesting against the codec's depth.
+// Decoder of one message. It trusts no input: a count is checked against the remaining bytes before memory is reserved,
+// a tensor against its segment, and nesting against the codec's depth.
 #pragma once
 
 #include <span>
@@ -16,7 +16,7 @@ class Decoder {
   Decoder(const Codec& codec, std::string_view body, std::span<SegmentMemory> segments, PyObject* wrap)
       : codec_(codec), body_(body), segments_(segments), wrap_(wrap) {}
 
-  PyObject* run();  // a new reference; nullptr with a Python error set, as everywhere below
+  PyObject* run();  // a new reference; nullptr with a Python error set, as for all methods below
 
  private:
   bool tables(Reader in);
@@ -35,7 +35,7 @@ class Decoder {
   std::span<SegmentMemory> segments_;
   PyObject* wrap_;  // borrowed; may be null
   std::size_t segments_used_ = 0;
-  std::vector<std::size_t> to_wrap_;  // numbers of tensors
+  std::vector<std::size_t> to_wrap_;  // indices of tensors
   std::vector<nb::object> tensors_, extensions_;
 };
 

@@ -1,6 +1,6 @@
-// The part of DLPack that we use, after its public specification (https://dmlc.github.io/dlpack): the tensor structs of
-// version 1 and the table of C functions that a tensor type offers as `__dlpack_c_exchange_api__` (from 1.2 on).
-// Binary layout only; nothing of torch is included or linked.
+// The part of DLPack that the codec uses, after its public specification (https://dmlc.github.io/dlpack): the tensor
+// structs of version 1, and the table of C functions that a tensor type offers as `__dlpack_c_exchange_api__` (since
+// 1.2). Binary layout only; nothing of torch is included or linked.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ struct Tensor {
   std::uint64_t byte_offset;
 };
 
-/// A tensor whose memory belongs to `context`; whoever takes it calls `deleter` once, on any thread.
+/// Tensor with memory that belongs to `context`; its owner calls `deleter` once, on any thread.
 struct ManagedTensor {
   Version version;
   void* context;
@@ -52,8 +52,8 @@ struct ExchangeApi {
   int (*allocate)(Tensor* prototype, ManagedTensor** out, void* context,
                   void (*set_error)(void* context, const char* kind, const char* message));
   int (*managed_from_object)(void* object, ManagedTensor** out);
-  int (*managed_to_object)(ManagedTensor* tensor, void** out);  // takes the tensor; 0, or -1 with a Python error
-  int (*view_of_object)(void* object, Tensor* out);  // borrows until Python runs again; 0, or -1 with a Python error
+  int (*managed_to_object)(ManagedTensor* tensor, void** out);  // takes ownership; 0, or -1 with a Python error
+  int (*view_of_object)(void* object, Tensor* out);  // valid until Python runs again; 0, or -1 with a Python error
   int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** out);
 };
 

@@ -1,4 +1,4 @@
-// The element types a tensor may have on the wire: our code, torch's name, DLPack's (code, bits), in one table.
+// The element types of tensors on the wire: their code, torch's name, DLPack's (code, bits), in one table.
 #pragma once
 
 #include <array>
@@ -59,7 +59,7 @@ inline const DType* dtype_of_dlpack(std::uint8_t dl_code, std::uint8_t bits, std
   return nullptr;
 }
 
-/// torch's uint1..uint7 and int1..int7 call themselves 8-bit integers to DLPack.
+/// torch's uint1..uint7 and int1..int7 are 8-bit integers in DLPack.
 inline bool is_ambiguous_to_dlpack(const DType& d) { return d.bits == 8 && d.dl_code <= 1; }
 
 }  // namespace telegrad::codec

@@ -8,15 +8,15 @@
 namespace telegrad::codec {
 namespace {
 
-// A long string or bytes object is worth remembering: met twice it would be sent twice, which pickle avoids.
+// Long strings and bytes objects are tracked: met twice, they would be sent twice, which pickle avoids.
 constexpr Py_ssize_t kLong = 1024;
 
 constexpr std::uint64_t zigzag(std::int64_t v) {
   return (static_cast<std::uint64_t>(v) << 1) ^ static_cast<std::uint64_t>(v >> 63);
 }
 
-// Short tuples of numbers (sizes, coordinates) are often one constant used everywhere; sent anew each time they cost
-// little, and nobody tells the copies apart.
+// Short tuples of numbers (sizes, coordinates) are often one constant that is used everywhere. They are sent again each
+// time, which costs little, and the copies are equal.
 bool is_small_record(PyObject* tuple) {
   const Py_ssize_t n = PyTuple_GET_SIZE(tuple);
   if (n > 8) return false;
@@ -53,7 +53,7 @@ Outcome Encoder::run(PyObject* root, Encoded& out) {
 Outcome Encoder::tables() {
   packing_ = true;
   const std::size_t segments_before = segments_.size();
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot)  // packing one may add more
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot)  // packing may add slots
     if (slots_[slot].state == Packing::kPending)
       if (const Outcome outcome = pack(slot, 1); outcome != Outcome::kOk) return outcome;
   if (segments_.size() != segments_before && tensors_overlap()) {
@@ -109,7 +109,7 @@ Outcome Encoder::integer(PyObject* o) {
   return Outcome::kOk;
 }
 
-// Rare, so by the int's own methods: CPython's C functions for this differ between versions.
+// Uses the methods of int, because this is rare and CPython's C functions for it differ between versions.
 Outcome Encoder::big_integer(PyObject* o) {
   nb::object bits = nb::steal(PyObject_CallMethod(o, "bit_length", nullptr));
   if (!bits) return Outcome::kError;
@@ -138,7 +138,7 @@ Outcome Encoder::string(PyObject* o) {
     encoded = nb::steal(PyUnicode_AsUTF8String(o));
     if (!encoded) {
       if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) return Outcome::kError;
-      PyErr_Clear();  // a lone surrogate: legal in a str, not in UTF-8
+      PyErr_Clear();  // a lone surrogate: valid in a str, not in UTF-8
       return Outcome::kNotPlain;
     }
     data = PyBytes_AS_STRING(encoded.ptr());
@@ -159,7 +159,7 @@ Outcome Encoder::bytes(PyObject* o) {
   return Outcome::kOk;
 }
 
-// An object with one reference is met once.
+// An object with one reference cannot be met twice.
 bool Encoder::is_first_visit(PyObject* o) { return Py_REFCNT(o) == 1 || containers_.insert(o); }
 
 Outcome Encoder::tuple(PyObject* o, int depth) {
@@ -172,8 +172,8 @@ Outcome Encoder::tuple(PyObject* o, int depth) {
   return Outcome::kOk;
 }
 
-// Describing a tensor may run Python code that changes the containers on the way to it, hence the references held and
-// the sizes looked at again.
+// Describing a tensor may run Python code that changes the containers around it. So references are held, and sizes are
+// checked again.
 Outcome Encoder::list(PyObject* o, int depth) {
   if (depth > codec_.max_depth() || !is_first_visit(o)) return Outcome::kNotPlain;
   const Py_ssize_t n = PyList_GET_SIZE(o);
@@ -213,7 +213,7 @@ Outcome Encoder::tensor(PyObject* o) {
       if (spec.requires_grad)
         recorded_.push_back(nb::borrow(o));
       else if (!codec_.tensors().is_tensor(o))
-        return Outcome::kNotPlain;  // a parameter that is frozen arrives as one
+        return Outcome::kNotPlain;  // a parameter that does not require grad must arrive as a parameter
     }
     number = tensors_.size();
     tensors_.add(o);
@@ -248,7 +248,7 @@ Outcome Encoder::other(PyObject* o, int depth) {
     extensions_.add(o);
     slots_.push_back({nb::borrow(o)});
   }
-  // What a packed value refers to has to stand before it in the table.
+  // A packed value must follow its dependencies in the table.
   if (packing_)
     if (const Outcome outcome = pack(slot, depth + 1); outcome != Outcome::kOk) return outcome;
   out_->counted(kFixExtensionRef, kFixExtensionRefs, kExtensionRef, slot);

@@ -1,4 +1,4 @@
-// One message on its way out. See format.h for the bytes and for why extensions are packed last.
+// Encoder of one message. See format.h for the bytes and for why extensions are packed last.
 #pragma once
 
 #include <vector>
@@ -45,12 +45,12 @@ class Encoder {
   Writer tensor_table_;
   Writer extension_table_;
   Writer* out_ = &main_;
-  bool packing_ = false;  // past the point where the answer can still be kNotPlain
+  bool packing_ = false;  // kNotPlain is not possible any more
   PointerIndex containers_, tensors_, extensions_;
   std::vector<Slot> slots_;
   std::vector<Segment> segments_;
   std::vector<nb::object> recorded_;
-  std::vector<nb::object> alive_;  // whatever an index knows by its address must not be freed before the end
+  std::vector<nb::object> alive_;  // objects that an index knows by address must not be freed before the end
 };
 
 }  // namespace telegrad::codec

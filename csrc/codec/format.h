@@ -1,11 +1,11 @@
-// The bytes of a plain value. One page that encoder and decoder both obey.
+// The byte format of a plain value, for encoder and decoder.
 //
 //   body    = main | tables | footer
 //   main    = value
 //   tables  = varint tensor_count, tensor x count, varint extension_count, extension x count    (absent if both are 0)
 //   footer  = u64 offset of tables, u8 kHasTables     or only     u8 kNoTables
 //
-// A value is one tag byte and what the tag asks for. Small integers, short strings and short containers have their
+// A value is one tag byte and the data of this tag. Small integers, short strings and short containers have their
 // value, length or count in the tag itself:
 //
 //   00..7f  int 0..127            80..8f  tuple of n            90..9f  list of n             a0..bf  str of n bytes
@@ -16,9 +16,9 @@
 //   tensor    = u8 dtype, u8 TensorFlags, varint ndim, varint x ndim shape, [varint x ndim strides]
 //   extension = varint slot, varint code, value
 //
-// The tensors of the table that have memory take the message's segments in order, one each. Tables stand behind the
-// value and are read before it: the encoder learns what they hold while it writes the value, and an extension is only
-// packed (which may have effects, such as handing out a reference) when all the rest is known to be plain.
+// Tensors with memory use the message's segments in order, one each. The tables follow the value but are read before
+// it, because the encoder fills them while it writes the value. Extensions are packed last: packing may have side
+// effects, such as creating a ticket, and so must not run before all the rest has been encoded.
 #pragma once
 
 #include <cstddef>
@@ -52,21 +52,21 @@ enum Tag : std::uint8_t {
   kFixExtensionRef = 0xf0,
 };
 
-// How many values each range of tags with something inside has.
+// Number of values per element of each container tag.
 inline constexpr std::uint64_t kFixInts = 128, kFixTuples = 16, kFixLists = 16, kFixStrs = 32, kFixDicts = 8,
                                kFixTensorRefs = 16, kFixExtensionRefs = 8;
 
 enum TensorFlags : std::uint8_t {
   kRequiresGrad = 1,
-  kStrided = 2,    // strides follow the shape; without it the layout is contiguous
-  kHasMemory = 4,  // takes the next segment; a tensor without elements has none
-  kGraphCut = 8,   // requires grad, and ends a graph that stays with the sender, since the message is not recorded
+  kStrided = 2,    // strides follow the shape; else the layout is contiguous
+  kHasMemory = 4,  // uses the next segment; a tensor without elements has none
+  kGraphCut = 8,   // requires grad, but its graph ends at the sender, because the message is not recorded
   kAllTensorFlags = 15,
 };
 
 inline constexpr int kMaxTensorDims = 64;  // torch's own limit
 
-/// A value has at least so many bytes in the body; what a count claims is checked against it before memory is reserved.
+/// Least size of a value in the body. Counts are checked against it before memory is reserved.
 inline constexpr std::size_t kMinValueBytes = 1, kMinTensorBytes = 3, kMinExtensionBytes = 3;
 
 }  // namespace telegrad::codec

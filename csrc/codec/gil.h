@@ -1,9 +1,9 @@
-// The GIL where threads may outlive the interpreter.
+// Access to the GIL for threads that may outlive the interpreter.
 //
-// A daemon thread that asks an ending interpreter for its GIL is ended on the spot, by an unwinding of its stack (3.14
-// lets it hang instead). Destructors and handlers of C++ on the way bring down the process, or touch Python without the
-// GIL. So C++ that gives up the GIL, or lets Python code run, does so by what stands here: the thread stops right
-// there, for good, and the process ends without it.
+// When a daemon thread requests the GIL of a finalizing interpreter, CPython ends the thread at once by unwinding its
+// stack (3.14 blocks it forever instead). C++ destructors and handlers on this stack crash the process, or use Python
+// without the GIL. So C++ code that releases the GIL, or lets Python code run, uses the functions below: the thread
+// then blocks forever inside them, and the process ends without it.
 #pragma once
 
 #include <Python.h>
@@ -26,7 +26,7 @@ inline bool interpreter_is_ending() {
 #endif
 }
 
-/// Runs what may run Python code, or ask for the GIL. Costs nothing.
+/// Runs a function that may run Python code or request the GIL. Costs nothing.
 template <class F>
 decltype(auto) in_python(F&& run) {
 #if PY_VERSION_HEX >= 0x030e0000
@@ -40,7 +40,7 @@ decltype(auto) in_python(F&& run) {
 #endif
 }
 
-/// While it lives the thread, which has had the GIL, has it not.
+/// Releases the GIL for its scope. The thread must have it.
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
@@ -54,7 +54,7 @@ class GilReleased {
   PyThreadState* state_;
 };
 
-/// While it lives the thread has the GIL, whether it had it before or not.
+/// Takes the GIL for its scope, whether the thread has it or not.
 class GilHeld {
  public:
   GilHeld() : state_(in_python(PyGILState_Ensure)) {}
@@ -66,7 +66,7 @@ class GilHeld {
   PyGILState_STATE state_;
 };
 
-/// As PyObject_CallFunctionObjArgs. Errors are Python's.
+/// Calls like PyObject_CallFunctionObjArgs. Errors are Python's.
 template <class... Args>
 PyObject* call_python(PyObject* function, Args*... args) {
   return in_python([&] { return PyObject_CallFunctionObjArgs(function, args..., nullptr); });

@@ -20,15 +20,15 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 
 PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-// Tensors die on threads of torch too, such as the autograd engine's.
+// Tensors are also destroyed on threads of torch, such as the autograd engine's.
 void release_buffer(void* context) noexcept {
   auto* view = static_cast<Py_buffer*>(context);
   const bool has_gil = PyGILState_Check();
-  // A thread that asks an ending interpreter for its GIL never comes back; the process takes the memory with it.
+  // A thread that requests the GIL of a finalizing interpreter blocks forever; the process ends with the memory.
   if (!has_gil && interpreter_is_ending()) return;
   PyGILState_STATE state{};
   if (!has_gil) state = in_python(PyGILState_Ensure);
-  PyObject *type, *value, *trace;  // what runs here must not disturb an error that is on its way
+  PyObject *type, *value, *trace;  // the release must not disturb a pending exception
   PyErr_Fetch(&type, &value, &trace);
   PyBuffer_Release(view);
   PyErr_Restore(type, value, trace);
@@ -50,7 +50,7 @@ SegmentMemory SegmentMemory::of_object(PyObject* object) {
 nb::object as_buffer(SegmentMemory memory) { return nb::cast(Buffer{std::move(memory)}); }
 
 void init_memory(nb::module_& m) {
-  nb::class_<Buffer>(m, "Buffer", nb::type_slots(slots), "The memory of a received tensor.");
+  nb::class_<Buffer>(m, "Buffer", nb::type_slots(slots), "Memory of a received tensor.");
 }
 
 }  // namespace telegrad::codec

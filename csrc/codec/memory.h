@@ -1,4 +1,4 @@
-// Received memory on its way into a tensor.
+// Ownership of received memory until it belongs to a tensor.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,7 +8,8 @@
 
 namespace telegrad::codec {
 
-/// Owns one segment: `release(context)` runs once, on whatever thread drops the last tensor made of it, GIL or not.
+/// Owner of one segment: `release(context)` runs once, on the thread that drops the last tensor, with or without the
+/// GIL.
 class SegmentMemory {
  public:
   using Release = void (*)(void* context) noexcept;
@@ -32,8 +33,8 @@ class SegmentMemory {
     if (release_) release_(context_);
   }
 
-  /// The memory of an object with a writable buffer, kept alive with its buffer exported. Needs the GIL.
-  /// Without one the result is not valid() and a Python error is set.
+  /// Returns the memory of an object with a writable buffer and keeps the buffer exported. Needs the GIL. If the object
+  /// has no such buffer, the result is not valid() and a Python error is set.
   static SegmentMemory of_object(PyObject* object);
 
   std::byte* data() const { return data_; }
@@ -47,10 +48,10 @@ class SegmentMemory {
   Release release_ = nullptr;
 };
 
-/// A Python object whose writable buffer the memory is.
+/// Python object that exposes the memory as a writable buffer.
 nanobind::object as_buffer(SegmentMemory memory);
 
-/// Its class.
+/// Registers its class.
 void init_memory(nanobind::module_& m);
 
 }  // namespace telegrad::codec

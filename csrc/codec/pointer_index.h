@@ -1,4 +1,4 @@
-// Objects seen so far, numbered in the order they came: a linear scan while they are few, a hash table after that.
+// Numbers objects in the order of their first use: a linear scan while they are few, a hash table after that.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ class PointerIndex {
     return it == seen_.end() ? kAbsent : it->second;
   }
 
-  /// `p` must be absent. Its number is the size before.
+  /// Adds `p`, which must be absent. Its number is the previous size.
   void add(const void* p) {
     if (seen_.empty() && few_ < kFew) {
       inline_[few_++] = p;
@@ -34,7 +34,7 @@ class PointerIndex {
     seen_.emplace(p, seen_.size());
   }
 
-  /// False if `p` had been seen before.
+  /// Adds `p`; returns false if it is present.
   bool insert(const void* p) {
     if (find(p) != kAbsent) return false;
     add(p);

@@ -1,4 +1,4 @@
-// Bytes read front to back, never past their end. Every method says whether it could read.
+// Bounds-checked reader of bytes. Every method returns whether it could read.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ class Reader {
     return true;
   }
 
-  /// `n` bytes where they lie; nullptr when there are not so many.
+  /// Returns `n` bytes in place; nullptr if fewer are left.
   const char* raw(std::uint64_t n) {
     if (n > left()) return nullptr;
     const char* at = next_;

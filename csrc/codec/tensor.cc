@@ -8,11 +8,11 @@
 namespace telegrad::codec {
 namespace {
 
-// What a tensor over received memory owns. One allocation: the sizes follow the struct.
+// Owner of a tensor over received memory. One allocation: the sizes follow the struct.
 struct Borrowed {
   dlpack::ManagedTensor managed;
   SegmentMemory memory;
-  bool* deleted;  // set while the tensor is being made, to learn who has to clean up when that fails
+  bool* deleted;  // set by the deleter while the tensor is made, to decide which side cleans up after a failure
 
   static Borrowed* make(int ndim) {
     void* room = std::malloc(sizeof(Borrowed) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim));
@@ -31,10 +31,10 @@ struct Borrowed {
 };
 static_assert(alignof(Borrowed) >= alignof(std::int64_t));
 
-// Up to so many bytes a tensor full of holes is sent with them, as in torch, which keeps its strides.
+// Up to this size a tensor with holes is sent with them and keeps its strides, as in torch.
 constexpr std::int64_t kSmallSpan = 8 << 10;
 
-// A tensor without elements still wants an address.
+// A tensor without elements still needs an address.
 alignas(64) std::byte nothing[64];
 
 }  // namespace
@@ -143,7 +143,7 @@ Outcome TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segm
     spec.strides[i] = view.strides[i];
   }
   const auto address = reinterpret_cast<std::uintptr_t>(view.data) + view.byte_offset;
-  // From here on Python code may run (a torch function mode sees the calls below), so `view` is over.
+  // From here on Python code may run (a torch function mode sees the calls below), so `view` is not valid any more.
 
   bool is_lazy = false;
   if (!flag(is_neg_, tensor, is_lazy)) return Outcome::kError;
@@ -183,7 +183,7 @@ Outcome TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segm
   return Outcome::kOk;
 }
 
-// The hook answers None or (dtype code, requires_grad, shape, strides, address, nbytes, owner).
+// The hook returns None or (dtype code, requires_grad, shape, strides, address, nbytes, owner).
 Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
   nb::object answer = nb::steal(call_python(encode_.ptr(), tensor));
   if (!answer) return Outcome::kError;
@@ -210,7 +210,7 @@ Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segme
   }
   std::int64_t numel, span;
   if (!is_sane || !spec.measure(numel, span) || span != nbytes) {
-    PyErr_SetString(PyExc_ValueError, "encode_tensor has described a tensor that cannot be");
+    PyErr_SetString(PyExc_ValueError, "encode_tensor returned an invalid description of a tensor");
     return Outcome::kError;
   }
   segment = Segment{};
@@ -245,7 +245,7 @@ PyObject* TensorBridge::rebuild_plain(const TensorSpec& spec, SegmentMemory memo
     const bool had_memory = memory.valid();
     if (PyObject* tensor = rebuild_natively(spec, memory)) return tensor;
     if (!PyErr_ExceptionMatches(PyExc_Exception) || memory.valid() != had_memory) return nullptr;
-    PyErr_Clear();  // an element type that this torch knows and its DLPack does not
+    PyErr_Clear();  // an element type of this torch that its DLPack does not support
   }
   return rebuild_by_hook(spec, std::move(memory));
 }
@@ -276,7 +276,7 @@ PyObject* TensorBridge::rebuild_natively(const TensorSpec& spec, SegmentMemory& 
       memory = std::move(borrowed->memory);
       Borrowed::destroy(&borrowed->managed);
     }
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no tensor of the received memory");
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no tensor from the received memory");
     return nullptr;
   }
   borrowed->deleted = nullptr;

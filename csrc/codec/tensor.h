@@ -1,8 +1,8 @@
-// Tensors in and out of the codec: what one looks like, where its memory is, and a tensor made of received memory.
+// Tensors in the codec: their description, the location of their memory, and tensors made of received memory.
 //
-// Two ways lead to torch, and neither includes or links it. The fast one is the C function table of
-// `torch.Tensor.__dlpack_c_exchange_api__`; the slow one is a pair of Python functions, for a torch that has no such
-// table and for tensors that DLPack cannot describe.
+// There are two interfaces to torch, and neither includes or links it. The fast one is the C function table of
+// `torch.Tensor.__dlpack_c_exchange_api__`. The slow one is a pair of Python functions, for a torch without this table
+// and for tensors that DLPack cannot describe.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,11 +20,11 @@ namespace nb = nanobind;
 
 enum class Outcome {
   kOk,
-  kNotPlain,  // not for this codec; no Python error is set
+  kNotPlain,  // not encodable; no Python error is set
   kError,     // a Python error is set
 };
 
-/// Memory to send. `owner` keeps it where it is; it is the tensor's storage, which survives `tensor.data = other`.
+/// Memory to send. `owner` keeps it in place: the tensor's storage, which survives `tensor.data = other`.
 struct Segment {
   std::uintptr_t address = 0;
   std::size_t nbytes = 0;
@@ -39,17 +39,17 @@ struct TensorSpec {
   std::int64_t shape[kMaxTensorDims];
   std::int64_t strides[kMaxTensorDims];  // in elements, never negative
 
-  /// Number of elements, and bytes from the first to past the last one; false if either is beyond 63 bits.
+  /// Computes the number of elements, and the bytes from the first to past the last; false if either exceeds 63 bits.
   bool measure(std::int64_t& numel, std::int64_t& span) const;
   bool is_contiguous() const;
-  /// Writes row-major strides as torch does; false if one is beyond 63 bits.
+  /// Sets row-major strides as torch does; false if one exceeds 63 bits.
   bool set_contiguous();
 };
 
 class TensorBridge {
  public:
-  /// `exchange_api`: the capsule, or None. `byte_types`: the torch dtypes that DLPack's 8-bit integers stand for (it
-  /// does not tell torch.uint4 from torch.uint8). `parameter_type`: torch's class of parameters, or None. Throws
+  /// `exchange_api`: the capsule, or None. `byte_types`: the torch dtypes that DLPack describes as 8-bit integers (it
+  /// does not distinguish torch.uint4 from torch.uint8). `parameter_type`: torch's Parameter class, or None. Throws
   /// nb::python_error.
   TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
                nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut, nb::object is_watched);
@@ -60,14 +60,14 @@ class TensorBridge {
   }
   bool is_native() const { return api_ != nullptr; }
 
-  /// Fills `spec` and `segment` (no owner if the tensor has no elements). Reads no element.
+  /// Fills `spec` and `segment` (without owner if the tensor has no elements). Reads no element.
   Outcome describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
 
-  /// A new tensor over `memory`, which `spec` must fit in (none for a tensor without elements); nullptr with a Python
-  /// error set.
+  /// Makes a tensor over `memory`, into which `spec` must fit (no memory for a tensor without elements). Returns
+  /// nullptr with a Python error set on failure.
   PyObject* rebuild(const TensorSpec& spec, SegmentMemory memory) const;
 
-  /// Whether the tensor has a graph behind it, here or where it came from; -1 with a Python error set.
+  /// Returns whether the tensor has a graph, at this worker or at its sender; -1 with a Python error set.
   int has_graph(PyObject* tensor) const;
 
   int traverse(visitproc visit, void* arg) const;

@@ -1,5 +1,5 @@
-// Bytes written front to back: on the stack while they are few, in a Python bytes object when they become many, so that
-// a long body is copied once. Needs the GIL.
+// Writer of bytes: on the stack while they are few, then in a Python bytes object, so that a long body is copied once.
+// Needs the GIL.
 #pragma once
 
 #include <Python.h>
@@ -11,7 +11,7 @@
 
 namespace telegrad::codec {
 
-static_assert(std::endian::native == std::endian::little, "the codec writes numbers as they lie in memory");
+static_assert(std::endian::native == std::endian::little, "the codec writes numbers in the byte order of memory");
 
 class Writer {
  public:
@@ -50,7 +50,7 @@ class Writer {
     raw(&v, sizeof v);
   }
 
-  /// `fix` holds counts below `limit` inside the tag; `tag` is followed by the count.
+  /// Writes a tag with a count: `fix` contains counts below `limit`; `tag` is followed by the count.
   void counted(std::uint8_t fix, std::uint64_t limit, std::uint8_t tag, std::uint64_t n) {
     if (n < limit) {
       byte(static_cast<std::uint8_t>(fix + n));
@@ -60,7 +60,7 @@ class Writer {
     }
   }
 
-  /// What was written, as bytes (a new reference); nullptr with MemoryError set. The writer is empty afterwards.
+  /// Returns the bytes (a new reference); nullptr with MemoryError set. The writer is empty afterwards.
   PyObject* take() {
     const auto n = static_cast<Py_ssize_t>(size_);
     if (!spilled_) {
@@ -77,7 +77,7 @@ class Writer {
   }
 
  private:
-  // Throws std::bad_alloc: the one failure that is not worth a branch at every byte.
+  // Throws std::bad_alloc, because a check per byte would be too slow for this one error.
   void grow(std::size_t n) {
     if (n > PY_SSIZE_T_MAX / 2 - capacity_) throw std::bad_alloc();
     const std::size_t wanted = (capacity_ + n) * 2;

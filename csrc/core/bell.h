@@ -1,4 +1,4 @@
-// A thread's private wake-up: rung by others, waited for by its owner. A ring before the wait is not lost.
+// Wake-up of one thread: other threads notify it, and its owner waits. A notification before the wait is not lost.
 #pragma once
 
 #include <linux/futex.h>
@@ -16,7 +16,7 @@ namespace telegrad {
 
 class Bell {
  public:
-  /// Any thread.
+  /// Notifies the owner. Never blocks. Any thread.
   void ring() {
     if (state_.exchange(kRung, std::memory_order_acq_rel) == kAsleep) {
       syscall(SYS_futex, &state_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
@@ -25,10 +25,10 @@ class Bell {
 
   bool rung() const { return state_.load(std::memory_order_acquire) == kRung; }
 
-  /// Owner only: forget earlier rings.
+  /// Discards earlier notifications. Owner only.
   void reset() { state_.store(kQuiet, std::memory_order_release); }
 
-  /// Owner only: sleeps until rung, until `deadline`, or until a signal arrives.
+  /// Sleeps until notified, until `deadline`, or until a signal arrives. Owner only.
   void wait(Nanos deadline) {
     std::uint32_t quiet = kQuiet;
     if (!state_.compare_exchange_strong(quiet, kAsleep, std::memory_order_acq_rel)) return;

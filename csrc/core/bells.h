@@ -10,13 +10,13 @@
 
 namespace telegrad {
 
-/// An eventfd: readable until drained.
+/// Makes an eventfd readable until it is drained. Never blocks.
 inline void ring(int eventfd) {
   const std::uint64_t one = 1;
   [[maybe_unused]] auto n = ::write(eventfd, &one, sizeof one);
 }
 
-/// A timerfd: readable from `at` (monotonic) until drained.
+/// Makes a timerfd readable from `at` (monotonic) until it is drained. Never blocks.
 inline void ring_at(int timerfd, Nanos at) {
   const itimerspec spec{.it_interval = {}, .it_value = {.tv_sec = at / kSecond, .tv_nsec = at % kSecond}};
   timerfd_settime(timerfd, TFD_TIMER_ABSTIME, &spec, nullptr);

@@ -1,4 +1,4 @@
-// The calls this worker waits for: a slab of slots, found by call id in constant time.
+// The pending calls of a worker: a slab of slots, found by call id in constant time.
 #pragma once
 
 #include <cstdint>
@@ -16,25 +16,25 @@ enum class CallStatus : std::uint8_t {
   kPending,
   kReplied,
   kTimedOut,
-  kPeerLost,     // the peer died, left, or broke the link
-  kUnreachable,  // no link could be made
+  kPeerLost,     // the peer died, left, or broke the connection
+  kUnreachable,  // no connection could be made
   kStopped,      // this worker was stopped
-  kTooLarge,     // the request is over the peer's limits, and has not been sent
+  kTooLarge,     // the request is over the peer's limits and was not sent
 };
 
-/// What became of a call.
+/// How a call ended.
 struct Outcome {
   CallStatus status = CallStatus::kPending;
-  Incoming reply;  // when kReplied
+  Incoming reply;  // if kReplied
   std::int32_t peer = -1;
-  std::string why;  // otherwise
+  std::string why;  // the reason, for any other status
 };
 
-/// A thread that waits for something, on its own stack.
+/// A waiting thread; lives on its stack.
 struct Waiter {
   Bell bell;
   bool asleep = false;    // in the engine's list of sleeping waiters
-  bool promoted = false;  // it has been handed the polling role
+  bool promoted = false;  // it has been made the leader
 };
 
 struct Collector;
@@ -43,23 +43,23 @@ struct Call {
   std::uint32_t generation = 1;
   CallStatus status = CallStatus::kPending;
   bool used = false;
-  bool collected = false;  // async: its outcome goes to the pool
-  bool counted = false;    // and somebody may be waiting for it
-  bool aside = false;      // its reply may lie for a while, and any caller may take it
-  bool must_send = false;  // its request is sent even if it is over by then
-  bool patient = false;    // and waits for a link however long that takes
+  bool collected = false;  // asynchronous: its completion goes to the pool
+  bool counted = false;    // asynchronous, and a thread may be waiting for it
+  bool aside = false;      // its reply may be deferred, and any caller may take it
+  bool must_send = false;  // its request is sent even if the call has ended
+  bool patient = false;    // its request waits for a connection without limit
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
   Waiter* waiter = nullptr;
-  Collector* collector = nullptr;  // has the outcome in place of the pool
+  Collector* collector = nullptr;  // gets the completion instead of the pool
   Outcome outcome;
-  std::unique_ptr<Keep> cookie;  // async: handed back with the outcome
-  std::unique_ptr<Keep> linger;  // kept until the reply is here, even a late one, or the peer is lost
+  std::unique_ptr<Keep> cookie;  // asynchronous: returned with the completion
+  std::unique_ptr<Keep> linger;  // kept until the reply has arrived, even a late one, or the peer is lost
   std::multimap<Nanos, std::uint64_t>::iterator deadline;
   bool has_deadline = false;
 };
 
-/// Not thread-safe; the engine's mutex guards it. A Call's address is stable.
+/// Slots of pending calls. Not thread-safe: the engine's mutex guards it. The address of a Call is stable.
 class CallTable {
  public:
   std::uint64_t open(std::int32_t peer);
@@ -69,14 +69,14 @@ class CallTable {
     Call& call = at(index);
     return call.used && call.generation == id >> 32 ? &call : nullptr;
   }
-  /// Forgets the call; its id is never valid again. The caller has taken what it kept.
+  /// Removes the call and invalidates its id. The caller has taken its `cookie` and `linger`.
   void close(std::uint64_t id);
 
   void set_deadline(std::uint64_t id, Nanos deadline);
   void clear_deadline(Call& call);
-  /// The earliest deadline, or kNever.
+  /// Returns the earliest deadline, or kNever.
   Nanos next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
-  /// Takes one call whose deadline has passed; 0 if there is none.
+  /// Removes the deadline of one expired call and returns its id; 0 if there is none.
   std::uint64_t pop_expired(Nanos at);
 
   std::size_t size() const { return used_; }
@@ -94,13 +94,13 @@ class CallTable {
   }
 
  private:
-  static constexpr std::uint64_t kTogether = 64;  // slots of a piece of the slab
+  static constexpr std::uint64_t kTogether = 64;  // slots per allocation
 
   Call& at(std::uint64_t index) const { return pieces_[index / kTogether][index % kTogether]; }
   std::uint64_t id_of(std::uint32_t index) const { return (std::uint64_t{at(index).generation} << 32) | (index + 1); }
 
   std::vector<std::unique_ptr<Call[]>> pieces_;
-  std::uint32_t size_ = 0;  // slots that have been used at some time
+  std::uint32_t size_ = 0;  // slots used so far
   std::vector<std::uint32_t> free_;
   std::multimap<Nanos, std::uint64_t> deadlines_;
   std::size_t used_ = 0;

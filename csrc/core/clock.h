@@ -1,4 +1,4 @@
-// The one clock of the core: monotonic nanoseconds.
+// The clock of the core: monotonic nanoseconds.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ inline Nanos now() {
   return Nanos{t.tv_sec} * kSecond + t.tv_nsec;
 }
 
-/// `from + span`, where a span of 0 means "no limit".
+/// Returns `from + span`, where a span of 0 means "no limit".
 inline Nanos deadline_after(Nanos from, Nanos span) { return span <= 0 || span > kNever - from ? kNever : from + span; }
 
 }  // namespace telegrad

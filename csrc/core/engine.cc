@@ -1,4 +1,4 @@
-// The engine's life: construction, stopping, fork, statistics.
+// Construction, stop, fork and statistics of the engine.
 #include "core/engine.h"
 
 #include <pthread.h>
@@ -24,11 +24,11 @@ Descriptor check(int fd, const char* what) {
 void add(const Descriptor& epoll, int fd, std::uint64_t token, std::uint32_t events) {
   epoll_event event{.events = events, .data = {.u64 = token}};
   if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-    throw std::system_error(errno, std::generic_category(), "cannot poll a descriptor");
+    throw std::system_error(errno, std::generic_category(), "cannot add a descriptor to epoll");
   }
 }
 
-/// How many this process may use.
+/// Returns how many processors this process may use.
 int processors() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
@@ -40,12 +40,12 @@ Engine::Engine(Settings settings)
     : settings_(std::move(settings)),
       pool_(Pool::make(settings_.pool_cache)),
       commons_(std::make_shared<Commons>(settings_.credo.limits.lent)),
-      inner_(check(epoll_create1(EPOLL_CLOEXEC), "cannot make an epoll")),
-      outer_(check(epoll_create1(EPOLL_CLOEXEC), "cannot make an epoll")),
-      kick_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot make an eventfd")),
-      park_bell_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot make an eventfd")),
-      timer_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC), "cannot make a timer")),
-      nudge_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "cannot make a timer")),
+      inner_(check(epoll_create1(EPOLL_CLOEXEC), "cannot create an epoll descriptor")),
+      outer_(check(epoll_create1(EPOLL_CLOEXEC), "cannot create an epoll descriptor")),
+      kick_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot create an eventfd")),
+      park_bell_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot create an eventfd")),
+      timer_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC), "cannot create a timerfd")),
+      nudge_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "cannot create a timerfd")),
       spinning_(std::max(processors() / 2, 1)),
       caller_spin_(settings_.spin) {
   add(inner_, kick_.get(), kKickToken, EPOLLIN);
@@ -67,7 +67,7 @@ Engine::~Engine() {
     arm_timer(1);
   }
   if (timekeeper_.joinable()) timekeeper_.join();  // a forked child has none
-  pool_->retire();                                 // whoever still holds received memory must not keep the rest of it
+  pool_->retire();                                 // holders of received memory must not keep the cache alive
 }
 
 void Engine::stop(Nanos linger) {
@@ -82,7 +82,7 @@ void Engine::stop(Nanos linger) {
     return std::none_of(peers_.begin(), peers_.end(),
                         [](const auto& p) { return p.second.connecting && !p.second.waiting.empty(); });
   };
-  wait_for(For::kProgress, w, nothing_waits, deadline, {});  // what has been sent must find its link
+  wait_for(For::kProgress, w, nothing_waits, deadline, {});  // messages already accepted must get a connection
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -144,28 +144,30 @@ void Engine::after_fork_in_parent() {
   mutex_.unlock();
 }
 
-/// The child's engine is one that has been stopped: it has no threads, and its links are the parent's. What other
-/// threads of the parent had in their hands is left alone, for it may be half done: links and their locks, threads and
-/// their stacks.
+/// Leaves the child with a stopped engine: it has no threads, and its links belong to the parent. Objects that other
+/// threads of the parent were using may be in an inconsistent state and are never destroyed: links and their locks,
+/// threads and their stacks.
 void Engine::after_fork_in_child() {
   for (auto& [token, c] : connections_) {
     for (const int fd : c->link->descriptors()) ::close(fd);
   }
   for (auto& [token, l] : listeners_) ::close(l->fd());
+  for (const int fd : arriving_ ? arriving_->descriptors() : std::vector<int>()) ::close(fd);
   users_.close();
   for (Descriptor* d : {&inner_, &outer_, &kick_, &park_bell_, &timer_, &nudge_}) ::close(d->release());
   struct Abandoned {  // never destroyed
     decltype(connections_) connections;
     decltype(listeners_) listeners;
+    decltype(arriving_) arriving;
     decltype(peers_) peers;
     decltype(gathering_) gathering;
     decltype(awake_) awake;
     ConnectionPtr hot;
     std::thread timekeeper;
   };
-  new Abandoned{std::move(connections_), std::move(listeners_), std::move(peers_),     std::move(gathering_),
-                std::move(awake_),       std::move(hot_),       std::move(timekeeper_)};
-  gathering_.clear();  // what links hold leaves in the parent
+  new Abandoned{std::move(connections_), std::move(listeners_), std::move(arriving_), std::move(peers_),
+                std::move(gathering_),   std::move(awake_),     std::move(hot_),      std::move(timekeeper_)};
+  gathering_.clear();  // the parent sends the messages that links hold
   gathering_since_ = kNever;
   connections_.clear();
   listeners_.clear();

@@ -1,29 +1,29 @@
-// The engine: everything native that one worker owns.
+// The engine: all native state of one worker.
 //
-// It moves messages between this worker and its peers, matches replies to calls, keeps deadlines, and decides which
-// thread does what. It has one thread of its own, which only keeps time; all I/O is done by the threads that wait.
+// It moves messages between this worker and its peers, matches replies to calls, keeps deadlines, and schedules the
+// threads of the worker. It has one thread of its own, the timer thread. Waiting threads do all I/O.
 //
-// The polling role. At most one thread at a time reads from the links: it "holds the role". A thread that waits for a
-// reply takes the role if it is free, so the reply reaches it without a thread hop; otherwise it sleeps on its bell.
-// The threads of the pool (threads inside `next`) take it when nobody else has it, spin for a moment, and then park:
-// one of them sleeps in the kernel on `outer_`, which contains `inner_`, which contains every link. A caller that takes
-// the role from a parked thread takes `inner_` out of `outer_`, so that data for the caller does not wake the
-// parked thread; the timekeeper puts it back if nobody has polled for kGrace ("watching"). From a thread of the pool
-// that spins a caller takes it between two looks (core/gate.h): it must not sleep while another thread looks out for
-// it.
+// Leader. At most one thread at a time reads from the links: the leader. A thread that waits for a reply becomes the
+// leader if there is none, so that the reply reaches it without a thread switch; otherwise it sleeps on its parker.
+// Threads of the pool (inside `next`) become the leader if no caller is. They spin for a moment and then park: one of
+// them sleeps in epoll on `outer_`, which contains `inner_`, which contains every link. A caller that replaces a parked
+// leader disables `inner_` in `outer_`, so that data for the caller does not wake the parked thread. The timer thread
+// enables it again ("watching") if no thread has polled for kGrace. A caller replaces a spinning leader between two of
+// its polls (core/gate.h), because the caller must not sleep while another thread polls on its behalf.
 //
-// A thread that waits inside user code never runs a request: it queues what it reads and wakes a pool thread. A pool
-// thread that reads a request runs it. When it comes back within kGrace nobody else was woken in vain.
+// A thread that waits inside user code never runs a request: it queues the requests that it reads and wakes a thread of
+// the pool. A thread of the pool runs the request that it reads. If it returns within kGrace, no other thread is woken.
 //
-// Links through memory that have lately had something stay awake: the holder of the role looks into them by itself, and
-// their peers need not wake it. Whoever sleeps, or lets the parked thread watch, puts them to sleep first.
+// Busy polling. The leader reads memory-mapped links that were active lately without a system call, and their peers
+// need not wake it. Before the leader sleeps, or the parked thread watches, the wake-up of these links is enabled
+// again.
 //
-// Bursts. Small messages that follow each other at once are held by the link and leave together (`gather`); who waits,
-// who polls and the timekeeper see to it that none stays behind.
+// Coalescing. The link keeps small messages that follow each other at once and sends them together (`gather`). Waiting
+// threads, the leader and the timer thread flush them, so none stays in a buffer.
 //
-// Locks: mutex_ guards the scheduler, calls, peers and queues; each connection's send_mutex guards its sending. Neither
-// is held while anything blocks, nor while memory of the layer above is freed, and no lock of the layer above (the GIL)
-// is taken under them. send_mutex may be taken first, then mutex_; never the other way round.
+// Locks. mutex_ guards the scheduler, calls, peers and queues; the send_mutex of a connection guards its sending. No
+// thread blocks, frees memory of the layer above, or takes a lock of the layer above (the GIL) while it holds one of
+// them. send_mutex may be taken before mutex_, never after it.
 #pragma once
 
 #include <array>
@@ -53,31 +53,31 @@
 
 namespace telegrad {
 
-/// How long links may go unread, or work unstarted, before another thread is woken for it.
+/// Longest time that links may go unread, or work unstarted, before another thread is woken.
 inline constexpr Nanos kGrace = 500 * kMicrosecond;
-/// The same for links, after handlers that all came back sooner.
+/// The same if the last handlers returned before that time ended.
 inline constexpr Nanos kMostGrace = 4 * kGrace;
-/// How much later than who polls the timekeeper looks at the clock: a thread that wakes up beside two that spin takes a
-/// core from one of them.
+/// Delay of the timer thread after the leader's own check of the clock. A thread that wakes while two others spin takes
+/// a core from one of them.
 inline constexpr Nanos kTimerSlack = 200 * kMicrosecond;
-/// Memory kept warm for longer than this is given back.
+/// Cached memory that was not used for this time is released.
 inline constexpr Nanos kTrim = 10 * kSecond;
-/// How long a message of a burst may wait for others to leave with.
+/// Longest time that a coalesced message is kept back.
 inline constexpr Nanos kGather = 50 * kMicrosecond;
-/// The same for finished calls that wait while a thread is at others.
+/// Longest time that completions stay queued while a thread runs others.
 inline constexpr Nanos kOutcomeGrace = 20 * kMillisecond;
-/// How long replies that may be taken aside may lie.
+/// Longest time that deferred completions stay queued.
 inline constexpr Nanos kLazyGrace = 4 * kGrace;
 
 struct Settings {
   Credo credo;
-  Nanos spin = 50 * kMicrosecond;  // how long a waiting thread looks before it sleeps
-  std::size_t handlers = 16;       // requests from outside handlers that run at the same time
-  std::int64_t window = 64 << 20;  // request bytes a peer may have waiting here
+  Nanos spin = 50 * kMicrosecond;  // how long a waiting thread polls before it sleeps
+  std::size_t handlers = 16;       // top-level requests that run at the same time
+  std::int64_t window = 64 << 20;  // request bytes that a peer may have waiting at this worker
   std::size_t pool_cache = std::size_t{1} << 30;
   Nanos handshake_timeout = 10 * kSecond;
-  Nanos connect_timeout = 30 * kSecond;  // how long a call may wait for a link; 0: for ever
-  bool check_uid = true;                 // refuse same-host peers of another user
+  Nanos connect_timeout = 30 * kSecond;  // how long a call may wait for a connection; 0: without limit
+  bool check_uid = true;                 // reject peers on this host that run as another user
 };
 
 struct PeerAddress {
@@ -85,7 +85,7 @@ struct PeerAddress {
   std::vector<std::string> addresses;  // in the order to try them
 };
 
-/// A thread of the pool, from its first `next` to its last.
+/// A thread of the pool, from its first call of `next` to its last.
 struct PoolThread {
   ~PoolThread();
 
@@ -94,10 +94,10 @@ struct PoolThread {
   bool known = false;
   bool top_level = false;  // runs a request that counts against Settings::handlers
   bool running = false;
-  ItemKind kind{};     // of what it runs
-  bool tells = false;  // it runs news of a peer
+  ItemKind kind{};     // kind of the work item that it runs
+  bool tells = false;  // it runs a peer event
   Spin spin{0};
-  const void* engine = nullptr;  // whose pool it belongs to
+  const void* engine = nullptr;  // the engine of its pool
 };
 
 struct EngineStats {
@@ -105,32 +105,33 @@ struct EngineStats {
               connections = 0, lanes = 0;
   std::uint64_t requests = 0, replies = 0, sent_messages = 0, received_messages = 0;
   PoolStats memory;
-  std::size_t common_pieces = 0;  // in common memory, that a message or a receiver has
+  std::size_t common_pieces = 0;  // multicast buffers in use by a message or a receiver
 };
 
 inline constexpr const char* kForked = "this process is a fork of its worker's, which cannot use its calls";
 
-/// Memory that a link has lent for a message's segment.
+/// Leased memory for a segment of a message.
 struct Loan {
-  std::uint64_t connection;  // over which it may go
-  std::uint64_t lease;       // what OutSegment::lease is to say then
+  std::uint64_t connection;  // the only connection that can pass the memory on without a copy
+  std::uint64_t lease;       // value for OutSegment::lease
   BlockPtr memory;           // see `Link::lend`
 };
 
 enum class WaitEnd : std::uint8_t { kDone, kDeadline, kInterrupted, kStopped };
 
-/// What `start` is told about a call.
+/// Options of `Engine::start`.
 struct CallOptions {
   Nanos deadline = kNever;
   bool nested = false;  // made inside a handler: exempt from the window, and always finds a thread
-  bool lazy = false;    // nobody waits for its outcome: the links may go unread for it for kMostGrace, and if it must
-                        // be sent it waits for a link without end
-  bool aside = false;   // and its reply may lie for kLazyGrace; it runs no user code, so `take_lazy` may have it
-  bool never_wait = false;  // wait neither for the window nor for segments to leave: what does not leave is copied
-  std::function<bool()> interrupted;      // asked now and then while `start` waits: should it stop waiting?
+  bool lazy = false;    // no thread waits for the completion: links may go unread for it for kMostGrace, and a request
+                        // that must be sent waits for a connection without limit
+  bool aside = false;   // lazy, and the completion runs no user code: it may stay queued for kLazyGrace, and
+                        // `take_lazy` may return it
+  bool never_wait = false;                // wait neither for the window nor for the socket: unsent bytes are copied
+  std::function<bool()> interrupted;      // polled while `start` waits; true ends the wait
   std::function<void()> before_blocking;  // called before `start` waits for another thread that sends to the same peer
-  std::unique_ptr<Keep> cookie;           // given: the outcome goes to the pool unless somebody waits for it
-  std::unique_ptr<Keep> linger;
+  std::unique_ptr<Keep> cookie;           // if set, the completion goes to the pool unless a thread waits for it
+  std::unique_ptr<Keep> linger;           // kept until the reply has arrived, even a late one, or the peer is lost
 };
 
 class Engine {
@@ -142,93 +143,94 @@ class Engine {
 
   // ---- peers (engine_peers.cc). Any thread, never blocks.
 
-  /// Listens; returns the address for peers. Throws std::system_error.
+  /// Opens a listener and returns the address for peers. Throws std::system_error.
   std::string listen(const std::string& address);
   void set_peer(PeerAddress peer);
-  /// Closes the links to it; its calls fail as kPeerLost.
+  /// Closes all connections to the peer. Its calls fail with kPeerLost, and a peer event is queued.
   void forget_peer(std::int32_t id, const std::string& why);
-  /// The same with a goodbye, and without an event: whoever calls this knows. Another worker may have the id then.
+  /// Closes all connections to the peer after a goodbye. Its calls fail with kPeerLost; no peer event is queued. The id
+  /// may be given to another worker afterwards.
   void part_from(std::int32_t id, const std::string& why);
 
   // ---- calls (engine_calls.cc). Any thread.
 
-  /// Opens a call and sends its request. May wait (no longer than the deadline) for the peer's window, and for the
-  /// request's segments to leave their memory. Never fails: what goes wrong is the call's outcome. A request that has
-  /// left by then is still the caller's, to give up what it keeps.
+  /// Opens a call and sends its request. May block, at most until the deadline, for the peer's window and until the
+  /// request's segments have been sent. Never fails: an error becomes the completion of the call. If the request has
+  /// been sent on return, `request` still holds it, and the caller releases its memory.
   std::uint64_t start(std::int32_t peer, std::unique_ptr<Outgoing>&& request, CallOptions options);
-  /// Would a request of this size pass the peer's window without waiting?
+  /// Returns whether the peer's window admits a request of this size now. Never blocks.
   bool may_send_now(std::int32_t peer, std::uint64_t payload) const;
-  /// Waits for the outcome of a call. kDone: taken, the call is over. kStopped: there is no such call any more (its
-  /// outcome went to the pool). After kDeadline the call goes on until `give_up`. So it does after kInterrupted; if it
-  /// has ended meanwhile, its outcome waits for the next `wait` or `give_up`.
+  /// Waits for the completion of a call. kDone: `out` holds the completion and the call is closed. kStopped: the call
+  /// does not exist, because its completion went to the pool. kDeadline and kInterrupted leave the call open until
+  /// `give_up`; if it completes meanwhile, the next `wait` or `give_up` finds the completion.
   WaitEnd wait(std::uint64_t call, Nanos deadline, const std::function<bool()>& interrupted, Outcome& out);
-  /// The caller stops waiting; a late reply is dropped.
+  /// Abandons a call. Its late reply is dropped. Never blocks.
   void give_up(std::uint64_t call);
-  /// From now on what becomes of `c.calls` is brought to `c`, not to the pool; but what the pool or a thread that
-  /// waited has in hand, it goes on with: see `c.elsewhere`. False: somebody else waits for one of them, and nothing
-  /// has changed.
+  /// Adds the calls of `c` to a wait set: their completions go to `c` instead of the pool. Calls with a completion
+  /// that the pool or a waiting thread has taken are listed in `c.elsewhere`. Returns false, without any change, if
+  /// another thread waits for one of the calls. Never blocks.
   bool collect(Collector& c);
-  /// Waits until something has come, which it adds to `out`, or nothing is left to come, or `tell_collectors` is
-  /// called. kStopped: nothing will come.
+  /// Waits until a completion of the set has arrived and appends it to `out`, until none is left, or until
+  /// `tell_collectors` is called. kStopped: no completion will arrive any more.
   WaitEnd wait(Collector& c, const std::function<bool()>& interrupted, std::deque<Item>& out);
-  /// Somebody is done with what was in its hands when one who collects began.
+  /// Wakes all wait sets, because the pool or a waiting thread has processed a completion. Never blocks.
   void tell_collectors();
-  /// The pool has the rest, and `left`, of what `wait` has brought. All of that is in `left` afterwards if the engine
-  /// has been stopped and nobody is in the pool any more.
+  /// Dissolves a wait set: the pool gets the remaining completions and those in `left`. If the engine has stopped and
+  /// the pool has no threads, `left` returns all of them. Never blocks.
   void stop_collecting(Collector& c, std::deque<Item>& left);
-  /// Takes back an outcome that has been put down for the pool; false if the pool has it, or will. After `stop`, when
-  /// there may be nobody left in the pool.
+  /// Removes a completion that is queued for the pool; false if the pool has taken it or will. For use after `stop`,
+  /// when the pool may have no threads. Never blocks.
   bool withdraw(std::uint64_t call);
-  /// Takes the outcome of a lazy call, if one is there: callers that pass by spare the pool the work. Never blocks.
+  /// Takes a deferred completion if one is queued, which saves the pool the work. Never blocks.
   bool take_lazy(Item& out);
-  /// Is one there? A hint.
+  /// Returns whether a deferred completion may be queued. A hint, read without the lock.
   bool has_lazy() const { return has_lazy_.load(std::memory_order_relaxed); }
-  /// Sends a reply on the connection of the request; dropped when that is gone. A thread of the pool waits until it has
-  /// left its memory, as long as the peer reads; other threads, and whoever says that it may not wait, never do. What
-  /// has not left by then is copied. A reply that has left is still the caller's.
+  /// Sends a reply on the connection of its request; drops the reply if the connection has closed. If `may_wait` is
+  /// set, a thread of the pool blocks until the reply is sent, as long as the peer reads. Other threads never block,
+  /// and unsent bytes are copied. If the reply has been sent on return, `reply` still holds it.
   void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, bool may_wait,
              const std::function<void()>& before_blocking = {});
-  /// What the body of a reply on a connection may be at most.
+  /// Returns the size limit for the body of a reply on a connection. Never blocks.
   std::uint64_t largest_body(std::uint64_t connection) const;
-  /// Sends a message that is never answered; copies what does not leave at once, and never waits. False when the peer
-  /// is known to be unreachable.
+  /// Sends a one-way message. Never blocks: unsent bytes are copied. Returns false if the peer is known to be
+  /// unreachable.
   bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);
 
   // ---- memory (engine_memory.cc). Any thread, never blocks.
 
-  /// Memory of `size` bytes for what is to go to a peer: over a connection if that is the peer's (which may be -1, for
-  /// whoever it is), else over the link that requests go over. Nothing if that has none to lend.
+  /// Leases `size` bytes for a message to a peer: from the given connection if that is the peer's (-1: any peer), else
+  /// from the connection that requests use. Returns nothing if the link leases no memory.
   std::optional<Loan> lend(std::int32_t peer, std::uint64_t connection, std::size_t size);
-  /// Memory of `size` bytes for what goes to all of these peers (OutSegment::common), of which those on this host are
-  /// told that it will come; null if there is none.
+  /// Allocates `size` bytes for a message to all of these peers (OutSegment::common), and announces the buffer to those
+  /// on this host. Returns null if there is none.
   std::shared_ptr<Common> share(std::span<const std::int32_t> peers, std::size_t size);
 
   // ---- the pool (engine_wait.cc)
 
-  /// The next thing to do; blocks. False when the engine stops.
+  /// Waits for the next work item. Returns false when the engine stops. Blocks; a thread of the pool only.
   bool next(PoolThread& self, Item& out);
-  /// The same if there is something at once; else false, and nothing has changed. Never blocks.
+  /// Returns the next work item if one is queued; otherwise returns false and changes nothing. Never blocks.
   bool try_next(PoolThread& self, Item& out);
 
-  /// The thread that an item asked for with `spawn` could not be started; a later item asks again.
+  /// Reports that the thread which an item requested with `spawn` could not be started. A later item requests it again.
   void not_spawned();
 
-  /// Asks for one kNudge event in the pool after `delay`, however often it is called until then. Takes no lock and
-  /// never waits, so a finalizer may call it at any point.
+  /// Requests one kNudge event in the pool after `delay`; calls until then are merged. Takes no lock and never blocks,
+  /// so a finalizer may call it at any time.
   void nudge(Nanos delay);
 
   // ---- life
 
-  /// Says goodbye, gives queued bytes `linger` to leave, fails every call, sends pool threads home. Blocks at most
-  /// `linger`. Safe to call twice.
+  /// Sends a goodbye to all peers, waits up to `linger` for queued bytes to be sent, fails every call, and ends the
+  /// threads of the pool. Blocks for at most `linger`. May be called more than once.
   void stop(Nanos linger);
   bool stopping() const { return stopping_.load(std::memory_order_acquire); }
   EngineStats stats() const;
   const std::shared_ptr<Pool>& pool() const { return pool_; }
   std::int32_t id() const { return settings_.credo.me.id; }
 
-  /// Around fork(), called by forks.cc: holds the locks, and in the child closes every descriptor without a word. From
-  /// then on the child's engine is a stopped one.
+  /// Hooks of fork(), called by forks.cc. They hold the locks. The child closes every descriptor without sending
+  /// anything, and its engine is stopped.
   void before_fork();
   void after_fork_in_parent();
   void after_fork_in_child();
@@ -239,19 +241,19 @@ class Engine {
     std::vector<std::string> addresses;
     std::size_t next_address = 0;
     bool connecting = false;
-    bool slow = false;      // an address tried in this round may lead to it yet
-    Nanos retry_after = 0;  // the pause before the next round
+    bool slow = false;      // an address tried in this round may still succeed
+    Nanos retry_after = 0;  // pause before the next round
     Nanos retry_at = kNever;
     bool forgotten = false;
     bool was_lost = false;
     std::string last_error;
-    ConnectionPtr link;  // where requests go
+    ConnectionPtr link;  // carries the requests
     struct Waiting {
       std::unique_ptr<Outgoing> message;
-      Nanos until;  // how long its call waits. What its protocol relies on is kept all the same, until the peer is
-                    // reached or known to be dead
+      Nanos until;  // when its call stops waiting. Messages that the reference protocol counts on stay queued longer,
+                    // until the peer is connected or known to be dead
     };
-    std::deque<Waiting> waiting;  // until there is one
+    std::deque<Waiting> waiting;  // messages that wait for a connection
   };
   using Kept = std::vector<std::unique_ptr<Keep>>;
   using Lock = std::unique_lock<std::mutex>;
@@ -259,7 +261,8 @@ class Engine {
   // engine_doors.cc
   void accept_from(Listener& listener);
   ConnectionPtr displaced_by(const std::string& source, std::size_t places) const;
-  std::optional<std::string> objection(const Link& link);
+  PeerUser user_of(const Link& link);
+  static std::optional<std::string> objection(const PeerUser& user);
   void log_refusal(const Link& link, const std::string& source, const std::string& why, bool displaced = false);
 
   // engine_peers.cc
@@ -283,14 +286,14 @@ class Engine {
 
   // engine_send.cc
   enum class Sent { kGone, kQueued, kBroken };
-  struct Passage {     // how a message goes, and where it has got to
-    bool own = false;  // what does not leave at once is copied; else `departure` is made for what waits for a link
-    bool may_gather = false;  // it is one of a burst perhaps, and may leave with others
+  struct Passage {            // state of one message on its way to a link
+    bool own = false;         // copy unsent bytes; else a message that waits for a connection gets a `departure`
+    bool may_gather = false;  // it may be part of a burst, and may be coalesced
     const std::function<void()>* before_blocking = nullptr;
     ConnectionPtr via;
     std::uint64_t ticket = 0;
     std::shared_ptr<Departure> departure;
-    std::unique_ptr<Keep> spent;  // what kept memory that has been copied
+    std::unique_ptr<Keep> spent;  // owner of memory that has been copied
   };
   Sent transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p);
   Sent transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m);
@@ -370,18 +373,19 @@ class Engine {
 
   // Descriptors.
   static constexpr std::uint64_t kKickToken = 1, kInnerToken = 2, kParkToken = 3, kNudgeToken = 4, kFirstToken = 16;
-  static constexpr std::uint64_t kLanes = std::uint64_t{1} << 63;  // with a link's token: its `lanes_fd`
+  static constexpr std::uint64_t kLanes = std::uint64_t{1} << 63;  // or-ed to a link's token: its `lanes_fd`
   Descriptor inner_, outer_, kick_, park_bell_, timer_, nudge_;
   std::atomic<bool> nudged_ = false;
   std::uint64_t next_token_ = kFirstToken;  // links and listeners
   std::unordered_map<std::uint64_t, ConnectionPtr> connections_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Listener>> listeners_;
-  std::vector<ConnectionPtr> widened_;  // links that have got a lane, to be looked at; the polling thread's
-  UserLookup users_;                    // the polling thread's
-  Nanos refusals_since_ = 0;            // strangers that were refused, and how many of them have been logged
+  std::vector<ConnectionPtr> widened_;  // links with a new lane, not polled yet; leader only
+  UserLookup users_;                    // leader only
+  std::unique_ptr<Link> arriving_;      // accepted; the user of its peer is being looked up
+  Nanos refusals_since_ = 0;            // start of the interval in which `refusals_` rejected connections were logged
   std::size_t refusals_ = 0;
-  Nanos crowd_told_at_ = -3600 * kSecond;  // when a line was last about those that others have displaced
-  Nanos handshakes_at_ = kNever;           // when a handshake or a retry is due
+  Nanos crowd_told_at_ = -3600 * kSecond;  // when displaced connections were last logged
+  Nanos handshakes_at_ = kNever;           // when a handshake expires or a reconnect is due
 
   std::map<std::int32_t, Peer> peers_;
   CallTable calls_;
@@ -391,46 +395,46 @@ class Engine {
     std::unique_ptr<Keep> keep;
   };
   std::unordered_map<std::uint64_t, Lingering> lingering_;  // by id of a call that ended without its reply
-  std::vector<ConnectionPtr> gathering_;                    // whose links hold messages
-  std::atomic<Nanos> gathering_since_ = kNever;             // the first of them
+  std::vector<ConnectionPtr> gathering_;                    // connections with coalesced messages
+  std::atomic<Nanos> gathering_since_ = kNever;             // when the first of these was coalesced
 
   // Work for the pool.
-  std::deque<Item> urgent_;  // outcomes, one-way messages, events
-  std::deque<Item> lazy_;    // replies to lazy calls: taken when there is nothing else, or after a while with `urgent_`
-  std::atomic<bool> has_lazy_ = false;  // is there one? A hint, for who has not the mutex
-  bool telling_ = false;                // news of a peer are in there, or under way:
-  std::deque<Item> news_;  // further ones wait, so that the loss of a peer is over before its return begins
+  std::deque<Item> urgent_;             // completions, one-way messages, events
+  std::deque<Item> lazy_;               // deferred completions: run when no other work is queued, or after a while
+  std::atomic<bool> has_lazy_ = false;  // hint, read without the mutex
+  bool telling_ = false;                // a peer event is in `urgent_` or running
+  std::deque<Item> news_;               // later peer events, so that the loss of a peer is handled before its return
   std::deque<Item> nested_;
   std::deque<Item> top_;
   std::size_t running_top_ = 0, running_ = 0, running_requests_ = 0, finishing_ = 0, threads_ = 0;
   bool spawning_ = false;
-  const std::size_t spinning_;  // while so many threads of the pool run something, the others do not spin
+  const std::size_t spinning_;  // while this number of pool threads run items, the others do not spin
 
   // The scheduler.
-  std::atomic<bool> role_held_ = false;  // written under the mutex
-  Gate gate_;                            // how a caller takes the role from the pool
+  std::atomic<bool> role_held_ = false;  // there is a leader; written under the mutex
+  Gate gate_;                            // lets a caller replace a spinning leader of the pool
   bool in_outer_ = false;                // inner_ is enabled in outer_
   PoolThread* parked_ = nullptr;         // sleeps on outer_
-  std::vector<PoolThread*> idle_;        // sleep on their bells; the last one slept last
+  std::vector<PoolThread*> idle_;        // asleep on their parkers; most recent last
   std::list<Waiter*> sleepers_;          // callers asleep
-  std::list<Waiter*> progress_;          // those of them who wait for credit or for bytes to leave
+  std::list<Waiter*> progress_;          // those that wait for credit or for bytes to be sent
   Nanos released_at_ = 0;
-  Nanos grace_ = kGrace;                  // how long after that links may go unread; grows while nobody is needed then
-  Nanos popped_at_ = 0;                   // when a pool thread last took something
-  Nanos finished_at_ = 0;                 // the same for a finished call
+  Nanos grace_ = kGrace;                  // how long links may then go unread; longer if a thread polled in time
+  Nanos popped_at_ = 0;                   // when a pool thread last took an item
+  Nanos finished_at_ = 0;                 // when a pool thread last took a completion
   std::atomic<Nanos> timer_at_ = kNever;  // written with the mutex held
   Nanos trim_at_ = 0;
-  Spin caller_spin_;  // the polling caller's
+  Spin caller_spin_;  // of the leading caller
   bool leaving_ = false, stopped_ = false, quit_ = false, forked_ = false;
   std::atomic<int> progress_waiters_ = 0;
 
-  // The polling thread's; under the mutex, whoever's while nobody holds the role.
+  // Owned by the leader; under the mutex, by any thread while there is no leader.
   ConnectionPtr hot_;
-  std::vector<ConnectionPtr> awake_;    // links that are looked into without a system call, see Link::stay_awake
-  std::atomic<bool> has_dead_ = false;  // a link has ended that the polling thread may hold
+  std::vector<ConnectionPtr> awake_;    // busy-polled connections, see Link::stay_awake
+  std::atomic<bool> has_dead_ = false;  // a connection has closed that the leader may reference
   std::uint32_t glances_ = 0;
   std::uint64_t arrivals_ = 0;
-  std::vector<Incoming> answers_;  // replies read and not taken in yet, of the link being read
+  std::vector<Incoming> answers_;  // replies of the current link that have been read but not processed
 
   std::atomic<std::uint64_t> sent_messages_ = 0, received_messages_ = 0;
   std::uint64_t requests_ = 0, replies_ = 0;

@@ -1,4 +1,4 @@
-// Calls: starting, waiting, matching replies; and what arrives.
+// Calls: start, wait, matching of replies, and processing of received messages.
 #include <algorithm>
 #include <cstring>
 
@@ -9,9 +9,9 @@ namespace telegrad {
 namespace {
 
 constexpr std::size_t kAmongFirst = 4;
-constexpr std::int64_t kLarge = 64 << 10;  // more than this is not copied under a lock
+constexpr std::int64_t kLarge = 64 << 10;  // larger payloads are not copied under a lock
 
-/// A message has come for which this worker had no memory.
+/// Returns the error text for a message for which this worker had no memory.
 void explain(Incoming& m, const std::string& me, Pool& pool) {
   const std::string text = static_cast<char>(LeftOut::kNoMemory) +
                            ("worker " + me + " has no memory for a message of ") + std::to_string(m.discarded) +
@@ -23,16 +23,16 @@ void explain(Incoming& m, const std::string& me, Pool& pool) {
 
 }  // namespace
 
-// ---- outcomes
+// ---- completions
 
-/// With the mutex held: the call is over. What it kept until its reply stays if there was none.
+/// Requires mutex_. Closes a call. Its `linger` is kept if no reply has arrived.
 void Engine::close_call(std::uint64_t id, bool replied, Kept& kept) {
   Call* call = calls_.find(id);
   if (call->cookie) kept.push_back(std::move(call->cookie));
   if (call->linger) {
     const bool over = call->status != CallStatus::kPending && call->status != CallStatus::kTimedOut;
     const bool unsent = call->connection == 0 && call->must_send && !over;
-    if (replied || (!unsent && !connections_.contains(call->connection))) {  // no late reply can come
+    if (replied || (!unsent && !connections_.contains(call->connection))) {  // no late reply can arrive
       kept.push_back(std::move(call->linger));
     } else {
       lingering_.emplace(id, Lingering{call->connection, std::move(call->linger)});
@@ -41,7 +41,7 @@ void Engine::close_call(std::uint64_t id, bool replied, Kept& kept) {
   calls_.close(id);
 }
 
-/// With the mutex held: no late reply can come any more.
+/// Requires mutex_. Releases the `linger` of a call, because no late reply can arrive.
 void Engine::stop_lingering(std::uint64_t id, Kept& kept) {
   auto found = lingering_.find(id);
   if (found == lingering_.end()) return;
@@ -49,7 +49,7 @@ void Engine::stop_lingering(std::uint64_t id, Kept& kept) {
   lingering_.erase(found);
 }
 
-/// With the mutex held: hands the outcome to the thread that waits, or to the pool.
+/// Requires mutex_. Passes a completion to the waiting thread, to a wait set, or to the pool.
 void Engine::settle(std::uint64_t id, Outcome&& outcome, Kept& kept) {
   Call* call = calls_.find(id);
   if (!call || call->status != CallStatus::kPending) return;
@@ -71,7 +71,7 @@ void Engine::settle(std::uint64_t id, Outcome&& outcome, Kept& kept) {
       --collector->expected;
       collector->outcomes.push_back(std::move(item));
       collector->waiter.bell.ring();
-      if (!replied) kick();  // it may be the one that polls
+      if (!replied) kick();  // the waiter may be the leader
       return;
     }
     if (lazy) {
@@ -81,16 +81,16 @@ void Engine::settle(std::uint64_t id, Outcome&& outcome, Kept& kept) {
       return arm_timer(lazy_.front().since + kLazyGrace);
     }
     push(std::move(item));
-    if (!replied) wake_for_work();  // a reply's reader sees to it by itself; this may be any thread
+    if (!replied) wake_for_work();  // the reader of a reply does this itself; for the rest, this may be any thread
     return;
   }
   call->outcome = std::move(outcome);
   if (!call->waiter) return;
   call->waiter->bell.ring();
-  if (!replied) kick();  // the waiter may be the one that polls
+  if (!replied) kick();  // the waiter may be the leader
 }
 
-/// With the mutex held: a reply that nobody waits for carries something that must be given back.
+/// Requires mutex_. Queues a reply that no thread waits for, because it carries references that must be released.
 void Engine::orphan(std::int32_t peer, Incoming&& m) {
   Item item;
   item.kind = ItemKind::kOutcome;
@@ -99,7 +99,7 @@ void Engine::orphan(std::int32_t peer, Incoming&& m) {
   push(std::move(item));
 }
 
-/// Replies that were read at once are taken in at once: one lock for all.
+/// Processes the replies of one read under one lock.
 void Engine::take_in_answers(const ConnectionPtr& c) {
   if (answers_.empty()) return;
   Kept kept;
@@ -110,12 +110,12 @@ void Engine::take_in_answers(const ConnectionPtr& c) {
   answers_.clear();
 }
 
-/// With the mutex held.
+/// Requires mutex_.
 void Engine::on_reply(const ConnectionPtr& c, Incoming&& m, Kept& kept) {
   ++replies_;
   const std::uint64_t id = m.header.call_id;
   if (Call* call = calls_.find(id)) {
-    if (call->connection != c->id) return;  // not this peer's to answer
+    if (call->connection != c->id) return;  // only the peer that got the request may answer it
     if (call->status == CallStatus::kPending) {
       return settle(id, Outcome{.status = CallStatus::kReplied, .reply = std::move(m)}, kept);
     }
@@ -135,18 +135,18 @@ void Engine::expire_calls(Nanos at, Kept& kept) {
     settle(id, Outcome{.status = CallStatus::kTimedOut}, kept);
     any = true;
   }
-  if (any) kick();  // one of them may be what the polling thread waits for
+  if (any) kick();  // the leader may wait for one of them
 }
 
-// ---- starting and waiting
+// ---- start and wait
 
-/// With the mutex held: a request, or with 0 as its id a one-way message, is to go over a link. True: it is over the
-/// peer's limits and does not go, and its call has failed. One with a trailer that the peer counts on goes without its
+/// Requires mutex_. Checks a message against the peer's limits; `id` is 0 for a one-way message. Returns true if it is
+/// over the limits and is not sent; its call has failed then. If the peer counts on its trailer, it is sent without its
 /// content, and the peer answers it.
 bool Engine::refused(const Connection& c, std::uint64_t id, Outgoing& m, Kept& kept) {
   if (fits(m, c.limits)) return false;
   std::string why = over_limits(m, c.limits, c.handshake.peer().name);
-  if (id == 0) {  // workers say to each other nothing so large: a bug
+  if (id == 0) {  // internal messages are never that large: a bug
     log("a message is not sent: " + why);
     return true;
   }
@@ -166,7 +166,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   std::int64_t size = weight(m->payload_size());
   std::uint64_t id;
   ConnectionPtr link;
-  bool straight = false;  // to the link, without a further look at the peer
+  bool straight = false;  // send to this link without looking up the peer again
   {
     std::lock_guard lock(mutex_);
     id = calls_.open(peer);
@@ -189,7 +189,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     auto found = peers_.find(peer);
     if (found != peers_.end()) link = found->second.link;
     if (link && refused(*link, id, *m, kept)) return id;
-    size = weight(m->payload_size());  // of what is left of it
+    size = weight(m->payload_size());  // `refused` may have removed the content
     if (link && window_open(*link, size)) {
       straight = true;
       call.connection = link->id;
@@ -209,7 +209,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
       const WaitEnd end = wait_for(
           For::kProgress, w, [&] { return window_open(*link, size) || link->state == Connection::State::kDead; },
           o.deadline, o.interrupted);
-      if (end == WaitEnd::kDeadline || end == WaitEnd::kInterrupted) {  // then it is not made
+      if (end == WaitEnd::kDeadline || end == WaitEnd::kInterrupted) {  // the call is not made
         std::lock_guard lock(mutex_);
         settle(id, Outcome{.status = CallStatus::kTimedOut}, kept);
       }
@@ -217,14 +217,14 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   }
   const bool lent = !m->segments.empty() && !m->owned;
   Passage p{.own = o.never_wait, .may_gather = async, .before_blocking = &o.before_blocking};
-  if (lent && o.never_wait && size > kLarge) p.spent = own_memory(*m);  // here, where no lock is held
+  if (lent && o.never_wait && size > kLarge) p.spent = own_memory(*m);  // copy before any lock is held
   if (straight) p.via = link;
   const Sent sent = straight ? transmit(link, m, p) : route(peer, m, p);
   if (sent == Sent::kQueued && lent && !p.own) wait_until_gone(peer, p, o.deadline, o.interrupted);
-  if (async && !role_held_) {  // who holds the role sees the call when it lets go
+  if (async && !role_held_) {  // a leader sees the call when its term ends
     std::lock_guard lock(mutex_);
     if (role_held_) return id;
-    if (o.lazy || finishes_calls()) {  // a thread that is at finished calls will look for more when it is done
+    if (o.lazy || finishes_calls()) {  // a thread that runs completions polls for more when it is done
       arm_timer(now() + grace_);
     } else {
       watch();  // the pool must see the reply
@@ -233,8 +233,8 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   return id;
 }
 
-/// With the mutex held: an outcome that is about to be the pool's. Who waits for calls in the order in which they were
-/// made finds it among the first.
+/// Requires mutex_. Takes a completion that is queued for the pool. A caller that waits for its calls in the order in
+/// which they were made finds it among the first.
 bool Engine::take_back(std::uint64_t id, Outcome& out, Kept& kept) {
   const auto end = urgent_.begin() + static_cast<std::ptrdiff_t>(std::min(urgent_.size(), kAmongFirst));
   const auto found = std::find_if(urgent_.begin(), end, [id](const Item& i) {
@@ -243,7 +243,7 @@ bool Engine::take_back(std::uint64_t id, Outcome& out, Kept& kept) {
   if (found == end) return false;
   out = std::move(found->outcome);
   kept.push_back(std::move(found->cookie));
-  if (found == urgent_.begin()) popped_at_ = finished_at_ = now();  // else what is before it waits as long as it did
+  if (found == urgent_.begin()) popped_at_ = finished_at_ = now();  // otherwise the items before it still wait
   urgent_.erase(found);
   return true;
 }
@@ -255,12 +255,12 @@ WaitEnd Engine::wait(std::uint64_t id, Nanos deadline, const std::function<bool(
   {
     std::lock_guard lock(mutex_);
     Call* call = calls_.find(id);
-    if (!call && forked_) {  // its outcome went to a pool that is the parent's
+    if (!call && forked_) {  // its completion went to the pool of the parent
       out = {.status = CallStatus::kStopped, .why = kForked};
       return WaitEnd::kDone;
     }
     if (!call && take_back(id, out, kept)) return WaitEnd::kDone;
-    if (!call) hurry_lazy();  // it may be one of them
+    if (!call) hurry_lazy();  // its completion may be deferred
     if (!call || call->waiter || call->collector) return WaitEnd::kStopped;
     call->waiter = &w;
     link = call->connection;
@@ -286,7 +286,7 @@ void Engine::give_up(std::uint64_t id) {
   std::lock_guard lock(mutex_);
   Call* call = calls_.find(id);
   if (!call) return;
-  const bool replied = call->status == CallStatus::kReplied;  // since the last `wait`
+  const bool replied = call->status == CallStatus::kReplied;  // completed after the last `wait`
   if (replied && call->outcome.reply.header.flags & kMayLinger) {
     orphan(call->peer, std::move(call->outcome.reply));
     wake_for_work();
@@ -322,11 +322,11 @@ bool Engine::withdraw(std::uint64_t id) {
 void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait,
                    const std::function<void()>& before_blocking) {
   ConnectionPtr c;
-  bool more;  // to be answered
+  bool more;  // other requests are waiting for a thread
   {
     std::lock_guard lock(mutex_);
     auto found = connections_.find(connection);
-    if (found == connections_.end()) return;  // the caller is gone
+    if (found == connections_.end()) return;  // the caller has disconnected
     c = found->second;
     more = has_requests();
   }
@@ -344,7 +344,7 @@ void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
 std::uint64_t Engine::largest_body(std::uint64_t connection) const {
   std::lock_guard lock(mutex_);
   const auto found = connections_.find(connection);
-  return found == connections_.end() ? UINT64_MAX : found->second->limits.body;  // nobody is there to get one
+  return found == connections_.end() ? UINT64_MAX : found->second->limits.body;  // without a connection it is dropped
 }
 
 bool Engine::send(std::int32_t peer, std::unique_ptr<Outgoing> m) {
@@ -360,7 +360,7 @@ void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
   received_messages_.fetch_add(1, std::memory_order_relaxed);
   const FrameType type = m.header.type;
   if (is_handshake(type)) return on_handshake(c, type, m.body_view());
-  if (c->state != Connection::State::kOpen) return lost(c, "it sent a message before it had proven who it is");
+  if (c->state != Connection::State::kOpen) return lost(c, "it sent a message before it had proven its identity");
   if (m.header.credit) {
     c->outstanding.fetch_sub(static_cast<std::int64_t>(m.header.credit), std::memory_order_relaxed);
     if (c->past_window.load(std::memory_order_relaxed) > 0 && window_open(*c, 0)) c->past_window = 0;
@@ -380,7 +380,7 @@ void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
   }
   if (m.discarded > 0) explain(m, settings_.credo.me.name, *pool_);
   if (type == FrameType::kReply) return answers_.push_back(std::move(m));
-  take_in_answers(c);  // what came first counts first
+  take_in_answers(c);  // process messages in the order of arrival
   switch (type) {
     case FrameType::kRequest:
     case FrameType::kOneway: {
@@ -401,7 +401,7 @@ void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
       c->peer_window.store(static_cast<std::int64_t>(std::min<std::uint64_t>(m.header.call_id, INT64_MAX)),
                            std::memory_order_relaxed);
       return take_up(c, 0);
-    case FrameType::kGoodbye: {  // for all links to it: one of them may not have got as far as a goodbye
+    case FrameType::kGoodbye: {  // for all connections to the peer: it may not have sent a goodbye on each
       std::lock_guard lock(mutex_);
       for (auto& [token, other] : connections_) {
         const bool same = other->handshake.peer().incarnation == c->handshake.peer().incarnation;

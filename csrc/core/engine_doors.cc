@@ -1,4 +1,4 @@
-// Listening: strangers at the door, of whom there may be many.
+// Listening: accepted connections before their handshake has ended. Their number is limited.
 #include <sys/epoll.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -12,13 +12,13 @@
 namespace telegrad {
 namespace {
 
-constexpr rlim_t kMostStrangers = 64;           // connections that may be inside the handshake at once, at most
-constexpr rlim_t kShare = 8;                    // and of the descriptors one in so many; as many they leave alone
-constexpr int kAcceptsPerLook = 16;             // between which those that are there already are read
-constexpr Nanos kRefusalPeriod = 10 * kSecond;  // in which at most
-constexpr std::size_t kRefusalLines = 100;      // lines are about refused strangers
+constexpr rlim_t kMostStrangers = 64;           // unauthenticated connections at the same time
+constexpr rlim_t kShare = 8;                    // at most 1/8 of the descriptors; 1/8 stays free for the program
+constexpr int kAcceptsPerLook = 16;             // accepts between two polls of existing connections
+constexpr Nanos kRefusalPeriod = 10 * kSecond;  // interval in which at most
+constexpr std::size_t kRefusalLines = 100;      // rejected connections are logged
 
-/// What strangers may have of this process's descriptors.
+/// Number of descriptors that unauthenticated connections may use in this process.
 struct Room {
   Room() {
     rlimit files;
@@ -26,11 +26,11 @@ struct Room {
     limit = files.rlim_cur;
     strangers = std::clamp<rlim_t>(limit / kShare, 1, kMostStrangers);
   }
-  /// Descriptors are given out from the lowest number up, so few are left when one has a high number.
+  /// Descriptors are allocated from the lowest free number, so a high number means that few are left.
   bool has_for(int fd) const { return static_cast<rlim_t>(fd) + strangers < limit; }
 
   rlim_t limit = RLIM_INFINITY;
-  rlim_t strangers = kMostStrangers;  // connections, and the descriptors that the program keeps for itself
+  rlim_t strangers = kMostStrangers;  // limit of connections, and number of descriptors left to the program
 };
 
 }  // namespace
@@ -53,10 +53,15 @@ void Engine::accept_from(Listener& listener) {
   for (int i = 0; i < kAcceptsPerLook; ++i) {
     ConnectionPtr displaced;
     {
-      std::lock_guard lock(mutex_);  // also while it is accepted: a fork must find it among the connections
-      auto link = listener.accept();
-      if (!link) return;
-      if (stopping()) continue;  // closes it
+      std::lock_guard lock(mutex_);  // held during accept: a fork must find the link here or among the connections
+      arriving_ = listener.accept();
+      if (!arriving_) return;
+    }
+    const PeerUser user = user_of(*arriving_);
+    {
+      std::lock_guard lock(mutex_);
+      auto link = std::move(arriving_);
+      if (stopping()) continue;  // closes the link
       const std::string source = link->source();
       if (!room.has_for(link->fd())) {
         log_refusal(*link, source,
@@ -64,11 +69,12 @@ void Engine::accept_from(Listener& listener) {
                         " descriptors of this process are in use: raise the limit (ulimit -n)");
         continue;
       }
-      if (const auto why = objection(*link)) {
+      if (const auto why = objection(user)) {
         if (!why->empty()) log_refusal(*link, source, *why);
         continue;
       }
-      displaced = displaced_by(source, room.strangers);
+      const bool own = user.kind == PeerUser::Kind::kUser;  // same user as this process, else `objection` rejects it
+      displaced = displaced_by(own ? std::string() : source, room.strangers);
       add_connection(std::move(link), Handshake::accept(settings_.credo), false)->source = source;
     }
     if (displaced) {
@@ -78,8 +84,8 @@ void Engine::accept_from(Listener& listener) {
   }
 }
 
-/// With the mutex held: the connection that must go when one more comes from `source`. Half of the places, at most, are
-/// for one source; this host's own have no source, since they are from processes of the same user.
+/// Requires mutex_. Returns the connection to close when one more is accepted from `source`. One source has at most
+/// half of the places. Processes of the same user and host have no source ("").
 ConnectionPtr Engine::displaced_by(const std::string& source, std::size_t places) const {
   std::size_t all = 0, same = 0;
   ConnectionPtr oldest, oldest_same;
@@ -95,11 +101,13 @@ ConnectionPtr Engine::displaced_by(const std::string& source, std::size_t places
   return all >= places ? oldest : nullptr;
 }
 
-/// Why the process at the other end may not talk to this one: "" when it has gone. Null: nothing speaks against it. By
-/// the thread that polls.
-std::optional<std::string> Engine::objection(const Link& link) {
-  if (!settings_.check_uid) return std::nullopt;
-  const PeerUser user = link.peer_user(users_);
+/// Returns the user at the other end; kRemote if users are not checked. Leader only.
+PeerUser Engine::user_of(const Link& link) {
+  return settings_.check_uid ? link.peer_user(users_) : PeerUser{.kind = PeerUser::Kind::kRemote};
+}
+
+/// Returns the reason to reject a process of this user ("" if it has closed its end), or null to accept it.
+std::optional<std::string> Engine::objection(const PeerUser& user) {
   if (user.kind == PeerUser::Kind::kRemote) return std::nullopt;
   if (user.kind == PeerUser::Kind::kUnknown) {
     if (user.why.empty()) return user.why;
@@ -110,10 +118,10 @@ std::optional<std::string> Engine::objection(const Link& link) {
          "): workers of one host must run as the same user (here uid " + std::to_string(geteuid()) + ")";
 }
 
-/// With the mutex held: a line about a stranger. Strangers may be many, so only a few lines are about them.
+/// Requires mutex_. Logs a rejected connection. Only a few lines per interval are logged, as there may be many.
 void Engine::log_refusal(const Link& link, const std::string& source, const std::string& why, bool displaced) {
   const Nanos at = now();
-  if (displaced) {  // by a crowd, of which one line in a while tells enough: its members come again
+  if (displaced) {  // one line per interval is enough: displaced connections try again
     if (at - crowd_told_at_ < kRefusalPeriod) return;
     crowd_told_at_ = at;
   }

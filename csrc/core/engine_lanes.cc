@@ -1,4 +1,4 @@
-// Lanes: more connections for links that move much. See Link::wants_lanes.
+// Lanes: further connections for links with large messages. See Link::wants_lanes.
 #include <sys/epoll.h>
 #include <sys/resource.h>
 
@@ -11,9 +11,9 @@
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kShare = 4;  // lanes must not need more than one of so many descriptors
+constexpr std::size_t kShare = 4;  // lanes may need at most 1/4 of the descriptors
 
-/// May a process with so many connections have so many lanes for each?
+/// Returns whether a process with this number of connections may have this number of lanes for each.
 bool affordable(std::size_t connections, std::size_t lanes) {
   rlimit most;
   return getrlimit(RLIMIT_NOFILE, &most) != 0 || connections * lanes <= most.rlim_cur / kShare;
@@ -34,7 +34,7 @@ std::unique_ptr<Outgoing> Engine::frame(const Handshake::Step& step) {
   return m;
 }
 
-/// Much has gone over a link: it may want lanes. By the thread that polls, without locks.
+/// Opens lanes if the link wants some after large messages. Leader only, while no lock is held.
 void Engine::widen(const ConnectionPtr& c) {
   if (!c->initiator || c->has_asked_for_lanes || c->state != Connection::State::kOpen || !c->link->wants_lanes())
     return;
@@ -61,14 +61,14 @@ void Engine::open_lane(const ConnectionPtr& c) {
       lane->peer = c->peer;
     }
     transmit(lane, frame(hello));
-  } catch (const std::exception& e) {  // no descriptor, no random bytes
+  } catch (const std::exception& e) {  // no descriptor or no random bytes
     std::lock_guard lock(mutex_);
     log(std::string("no further lane: ") + e.what());
   }
 }
 
-/// A connection has proven that it is from the peer, and of which link it is to be a lane. From now on it belongs to
-/// that link, at this end as at the other.
+/// Adds an authenticated connection to the link named in its handshake. From now on it belongs to that link, at both
+/// ends.
 void Engine::join_lane(const ConnectionPtr& lane) {
   const Identity& who = lane->handshake.peer();
   ConnectionPtr link;
@@ -78,7 +78,7 @@ void Engine::join_lane(const ConnectionPtr& lane) {
     std::lock_guard lock(lane->send_mutex);
     welcomed = lane->queue.empty();
   }
-  if (!welcomed) return lost(lane, "its welcome did not leave");
+  if (!welcomed) return lost(lane, "its welcome could not be sent");
   {
     std::lock_guard lock(mutex_);
     for (auto& [token, c] : connections_) {
@@ -92,7 +92,7 @@ void Engine::join_lane(const ConnectionPtr& lane) {
       epoll_ctl(inner_.get(), EPOLL_CTL_DEL, lane->link->fd(), nullptr);
       taken = link->link->add_lane(std::shared_ptr<Link>(lane, lane->link.get()));
       if (taken) {
-        bury(*lane);  // as a connection of its own
+        bury(*lane);  // it is no longer a connection of its own
         lane->lane_of.reset();
         connections_.erase(lane->id);
         if (first) {
@@ -103,7 +103,7 @@ void Engine::join_lane(const ConnectionPtr& lane) {
       }
     }
   }
-  if (!taken) lost(lane, link ? "its link takes no lane" : "it is a lane of no link here");
+  if (!taken) lost(lane, link ? "its link accepts no lane" : "it is a lane of an unknown link");
 }
 
 }  // namespace telegrad

@@ -1,4 +1,4 @@
-// Memory that links share with their peers, for what the program sends.
+// Memory that links share with their peers, for sending without a copy.
 #include <new>
 #include <utility>
 

@@ -1,4 +1,4 @@
-// Peers: listening, connecting on first use, the handshake, and the end of a link.
+// Peers: listening, connecting on first use, handshakes, and the end of connections.
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -11,17 +11,17 @@
 namespace telegrad {
 namespace {
 
-constexpr Nanos kRetry = 5 * kMillisecond;  // before an address is tried again, at first
+constexpr Nanos kRetry = 5 * kMillisecond;  // first pause before an address is tried again
 constexpr Nanos kSlowestRetry = 500 * kMillisecond;
 
-/// Why a worker may be there all the same: it is busy, or the way to it is. Everything else, a refusal above all, says
-/// that it is not where it was.
+/// Transient errors: the worker may still be at the address, but the worker or the network is busy. All other errors,
+/// above all a refused connection, mean that the worker is not there.
 constexpr int kPassing[] = {EAGAIN,     EINTR,        ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, EHOSTDOWN, ENETDOWN,
                             ECONNRESET, ECONNABORTED, EPIPE,     EMFILE,       ENFILE,      ENOBUFS,   ENOMEM};
 
 bool passing(int error) { return std::find(std::begin(kPassing), std::end(kPassing), error) != std::end(kPassing); }
 
-/// The same of what a link says; a plain end says nothing.
+/// Returns whether the error text of a link is transient; so is a plain end of stream.
 bool passing(const std::string& why) {
   return why.empty() || std::any_of(std::begin(kPassing), std::end(kPassing),
                                     [&](int error) { return why.ends_with(std::generic_category().message(error)); });
@@ -67,7 +67,7 @@ void Engine::part_from(std::int32_t id, const std::string& why) {
     c->goodbye = true;
     auto m = std::make_unique<Outgoing>();
     m->header.type = FrameType::kGoodbye;
-    transmit(c, std::move(m));  // if it does not leave at once, the peer hears of a lost connection
+    transmit(c, std::move(m));  // if it cannot be sent at once, the peer sees a lost connection
   }
   forget_peer(id, why);
 }
@@ -86,7 +86,7 @@ ConnectionPtr Engine::add_connection(std::unique_ptr<Link> link, Handshake hands
   return c;
 }
 
-/// With the mutex held (let go while the greeting is sent): tries the peer's addresses from where it stopped.
+/// Requires mutex_, and releases it while HELLO is sent. Tries the addresses of the peer, starting after the last one.
 void Engine::connect(Lock& lock, Peer& peer) {
   const Nanos at = now();
   if (!peer.connecting) {
@@ -94,7 +94,7 @@ void Engine::connect(Lock& lock, Peer& peer) {
     peer.slow = false;
     peer.next_address = 0;
     peer.retry_after = kRetry;
-    peer.last_error = peer.addresses.empty() ? "no address of it is known" : "";
+    peer.last_error = peer.addresses.empty() ? "its address is unknown" : "";
   }
   Kept kept;
   while (peer.next_address < peer.addresses.size()) {
@@ -111,7 +111,7 @@ void Engine::connect(Lock& lock, Peer& peer) {
       auto c = add_connection(std::move(link), std::move(handshake), true);
       c->peer = peer.identity.id;
       lock.unlock();
-      transmit(c, frame(hello));  // whoever polls hears if it failed
+      transmit(c, frame(hello));  // the leader is notified of a failure
       lock.lock();
       if (!role_held_) watch();
       return;
@@ -135,7 +135,7 @@ void Engine::connect(Lock& lock, Peer& peer) {
   lock.lock();
 }
 
-/// With the mutex held: the peer is not where it was, or given up; whatever waits for a way to it fails.
+/// Requires mutex_. Fails all messages that wait for a connection, because the peer is unreachable or removed.
 void Engine::unreachable(Peer& peer, const std::string& why, Kept& kept) {
   peer.connecting = false;
   peer.retry_at = kNever;
@@ -154,7 +154,7 @@ void Engine::unreachable(Peer& peer, const std::string& why, Kept& kept) {
   ring_progress();
 }
 
-/// With the mutex held: a message will not be sent.
+/// Requires mutex_. Drops a message that will not be sent.
 void Engine::drop(Peer::Waiting&& waiting, const std::string& why, Kept& kept) {
   struct Message final : Keep {
     std::unique_ptr<Outgoing> m;
@@ -169,8 +169,8 @@ void Engine::drop(Peer::Waiting&& waiting, const std::string& why, Kept& kept) {
   kept.push_back(std::move(keep));
 }
 
-/// With the mutex held: what has waited long enough for a link fails. The peer may be there all the same, and what must
-/// be sent goes on waiting by itself.
+/// Requires mutex_. Fails calls that have waited for a connection for connect_timeout. The peer may still be alive, so
+/// messages that must be delivered stay queued.
 void Engine::expire_waiting(Peer& peer, Nanos at, Kept& kept) {
   std::deque<Peer::Waiting> late;
   bool any = false;
@@ -201,8 +201,8 @@ void Engine::expire_waiting(Peer& peer, Nanos at, Kept& kept) {
 
 void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body) {
   if (c->state != Connection::State::kHandshaking) return lost(c, "it repeated the handshake");
-  if (c->initiator && !c->vetted) {  // what has come here was looked at when it came
-    if (const auto why = objection(*c->link)) return lost(c, *why);
+  if (c->initiator && !c->vetted) {  // accepted connections were checked on arrival
+    if (const auto why = objection(user_of(*c->link))) return lost(c, *why);
     c->vetted = true;
   }
   Handshake::Step step;
@@ -216,19 +216,19 @@ void Engine::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vi
   }
   if (!step.failed.empty()) return lost(c, step.failed);
   if (step.open && c->handshake.for_lane()) return join_lane(c);
-  if (step.open) opened(c);  // after the welcome has gone: it must come first on the link
+  if (step.open) opened(c);  // after the welcome, which must be the first frame on the link
 }
 
 void Engine::opened(const ConnectionPtr& c) {
   std::deque<Peer::Waiting> waiting, late;
   Kept kept;
   bool stale = false;
-  std::unique_lock sending(c->send_mutex);  // what has waited goes first, before the first that finds the link
+  std::unique_lock sending(c->send_mutex);  // waiting messages are sent before new ones
   {
     std::lock_guard lock(mutex_);
     const Identity& who = c->handshake.peer();
     Peer& peer = peers_[who.id];
-    // An id that has been given up is free for another worker, but not for the one that had it.
+    // The id of a removed peer is free for another worker, but not for the same incarnation.
     stale = peer.forgotten ? peer.identity.incarnation == who.incarnation
                            : !peer.identity.name.empty() && peer.identity.name != who.name;
     auto handshaking = Connection::State::kHandshaking;
@@ -251,7 +251,7 @@ void Engine::opened(const ConnectionPtr& c) {
       c->link->set_limits(settings_.credo.limits);
       if (c->initiator && !peer.last_error.empty() && c->link->describe() != peer.addresses.front()) {
         log("worker " + who.name + " is reached at " + c->link->describe() +
-            ", since a better way failed: " + peer.last_error);
+            ", because a faster transport failed: " + peer.last_error);
       }
       if (!peer.link && who.id != id()) {
         Item item;
@@ -280,7 +280,7 @@ void Engine::opened(const ConnectionPtr& c) {
             if (call || m->header.flags & kMayLinger) return false;
           }
           if (m->departure) m->departure->gone = true;
-          late.push_back(std::move(w));  // its caller has given up, or it is too large: it is not made
+          late.push_back(std::move(w));  // its caller has given up, or it is too large: the call is not made
           return true;
         });
       }
@@ -329,7 +329,7 @@ void Engine::expire_handshakes(Lock& lock, Nanos at) {
   lock.lock();
 }
 
-// ---- the end
+// ---- end of connections
 
 void Engine::lost(const ConnectionPtr& c, std::string why) {
   Kept kept;
@@ -337,7 +337,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
   std::vector<ConnectionPtr> dead;
   {
     std::lock_guard lock(mutex_);
-    if (connections_.erase(c->id) == 0) return;  // whoever sees the end first says why
+    if (connections_.erase(c->id) == 0) return;  // the first report of the end has the reason
   }
   bury(*c);
   c->link->close();
@@ -356,12 +356,12 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
     if (c->goodbye && !parted) why = "it shut down";
     if (why.empty()) {
       why =
-          "the connection was closed without a goodbye: its process has died or been killed, or has cut it and logs "
-          "why";
+          "the connection was closed without a goodbye: its process died or was killed, or it closed the connection "
+          "and logged why";
     }
     if (!was_open) {
       if (!c->initiator) {
-        // One that only came and went (it may have been shut down meanwhile) is not worth a line.
+        // Do not log peers that connect and close at once: they may have been shut down.
         if (!stopping() && !gone) log_refusal(*c->link, c->source, why, c->displaced);
       } else if (c->lane_of) {
         if (!stopping() && c->lane_of->state == Connection::State::kOpen)
@@ -397,7 +397,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
         if (found->second.link == c) found->second.link = other;
         if (!other && !stopping() && !parted) {
           found->second.was_lost = true;
-          if (c->goodbye) {  // nobody is there to connect to, unless another comes in its place
+          if (c->goodbye) {  // do not reconnect to this peer; a new worker may get its id
             found->second.forgotten = true;
             found->second.last_error = why;
           }
@@ -420,7 +420,7 @@ void Engine::lost(const ConnectionPtr& c, std::string why) {
   }
 }
 
-/// With the mutex held: a line for the layer above to log.
+/// Requires mutex_. Queues a line for the log of the layer above.
 void Engine::log(std::string text) {
   Item item;
   item.kind = ItemKind::kEvent;

@@ -1,4 +1,4 @@
-// The threads of the pool, and the timekeeper. See engine.h for the idea.
+// The threads of the pool, and the timer thread. See engine.h.
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace telegrad {
 namespace {
 
-constexpr Nanos kRetire = 10 * kSecond;  // a pool thread that nobody needed for this long goes home
+constexpr Nanos kRetire = 10 * kSecond;  // a pool thread that has been idle for this long exits
 
 thread_local PoolThread* current = nullptr;
 
@@ -19,7 +19,7 @@ PoolThread::~PoolThread() {
   if (current == this) current = nullptr;
 }
 
-/// The calling thread, if it belongs to the pool.
+/// Returns the calling thread if it belongs to the pool, else null.
 PoolThread* Engine::this_thread() const { return current && current->engine == this ? current : nullptr; }
 
 bool Engine::pop(PoolThread& self, Item& out) {
@@ -29,7 +29,7 @@ bool Engine::pop(PoolThread& self, Item& out) {
                             : !lazy_.empty()   ? &lazy_
                                                : nullptr;
   if (!queue) {
-    if (!urgent_.empty()) arm_timer(finished_at_ + kOutcomeGrace);  // whoever is at finished calls may be held up
+    if (!urgent_.empty()) arm_timer(finished_at_ + kOutcomeGrace);  // the thread that runs completions may be blocked
     return false;
   }
   popped_at_ = now();
@@ -52,7 +52,7 @@ bool Engine::pop(PoolThread& self, Item& out) {
   return true;
 }
 
-/// With the mutex held: the thread is back from what it ran, or new.
+/// Requires mutex_. Registers a thread that is new, or that has finished its item.
 void Engine::arrive(PoolThread& self) {
   if (!self.known) {
     self.known = true;
@@ -72,7 +72,7 @@ void Engine::arrive(PoolThread& self) {
   }
 }
 
-/// With the mutex held: news of a peer for the pool, one after the other.
+/// Requires mutex_. Queues a peer event. The pool runs peer events one at a time.
 void Engine::tell(Item&& news) {
   if (telling_) {
     news_.push_back(std::move(news));
@@ -82,7 +82,7 @@ void Engine::tell(Item&& news) {
   }
 }
 
-/// With the mutex held: somebody has taken up the news, and comes back.
+/// Requires mutex_. Queues the next peer event after one has been processed.
 void Engine::told() {
   telling_ = false;
   if (news_.empty()) return;
@@ -115,7 +115,7 @@ bool Engine::next(PoolThread& self, Item& out) {
   while (true) {
     if (stopped_ && !has_urgent()) {
       if (holding) release_role(false);
-      if (!role_held_) dead = forget_dead();  // nobody will poll any more
+      if (!role_held_) dead = forget_dead();  // no thread will poll again
       --threads_;
       return false;
     }
@@ -147,7 +147,7 @@ bool Engine::next(PoolThread& self, Item& out) {
       park(lock, self);
       continue;
     }
-    if (!role_held_) set_outer(true);  // the parked one watches; this thread is one more that idles
+    if (!role_held_) set_outer(true);  // the parked thread watches; this thread is a further idle one
     if (!idle(lock, self)) {
       --threads_;
       out.kind = ItemKind::kRetire;
@@ -158,7 +158,7 @@ bool Engine::next(PoolThread& self, Item& out) {
   return true;
 }
 
-/// Lets go of the mutex; the thread goes to run `item`.
+/// Releases the mutex before the thread runs `item`.
 void Engine::leave(Lock& lock, const Item& item) {
   ConnectionPtr c;
   if (item.kind == ItemKind::kRequest) {
@@ -168,11 +168,11 @@ void Engine::leave(Lock& lock, const Item& item) {
   if (c) take_up(c, weight(item.message.payload_size()));
 }
 
-/// Sleeps in the kernel until somebody has work for this thread, or a link has something and nobody polls.
+/// Sleeps in epoll until there is work for this thread, or until a link has data while there is no leader.
 void Engine::park(Lock& lock, PoolThread& self) {
   parked_ = &self;
-  if (finishes_calls() && !role_held_) {  // that thread looks when it is done, so this one only after a while
-    set_outer(false);                     // `tick` puts the links to sleep when it enables that
+  if (finishes_calls() && !role_held_) {  // the thread that runs completions polls next, this one only after a while
+    set_outer(false);                     // `tick` arms the wake-up of the links when it enables `inner_` again
     released_at_ = now();
     arm_timer(released_at_ + grace_);
   } else {
@@ -190,11 +190,11 @@ void Engine::park(Lock& lock, PoolThread& self) {
   }
 }
 
-/// Sleeps on the bell. False: nobody needed this thread for so long that it may go home.
+/// Sleeps on the thread's parker. Returns false if the thread was idle for so long that it may exit.
 bool Engine::idle(Lock& lock, PoolThread& self) {
   self.bell.reset();
   idle_.push_back(&self);
-  const bool stays = threads_ - running_ <= 2;  // whoever comes to idle beside these sees to it that one goes home
+  const bool stays = threads_ - running_ <= 2;  // if more threads become idle, those exit
   lock.unlock();
   const Nanos start = now();
   self.bell.wait(stays ? kNever : start + kRetire);
@@ -212,7 +212,7 @@ void Engine::arm_timer(Nanos at) {
   ring_at(timer_.get(), at + kTimerSlack);
 }
 
-/// By who polls, without locks.
+/// Runs the timer if it is due. Leader only, while no lock is held.
 void Engine::tick_if_due(Nanos at) {
   if (at < timer_at_.load(std::memory_order_relaxed)) return;
   Lock lock(mutex_);

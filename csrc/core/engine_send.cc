@@ -1,4 +1,4 @@
-// Sending: the way to a peer, messages that wait for their link, memory that is lent until it has left, flow control.
+// Sending: selection of the connection, queues, release of sent memory, and flow control.
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 namespace telegrad {
 namespace {
 
-constexpr std::int64_t kFarPast = 4;          // windows' worth of requests that did not wait for it
-constexpr Nanos kStall = 100 * kMillisecond;  // a peer that has read nothing for so long is not waited for
-constexpr std::size_t kTogether = 16;         // messages of a burst that leave as one
-constexpr std::size_t kCreditShare = 4;       // credit is told on its own when a window's fourth is due
+constexpr std::int64_t kFarPast = 4;          // warn when requests exceed the window by this factor
+constexpr Nanos kStall = 100 * kMillisecond;  // do not wait for a peer that has read nothing for this long
+constexpr std::size_t kTogether = 16;         // messages of a burst that are sent together
+constexpr std::size_t kCreditShare = 4;       // report credit in a frame of its own at 1/4 of the window
 
 void make_credit_known(Connection& c, FrameHeader& header) {
   header.credit = static_cast<std::uint64_t>(c.credit_due.exchange(0, std::memory_order_relaxed));
@@ -20,7 +20,7 @@ void make_credit_known(Connection& c, FrameHeader& header) {
 
 }  // namespace
 
-/// Sends on the peer's link, or keeps the message until there is one. `m` is empty if it was queued.
+/// Sends on the peer's connection, or queues the message until there is one. `m` is empty if it was queued.
 Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Passage& passage) {
   Kept kept;
   {
@@ -28,7 +28,7 @@ Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Pass
     const std::uint64_t id = m->header.type == FrameType::kRequest ? m->header.call_id : 0;
     Call* call = id ? calls_.find(id) : nullptr;
     const bool pending = call && call->status == CallStatus::kPending;
-    if (id && !pending && !(m->header.flags & kMayLinger)) return Sent::kGone;  // over before it began
+    if (id && !pending && !(m->header.flags & kMayLinger)) return Sent::kGone;  // the call has already ended
     if (stopping()) {
       if (id) settle(id, Outcome{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, kept);
       stop_lingering(id, kept);
@@ -63,8 +63,8 @@ Engine::Sent Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Pass
   return transmit(passage.via, m, passage);
 }
 
-/// kBroken says only that this message is gone: what the peer sent before it went, its goodbye above all, is still to
-/// be read, and then whoever polls finds the link's end and settles its calls.
+/// kBroken means only that this message is lost. Frames that the peer sent before, above all its goodbye, are still
+/// read; then the leader finds the end of the link and completes its calls.
 Engine::Sent Engine::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p) {
   std::unique_lock lock(c->send_mutex, std::try_to_lock);
   if (!lock) {
@@ -74,13 +74,13 @@ Engine::Sent Engine::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>&
   return transmit_locked(c, m, p);
 }
 
-/// For what lends no memory.
+/// For messages that borrow no memory.
 Engine::Sent Engine::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m) {
   Passage p;
   return transmit(c, m, p);
 }
 
-/// With the connection's send_mutex held.
+/// Requires the connection's send_mutex.
 Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Passage& p) {
   if (m->header.type == FrameType::kRequest) {
     c->outstanding.fetch_add(weight(m->payload_size()), std::memory_order_relaxed);
@@ -94,7 +94,7 @@ Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Out
   }
   if (!is_handshake(m->header.type)) make_credit_known(*c, m->header);
   if (c->queue.empty()) {
-    const bool with_others = c->held > 0 && m->header.type != FrameType::kGoodbye;  // whose leaving is waited for
+    const bool with_others = c->held > 0 && m->header.type != FrameType::kGoodbye;  // a goodbye is flushed at once
     if ((p.may_gather || with_others) && gather(c, *m, p.may_gather)) return Sent::kGone;
     c->held = 0;
     const SendState state = c->link->send(*m);
@@ -111,7 +111,7 @@ Engine::Sent Engine::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Out
   return Sent::kQueued;
 }
 
-/// With the connection's send_mutex held: what has waited for a link goes, and who lent its memory hears of it.
+/// Requires the connection's send_mutex. Sends messages that waited for the connection and notifies their senders.
 void Engine::depart(const ConnectionPtr& c, std::deque<Peer::Waiting>& waiting) {
   bool told = false;
   for (auto& [m, until] : waiting) {
@@ -130,7 +130,7 @@ void Engine::depart(const ConnectionPtr& c, std::deque<Peer::Waiting>& waiting) 
   ring_progress();
 }
 
-/// The link takes bytes again.
+/// Sends queued messages after the link has become writable.
 void Engine::flush(const ConnectionPtr& c) {
   std::vector<std::unique_ptr<Outgoing>> gone;
   {
@@ -142,7 +142,7 @@ void Engine::flush(const ConnectionPtr& c) {
     while (!held && !c->queue.empty()) {
       const SendState state = c->link->send(*c->queue.front());
       if (state == SendState::kBlocked) waits_for_fd = c->link->waits_for_fd();
-      if (state != SendState::kSent) break;  // if broken, the reader will hear of it
+      if (state != SendState::kSent) break;  // the leader reports a broken link
       gone.push_back(std::move(c->queue.front()));
       c->queue.pop_front();
       c->flushed.fetch_add(1, std::memory_order_release);
@@ -156,8 +156,8 @@ void Engine::flush(const ConnectionPtr& c) {
   }
 }
 
-/// With the connection's send_mutex held: leaves a message of a burst with the link, to go with others that follow.
-/// The last one takes them along. False: it is to be sent by itself.
+/// Requires the connection's send_mutex. Puts a message of a burst into the link's buffer, to be sent with those that
+/// follow. The last one (not `more`) flushes the buffer. Returns false if the message is to be sent on its own.
 bool Engine::gather(const ConnectionPtr& c, const Outgoing& m, bool more) {
   const Nanos at = more ? now() : 0;
   if ((more && !c->burst.goes_on(at)) || !c->link->hold(m)) return false;
@@ -176,7 +176,7 @@ bool Engine::gather(const ConnectionPtr& c, const Outgoing& m, bool more) {
   return true;
 }
 
-/// What has been held for others to leave with leaves. Without locks.
+/// Flushes all coalesced messages. Takes the locks that it needs.
 void Engine::release_gathered() {
   std::vector<ConnectionPtr> holding;
   {
@@ -191,8 +191,8 @@ void Engine::release_gathered() {
   }
 }
 
-/// Waits until a message has left the memory it was sent from. Who stops waiting before that has it copied, for the
-/// message may leave all the same.
+/// Waits until the memory of a message has been sent. If the wait ends earlier, the unsent bytes are copied, as the
+/// message may still be sent.
 void Engine::wait_until_gone(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted) {
   if (p.departure && !wait_for_link(peer, p, deadline, interrupted)) return;
   Waiter w;
@@ -202,8 +202,8 @@ void Engine::wait_until_gone(std::int32_t peer, Passage& p, Nanos deadline, cons
   if (wait_for(For::kProgress, w, gone, deadline, interrupted) != WaitEnd::kDone) own(p.via, p.ticket);
 }
 
-/// Waits until a message that waits for a link is in the queue of one. False: it has left, or been dropped, or it does
-/// not need the memory any more.
+/// Waits until a message that waits for a connection is in the queue of one. Returns false if it has been sent or
+/// dropped, or does not need the caller's memory any more.
 bool Engine::wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const std::function<bool()>& interrupted) {
   Waiter w;
   auto moved = [&] { return p.departure->gone || p.departure->via; };
@@ -227,15 +227,15 @@ bool Engine::wait_for_link(std::int32_t peer, Passage& p, Nanos deadline, const 
     return false;
   }
   Waiter again;
-  wait_for(For::kProgress, again, moved, kNever, {});  // it may be on its way into the queue of a fresh link
+  wait_for(For::kProgress, again, moved, kNever, {});  // it may be moving into the queue of a new connection
   std::lock_guard lock(mutex_);
   p.via = p.departure->via;
   p.ticket = p.departure->ticket;
   return !p.departure->gone && p.via;
 }
 
-/// A thread of the pool waits for a queued reply, without counting as one that runs a request: whoever does not read
-/// its replies must not keep others from having theirs.
+/// Waits, on a thread of the pool, until a queued reply is sent. The thread does not count as running a request,
+/// because a peer that does not read its replies must not delay those of others.
 void Engine::wait_while_it_leaves(PoolThread& self, const Passage& p) {
   bool counted;
   {
@@ -264,7 +264,7 @@ void Engine::wait_while_it_leaves(PoolThread& self, const Passage& p) {
   ++running_top_;
 }
 
-/// What is left of a queued message no longer needs the memory it was lent.
+/// Copies the unsent bytes of a queued message, so that it does not need the caller's memory any more.
 void Engine::own(const ConnectionPtr& c, std::uint64_t ticket) {
   std::unique_ptr<Keep> spent;
   std::lock_guard lock(c->send_mutex);
@@ -272,7 +272,7 @@ void Engine::own(const ConnectionPtr& c, std::uint64_t ticket) {
   if (ticket > flushed && ticket - flushed <= c->queue.size()) spent = own_memory(*c->queue[ticket - flushed - 1]);
 }
 
-/// With the connection's send_mutex held.
+/// Requires the connection's send_mutex.
 void Engine::watch_writable(Connection& c, bool on) {
   if (c.watching_writable == on) return;
   c.watching_writable = on;
@@ -281,7 +281,8 @@ void Engine::watch_writable(Connection& c, bool on) {
   epoll_ctl(inner_.get(), EPOLL_CTL_MOD, c.link->fd(), &event);
 }
 
-/// May a request of `size` bytes go? Half the window is open to a request of any size, so that large ones pass.
+/// Returns whether a request of `size` bytes may be sent. Up to half the window any size may, so that large requests
+/// are never stuck.
 bool Engine::window_open(const Connection& c, std::int64_t size) const {
   const std::int64_t out = c.outstanding.load(std::memory_order_relaxed);
   return out <= settings_.window / 2 || out + size <= settings_.window;
@@ -293,7 +294,7 @@ bool Engine::may_send_now(std::int32_t peer, std::uint64_t payload) const {
   return found == peers_.end() || !found->second.link || window_open(*found->second.link, weight(payload));
 }
 
-/// A request goes that does not wait for the window, which is closed. Says so once if that goes far.
+/// Counts a request that is sent although the window is closed. Logs a warning once if these are many.
 void Engine::pass_window(Connection& c, std::int32_t peer, std::int64_t size) {
   const std::int64_t past = c.past_window.fetch_add(size, std::memory_order_relaxed) + size;
   if (past / kFarPast < settings_.window || c.told_of_window.exchange(true, std::memory_order_relaxed)) return;
@@ -301,13 +302,13 @@ void Engine::pass_window(Connection& c, std::int32_t peer, std::int64_t size) {
   const auto found = peers_.find(peer);
   const std::string name = found == peers_.end() ? "a worker" : found->second.identity.name;
   log("requests to " + name + " pile up: " + std::to_string(c.outstanding.load(std::memory_order_relaxed)) +
-      " bytes wait there, and more keep coming. Calls on a running event loop, in handlers and in callbacks do not "
-      "wait "
-      "for the other end to keep up (request_window_bytes): await some results before making more.");
+      " bytes wait at that worker, and more are being sent. Calls on a running event loop, in handlers and in "
+      "callbacks do not wait for the receiver (request_window_bytes): await some results before making more calls.");
   wake_for_work();
 }
 
-/// This worker is about to wait for the peer, whose own window may be so large that it would not tell of so little.
+/// Sends this worker's window before it waits for the peer. The peer's own window may be so large that it would not
+/// report such a small credit.
 void Engine::tell_window(const ConnectionPtr& c) {
   if (c->window_known.exchange(true, std::memory_order_relaxed)) return;
   auto m = std::make_unique<Outgoing>();
@@ -316,7 +317,7 @@ void Engine::tell_window(const ConnectionPtr& c) {
   transmit(c, std::move(m));
 }
 
-/// A request has been taken up: its bytes no longer count against the sender.
+/// Counts a request as processed: its bytes no longer count against the sender.
 void Engine::take_up(const ConnectionPtr& c, std::int64_t size) {
   const std::int64_t due = c->credit_due.fetch_add(size, std::memory_order_relaxed) + size;
   const std::int64_t window = std::min(settings_.window, c->peer_window.load(std::memory_order_relaxed));

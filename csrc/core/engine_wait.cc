@@ -1,4 +1,4 @@
-// Who polls, and how: the role, looking at links, waiting callers. See engine.h for the idea.
+// Leadership, polling of links, and waiting callers. See engine.h.
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 namespace telegrad {
 namespace {
 
-constexpr Nanos kSlice = kSecond;            // a sleep that a signal may have to end is at most this long
-constexpr std::size_t kMuch = 1 << 20;       // bytes of a tensor that may make lanes worth while
-constexpr std::size_t kBudget = 4 << 20;     // bytes read from one link before the others have their turn
-constexpr std::uint32_t kHotTurns = 16;      // looks at the last busy link alone, before the others are looked at too
-constexpr std::uint32_t kGlances = 128;      // looks at links that are awake, before the others are looked at too
-constexpr int kStrangersBeforeHandover = 2;  // requests a waiting caller reads before it lets the pool poll
+constexpr Nanos kSlice = kSecond;            // longest sleep that checks for signals afterwards
+constexpr std::size_t kMuch = 1 << 20;       // bytes of a tensor for which lanes may pay
+constexpr std::size_t kBudget = 4 << 20;     // bytes read from one link before the others are read
+constexpr std::uint32_t kHotTurns = 16;      // polls of the last active link alone before all links are polled
+constexpr std::uint32_t kGlances = 128;      // polls of busy-polled links alone before all links are polled
+constexpr int kStrangersBeforeHandover = 2;  // requests that a waiting caller reads before the pool polls
 
 int milliseconds(Nanos until) {
   if (until == kNever) return -1;
@@ -25,10 +25,10 @@ int milliseconds(Nanos until) {
 
 }  // namespace
 
-// ---- the role. All with the mutex held.
+// ---- leadership. All require mutex_.
 
 void Engine::set_outer(bool enabled) {
-  if (enabled && !put_to_sleep()) kick();  // one of them has a message: the parked thread is to look
+  if (enabled && !put_to_sleep()) kick();  // a link has a message: the parked thread must poll
   if (in_outer_ == enabled) return;
   epoll_event event{.events = enabled ? static_cast<std::uint32_t>(EPOLLIN) : 0u, .data = {.u64 = kInnerToken}};
   epoll_ctl(outer_.get(), EPOLL_CTL_MOD, inner_.get(), &event);
@@ -40,7 +40,7 @@ void Engine::take_role() {
   if (parked_) set_outer(false);
 }
 
-/// `to_user_code`: a pool thread goes to run something and will be back; everyone else may not be.
+/// Ends leadership. `to_user_code`: a pool thread runs an item and will return; any other thread may not.
 void Engine::release_role(bool to_user_code) {
   role_held_ = false;
   gate_.shut();
@@ -57,7 +57,7 @@ void Engine::release_role(bool to_user_code) {
   }
 }
 
-/// Nobody polls: see to it that somebody is woken when a link has something.
+/// Ensures that a thread is woken when a link has data while there is no leader.
 void Engine::watch() {
   if (parked_) {
     set_outer(true);
@@ -71,7 +71,7 @@ void Engine::watch() {
   }
 }
 
-/// The holder of the role is about to look out for something from this link: it need not be woken for it.
+/// Busy polls the connection on which the leader is about to wait, so that the peer need not wake it.
 void Engine::stay_awake_for(std::uint64_t connection) {
   ConnectionPtr c = hot_ && hot_->id == connection ? hot_ : nullptr;
   if (auto found = connections_.find(connection); !c && found != connections_.end()) c = found->second;
@@ -84,15 +84,15 @@ void Engine::stay_awake(const ConnectionPtr& c) {
   awake_.push_back(c);
 }
 
-/// Is there something that one more thread should take now? A thread that is at finished calls takes those that follow
-/// as well, unless it is held up: while the program holds the interpreter's lock, more threads would only queue for it.
+/// Returns whether one more thread should take an item now. A thread that runs completions also takes the next ones,
+/// unless it is blocked: while the program holds the GIL, more threads would only queue for it.
 bool Engine::has_work() const { return has_requests() || has_urgent(); }
 
 bool Engine::has_urgent() const {
   return !urgent_.empty() && (urgent_.front().kind != ItemKind::kOutcome || !finishes_calls());
 }
 
-/// Is a thread of the pool at finished calls, and not held up?
+/// Returns whether a thread of the pool is running completions and is not blocked.
 bool Engine::finishes_calls() const { return finishing_ > 0 && now() - finished_at_ < kOutcomeGrace; }
 
 bool Engine::has_requests() const { return !nested_.empty() || (!top_.empty() && running_top_ < settings_.handlers); }
@@ -106,7 +106,7 @@ void Engine::push(Item&& item) {
   if (!role_held_) arm_timer(now() + kGrace);
 }
 
-/// What was not urgent is now.
+/// Queues the deferred completions for the pool.
 void Engine::hurry_lazy() {
   if (lazy_.empty()) return;
   std::move(lazy_.begin(), lazy_.end(), std::back_inserter(urgent_));
@@ -115,7 +115,7 @@ void Engine::hurry_lazy() {
   wake_for_work();
 }
 
-/// Some work waits and this thread will not do it.
+/// Wakes a thread of the pool if there is work that the calling thread will not do.
 void Engine::wake_for_work() {
   if (!has_work()) return;
   if (!idle_.empty()) {
@@ -127,7 +127,7 @@ void Engine::wake_for_work() {
   }
 }
 
-/// Credit came, or bytes left.
+/// Wakes the threads that wait for credit or for bytes to be sent.
 void Engine::ring_progress() {
   if (progress_.empty()) return;
   for (Waiter* w : progress_) w->bell.ring();
@@ -142,9 +142,9 @@ void Engine::nudge(Nanos delay) {
 
 void Engine::ring_park() { ring(park_bell_.get()); }
 
-// ---- polling. By the holder of the role, without the mutex.
+// ---- polling. Leader only, while mutex_ is not held.
 
-/// Reads one link; true if it had anything.
+/// Reads one link; returns whether it had data.
 bool Engine::read_from(const ConnectionPtr& c) {
   class Arrivals final : public Inbox {
    public:
@@ -165,7 +165,7 @@ bool Engine::read_from(const ConnectionPtr& c) {
   Arrivals arrivals(*this, c);
   const ReceiveState state = c->link->receive(arrivals, kBudget);
   take_in_answers(c);
-  if (!widened_.empty()) {  // what came right behind a lane
+  if (!widened_.empty()) {  // data that arrived right after a new lane
     for (const ConnectionPtr& other : std::exchange(widened_, {})) read_from(other);
   }
   if (state == ReceiveState::kBroken) {
@@ -179,7 +179,7 @@ bool Engine::read_from(const ConnectionPtr& c) {
   return true;
 }
 
-/// A look at the links that are awake, which costs no system call; true if one of them had anything.
+/// Polls the busy-polled links without a system call; returns whether one of them had data.
 bool Engine::glance() {
   bool found = false;
   for (std::size_t i = 0; i < awake_.size(); ++i) {
@@ -190,13 +190,14 @@ bool Engine::glance() {
   return found;
 }
 
-/// From now on it is no link of its own; who polls is told not to read it.
+/// Marks a connection as closed. The leader drops its references to it.
 void Engine::bury(Connection& c) {
   c.state = Connection::State::kDead;
   has_dead_.store(true, std::memory_order_release);
 }
 
-/// Those that are dead, to be let go of without the mutex: with them goes the memory that they shared.
+/// Returns the closed connections that the leader referenced. Destroy them while the mutex is not held, because this
+/// unmaps shared memory.
 std::vector<ConnectionPtr> Engine::forget_dead() {
   std::vector<ConnectionPtr> dead;
   if (!has_dead_.exchange(false, std::memory_order_acquire)) return dead;
@@ -210,7 +211,7 @@ std::vector<ConnectionPtr> Engine::forget_dead() {
   return dead;
 }
 
-/// From now on links wake who sleeps in epoll. False: one of them has something already.
+/// Arms the wake-up of all busy-polled links. Returns false if one of them already has a message.
 bool Engine::put_to_sleep() {
   std::erase_if(awake_, [](const ConnectionPtr& c) {
     const bool asleep = c->state == Connection::State::kDead || c->link->fall_asleep();
@@ -220,7 +221,7 @@ bool Engine::put_to_sleep() {
   return awake_.empty();
 }
 
-/// One look of many: most are only at the links that were busy last.
+/// Polls once while spinning. Most of these polls read only the links that were active last.
 bool Engine::spin_once(std::uint32_t turn) {
   if (!awake_.empty() && ++glances_ % kGlances != 0) {
     const bool found = glance();
@@ -229,7 +230,7 @@ bool Engine::spin_once(std::uint32_t turn) {
   return hot_ && !hot_->awake && (turn < kHotTurns || turn % 4 != 0) ? read_from(hot_) : look(0);
 }
 
-/// One look at every link; true if anything happened.
+/// Polls every link; returns whether anything happened.
 bool Engine::look(int timeout_ms) {
   bool heard = glance();
   if (!heard && timeout_ms != 0 && !put_to_sleep()) heard = glance();
@@ -273,8 +274,8 @@ bool Engine::look(int timeout_ms) {
   return heard || n > 0;
 }
 
-/// Looks until something happens, spinning first if that pays. False: nothing did before `until`, or a caller has taken
-/// the role from the thread of the pool whose pass this is.
+/// Polls until something happens, spinning first if that pays. Returns false if nothing did before `until`, or if a
+/// caller has taken leadership from the pool thread of this term.
 bool Engine::poll(Spin& spin, Nanos until, bool may_block, Gate::Pass pass) {
   const Nanos start = now();
   const Nanos stop = std::min(until, start + spin.budget());
@@ -343,7 +344,7 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
     }
     if (done()) break;
     if (holding) {
-      // Finished calls of others: most often this thread's own reply is next, and it will be gone in a moment.
+      // Completions of other calls: most often this thread's own reply is next, and it leaves soon to run them.
       const bool finished = !urgent_.empty();
       lock.unlock();
       const bool found = poll(caller_spin_, until, !finished);
@@ -356,7 +357,7 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
       if (has_requests()) {
         ++strangers;
         if (strangers >= kStrangersBeforeHandover && !done() && (!idle_.empty() || parked_)) {
-          holding = role_held_ = false;  // the pool reads and runs them itself from here on
+          holding = role_held_ = false;  // from now on the pool reads and runs the requests
           released_at_ = now();
           arm_timer(released_at_ + grace_);
         }
@@ -382,9 +383,9 @@ WaitEnd Engine::wait_for(For what, Waiter& w, const std::function<bool()>& done,
     progress_.remove(&w);
     --progress_waiters_;
   }
-  // Who has collected some outcomes comes back for more, and if not, says so.
+  // A thread with some completions of a wait set waits again soon; if it does not, it dissolves the set.
   if (holding || std::exchange(w.promoted, false)) release_role(what == For::kOutcomes && end == WaitEnd::kDone);
-  if (stopped_ && !role_held_) dead = forget_dead();  // nobody will poll any more
+  if (stopped_ && !role_held_) dead = forget_dead();  // no thread will poll again
   if (!urgent_.empty()) arm_timer(now() + kGrace);
   return end;
 }

@@ -14,7 +14,7 @@ struct Registry {
   std::mutex mutex;  // held during a fork
   std::vector<Engine*> engines;
   std::vector<std::mutex*> others;
-  // With a lock of its own: watchers come and go where an engine's lock may be held.
+  // A separate lock, because watchers are added and removed while an engine's lock may be held.
   std::mutex watchers_mutex;
   std::vector<ForkWatcher*> watchers;
 };

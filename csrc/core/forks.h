@@ -1,9 +1,9 @@
 // Forks of a process that has engines.
 //
-// A forked child has none of the engines' threads. It must not hold their links open, or a peer would not see the
-// parent die; and it must not say a word on them. The hooks are the C library's, which run while no other code of this
-// thread does: with hooks of the layer above, another thread could take its lock (the GIL) in between and wait for an
-// engine.
+// A forked child has none of the engines' threads. It must not keep their connections open, or a peer would not see the
+// parent die, and it must not send anything on them. The hooks are those of the C library, because no other code of the
+// forking thread runs between them and fork(). Between Python's hooks and fork(), another thread could take the GIL and
+// wait for an engine.
 #pragma once
 
 #include <mutex>
@@ -12,11 +12,12 @@ namespace telegrad {
 
 class Engine;
 
-/// From now on forks respect this engine; `forget_at_forks` ends it.
+/// Registers an engine for the hooks of fork(); `forget_at_forks` ends this. Any thread.
 void remember_at_forks(Engine* engine);
 void forget_at_forks(Engine* engine);
 
-/// Told of forks, after the engines and before the locks below. Its own lock may be taken while an engine's is held.
+/// Interface of objects with hooks of their own, called after those of the engines and before the locks below are
+/// taken. Its lock may be taken while an engine's is held.
 class ForkWatcher {
  public:
   virtual ~ForkWatcher() = default;
@@ -27,8 +28,8 @@ class ForkWatcher {
 void watch_forks(ForkWatcher* watcher);
 void unwatch_forks(ForkWatcher* watcher);
 
-/// Forks wait for this lock, so that a child never finds it taken by a thread that it does not have. It may be taken
-/// while an engine's is held, but not the other way round. Returns true; for static initializers.
+/// Makes forks take this lock, so that it is free in the child. It may be taken while an engine's lock is held, but not
+/// the other way round. Returns true; for static initializers.
 bool hold_at_forks(std::mutex& mutex);
 
 }  // namespace telegrad

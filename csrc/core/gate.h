@@ -1,9 +1,9 @@
-// How a caller takes the polling role from a thread of the pool that spins.
+// How a caller takes leadership from a spinning thread of the pool.
 //
-// That thread holds the role for as long as it spins, but links are read only within a look, and the thread may be off
-// the processor between two. So it goes through a gate for each look, and whoever shuts the gate between two looks has
-// the role. A pass is good for one holding of the role: a thread that comes back late finds its own gate shut, whoever
-// has opened another one since.
+// That thread is the leader for as long as it spins, but it reads links only within a poll, and it may be preempted
+// between two polls. So it enters the gate for each poll and leaves it afterwards. Closing the gate between two polls
+// takes over leadership. Each term has its own number: a thread that returns late finds the gate of its own term
+// closed, even if the gate is open for a later term.
 #pragma once
 
 #include <atomic>
@@ -14,22 +14,22 @@ namespace telegrad {
 class Gate {
  public:
   using Pass = std::uint64_t;
-  static constexpr Pass kCaller = 0;  // a caller holds the role for good; its gate always lets it through
+  static constexpr Pass kCaller = 0;  // term of a caller, which is never replaced; the gate is always open for it
 
   // ---- under the engine's mutex
 
-  /// A thread of the pool takes the role.
+  /// Begins the term of a pool thread as leader.
   Pass open() {
     const Pass pass = ++last_;
     state_.store(pass << 2 | kOpen, std::memory_order_release);
     return pass;
   }
 
-  /// It gives the role up.
+  /// Ends the term.
   void shut() { state_.store(kShut, std::memory_order_release); }
 
-  /// A caller wants the role. True: it has it. False: nobody of the pool holds it, or one is amid a look and will give
-  /// it up after that.
+  /// Takes leadership for a caller. Returns false if no pool thread is the leader, or if the leader is inside a poll;
+  /// it then resigns after that poll.
   bool take() {
     std::uint64_t s = state_.load(std::memory_order_acquire);
     while (true) {
@@ -46,20 +46,20 @@ class Gate {
   bool holds(Pass pass) const { return state_.load(std::memory_order_acquire) >> 2 == pass; }
   bool wanted() const { return (state_.load(std::memory_order_acquire) & kStates) == kWanted; }
 
-  // ---- by the holder of the pass
+  // ---- by the thread of that term
 
-  /// Before a look. False: the role is another's, or wanted.
+  /// Begins a poll. Returns false if the term has ended, or a caller wants leadership.
   bool enter(Pass pass) {
     if (pass == kCaller) return true;
     std::uint64_t open = pass << 2 | kOpen;
     return state_.compare_exchange_strong(open, pass << 2 | kLooking, std::memory_order_acq_rel);
   }
 
-  /// After it.
+  /// Ends a poll.
   void leave(Pass pass) {
     if (pass == kCaller) return;
     std::uint64_t looking = pass << 2 | kLooking;
-    state_.compare_exchange_strong(looking, pass << 2 | kOpen, std::memory_order_acq_rel);  // else it is wanted
+    state_.compare_exchange_strong(looking, pass << 2 | kOpen, std::memory_order_acq_rel);  // fails if wanted
   }
 
  private:

@@ -83,7 +83,7 @@ class Reader {
 std::string nonce() {
   std::string n(kNonce, '\0');
   if (getrandom(n.data(), n.size(), 0) != static_cast<ssize_t>(n.size())) {
-    throw std::runtime_error("the system gave no random bytes");
+    throw std::runtime_error("the system returned no random bytes");
   }
   return n;
 }
@@ -97,7 +97,7 @@ bool equal_in_constant_time(std::string_view a, std::string_view b) {
   return difference == 0;
 }
 
-/// Text of a stranger's, fit for a log: printable characters, and not too many.
+/// Makes text of an unauthenticated peer safe to log: printable characters, bounded length.
 std::string printable(std::string_view text) {
   constexpr std::size_t kMost = 200;
   std::string out;
@@ -176,8 +176,9 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   if (group != credo_->group) return refuse("this worker belongs to another group");
   if (wanted.id != credo_->me.id || wanted.name != credo_->me.name ||
       (wanted.incarnation != 0 && wanted.incarnation != credo_->me.incarnation)) {
-    return refuse("worker " + printable(wanted.name) + " (id " + std::to_string(wanted.id) + ") is not here, this is " +
-                  credo_->me.name + " (id " + std::to_string(credo_->me.id) + ")");
+    return refuse("worker " + printable(wanted.name) + " (id " + std::to_string(wanted.id) +
+                  ") is not at this address, which belongs to " + credo_->me.name + " (id " +
+                  std::to_string(credo_->me.id) + ")");
   }
   hello_ = body;
   const std::string mine =
@@ -200,7 +201,7 @@ Handshake::Step Handshake::on_challenge(std::string_view body) {
   transcript_ = Writer().text(hello_).text(theirs).done();
   if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse(std::string(kWrongSecret));
   if (peer.id != peer_.id || peer.name != peer_.name) {
-    return refuse("worker " + printable(peer.name) + " answered in place of " + peer_.name);
+    return refuse("worker " + printable(peer.name) + " answered instead of " + peer_.name);
   }
   peer_ = peer;
   state_ = State::kSentProof;

@@ -1,4 +1,4 @@
-// Mutual authentication of two workers, before anything else is looked at.
+// Mutual authentication of two workers, before any other frame is processed.
 //
 //     initiator                               acceptor
 //     HELLO      version, group, me, you, nonce, limits, lanes, session ->
@@ -6,14 +6,16 @@
 //     PROOF      mac("initiator" + HELLO + CHALLENGE) ->
 //                <- WELCOME
 //
-// Either may answer REFUSE and a reason. The mac is HMAC-SHA256 keyed with the group's secret; both nonces and both
-// identities are under it, so a recorded exchange proves nothing and a proof for one worker is none for another.
+// Either end may answer REFUSE with a reason. The mac is HMAC-SHA256 keyed with the group's secret. It covers both
+// nonces and both identities, so a recorded handshake cannot be replayed, and the proof of one worker is not valid for
+// another.
 //
-// Both ends say what a message to them may be at most (core/limits.h): a sender keeps to it.
+// Both ends send their limits for received messages (core/limits.h); senders observe them.
 //
-// Both ends say how many lanes a link of theirs may have; the lower number counts. What is under the mac also names the
-// link, to both ends and to nobody else (`session`). A connection that is to be a lane of it goes through a handshake
-// of its own and says in its greeting of which: so it is from the worker it says it is from, and for that link. A pure
+// Both ends send the highest number of lanes per link; the lower number is used. The mac also derives a name of the
+// link that only the two ends know (`session`). A connection that is to become a lane has a handshake of its own and
+// sends the session of its link in HELLO. This proves the identity of its peer and its link. A pure state machine:
+// bytes in, bytes out.
 // state machine: bytes in, bytes out.
 #pragma once
 
@@ -32,11 +34,11 @@ struct Identity {
   std::uint64_t incarnation = 0;
 };
 
-struct Credo {  // what this worker goes into every handshake with
+struct Credo {  // this worker's part of every handshake
   Identity me;
   std::string group;
   std::string secret;
-  Limits limits;            // of what it takes
+  Limits limits;            // of messages to this worker
   std::uint32_t lanes = 1;  // connections of one link, at most
 };
 
@@ -45,11 +47,11 @@ class Handshake {
   struct Step {
     std::optional<FrameType> send;  // a frame to send, with this body
     std::string body;
-    bool open = false;   // both ends are proven
-    std::string failed;  // not empty: the link must be closed, for this reason
+    bool open = false;   // both ends are authenticated
+    std::string failed;  // not empty: the reason for which the link must be closed
   };
 
-  /// The initiating side; `target` is whom it wants to reach. `session`: of the link that this is to be a lane of.
+  /// Makes the initiating side of a connection to `target`. `session`: of the link for which this is to become a lane.
   static Handshake initiate(const Credo& credo, const Identity& target, std::string session = {});
   static Handshake accept(const Credo& credo);
 
@@ -57,14 +59,14 @@ class Handshake {
   Step begin();
   Step on_frame(FrameType type, std::string_view body);
 
-  /// Who is at the other end; valid once open.
+  /// Returns the identity of the other end; valid once open.
   const Identity& peer() const { return peer_; }
-  /// What a message to the other end may be at most; valid once open.
+  /// Returns the limits of messages to the other end; valid once open.
   const Limits& limits() const { return limits_; }
-  /// How many connections the link may have, this one included.
+  /// Returns how many connections the link may have, including this one.
   std::uint32_t lanes() const { return lanes_; }
-  /// What the link is called by both ends, and by nobody who does not know the secret. For a lane, that of its link;
-  /// `for_lane` then.
+  /// Returns the name of the link, which only both ends can compute because it needs the secret. A lane (`for_lane`)
+  /// has the session of its link.
   const std::string& session() const { return session_; }
   bool for_lane() const { return for_lane_; }
 

@@ -1,4 +1,4 @@
-// What a thread of the pool is given to do, and who may have outcomes of calls instead of the pool.
+// Work items of the pool's threads, and wait sets, which receive completions instead of the pool.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace telegrad {
 enum class ItemKind : std::uint8_t { kRequest, kOneway, kOutcome, kEvent, kRetire };
 enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kNudge, kPeerBack, kConnected };
 
-/// Something for a pool thread to do.
+/// Work for a thread of the pool.
 struct Item {
   ItemKind kind{};
   EventKind event{};
@@ -32,16 +32,17 @@ struct Item {
   std::string text;               // kEvent
 };
 
-/// One thread that waits for many calls, and takes what becomes of them as it comes. Guarded by the engine's mutex.
+/// Wait set: many calls for which one thread waits, and takes each completion as it arrives. Guarded by the engine's
+/// mutex.
 struct Collector {
   Waiter waiter;
   std::vector<std::uint64_t> calls;      // in ascending order
-  std::vector<std::uint64_t> elsewhere;  // of them, those that are over, or in somebody else's hands
-  std::size_t expected = 0;              // and those whose outcomes are to come:
-  bool over = false;                     // none, when `wait` returned
-  std::uint64_t connection = 0;          // over which one of these will
-  std::deque<Item> outcomes;             // that have come
-  bool told = false;                     // that somebody else is done with one
+  std::vector<std::uint64_t> elsewhere;  // calls that have ended, or with a completion that another thread took
+  std::size_t expected = 0;              // calls without a completion so far
+  bool over = false;                     // no completion was outstanding when `wait` returned
+  std::uint64_t connection = 0;          // connection of one of these calls
+  std::deque<Item> outcomes;             // completions that have arrived
+  bool told = false;                     // another thread has processed a completion
 };
 
 }  // namespace telegrad

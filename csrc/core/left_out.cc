@@ -26,7 +26,7 @@ bool fits(const Outgoing& m, const Limits& limits) {
 std::string over_limits(const Outgoing& m, const Limits& limits, std::string_view receiver) {
   const std::string to(receiver);
   if (m.body.size() > limits.body) {
-    return "a message of " + number(m.body.size()) + " bytes besides its tensors is larger than the option " +
+    return "a message of " + number(m.body.size()) + " bytes without its tensors is larger than the option " +
            "max_header_bytes of worker " + to + " allows (" + number(limits.body) +
            " bytes). Send large data as tensors or arrays, or raise the option on " + to + ".";
   }
@@ -35,7 +35,7 @@ std::string over_limits(const Outgoing& m, const Limits& limits, std::string_vie
            number(limits.segments) + " that worker " + to + " takes. Send it in parts, or stack them.";
   }
   if (m.name.size() > limits.name) {
-    return "a function whose name has " + number(m.name.size()) + " bytes is more than the " + number(limits.name) +
+    return "a function name of " + number(m.name.size()) + " bytes is longer than the " + number(limits.name) +
            " that worker " + to + " takes. Give it a shorter name.";
   }
   return "a message with " + number(m.payload_size() - m.body.size() - trailer_size(m)) +

@@ -1,9 +1,9 @@
-// Messages whose content is left out: they are over the limits of their receiver, or it has no memory for them.
+// Messages without content, because they are over the limits of their receiver or it has no memory for them.
 //
-// Such a message fails its call and nothing else. A request or reply that others count on (kMayLinger) travels all the
-// same, with the reason as its body and with its trailer, so that both ends go on counting the same. The receiver of
-// such a request answers it with an error. The link that reads a message for which there is no memory discards the
-// content as it comes, and delivers the rest.
+// Such a message fails its own call and nothing else. A request or reply that must be delivered (kMayLinger) is still
+// sent, with the reason as its body and with its trailer, so that the counts of both ends agree. The receiver answers
+// such a request with an error. If the receiving link has no memory for a message, it discards the content while
+// reading and delivers the rest.
 #pragma once
 
 #include <string>
@@ -14,28 +14,28 @@
 
 namespace telegrad {
 
-/// The first byte of the body of such a message; the rest of it is text.
+/// First byte of the body of such a message; the rest of the body is text.
 enum class LeftOut : char {
   kTooLarge = 'L',  // over the limits
   kNoMemory = 'M',
 };
 
-/// Is a message within the limits of its receiver?
+/// Returns whether a message is within the limits of its receiver.
 bool fits(const Outgoing& message, const Limits& limits);
 
-/// What of a message does not fit, for its caller: what it is, the limit, and the option to change. `receiver` is the
-/// name of the worker whose limits these are.
+/// Returns an error text for the caller: the part of the message that is too large, the limit, and the option to
+/// change. `receiver` is the name of the worker with these limits.
 std::string over_limits(const Outgoing& message, const Limits& limits, std::string_view receiver);
 
-/// Leaves the content of a message out: what remains is the reason and the trailer.
+/// Removes the content of a message; the reason and the trailer remain.
 void leave_out(Outgoing& message, LeftOut why, std::string_view text);
 
-/// May a message that arrives be discarded, if there is no memory for it? `bytes`: of its name, body and segments.
+/// Returns whether an arriving message may be discarded for lack of memory. `bytes`: of its name, body and segments.
 inline bool may_be_discarded(FrameType type, std::uint64_t bytes) {
   return (type == FrameType::kRequest || type == FrameType::kReply) && bytes >= kAlwaysTaken;
 }
 
-/// Gives up a message of so many bytes that arrives, for want of memory: what remains is the trailer, the last segment.
+/// Marks an arriving message of this size as discarded for lack of memory; the trailer, its last segment, remains.
 void discard(Incoming& message, std::uint64_t bytes);
 
 }  // namespace telegrad

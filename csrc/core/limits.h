@@ -1,28 +1,28 @@
-// What one frame may be at most. Workers exchange their limits in the handshake: a sender keeps to its receiver's.
+// Limits of one frame. Workers exchange them in the handshake, and senders observe those of the receiver.
 #pragma once
 
 #include <cstdint>
 
 namespace telegrad {
 
-/// Checked by the receiver before anything is allocated: a peer that goes beyond them is cut off.
+/// Checked by the receiver before any allocation. A peer that exceeds them is disconnected.
 struct Limits {
   std::uint64_t body = std::uint64_t{1} << 30;
   std::uint64_t message = std::uint64_t{1} << 36;  // all segments together, without the trailer
   std::uint32_t segments = 1 << 20;
   std::uint32_t name = 1 << 16;
-  // Of the trailer: the same on all workers, and not exchanged.
+  // Of the trailer: the same on all workers, not exchanged.
   std::uint64_t trailer = 16 << 20;
-  // Not of a frame: bytes of memory that a link lends its sender, and that it maps of its peer's, at most. Only links
-  // through shared memory have such.
+  // Of the link, not of a frame: bytes of memory that it leases to its sender, and that it maps from its peer. Used by
+  // shared-memory links only.
   std::uint64_t lent = std::uint64_t{1} << 30;
 };
 
-/// Every worker takes messages up to this size, name, body and segments together, and none discards them for want of
-/// memory: what workers say to each other about references and shutdown is smaller.
+/// Every worker accepts messages up to this size (name, body and segments) and never discards them for lack of memory.
+/// Messages of the reference and shutdown protocols are smaller.
 inline constexpr std::uint64_t kAlwaysTaken = 64 << 10;
 
-/// Limits while the peer is a stranger: one small handshake frame at a time.
+/// Limits before the peer is authenticated: one small handshake frame at a time.
 inline constexpr Limits kStrangerLimits{.body = 4096, .message = 0, .segments = 0, .name = 0, .trailer = 0, .lent = 0};
 
 }  // namespace telegrad

@@ -10,14 +10,13 @@ namespace telegrad {
 std::unique_ptr<Keep> own_memory(Outgoing& m) {
   struct Copy final : Keep {
     std::unique_ptr<std::byte[]> bytes;
-    std::unique_ptr<Keep> lease;  // memory of the link's own, which nobody changes, is not copied
+    std::unique_ptr<Keep> lease;  // leased memory is not copied, because no thread changes it
   };
   if (m.owned || m.segments.empty()) return nullptr;
   const bool begun = !m.prefix.empty();
   const bool lent = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
   const bool leased = lent && !m.scattered;
-  // What has left of body and segments need not be copied; where leases leave in their place, or pieces, it is not
-  // known.
+  // Sent bytes of the body and segments need not be copied. With leases or fragments, the sent part is unknown.
   const bool whole = leased || m.scattered;
   std::uint64_t gone = begun && !whole && m.sent > m.prefix.size() ? m.sent - m.prefix.size() : 0;
   const std::uint64_t size = (begun ? 0 : m.name.size()) + m.payload_size() - gone;
@@ -37,7 +36,7 @@ std::unique_ptr<Keep> own_memory(Outgoing& m) {
   auto text = [&](std::string_view s) {
     return std::string_view(reinterpret_cast<const char*>(copied(s.data(), s.size())), s.size());
   };
-  m.name = begun ? std::string_view() : text(m.name);  // once begun, it is in the prefix
+  m.name = begun ? std::string_view() : text(m.name);  // once sending has begun, the prefix contains it
   const auto [body, body_size] = rest(m.body.data(), m.body.size());
   m.body = text({body, body_size});
   std::vector<OutSegment> segments;

@@ -1,8 +1,8 @@
-// What moves between peers: a fixed header, an interned name, a body, and segments of memory out of band.
+// Messages: a fixed header, an interned name, a body, and segments of memory out of band.
 //
 // On a byte stream a frame is
 //     FrameHeader | SegmentHeader x segment_count | name | body | segments in order
-// all little-endian. The core reads `type`, `call_id`, the flags below, `timeout` and `credit`; `tag` and the rest of
+// all little-endian. The core reads `type`, `call_id`, the flags below, `timeout` and `credit`; `tag` and the other
 // `flags` belong to the layers above.
 #pragma once
 
@@ -22,32 +22,32 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 3;
+inline constexpr std::uint32_t kProtocolVersion = 4;
 
 enum class FrameType : std::uint8_t {
-  kHello = 1,      // handshake, initiator: who I am, whom I want, a nonce
-  kChallenge = 2,  // handshake, acceptor: who I am, a nonce, proof over both
+  kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce
+  kChallenge = 2,  // handshake, acceptor: own identity, nonce, proof over both
   kProof = 3,      // handshake, initiator: proof over both
-  kWelcome = 4,    // handshake, acceptor: the link is open
-  kRefuse = 5,     // handshake, either: no, and why
+  kWelcome = 4,    // handshake, acceptor: the connection is open
+  kRefuse = 5,     // handshake, either end: rejected, with the reason
   kRequest = 16,   // answered by exactly one kReply with the same call_id
   kReply = 17,
   kOneway = 18,   // never answered
-  kCredit = 19,   // carries nothing but `credit`, and as call_id the window of a sender that waits
-  kGoodbye = 20,  // orderly end: what follows is end of stream
-  kPiece = 21,    // a part of a message that is spread over several lanes; see transports/lanes.h
+  kCredit = 19,   // carries only `credit`, and in call_id the window of a sender that waits
+  kGoodbye = 20,  // orderly end of stream
+  kPiece = 21,    // fragment of a message that is striped over several lanes; see transports/lanes.h
 };
 
 inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
 
 enum FrameFlags : std::uint16_t {
-  kNested = 1 << 15,  // the request was made from inside a handler: it always finds a thread
-  // What its caller has given up on matters all the same: the reply must be seen, the request must be sent.
+  kNested = 1 << 15,  // the request was made inside a handler: it always finds a thread
+  // The message is delivered even if its caller has given up: the request is sent, or the reply is processed.
   kMayLinger = 1 << 14,
-  // The content is left out: the message is over its receiver's limits, or the receiver has no memory for it. The body
-  // says which, and why, and the trailer is the only segment. See core/left_out.h.
+  // The content is left out, because the message is over its receiver's limits or the receiver has no memory for it.
+  // The body has the kind and the reason, and the trailer is the only segment. See core/left_out.h.
   kLeftOut = 1 << 13,
-  // The last segment is a trailer: what both ends count on, and what is kept of a message whose content is left out.
+  // The last segment is a trailer: data that both ends count on, kept when the content of a message is left out.
   kTrailer = 1 << 2,
 };
 
@@ -62,20 +62,20 @@ struct FrameHeader {
   std::uint32_t segment_count = 0;
   std::uint32_t reserved = 0;
   std::uint64_t call_id = 0;
-  std::int64_t timeout = 0;  // requests: nanoseconds left; 0: no limit. Pieces: where in the message they belong
-  std::uint64_t credit = 0;  // request bytes taken up by the sender of this frame since its last frame
+  std::int64_t timeout = 0;  // requests: nanoseconds left; 0: no limit. Fragments: offset in the message
+  std::uint64_t credit = 0;  // request bytes that the sender of this frame has processed since its last frame
 };
 static_assert(sizeof(FrameHeader) == 56);
 
 struct SegmentHeader {
   std::uint64_t size = 0;
-  std::uint64_t lease = 0;  // 0: the bytes follow in the frame; else they lie where the transport's lease says
+  std::uint64_t lease = 0;  // 0: the bytes follow in the frame; else the transport's lease says where they reside
 };
 static_assert(sizeof(SegmentHeader) == 16);
 
-class Common;  // what goes to several peers and lies in memory once, see transports/commons.h
+class Common;  // multicast buffer, see transports/commons.h
 
-/// Keeps whatever the bytes of an outgoing message live in. Destroyed on any thread, with no lock of the core held.
+/// Owner of the memory of an outgoing message. Destroyed on any thread, while no lock of the core is held.
 class Keep {
  public:
   virtual ~Keep() = default;
@@ -84,31 +84,31 @@ class Keep {
 struct OutSegment {
   const std::byte* data;
   std::uint64_t size;
-  // 0, or the lease under which the link lent the memory that this lies in (`Link::lend`), and which nobody else holds:
-  // then the link hands the memory over instead of its bytes. A link to which the lease means nothing sends the bytes.
+  // 0, or the lease of the memory (`Link::lend`), which has no other holder. The link passes the memory on instead of
+  // its bytes. A link that does not know the lease sends the bytes.
   std::uint64_t lease = 0;
-  const Common* common = nullptr;  // what it is the whole of, kept by `keep`: for links that can hand it over
+  const Common* common = nullptr;  // the multicast buffer that it fills, owned by `keep`
 };
 
 struct Departure;  // see connection.h
 
-/// A message on its way out. Its body and segments point into memory that `keep` holds.
+/// A message to send. Its body and segments point into memory that `keep` owns.
 struct Outgoing {
   FrameHeader header;
-  std::string_view name;  // the definition to send if the peer does not know header.name_id yet
+  std::string_view name;  // definition to send if the peer does not know header.name_id yet
   std::string_view body;
   std::vector<OutSegment> segments;
   std::unique_ptr<Keep> keep;
-  bool owned = false;                    // nobody else can change its bytes: see `own_memory`
-  bool scattered = false;                // by the link: its segments leave in pieces, in no order
-  std::shared_ptr<Departure> departure;  // told what becomes of a message that waits for its link
-  std::string reason;                    // the body of a message whose content is left out
+  bool owned = false;                    // no other thread can change its bytes: see `own_memory`
+  bool scattered = false;                // by the link: its segments are sent as fragments, in any order
+  std::shared_ptr<Departure> departure;  // state of a message that waits for a connection
+  std::string reason;                    // the body of a message without content (kLeftOut)
 
-  // Owned by the link that sends it: how many bytes have left, of the prefix, the body and the segments in that order.
+  // Owned by the link that sends it: sent bytes of the prefix, the body and the segments in that order.
   std::uint64_t sent = 0;
-  std::uint64_t total = 0;   // bytes of the frame, once it has been begun
-  std::size_t segment = 0;   // those before it have left,
-  std::uint64_t passed = 0;  // which are so many bytes
+  std::uint64_t total = 0;   // bytes of the frame, set when sending begins
+  std::size_t segment = 0;   // number of segments sent,
+  std::uint64_t passed = 0;  // and their bytes
   std::string prefix;        // header, segment headers and name, as sent
 
   std::uint64_t payload_size() const {
@@ -118,21 +118,21 @@ struct Outgoing {
   }
 };
 
-/// Copies what has not been sent yet into memory of the message's own, so that whoever lent it may change it. Not while
-/// the link sends it. Returns what kept the lent memory, to be let go where no lock is held; null if nothing is lent,
-/// or if there is no memory for a copy: then it stays lent.
+/// Copies the unsent bytes into memory of the message itself, so that the sender may change the original. Not while the
+/// link sends the message. Returns the owner of the original memory, to be released while no lock is held. Returns null
+/// if nothing was borrowed, or if there is no memory for a copy; then the original stays in use.
 std::unique_ptr<Keep> own_memory(Outgoing& message);
 
-/// What a request counts against a peer's window.
+/// Returns the bytes that a request counts against the peer's window.
 inline std::int64_t weight(std::uint64_t payload) { return static_cast<std::int64_t>(sizeof(FrameHeader) + payload); }
 
-/// A message that arrived whole.
+/// A complete received message.
 struct Incoming {
   FrameHeader header;
   std::string name;
   BlockPtr body;  // null when empty
   std::vector<BlockPtr> segments;
-  // Not 0: there was no memory for so many bytes. The link has read and discarded them, but for the trailer.
+  // Not 0: there was no memory for this number of bytes. The link has read and discarded all except the trailer.
   std::uint64_t discarded = 0;
 
   std::uint64_t payload_size() const {

@@ -9,8 +9,8 @@
 namespace telegrad {
 namespace {
 
-// Size classes: four to each power of two from 4 KiB up, so at most a fifth of a block is slack.
-// Smaller blocks are one piece of malloc's, which keeps those warm by itself.
+// Size classes: four per power of two from 4 KiB on, so at most a fifth of a block is unused.
+// Smaller blocks are single malloc allocations, which malloc caches itself.
 constexpr std::size_t kSmallest = 4096;
 constexpr int kClasses = 4 * 36;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
@@ -37,13 +37,13 @@ std::byte* obtain(std::size_t capacity) {
   }
   void* memory = nullptr;
   if (posix_memalign(&memory, kHugePage, capacity) != 0) throw std::bad_alloc();
-  madvise(memory, capacity, MADV_HUGEPAGE);  // a refusal only costs speed
+  madvise(memory, capacity, MADV_HUGEPAGE);  // only an optimization: ignore errors
   return static_cast<std::byte*>(memory);
 }
 
 }  // namespace
 
-/// Object and memory in one, for messages so short that two more allocations and a lock would be their main cost.
+/// Object and memory in one allocation, for messages so small that two more allocations and a lock would dominate.
 class SmallBlock final : public Block {
  public:
   static BlockPtr make(std::size_t size, std::shared_ptr<Pool> pool) {
@@ -131,7 +131,7 @@ BlockPtr Pool::allocate(std::size_t size) {
   return std::make_unique<PooledBlock>(memory, size, size_class, shared_from_this());
 }
 
-/// Memory of the system's; where it has none, what is kept warm goes back first.
+/// Allocates memory from the system. If there is none, releases the cache first and tries again.
 std::byte* Pool::obtain_or_trim(int size_class) {
   try {
     return obtain(capacity_of(size_class));

@@ -1,7 +1,7 @@
-// Receive memory: 64-byte aligned blocks, kept warm between messages.
+// Receive memory: 64-byte aligned blocks, cached between messages.
 //
-// Fresh pages cost several times the copy that fills them, so a block that comes back is kept for the next
-// message of its size class. What is kept is capped, and `trim` gives it back to the system when the worker idles.
+// Page faults on fresh memory cost several times the copy that fills it, so a released block is cached for the next
+// message of its size class. The cache is bounded, and `trim` returns memory to the system while the worker is idle.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ namespace telegrad {
 
 inline constexpr std::size_t kAlignment = 64;
 
-/// Memory of one received segment. Its destructor gives the memory back to wherever it came from: the pool, or, for
-/// a transport that lends memory, the peer that lent it. Owned by one holder at a time; may be destroyed on any thread.
+/// Memory of one received segment. Its destructor returns the memory to its source: the pool, or the peer that leased
+/// it. Has one owner at a time; may be destroyed on any thread.
 class Block {
  public:
   virtual ~Block() = default;
@@ -27,7 +27,8 @@ class Block {
 
   std::byte* data() const { return data_; }
   std::size_t size() const { return size_; }
-  /// What OutSegment::lease says to hand this memory, or a part of it, to the peer whose link it came over; 0: nothing.
+  /// Returns the lease (OutSegment::lease) that returns this memory, or a part of it, to the peer from which it came; 0
+  /// if there is none.
   virtual std::uint64_t lease() const { return 0; }
 
  protected:
@@ -41,37 +42,36 @@ class Block {
 using BlockPtr = std::unique_ptr<Block>;
 
 struct PoolStats {
-  std::size_t live_blocks = 0;    // handed out and not yet back
+  std::size_t live_blocks = 0;    // allocated and not released
   std::size_t live_bytes = 0;     // their capacity
-  std::size_t cached_blocks = 0;  // kept warm
+  std::size_t cached_blocks = 0;  // kept for reuse
   std::size_t cached_bytes = 0;
-  std::uint64_t hits = 0;  // allocations served warm
+  std::uint64_t hits = 0;  // allocations served from the cache
   std::uint64_t misses = 0;
 };
 
-/// Thread-safe. Blocks may outlive every other holder of the pool: each keeps it alive.
+/// Allocator of receive memory. Thread-safe. Every block keeps the pool alive.
 class Pool : public std::enable_shared_from_this<Pool> {
  public:
-  /// `cache_limit`: bytes kept warm at most.
+  /// `cache_limit`: bytes cached at most.
   static std::shared_ptr<Pool> make(std::size_t cache_limit);
   ~Pool();
 
-  /// A block of exactly `size` usable bytes. Throws std::bad_alloc when the machine has no such memory.
+  /// Returns a block of exactly `size` usable bytes. Throws std::bad_alloc if the system has no memory.
   BlockPtr allocate(std::size_t size);
 
-  /// Counts a block that a link has lent among those handed out, for as long as it lives.
+  /// Counts a leased block as allocated for as long as it lives.
   BlockPtr count(BlockPtr lent);
 
-  /// Frees what has been kept warm without use since `before`.
+  /// Releases cached memory that has not been used since `before`.
   void trim(Nanos before);
 
-  /// Nobody will ask for memory any more: frees what is kept warm, and from now on whatever comes back. Blocks that are
-  /// out stay valid.
+  /// Disables the cache: releases cached memory, and from now on every block at once. Allocated blocks stay valid.
   void retire();
 
   PoolStats stats() const;
 
-  /// Around fork(): holds the lock.
+  /// Hooks of fork(): hold the lock.
   void before_fork() { mutex_.lock(); }
   void after_fork() { mutex_.unlock(); }
 
@@ -91,8 +91,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   mutable std::mutex mutex_;
   std::size_t cache_limit_;
   std::vector<std::vector<Free>> free_;                          // by size class, most recently used last
-  PoolStats stats_;                                              // but for small blocks, which nobody locks for
-  std::atomic<std::size_t> small_blocks_ = 0, small_bytes_ = 0;  // these and lent ones
+  PoolStats stats_;                                              // without small blocks, which take no lock
+  std::atomic<std::size_t> small_blocks_ = 0, small_bytes_ = 0;  // small and leased blocks
   std::atomic<std::uint64_t> small_misses_ = 0;
 };
 

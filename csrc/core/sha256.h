@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104): all the cryptography that the handshake needs, so that proving who
-// one is takes no lock of the layer above.
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), the only cryptography of the handshake. Implemented here so that
+// authentication does not take the GIL.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace telegrad {
 
-/// 32 bytes.
+/// Returns the hash, 32 bytes.
 std::string sha256(std::string_view message);
 std::string hmac_sha256(std::string_view key, std::string_view message);
 

@@ -1,10 +1,10 @@
-// How long to spin before sleeping: only where it pays.
+// Adaptive spinning before a thread sleeps.
 //
-// A wake-up through the kernel costs 60 us or more, so a thread whose event comes soon does better to look for it
-// awake. A thread whose events come late only burns the processor that its peer needs. So each place that waits keeps a
-// Spin: it spins as long as events have lately taken to come, up to some multiple of its budget; stops after a few
-// misses; starts again when an event came so soon after falling asleep that spinning would have caught it; and ends
-// each spin at once where others want the processor.
+// A wake-up through the kernel costs 60 us or more, so a thread should poll for an event that arrives soon. For
+// late events, polling only occupies the processor that its peer needs. So each waiting place has a Spin. It spins
+// for as long as events have lately taken, up to a multiple of its budget. It stops spinning after a few misses, and
+// starts again when an event arrives so soon after falling asleep that spinning would have caught it. Each spin ends at
+// once if other threads need the processor.
 #pragma once
 
 #include <sched.h>
@@ -20,18 +20,18 @@ class Spin {
  public:
   explicit Spin(Nanos budget) : budget_(budget) {}
 
-  /// How long to spin now; 0: sleep at once.
+  /// Returns how long to spin now; 0: sleep at once.
   Nanos budget() const { return misses_ < kPatience ? span_ : 0; }
 
-  /// The event came `waited` after the wait began, while spinning.
+  /// Records an event that arrived while spinning, `waited` after the wait began.
   void hit(Nanos waited) {
     misses_ = 0;
     span_ = std::max({budget_, 2 * waited, span_ - span_ / 8});
     span_ = std::min(span_, kStretch * budget_);
   }
 
-  /// The event came `waited` after the wait began, out of sleep. If more patience would have met it, the next wait has
-  /// more: two ends that each sleep just before the other wakes would go on so for ever.
+  /// Records an event that ended a sleep, `waited` after the wait began. If a longer spin would have caught it, the
+  /// next spin is longer. Otherwise two ends that each sleep just before the other wakes would do so forever.
   void slept(Nanos waited) {
     if (waited < kStretch * budget_) {
       misses_ = 0;
@@ -42,17 +42,17 @@ class Spin {
     }
   }
 
-  /// Call now and then while spinning: lets others run. False when the processor is wanted by others so much that
-  /// spinning should end.
+  /// Yields the processor; to be called periodically while spinning. Returns false if other threads need the processor
+  /// so much that spinning should end.
   static bool yield() {
     const Nanos before = now();
     sched_yield();
     return now() - before < kCrowded;
   }
 
-  /// Looks between two offers of the processor to whoever else wants it.
+  /// Polls between two calls of `yield`.
   static constexpr std::uint32_t kYieldEvery = 8;
-  /// The same where a look is no more than a glance at memory.
+  /// Polls between two calls of `yield` if a poll only reads memory.
   static constexpr std::uint32_t kYieldEveryGlances = 64;
 
  private:

@@ -1,33 +1,30 @@
-// The transport contract. Whoever adds a transport implements these three classes, gives it a scheme in
-// transports/registry.cc, and adds that scheme to the list in csrc/tests/transport_test.cc, where the conformance suite
-// holds it to every sentence below.
+// The transport contract. A new transport implements these three classes, gets a scheme in transports/registry.cc, and
+// is added to the list in csrc/tests/transport_test.cc, where the conformance suite checks every sentence below.
 //
 // A link moves whole messages between two ends, in order, each exactly once, until it breaks. It knows nothing of
-// calls, peers or Python: there is no pointer upward. Three verbs end a thing:
-//     close()      never blocks, may be called from any thread and more than once; the other end sees the end
-//     destructor   frees; called when no other thread is inside the object
-// (Stopping, which waits, is the engine's business: it closes links and waits for its threads.)
+// calls, peers or Python, and has no pointer to the layers above. Two operations end an object:
+//     close()      never blocks, may be called from any thread and more than once; the other end is notified
+//     destructor   releases memory; called when no other thread is inside the object
+// (The engine implements stopping, which blocks: it closes links and waits for its threads.)
 //
-// Memory. A link sends straight from the memory an Outgoing names and holds no pointer to it after kSent. It fills
-// blocks it got from `Inbox::allocate`.
+// Memory. A link sends directly from the memory of an Outgoing and keeps no pointer to it after kSent. It fills blocks
+// from `Inbox::allocate`.
 //
-// A link that shares memory with its peer may lend some to its sender (`Link::lend`). A segment that names its lease
-// (OutSegment::lease), and lies in that memory, is not copied: the link sends where it lies (SegmentHeader::lease), and
-// the receiver maps the region and delivers it as a block of its own, to read and to write. So the sender gives it up:
-// nobody reads or writes it through the sender's block any more, which is to be destroyed once the message has left. It
-// can be given once; what cannot be given is copied. The receiver's block gives the region back when it is destroyed,
-// on whatever thread that happens. When nobody holds it, the region can be lent again. Blocks stay readable when the
-// link is closed and gone. What is lent is bounded: where regions do not come back, `lend` gives nothing, and the
-// sender sends bytes; it never waits for them.
+// A link that shares memory with its peer may lease some to its sender (`Link::lend`). A segment that names the lease
+// (OutSegment::lease) and resides in that memory is not copied: the link sends its location (SegmentHeader::lease), and
+// the receiver maps the region and delivers it as a readable and writable block. The sender gives up the memory: after
+// the message is sent, no thread accesses the sender's block, and it is destroyed. A lease is passed on once; memory
+// that cannot be passed on is copied. The receiver's block returns the region when it is destroyed, on any thread. Then
+// the region can be leased again. Blocks stay readable after the link is closed and destroyed. Leased memory is
+// bounded: if regions are not returned, `lend` returns nothing and the sender sends bytes. It never waits for a region.
 //
-// A received block may name a lease too (Block::lease): under it what it holds goes back over the link as it is, with a
-// message that alone has it. The peer gets its own memory back as a block.
+// A received block may have a lease too (Block::lease). With this lease, a message that is its only holder returns the
+// memory over the link without a copy (zero-copy return). The peer gets its own memory back as a block.
 //
-// What goes to several peers lies in memory once (OutSegment::common, transports/commons.h). A link that can hands its
-// peer that memory in place of the bytes; the receiver's block is the receiver's own to write all the same. Any other
-// link sends the bytes.
+// Data for several peers is in memory once (OutSegment::common, transports/commons.h). A link that can share this
+// memory passes it on instead of the bytes; the receiver may still write to its block. Any other link sends the bytes.
 //
-// A process that forks finds what it has been lent, or has received, in both processes, each its own.
+// After fork(), leased and received memory is valid in both processes, as separate copies.
 #pragma once
 
 #include <sys/types.h>
@@ -44,170 +41,169 @@
 
 namespace telegrad {
 
-/// Where a link puts what it reads. Called only from inside `Link::receive`, on the calling thread.
+/// Destination of received data. Called only inside `Link::receive`, on the calling thread.
 class Inbox {
  public:
   virtual ~Inbox() = default;
-  /// Memory for `size` bytes. May throw std::bad_alloc: the link then discards the content of a request or reply that
-  /// may be discarded (core/left_out.h), and fails with that reason at any other message.
+  /// Returns memory for `size` bytes. May throw std::bad_alloc: then the link discards the content of a request or
+  /// reply that may be discarded (core/left_out.h), and breaks at any other message.
   virtual BlockPtr allocate(std::size_t size) = 0;
-  /// Memory that the peer has lent, in place of such: the block to deliver for it. May throw std::bad_alloc.
+  /// Returns the block to deliver for memory that the peer has leased. May throw std::bad_alloc.
   virtual BlockPtr take_over(BlockPtr lent) { return lent; }
-  /// One whole message. Ownership passes to the inbox.
+  /// Takes ownership of one complete message.
   virtual void deliver(Incoming&& message) = 0;
 };
 
 enum class SendState {
-  kSent,     // the whole message has left; its memory may change now
-  kBlocked,  // the peer must take something first, or a good part has left and it is others' turn: call again with the
-             // same message when the link is writable
-  kBroken,   // the link has failed. `receive` still delivers what had arrived before it says so too: leave it the last
-             // word
+  kSent,     // the whole message has been sent; its memory may change now
+  kBlocked,  // the peer must read first, or other links are due after a large part: call again with the same message
+             // when the link is writable
+  kBroken,   // the link has failed. `receive` still delivers what had arrived before it reports kBroken: let it report
+             // the error
 };
 
 enum class ReceiveState {
-  kIdle,    // nothing more to read for now
-  kMore,    // the budget is used up, there may be more
-  kToSend,  // nothing more to read for now, and what has been read lets the sending side go on: `release`, and `send`
-            // what was blocked
-  kBroken,  // the link has failed or the other end is gone; `error()` says why
+  kIdle,    // nothing to read now
+  kMore,    // the budget is used up; more data may be available
+  kToSend,  // nothing to read now, but the sender can continue: call `release`, then `send` with the blocked message
+  kBroken,  // the link has failed or the other end has closed; `error()` has the reason
 };
 
-/// The user of the process at the other end of a link.
+/// User that runs the process at the other end of a link.
 struct PeerUser {
   enum class Kind {
-    kRemote,   // the process is not on this host, or in another network namespace of it
-    kUser,     // it is on this host, and `uid` is its user
-    kUnknown,  // it may be on this host, and the kernel does not tell the user
+    kRemote,   // the process is on another host, or in another network namespace of this one
+    kUser,     // the process is on this host, and `uid` is its user
+    kUnknown,  // the process may be on this host, and the kernel does not report its user
   };
   Kind kind;
   uid_t uid = 0;
-  std::string why = {};  // kUnknown: the reason; "" when the process has closed its end
+  std::string why = {};  // kUnknown: the reason; "" if the process has closed its end
 };
 class UserLookup;
 
-/// Memory that a link lends its sender.
+/// Leased memory of a link.
 struct Lent {
-  std::uint64_t lease;  // not 0, and the link's own; OutSegment::lease names it
-  BlockPtr memory;      // to be written before the message that names it is sent, and not after; 64-byte aligned
+  std::uint64_t lease;  // not 0, unique to the link; OutSegment::lease names it
+  BlockPtr memory;      // written only before the message that names it is sent; 64-byte aligned
 };
 
 class Link {
  public:
   virtual ~Link() = default;
 
-  /// A descriptor that polls readable when `receive` has something to do, and writable (only asked for after
-  /// kBlocked, or while connecting) when `send` has. Constant for the life of the link.
+  /// Returns a descriptor that polls readable when `receive` has work, and writable (polled only after kBlocked, or
+  /// while connecting) when `send` has. Constant for the life of the link.
   virtual int fd() const = 0;
 
-  /// Moves as much of `message` as goes without blocking, straight from its memory. One thread at a time (the
-  /// caller serializes); may run at the same time as `receive`. After kBlocked the next send must be of the same
-  /// message. Never throws.
+  /// Sends as much of `message` as is possible without blocking, directly from its memory. One thread at a time (the
+  /// caller serializes); may run concurrently with `receive`. After kBlocked the next send must be of the same message.
+  /// Never throws.
   virtual SendState send(Outgoing& message) = 0;
 
-  /// Takes a copy of a small message, to leave with what follows it: with the next `send`, or by `release`. False: not
-  /// taken (it is too large, or enough is held already), and to be sent. As `send`, one thread at a time. Never throws.
+  /// Copies a small message into a buffer, which the next `send` or `release` sends. Returns false if the message is
+  /// too large or the buffer is full; the caller then sends it. One thread at a time, as for `send`. Never throws.
   virtual bool hold([[maybe_unused]] const Outgoing& message) { return false; }
 
-  /// Sends what is held. kBlocked: as after `send`, call again when the link is writable.
+  /// Sends the buffered messages. After kBlocked, as for `send`, call again when the link is writable.
   virtual SendState release() { return SendState::kSent; }
 
-  /// Memory of the link's own for `size` bytes, or nothing: most links have none, and what they have may be lent out,
-  /// or not be there yet because nobody has asked for so much before. Any thread; never blocks, never throws.
+  /// Leases `size` bytes of the link's memory. Returns nothing if the link has no memory to lease, all of it is in use,
+  /// or it is allocated only after this first request of its size. Any thread; never blocks, never throws.
   virtual std::optional<Lent> lend([[maybe_unused]] std::size_t size) { return std::nullopt; }
 
-  /// Something is about to be sent to several peers (OutSegment::common): a link that can hand over the memory it lies
-  /// in tells its peer of that. True: the peer knows it. Any thread; never blocks, never throws.
+  /// Announces a multicast buffer to the peer (OutSegment::common) if the link can share its memory. Returns whether
+  /// the peer knows the buffer. Any thread; never blocks, never throws.
   virtual bool prepare([[maybe_unused]] const Common& piece) { return false; }
 
-  /// Bytes of memory that the link keeps for lending.
+  /// Returns the bytes of memory that the link keeps for leases.
   virtual std::size_t lendable() const { return 0; }
 
-  /// Gives up what of it has not been used since `before`. Any thread; never blocks.
+  /// Releases the part of that memory that has not been used since `before`. Any thread; never blocks.
   virtual void trim([[maybe_unused]] Nanos before) {}
 
-  /// Reads what is there without blocking, about `budget` bytes at most, into memory from `inbox`. One thread at a
-  /// time. A frame beyond the limits, or one that is not a frame, breaks the link before anything is allocated for
-  /// it. A request or reply for which there is no memory is delivered without its content (Incoming::discarded), and
-  /// leases in it are given back; the link goes on. Never throws.
+  /// Reads available data without blocking, about `budget` bytes at most, into memory from `inbox`. One thread at a
+  /// time. A frame over the limits, or a malformed one, breaks the link before any allocation for it. A request or
+  /// reply for which there is no memory is delivered without its content (Incoming::discarded), its leases are
+  /// returned, and the link continues. Never throws.
   virtual ReceiveState receive(Inbox& inbox, std::size_t budget) = 0;
 
-  /// A link whose messages come through memory can be looked into without a system call. From now on the receiving side
-  /// does so, with `ready`, and `fd` need not tell of messages; of all else it does, the end above all. False: this
-  /// link knows only its `fd`. Called by who receives, as the two below.
+  /// Enables busy polling, if messages arrive through memory and can be polled without a system call. Afterwards the
+  /// receiving thread calls `ready`, and `fd` need not signal messages; it still signals all else, above all the end of
+  /// the link. Returns false if the link supports only its `fd`. Receiving thread only, as for the next two.
   virtual bool stay_awake() { return false; }
 
-  /// While awake: has `receive` something to do that `fd` need not tell of? No system call.
+  /// While busy polled: returns whether `receive` has work that `fd` need not signal. No system call.
   virtual bool ready() { return true; }
 
-  /// From now on `fd` tells of everything again, as it does at first. False: there is a message now, and the link stays
-  /// awake.
+  /// Ends busy polling: `fd` signals everything again, as initially. Returns false if a message is available; the link
+  /// is then still busy polled.
   virtual bool fall_asleep() { return true; }
 
-  /// Lanes: more connections to the same end, over which a link may spread large messages. Does it want some now? The
-  /// engine asks, once in a while, at the end that has connected; it makes them as it makes links, handshake and all,
-  /// so that a lane is from whom it says it is, and gives them to the links at both ends. Called by who receives, as
-  /// the next three.
+  /// Returns whether the link wants lanes now: more connections to the same end, over which it may stripe large
+  /// messages. The engine asks periodically at the end that initiated the connection. It connects lanes like links,
+  /// with a handshake that proves the identity of the peer, and adds them to the links at both ends. Receiving thread
+  /// only, as for the next three.
   virtual bool wants_lanes() const { return false; }
 
-  /// Takes a link to the same end, of the same transport, which nobody else uses from now on. A lane that breaks breaks
-  /// the link. False: it is not taken, for the link is closed, or has no use for it.
+  /// Adds a link to the same end, of the same transport, and with no other user. A lane that breaks also breaks the
+  /// link. Returns false if the link is closed or has no use for the lane.
   virtual bool add_lane([[maybe_unused]] std::shared_ptr<Link> lane) { return false; }
 
-  /// How many it has.
+  /// Returns the number of lanes.
   virtual std::size_t lanes() const { return 0; }
 
-  /// One more descriptor, from the first lane on: it polls readable when `receive` has something to do that `fd` does
-  /// not tell of, or `send` after kBlocked. -1: there is none. Who finds it readable calls `look_at_lanes` first.
+  /// Returns a second descriptor once the link has lanes, else -1. It polls readable when `receive` has work that `fd`
+  /// does not signal, or `send` after kBlocked. The caller then calls `look_at_lanes` first.
   virtual int lanes_fd() const { return -1; }
   virtual void look_at_lanes() {}
 
-  /// After kBlocked: does `fd` tell when to send on? Else `lanes_fd` does, or `receive` (kToSend).
+  /// After kBlocked: returns whether `fd` signals when to send again. Otherwise `lanes_fd` or `receive` (kToSend) does.
   virtual bool waits_for_fd() const { return true; }
 
-  /// Every descriptor of the link, for a forked child to close.
+  /// Returns every descriptor of the link, for a forked child to close.
   virtual std::vector<int> descriptors() const { return {fd()}; }
 
-  /// What a frame may be from now on. Called from inside `Inbox::deliver` or before the first `receive`.
+  /// Sets the limits of frames. Called inside `Inbox::deliver` or before the first `receive`.
   virtual void set_limits(const Limits& limits) = 0;
 
-  /// Ends the link in both directions. What `send` reported as kSent is still delivered to an end that reads.
+  /// Closes the link in both directions. Messages reported as kSent are still delivered if the other end reads.
   virtual void close() = 0;
 
-  /// Why the link broke; "" for a plain end of stream. Meaningful after kBroken.
+  /// Returns why the link broke; "" for a plain end of stream. Valid after kBroken.
   virtual std::string error() const = 0;
 
-  /// The user at the other end. Asked for before anything else of the link; takes a few system calls, and no descriptor
-  /// but those of `lookup`.
+  /// Returns the user at the other end. Called before any other use of the link. Makes a few system calls, and opens no
+  /// descriptor except those of `lookup`.
   virtual PeerUser peer_user(UserLookup& lookup) const = 0;
 
-  /// The machine at the other end, for limits per machine: an IPv4 address, or a network of IPv6. "": this one.
+  /// Returns the machine at the other end, for limits per machine: an IPv4 address or an IPv6 network; "": this host.
   virtual std::string source() const { return {}; }
 
-  /// "unix", "tcp 10.0.0.1:5000 -> 10.0.0.2:6000", for logs and errors.
+  /// Returns a description for logs and errors: "unix", "tcp 10.0.0.1:5000 -> 10.0.0.2:6000".
   virtual std::string describe() const = 0;
 };
 
 class Listener {
  public:
   virtual ~Listener() = default;
-  virtual int fd() const = 0;                  // readable when `accept` has something
-  virtual std::unique_ptr<Link> accept() = 0;  // never blocks; null when there is nothing; never throws
-  virtual std::string address() const = 0;     // what a peer passes to `connect`, scheme included
+  virtual int fd() const = 0;                  // readable when a connection can be accepted
+  virtual std::unique_ptr<Link> accept() = 0;  // never blocks; null if no connection is pending; never throws
+  virtual std::string address() const = 0;     // for `connect` at the peer, with the scheme
 };
 
 class Transport {
  public:
   virtual ~Transport() = default;
-  /// Throws std::system_error naming the address. Never blocks.
+  /// Opens a listener. Throws std::system_error that names the address. Never blocks.
   virtual std::unique_ptr<Listener> listen(const std::string& address) = 0;
-  /// Starts connecting, never blocks: the link may still be connecting when it is returned (then it polls writable
-  /// when done, and `send` says kBlocked or kBroken till then). Throws std::system_error if it fails at once;
-  /// EAGAIN means "busy, try again".
+  /// Starts connecting; never blocks. The returned link may still be connecting: then it polls writable when done, and
+  /// until then `send` returns kBlocked or kBroken. Throws std::system_error if connecting fails at once; EAGAIN means
+  /// that the caller should try again.
   virtual std::unique_ptr<Link> connect(const std::string& address) = 0;
 };
 
-/// The transport of an address "scheme:rest", or null when there is none of that name. Transports are stateless
+/// Returns the transport of an address "scheme:rest", or null if the scheme is unknown. Transports are stateless
 /// singletons.
 Transport* find_transport(const std::string& address);
 

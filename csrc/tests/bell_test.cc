@@ -1,4 +1,4 @@
-// Bells and spinning: a ring is never lost, a wait ends in time.
+// Parker and spinning: no notification is lost, and waits end in time.
 #include "core/bell.h"
 
 #include <thread>
@@ -9,7 +9,7 @@
 namespace telegrad::test {
 namespace {
 
-CASE(a_ring_before_the_wait_is_not_lost) {
+CASE(a_notification_before_the_wait_is_not_lost) {
   Bell bell;
   bell.ring();
   bell.ring();
@@ -33,7 +33,7 @@ CASE(a_wait_ends_in_time) {
   CHECK(!bell.rung());
 }
 
-CASE(rings_and_waits_back_and_forth) {
+CASE(two_threads_notify_each_other_in_turn) {
   Bell here, there;
   const int count = times(50000);
   std::thread other([&] {
@@ -51,7 +51,7 @@ CASE(rings_and_waits_back_and_forth) {
   other.join();
 }
 
-CASE(many_ring_one_wakes) {
+CASE(many_threads_notify_one) {
   Bell bell;
   std::atomic<int> rings = 0;
   const int count = times(20000);
@@ -66,12 +66,12 @@ CASE(many_ring_one_wakes) {
   }
   while (rings.load() < 3 * count) {
     bell.reset();
-    if (rings.load() < 3 * count) bell.wait(kNever);  // the one counted last rings afterwards
+    if (rings.load() < 3 * count) bell.wait(kNever);  // the last notification follows its count
   }
   for (auto& t : threads) t.join();
 }
 
-CASE(spinning_stops_where_it_does_not_pay_and_starts_again) {
+CASE(spinning_stops_when_it_does_not_pay_and_starts_again) {
   Spin spin(50 * kMicrosecond);
   CHECK_EQ(spin.budget(), 50 * kMicrosecond);
   for (int i = 0; i < 10; ++i) spin.slept(2 * kMillisecond);
@@ -96,12 +96,12 @@ CASE(spinning_lasts_as_long_as_events_have_lately_taken) {
   CHECK_EQ(spin.budget(), 600 * kMicrosecond);
   spin.hit(400 * kMicrosecond);
   CHECK_EQ(spin.budget(), 800 * kMicrosecond);
-  spin.hit(10 * kMicrosecond);  // one that comes soon among others that do not
+  spin.hit(10 * kMicrosecond);  // an early event among late ones
   CHECK_EQ(spin.budget(), 700 * kMicrosecond);
   for (int i = 0; i < 30; ++i) spin.hit(10 * kMicrosecond);
   CHECK_EQ(spin.budget(), 50 * kMicrosecond);
   spin.hit(900 * kMicrosecond);
-  CHECK_EQ(spin.budget(), kMillisecond);  // and no longer
+  CHECK_EQ(spin.budget(), kMillisecond);  // the upper bound
   spin.slept(2 * kMillisecond);
   CHECK_EQ(spin.budget(), 50 * kMicrosecond);
 }

@@ -1,4 +1,4 @@
-// The table of calls: ids, generations, deadlines; against a plain model.
+// The call table: ids, generations and deadlines, compared with a simple model.
 #include "core/calls.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace telegrad::test {
 namespace {
 
-CASE(an_id_names_one_call_ever) {
+CASE(an_id_is_never_used_again) {
   CallTable table;
   std::set<std::uint64_t> seen;
   std::uint64_t last = 0;
@@ -29,7 +29,7 @@ CASE(an_id_names_one_call_ever) {
   CHECK_EQ(table.size(), 0u);
 }
 
-CASE(ids_that_were_never_given) {
+CASE(unknown_ids_find_no_call) {
   CallTable table;
   const std::uint64_t id = table.open(1);
   for (const std::uint64_t wrong : {std::uint64_t{0}, std::uint64_t{1}, id + 1, id + (std::uint64_t{1} << 32), ~id,
@@ -39,7 +39,7 @@ CASE(ids_that_were_never_given) {
   CHECK(table.find(id) != nullptr);
 }
 
-CASE(a_call_keeps_its_place) {
+CASE(the_address_of_a_call_is_stable) {
   CallTable table;
   const std::uint64_t first = table.open(1);
   Call* const call = table.find(first);
@@ -47,7 +47,7 @@ CASE(a_call_keeps_its_place) {
   CHECK_EQ(table.find(first), call);
 }
 
-CASE(a_closed_call_leaves_nothing_behind) {
+CASE(a_closed_call_leaves_no_state) {
   CallTable table;
   struct Told final : Keep {
     explicit Told(int* count) : count(count) {}

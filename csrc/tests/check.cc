@@ -81,7 +81,7 @@ void print_all_stacks() {
     std::fprintf(stderr, "---- thread %ld, in the kernel at %s\n", tid, where.c_str());
     stack_printed = false;
     syscall(SYS_tgkill, getpid(), tid, SIGUSR2);
-    // The thread sanitizer keeps signals from threads inside system calls it does not know.
+    // The thread sanitizer does not deliver signals to threads inside system calls that it does not know.
     for (int i = 0; i < 100 && !stack_printed; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     if (!stack_printed) std::fprintf(stderr, "     (it does not answer)\n");
   });
@@ -119,7 +119,7 @@ class Watchdog {
     }
   }
   [[noreturn]] static void bark() {
-    alarm(60);  // should even the report hang
+    alarm(60);  // in case the report hangs
     std::fprintf(stderr, "\nHANG in %s\n", current.c_str());
     {
       std::lock_guard lock(hang_mutex);
@@ -146,7 +146,7 @@ void add_case(std::string name, std::function<void()> body, bool slow) {
 void fail(const char* file, int line, const std::string& what) {
   std::fprintf(stderr, "\nFAILED %s\n  %s:%d: %s\n", current.c_str(), file, line, what.c_str());
   std::fflush(nullptr);
-  _exit(1);  // threads of the case may be anywhere
+  _exit(1);  // threads of the case may still be running
 }
 
 bool sanitized() {

@@ -1,9 +1,9 @@
-// The tests' own harness: named cases, checks, and a watchdog that turns a hang into stacks and a failure.
+// The test harness of the core: named cases, checks, and a watchdog that reports the stacks of a case that hangs.
 //
 //     CASE(a_thing_happens) { CHECK_EQ(1 + 1, 2); }
 //
-// A program runs all its cases, or those whose name contains one of its arguments. A failed check ends the program. A
-// SLOW_CASE runs only where TELEGRAD_SLOW_TESTS is set, or when it is named on the command line.
+// A program runs all its cases, or those with a name that contains one of its arguments. A failed check ends the
+// program. A SLOW_CASE runs only if TELEGRAD_SLOW_TESTS is set, or if it is named on the command line.
 #pragma once
 
 #include <condition_variable>
@@ -19,12 +19,12 @@ namespace telegrad::test {
 void add_case(std::string name, std::function<void()> body, bool slow = false);
 [[noreturn]] void fail(const char* file, int line, const std::string& what);
 
-/// True under a sanitizer: there, repetitions that only add confidence are fewer.
+/// True with a sanitizer: repetitions that only add confidence are fewer then.
 bool sanitized();
-/// `n` repetitions, fewer where everything is slow.
+/// Returns `n` repetitions, or fewer with a sanitizer.
 int times(int n);
 
-/// What a hanging case should tell besides its stacks; called by the watchdog. Null: nothing.
+/// Additional report about a case that hangs, called by the watchdog; may be null.
 void on_hang(std::function<void()> report);
 
 struct Registrar {
@@ -43,7 +43,7 @@ void check_eq(const A& a, const B& b, const char* expression, const char* file, 
   fail(file, line, out.str());
 }
 
-/// Something that happens once and is waited for. No time limit: the watchdog has one.
+/// Event that happens once and can be waited for. No timeout: the watchdog has one.
 class Event {
  public:
   void set() {
@@ -66,7 +66,7 @@ class Event {
   bool set_ = false;
 };
 
-/// A number that only grows, and can be waited for.
+/// Number that only grows and can be waited for.
 class Counter {
  public:
   int add(int n = 1) {
@@ -109,7 +109,7 @@ class Random {
 
 int open_descriptors();
 int threads();
-/// Waits until this process has no more threads than `n`: one that has been joined may still be listed for a moment.
+/// Waits until this process has at most `n` threads: a joined thread may still be listed for a short time.
 void wait_for_threads(int n);
 
 }  // namespace telegrad::test
@@ -128,7 +128,7 @@ void wait_for_threads(int n);
     if (!(__VA_ARGS__)) ::telegrad::test::fail(__FILE__, __LINE__, #__VA_ARGS__); \
   } while (false)
 #define CHECK_EQ(a, b) ::telegrad::test::check_eq(a, b, #a " == " #b, __FILE__, __LINE__)
-/// `text` contains `part`.
+/// Checks that `text` contains `part`.
 #define CHECK_SAYS(text, part)                                                                                  \
   do {                                                                                                          \
     const std::string says_text = (text);                                                                       \

@@ -1,4 +1,4 @@
-// Memory that goes to several peers over shared-memory links: it is there once, and everybody has its own.
+// Multicast over shared-memory links: the memory exists once, and every receiver owns its view.
 #include "transports/commons.h"
 
 #include <sys/resource.h>
@@ -15,13 +15,13 @@ constexpr std::uint64_t kPlenty = std::uint64_t{1} << 30;
 
 using Piece = std::shared_ptr<Common>;
 
-/// One receiver, and the link to it.
+/// A receiver and the link to it.
 struct Receiver {
   explicit Receiver(std::uint64_t limit = kPlenty) : ends("shm") {
     ends.a->set_limits({.lent = kPlenty});
     ends.b->set_limits({.lent = limit});
   }
-  /// Tells it of the memory that a piece lies in; does it know it then?
+  /// Announces the chunk of a buffer; returns whether the receiver knows it.
   bool prepare(const Piece& piece) {
     Collector nothing;
     ends.a->prepare(*piece);
@@ -29,7 +29,7 @@ struct Receiver {
     receive(*ends.a, nothing, kAnyBudget);
     return ends.a->prepare(*piece);
   }
-  /// Sends it one; was it handed over as it is?
+  /// Sends a buffer; returns whether it was passed on without a copy.
   bool send(const Piece& piece) {
     Outgoing m;
     m.header.type = FrameType::kRequest;
@@ -65,7 +65,7 @@ struct Sender {
   std::shared_ptr<Commons> commons;
 };
 
-CASE(what_goes_to_several_is_there_once) {
+CASE(multicast_data_is_in_memory_once) {
   Sender s;
   Receiver r[3];
   Piece piece = s.put('a');
@@ -84,7 +84,7 @@ CASE(what_goes_to_several_is_there_once) {
   CHECK_EQ(s.commons->stats().bytes, 8 * kMiB);  // used again
 }
 
-CASE(every_receiver_owns_what_it_has) {
+CASE(every_receiver_owns_its_view) {
   Sender s;
   Receiver r[2];
   Piece piece = s.put('a');
@@ -97,11 +97,11 @@ CASE(every_receiver_owns_what_it_has) {
   for (Receiver& one : r) one.drop();
   piece = nullptr;
   piece = s.put('b');
-  for (Receiver& one : r) CHECK(one.send(piece) && one.has('b'));  // nothing of before shows
+  for (Receiver& one : r) CHECK(one.send(piece) && one.has('b'));  // no earlier write shows
   CHECK_EQ(r[0].data(), was_at);
 }
 
-CASE(the_same_twice_to_one_receiver) {
+CASE(one_receiver_gets_a_buffer_twice) {
   Sender s;
   Receiver r;
   const Piece piece = s.put('a');
@@ -112,7 +112,7 @@ CASE(the_same_twice_to_one_receiver) {
   CHECK(r.has('a', 1));
 }
 
-CASE(a_receiver_that_knows_nothing_of_it_gets_bytes) {
+CASE(a_receiver_without_the_chunk_gets_bytes) {
   Sender s;
   Receiver prepared, refuses(0), not_asked;
   const Piece piece = s.put('a');
@@ -122,10 +122,10 @@ CASE(a_receiver_that_knows_nothing_of_it_gets_bytes) {
   CHECK(!refuses.send(piece));
   CHECK(!not_asked.send(piece));
   for (Receiver* one : {&prepared, &refuses, &not_asked}) CHECK(one->has('a'));
-  CHECK(not_asked.send(piece));  // it has been told meanwhile
+  CHECK(not_asked.send(piece));  // the chunk has been announced meanwhile
 }
 
-CASE(other_links_send_the_bytes) {
+CASE(other_transports_send_the_bytes) {
   Sender s;
   const Piece piece = s.put('a');
   for (const char* scheme : {"unix", "tcp", "inproc"}) {
@@ -141,13 +141,13 @@ CASE(other_links_send_the_bytes) {
   }
 }
 
-CASE(what_a_lost_receiver_may_have_is_not_written_to) {
+CASE(memory_that_a_lost_receiver_may_read_is_not_written_to) {
   Sender s;
   Receiver stays;
   std::optional<Receiver> goes(std::in_place);
   Piece piece = s.put('a');
   for (Receiver* one : {&stays, &*goes}) CHECK(one->prepare(piece) && one->send(piece));
-  goes->ends.a.reset();  // the sender sees the link end; whoever was there still looks at the piece
+  goes->ends.a.reset();  // the sender sees the end of the link; the other process may still read the buffer
   stays.drop();
   piece = nullptr;
   for (char fill = 'b'; fill < 'g'; ++fill) {
@@ -159,10 +159,10 @@ CASE(what_a_lost_receiver_may_have_is_not_written_to) {
   goes->ends.b.reset();
   CHECK(goes->has('a'));
   CHECK_EQ(s.commons->stats().pieces, 0u);
-  CHECK_EQ(s.commons->stats().bytes, 8 * kMiB);  // of the chunk that came in the place of that one
+  CHECK_EQ(s.commons->stats().bytes, 8 * kMiB);  // of the chunk that replaced it
 }
 
-CASE(a_receiver_that_has_given_all_back_takes_nothing_along) {
+CASE(the_end_of_a_receiver_without_leases_keeps_the_chunk) {
   Sender s;
   std::optional<Receiver> goes(std::in_place);
   Piece piece = s.put('a');
@@ -173,7 +173,7 @@ CASE(a_receiver_that_has_given_all_back_takes_nothing_along) {
   CHECK_EQ(s.put('b')->data(), data);
 }
 
-CASE(no_more_than_the_limit) {
+CASE(chunks_stay_within_the_limit) {
   Sender s(4 * kMiB);
   CHECK(!s.commons->put(5 * kMiB));
   std::vector<Piece> all;
@@ -184,7 +184,7 @@ CASE(no_more_than_the_limit) {
   CHECK(!Sender(0).commons->put(1));
 }
 
-CASE(unused_memory_is_given_up_and_the_receivers_told) {
+CASE(unused_chunks_are_released_and_receivers_are_notified) {
   Sender s;
   Receiver r;
   const int descriptors = open_descriptors();
@@ -196,12 +196,12 @@ CASE(unused_memory_is_given_up_and_the_receivers_told) {
   r.drop();
   piece = nullptr;
   s.commons->trim(0);
-  CHECK_EQ(s.commons->stats().bytes, 8 * kMiB);  // used a moment ago
+  CHECK_EQ(s.commons->stats().bytes, 8 * kMiB);  // used recently
   s.commons->trim(kNever);
   CHECK_EQ(s.commons->stats().bytes, 0u);
   r.ends.a->trim(kNever);
   receive(*r.ends.b, r.inbox, kAnyBudget);
-  CHECK_EQ(open_descriptors(), descriptors + 1);  // how the receiver sees what it has written to
+  CHECK_EQ(open_descriptors(), descriptors + 1);  // the pagemap of this process
   piece = s.put('b');
   CHECK(r.prepare(piece) && r.send(piece) && r.has('b'));
 }
@@ -212,7 +212,7 @@ long page_faults() {
   return usage.ru_minflt;
 }
 
-CASE(what_is_only_read_stays_mapped) {
+CASE(pages_that_are_only_read_stay_mapped) {
   Sender s;
   Receiver r;
   Piece piece = s.put('a', 8 * kMiB);
@@ -222,10 +222,10 @@ CASE(what_is_only_read_stays_mapped) {
   CHECK(r.send(piece));
   const long before = page_faults();
   CHECK(r.has('b'));
-  CHECK(page_faults() - before < 16);  // 128 of 64 KiB each, if it had to be mapped again
+  CHECK(page_faults() - before < 16);  // mapping again would cause 128 faults of 64 KiB each
 }
 
-CASE(a_receiver_that_writes_is_given_copies) {
+CASE(a_receiver_that_writes_gets_copies) {
   Sender s;
   Receiver r;
   const Piece piece = s.put('a');
@@ -241,7 +241,7 @@ CASE(a_receiver_that_writes_is_given_copies) {
   CHECK(r.has('a'));
 }
 
-CASE(a_fork_keeps_what_it_has) {
+CASE(a_fork_keeps_multicast_tensors) {
   Sender s;
   Receiver r;
   Piece piece = s.put('a');

@@ -1,4 +1,4 @@
-// TCP without pacing on short paths, and what the system says on long ones. Which that is depends on the machine.
+// TCP without pacing on short paths, and with the system's default on long ones. The default depends on the machine.
 #include "transports/congestion.h"
 
 #include <netinet/in.h>
@@ -22,7 +22,7 @@ std::string used_by(int socket) {
 
 std::string of_the_system() { return used_by(Descriptor(::socket(AF_INET, SOCK_STREAM, 0)).get()); }
 
-CASE(what_paces) {
+CASE(known_controls_that_pace) {
   for (const char* name : {"bbr", "bbr2", "bbr3"}) CHECK(paces(name));
   for (const char* name : {"cubic", "reno", "dctcp", ""}) CHECK(!paces(name));
 }
@@ -33,11 +33,11 @@ CASE(both_ends_of_a_fresh_link_send_without_pacing) {
   for (const Link* link : {e.a.get(), e.b.get()}) {
     const std::string used = used_by(link->fd());
     CHECK(!paces(used));
-    if (!paces(system)) CHECK_EQ(used, system);  // then it is left alone
+    if (!paces(system)) CHECK_EQ(used, system);  // it is not changed then
   }
 }
 
-CASE(a_long_path_gets_what_the_system_says) {
+CASE(a_long_path_gets_the_default_of_the_system) {
   Ends e("tcp");
   const std::string before = used_by(e.a->fd());
   suit_path(e.a->fd(), kShortPath);

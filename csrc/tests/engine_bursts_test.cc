@@ -1,4 +1,4 @@
-// Messages of a burst, which links hold to leave together: what is held when something else happens.
+// Coalescing: messages of a burst that a link has buffered when something else happens.
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -8,7 +8,7 @@
 namespace telegrad::test {
 namespace {
 
-/// A worker without a pool, and a puppet that it has a link to: nobody polls.
+/// A worker without pool threads, and a puppet connected to it: no thread polls.
 struct Stage {
   Stage() : a(0, {}, 0), p(1) {
     a.engine->set_peer(p.address());
@@ -30,8 +30,8 @@ struct Stage {
   Puppet p;
 };
 
-/// A descriptor that a child opens may have the number of its parent's link.
-CASE(a_forked_child_sends_nothing_that_its_parent_held) {
+/// A descriptor that the child opens may have the number of its parent's link.
+CASE(a_forked_child_does_not_send_its_parents_buffered_messages) {
   for (int round = 0; round < 20; ++round) {
     Stage s;
     const std::uint64_t call = s.burst(30, "x");

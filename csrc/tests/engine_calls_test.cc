@@ -1,4 +1,4 @@
-// Engines in one process call each other: replies, nesting, async calls, names, large tensors.
+// Engines in one process call each other: replies, nested and asynchronous calls, names, large tensors.
 #include "tests/workers.h"
 
 namespace telegrad::test {
@@ -49,7 +49,7 @@ CASE_ON_EVERY_SCHEME(calls_from_many_threads) {
   CHECK_EQ(b.engine->stats().queued_requests, 0u);
 }
 
-CASE_ON_EVERY_SCHEME(calls_from_both_ends_without_a_pool_to_read) {
+CASE_ON_EVERY_SCHEME(calls_from_both_ends_without_pool_threads) {
   Worker a(0, {}, 1), b(1, {}, 1);
   introduce({&a, &b}, scheme);
   std::thread other([&] {
@@ -59,19 +59,19 @@ CASE_ON_EVERY_SCHEME(calls_from_both_ends_without_a_pool_to_read) {
   other.join();
 }
 
-CASE_ON_EVERY_SCHEME(lazy_calls_come_to_the_pool_when_nobody_takes_them) {
+CASE_ON_EVERY_SCHEME(the_pool_gets_deferred_completions_that_no_caller_takes) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   for (int i = 0; i < 20; ++i) a.start(1, i, {.body = std::to_string(i), .lazy = true});
   a.outcome_count.wait_for(20);
   for (int i = 0; i < 20; ++i) CHECK_EQ(body_of(a.outcomes.at(i)), std::to_string(i));
   const std::uint64_t last = a.start(1, 20, {.lazy = true});
-  Outcome o;  // whoever waits gets it, or sees to it that it is on its way
+  Outcome o;  // a waiting caller gets it, or flushes it to the pool
   if (a.engine->wait(last, kNever, {}, o) == WaitEnd::kStopped) a.outcome_count.wait_for(21);
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE_ON_EVERY_SCHEME(callers_take_the_outcomes_of_lazy_calls) {
+CASE_ON_EVERY_SCHEME(callers_take_deferred_completions) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   int taken = 0;
@@ -90,7 +90,7 @@ CASE_ON_EVERY_SCHEME(callers_take_the_outcomes_of_lazy_calls) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE_ON_EVERY_SCHEME(lazy_calls_of_which_nothing_comes) {
+CASE_ON_EVERY_SCHEME(lazy_calls_without_a_reply) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   a.call(1, {});
@@ -100,7 +100,7 @@ CASE_ON_EVERY_SCHEME(lazy_calls_of_which_nothing_comes) {
   a.start(1, 1, {.tag = kNoAnswer, .lazy = true});
   b.handled.wait_for(3);
   for (int i = 2; i < 12; ++i) a.start(1, i, {.lazy = true});
-  a.stop();  // what has come by then, and what has not
+  a.stop();  // with and without a completion
   a.outcome_count.wait_for(12);
   CHECK(a.outcomes.at(1).status == CallStatus::kStopped);
 }
@@ -121,7 +121,7 @@ CASE_ON_EVERY_SCHEME(nested_calls_deeper_than_the_pool) {
   for (auto& c : callers) c.join();
 }
 
-CASE(handlers_at_once_are_capped_but_not_those_of_nested_calls) {
+CASE(top_level_handlers_are_limited_and_nested_ones_are_not) {
   Settings few;
   few.handlers = 3;
   Worker a(0), b(1, few);
@@ -135,7 +135,7 @@ CASE(handlers_at_once_are_capped_but_not_those_of_nested_calls) {
   a.outcome_count.wait_for(10);
 }
 
-CASE_ON_EVERY_SCHEME(async_calls_come_back_once_each) {
+CASE_ON_EVERY_SCHEME(asynchronous_calls_complete_exactly_once) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   const int count = times(5000);
@@ -153,7 +153,7 @@ CASE_ON_EVERY_SCHEME(async_calls_come_back_once_each) {
   CHECK(a.orphans.empty());
 }
 
-CASE(an_async_outcome_goes_to_who_waits_or_to_the_pool_never_both) {
+CASE(an_asynchronous_completion_goes_to_a_waiter_or_to_the_pool) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   const int count = times(2000);
@@ -173,7 +173,7 @@ CASE(an_async_outcome_goes_to_who_waits_or_to_the_pool_never_both) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE(an_async_call_outlives_an_impatient_waiter) {
+CASE(an_asynchronous_call_outlives_a_wait_with_a_timeout) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   const std::uint64_t call = a.start(1, 7, {.tag = kHold, .body = "later"});
@@ -200,7 +200,7 @@ CASE_ON_EVERY_SCHEME(large_segments_both_ways_at_once) {
   for (auto& c : callers) c.join();
 }
 
-CASE(a_name_is_told_once_on_each_connection) {
+CASE(a_name_is_defined_once_per_connection) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   std::mutex mutex;
@@ -209,7 +209,7 @@ CASE(a_name_is_told_once_on_each_connection) {
     std::unique_lock lock(mutex);
     CHECK_EQ(std::string(item.message.body_view()), item.name->text);
     auto [at, fresh] = names.emplace(item.name->text, item.name);
-    CHECK(at->second == item.name);  // told again, it would be another object
+    CHECK(at->second == item.name);  // a second definition would make another object
     lock.unlock();
     b.answer(item, "");
   };
@@ -228,7 +228,7 @@ CASE(a_name_is_told_once_on_each_connection) {
   CHECK_EQ(body_of(a.call(1, {.body = "no name"})), "no name");
 }
 
-CASE(names_are_told_anew_on_a_new_connection) {
+CASE(names_are_defined_again_on_a_new_connection) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   b.on_custom = [&](Item& item) { b.answer(item, item.name->text); };
@@ -238,7 +238,7 @@ CASE(names_are_told_anew_on_a_new_connection) {
   CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .name_id = 5, .name = "f"})), "f");
 }
 
-CASE(a_message_without_an_answer) {
+CASE(one_way_messages) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   Counter got;
@@ -256,7 +256,7 @@ CASE(a_message_without_an_answer) {
   CHECK(!a.engine->send(77, compose(lost)));
 }
 
-CASE(nudges_that_come_together_are_one_event) {
+CASE(requested_callbacks_are_merged_into_one_event) {
   Worker a(0);
   a.engine->nudge(0);
   a.wait_for_event(EventKind::kNudge);
@@ -268,11 +268,11 @@ CASE(nudges_that_come_together_are_one_event) {
   other.join();
   const int seen = a.event_count.value();
   CHECK(seen >= 1);
-  a.engine->nudge(0);  // one after the last is never lost
+  a.engine->nudge(0);  // a later request is never lost
   a.event_count.wait_for(seen + 1);
 }
 
-CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+CASE(all_owners_are_destroyed) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace
 }  // namespace telegrad::test

@@ -1,4 +1,4 @@
-// One thread that waits for many calls has what becomes of them brought to it.
+// Wait sets: one thread waits for many calls and gets their completions directly.
 #include <algorithm>
 
 #include "tests/workers.h"
@@ -6,7 +6,7 @@
 namespace telegrad::test {
 namespace {
 
-/// Collects in a worker, as the bindings do. What is left at its end is the pool's.
+/// A wait set of a worker, used as the bindings do. At its end, the pool gets the remaining completions.
 class Collecting {
  public:
   Collecting(Worker& worker, std::vector<std::uint64_t> calls) : engine_(*worker.engine) {
@@ -16,14 +16,14 @@ class Collecting {
   }
   ~Collecting() { end(); }
 
-  /// What comes next; nothing if nothing is left to come.
+  /// Returns the next completions; nothing if none is left.
   std::deque<Item> next() {
     std::deque<Item> items;
     const WaitEnd end = engine_.wait(collector, {}, items);
     CHECK(end == WaitEnd::kDone || end == WaitEnd::kStopped);
     return items;
   }
-  /// Everything that comes, by call.
+  /// Returns all completions, by call.
   std::map<std::uint64_t, Outcome> all() {
     std::map<std::uint64_t, Outcome> found;
     while (true) {
@@ -35,7 +35,7 @@ class Collecting {
       }
     }
   }
-  /// What nobody is left in the pool for.
+  /// Completions that the pool could not take, because it has no threads.
   std::deque<Item> end(std::deque<Item> left = {}) {
     if (!std::exchange(ended_, true)) engine_.stop_collecting(collector, left);
     return left;
@@ -49,7 +49,7 @@ class Collecting {
   bool ended_ = false;
 };
 
-CASE_ON_EVERY_SCHEME(all_outcomes_come_to_who_collects_or_to_the_pool) {
+CASE_ON_EVERY_SCHEME(every_completion_goes_to_the_wait_set_or_to_the_pool) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   const int count = 50;
@@ -71,8 +71,8 @@ CASE_ON_EVERY_SCHEME(all_outcomes_come_to_who_collects_or_to_the_pool) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE_ON_EVERY_SCHEME(what_the_pool_has_not_taken_up_is_collected_too) {
-  Worker a(0, {}, 0), b(1);  // nobody takes anything up
+CASE_ON_EVERY_SCHEME(completions_queued_for_the_pool_go_to_the_wait_set) {
+  Worker a(0, {}, 0), b(1);  // `a` has no pool threads
   introduce({&a, &b}, scheme);
   std::vector<std::uint64_t> calls;
   for (int i = 0; i < 10; ++i) calls.push_back(a.start(1, i, {.body = std::to_string(i)}));
@@ -86,12 +86,12 @@ CASE_ON_EVERY_SCHEME(what_the_pool_has_not_taken_up_is_collected_too) {
     CHECK_EQ(collecting.all().size(), 10u);
   }
   Outcome o;
-  CHECK(a.engine->wait(other, kNever, {}, o) == WaitEnd::kDone);  // it was left where it was
+  CHECK(a.engine->wait(other, kNever, {}, o) == WaitEnd::kDone);  // it is still queued
   CHECK_EQ(body_of(o), "not asked for");
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE(who_waits_in_order_has_what_came_before_the_pool) {
+CASE(a_waiter_in_order_takes_completions_before_the_pool) {
   Worker a(0, {}, 0), b(1);
   introduce({&a, &b}, "shm");
   std::vector<std::uint64_t> calls;
@@ -104,7 +104,7 @@ CASE(who_waits_in_order_has_what_came_before_the_pool) {
   }
 }
 
-CASE(calls_that_somebody_waits_for_are_not_collected) {
+CASE(calls_with_a_waiting_thread_cannot_join_a_wait_set) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   const std::uint64_t mine = a.start(1, 0, {.tag = kHold, .body = "mine"});
@@ -116,7 +116,7 @@ CASE(calls_that_somebody_waits_for_are_not_collected) {
     CHECK_EQ(body_of(o), "waited for");
   });
   waiting.wait();
-  bool refused = false;  // as soon as the other one is inside `wait`
+  bool refused = false;  // true once the other thread is inside `wait`
   while (!refused) refused = !Collecting(a, {mine, waited_for}).began;
   {
     Collecting first(a, {mine});
@@ -133,7 +133,7 @@ CASE(calls_that_somebody_waits_for_are_not_collected) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE_ON_EVERY_SCHEME(who_stops_collecting_leaves_the_rest_to_the_pool) {
+CASE_ON_EVERY_SCHEME(a_dissolved_wait_set_leaves_the_rest_to_the_pool) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   const std::uint64_t soon = a.start(1, 0, {.tag = kHold, .body = "soon"});
@@ -145,7 +145,7 @@ CASE_ON_EVERY_SCHEME(who_stops_collecting_leaves_the_rest_to_the_pool) {
     b.release.set();
     std::deque<Item> came = collecting.next();
     CHECK(!came.empty());
-    collecting.end(std::move(came));  // it has not looked at them
+    collecting.end(std::move(came));  // not processed
   }
   a.outcome_count.wait_for(10);
   std::lock_guard lock(a.mutex);
@@ -153,7 +153,7 @@ CASE_ON_EVERY_SCHEME(who_stops_collecting_leaves_the_rest_to_the_pool) {
   for (int i = 1; i < 10; ++i) CHECK(a.outcomes.at(i).status == CallStatus::kTimedOut);
 }
 
-CASE(who_collects_hears_of_time_outs_losses_and_the_end) {
+CASE(a_wait_set_gets_timeouts_losses_and_the_stop) {
   Worker a(0), b(1), c(2);
   introduce({&a, &b, &c}, "unix");
   const std::uint64_t late = a.start(1, 0, {.tag = kNoAnswer, .timeout = kMillisecond});
@@ -172,7 +172,7 @@ CASE(who_collects_hears_of_time_outs_losses_and_the_end) {
   a.wait_for_event(EventKind::kPeerLeft);
   a.stop();
   collects.join();
-  // The time-out may have been the pool's before there was a collector.
+  // The pool may have taken the timeout before the wait set existed.
   const auto status = [&](std::uint64_t call, int cookie) {
     return found.contains(call) ? found.at(call).status : a.outcomes.at(cookie).status;
   };
@@ -181,17 +181,17 @@ CASE(who_collects_hears_of_time_outs_losses_and_the_end) {
   CHECK(status(stopped, 2) == CallStatus::kStopped);
 }
 
-CASE(what_somebody_has_in_hand_is_elsewhere) {
+CASE(completions_taken_by_the_pool_are_elsewhere) {
   Worker a(0, {}, 0), b(1);
   introduce({&a, &b}, "unix");
-  const std::uint64_t in_hand = a.start(1, 0, {.body = "in hand"});
+  const std::uint64_t in_hand = a.start(1, 0, {.body = "being processed"});
   CHECK_EQ(body_of(a.call(1, {.body = "behind it"})), "behind it");
   const std::uint64_t put_down = a.start(1, 1, {.body = "put down"});
   const std::uint64_t to_come = a.start(1, 2, {.tag = kHold, .body = "to come"});
   CHECK_EQ(body_of(a.call(1, {.body = "behind it"})), "behind it");
   PoolThread pool;
   Item item;
-  do {  // first the news of the link
+  do {  // the peer event of the connection comes first
     CHECK(a.engine->next(pool, item));
   } while (item.kind == ItemKind::kEvent);
   CHECK_EQ(item.message.header.call_id, in_hand);
@@ -205,7 +205,7 @@ CASE(what_somebody_has_in_hand_is_elsewhere) {
     a.engine->tell_collectors();
   });
   waiting.set();
-  CHECK(collecting.next().empty());  // it has been told, and more is to come
+  CHECK(collecting.next().empty());  // it has been woken, and more completions are expected
   CHECK(!collecting.collector.over);
   other.join();
   b.release.set();
@@ -213,7 +213,7 @@ CASE(what_somebody_has_in_hand_is_elsewhere) {
   CHECK(collecting.collector.over);
 }
 
-CASE(what_is_left_after_the_end_is_not_put_down_for_nobody) {
+CASE(after_the_stop_completions_are_not_queued_for_an_empty_pool) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   std::vector<std::uint64_t> calls;
@@ -227,7 +227,7 @@ CASE(what_is_left_after_the_end_is_not_put_down_for_nobody) {
   CHECK_EQ(collecting.end(std::move(came)).size(), 2u);
 }
 
-/// A thread of a worker's pool that stays at the first finished call, as one does that runs a long callback.
+/// A pool thread that blocks in the first completion, like a long callback.
 class HeldUp {
  public:
   explicit HeldUp(Worker& worker) : thread_([this, &worker] { run(worker); }) { taken_.wait(); }
@@ -253,12 +253,12 @@ class HeldUp {
   std::thread thread_;
 };
 
-/// For a thread of the pool to get to rest, which nobody announces. A case holds without it, but shows less.
+/// Gives a pool thread time to park, for which there is no event. A case is valid without it, but covers less.
 void pause(Nanos time) {
   for (const Nanos until = now() + time; now() < until;) std::this_thread::yield();
 }
 
-CASE_ON_EVERY_SCHEME(requests_are_heard_while_a_thread_is_at_a_finished_call) {
+CASE_ON_EVERY_SCHEME(requests_are_read_while_a_thread_runs_a_completion) {
   for (int round = 0; round < times(20); ++round) {
     Worker a(0, {}, 0), b(1);
     introduce({&a, &b}, scheme);
@@ -267,12 +267,12 @@ CASE_ON_EVERY_SCHEME(requests_are_heard_while_a_thread_is_at_a_finished_call) {
     a.add_threads(2);
     for (int i = 0; i < 20; ++i) {
       CHECK_EQ(body_of(b.call(0, {.body = "heard", .timeout = 5 * kSecond})), "heard");
-      pause(kMillisecond / 2);  // then a parks
+      pause(kMillisecond / 2);  // then `a` parks
     }
   }
 }
 
-CASE_ON_EVERY_SCHEME(finished_calls_go_on_beside_a_thread_that_is_held_up) {
+CASE_ON_EVERY_SCHEME(completions_run_while_another_one_blocks) {
   Worker a(0, {}, 0), b(1);
   introduce({&a, &b}, scheme);
   a.start(1, 0, {.body = "keeps a thread"});
@@ -282,16 +282,16 @@ CASE_ON_EVERY_SCHEME(finished_calls_go_on_beside_a_thread_that_is_held_up) {
   a.start(1, 1, {.body = "while requests come"});
   while (a.outcome_count.value() < 1 && now() < deadline) b.call(0, {.body = "a request"});
   CHECK_EQ(a.outcome_count.value(), 1);
-  a.start(1, 2, {.body = "while somebody takes others"});
+  a.start(1, 2, {.body = "while a thread takes others"});
   for (int cookie = 3; a.outcome_count.value() < 2 && now() < deadline; cookie += 2) {
     const std::uint64_t calls[] = {a.start(1, -1, {}), a.start(1, cookie, {}), a.start(1, cookie + 1, {})};
     Outcome o;
-    for (const std::uint64_t call : calls) a.engine->wait(call, kNever, {}, o);  // unless the pool has it: it goes on
+    for (const std::uint64_t call : calls) a.engine->wait(call, kNever, {}, o);  // unless the pool has taken it
   }
   CHECK(a.outcome_count.value() >= 2);
 }
 
-CASE_ON_EVERY_SCHEME(what_is_read_beside_a_thread_that_is_held_up_goes_on) {
+CASE_ON_EVERY_SCHEME(received_completions_run_while_another_one_blocks) {
   for (int round = 0; round < 5; ++round) {
     Settings settings;
     settings.spin = 5 * kMillisecond;
@@ -304,16 +304,16 @@ CASE_ON_EVERY_SCHEME(what_is_read_beside_a_thread_that_is_held_up_goes_on) {
     a.start(1, 0, {.body = "keeps a thread"});
     HeldUp held_up(a);
     a.add_threads(2);
-    a.start(1, 1, {.tag = kHold, .body = "read by who spins after a request, and then idles"});
+    a.start(1, 1, {.tag = kHold, .body = "read by a thread that spins after a request, and then idles"});
     b.call(0, {.tag = kCustom});
     const Nanos released_at = now();
     b.release.set();
     a.outcome_count.wait_for(1);
-    CHECK(now() - released_at < 5 * kSecond);  // not whenever a timer goes off for something else
+    CHECK(now() - released_at < 5 * kSecond);  // not only when an unrelated timer fires
   }
 }
 
-CASE(what_who_collects_leaves_goes_on_beside_a_thread_that_is_held_up) {
+CASE(completions_left_by_a_wait_set_run_while_another_one_blocks) {
   Worker a(0, {}, 0), b(1);
   introduce({&a, &b}, "unix");
   a.start(1, 0, {.body = "keeps a thread"});
@@ -321,12 +321,12 @@ CASE(what_who_collects_leaves_goes_on_beside_a_thread_that_is_held_up) {
   a.add_threads(2);
   Collecting collecting(a, {a.start(1, 1, {.body = "left"})});
   std::deque<Item> came = collecting.next();
-  pause(5 * kMillisecond);  // no timer is left that would look by chance
+  pause(5 * kMillisecond);  // no other timer is left that could fire
   collecting.end(std::move(came));
   a.outcome_count.wait_for(1);
 }
 
-CASE_ON_EVERY_SCHEME(several_threads_collect_beside_callers) {
+CASE_ON_EVERY_SCHEME(several_wait_sets_alongside_callers) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   std::vector<std::thread> threads;

@@ -1,4 +1,4 @@
-// Calls that run out of time, replies that come too late, and what is kept until they do.
+// Timeouts, late replies, and objects that are kept until a late reply.
 #include "tests/workers.h"
 
 namespace telegrad::test {
@@ -8,7 +8,7 @@ std::unique_ptr<Keep> told(Event& gone) {
   return std::make_unique<Bytes>("", std::vector<std::string>{}, [&] { gone.set(); });
 }
 
-/// A worker and a puppet that it has a link to. No pool: nothing is read but by who waits.
+/// A worker without pool threads, and a puppet connected to it: only waiting threads read.
 struct Stage {
   explicit Stage(Settings settings = {}) : a(0, std::move(settings), 0), p(1) {
     a.engine->set_peer(p.address());
@@ -19,7 +19,7 @@ struct Stage {
     CHECK_EQ(body_of(a.call(1, {})), "hello");
     puppet.join();
   }
-  /// Makes the worker read everything that the puppet has sent.
+  /// Makes the worker read all that the puppet has sent.
   void read_all() {
     const std::uint64_t call = a.start(1, -1, {.body = "sync"});
     Incoming m = p.receive();
@@ -33,7 +33,7 @@ struct Stage {
   Puppet p;
 };
 
-CASE_ON_EVERY_SCHEME(a_call_runs_out_of_time) {
+CASE_ON_EVERY_SCHEME(a_call_times_out) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   const Nanos start = now();
@@ -46,7 +46,7 @@ CASE_ON_EVERY_SCHEME(a_call_runs_out_of_time) {
   CHECK_EQ(body_of(a.call(1, {.body = "the link is well"})), "the link is well");
 }
 
-CASE(a_burst_leaves_though_nobody_polls_and_nothing_follows) {
+CASE(a_burst_is_sent_though_no_thread_polls_and_no_message_follows) {
   Stage s;
   for (int length = 1; length <= 60; ++length) {
     for (int n = 0; n < length; ++n) {
@@ -56,7 +56,7 @@ CASE(a_burst_leaves_though_nobody_polls_and_nothing_follows) {
   }
 }
 
-CASE(a_deadline_that_has_passed_already) {
+CASE(a_deadline_in_the_past) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   CHECK(a.call(1, {.tag = kNoAnswer, .timeout = 1}).status == CallStatus::kTimedOut);
@@ -65,7 +65,7 @@ CASE(a_deadline_that_has_passed_already) {
   CHECK(a.outcomes.at(1).status == CallStatus::kTimedOut);
 }
 
-CASE(an_async_deadline_passes_while_a_caller_polls) {
+CASE(an_asynchronous_deadline_passes_while_a_caller_polls) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   std::thread caller([&] { a.call(1, {.tag = kHold}); });
@@ -76,7 +76,7 @@ CASE(an_async_deadline_passes_while_a_caller_polls) {
   caller.join();
 }
 
-CASE(who_waits_for_an_async_call_hears_of_its_deadline) {
+CASE(a_waiter_of_an_asynchronous_call_gets_its_timeout) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   for (int i = 0; i < 20; ++i) {
@@ -88,7 +88,7 @@ CASE(who_waits_for_an_async_call_hears_of_its_deadline) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE(the_handler_is_told_the_deadline) {
+CASE(the_handler_gets_the_deadline) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   b.on_custom = [&](Item& item) {
@@ -116,7 +116,7 @@ CASE(a_late_reply_is_dropped) {
   CHECK_EQ(s.a.outcome_count.value(), 0);
 }
 
-CASE(a_late_reply_that_must_be_seen_goes_to_the_pool) {
+CASE(a_late_reply_that_must_be_processed_goes_to_the_pool) {
   Stage s;
   CHECK(s.a.call(1, {.timeout = kMillisecond}).status == CallStatus::kTimedOut);
   s.p.reply(s.p.receive(), "give me back", kMayLinger);
@@ -128,7 +128,7 @@ CASE(a_late_reply_that_must_be_seen_goes_to_the_pool) {
 }
 
 /// The reply arrives after the caller has stopped waiting and before it gives up.
-CASE(a_reply_that_crosses_giving_up) {
+CASE(a_reply_between_the_timeout_and_giving_up) {
   Stage s;
   Event gone;
   Request r{.linger = told(gone)};
@@ -145,7 +145,7 @@ CASE(a_reply_that_crosses_giving_up) {
   CHECK_EQ(s.a.orphans[0].peer, 1);
 }
 
-CASE(what_lingers_is_kept_until_the_late_reply) {
+CASE(linger_objects_are_kept_until_the_late_reply) {
   Stage s;
   Event gone;
   CHECK(s.a.call(1, {.timeout = kMillisecond, .linger = told(gone)}).status == CallStatus::kTimedOut);
@@ -157,7 +157,7 @@ CASE(what_lingers_is_kept_until_the_late_reply) {
   CHECK(gone.is_set());
 }
 
-CASE(what_lingers_goes_with_the_peer) {
+CASE(linger_objects_are_released_with_the_peer) {
   Stage s;
   Event gone, gone_too;
   CHECK(s.a.call(1, {.timeout = kMillisecond, .linger = told(gone)}).status == CallStatus::kTimedOut);
@@ -171,7 +171,7 @@ CASE(what_lingers_goes_with_the_peer) {
   gone_too.wait();
 }
 
-CASE(what_lingers_goes_with_the_reply_or_with_the_engine) {
+CASE(linger_objects_are_released_with_the_reply_or_the_engine) {
   Event replied, stopped, unreachable;
   {
     Stage s;
@@ -187,7 +187,7 @@ CASE(what_lingers_goes_with_the_reply_or_with_the_engine) {
   CHECK(stopped.is_set());
 }
 
-CASE(a_request_that_must_be_sent_is_though_its_caller_has_given_up) {
+CASE(a_request_that_must_be_delivered_is_sent_after_its_caller_gave_up) {
   Worker a(0, {}, 0);
   Puppet p(1);
   a.engine->set_peer(p.address());
@@ -207,12 +207,12 @@ CASE(a_request_that_must_be_sent_is_though_its_caller_has_given_up) {
     p.reply(p.receive(), "in time");
   });
   CHECK_EQ(body_of(a.call(1, {})), "in time");
-  gone.wait();  // by whoever read the late replies, which may be after the caller has its own
+  gone.wait();  // the reader of the late replies may still be at it after the caller has its own
   gone_async.wait();
   puppet.join();
 }
 
-CASE(what_must_be_sent_and_cannot_be_does_not_linger) {
+CASE(linger_objects_of_an_undeliverable_request_are_released) {
   Worker a(0, {}, 0);
   Event gone, gone_too;
   auto p = std::make_unique<Puppet>(1);
@@ -222,11 +222,11 @@ CASE(what_must_be_sent_and_cannot_be_does_not_linger) {
   CHECK(!gone.is_set());
   p.reset();
   CHECK(a.call(1, {.flags = kMayLinger, .linger = told(gone_too)}).status == CallStatus::kUnreachable);
-  gone.wait();  // by whoever settled the call, just after its caller was told
+  gone.wait();  // the thread that failed the call releases them just after it has woken the caller
   gone_too.wait();
 }
 
-CASE(a_reply_counts_only_from_the_peer_that_was_called) {
+CASE(a_reply_is_accepted_only_from_the_callee) {
   Stage s;
   Puppet liar(2);
   s.a.listen("unix");
@@ -247,7 +247,7 @@ CASE(a_reply_counts_only_from_the_peer_that_was_called) {
   CHECK_EQ(s.a.outcome_count.value(), 0);
 }
 
-/// Replies and deadlines at the same moment: each call ends once.
+/// Replies and deadlines at the same time: each call completes once.
 CASE(deadlines_and_replies_race) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
@@ -264,7 +264,7 @@ CASE(deadlines_and_replies_race) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+CASE(all_owners_are_destroyed) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace
 }  // namespace telegrad::test

@@ -1,4 +1,4 @@
-// Peers die, leave, lie, or were never there: what becomes of calls.
+// Peers that die, leave, send malformed frames, or never existed, and the completions of the calls to them.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -31,7 +31,7 @@ CASE_ON_EVERY_SCHEME(a_peer_that_shuts_down_fails_its_callers) {
   CHECK_SAYS(next.why, "it shut down");
 }
 
-CASE_ON_EVERY_SCHEME(a_link_that_just_ends_fails_its_callers) {
+CASE_ON_EVERY_SCHEME(a_link_without_goodbye_fails_its_callers) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   Outcome outcome;
@@ -44,7 +44,7 @@ CASE_ON_EVERY_SCHEME(a_link_that_just_ends_fails_its_callers) {
   CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "died");
 }
 
-CASE(a_frame_cut_short_fails_its_callers) {
+CASE(a_truncated_frame_fails_its_callers) {
   Worker a(0);
   Puppet p(1);
   a.engine->set_peer(p.address());
@@ -60,7 +60,7 @@ CASE(a_frame_cut_short_fails_its_callers) {
   CHECK_SAYS(outcome.why, "middle of a frame");
 }
 
-CASE(calls_among_the_others_go_on) {
+CASE(calls_to_other_peers_continue) {
   Worker a(0), b(1), c(2), d(3);
   introduce({&a, &b, &c, &d}, "unix");
   std::atomic<bool> enough = false;
@@ -92,7 +92,7 @@ CASE(calls_among_the_others_go_on) {
   for (auto& t : callers) t.join();
 }
 
-/// The thread that sends and the thread that reads find out about the end of a link at the same time.
+/// The sending and the reading thread see the end of a link at the same time.
 CASE_ON_EVERY_SCHEME(senders_and_reader_see_the_end_together) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
@@ -124,7 +124,7 @@ CASE_ON_EVERY_SCHEME(senders_and_reader_see_the_end_together) {
   }
 }
 
-/// Links end at every moment of the handshake.
+/// Links end at every step of the handshake.
 CASE_ON_EVERY_SCHEME(links_end_while_they_open) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
@@ -148,9 +148,9 @@ CASE_ON_EVERY_SCHEME(links_end_while_they_open) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-/// What a peer sent before it went is still read, although a send has failed before that.
+/// Frames that a peer sent before it closed are read, although a send has failed before that.
 CASE(replies_and_goodbye_survive_a_failed_send) {
-  Worker a(0, {}, 0);  // nobody reads unless the test says so
+  Worker a(0, {}, 0);  // no thread reads unless the test does
   Puppet p(1);
   a.engine->set_peer(p.address());
   std::thread puppet([&] {
@@ -191,14 +191,14 @@ CASE(a_peer_comes_back) {
   a.engine->set_peer(address);  // it still says incarnation 1001
   const Outcome o = a.call(1, {});
   CHECK(o.status == CallStatus::kUnreachable);
-  CHECK_SAYS(o.why, "is not here");
+  CHECK_SAYS(o.why, "is not at this address");
   address.identity.incarnation = 77;
   a.engine->set_peer(address);
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
 }
 
-/// The loss of a peer is over before its return begins, though there is another thread to take it up.
-CASE(news_of_a_peer_come_one_after_the_other) {
+/// The loss of a peer is processed before its return, although a second thread is free.
+CASE(peer_events_run_one_after_the_other) {
   Engine e(Worker::settings_of(0));
   const PeerAddress self{.identity = Worker::settings_of(0).credo.me, .addresses = {e.listen(fresh_address("unix"))}};
   std::thread peer([&] {
@@ -233,9 +233,9 @@ CASE(news_of_a_peer_come_one_after_the_other) {
   other.join();
 }
 
-// ---- no way to a peer
+// ---- unreachable peers
 
-CASE(a_worker_that_was_never_there) {
+CASE(a_worker_that_does_not_exist) {
   Worker a(0);
   Outcome o = a.call(9, {});
   CHECK(o.status == CallStatus::kUnreachable);
@@ -266,8 +266,8 @@ CASE(the_next_address_is_tried) {
   CHECK_EQ(a.engine->stats().connections, 1u);
 }
 
-/// What fails at once must reach the pool although a caller holds the polling role, asleep in the kernel.
-CASE(an_outcome_does_not_wait_for_the_polling_caller) {
+/// A failed call must reach the pool although the leader is a caller that sleeps in epoll.
+CASE(a_completion_does_not_wait_for_the_polling_caller) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   std::thread caller([&] { a.call(1, {.tag = kHold}); });
@@ -281,7 +281,7 @@ CASE(an_outcome_does_not_wait_for_the_polling_caller) {
   caller.join();
 }
 
-/// A socket that listens and never accepts; its backlog is full.
+/// A listener with a full backlog that never accepts.
 struct FullListener {
   FullListener() {
     address = fresh_address("unix");
@@ -301,7 +301,7 @@ struct FullListener {
   Descriptor listening, filling;
 };
 
-CASE(a_listener_that_stays_busy) {
+CASE(a_listener_with_a_full_backlog) {
   FullListener full;
   Settings s;
   s.connect_timeout = 30 * kMillisecond;
@@ -315,7 +315,7 @@ CASE(a_listener_that_stays_busy) {
   CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
 }
 
-CASE(forgetting_a_peer_frees_who_waits_for_a_way_to_it) {
+CASE(removing_a_peer_fails_callers_that_wait_for_a_connection) {
   FullListener full;
   Worker a(0);
   a.engine->set_peer({.identity = Worker::settings_of(1).credo.me, .addresses = {full.address}});
@@ -329,7 +329,7 @@ CASE(forgetting_a_peer_frees_who_waits_for_a_way_to_it) {
   CHECK_EQ(a.call(1, {}).why, "it has left the group");
 }
 
-CASE(a_call_given_up_before_there_is_a_way_is_not_made) {
+CASE(a_call_given_up_before_the_connection_is_not_made) {
   Worker a(0);
   Puppet p(1);
   a.engine->set_peer(p.address());
@@ -358,8 +358,8 @@ CASE_ON_EVERY_SCHEME(both_connect_at_once) {
   }
 }
 
-/// Both ends are told of the first link to a peer, and of the first one after a loss.
-CASE_ON_EVERY_SCHEME(a_first_link_is_told) {
+/// Both ends get an event for the first connection to a peer, and for the first one after a loss.
+CASE_ON_EVERY_SCHEME(the_first_connection_is_an_event) {
   Worker a(0);
   auto b = std::make_unique<Worker>(1);
   introduce({&a, b.get()}, scheme);
@@ -378,7 +378,7 @@ CASE_ON_EVERY_SCHEME(a_first_link_is_told) {
   CHECK_EQ(a.link_count.value(), 2);
 }
 
-CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+CASE(all_owners_are_destroyed) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace
 }  // namespace telegrad::test

@@ -1,4 +1,4 @@
-// Flow control: request bytes that a peer has not taken up are limited, and nothing else ever is.
+// Flow control: only request bytes that a peer has not processed are limited.
 #include "tests/workers.h"
 
 namespace telegrad::test {
@@ -12,7 +12,7 @@ Settings with_window(std::int64_t bytes) {
 
 constexpr std::int64_t kWindow = 100'000;
 
-/// A worker that is cautious about a puppet that has taken up nothing yet.
+/// A worker with a small window, and a puppet that has processed nothing yet.
 struct Stage {
   Stage() : a(0, with_window(kWindow)), p(1) {
     a.engine->set_peer(p.address());
@@ -52,10 +52,10 @@ CASE(a_caller_waits_for_the_window) {
   s.grant(weight(kMost.size()));
   sent.wait();
   caller.join();
-  CHECK_EQ(std::string(s.p.receive().body_view()), kSome);  // and not the one that ran out of time
+  CHECK_EQ(std::string(s.p.receive().body_view()), kSome);  // not the request that timed out
 }
 
-CASE(an_async_call_that_runs_out_of_time_at_the_window_is_not_made) {
+CASE(an_asynchronous_call_that_times_out_at_the_window_is_not_made) {
   Stage s;
   s.a.start(1, 1, {.body = kMost});
   s.a.start(1, 2, {.body = "never" + kSome, .timeout = 3 * kMillisecond});
@@ -67,7 +67,7 @@ CASE(an_async_call_that_runs_out_of_time_at_the_window_is_not_made) {
   CHECK_EQ(std::string(s.p.receive().body_view()), "then");
 }
 
-CASE(what_is_never_held_back) {
+CASE(messages_that_never_wait_for_the_window) {
   Stage s;
   s.a.start(1, 1, {.body = kMost});
   s.a.start(1, 2, {.body = kSome, .nested = true});
@@ -79,7 +79,7 @@ CASE(what_is_never_held_back) {
   }
 }
 
-CASE(it_is_said_once_that_requests_pile_up) {
+CASE(a_growing_backlog_is_logged_once) {
   for (const bool nested : {true, false}) {
     Stage s;
     int calls = 0;
@@ -90,7 +90,7 @@ CASE(it_is_said_once_that_requests_pile_up) {
       }
     };
     more(4 * kWindow);
-    s.grant(static_cast<std::uint64_t>(calls) * weight(kSome.size()));  // it has kept up by now
+    s.grant(static_cast<std::uint64_t>(calls) * weight(kSome.size()));  // the peer has processed all
     const auto credit_is_here = [&] { return s.a.engine->may_send_now(1, kMost.size()); };
     while (!credit_is_here()) std::this_thread::yield();
     more(4 * kWindow);
@@ -102,7 +102,7 @@ CASE(it_is_said_once_that_requests_pile_up) {
   }
 }
 
-CASE(a_request_larger_than_the_window_passes) {
+CASE(a_request_larger_than_the_window_is_sent) {
   Stage s;
   const std::string huge(3 * kWindow, 'z');
   s.a.start(1, 1, {.body = huge});
@@ -112,7 +112,7 @@ CASE(a_request_larger_than_the_window_passes) {
   CHECK_EQ(s.p.receive().body_view().size(), huge.size());
 }
 
-CASE(who_waits_at_the_window_hears_of_the_end) {
+CASE(a_caller_at_the_window_gets_the_loss_of_the_peer) {
   for (const bool orderly : {true, false}) {
     Stage s;
     s.a.start(1, 1, {.body = kMost});
@@ -128,7 +128,7 @@ CASE(who_waits_at_the_window_hears_of_the_end) {
   }
 }
 
-CASE(who_waits_at_the_window_is_sent_home_by_stop) {
+CASE(stop_ends_a_wait_for_the_window) {
   Stage s;
   s.a.start(1, 1, {.body = kMost});
   Outcome o;
@@ -139,7 +139,7 @@ CASE(who_waits_at_the_window_is_sent_home_by_stop) {
   CHECK(o.status == CallStatus::kStopped);
 }
 
-/// The far end's window is so much larger that it would never tell of what it has taken up here.
+/// The peer's window is so much larger that it would never report the credit of a small one.
 CASE(windows_may_differ) {
   Worker a(0, with_window(20'000)), b(1);
   introduce({&a, &b}, "unix");
@@ -172,8 +172,8 @@ CASE_ON_EVERY_SCHEME(many_callers_share_a_small_window) {
   CHECK(b.engine->may_send_now(0, 20'000));
 }
 
-/// Nobody answers until the last one is there.
-CASE_ON_EVERY_SCHEME(a_hundred_thousand_small_calls_outstanding) {
+/// No reply is sent before the last request has arrived.
+CASE_ON_EVERY_SCHEME(a_hundred_thousand_pending_calls) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   const int count = times(100'000);
@@ -185,7 +185,7 @@ CASE_ON_EVERY_SCHEME(a_hundred_thousand_small_calls_outstanding) {
   for (int i = 0; i < count; ++i) CHECK_EQ(body_of(a.outcomes.at(i)), "small");
 }
 
-/// The segments that a message borrows are free when `start` and `reply` return, although the peer reads slowly.
+/// Borrowed segments are not used any more when `start` and `reply` return, although the peer reads slowly.
 CASE(borrowed_memory_is_free_when_start_returns) {
   Stage s;
   std::string segment(8 << 20, 'a');
@@ -205,7 +205,7 @@ CASE(borrowed_memory_is_free_when_start_returns) {
   caller.join();
 }
 
-/// A message of one segment that lies in `segment`.
+/// A message with one segment in `segment`.
 std::unique_ptr<Outgoing> lending(const std::string& segment, std::uint16_t flags = 0) {
   auto m = std::make_unique<Outgoing>();
   m->header.flags = flags;
@@ -214,7 +214,7 @@ std::unique_ptr<Outgoing> lending(const std::string& segment, std::uint16_t flag
   return m;
 }
 
-CASE(memory_lent_before_there_is_a_link_is_free_when_start_returns) {
+CASE(memory_sent_before_the_connection_is_free_when_start_returns) {
   Worker a(0);
   Puppet p(1);
   a.engine->set_peer(p.address());
@@ -231,8 +231,9 @@ CASE(memory_lent_before_there_is_a_link_is_free_when_start_returns) {
   caller.join();
 }
 
-/// Who must not wait, or no longer does, has the memory copied: before there is a link, and when the link is full.
-CASE(memory_of_a_message_that_nobody_waits_for_is_copied) {
+/// The memory of a sender that may not wait, or that stops waiting, is copied: before the connection and on a full
+/// link.
+CASE(memory_of_a_message_without_a_waiter_is_copied) {
   for (const std::size_t size : {100u, 100u << 10, 8u << 20}) {
     for (const bool never_wait : {true, false}) {
       Worker a(0);
@@ -255,7 +256,7 @@ CASE(memory_of_a_message_that_nobody_waits_for_is_copied) {
   }
 }
 
-CASE(memory_lent_to_a_worker_that_cannot_be_reached_is_free_at_once) {
+CASE(memory_sent_to_an_unreachable_worker_is_free_at_once) {
   Worker a(0);
   PeerAddress nobody{.identity = Worker::settings_of(1).credo.me, .addresses = {"unix:@telegrad-test-nobody"}};
   a.engine->set_peer(nobody);
@@ -265,8 +266,8 @@ CASE(memory_lent_to_a_worker_that_cannot_be_reached_is_free_at_once) {
   CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
 }
 
-/// A worker asked for two large replies by a peer that does not read, one of which a thread of the pool gives.
-CASE(a_peer_that_does_not_read_its_replies_keeps_nobody_else_waiting) {
+/// A peer that does not read requests two large replies; a pool thread sends one of them.
+CASE(a_peer_that_does_not_read_replies_delays_no_other_peer) {
   const std::string want(8 << 20, 'a');
   Settings one;
   one.handlers = 1;
@@ -300,12 +301,12 @@ CASE(a_peer_that_does_not_read_its_replies_keeps_nobody_else_waiting) {
   asked.wait();
   CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
   given.wait();
-  give(connection, other);  // from a thread that is not the pool's: this waits for nothing
+  give(connection, other);  // from a thread outside the pool: does not wait
   CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
   for (int i = 0; i < 2; ++i) CHECK(text_of(p.receive().segments[0]) == want);
 }
 
-CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+CASE(all_owners_are_destroyed) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace
 }  // namespace telegrad::test

@@ -1,4 +1,5 @@
-// How links between workers get lanes, who may be one, and what becomes of calls when one breaks.
+// Lanes between workers: how they are opened, which connections may become one, and the calls of a link with a broken
+// lane.
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -23,36 +24,36 @@ void echo_large(Worker& from, int to) {
   CHECK(text_of(o.reply.segments[0]) == kTensor);
 }
 
-/// Calls until both have so many lanes. They come when they come.
+/// Calls until both ends have this number of lanes, which are opened in the background.
 void call_until_lanes(Worker& a, Worker& b, std::size_t lanes) {
   while (a.engine->stats().lanes < lanes || b.engine->stats().lanes < lanes) echo_large(a, b.id);
 }
 
-CASE(links_that_move_much_get_lanes) {
+CASE(links_with_large_messages_get_lanes) {
   for (const bool callee_connects : {false, true}) {
     Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 3));
     introduce({&a, &b}, "tcp");
     if (callee_connects) CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
     CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
-    echo_large(a, 1);  // that is little
+    echo_large(a, 1);  // too little for lanes
     CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
     for (Worker* w : {&a, &b}) CHECK(w->engine->stats().lanes == 0 && w->engine->stats().connections == 1);
     call_until_lanes(a, b, 2);
-    for (int i = 0; i < times(20); ++i) echo_large(a, 1);  // over one, two and all
+    for (int i = 0; i < times(20); ++i) echo_large(a, 1);  // over one connection, two, and all
     CHECK_EQ(a.engine->stats().lanes, 2u);
     CHECK_EQ(a.engine->stats().connections, 1u);
     CHECK_EQ(b.engine->stats().connections, 1u);
   }
 }
 
-CASE(who_has_one_lane_gets_no_more) {
+CASE(a_worker_with_one_lane_opens_no_more) {
   Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 1));
   introduce({&a, &b}, "tcp");
   for (int i = 0; i < 10; ++i) echo_large(a, 1);
   CHECK_EQ(a.engine->stats().lanes + b.engine->stats().lanes, 0u);
 }
 
-CASE(a_process_with_few_descriptors_keeps_them) {
+CASE(a_process_with_few_descriptors_opens_no_lanes) {
   Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 4));
   introduce({&a, &b}, "tcp");
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
@@ -65,7 +66,7 @@ CASE(a_process_with_few_descriptors_keeps_them) {
   CHECK_EQ(a.engine->stats().lanes, 0u);
   a.stop();
   std::lock_guard lock(a.mutex);
-  CHECK(a.events.empty());  // it has not even tried
+  CHECK(a.events.empty());  // there was no attempt
 }
 
 CASE(many_callers_over_lanes) {
@@ -83,7 +84,7 @@ CASE(many_callers_over_lanes) {
 }
 
 /// The sender may change its tensor as soon as an asynchronous call returns.
-CASE(what_was_sent_over_lanes_may_change) {
+CASE(a_tensor_sent_over_lanes_may_change_afterwards) {
   Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 4));
   introduce({&a, &b}, "tcp");
   call_until_lanes(a, b, 3);
@@ -104,8 +105,7 @@ CASE(what_was_sent_over_lanes_may_change) {
   }
 }
 
-/// Connects to a worker and greets it as a lane, until the end of the connection or, if it `stays`, until it is
-/// welcome.
+/// Connects to a worker with a handshake for a lane, until the connection ends or, if it `stays`, until the welcome.
 struct Attempt {
   Attempt(const PeerAddress& at, const Credo& credo, std::string session, bool stays = false)
       : link(find_transport(at.addresses[0])->connect(at.addresses[0])),
@@ -136,9 +136,8 @@ struct Attempt {
   bool over = false, welcome = false;
 };
 
-/// Whoever is not at the other end of a link gets no lane of it: neither a stranger, nor a member with a link of its
-/// own.
-CASE(nobody_else_is_a_lane) {
+/// Only the peer of a link can add a lane to it: no unauthenticated process, and no other member.
+CASE(only_the_peer_can_add_a_lane) {
   Worker a(0, with_lanes(0, 4));
   a.listen("tcp");
   Puppet p(1, "tcp");
@@ -149,10 +148,10 @@ CASE(nobody_else_is_a_lane) {
   Attempt stranger(a.address(), wrong, std::string(32, 's'));
   CHECK(!stranger.welcome);
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "secret does not match");
-  Attempt guess(a.address(), p.credo, std::string(32, 's'));  // knows the secret, and not the link
+  Attempt guess(a.address(), p.credo, std::string(32, 's'));  // knows the group's secret, but not the session
   Credo third = Worker::settings_of(2).credo;
   third.lanes = 4;
-  Attempt member(a.address(), third, p.session);  // the link of another
+  Attempt member(a.address(), third, p.session);  // uses the session of another member's link
   CHECK_EQ(a.engine->stats().lanes, 0u);
   p.send(message(FrameType::kRequest, "x", 1));
   Message request = message(FrameType::kRequest, "still here", 2);
@@ -161,9 +160,9 @@ CASE(nobody_else_is_a_lane) {
   CHECK_EQ(std::string(p.receive().body_view()), "still here");
   a.stop();
   std::lock_guard lock(a.mutex);
-  CHECK_EQ(
-      std::ranges::count_if(a.events, [](const Item& e) { return e.text.ends_with("it is a lane of no link here"); }),
-      2);
+  CHECK_EQ(std::ranges::count_if(a.events,
+                                 [](const Item& e) { return e.text.ends_with("it is a lane of an unknown link"); }),
+           2);
 }
 
 CASE(no_more_lanes_than_both_ends_want) {
@@ -176,11 +175,11 @@ CASE(no_more_lanes_than_both_ends_want) {
     Attempt first(a.address(), p.credo, p.session, true), second(a.address(), p.credo, p.session);
     CHECK(first.welcome);
     CHECK_EQ(a.engine->stats().lanes, 1u);
-    CHECK_SAYS(a.wait_for_event(EventKind::kLog), "it is a lane of no link here");
+    CHECK_SAYS(a.wait_for_event(EventKind::kLog), "it is a lane of an unknown link");
   }
 }
 
-CASE(a_lane_that_breaks_fails_the_calls_of_its_link) {
+CASE(a_broken_lane_fails_the_calls_of_its_link) {
   Worker a(0, with_lanes(0, 2)), b(1, with_lanes(1, 2));
   introduce({&a, &b}, "tcp");
   const int before = open_descriptors();
@@ -204,7 +203,7 @@ CASE(a_lane_that_breaks_fails_the_calls_of_its_link) {
   echo_large(a, 1);  // over a new link
 }
 
-CASE(descriptors_of_lanes_are_given_back) {
+CASE(descriptors_of_lanes_are_closed) {
   const int before = open_descriptors();
   {
     Worker a(0, with_lanes(0, 4)), b(1, with_lanes(1, 4));

@@ -1,4 +1,4 @@
-// Engines start and stop: nobody is left behind, nothing is left open, and an idle one does nothing.
+// Start and stop of engines: no thread or descriptor is leaked, and an idle engine uses no processor time.
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -8,11 +8,11 @@
 namespace telegrad::test {
 namespace {
 
-CASE(stop_sends_callers_home) {
+CASE(stop_ends_waiting_callers) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   Outcome outcomes[3];
-  std::vector<std::thread> callers;  // one of them polls, the others sleep
+  std::vector<std::thread> callers;  // one of them is the leader, the others sleep
   for (Outcome& o : outcomes) callers.emplace_back([&] { o = a.call(1, {.tag = kNoAnswer}); });
   a.start(1, 7, {.tag = kNoAnswer});
   b.handled.wait_for(4);
@@ -24,7 +24,7 @@ CASE(stop_sends_callers_home) {
   CHECK_EQ(b.wait_for_event(EventKind::kPeerLeft), "it shut down");
 }
 
-CASE(stop_while_everybody_calls) {
+CASE(stop_while_all_threads_call) {
   for (int round = 0; round < times(50); ++round) {
     Worker a(0), b(1);
     introduce({&a, &b}, "unix");
@@ -57,8 +57,8 @@ CASE(stop_while_everybody_calls) {
   }
 }
 
-CASE(stop_finds_the_pool_in_every_state) {
-  for (int threads = 0; threads < 5; ++threads) {  // asleep, parked, polling, not there yet
+CASE(stop_with_the_pool_in_every_state) {
+  for (int threads = 0; threads < 5; ++threads) {  // asleep, parked, polling, not started yet
     for (int i = 0; i < times(100); ++i) {
       Worker a(0, {}, threads);
       if (i % 2) a.engine->nudge(0);
@@ -69,7 +69,7 @@ CASE(stop_finds_the_pool_in_every_state) {
   }
 }
 
-CASE(what_has_been_sent_leaves_before_the_end) {
+CASE(queued_messages_are_sent_before_the_end) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   Counter got;
@@ -85,7 +85,7 @@ CASE(what_has_been_sent_leaves_before_the_end) {
   CHECK_EQ(b.wait_for_event(EventKind::kPeerLeft), "it shut down");
 }
 
-CASE(what_has_been_sent_finds_its_link_before_the_end) {
+CASE(messages_without_a_connection_are_sent_before_the_end) {
   for (int i = 0; i < times(50); ++i) {
     Worker a(0), b(1);
     introduce({&a, &b}, "unix");
@@ -98,7 +98,7 @@ CASE(what_has_been_sent_finds_its_link_before_the_end) {
   }
 }
 
-/// The time to leave is one for all links, not one for each.
+/// The time limit of `stop` is one for all connections, not one for each.
 SLOW_CASE(stop_is_bounded) {
   Worker a(0);
   std::vector<std::unique_ptr<Puppet>> puppets;
@@ -114,7 +114,7 @@ SLOW_CASE(stop_is_bounded) {
   CHECK(now() - start < 3 * kSecond);
 }
 
-CASE_ON_EVERY_SCHEME(nothing_is_left_open) {
+CASE_ON_EVERY_SCHEME(no_descriptor_leaks) {
   auto live = [&] {
     Worker a(0), b(1), c(2);
     introduce({&a, &b, &c}, scheme);
@@ -136,8 +136,8 @@ CASE_ON_EVERY_SCHEME(nothing_is_left_open) {
   CHECK_EQ(Bytes::live.load(), kept);
 }
 
-/// Nor memory that it shared: nobody may hold the link, although nothing happens any more.
-CASE_ON_EVERY_SCHEME(a_lost_peer_leaves_nothing_open) {
+/// Shared memory of a lost peer is unmapped too, even if nothing else happens that would drop the connection.
+CASE_ON_EVERY_SCHEME(a_lost_peer_leaks_nothing) {
   Worker a(0);
   const int before = open_descriptors();
   for (int i = 0; i < 10; ++i) {
@@ -154,7 +154,7 @@ CASE_ON_EVERY_SCHEME(a_lost_peer_leaves_nothing_open) {
   }
 }
 
-CASE_ON_EVERY_SCHEME(a_stopped_engine_holds_nothing_open) {
+CASE_ON_EVERY_SCHEME(a_stopped_engine_keeps_no_descriptor) {
   const int before = open_descriptors();
   Worker alone(0);
   const int of_one = open_descriptors() - before;
@@ -171,7 +171,7 @@ CASE_ON_EVERY_SCHEME(a_stopped_engine_holds_nothing_open) {
   }
 }
 
-/// What a child can do with its parent's engine: hear at once that it is stopped, whatever the parent was at.
+/// Every operation of a child on its parent's engine returns at once as stopped, whatever the parent was doing.
 CASE(a_forked_child_has_a_stopped_engine) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
@@ -215,11 +215,11 @@ CASE(a_forked_child_has_a_stopped_engine) {
   a.outcome_count.wait_for(times(40));
 }
 
-CASE(threads_that_are_not_needed_are_not_started) {
+CASE(unneeded_threads_are_not_started) {
   Worker a(0), b(1, {}, 1);
   introduce({&a, &b}, "unix");
   for (int i = 0; i < times(2000); ++i) CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
-  CHECK(b.engine->stats().pool_threads <= 4);  // a thread that was off the processor may have needed another one
+  CHECK(b.engine->stats().pool_threads <= 4);  // a preempted thread may have needed another one
 }
 
 Nanos processor_time() {
@@ -235,7 +235,7 @@ SLOW_CASE(an_idle_engine_uses_no_processor) {
   std::thread waits([&] { a.call(1, {.tag = kHold}); });
   a.start(1, 1, {.tag = kHold});
   b.handled.wait_for(102);
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // not to wait for something: to let nothing happen
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // the time to measure, not a wait for an event
   const Nanos before = processor_time();
   std::this_thread::sleep_for(std::chrono::seconds(2));
   CHECK(processor_time() - before < 20 * kMillisecond);  // 1 % of a core
@@ -243,7 +243,7 @@ SLOW_CASE(an_idle_engine_uses_no_processor) {
   waits.join();
 }
 
-CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+CASE(all_owners_are_destroyed) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace
 }  // namespace telegrad::test

@@ -1,4 +1,4 @@
-// Messages over the limits of their receiver: an error of the call, and of nothing else.
+// Messages over the limits of their receiver: an error of that call only.
 #include "core/left_out.h"
 #include "tests/workers.h"
 
@@ -23,7 +23,7 @@ struct Large {
   std::vector<std::string> why;
 };
 
-/// A request over each of the limits, and what its error says.
+/// A request over each of the limits, and a part of its error text.
 std::vector<Large> large_requests() {
   std::vector<Large> all;
   all.push_back({{.body = bytes(kBody + 1)}, {"70001", "70000", "max_header_bytes", "w1"}});
@@ -60,8 +60,8 @@ CASE_ON_EVERY_SCHEME(a_request_over_the_limits_fails_alone) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-/// The limits of a worker are not known before there is a link to it.
-CASE(a_request_that_waits_for_a_link_may_turn_out_too_large) {
+/// The limits of a worker are unknown before there is a connection to it.
+CASE(a_request_that_waits_for_a_connection_may_be_too_large) {
   for (const bool async : {true, false}) {
     for (Large& l : large_requests()) {
       Worker a(0), b(1, with_limits());
@@ -79,8 +79,8 @@ CASE(a_request_that_waits_for_a_link_may_turn_out_too_large) {
   }
 }
 
-/// What both ends count on arrives all the same, and the receiver answers.
-CASE_ON_EVERY_SCHEME(a_request_that_others_count_on_goes_without_its_content) {
+/// A message that both ends count on is delivered without its content, and the receiver answers.
+CASE_ON_EVERY_SCHEME(a_request_that_must_be_delivered_is_sent_without_its_content) {
   for (const bool linked : {true, false}) {
     Worker a(0), b(1, with_limits());
     introduce({&a, &b}, scheme);
@@ -105,7 +105,7 @@ CASE_ON_EVERY_SCHEME(a_request_that_others_count_on_goes_without_its_content) {
   }
 }
 
-CASE_ON_EVERY_SCHEME(a_reply_over_the_limits_comes_without_its_content) {
+CASE_ON_EVERY_SCHEME(a_reply_over_the_limits_is_sent_without_its_content) {
   Worker a(0, with_limits()), b(1);
   introduce({&a, &b}, scheme);
   for (const bool body : {true, false}) {
@@ -132,14 +132,14 @@ CASE(one_way_messages_over_the_limits_are_not_sent) {
     Request r{.tag = kCustom, .body = bytes(kBody + 1)};
     return compose(r);
   };
-  CHECK(a.engine->send(1, large()));  // there is no link yet
+  CHECK(a.engine->send(1, large()));  // there is no connection yet
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "max_header_bytes");
   CHECK(!a.engine->send(1, large()));
   CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
 }
 
-CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+CASE(all_owners_are_destroyed) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace
 }  // namespace telegrad::test

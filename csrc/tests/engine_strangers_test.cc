@@ -1,5 +1,5 @@
-// Whoever connects: strangers get not a byte past the handshake, and members that talk nonsense are cut off. The calls
-// of the others go on.
+// Unauthenticated connections are confined to the handshake, and members that send malformed frames are disconnected.
+// The calls of other peers continue.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
@@ -13,7 +13,7 @@
 namespace telegrad::test {
 namespace {
 
-/// A worker with a friend, and a stranger's link to it.
+/// A worker with a peer, and an unauthenticated link to it.
 struct Stage {
   explicit Stage(Settings settings = {}) : a(0, std::move(settings)), b(1) {
     introduce({&a, &b}, "unix");
@@ -38,7 +38,7 @@ Message request(std::string body) {
   return m;
 }
 
-CASE(garbage_at_the_door) {
+CASE(garbage_instead_of_a_handshake) {
   Stage s;
   for (const std::string& bytes :
        {std::string(1000, '\0'), std::string("GET / HTTP/1.1\r\n\r\n") + std::string(100, 'x')}) {
@@ -63,12 +63,12 @@ CASE(a_request_before_the_handshake) {
     receive_until_broken(*link, inbox);
     CHECK(inbox.messages.empty());
   }
-  CHECK_SAYS(s.a.wait_for_event(EventKind::kLog), "before it had proven who it is");
+  CHECK_SAYS(s.a.wait_for_event(EventKind::kLog), "before it had proven its identity");
   s.check_well();
   CHECK_EQ(s.a.handled.value(), handled + 1);
 }
 
-CASE(a_stranger_gets_no_memory) {
+CASE(an_unauthenticated_connection_gets_no_memory) {
   Stage s;
   auto link = s.knock();
   FrameHeader h;
@@ -81,7 +81,7 @@ CASE(a_stranger_gets_no_memory) {
   s.check_well();
 }
 
-CASE(a_silent_stranger_is_sent_away) {
+CASE(a_silent_unauthenticated_connection_is_closed) {
   Settings s;
   s.handshake_timeout = 20 * kMillisecond;
   Stage stage(s);
@@ -92,12 +92,12 @@ CASE(a_silent_stranger_is_sent_away) {
   stage.check_well();
 }
 
-CASE(a_peer_that_never_answers_the_greeting) {
+CASE(a_peer_that_never_answers_hello) {
   Settings s;
   s.handshake_timeout = 20 * kMillisecond;
   s.connect_timeout = 50 * kMillisecond;
   Worker a(0, s);
-  Puppet p(1);  // listens, and that is all
+  Puppet p(1);  // listens and does nothing else
   a.engine->set_peer(p.address());
   const Outcome o = a.call(1, {});
   CHECK(o.status == CallStatus::kUnreachable);
@@ -112,7 +112,7 @@ void check_not_lost(Worker& w) {
   for (const Item& e : w.events) CHECK(e.event != EventKind::kPeerLost);
 }
 
-/// Takes a connection and says nothing until the other end gives it up.
+/// Accepts a connection and sends nothing until the other end closes it.
 void ignore_one(Puppet& p, bool patiently = true) {
   Collector inbox;
   do {
@@ -123,7 +123,7 @@ void ignore_one(Puppet& p, bool patiently = true) {
   p.link.reset();
 }
 
-CASE(a_peer_that_is_slow_to_answer_is_reached_all_the_same) {
+CASE(a_peer_that_answers_late_is_connected) {
   Settings s;
   s.handshake_timeout = 20 * kMillisecond;
   Worker a(0, s);
@@ -139,8 +139,8 @@ CASE(a_peer_that_is_slow_to_answer_is_reached_all_the_same) {
   check_not_lost(a);
 }
 
-/// A call fails when it has waited for a link long enough; what protocols rely on is kept until there is one.
-CASE(a_peer_that_is_not_reached_in_time_is_not_lost) {
+/// A call fails after connect_timeout; messages that must be delivered are kept until there is a connection.
+CASE(a_peer_not_connected_in_time_is_not_lost) {
   Settings s;
   s.handshake_timeout = 20 * kMillisecond;
   s.connect_timeout = 5 * kMillisecond;
@@ -183,7 +183,7 @@ CASE_ON_EVERY_SCHEME(the_wrong_secret) {
   CHECK_EQ(body_of(a.call(2, {.body = "x"})), "x");
 }
 
-CASE(more_strangers_than_fit) {
+CASE(more_unauthenticated_connections_than_allowed) {
   Stage s;
   std::vector<std::unique_ptr<Link>> crowd;
   for (int i = 0; i < 200; ++i) crowd.push_back(s.knock());
@@ -195,7 +195,7 @@ CASE(more_strangers_than_fit) {
   s.check_well();
 }
 
-/// The soft limit of descriptors, while it lives.
+/// Sets the soft limit of descriptors for its lifetime.
 struct Descriptors {
   explicit Descriptors(rlim_t most) {
     CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
@@ -206,8 +206,8 @@ struct Descriptors {
   rlimit before;
 };
 
-/// A crowd that says nothing cannot keep a member out: those who came first go.
-CASE(a_crowd_of_strangers_keeps_no_member_out) {
+/// Many silent connections cannot keep a member out: the oldest ones are closed.
+CASE(unauthenticated_connections_do_not_block_a_member) {
   const Descriptors many(8192);
   Stage s;
   std::vector<std::unique_ptr<Link>> crowd;
@@ -222,10 +222,10 @@ CASE(a_crowd_of_strangers_keeps_no_member_out) {
   s.check_well();
   s.a.stop();
   std::lock_guard lock(s.a.mutex);
-  CHECK(s.a.events.size() <= 110);  // not one for each of them
+  CHECK(s.a.events.size() <= 110);  // not one line for each of them
 }
 
-/// Connections to `to` over TCP, from an address.
+/// TCP connections to `to` from an address.
 std::vector<Descriptor> connect_from(const char* ip, const std::string& to, int count) {
   sockaddr_in from{}, at{};
   from.sin_family = at.sin_family = AF_INET;
@@ -248,10 +248,12 @@ void check_ended(const Descriptor& socket) {
   CHECK(::read(socket.get(), &byte, 1) <= 0);
 }
 
-/// One address has half of the places of strangers, however many connections it makes: others keep theirs.
-CASE(an_address_has_its_share_of_the_places) {
+/// One address has half of the places, however many connections it makes; other addresses keep theirs.
+CASE(one_address_has_a_share_of_the_places) {
   const Descriptors many(8192);
-  Worker a(0);
+  Settings far;
+  far.check_uid = false;  // treats the addresses as other machines
+  Worker a(0, far);
   a.listen("tcp");
   const std::string at = a.address().addresses[0];
   const auto quiet = connect_from("127.0.0.3", at, 30);
@@ -260,11 +262,21 @@ CASE(an_address_has_its_share_of_the_places) {
   CHECK_EQ(a.engine->stats().connections, 62u);
   CHECK(!readable(quiet.front().get(), 0));
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "refused a connection from 127.0.0.2 at");
-  CHECK_EQ(a.event_count.value(), 1);  // not one for each
+  CHECK_EQ(a.event_count.value(), 1);  // not one line for each
 }
 
-/// Strangers take one descriptor in eight.
-CASE(strangers_have_a_share_of_the_descriptors) {
+/// Processes of the same user and host are not limited as one address.
+CASE(processes_of_the_same_user_may_use_all_places) {
+  const Descriptors many(8192);
+  Worker a(0);
+  a.listen("tcp");
+  const auto crowd = connect_from("127.0.0.2", a.address().addresses[0], 74);
+  for (std::size_t i = 0; i < 10; ++i) check_ended(crowd[i]);
+  CHECK_EQ(a.engine->stats().connections, 64u);
+}
+
+/// Unauthenticated connections use at most one descriptor in eight.
+CASE(unauthenticated_connections_have_a_share_of_the_descriptors) {
   Worker a(0);
   a.listen("unix");
   const std::string at = a.address().addresses[0];
@@ -276,7 +288,7 @@ CASE(strangers_have_a_share_of_the_descriptors) {
   CHECK_EQ(a.engine->stats().connections, 32u);
 }
 
-/// When few are left, strangers get none of these.
+/// If few descriptors are left, unauthenticated connections get none of them.
 CASE(the_last_descriptors_are_for_the_program) {
   Worker a(0);
   a.listen("unix");
@@ -291,10 +303,10 @@ CASE(the_last_descriptors_are_for_the_program) {
   CHECK_EQ(a.engine->stats().connections, 0u);
 }
 
-CASE(no_descriptor_left_for_a_stranger) {
+CASE(no_descriptor_left_for_a_connection) {
   Stage s;
   Collector inbox, rehearsal;
-  {  // the undefined-behaviour sanitizer looks at a type once, with a pipe
+  {  // the undefined-behavior sanitizer checks a type once, with a pipe
     Ends e("unix");
     e.a->close();
     receive_until_broken(*e.b, rehearsal);
@@ -316,7 +328,7 @@ CASE(no_descriptor_left_for_a_stranger) {
   CHECK_EQ(body_of(c.call(0, {.body = "x"})), "x");
 }
 
-/// A member that sends this after the handshake is cut off, and whoever waits for it hears why.
+/// A member that sends these bytes after the handshake is disconnected, and its callers get the reason.
 void check_cut_off(const Message& bad, const std::string& why) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
@@ -336,7 +348,7 @@ void check_cut_off(const Message& bad, const std::string& why) {
   CHECK_EQ(a.handled.value(), 0);
 }
 
-CASE(a_member_that_talks_nonsense) {
+CASE(a_member_that_sends_malformed_frames) {
   check_cut_off(message(FrameType{99}), "unknown type 99");
   check_cut_off(message(FrameType::kHello, "hello again"), "repeated the handshake");
   check_cut_off(message(FrameType{0}), "repeated the handshake");
@@ -348,7 +360,7 @@ CASE(a_member_that_talks_nonsense) {
   check_cut_off(not_a_frame, "not a Telegrad frame");
 }
 
-/// One that does not keep to what it was told.
+/// A member that ignores the limits of its receiver.
 CASE(a_member_over_the_limits) {
   Settings small;
   small.credo.limits.body = 1000;
@@ -363,7 +375,7 @@ CASE(a_member_over_the_limits) {
   CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "over the limits");
 }
 
-CASE(replies_that_nobody_asked_for) {
+CASE(replies_without_a_request) {
   Worker a(0);
   a.listen("unix");
   Puppet p(1);
@@ -396,7 +408,7 @@ CASE(an_id_taken_by_another_name) {
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
 }
 
-CASE(everything_that_was_kept_is_let_go) { CHECK_EQ(Bytes::live.load(), 0); }
+CASE(all_owners_are_destroyed) { CHECK_EQ(Bytes::live.load(), 0); }
 
 }  // namespace
 }  // namespace telegrad::test

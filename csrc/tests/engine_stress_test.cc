@@ -1,5 +1,5 @@
-// Four workers that call each other at random while links are cut and one of them dies and comes back: every call ends,
-// each outcome comes once, and nothing is kept.
+// Four workers call each other at random while connections are cut and one worker dies and returns. Every call ends
+// with exactly one completion, and nothing is leaked.
 #include <shared_mutex>
 
 #include "tests/workers.h"
@@ -26,7 +26,7 @@ class World {
       Worker& w = *workers_[static_cast<std::size_t>(i)];
       w.outcome_count.wait_for(started_[i]);
       CHECK_EQ(w.outcomes.size(), static_cast<std::size_t>(started_[i].load()));
-      while (w.engine->stats().pending_calls > 0) {  // handlers of calls that were cut may be making some
+      while (w.engine->stats().pending_calls > 0) {  // handlers of failed calls may still be calling
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     }
@@ -52,13 +52,13 @@ class World {
     }
   }
 
-  /// By threads of the workers that live for ever.
+  /// Run by threads of the workers that do not die.
   void call_around(int thread) {
     Random random(seed_ * 100 + static_cast<std::uint64_t>(thread));
     const int from = thread % (kWorkers - 1);
     Worker& w = *workers_[static_cast<std::size_t>(from)];
     while (now() < end_) {
-      const int to = static_cast<int>(random.below(kWorkers + 1));  // the last one never was
+      const int to = static_cast<int>(random.below(kWorkers + 1));  // the last id does not exist
       Request r{.body = random.bytes(random.below(random.below(10) ? 100 : 100'000))};
       if (random.below(10) == 0) r.segments = {random.bytes(random.below(1'000'000)), random.bytes(random.below(100))};
       if (random.below(5) == 0) r.timeout = static_cast<Nanos>(random.below(3 * kMillisecond)) + 1;
@@ -114,7 +114,7 @@ class World {
         std::shared_lock lock(mutex_);
         workers_[a]->meet(*workers_[b]);
       }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1 + random.below(20)));  // a pace, nothing to wait for
+      std::this_thread::sleep_for(std::chrono::milliseconds(1 + random.below(20)));  // paces the loop
     }
   }
 
@@ -133,7 +133,7 @@ class World {
   const std::string scheme_;
   const std::uint64_t seed_;
   const Nanos end_;
-  std::shared_mutex mutex_;  // whoever looks at the mortal one, but its own thread
+  std::shared_mutex mutex_;  // for all threads that use the mortal worker except its own
   std::vector<std::unique_ptr<Worker>> workers_;
   std::atomic<int> started_[kWorkers] = {};
   std::atomic<int> replied_ = 0;
@@ -145,7 +145,7 @@ void stress(const std::string& scheme, Nanos span) {
   CHECK_EQ(Bytes::live.load(), before);
 }
 
-CASE_ON_EVERY_SCHEME(a_short_storm) { stress(scheme, 300 * kMillisecond); }
+CASE_ON_EVERY_SCHEME(a_short_stress_test) { stress(scheme, 300 * kMillisecond); }
 
 void a_long_storm(const std::string& scheme) { stress(scheme, 8 * kSecond); }
 [[maybe_unused]] const bool registered = on_every_scheme("a_long_storm", a_long_storm, true);

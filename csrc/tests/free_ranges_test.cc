@@ -1,4 +1,4 @@
-// Free memory of chunks, beside a map of every page.
+// Free ranges of chunks, compared with a map of every page.
 #include "transports/free_ranges.h"
 
 #include <optional>
@@ -10,7 +10,7 @@
 namespace telegrad::test {
 namespace {
 
-CASE(sizes_are_whole_pages_and_near) {
+CASE(region_sizes_are_whole_pages_and_close) {
   for (std::size_t size = 0; size < std::size_t{1} << 30; size += size / 3 + 1) {
     const std::size_t region = region_size(size);
     CHECK(region >= size && region % kPage == 0);
@@ -18,10 +18,10 @@ CASE(sizes_are_whole_pages_and_near) {
   }
 }
 
-CASE(neighbours_join) {
+CASE(neighbors_are_merged) {
   FreeRanges free;
   free.add(1, 0, 30);
-  free.add(2, 30, 10);  // another chunk's is no neighbour
+  free.add(2, 30, 10);  // ranges of different chunks are not neighbors
   CHECK(!free.take(40));
   free.add(1, 60, 10);
   free.add(1, 30, 30);
@@ -30,7 +30,7 @@ CASE(neighbours_join) {
   CHECK(!free.take(20));
 }
 
-CASE(the_smallest_that_will_do_is_taken) {
+CASE(the_smallest_sufficient_range_is_used) {
   FreeRanges free;
   free.add(1, 0, 100);
   free.add(2, 0, 10);
@@ -42,7 +42,7 @@ CASE(the_smallest_that_will_do_is_taken) {
   CHECK(!free.take(1));
 }
 
-CASE(nothing_is_lost_or_given_twice) {
+CASE(no_page_is_lost_or_allocated_twice) {
   constexpr std::size_t kSize = 200;
   FreeRanges free;
   std::vector<bool> used(kSize, false);

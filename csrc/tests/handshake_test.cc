@@ -1,4 +1,4 @@
-// The handshake: who may pass, and every way not to.
+// The handshake: accepted peers, and every way to be rejected.
 #include "core/handshake.h"
 
 #include <deque>
@@ -33,7 +33,7 @@ void check_failed(const Handshake::Step& step, const std::string& why) {
   CHECK_SAYS(step.failed, why);
 }
 
-/// Alice and Bob, with each frame between them in the test's hands.
+/// Alice and Bob; the test passes each frame between them.
 struct Talk {
   explicit Talk(Credo a = credo(kAlice), Credo b = credo(kBob), Identity target = kBob)
       : alice_credo(std::move(a)),
@@ -45,7 +45,7 @@ struct Talk {
   Handshake alice, bob;
 };
 
-/// Runs to the end; what the two ends came to.
+/// Runs the handshake to its end and returns the last step of both ends.
 std::pair<std::string, std::string> run(Talk& t) {
   std::string alice_came_to, bob_came_to;
   std::deque<std::pair<bool, Frame>> flying{{true, frame_of(t.alice.begin())}};  // true: to Bob
@@ -62,7 +62,7 @@ std::pair<std::string, std::string> run(Talk& t) {
   return {alice_came_to, bob_came_to};
 }
 
-CASE(members_pass_and_know_each_other) {
+CASE(members_authenticate_each_other) {
   Talk t(credo(kAlice), credo(kBob), {.id = 2, .name = "bob", .incarnation = 0});  // any incarnation will do
   CHECK(run(t) == std::pair<std::string, std::string>("open", "open"));
   CHECK_EQ(t.alice.peer().id, 2);
@@ -73,8 +73,8 @@ CASE(members_pass_and_know_each_other) {
   CHECK_EQ(t.bob.peer().incarnation, 11u);
 }
 
-/// Both ends call the link the same, and no other link is called that.
-CASE(links_have_names_that_lanes_ask_for) {
+/// Both ends compute the same session, and no other link has it.
+CASE(links_have_sessions_for_their_lanes) {
   Credo alice_credo = credo(kAlice), bob_credo = credo(kBob);
   alice_credo.lanes = 4;
   bob_credo.lanes = 3;
@@ -94,7 +94,7 @@ CASE(links_have_names_that_lanes_ask_for) {
   CHECK(lane.alice.for_lane() && lane.bob.for_lane());
   CHECK_EQ(lane.bob.session(), link.bob.session());
 
-  Talk changed(alice_credo, bob_credo);  // on the way: to be a lane of another link
+  Talk changed(alice_credo, bob_credo);  // tampered with: to become a lane of another link
   changed.alice = Handshake::initiate(changed.alice_credo, kBob, link.alice.session());
   Frame hello = frame_of(changed.alice.begin());
   hello.body.back() = static_cast<char>(hello.body.back() ^ 1);
@@ -102,7 +102,7 @@ CASE(links_have_names_that_lanes_ask_for) {
   check_failed(changed.alice.on_frame(challenge.type, challenge.body), "secret does not match");
 }
 
-/// Each end learns what the other takes; neither can be made to believe something else.
+/// Each end gets the limits of the other; neither can be made to accept forged ones.
 CASE(limits_are_exchanged_under_the_proofs) {
   Credo alice_credo = credo(kAlice), bob_credo = credo(kBob);
   alice_credo.limits = {.body = 70'001, .message = 70'002, .segments = 70'003, .name = 70'004};
@@ -133,7 +133,7 @@ CASE(limits_are_exchanged_under_the_proofs) {
                "secret does not match");
 }
 
-CASE(frames_of_the_handshake_fit_a_strangers_limits) {
+CASE(handshake_frames_fit_the_limits_of_unauthenticated_connections) {
   const std::string longest(127, 'n');
   Identity a{.id = 32767, .name = longest, .incarnation = UINT64_MAX}, b = a;
   Credo ca = credo(a, std::string(1000, 's'), std::string(128, 'g')), cb = credo(b, ca.secret, ca.group);
@@ -144,18 +144,18 @@ CASE(frames_of_the_handshake_fit_a_strangers_limits) {
   for (const Frame* f : {&hello, &challenge, &proof}) CHECK(f->body.size() < kStrangerLimits.body);
 }
 
-CASE(the_wrong_secret_is_refused_at_both_ends) {
+CASE(a_wrong_secret_is_rejected_at_both_ends) {
   Talk t(credo(kAlice, "secret"), credo(kBob, "another"));
   const auto [alice, bob] = run(t);
-  CHECK_SAYS(alice, "secret does not match");  // Bob's proof is the first that is wrong
-  CHECK_SAYS(bob, "secret does not match");    // and Alice tells him
+  CHECK_SAYS(alice, "secret does not match");  // Bob's proof is the first wrong one
+  CHECK_SAYS(bob, "secret does not match");    // and Alice reports it
 }
 
 CASE(an_initiator_with_the_wrong_secret_cannot_skip_the_proof) {
   Talk t(credo(kAlice, "wrong"), credo(kBob));
   const Frame hello = frame_of(t.alice.begin());
   const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
-  // One that does not look at Bob's proof and sends what it can.
+  // Ignores Bob's proof and sends a proof of its own.
   Handshake again = t.bob;
   check_failed(again.on_frame(FrameType::kProof, challenge.body), "malformed");
   again = t.bob;
@@ -179,8 +179,8 @@ CASE(the_wrong_group_version_or_target) {
         Identity{.id = 2, .name = "bob", .incarnation = 21}}) {
     Talk t(credo(kAlice), credo(kBob), wanted);
     const auto [alice, bob] = run(t);
-    CHECK_SAYS(bob, "is not here");
-    CHECK_SAYS(alice, "is not here");
+    CHECK_SAYS(bob, "is not at this address");
+    CHECK_SAYS(alice, "is not at this address");
   }
   Talk t;
   Frame hello = frame_of(t.alice.begin());
@@ -190,7 +190,7 @@ CASE(the_wrong_group_version_or_target) {
   CHECK(*step.send == FrameType::kRefuse);
 }
 
-CASE(a_recorded_exchange_proves_nothing) {
+CASE(a_recorded_handshake_cannot_be_replayed) {
   Talk recorded;
   const Frame hello = frame_of(recorded.alice.begin());
   const Frame challenge = frame_of(recorded.bob.on_frame(hello.type, hello.body));
@@ -205,8 +205,8 @@ CASE(a_recorded_exchange_proves_nothing) {
   check_failed(other.alice.on_frame(challenge.type, challenge.body), "secret does not match");
 }
 
-/// What Bob proves as an acceptor must not serve to pass as an initiator.
-CASE(a_proof_reflected_is_no_proof) {
+/// Bob's proof as an acceptor is not valid as an initiator's.
+CASE(a_reflected_proof_is_rejected) {
   Talk t;
   const Frame hello = frame_of(t.alice.begin());
   const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
@@ -215,14 +215,14 @@ CASE(a_proof_reflected_is_no_proof) {
                "secret does not match");
 }
 
-CASE(a_proof_for_one_worker_is_none_for_another) {
-  // Mallory relays Alice's greeting for Bob to Carol, who has the same secret.
+CASE(a_proof_for_one_worker_is_rejected_by_another) {
+  // Mallory relays Alice's HELLO for Bob to Carol with the same secret.
   const Identity kCarol{.id = 3, .name = "carol", .incarnation = 33};
   Credo alice_credo = credo(kAlice), carol_credo = credo(kCarol);
   Handshake alice = Handshake::initiate(alice_credo, kBob), carol = Handshake::accept(carol_credo);
   const Frame hello = frame_of(alice.begin());
-  check_failed(carol.on_frame(hello.type, hello.body), "is not here");
-  // And Carol answers in Bob's place, greeted by somebody else.
+  check_failed(carol.on_frame(hello.type, hello.body), "is not at this address");
+  // Carol answers instead of Bob, after the HELLO of another worker.
   Handshake mallory = Handshake::initiate(alice_credo, kCarol);
   const Frame to_carol = frame_of(mallory.begin());
   carol = Handshake::accept(carol_credo);
@@ -230,8 +230,8 @@ CASE(a_proof_for_one_worker_is_none_for_another) {
   check_failed(alice.on_frame(from_carol.type, from_carol.body), "secret does not match");
 }
 
-/// Somebody who knows the secret answers under another name than the one that was wanted.
-CASE(a_member_in_place_of_another) {
+/// A member that knows the secret answers under another name than the wanted one.
+CASE(a_member_instead_of_another) {
   auto number = [](auto n) { return std::string(reinterpret_cast<const char*>(&n), sizeof n); };
   auto text = [&](const std::string& s) { return number(static_cast<std::uint32_t>(s.size())) + s; };
   auto answer = [&](const Identity& me, const std::string& hello) {
@@ -248,12 +248,12 @@ CASE(a_member_in_place_of_another) {
   for (const Identity& me :
        {Identity{.id = 2, .name = "mallory", .incarnation = 22}, Identity{.id = 3, .name = "bob"}}) {
     alice = t.alice;
-    check_failed(alice.on_frame(FrameType::kChallenge, answer(me, hello.body)), "in place of bob");
+    check_failed(alice.on_frame(FrameType::kChallenge, answer(me, hello.body)), "instead of bob");
   }
 }
 
-/// What a stranger says is logged by its peer.
-CASE(text_of_strangers_is_made_harmless) {
+/// Text of unauthenticated peers is logged by the other end.
+CASE(text_of_unauthenticated_peers_is_sanitized) {
   auto text = [](const std::string& s) {
     const auto n = static_cast<std::uint32_t>(s.size());
     return std::string(reinterpret_cast<const char*>(&n), sizeof n) + s;
@@ -291,13 +291,13 @@ CASE(every_frame_out_of_order_fails) {
       for (const std::string& body : {hello.body, challenge.body, proof.body, std::string()}) {
         Handshake h = *state;
         check_failed(h.on_frame(type, body), "out of order");
-        check_failed(h.on_frame(expected, hello.body), "out of order");  // once failed, always
+        check_failed(h.on_frame(expected, hello.body), "out of order");  // stays failed
       }
     }
   }
 }
 
-CASE(a_refusal_tells_why) {
+CASE(a_rejection_has_a_reason) {
   Talk t;
   const Frame hello = frame_of(t.alice.begin());
   const std::string reason = std::string("\4\0\0\0", 4) + "nope";
@@ -309,7 +309,7 @@ CASE(a_refusal_tells_why) {
   }
 }
 
-CASE(bodies_cut_at_every_byte_or_longer) {
+CASE(truncated_and_overlong_bodies) {
   Talk t;
   const Frame hello = frame_of(t.alice.begin());
   for (std::size_t n = 0; n < hello.body.size(); ++n) {
@@ -337,9 +337,9 @@ CASE(bodies_cut_at_every_byte_or_longer) {
   check_failed(copy.on_frame(proof.type, proof.body + "x"), "malformed");
 }
 
-/// Whatever one bit is changed in, nobody is let in. (But in the initiator's own claim of its incarnation and such,
-/// which its own proof covers: there Bob's answer or Alice's proof no longer fits.)
-CASE(every_flipped_bit_is_noticed) {
+/// No handshake succeeds after a bit was flipped. The initiator's own claims, such as its incarnation, are covered by
+/// its own proof; if they change, Bob's answer or Alice's proof does not match any more.
+CASE(every_flipped_bit_is_detected) {
   auto flip = [](std::string s, std::size_t bit) {
     s[bit / 8] = static_cast<char>(s[bit / 8] ^ (1 << bit % 8));
     return s;
@@ -367,7 +367,7 @@ CASE(every_flipped_bit_is_noticed) {
   CHECK(t.bob.on_frame(proof.type, proof.body).open);
 }
 
-CASE(noise_is_refused) {
+CASE(random_bodies_are_rejected) {
   Random random(7);
   for (int i = 0; i < times(20000); ++i) {
     Talk t;

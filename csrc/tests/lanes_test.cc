@@ -1,5 +1,5 @@
-// Links with lanes: what a peer may send over them that it should not, and what happens when one breaks. That messages
-// arrive whole and in order over lanes, transport_test.cc shows.
+// Links with lanes: malformed fragments, and lanes that break. transport_test.cc shows that messages arrive complete
+// and in order over lanes.
 #include "transports/lanes.h"
 
 #include <sys/socket.h>
@@ -20,7 +20,7 @@ std::string raw(const T& value) {
   return std::string(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-/// A link with one lane, both of whose other ends are bare sockets.
+/// A link with one lane; the other ends of both connections are bare sockets.
 struct Raw {
   Raw() {
     auto end = [](Descriptor& mine) {
@@ -42,7 +42,7 @@ struct Raw {
   Collector inbox;
 };
 
-/// The frame of a message whose segments come in pieces.
+/// The frame of a message with fragmented segments.
 std::string frame(std::uint64_t call, const std::vector<std::uint64_t>& segments, std::uint64_t lease = kScattered) {
   FrameHeader h;
   h.type = FrameType::kRequest;
@@ -66,7 +66,7 @@ std::string text(const BlockPtr& block) {
   return std::string(reinterpret_cast<const char*>(block->data()), block->size());
 }
 
-CASE(pieces_in_any_order_over_any_connection) {
+CASE(fragments_in_any_order_over_any_connection) {
   Raw r;
   r.write(r.first, frame(1, {6, 4}) + piece(0, 3, "def"));
   r.write(r.lane, piece(0, 6, "ghij") + piece(0, 0, "abc"));
@@ -74,15 +74,15 @@ CASE(pieces_in_any_order_over_any_connection) {
   CHECK_EQ(r.inbox.messages.size(), 1u);
   CHECK_EQ(text(r.inbox.messages[0].segments[0]), "abcdef");
   CHECK_EQ(text(r.inbox.messages[0].segments[1]), "ghij");
-  CHECK_EQ(r.inbox.allocations, 2);  // straight into place
+  CHECK_EQ(r.inbox.allocations, 2);  // read directly into place
 }
 
-CASE(a_piece_that_overtakes_its_frame) {
+CASE(a_fragment_that_arrives_before_its_frame) {
   Raw r;
   r.write(r.lane, piece(0, 2, "cd"));
   CHECK(r.receive() == ReceiveState::kIdle);
   CHECK(!readable(*r.link, 0));
-  r.write(r.lane, piece(1, 0, "x"));  // is not read before the lane's first has found its place
+  r.write(r.lane, piece(1, 0, "x"));  // not read before the lane's first fragment has its place
   CHECK(!readable(*r.link, 0));
   r.write(r.first, frame(1, {4}) + frame(2, {1}));
   CHECK(r.receive() == ReceiveState::kIdle);
@@ -93,7 +93,7 @@ CASE(a_piece_that_overtakes_its_frame) {
   CHECK_EQ(text(r.inbox.messages[1].segments[0]), "x");
 }
 
-CASE(what_comes_behind_waits_its_turn) {
+CASE(later_messages_wait_for_earlier_ones) {
   Raw r;
   FrameHeader small;
   small.type = FrameType::kOneway;
@@ -107,7 +107,7 @@ CASE(what_comes_behind_waits_its_turn) {
   for (std::uint64_t i = 0; i < 3; ++i) CHECK_EQ(r.inbox.messages[i].header.call_id, i + 1);
 }
 
-CASE(what_lanes_still_have_is_read_after_the_end_of_the_first_connection) {
+CASE(data_on_lanes_is_read_after_the_end_of_the_first_connection) {
   Raw r;
   r.write(r.first, frame(1, {4}));
   r.first = Descriptor();
@@ -125,8 +125,8 @@ void check_refused(const std::string& first, const std::string& lane, const std:
   if (!first.empty()) r.write(r.first, first);
   if (!lane.empty()) r.write(r.lane, lane);
   for (int turn = 0; r.receive() != ReceiveState::kBroken; ++turn) {
-    CHECK(turn < 1000);  // it believes them
-    // A lane that talks nonsense ends the link by ending its sending; the other end, which is us, ends the rest.
+    CHECK(turn < 1000);  // the fragments are accepted
+    // A malformed fragment ends the sending direction; the other end, which is the test, closes the rest.
     char byte;
     if (::recv(r.first.get(), &byte, 1, MSG_DONTWAIT) == 0) r.first = Descriptor();
   }
@@ -134,7 +134,7 @@ void check_refused(const std::string& first, const std::string& lane, const std:
   CHECK(r.inbox.messages.empty());
 }
 
-CASE(pieces_that_lie) {
+CASE(malformed_fragments) {
   const std::string four = frame(1, {4});
   for (const bool over_lane : {false, true}) {
     auto refused = [&](const std::string& pieces, const std::string& why) {
@@ -153,7 +153,7 @@ CASE(pieces_that_lie) {
   check_refused("", large, "belongs to no message");
   check_refused(frame(1, {2, 2}) + piece(0, 1, "bc"), "", "belongs to no message");  // over two segments
   check_refused(frame(1, {4}, kScattered + 1), "", "not been shared");
-  std::string too_many;  // messages that begin, and of which nothing comes
+  std::string too_many;  // messages that begin and get no fragments
   for (std::uint64_t announced = 0; announced <= kUnderWay + (1 << 20); announced += 1 << 20) {
     too_many += frame(1, {1 << 20});
   }
@@ -167,8 +167,8 @@ CASE(pieces_that_lie) {
       "not a Telegrad frame");
 }
 
-/// Two messages that are within the limits each may be under way at the same time.
-CASE(messages_that_are_as_large_as_may_be_follow_each_other) {
+/// Two messages that are each within the limits may be incomplete at the same time.
+CASE(messages_at_the_limit_follow_each_other) {
   Raw r;
   r.link->set_limits({.message = 4});
   r.write(r.first, frame(1, {4}) + frame(2, {3}));
@@ -178,8 +178,8 @@ CASE(messages_that_are_as_large_as_may_be_follow_each_other) {
   CHECK_EQ(text(r.inbox.messages[1].segments[0]), "efg");
 }
 
-/// No memory for a piece that is early, or for the message once it begins: its bytes are dropped as they come.
-CASE(pieces_for_which_there_is_no_memory) {
+/// No memory for an early fragment, or for its message when the frame arrives: the bytes are discarded.
+CASE(fragments_without_memory) {
   const std::string large(100'000, 'x');
   for (const bool early : {true, false}) {
     Raw r;
@@ -200,7 +200,7 @@ CASE(pieces_for_which_there_is_no_memory) {
   }
 }
 
-CASE(pieces_of_what_never_comes_are_not_kept_without_end) {
+CASE(fragments_of_missing_messages_are_limited) {
   Raw r;
   const std::string one = piece(1, 0, std::string(100 << 10, 'x'));
   for (std::size_t sent = 0; r.receive() != ReceiveState::kBroken; sent += one.size()) {
@@ -210,7 +210,7 @@ CASE(pieces_of_what_never_comes_are_not_kept_without_end) {
   CHECK_SAYS(r.link->error(), "do not fit");
 }
 
-CASE(a_lane_that_is_cut_ends_the_link_and_says_so) {
+CASE(a_closed_lane_ends_the_link_with_a_reason) {
   for (const bool middle : {false, true}) {
     Ends e("lanes");
     Collector at_a, at_b;
@@ -228,15 +228,15 @@ CASE(a_lane_that_is_cut_ends_the_link_and_says_so) {
     receive_until_broken(*e.a, at_a);
     e.a->close();
     other.join();
-    CHECK_SAYS(e.a->error() + e.b->error(), "lane");  // who sees it second may see only the end
+    CHECK_SAYS(e.a->error() + e.b->error(), "lane");  // the second end to notice may see only the end of stream
     CHECK(at_b.messages.empty());
     Outgoing again = m.outgoing();
     if (!middle) CHECK(e.a->send(again) == SendState::kBroken);
   }
 }
 
-/// Whoever stops waiting has what is left copied, wherever its pieces are.
-CASE(memory_that_is_copied_on_the_way) {
+/// A sender that stops waiting has the unsent bytes copied, wherever their fragments are.
+CASE(memory_that_is_copied_while_it_is_sent) {
   for (const std::size_t body : {std::size_t{10}, 2 * kFlatFrame}) {
     Ends e("lanes");
     Collector inbox;
@@ -256,8 +256,8 @@ CASE(memory_that_is_copied_on_the_way) {
   }
 }
 
-/// What a connection does before it sends much, each of them does.
-CASE(every_lane_is_made_ready_for_much) {
+/// Every connection is prepared before a large transfer.
+CASE(every_lane_is_prepared_for_large_transfers) {
   static std::set<int> ready;
   static constexpr SocketKind kKind{.peer_user = remote_user,
                                     .before_much = [](int fd) { CHECK(ready.insert(fd).second); }};
@@ -282,11 +282,11 @@ CASE(every_lane_is_made_ready_for_much) {
   Outgoing first = small.outgoing(), second = large.outgoing();
   CHECK(link->send(first) == SendState::kSent);
   CHECK(ready.empty());
-  CHECK(link->send(second) == SendState::kBlocked);  // nobody reads
+  CHECK(link->send(second) == SendState::kBlocked);  // the other end does not read
   CHECK(ready == all);
 }
 
-CASE(a_link_takes_no_lane_that_is_none) {
+CASE(a_link_accepts_only_valid_lanes) {
   Ends one("tcp"), other("tcp"), unix("unix"), closed("tcp");
   closed.a->close();
   CHECK(!unix.a->add_lane(std::move(unix.b)));
@@ -295,9 +295,9 @@ CASE(a_link_takes_no_lane_that_is_none) {
   CHECK_EQ(one.a->lanes_fd(), -1);
 }
 
-// ---- how many
+// ---- number of lanes
 
-/// Messages of 1 ms for each connection's share, where connections are limited one by one; the rates are made up.
+/// Messages of 1 ms for each connection's share, with a limit per connection; the rates are simulated.
 std::size_t chosen_where(double (*rate)(std::size_t lanes), LaneChoice& choice, std::size_t open, int messages) {
   std::vector<std::size_t> used(open + 1);
   for (int i = 0; i < messages; ++i) {
@@ -309,7 +309,7 @@ std::size_t chosen_where(double (*rate)(std::size_t lanes), LaneChoice& choice, 
   return static_cast<std::size_t>(std::ranges::max_element(used) - used.begin());
 }
 
-CASE(lanes_are_used_where_they_are_faster) {
+CASE(lanes_are_used_if_they_are_faster) {
   LaneChoice limited, equal, few;
   CHECK_EQ(chosen_where([](std::size_t n) { return 1.0 * static_cast<double>(n); }, limited, 4, 100), 4u);
   CHECK_EQ(chosen_where([](std::size_t) { return 1.0; }, equal, 4, 100), 1u);
@@ -325,8 +325,8 @@ CASE(a_choice_is_revised) {
   CHECK_EQ(chosen_where([](std::size_t n) { return 1.0 * static_cast<double>(n); }, choice, 4, 3000), 4u);
 }
 
-/// What loses is tried ever more rarely.
-CASE(trying_costs_little) {
+/// Slower numbers of lanes are tried at growing intervals.
+CASE(trials_cost_little) {
   LaneChoice choice;
   int others = 0;
   for (int i = 0; i < 4000; ++i) {

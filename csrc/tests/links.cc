@@ -89,7 +89,7 @@ bool polls(int fd, short events, int timeout_ms) {
 
 namespace {
 
-/// Does one of its lanes tell of that?
+/// Returns whether one of its lanes signals the event.
 bool lanes_tell(const Link& link, short events) {
   epoll_event found[16];
   const int n = link.lanes_fd() < 0 ? 0 : epoll_wait(link.lanes_fd(), found, 16, 0);
@@ -104,7 +104,7 @@ bool lanes_tell(const Link& link, short events) {
 bool polls(const Link& link, short events, int timeout_ms) {
   const Nanos until = timeout_ms < 0 ? kNever : now() + timeout_ms * kMillisecond;
   do {
-    // Its lanes may tell all the time of something else: they are looked at in between.
+    // Its lanes may keep signaling another event: poll them in between.
     const int slice = link.lanes_fd() < 0 ? timeout_ms : std::min(timeout_ms < 0 ? 1 : timeout_ms, 1);
     const bool lanes_only = events & POLLOUT && !link.waits_for_fd();
     const short wanted = lanes_only ? static_cast<short>(events & ~POLLOUT) : events;
@@ -126,7 +126,7 @@ ReceiveState receive(Link& link, Inbox& inbox, std::size_t budget) {
   link.look_at_lanes();
   const ReceiveState state = link.receive(inbox, budget);
   if (state != ReceiveState::kToSend) return state;
-  link.release();  // if it is blocked, the next send does it
+  link.release();  // if it is blocked, the next send flushes the buffer
   return ReceiveState::kIdle;
 }
 
@@ -206,14 +206,14 @@ Clogged clog(Link& link, std::size_t size) {
   Random random(size);
   c.messages.reserve(4096);
   while (true) {
-    CHECK(c.messages.size() < 4096);  // it takes anything
+    CHECK(c.messages.size() < 4096);  // the link never blocks
     c.messages.push_back(random_message(random, 8, {size}));
     c.sent.push_back(std::make_unique<Outgoing>(c.messages.back().outgoing()));
     SendState state;
-    // The kernel may still be moving bytes towards the reader: blocked is what stays blocked.
+    // The kernel may still be moving bytes to the reader, so check again before the link counts as blocked.
     for (int turn = 0; (state = link.send(*c.sent.back())) == SendState::kBlocked; ++turn) {
       if (!writable(link, 20)) return c;
-      CHECK(turn < 1000);  // it says it is writable, and is not
+      CHECK(turn < 1000);  // the link polls writable but is blocked
     }
     CHECK(state == SendState::kSent);
   }

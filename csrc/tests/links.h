@@ -1,4 +1,4 @@
-// What the transport tests share: pairs of connected links, messages that own their bytes, and an inbox that remembers.
+// Helpers of the transport tests: pairs of connected links, messages that own their bytes, and a recording inbox.
 #pragma once
 
 #include <poll.h>
@@ -13,7 +13,7 @@
 
 namespace telegrad::test {
 
-/// A message with the memory it is sent from.
+/// A message and the memory from which it is sent.
 struct Message {
   FrameHeader header;
   std::string name;
@@ -27,7 +27,7 @@ struct Message {
 /// A message of pseudo-random content.
 Message random_message(Random& random, std::size_t body, const std::vector<std::size_t>& segments = {},
                        std::size_t name = 0);
-/// Does what arrived equal what was sent, byte for byte, in aligned memory?
+/// Checks that the received message equals the sent one, byte for byte, in aligned memory.
 void check_same(const Message& sent, const Incoming& got);
 
 class Collector final : public Inbox {
@@ -42,28 +42,28 @@ class Collector final : public Inbox {
   std::size_t refuse_from = SIZE_MAX;  // throws std::bad_alloc for blocks of this size and more
 };
 
-/// For sockets whose peer is any process.
+/// Settings for sockets with any process as their peer.
 inline PeerUser remote_user(int, UserLookup&) { return {.kind = PeerUser::Kind::kRemote}; }
 
-/// A fresh address of a scheme, to listen on.
+/// Returns an unused address of a scheme, to listen on.
 std::string fresh_address(const std::string& scheme);
 
-/// Does the descriptor poll for `events` within `timeout_ms`?
+/// Returns whether the descriptor polls for `events` within `timeout_ms`.
 bool polls(int fd, short events, int timeout_ms);
 inline bool readable(int fd, int timeout_ms = -1) { return polls(fd, POLLIN, timeout_ms); }
 inline bool writable(int fd, int timeout_ms = -1) { return polls(fd, POLLOUT, timeout_ms); }
 
-/// The same of a link, all of its descriptors taken together.
+/// Returns the same for a link, with all of its descriptors.
 bool polls(const Link& link, short events, int timeout_ms);
 inline bool readable(const Link& link, int timeout_ms = -1) { return polls(link, POLLIN, timeout_ms); }
 inline bool writable(const Link& link, int timeout_ms = -1) { return polls(link, POLLOUT, timeout_ms); }
-/// Waits until one end can send on or the other has something to receive.
+/// Waits until one end can continue to send or the other has something to receive.
 void wait_for_either(const Link& from, const Link& to);
-/// Reads what is there, over lanes too.
+/// Reads the available data, over lanes too.
 ReceiveState receive(Link& link, Inbox& inbox, std::size_t budget);
 
 /// Two ends of one link; `a` has connected, `b` was accepted. The scheme "lanes" is tcp with lanes, over which the
-/// segments of all messages are spread in small pieces.
+/// segments of all messages are striped in small fragments.
 struct Ends {
   explicit Ends(const std::string& scheme);
   std::unique_ptr<Listener> listener;
@@ -76,21 +76,21 @@ struct Ends {
 constexpr std::size_t kAnyBudget = std::size_t{1} << 20;
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
-/// Sends one message, reading at the other end meanwhile.
+/// Sends one message while reading at the other end.
 void send_whole(Link& from, const Message& message, Link& to, Collector& inbox);
 /// Reads until `count` messages have arrived since the inbox was empty.
 void receive_until(Link& link, Collector& inbox, std::size_t count);
 /// Reads until the link is broken.
 void receive_until_broken(Link& link, Collector& inbox);
-/// Sends messages of `size` bytes until the link blocks and stays so. The last one is the blocked one; it has to be
-/// sent on.
+/// Sends messages of `size` bytes until the link blocks and stays blocked. The last one is the blocked message, which
+/// the caller must continue to send.
 struct Clogged {
   std::vector<Message> messages;
   std::vector<std::unique_ptr<Outgoing>> sent;
 };
 Clogged clog(Link& link, std::size_t size);
 
-/// Forks, and does `meanwhile`; after that, was `check` true in the child?
+/// Forks and runs `meanwhile`; afterwards returns whether `check` was true in the child.
 bool in_a_fork(const std::function<bool()>& check, const std::function<void()>& meanwhile);
 
 }  // namespace telegrad::test

@@ -1,4 +1,4 @@
-// Whose process is at the other end of a TCP connection on this host.
+// The user of the process at the other end of a TCP connection on this host.
 #include "transports/peer_user.h"
 
 #include <arpa/inet.h>
@@ -35,7 +35,7 @@ sockaddr_storage address(const std::string& ip, std::uint16_t port) {
 
 TcpEnd end(const std::string& ip, std::uint16_t port) { return *tcp_end(address(ip, port)); }
 
-/// The user in a table; null when no process has the socket.
+/// Returns the user in a table; null if no process has the socket.
 std::optional<uid_t> find(const std::string& table, const TcpEnd& local, const TcpEnd& remote) {
   const auto owner = owner_in_table(table, local, remote);
   return owner && owner->inode != 0 ? std::optional(owner->uid) : std::nullopt;
@@ -43,7 +43,7 @@ std::optional<uid_t> find(const std::string& table, const TcpEnd& local, const T
 
 bool is_mine(const PeerUser& user) { return user.kind == PeerUser::Kind::kUser && user.uid == geteuid(); }
 
-/// No descriptor can be had while it lives.
+/// Uses up all descriptors for its lifetime.
 struct NoDescriptors {
   NoDescriptors() {
     CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
@@ -68,11 +68,11 @@ const std::string kTable6 =
     "   1: 0000000000000000FFFF00000100007F:C352 0000000000000000FFFF00000100007F:1F90 01 00000000:00000000"
     " 00:00000000 00000000  1004        0 2003 1 00000000 20\n";
 
-CASE(tables_are_understood) {
+CASE(tables_are_parsed) {
   const TcpEnd server = end("127.0.0.1", 8080);
   CHECK(find(kTable, end("127.0.0.1", 50000), server) == uid_t{1001});
   CHECK(find(kTable, server, end("127.0.0.1", 50000)) == uid_t{1002});
-  CHECK(!find(kTable, end("127.0.0.1", 50001), server));  // its process has gone
+  CHECK(!find(kTable, end("127.0.0.1", 50001), server));  // its process has closed it
   CHECK(!find(kTable, end("127.0.0.1", 50002), server));
   CHECK(!find(kTable, end("127.0.0.2", 50000), server));
   CHECK(find(kTable6, end("::1", 50000), end("::1", 8080)) == uid_t{1003});
@@ -106,14 +106,14 @@ CASE(both_ends_are_found) {
     UserLookup lookup(over_netlink);
     for (const auto& [listen_at, connect_to] : pairs) {
       const Connected c(listen_at, connect_to);
-      if (!c.works) continue;  // no IPv6 here
+      if (!c.works) continue;  // no IPv6 on this machine
       CHECK(is_mine(lookup.of_tcp_peer(c.a.get())));
       CHECK(is_mine(lookup.of_tcp_peer(c.b.get())));
     }
   }
 }
 
-CASE(who_has_gone_is_nobody) {
+CASE(a_closed_end_has_no_user) {
   for (const bool over_netlink : {true, false}) {
     UserLookup lookup(over_netlink);
     Connected c("127.0.0.1", "127.0.0.1");
@@ -127,8 +127,8 @@ CASE(who_has_gone_is_nobody) {
   }
 }
 
-/// What was opened in time answers when nothing more can be opened.
-CASE(peers_are_known_without_a_free_descriptor) {
+/// Descriptors opened in the constructor suffice when no other can be opened.
+CASE(users_are_found_without_a_free_descriptor) {
   const Connected c("127.0.0.1", "127.0.0.1");
   for (const bool over_netlink : {true, false}) {
     UserLookup lookup(over_netlink);
@@ -137,8 +137,8 @@ CASE(peers_are_known_without_a_free_descriptor) {
   }
 }
 
-/// A user who is not known is not taken for a peer on another host.
-CASE(who_cannot_be_looked_up_is_unknown) {
+/// An unknown user is not treated as a peer on another host.
+CASE(a_user_that_cannot_be_looked_up_is_unknown) {
   const Connected c("127.0.0.1", "127.0.0.1");
   std::optional<UserLookup> lookup;
   {
@@ -153,8 +153,8 @@ CASE(who_cannot_be_looked_up_is_unknown) {
   CHECK_SAYS(user.why, "the kernel lists no TCP sockets");
 }
 
-CASE(another_user_is_seen) {
-  if (geteuid() != 0) return;  // only root can play one
+CASE(another_user_is_found) {
+  if (geteuid() != 0) return;  // only root can change its user
   constexpr uid_t kNobody = 65534;
   sockaddr_storage at = address("127.0.0.1", 0);
   socklen_t size = sizeof at;

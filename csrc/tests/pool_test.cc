@@ -1,4 +1,4 @@
-// Receive memory: exact sizes, alignment, warm reuse, the cap, trimming, and life beyond the pool's owner.
+// Receive memory: exact sizes, alignment, reuse, the limit of the cache, trimming, and blocks that outlive the engine.
 #include "core/pool.h"
 
 #include <cstring>
@@ -15,7 +15,7 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 void fill(Block& block) {
   CHECK_EQ(reinterpret_cast<std::uintptr_t>(block.data()) % kAlignment, 0u);
   if (block.size() == 0) return;
-  std::memset(block.data(), 0x5a, block.size());  // the address sanitizer watches the ends
+  std::memset(block.data(), 0x5a, block.size());  // the address sanitizer checks the bounds
 }
 
 CASE(every_size_is_usable_and_aligned) {
@@ -34,7 +34,7 @@ CASE(every_size_is_usable_and_aligned) {
   }
 }
 
-CASE(slack_is_small) {
+CASE(little_of_a_block_is_unused) {
   auto pool = Pool::make(0);
   for (std::size_t size = 4096; size < 64 * kMiB; size = size * 9 / 8 + 1) {
     auto block = pool->allocate(size);
@@ -44,7 +44,7 @@ CASE(slack_is_small) {
   }
 }
 
-CASE(a_block_that_came_back_is_used_again) {
+CASE(a_released_block_is_reused) {
   auto pool = Pool::make(10 * kMiB);
   auto first = pool->allocate(kMiB);
   std::byte* const memory = first->data();
@@ -61,7 +61,7 @@ CASE(a_block_that_came_back_is_used_again) {
   CHECK_EQ(s.cached_bytes, 0u);
 }
 
-CASE(what_is_kept_is_capped) {
+CASE(the_cache_is_limited) {
   auto pool = Pool::make(3 * kMiB);
   std::vector<BlockPtr> blocks;
   for (int i = 0; i < 10; ++i) blocks.push_back(pool->allocate(kMiB));
@@ -72,7 +72,7 @@ CASE(what_is_kept_is_capped) {
   CHECK_EQ(pool->stats().live_bytes, 0u);
 }
 
-CASE(trim_gives_back_what_nobody_used) {
+CASE(trim_releases_unused_memory) {
   auto pool = Pool::make(100 * kMiB);
   {
     auto a = pool->allocate(kMiB), b = pool->allocate(kMiB), c = pool->allocate(5 * kMiB);
@@ -90,7 +90,7 @@ CASE(trim_gives_back_what_nobody_used) {
   CHECK_EQ(pool->stats().cached_bytes, 0u);
 }
 
-CASE(small_blocks_are_not_kept) {
+CASE(small_blocks_are_not_cached) {
   auto pool = Pool::make(kMiB);
   {
     auto small = pool->allocate(100);
@@ -99,7 +99,7 @@ CASE(small_blocks_are_not_kept) {
   CHECK_EQ(pool->stats().live_bytes, 0u);
 }
 
-CASE(a_block_outlives_who_made_the_pool) {
+CASE(a_block_outlives_the_owner_of_the_pool) {
   BlockPtr block;
   {
     auto pool = Pool::make(kMiB);
@@ -108,7 +108,7 @@ CASE(a_block_outlives_who_made_the_pool) {
   fill(*block);
 }
 
-CASE(a_retired_pool_keeps_nothing) {
+CASE(a_retired_pool_caches_nothing) {
   auto pool = Pool::make(10 * kMiB);
   auto out = pool->allocate(kMiB);
   pool->allocate(kMiB).reset();
@@ -123,7 +123,7 @@ CASE(a_retired_pool_keeps_nothing) {
   CHECK_EQ(s.cached_bytes, 0u);
 }
 
-CASE(absurd_sizes_are_refused) {
+CASE(excessive_sizes_are_rejected) {
   auto pool = Pool::make(kMiB);
   for (const std::size_t size : {SIZE_MAX, SIZE_MAX / 2, std::size_t{1} << 48}) {
     bool refused = false;
@@ -137,7 +137,7 @@ CASE(absurd_sizes_are_refused) {
   CHECK_EQ(pool->stats().live_blocks, 0u);
 }
 
-CASE(any_thread_may_give_back) {
+CASE(any_thread_may_release_blocks) {
   auto pool = Pool::make(4 * kMiB);
   std::vector<std::thread> threads;
   std::mutex mutex;

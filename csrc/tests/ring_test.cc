@@ -1,4 +1,4 @@
-// The ring alone, both ends over the same memory so that the thread sanitizer sees them.
+// The ring without a link; both ends are in one process, so the thread sanitizer sees both.
 #include "transports/ring.h"
 
 #include <atomic>
@@ -13,7 +13,7 @@
 namespace telegrad::test {
 namespace {
 
-constexpr std::size_t kCapacity = 1000;  // not a power of two: everything wraps at some time
+constexpr std::size_t kCapacity = 1000;  // not a power of two: every part wraps around at some time
 
 struct Ends {
   RingControl control{};
@@ -24,7 +24,7 @@ struct Ends {
 
 std::byte expected(std::uint64_t at) { return static_cast<std::byte>(at * 7 + at / 256); }
 
-CASE(bytes_come_out_as_they_went_in) {
+CASE(bytes_are_read_in_the_order_written) {
   auto e = std::make_unique<Ends>();
   const std::uint64_t total = static_cast<std::uint64_t>(times(1'000'000));
   Bell bell;
@@ -44,7 +44,7 @@ CASE(bytes_come_out_as_they_went_in) {
   for (std::uint64_t at = 0; at < total;) {
     const auto bytes = e->reader.peek();
     CHECK(!e->reader.broken());
-    if (bytes.empty()) {  // sleeps till it is rung for: a lost wake-up would hang here
+    if (bytes.empty()) {  // sleeps until it is woken: a lost wake-up would hang here
       bell.reset();
       e->reader.sleep();
       if (e->reader.ready()) {
@@ -77,7 +77,7 @@ CASE(a_full_ring_has_no_room) {
   CHECK_EQ(e->writer.room(), 10u);
 }
 
-CASE(a_bell_is_asked_for_once) {
+CASE(a_wake_up_is_requested_once) {
   auto e = std::make_unique<Ends>();
   e->reader.sleep();
   e->writer.put("a", 1);
@@ -87,7 +87,7 @@ CASE(a_bell_is_asked_for_once) {
   CHECK(!e->reader.sleeps());
 }
 
-CASE(counts_that_cannot_be_break_the_ring) {
+CASE(invalid_counts_break_the_ring) {
   for (const std::uint64_t lie : {std::uint64_t{kCapacity + 1}, ~std::uint64_t{0}, std::uint64_t{1} << 63}) {
     auto e = std::make_unique<Ends>();
     e->control.written = lie;
@@ -95,7 +95,7 @@ CASE(counts_that_cannot_be_break_the_ring) {
     CHECK(e->reader.peek().empty());
     CHECK(e->reader.broken());
     e->control.written = 1;
-    CHECK(e->reader.peek().empty());  // for good
+    CHECK(e->reader.peek().empty());  // the ring stays broken
   }
   for (const std::uint64_t lie : {std::uint64_t{6}, ~std::uint64_t{0}, std::uint64_t{1} << 63}) {
     auto e = std::make_unique<Ends>();

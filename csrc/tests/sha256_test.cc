@@ -16,7 +16,7 @@ std::string hex(const std::string& bytes) {
   return out;
 }
 
-CASE(the_examples_of_the_standard) {
+CASE(the_examples_of_fips_180_4) {
   CHECK_EQ(hex(sha256("")), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
   CHECK_EQ(hex(sha256("abc")), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
   CHECK_EQ(hex(sha256("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq")),
@@ -25,7 +25,7 @@ CASE(the_examples_of_the_standard) {
            "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
-/// The padding takes one block or two: what is hashed is the digest of every length around a block's end.
+/// The padding takes one block or two. Hashes the digests of all lengths around a block's end.
 CASE(lengths_around_the_end_of_a_block) {
   std::string digests;
   for (std::size_t n = 0; n <= 200; ++n) digests += sha256(std::string(n, 'x'));

@@ -1,4 +1,4 @@
-// Memory that was handed over and goes home with a message, over shared-memory links.
+// Zero-copy return over shared-memory links: memory that arrived with one message goes back with another.
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -23,11 +23,11 @@ std::size_t mapped() {
   return bytes;
 }
 
-/// A pair of which `b` sends to `a` what it has of it.
+/// A pair in which `b` returns memory of `a`.
 struct Home : Pair {
   Home() { warm_up(kMiB); }
 
-  /// Sends what a block holds, the whole or a part. True: `a` got it without a copy.
+  /// Returns a block, the whole or a part, with a message. True: `a` got it without a copy.
   bool send_home(const Block& block, std::size_t begin = 0, std::size_t size = kMiB) {
     Outgoing m;
     m.header.type = FrameType::kReply;
@@ -37,7 +37,7 @@ struct Home : Pair {
     while (ends.b->send(m) == SendState::kBlocked) receive(*ends.a, at_home, kAnyBudget);
     receive_until(*ends.a, at_home, count + 1);
     Collector nothing;
-    receive(*ends.b, nothing, kAnyBudget);  // what `a` says of memory
+    receive(*ends.b, nothing, kAnyBudget);  // packets of `a` about its memory
     return at_home.allocations == before && Lease::goes_home(m.segments[0].lease);
   }
   Block& home(std::size_t i) { return *at_home.messages[i].segments[0]; }
@@ -45,7 +45,7 @@ struct Home : Pair {
   Collector at_home;
 };
 
-CASE(what_came_goes_home_as_it_is) {
+CASE(received_memory_is_returned_without_a_copy) {
   Home h;
   const std::size_t before = h.ends.a->lendable();
   for (int round = 0; round < 20; ++round) {
@@ -54,17 +54,17 @@ CASE(what_came_goes_home_as_it_is) {
     CHECK(h.send_home(h.block(0)));
     h.inbox.messages.clear();
     CHECK(h.home_text(0) == std::string(10, 'x') + std::string(kMiB - 10, static_cast<char>('a' + round)));
-    std::memset(h.home(0).data(), 'y', kMiB);  // who has it now may write to it
+    std::memset(h.home(0).data(), 'y', kMiB);  // the owner may write to it again
     h.at_home.messages.clear();
   }
   CHECK_EQ(h.ends.a->lendable(), before);
-  CHECK_EQ(h.ends.b->lendable(), 0u);  // it has made no memory of its own
+  CHECK_EQ(h.ends.b->lendable(), 0u);  // it has no arena memory of its own
 }
 
-CASE(there_is_no_end_to_it) {
+CASE(memory_is_returned_any_number_of_times) {
   Home h;
   h.warm_up(kPage * 8);
-  for (std::uint64_t i = 0; i < Returns::kSlots + 10; ++i) {  // more than can be out at once
+  for (std::uint64_t i = 0; i < Returns::kSlots + 10; ++i) {  // more than may be passed on at the same time
     CHECK(h.pass(std::string(kPage * 8, 'a')));
     CHECK(h.send_home(h.block(0), 0, kPage * 8));
     h.inbox.messages.clear();
@@ -72,7 +72,7 @@ CASE(there_is_no_end_to_it) {
   }
 }
 
-CASE(what_is_home_is_not_used_for_others) {
+CASE(returned_memory_is_not_reused_while_it_is_held) {
   Home h;
   CHECK(h.pass(std::string(kMiB, 'a')));
   CHECK(h.send_home(h.block(0)));
@@ -84,10 +84,10 @@ CASE(what_is_home_is_not_used_for_others) {
   h.inbox.messages.clear();
   CHECK(h.pass(std::string(kMiB, 'c')));
   CHECK(h.send_home(h.block(0)));
-  CHECK_EQ(h.home(0).data(), there);  // once it is let go of, it is
+  CHECK_EQ(h.home(0).data(), there);  // reused after its release
 }
 
-CASE(a_part_of_it_goes_home_too) {
+CASE(a_part_of_a_region_is_returned) {
   Home h;
   CHECK(h.pass(std::string(kMiB / 2, 'a') + std::string(kMiB / 2, 'b')));
   CHECK(h.send_home(h.block(0), kMiB / 2, kMiB / 2));
@@ -97,22 +97,22 @@ CASE(a_part_of_it_goes_home_too) {
   CHECK(h.pass(std::string(kMiB, 'c')));
 }
 
-CASE(what_cannot_go_home_is_copied) {
+CASE(memory_that_cannot_be_returned_is_copied) {
   Home h, other;
   CHECK(h.pass(std::string(kMiB, 'a')));
   CHECK(other.pass(std::string(kMiB, 'o')));
-  CHECK(!h.send_home(h.block(0), 1, kMiB - 1));  // no tensor lies there
-  CHECK(!h.send_home(other.block(0)));           // another link's
+  CHECK(!h.send_home(h.block(0), 1, kMiB - 1));  // not aligned for a tensor
+  CHECK(!h.send_home(other.block(0)));           // memory of another link
   CHECK(!other.send_home(h.block(0)));
-  CHECK(!h.send_home(h.block(0), 0, kMiB + 64));  // more than came
+  CHECK(!h.send_home(h.block(0), 0, kMiB + 64));  // more than was received
   CHECK(h.send_home(h.block(0)));
-  CHECK(!h.send_home(h.block(0)));  // it has gone
+  CHECK(!h.send_home(h.block(0)));  // returned already
   CHECK(h.home_text(0) == std::string(kMiB - 1, 'a'));
   CHECK(h.home_text(1) == std::string(kMiB, 'o'));
   CHECK(h.home_text(4) == std::string(kMiB, 'a'));
 }
 
-CASE(what_came_home_over_another_link_is_copied) {
+CASE(memory_returned_over_another_link_is_copied) {
   Home h, other;
   for (Home* each : {&h, &other}) {
     CHECK(each->pass(std::string(kMiB, each == &h ? 'h' : 'o')));
@@ -130,15 +130,15 @@ CASE(what_came_home_over_another_link_is_copied) {
   }
 }
 
-/// The message that it went home with may be here for a while, when the same memory comes again.
-CASE(what_comes_again_is_another) {
+/// The message that returned a region may still exist when the same memory is passed on again.
+CASE(a_region_passed_on_again_is_a_new_one) {
   Home h;
   CHECK(h.pass(std::string(kMiB, 'a')));
   CHECK(h.send_home(h.block(0)));
   h.at_home.messages.clear();
   CHECK(h.pass(std::string(kMiB, 'b')));
   CHECK_EQ(h.block(1).data(), h.block(0).data());
-  h.inbox.messages.erase(h.inbox.messages.begin());  // gives nothing back
+  h.inbox.messages.erase(h.inbox.messages.begin());  // returns nothing
   CHECK(h.text(0) == std::string(kMiB, 'b'));
   CHECK(h.send_home(h.block(0)));
   CHECK(h.home_text(0) == std::string(kMiB, 'b'));
@@ -146,7 +146,7 @@ CASE(what_comes_again_is_another) {
   for (int i = 0; i < 3; ++i) CHECK(h.pass(std::string(kMiB, 'c')));
 }
 
-CASE(what_was_lent_and_came_home_can_be_given_again) {
+CASE(leased_memory_can_be_passed_on_again_after_its_return) {
   Home h;
   Lent lent = *h.ends.a->lend(kMiB);
   const std::byte* data = lent.memory->data();
@@ -160,11 +160,11 @@ CASE(what_was_lent_and_came_home_can_be_given_again) {
   };
   std::memset(lent.memory->data(), 'l', kMiB);
   CHECK(give(*lent.memory, lent.lease));
-  CHECK(h.send_home(h.block(0)));  // while the first message is still here
+  CHECK(h.send_home(h.block(0)));  // while the first message still exists
   lent.memory.reset();
   CHECK_EQ(h.home(0).data(), data);
   h.inbox.messages.clear();
-  CHECK(h.pass(std::string(kMiB, 'o')));  // lies elsewhere
+  CHECK(h.pass(std::string(kMiB, 'o')));  // uses another region
   CHECK(h.home_text(0) == std::string(kMiB, 'l'));
   h.inbox.messages.clear();
   std::memset(h.home(0).data(), 'm', kMiB);
@@ -175,7 +175,7 @@ CASE(what_was_lent_and_came_home_can_be_given_again) {
   CHECK_EQ(h.ends.a->lend(kMiB)->memory->data(), data);
 }
 
-CASE(forks_have_each_what_came_home) {
+CASE(parent_and_child_have_separate_copies_of_returned_memory) {
   Home h;
   CHECK(h.pass(std::string(kMiB, 'a')));
   CHECK(h.send_home(h.block(0)));
@@ -184,8 +184,8 @@ CASE(forks_have_each_what_came_home) {
   CHECK(in_a_fork(
       [&] {
         const bool same = h.home_text(0) == std::string(kMiB, 'a');
-        std::memset(data, 'c', kMiB);  // the child's own
-        h.at_home.messages.clear();    // and not the child's to free
+        std::memset(data, 'c', kMiB);  // the child's copy
+        h.at_home.messages.clear();    // which the child must not free
         return same;
       },
       [&] { std::memset(data, 'b', kMiB); }));
@@ -195,7 +195,7 @@ CASE(forks_have_each_what_came_home) {
   for (int i = 0; i < 3; ++i) CHECK(h.pass(std::string(kMiB, static_cast<char>('0' + i))));
 }
 
-CASE(what_a_fork_has_made_private_is_copied) {
+CASE(memory_made_private_by_a_fork_is_copied) {
   Home h;
   CHECK(h.pass(std::string(kMiB, 'a')));
   CHECK(in_a_fork([&] { return h.text(0) == std::string(kMiB, 'a'); },
@@ -204,13 +204,13 @@ CASE(what_a_fork_has_made_private_is_copied) {
   CHECK(h.home_text(0) == std::string(kMiB, 'b'));
 }
 
-CASE(what_came_home_outlives_its_link) {
+CASE(returned_memory_outlives_its_link) {
   const int descriptors = open_descriptors();
   BlockPtr kept, theirs;
   Lent given;
   {
     Home h;
-    h.warm_up(20 * kMiB);  // a chunk of its own
+    h.warm_up(20 * kMiB);  // in a chunk of its own
     given = *h.ends.a->lend(20 * kMiB);
     Outgoing m;
     m.header.type = FrameType::kRequest;
@@ -228,7 +228,7 @@ CASE(what_came_home_outlives_its_link) {
   theirs.reset();
   CHECK(mapped() >= 28 * kMiB);
   given.memory.reset();
-  CHECK(mapped() <= 9 * kMiB);  // the chunk that it lies in
+  CHECK(mapped() <= 9 * kMiB);  // the chunk that contains it
   CHECK_EQ(open_descriptors(), descriptors);
   std::memset(kept->data(), 'k', kMiB / 2);
   CHECK(in_a_fork([&] { return static_cast<char>(kept->data()[0]) == 'k'; },

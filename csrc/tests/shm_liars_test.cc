@@ -1,4 +1,4 @@
-// Shared-memory links whose peer lies, about counts, leases, memory and packets.
+// Shared-memory links with a malicious peer: false counts, leases, memory and packets.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::size_t kChunk = std::size_t{1} << 20;
 
-/// A link whose peer is this test, with the memory of the link in its hands.
+/// A link with this test as its peer, which accesses the memory of the link.
 struct Liar {
   Liar() {
     int pair[2];
@@ -31,7 +31,7 @@ struct Liar {
     link->set_limits(Limits{});
   }
   void send(const ShmPacket& packet, int passed = -1) { write(&packet, sizeof packet, passed); }
-  /// A chunk of one size, which the link answers.
+  /// Offers a chunk of one size, which the link answers.
   void offer(int file) {
     send({.what = ShmPacket::kOffer, .number = 1, .size = kChunk}, file);
     CHECK(link->receive(inbox, kAnyBudget) == ReceiveState::kToSend);
@@ -56,7 +56,7 @@ struct Liar {
   void receive_until_broken_at_once() {
     for (int i = 0; link->receive(inbox, kAnyBudget) != ReceiveState::kBroken; ++i) CHECK(i < 10);
   }
-  /// What the link has said over the socket.
+  /// Returns the packets that the link has sent.
   bool hears(std::uint32_t what) {
     while (true) {
       ShmPacket packet;
@@ -73,11 +73,11 @@ struct Liar {
   Collector inbox;
 };
 
-CASE(counts_that_lie_break_the_link) {
+CASE(false_counts_break_the_link) {
   for (const std::uint64_t lie : {std::uint64_t{kShmRing + 1}, ~std::uint64_t{0}}) {
     Liar l;
     l.control->rings[0].written = lie;
-    l.check_broken("spoiled");
+    l.check_broken("corrupted");
   }
   Liar l;
   l.control->rings[1].read = 12345;
@@ -86,7 +86,7 @@ CASE(counts_that_lie_break_the_link) {
   CHECK(l.link->send(out) == SendState::kBroken);
 }
 
-CASE(leases_of_nothing_break_the_link) {
+CASE(unknown_leases_break_the_link) {
   SharedMemory chunk = SharedMemory::create(kChunk);
   chunk.reserve(0, kChunk);
   struct Lie {
@@ -105,20 +105,20 @@ CASE(leases_of_nothing_break_the_link) {
     l.frame({.size = lie.size, .lease = lie.lease});
     l.check_broken("has not been shared");
   }
-  Liar l;  // and the truth does not
+  Liar l;  // valid leases do not break it
   l.offer(chunk.file());
   l.frame({.size = kPage, .lease = Lease::of(1, kChunk - kPage)});
   CHECK(l.link->receive(l.inbox, kAnyBudget) == ReceiveState::kIdle);
   CHECK_EQ(l.inbox.messages[0].segments[0]->size(), kPage);
 }
 
-/// What a peer sends home that it does not have, or has not got, or has sent already.
-CASE(memory_that_cannot_come_home_breaks_the_link) {
+/// A peer returns memory that it does not have, has not received, or has returned already.
+CASE(invalid_zero_copy_returns_break_the_link) {
   constexpr std::size_t kSize = 100 << 10;
   const std::uint64_t lease = Lease::kHome | Lease::of(1, 0);
   struct Handing {
     Handing() {
-      for (int i = 0; i < 2; ++i) {  // the first one has no memory to lie in yet
+      for (int i = 0; i < 2; ++i) {  // there is no chunk yet for the first one
         const std::string bytes(kSize, 'a');
         Outgoing m;
         m.header.type = FrameType::kRequest;
@@ -150,11 +150,11 @@ CASE(memory_that_cannot_come_home_breaks_the_link) {
   twice.l.frame({kSize, lease});
   CHECK(twice.l.link->receive(twice.l.inbox, kAnyBudget) == ReceiveState::kIdle);
   CHECK_EQ(twice.l.inbox.messages[0].segments[0]->size(), kSize);
-  const BlockPtr home = std::move(twice.l.inbox.messages[0].segments[0]);  // which the program has
+  const BlockPtr home = std::move(twice.l.inbox.messages[0].segments[0]);  // held by the program
   twice.l.inbox.messages.clear();
   twice.l.frame({kSize, lease});
   twice.l.check_broken("has not been shared");
-  Handing both;  // sent home and given back
+  Handing both;  // returned with a message and as a lease
   both.l.frame({kSize, lease});
   CHECK(both.l.link->receive(both.l.inbox, kAnyBudget) == ReceiveState::kIdle);
   Returns& returns = both.l.control->returns[1];
@@ -167,10 +167,10 @@ CASE(memory_that_cannot_come_home_breaks_the_link) {
   CHECK(both.l.link->send(m) == SendState::kBroken);
 }
 
-CASE(memory_that_could_be_cut_is_refused) {
+CASE(memory_that_could_be_truncated_is_rejected) {
   Descriptor unsealed(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   CHECK_EQ(::ftruncate(unsealed.get(), kChunk), 0);
-  Descriptor hollow(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));  // sealed, but without its pages
+  Descriptor hollow(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));  // sealed, but not reserved
   CHECK_EQ(::ftruncate(hollow.get(), kChunk), 0);
   CHECK_EQ(::fcntl(hollow.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
   SharedMemory small = SharedMemory::create(kChunk / 2);
@@ -183,10 +183,10 @@ CASE(memory_that_could_be_cut_is_refused) {
   }
 }
 
-CASE(returns_that_lie_break_the_link) {
+CASE(false_returns_break_the_link) {
   const std::function<void(Returns&)> lies[] = {
-      [](Returns& r) { r.given = 1; },                    // nothing was handed over
-      [](Returns& r) { r.given = Returns::kSlots + 1; },  // more than there are
+      [](Returns& r) { r.given = 1; },                    // nothing was passed on
+      [](Returns& r) { r.given = Returns::kSlots + 1; },  // more than the list has
       [](Returns& r) { r.given = ~std::uint64_t{0}; },
   };
   for (const auto& lie : lies) {
@@ -199,7 +199,7 @@ CASE(returns_that_lie_break_the_link) {
   }
 }
 
-CASE(packets_that_are_none_break_the_link) {
+CASE(malformed_packets_break_the_link) {
   for (const std::uint32_t what : {0u, 1u, 77u}) {
     Liar l;
     l.send({.what = what, .number = 1, .size = 1});
@@ -208,14 +208,14 @@ CASE(packets_that_are_none_break_the_link) {
   Liar l;
   l.write("some text", 9);
   l.check_broken("not a packet");
-  Liar many;  // answers to what was never asked are nothing
+  Liar many;  // answers without an offer are ignored
   for (const std::uint32_t what : {ShmPacket::kMapped, ShmPacket::kRefused, ShmPacket::kDrop}) {
     many.send({.what = what, .number = 3, .size = 0});
   }
   CHECK(many.link->receive(many.inbox, kAnyBudget) != ReceiveState::kBroken);
 }
 
-CASE(a_scribbling_peer_breaks_at_most_the_link) {
+CASE(a_peer_that_overwrites_memory_breaks_only_the_link) {
   const int rounds = times(300);
   for (int round = 0; round < rounds; ++round) {
     Liar l;

@@ -1,4 +1,4 @@
-// Two ends of a shared-memory link, and large segments that pass from the first to the second.
+// Two ends of a shared-memory link, and large segments from the first to the second.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@
 
 namespace telegrad::test {
 
-/// One large segment from `a` to `b`; the inbox tells by `allocations` whether it was copied at `b`.
+/// Sends one large segment from `a` to `b`; `allocations` of the inbox shows whether `b` copied it.
 struct Pair {
   explicit Pair(std::uint64_t limit = std::uint64_t{1} << 30) : ends("shm") {
     for (Link* link : {ends.a.get(), ends.b.get()}) link->set_limits({.lent = limit});
   }
-  /// True: it lies in the sender's arena.
+  /// Returns whether it is in the sender's arena.
   bool pass(const std::string& bytes) {
     Message m;
     m.header.type = FrameType::kRequest;
@@ -23,11 +23,11 @@ struct Pair {
     send_whole(*ends.a, m, *ends.b, inbox);
     receive_until(*ends.b, inbox, count + 1);
     Collector nothing;
-    receive(*ends.a, nothing, kAnyBudget);  // what `b` says of memory
+    receive(*ends.a, nothing, kAnyBudget);  // packets of `b` about its memory
     CHECK(text(count) == bytes);
     return inbox.allocations == before;
   }
-  /// Passes such a segment until it lies in the arena.
+  /// Passes such segments until one is in the arena.
   void warm_up(std::size_t size) {
     for (int i = 0; !pass(std::string(size, 'w')); ++i) CHECK(i < 100);
     inbox.messages.clear();

@@ -1,4 +1,4 @@
-// Shared-memory links: tensors where they lie, memory that runs out, and forks.
+// Shared-memory links: tensors that are used in place, full arenas, and forks.
 #include "transports/shm.h"
 
 #include <fcntl.h>
@@ -28,10 +28,10 @@ CASE(large_segments_are_copied_once) {
   p.warm_up(kMiB);
   for (const std::size_t size : {std::size_t{32} << 10, kMiB, 3 * kMiB + 7}) CHECK(p.pass(std::string(size, 'b')));
   CHECK(p.pass(std::string(8 << 10, 'c')));
-  CHECK(!p.pass(std::string((8 << 10) - 1, 'd')));  // a small one is not worth it
+  CHECK(!p.pass(std::string((8 << 10) - 1, 'd')));  // too small for the arena
 }
 
-CASE(a_receiver_owns_what_it_has) {
+CASE(a_receiver_owns_its_tensors) {
   Pair p;
   p.warm_up(kMiB);
   CHECK(p.pass(std::string(kMiB, 'a')));
@@ -39,10 +39,10 @@ CASE(a_receiver_owns_what_it_has) {
   for (int i = 0; i < 5; ++i) CHECK(p.pass(std::string(kMiB, static_cast<char>('b' + i))));
   CHECK(p.text(0) == std::string(kMiB, 'x'));
   p.inbox.messages.clear();
-  CHECK(p.pass(std::string(kMiB, 'y')));  // where some of them were
+  CHECK(p.pass(std::string(kMiB, 'y')));  // in memory of earlier tensors
 }
 
-CASE(memory_is_used_again) {
+CASE(memory_is_reused) {
   Pair p;
   p.warm_up(4 * kMiB);
   const std::size_t before = p.ends.a->lendable();
@@ -53,7 +53,7 @@ CASE(memory_is_used_again) {
   CHECK_EQ(p.ends.a->lendable(), before);
 }
 
-CASE(what_is_held_too_long_is_sent_as_bytes) {
+CASE(a_full_arena_sends_bytes) {
   Pair p(16 * kMiB);
   int lent = 0, sent = 0;
   for (int i = 0; i < 40; ++i) (p.pass(std::string(kMiB, static_cast<char>(i))) ? lent : sent)++;
@@ -78,8 +78,8 @@ CASE(thousands_of_tensors_at_once) {
   }
 }
 
-/// There is room for as many leases at a time as can come back. More tensors go as bytes, and ask for no memory.
-CASE(tensors_that_are_held_by_the_thousand) {
+/// The number of leases at a time is limited by the list of returned ones. More tensors are sent as bytes.
+CASE(thousands_of_tensors_that_are_held) {
   constexpr std::size_t kSmallest = 8 << 10;
   Pair p;
   p.warm_up(kSmallest);
@@ -94,17 +94,17 @@ CASE(tensors_that_are_held_by_the_thousand) {
   CHECK(p.pass(std::string(kSmallest, 'z')));
 }
 
-CASE(a_peer_that_takes_no_memory_gets_bytes) {
+CASE(a_peer_that_maps_no_memory_gets_bytes) {
   Pair p;
   p.ends.b->set_limits({.lent = 0});
   for (int i = 0; i < 5; ++i) CHECK(!p.pass(std::string(kMiB, 'a')));
   CHECK_EQ(p.ends.a->lendable(), 0u);
 }
 
-/// As many descriptors as this process may have, for a while.
+/// Sets the limit of descriptors for its lifetime.
 struct NoDescriptors {
   NoDescriptors() {
-    try {  // the undefined-behaviour sanitizer looks at a type once, with a pipe
+    try {  // the undefined-behavior sanitizer checks a type once, with a pipe
       throw std::system_error(EMFILE, std::generic_category(), "rehearsal");
     } catch (const std::system_error& e) {
       CHECK_EQ(e.code().value(), EMFILE);
@@ -120,32 +120,32 @@ struct NoDescriptors {
   std::vector<Descriptor> held;
 };
 
-CASE(without_descriptors_tensors_go_as_bytes) {
+CASE(without_descriptors_tensors_are_sent_as_bytes) {
   Pair fresh, warm;
   warm.warm_up(kMiB);
   {
     NoDescriptors none;
     for (int i = 0; i < 5; ++i) CHECK(!fresh.pass(std::string(kMiB, 'a')));
     CHECK_EQ(fresh.ends.a->lendable(), 0u);
-    CHECK(warm.pass(std::string(kMiB, 'a')));        // what there is needs none
-    CHECK(!warm.pass(std::string(16 * kMiB, 'b')));  // and more cannot be had
+    CHECK(warm.pass(std::string(kMiB, 'a')));        // existing chunks need no descriptor
+    CHECK(!warm.pass(std::string(16 * kMiB, 'b')));  // new ones do
   }
   const Nanos begin = now();
-  while (!fresh.pass(std::string(kMiB, 'c')) || !warm.pass(std::string(16 * kMiB, 'd'))) {  // it is tried again
+  while (!fresh.pass(std::string(kMiB, 'c')) || !warm.pass(std::string(16 * kMiB, 'd'))) {  // the arena tries again
     fresh.inbox.messages.clear();
     warm.inbox.messages.clear();
     CHECK(now() - begin < 20 * kSecond);
   }
 }
 
-CASE(strangers_are_lent_nothing) {
+CASE(unauthenticated_connections_get_no_leases) {
   Pair p;
   p.ends.a->set_limits(kStrangerLimits);
   for (int i = 0; i < 5; ++i) CHECK(!p.pass(std::string(kMiB, 'a')));
   CHECK(!p.ends.a->lend(1));
 }
 
-CASE(unused_memory_is_given_up) {
+CASE(unused_memory_is_released) {
   Pair p;
   p.warm_up(kMiB);
   const int descriptors = open_descriptors();
@@ -154,15 +154,15 @@ CASE(unused_memory_is_given_up) {
   CHECK(p.ends.a->lendable() > 0);  // in use
   p.inbox.messages.clear();
   p.ends.a->trim(0);
-  CHECK(p.ends.a->lendable() > 0);  // used a moment ago
+  CHECK(p.ends.a->lendable() > 0);  // used recently
   p.ends.a->trim(kNever);
   CHECK_EQ(p.ends.a->lendable(), 0u);
   receive(*p.ends.b, p.inbox, kAnyBudget);
-  CHECK_EQ(open_descriptors(), descriptors - 2);  // each end had one
-  p.warm_up(kMiB);                                // and there is more when it is needed
+  CHECK_EQ(open_descriptors(), descriptors - 2);  // one at each end
+  p.warm_up(kMiB);                                // the arena grows again when needed
 }
 
-/// What `a` has lent, filled.
+/// Leased memory of `a`, filled.
 Lent lent_by(Pair& p, char fill) {
   auto lent = p.ends.a->lend(kMiB);
   for (int i = 0; !lent; ++i) {
@@ -175,7 +175,7 @@ Lent lent_by(Pair& p, char fill) {
   return std::move(*lent);
 }
 
-/// Sends it; was it handed over as it was?
+/// Sends the memory; returns whether it was passed on without a copy.
 bool give(Pair& p, const Lent& lent) {
   Outgoing m;
   m.header.type = FrameType::kRequest;
@@ -187,7 +187,7 @@ bool give(Pair& p, const Lent& lent) {
   return p.inbox.allocations == before && m.segments[0].data == lent.memory->data();
 }
 
-CASE(lent_memory_is_the_receivers_once_it_is_given) {
+CASE(leased_memory_belongs_to_the_receiver_once_it_is_passed_on) {
   Pair p;
   for (int round = 0; round < 3; ++round) {
     Lent lent = lent_by(p, static_cast<char>('a' + round));
@@ -195,17 +195,17 @@ CASE(lent_memory_is_the_receivers_once_it_is_given) {
     lent.memory.reset();
     CHECK(p.text(0) == std::string(kMiB, static_cast<char>('a' + round)));
     std::memset(p.block(0).data(), 'x', kMiB / 2);
-    CHECK(p.pass(std::string(kMiB, 'o')));  // elsewhere
+    CHECK(p.pass(std::string(kMiB, 'o')));  // uses another region
     CHECK(p.text(0).substr(0, 10) == "xxxxxxxxxx");
     p.inbox.messages.clear();
   }
 }
 
-CASE(lent_memory_of_a_closed_link_is_copied) {
+CASE(leased_memory_of_a_closed_link_is_copied) {
   Pair p, q;
   Lent lent = lent_by(p, 'a');
   q.warm_up(kMiB);
-  CHECK(!give(q, lent));  // nor by another link
+  CHECK(!give(q, lent));  // another link cannot pass it on either
   CHECK(q.text(0) == std::string(kMiB, 'a'));
   p.ends.b.reset();
   Collector nothing;
@@ -225,7 +225,7 @@ CASE(a_fork_keeps_tensors_as_they_were) {
   CHECK(in_a_fork(
       [&] {
         const bool same = p.text(0) == std::string(kMiB, 'a') && p.text(1) == std::string(kMiB, 'b');
-        std::memset(p.block(1).data(), 'c', kMiB);  // the child's own
+        std::memset(p.block(1).data(), 'c', kMiB);  // the child's copy
         p.inbox.messages.pop_back();
         return same;
       },
@@ -233,7 +233,7 @@ CASE(a_fork_keeps_tensors_as_they_were) {
         std::memset(p.block(0).data(), 'x', kMiB);
         p.inbox.messages.erase(p.inbox.messages.begin());
         CHECK(p.pass(std::string(kMiB, 'y')));
-        CHECK_EQ(p.block(1).data(), first);  // where the first one was
+        CHECK_EQ(p.block(1).data(), first);  // in memory of the first tensor
       }));
   CHECK(p.text(0) == std::string(kMiB, 'b'));
   CHECK(p.text(1) == std::string(kMiB, 'y'));
@@ -241,7 +241,7 @@ CASE(a_fork_keeps_tensors_as_they_were) {
   for (int i = 0; i < 4; ++i) CHECK(p.pass(std::string(kMiB, static_cast<char>('0' + i))));
 }
 
-CASE(a_fork_after_the_end_of_the_link_keeps_tensors_too) {
+CASE(a_fork_after_the_end_of_the_link_keeps_tensors) {
   BlockPtr kept;
   {
     Pair p;
@@ -253,20 +253,20 @@ CASE(a_fork_after_the_end_of_the_link_keeps_tensors_too) {
                   [&] { std::memset(kept->data(), 'b', kMiB); }));
 }
 
-CASE(a_fork_finds_what_was_lent_in_both_processes) {
+CASE(parent_and_child_have_separate_copies_of_leased_memory) {
   Pair p;
   Lent lent = lent_by(p, 'a');
   std::byte* data = lent.memory->data();
   CHECK(in_a_fork(
       [&] {
         const bool same = std::string_view(reinterpret_cast<char*>(data), kMiB) == std::string(kMiB, 'a');
-        std::memset(data, 'c', kMiB);  // the child's own
-        lent.memory.reset();           // and not the child's to give back
+        std::memset(data, 'c', kMiB);  // the child's copy
+        lent.memory.reset();           // which the child must not return
         return same;
       },
       [&] { std::memset(data, 'b', kMiB); }));
   CHECK(!p.ends.a->lend(std::size_t{1} << 30));
-  CHECK(!give(p, lent));  // nobody else sees what is written there since
+  CHECK(!give(p, lent));  // later writes are private to this process
   CHECK(p.text(0) == std::string(kMiB, 'b'));
   p.inbox.messages.clear();
   lent.memory.reset();
@@ -276,7 +276,7 @@ CASE(a_fork_finds_what_was_lent_in_both_processes) {
   CHECK(p.text(0) == std::string(kMiB, 'd'));
 }
 
-CASE(a_fork_leaves_alone_what_has_been_given) {
+CASE(a_fork_does_not_copy_memory_that_was_passed_on) {
   Pair p;
   Lent lent = lent_by(p, 'a');
   CHECK(give(p, lent));
@@ -288,17 +288,17 @@ CASE(a_fork_leaves_alone_what_has_been_given) {
                   }));
 }
 
-// ---- room for what is large
+// ---- arena space for large segments
 
 constexpr std::size_t kLarge = 16 * kMiB;
 
-CASE(what_is_large_waits_for_its_room) {
+CASE(large_segments_wait_for_arena_space) {
   Pair p;
-  for (const char fill : {'a', 'b', 'c'}) CHECK(p.pass(std::string(kLarge, fill)));  // none of them is let go of
+  for (const char fill : {'a', 'b', 'c'}) CHECK(p.pass(std::string(kLarge, fill)));  // none of them is released
   CHECK(p.ends.a->lendable() <= 4 * kLarge);
 }
 
-CASE(what_is_large_and_gets_no_room_is_sent_as_bytes) {
+CASE(large_segments_without_arena_space_are_sent_as_bytes) {
   Pair refused, limited(kLarge / 2);
   refused.ends.b->set_limits({.lent = 0});
   for (Pair* p : {&refused, &limited}) {
@@ -307,7 +307,7 @@ CASE(what_is_large_and_gets_no_room_is_sent_as_bytes) {
   }
 }
 
-CASE(what_is_large_goes_as_bytes_where_the_peer_cannot_be_told_of_memory) {
+CASE(large_segments_are_sent_as_bytes_if_no_chunk_can_be_offered) {
   Pair p;
   Link &a = *p.ends.a, &b = *p.ends.b;
   while (send_packet(a.fd(), "", 1) == 0) {
@@ -316,7 +316,7 @@ CASE(what_is_large_goes_as_bytes_where_the_peer_cannot_be_told_of_memory) {
   Outgoing m;
   m.header.type = FrameType::kRequest;
   m.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), kLarge});
-  for (int turn = 0; m.prefix.empty(); ++turn) {  // it begins with what fits into the ring
+  for (int turn = 0; m.prefix.empty(); ++turn) {  // its first part fits into the ring
     CHECK(turn < 100);
     CHECK(a.send(m) == SendState::kBlocked);
   }
@@ -325,11 +325,11 @@ CASE(what_is_large_goes_as_bytes_where_the_peer_cannot_be_told_of_memory) {
   receive_until(b, p.inbox, 1);
   CHECK_EQ(p.inbox.allocations, 1);
   CHECK(p.text(0) == bytes);
-  p.warm_up(kLarge);  // and there is memory when there is room for an offer
+  p.warm_up(kLarge);  // a chunk can be offered again
 }
 
-/// An answer to an offer leaves even if nothing arrives any more once there is room for it.
-CASE(an_answer_that_has_to_wait_leaves_later) {
+/// The answer to an offer is sent once there is room for it, even if no other packet arrives.
+CASE(a_delayed_answer_is_sent_later) {
   Pair p;
   Link &a = *p.ends.a, &b = *p.ends.b;
   Clogged clogged = clog(b, kMiB / 256);
@@ -342,7 +342,7 @@ CASE(an_answer_that_has_to_wait_leaves_later) {
   CHECK(b.receive(p.inbox, kAnyBudget) == ReceiveState::kToSend);
   CHECK(b.release() == SendState::kBlocked);
   Collector got;
-  while (a.receive(got, kAnyBudget) != ReceiveState::kToSend) {  // from here on `b` has room
+  while (a.receive(got, kAnyBudget) != ReceiveState::kToSend) {  // from now on the socket of `b` has room
     while (b.release() == SendState::kBlocked) CHECK(writable(b.fd()));
   }
   CHECK(a.send(m) == SendState::kSent);

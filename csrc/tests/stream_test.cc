@@ -1,4 +1,4 @@
-// Stream links against a byte stream that is not what it should be: garbage, cuts, lies, noise.
+// Stream links with malformed input: garbage, truncation, false sizes, random changes.
 #include "transports/stream.h"
 
 #include <sys/socket.h>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr SocketKind kNobody{.peer_user = remote_user};
 
-/// A stream link whose other end is a bare socket.
+/// A stream link with a bare socket as its other end.
 struct Raw {
   Raw() {
     int ends[2];
@@ -42,7 +42,7 @@ std::string raw(const T& value) {
   return std::string(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-/// A frame as it should look on the wire.
+/// The expected bytes of a frame.
 std::string wire(const Message& m) {
   FrameHeader h = m.header;
   h.name_size = static_cast<std::uint32_t>(m.name.size());
@@ -64,7 +64,7 @@ void check_refused(const std::string& bytes, const std::string& why) {
   CHECK(r.inbox.messages.empty());
 }
 
-CASE(the_wire_format_is_what_it_says) {
+CASE(the_wire_format_is_as_documented) {
   Random random(1);
   const Message m = random_message(random, 1000, {0, 70000, 3}, 20);
   Raw in;
@@ -81,7 +81,7 @@ CASE(the_wire_format_is_what_it_says) {
   CHECK(sent == wire(m));
 }
 
-CASE(byte_by_byte) {
+CASE(input_byte_by_byte) {
   Random random(2);
   const Message first = random_message(random, 100, {5, 0, 70}, 9), second = random_message(random, 0);
   Raw r;
@@ -94,7 +94,7 @@ CASE(byte_by_byte) {
   check_same(second, r.inbox.messages[1]);
 }
 
-CASE(in_pieces_of_every_kind) {
+CASE(input_in_parts_of_random_sizes) {
   Random random(3);
   std::vector<Message> sent;
   std::string bytes;
@@ -117,7 +117,7 @@ CASE(in_pieces_of_every_kind) {
   for (std::size_t i = 0; i < sent.size(); ++i) check_same(sent[i], r.inbox.messages[i]);
 }
 
-CASE(cut_at_every_byte) {
+CASE(truncated_at_every_byte) {
   Random random(4);
   const std::string whole = wire(random_message(random, 30, {5, 0, 20}, 9));
   for (std::size_t n = 0; n < whole.size(); ++n) {
@@ -132,7 +132,7 @@ CASE(cut_at_every_byte) {
   }
 }
 
-CASE(what_is_not_a_frame) {
+CASE(bytes_that_are_not_a_frame) {
   check_refused(std::string(56, '\0'), "not a Telegrad frame");
   check_refused("GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0 and some more\r\n\r\n",
                 "not a Telegrad frame");
@@ -142,7 +142,7 @@ CASE(what_is_not_a_frame) {
   check_refused(almost, "not a Telegrad frame");
 }
 
-CASE(sizes_that_lie) {
+CASE(false_sizes) {
   constexpr auto kMax64 = std::numeric_limits<std::uint64_t>::max();
   constexpr auto kMax32 = std::numeric_limits<std::uint32_t>::max();
   const Limits limits;
@@ -168,7 +168,7 @@ CASE(sizes_that_lie) {
   check_refused(raw(FrameHeader{.segment_count = 1}) + raw(SegmentHeader{.size = 5, .lease = 1}), "shared memory");
 }
 
-CASE(a_count_alone_takes_no_memory) {
+CASE(a_count_alone_allocates_no_memory) {
   Raw r;
   r.write(raw(FrameHeader{.name_size = 1000, .body_size = 1 << 29, .segment_count = 1 << 20}));
   CHECK(r.receive() == ReceiveState::kIdle);
@@ -179,7 +179,7 @@ CASE(a_count_alone_takes_no_memory) {
   CHECK(r.receive() == ReceiveState::kBroken);
 }
 
-CASE(an_end_in_the_middle_gives_memory_back) {
+CASE(an_end_in_the_middle_releases_memory) {
   auto pool = Pool::make(0);
   {
     Raw r;
@@ -191,7 +191,7 @@ CASE(an_end_in_the_middle_gives_memory_back) {
   CHECK_EQ(pool->stats().live_blocks, 0u);
 }
 
-/// Frames with bytes changed, left out, and put in: no crash, nothing beyond the limits is ever asked for.
+/// Frames with changed, removed and added bytes: no crash, and no allocation over the limits.
 CASE(mutated_frames) {
   const Limits limits{.body = 1000, .message = 2000, .segments = 8, .name = 100, .trailer = 500};
   Random random(5);
@@ -233,7 +233,7 @@ CASE(mutated_frames) {
   }
 }
 
-CASE(a_send_the_kernel_refuses_breaks_the_link_and_says_why) {
+CASE(a_send_that_the_kernel_rejects_breaks_the_link_with_a_reason) {
   Raw r;
   Outgoing m;
   m.segments.push_back({reinterpret_cast<const std::byte*>(std::uintptr_t{64}), 1 << 20});  // no such memory
@@ -242,7 +242,7 @@ CASE(a_send_the_kernel_refuses_breaks_the_link_and_says_why) {
   CHECK_SAYS(r.link->error(), "Bad address");
   char byte;
   while (::recv(r.socket.get(), &byte, 1, 0) > 0) {
-  }  // the other end sees the end too
+  }  // the other end sees the end of stream
 }
 
 }  // namespace

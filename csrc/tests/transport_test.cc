@@ -1,5 +1,5 @@
-// The conformance suite of the transport contract, core/transport.h: every function below runs on every scheme. Longer
-// than our files are, so that whoever adds a transport reads all that is asked of it in one place.
+// The conformance suite of the transport contract, core/transport.h: every function below runs on every scheme. It is
+// longer than other files of the project, so that authors of a transport find all requirements in one place.
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using Scheme = const std::string&;
 constexpr std::size_t kKiB = 1024;
 const std::vector<std::size_t> kSizes = {0, 1, 63, 64, 65, 64 * kKiB - 1, 64 * kKiB, 64 * kKiB + 1, 3 * kMiB + 7};
 
-// ---- messages arrive whole and exact
+// ---- messages arrive complete and unchanged
 
 void bodies_of_all_sizes(Scheme scheme) {
   Ends e(scheme);
@@ -144,9 +144,9 @@ void sends_while_it_receives(Scheme scheme) {
   }
 }
 
-// ---- messages that leave with others
+// ---- coalesced messages
 
-/// Does this link hold any? Those that do not are left out: the contract asks nothing else of them.
+/// Returns whether this link buffers messages. Other links are skipped: the contract requires nothing else of them.
 bool holds(Scheme scheme) {
   const Message m;
   return Ends(scheme).a->hold(m.outgoing());
@@ -164,7 +164,7 @@ void held_messages_leave_in_order(Scheme scheme) {
   hold(0);
   hold(1);
   CHECK(!readable(*e.b, 0));
-  send(2);  // takes them along
+  send(2);  // flushes the buffer
   send(3);
   hold(4);
   CHECK(e.a->release() == SendState::kSent);
@@ -222,9 +222,9 @@ void held_messages_wait_for_a_peer_that_does_not_read(Scheme scheme) {
   check_same(last, inbox.messages[count]);
 }
 
-// ---- memory that the link lends
+// ---- leased memory
 
-/// What `a` lends, which may have to come to terms with `b` about it first.
+/// Leases memory of `a`, which may first have to exchange packets with `b`.
 std::optional<Lent> lend(Ends& e, std::size_t size) {
   for (int turn = 0; turn < 20; ++turn) {
     if (auto lent = e.a->lend(size)) return lent;
@@ -236,13 +236,13 @@ std::optional<Lent> lend(Ends& e, std::size_t size) {
   return std::nullopt;
 }
 
-/// Does this link lend any? Those that do not are left out: the contract asks nothing else of them.
+/// Returns whether this link leases memory. Other links are skipped: the contract requires nothing else of them.
 bool lends(Scheme scheme) {
   Ends e(scheme);
   return lend(e, 1).has_value();
 }
 
-/// A message whose segments lie in memory that the link has lent, filled with `fill`.
+/// A message with segments in leased memory, filled with `fill`.
 struct LentMessage {
   LentMessage(Ends& e, const std::vector<std::size_t>& sizes, char fill) {
     original.header.type = FrameType::kRequest;
@@ -267,11 +267,11 @@ void lent_memory_is_handed_over(Scheme scheme) {
   Ends e(scheme);
   Collector inbox;
   LentMessage m(e, {0, 1, 64, 3 * kMiB + 7}, 'a');
-  const std::string bytes(5000, 'b');  // beside one that is not lent
+  const std::string bytes(5000, 'b');  // in addition, a segment that is not leased
   m.original.segments.push_back(bytes);
   m.out.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()});
   CHECK(e.a->send(m.out) == SendState::kSent);
-  m.blocks.clear();  // the receiver holds it now
+  m.blocks.clear();  // the receiver holds the memory now
   receive_until(*e.b, inbox, 1);
   check_same(m.original, inbox.messages[0]);
   CHECK_EQ(inbox.allocations, 1);
@@ -298,7 +298,7 @@ void leases_come_back(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
   for (Link* link : {e.a.get(), e.b.get()}) link->set_limits({.lent = 16 * kMiB});
-  std::size_t most = kMiB;  // more than half of all that it lends
+  std::size_t most = kMiB;  // more than half of all memory that it leases
   while (lend(e, 2 * most)) most *= 2;
   for (bool sent : {true, false, true}) {
     Collector inbox;
@@ -308,13 +308,13 @@ void leases_come_back(Scheme scheme) {
       CHECK(!e.a->lend(most));
     }
     if (sent) {
-      CHECK(!e.a->lend(most));  // on its way
+      CHECK(!e.a->lend(most));  // not received yet
       receive_until(*e.b, inbox, 1);
-      CHECK(!e.a->lend(most));  // the receiver has it
+      CHECK(!e.a->lend(most));  // held by the receiver
       std::thread elsewhere([&] { inbox.messages.clear(); });
       elsewhere.join();
     }
-    // It may come with the link's next frame.
+    // The lease may be returned with the link's next frame.
     Collector at_a;
     while (!e.a->lend(most)) receive(*e.a, at_a, kAnyBudget);
   }
@@ -337,7 +337,7 @@ void nothing_to_lend_means_bytes(Scheme scheme) {
   check_same(m, inbox.messages[0]);
 }
 
-/// A lease of another link, or of none.
+/// A lease of another link, or of no link.
 void a_strange_lease_means_bytes(Scheme scheme) {
   Ends e(scheme), other(scheme);
   Collector inbox;
@@ -357,7 +357,7 @@ void lent_memory_is_given_once(Scheme scheme) {
   Ends e(scheme);
   Collector inbox;
   LentMessage m(e, {5000}, 'g');
-  for (int i = 0; i < 3; ++i) {  // the same memory for several messages: all but the first bring copies
+  for (int i = 0; i < 3; ++i) {  // the same memory for several messages: all but the first are copied
     Outgoing again;
     again.header = m.out.header;
     again.segments = m.out.segments;
@@ -412,7 +412,7 @@ void limits_hold_for_lent_memory(Scheme scheme) {
 void blocks_and_resumes(Scheme scheme) {
   Ends e(scheme);
   Collector inbox;
-  // So large that what is left of the last one fits nowhere: a socket takes a little more than it says.
+  // So large that the rest of the last one fits nowhere: a socket accepts a little more than its buffer size.
   Clogged c = clog(*e.a, 12 * kMiB);
   Outgoing& last = *c.sent.back();
   CHECK(e.a->send(last) == SendState::kBlocked);
@@ -462,7 +462,7 @@ void budget_gives_others_a_turn(Scheme scheme) {
   CHECK(inbox.messages.size() < 10);
   int turns = 1;
   while (inbox.messages.size() < 10) {
-    CHECK(readable(*e.b, 0));  // what is left over must not wait for more to arrive
+    CHECK(readable(*e.b, 0));  // the rest must not wait for more data
     CHECK(receive(*e.b, inbox, 30 * kKiB) != ReceiveState::kBroken);
     ++turns;
   }
@@ -471,9 +471,9 @@ void budget_gives_others_a_turn(Scheme scheme) {
   CHECK(!readable(*e.b, 0));
 }
 
-// ---- a receiver that is awake
+// ---- busy polling
 
-/// Can this link be looked into? Those that cannot are left out.
+/// Returns whether this link can be busy polled. Other links are skipped.
 bool stays_awake(Scheme scheme) { return Ends(scheme).a->stay_awake(); }
 
 void an_awake_receiver_looks_by_itself(Scheme scheme) {
@@ -530,7 +530,7 @@ void an_awake_receiver_is_told_of_the_end(Scheme scheme) {
   CHECK_EQ(e.b->error(), "");
 }
 
-/// Whoever falls asleep while the other end sends is woken all the same.
+/// An end that ends busy polling while the other end sends is still woken.
 void no_wake_up_is_lost(Scheme scheme) {
   if (!stays_awake(scheme)) return;
   Ends e(scheme);
@@ -570,7 +570,7 @@ void a_sender_that_waits_hears_from_an_awake_receiver(Scheme scheme) {
   Ends e(scheme);
   Collector inbox;
   CHECK(e.b->stay_awake());
-  Clogged c = clog(*e.a, 6 * kMiB);  // not so large that it is memory it waits for
+  Clogged c = clog(*e.a, 6 * kMiB);  // small enough that it does not wait for arena space
   SendState state = SendState::kBlocked;
   while (inbox.messages.size() < c.messages.size()) {
     if (e.b->ready() || readable(*e.b, 0)) CHECK(receive(*e.b, inbox, 64 * kKiB) != ReceiveState::kBroken);
@@ -660,13 +660,13 @@ void limits_change_from_inside_deliver(Scheme scheme) {
   check_same(large, inbox.inner.messages[1]);
 }
 
-/// The content of a request or a reply for which there is no memory is read and dropped; the rest arrives as ever.
+/// The content of a request or a reply without memory is read and discarded; the rest arrives.
 void no_memory_costs_the_content_of_one_message(Scheme scheme) {
   Collector inbox;
   {
     Ends e(scheme);
     inbox.refuse_from = 70'000;
-    // A link through shared memory needs no such block for a segment: then for the body.
+    // A shared-memory link needs no such block for a segment, but one for the body.
     const std::vector<std::size_t> sizes[] = {{80'000}, {9'000, 500'000, 80'000}, {60'000}, {100, 3 * kMiB, 12}};
     Random random(13);
     std::vector<Message> sent;
@@ -726,7 +726,7 @@ void no_memory_breaks_the_link(Scheme scheme, bool oneway) {
   CHECK_EQ(inbox.pool->stats().live_blocks, 0u);
 }
 
-/// Where nobody would answer, or so little is asked for that nothing else can go on either.
+/// Messages that have no reply, or that are so small that nothing else would work either.
 void no_memory_for_what_must_arrive_breaks_the_link(Scheme scheme) {
   for (const bool oneway : {true, false}) no_memory_breaks_the_link(scheme, oneway);
 }
@@ -745,7 +745,7 @@ void a_trailer_has_a_limit_of_its_own(Scheme scheme) {
   refuses(scheme, limits, large);
 }
 
-// ---- the end
+// ---- end of the link
 
 void sent_data_survives_close(Scheme scheme) {
   Ends e(scheme);
@@ -768,7 +768,7 @@ void sent_data_survives_close(Scheme scheme) {
   CHECK_EQ(e.b->error(), "");
 }
 
-/// A send that fails because the other end is gone must not cost what that end had sent before.
+/// A send that fails because the other end has closed must not lose the data that the other end sent before.
 void sent_data_survives_a_failed_send(Scheme scheme) {
   Ends e(scheme);
   Collector inbox;
@@ -849,7 +849,7 @@ void close_while_sending(Scheme scheme) {
     e.a->close();
     sending.join();
     reading.join();
-    for (const Incoming& got : at_b.messages) check_same(m, got);  // whole or not at all
+    for (const Incoming& got : at_b.messages) check_same(m, got);  // complete or not at all
   }
 }
 
@@ -890,7 +890,7 @@ void listener_says_what_to_connect_to(Scheme scheme) {
   CHECK_SAYS(why, listener->address());
 }
 
-/// What has been sent before the other end is accepted is told of as well.
+/// Data sent before the other end accepts is signaled as well.
 void sent_before_it_is_accepted(Scheme scheme) {
   const std::string address = fresh_address(scheme);
   Transport* transport = find_transport(address);
@@ -911,7 +911,7 @@ void sent_before_it_is_accepted(Scheme scheme) {
 void nobody_there(Scheme scheme) {
   const std::string address = fresh_address(scheme);
   Transport* transport = find_transport(address);
-  std::string gone = transport->listen(address)->address();  // and gone again
+  std::string gone = transport->listen(address)->address();  // closed at once
   std::string why;
   try {
     auto link = transport->connect(gone);
@@ -940,12 +940,12 @@ void who_is_there(Scheme scheme) {
   }
 }
 
-// ---- every function on every scheme
+// ---- all functions on all schemes
 
 struct Row {
   const char* name;
   void (*run)(Scheme);
-  bool of_links;  // else of how they come to be, which for lanes is the engine's business
+  bool of_links;  // else about connecting, which the engine does for lanes
 };
 #define ROW(f) {#f, f, true}
 #define ROW_OF_TRANSPORTS(f) {#f, f, false}

@@ -96,7 +96,7 @@ void Worker::handle(Item& item) {
       std::lock_guard lock(mutex);
       if (item.cookie) {
         const int cookie = std::stoi(static_cast<Bytes&>(*item.cookie).body);
-        CHECK(outcomes.emplace(cookie, std::move(item.outcome)).second);  // each comes back once
+        CHECK(outcomes.emplace(cookie, std::move(item.outcome)).second);  // each arrives once
       } else {
         orphans.push_back(std::move(item.outcome));
       }
@@ -256,7 +256,7 @@ void Puppet::reply(const Incoming& request, std::string body, std::uint16_t flag
 
 void Puppet::wait_for_end() { receive_until_broken(*link, inbox_); }
 
-// ---- the rest
+// ---- helpers
 
 Message message(FrameType type, std::string body, std::uint64_t call) {
   Message m;

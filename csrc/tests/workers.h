@@ -1,5 +1,5 @@
-// What the engine tests share: a worker, which is an engine with pool threads and a few handlers, and a puppet, which
-// is a peer whose every frame the test sends and reads by hand.
+// Helpers of the engine tests: a worker, which is an engine with pool threads and a few handlers, and a puppet, which
+// is a peer with frames that the test sends and reads itself.
 #pragma once
 
 #include <deque>
@@ -14,16 +14,16 @@
 
 namespace telegrad::test {
 
-/// What the handlers of a Worker do, by tag.
+/// Handlers of a Worker, by tag.
 enum Tag : std::uint8_t {
-  kEcho = 1,  // the same body and segments back
-  kHold,      // an echo, once `release` is set
-  kBounce,    // calls its caller back, with one less in the first byte of the body, until that is 0
+  kEcho = 1,  // replies with the same body and segments
+  kHold,      // replies with an echo once `release` is set
+  kBounce,    // calls its caller with the first byte of the body reduced by one, until that is 0
   kCustom,    // `on_custom`
   kNoAnswer,  // never answers
 };
 
-/// Bytes of an outgoing message or a cookie. Counts how many of its kind live.
+/// Bytes of an outgoing message or a cookie. Counts its live instances.
 struct Bytes final : Keep {
   explicit Bytes(std::string body = {}, std::vector<std::string> segments = {}, std::function<void()> gone = {});
   ~Bytes() override;
@@ -33,7 +33,7 @@ struct Bytes final : Keep {
   static std::atomic<int> live;
 };
 
-struct Request {  // how to make a call
+struct Request {  // parameters of a call
   std::uint8_t tag = kEcho;
   std::string body = {};
   std::vector<std::string> segments = {};
@@ -59,9 +59,10 @@ class Worker {
   std::string listen(const std::string& scheme);
   void meet(const Worker& other) { engine->set_peer(other.address()); }
 
-  /// A call that waits, as the bindings make it.
+  /// Makes a blocking call, like the bindings.
   Outcome call(int peer, Request call);
-  /// An async call; its outcome will be in `outcomes` under the cookie. Without one (-1), somebody has to wait for it.
+  /// Makes an asynchronous call; its completion will be in `outcomes` under the cookie. Without a cookie (-1), a thread
+  /// must wait for the call.
   std::uint64_t start(int peer, int cookie, Request call);
   /// Starts `n` more pool threads.
   void add_threads(int n);
@@ -72,18 +73,18 @@ class Worker {
   Event release;
   std::function<void(Item&)> on_custom;
 
-  Counter outcome_count;  // outcomes that came to the pool, cookie or not
+  Counter outcome_count;  // completions that the pool got, with or without a cookie
   Counter event_count;
-  Counter link_count;  // events of first links to peers, which do not count as others
-  Counter handled;     // requests begun
+  Counter link_count;  // events of first connections to peers, counted separately
+  Counter handled;     // requests started
   std::mutex mutex;
   std::map<int, Outcome> outcomes;
-  std::vector<Outcome> orphans;  // outcomes without a cookie
+  std::vector<Outcome> orphans;  // completions without a cookie
   std::vector<Item> events;
-  std::vector<std::string> links;  // what these say
+  std::vector<std::string> links;  // texts of the events of first connections
 
   void answer(const Item& request, std::string body, std::vector<std::string> segments = {}, std::uint16_t flags = 0);
-  /// The text of the first event of a kind; waits for it.
+  /// Waits for the first event of a kind and returns its text.
   std::string wait_for_event(EventKind kind);
 
  private:
@@ -96,7 +97,7 @@ class Worker {
   std::deque<std::thread> threads_;
 };
 
-/// Every worker learns every other's address; each listens on `scheme`.
+/// Gives every worker the addresses of all others; each listens on `scheme`.
 void introduce(std::initializer_list<Worker*> workers, const std::string& scheme);
 
 class Puppet {
@@ -104,15 +105,15 @@ class Puppet {
   /// Listens as worker `id`.
   explicit Puppet(int id, const std::string& scheme = "unix");
   PeerAddress address() const;
-  /// Takes the connection that `peer` makes, and goes through the handshake.
+  /// Accepts the connection of `peer` and completes the handshake.
   void accept();
-  /// Connects to a worker, and goes through the handshake.
+  /// Connects to a worker and completes the handshake.
   void connect(const PeerAddress& peer);
 
   Incoming receive();
   void send(const Message& message);
   void reply(const Incoming& request, std::string body, std::uint16_t flags = 0);
-  /// Waits until the other end has closed the link; what it sent before that is dropped.
+  /// Waits until the other end has closed the link; discards its frames.
   void wait_for_end();
 
   Credo credo;
@@ -126,7 +127,7 @@ class Puppet {
   std::size_t read_ = 0;
 };
 
-/// A message of a type.
+/// Makes a message of a type.
 Message message(FrameType type, std::string body = {}, std::uint64_t call = 0);
 
 /// Registers `run(scheme)` as a case for each scheme.

@@ -10,16 +10,16 @@ namespace telegrad {
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
-constexpr std::size_t kStep = 8 * kMiB;        // of a chunk's pages are reserved at once
-constexpr std::size_t kLeastChunk = 8 * kMiB;  // a chunk is as large as all before it together,
-constexpr std::size_t kMostChunk = 64 * kMiB;  // but no larger than this unless a region needs it
-constexpr std::size_t kWorthALook = kMiB;      // a region of this size is worth waiting for a moment,
-constexpr Nanos kMoment = 30 * kMicrosecond;   // which is less than a copy of it takes
-constexpr Nanos kPause = kSecond;              // before a machine or a peer that has refused is asked again
+constexpr std::size_t kStep = 8 * kMiB;        // pages of a chunk are reserved in steps of this size
+constexpr std::size_t kLeastChunk = 8 * kMiB;  // a chunk is as large as all earlier ones together,
+constexpr std::size_t kMostChunk = 64 * kMiB;  // up to this size, unless a region needs more
+constexpr std::size_t kWorthALook = kMiB;      // least size of a region for which to wait briefly:
+constexpr Nanos kMoment = 30 * kMicrosecond;   // copying it takes longer than this
+constexpr Nanos kPause = kSecond;              // before a system or a peer that has refused is asked again
 
 }  // namespace
 
-/// The program's own hold on a region, or on a part of it.
+/// The program's hold on a region, or on a part of it.
 class Arena::Holder final : public Block {
  public:
   Holder(const Place& place, std::size_t size, std::shared_ptr<Arena> arena)
@@ -40,7 +40,7 @@ std::shared_ptr<Arena> Arena::make(Returns* returns) {
 
 Arena::~Arena() { unwatch_forks(this); }
 
-// ---- lending
+// ---- leases
 
 std::optional<Arena::Place> Arena::place(std::size_t size) { return place(size, false); }
 
@@ -51,7 +51,7 @@ std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
   take_back();
   auto place = find(size, lent);
   if (!place && size >= kWorthALook && out_ > 0) {
-    // Most often the receiver has just answered, and is about to let go of what it had.
+    // Most often the receiver has just replied and is about to return its leases.
     for (const Nanos until = now() + kMoment; !place && now() < until;) {
       if (take_back()) place = find(size, lent);
     }
@@ -62,7 +62,7 @@ std::optional<Arena::Place> Arena::place(std::size_t size, bool lent) {
   return place;
 }
 
-/// With the mutex held.
+/// Requires mutex_.
 std::optional<Arena::Place> Arena::find(std::size_t length, bool lent) {
   if (!has_slot()) return std::nullopt;
   const std::size_t size = region_size(length);
@@ -113,12 +113,12 @@ BlockPtr Arena::come_home(std::uint64_t lease, std::size_t size) {
   auto home = std::make_unique<Holder>(Place{.lease = first, .data = data_of(first) + begin}, size, shared_from_this());
   region.handed_over = false;
   region.lent = true;
-  ++region.holders;  // the message that it left in may still be here
+  ++region.holders;  // the message that carried it may still hold it
   --out_;
   return home;
 }
 
-/// With the mutex held: the region that a lease is of, or of a part of.
+/// Requires mutex_. Returns the region that contains a lease.
 Arena::Regions::iterator Arena::region_of(std::uint64_t lease) {
   const auto next = regions_.upper_bound(lease);
   if (next == regions_.begin()) return regions_.end();
@@ -128,7 +128,7 @@ Arena::Regions::iterator Arena::region_of(std::uint64_t lease) {
   return within ? region : regions_.end();
 }
 
-/// With the mutex held.
+/// Requires mutex_.
 std::byte* Arena::data_of(std::uint64_t lease) {
   return chunks_.at(Lease::chunk(lease)).memory.data() + Lease::offset(lease);
 }
@@ -140,7 +140,7 @@ void Arena::let_go(std::uint64_t lease) {
   if (!forked_) free_if_unused(region);
 }
 
-/// With the mutex held: takes in what the receiver has given back; true if it was anything.
+/// Requires mutex_. Processes returned leases; returns whether there were any.
 bool Arena::take_back() {
   const std::uint64_t given = returns_->given.load(std::memory_order_acquire);
   if (given == taken_) return false;
@@ -157,7 +157,7 @@ bool Arena::take_back() {
   return sound;
 }
 
-/// The same of one lease; false if the receiver does not have it.
+/// Requires mutex_. Processes one returned lease; false if the receiver does not have it.
 bool Arena::take_back(std::uint64_t lease) {
   if (Lease::is_common(lease)) {
     if (shared_.erase(lease) == 0) return false;
@@ -172,7 +172,7 @@ bool Arena::take_back(std::uint64_t lease) {
   return true;
 }
 
-/// With the mutex held.
+/// Requires mutex_.
 void Arena::free_if_unused(Regions::iterator region) {
   const auto& [lease, r] = *region;
   if (r.holders > 0 || r.handed_over) return;
@@ -214,7 +214,7 @@ Arena::Growth Arena::grow(Messenger& messenger) {
   }
 }
 
-/// With the mutex held: a chunk that what is wanted fits into; false when there is no room for it.
+/// Requires mutex_. Creates a chunk for a region of the wanted size; false if there is no room for it.
 bool Arena::begin_chunk(Messenger& messenger) {
   const std::size_t wanted = wanted_.load(std::memory_order_relaxed);
   const std::uint64_t limit = limit_.load(std::memory_order_relaxed);
@@ -233,7 +233,7 @@ bool Arena::begin_chunk(Messenger& messenger) {
   return true;
 }
 
-/// With the mutex held: the machine, the peer or the limit does not allow more, for now.
+/// Requires mutex_. Stops growing for now, because the system, the peer or the limit does not allow more.
 Arena::Growth Arena::give_up_growing(Nanos at) {
   if (growing_ != 0) drop(chunks_.find(growing_));
   growing_ = 0;
@@ -263,7 +263,7 @@ void Arena::on_answer(std::uint32_t number, bool mapped) {
   wanted_ = 0;
 }
 
-/// With the mutex held.
+/// Requires mutex_.
 void Arena::drop(std::map<std::uint32_t, Chunk>::iterator chunk) {
   free_.forget(chunk->first);
   total_ -= chunk->second.memory.size();
@@ -292,7 +292,7 @@ void Arena::close() {
     const auto here = next++;
     auto& [lease, region] = *here;
     Chunk& chunk = chunks_.at(Lease::chunk(lease));
-    region.handed_over = false;  // the receiver has it mapped: it needs nothing of this end any more
+    region.handed_over = false;  // the receiver has mapped it and needs nothing of this end any more
     if (region.holders == 0 || !region.lent) {
       chunk.used -= region.size;
       regions_.erase(here);
@@ -308,7 +308,7 @@ void Arena::close() {
   for (const std::uint64_t lease : std::exchange(shared_, {})) commons_->give_up(lease);
 }
 
-// ---- common memory
+// ---- multicast memory
 
 bool Arena::introduce(const Common& piece, Messenger& messenger) {
   std::lock_guard lock(mutex_);
@@ -349,8 +349,7 @@ void Arena::collect() {
 
 // ---- forks
 
-/// What the program has been lent becomes this process's own, unless the receiver has it by now: then nobody here looks
-/// at it any more.
+/// Makes leased memory private to this process, unless the receiver has it: then no thread of this process reads it.
 void Arena::before_fork() {
   mutex_.lock();
   for (auto& [lease, region] : regions_) {

@@ -1,21 +1,21 @@
-// Shared memory that one end of a link copies tensors into and the other reads them from. Each direction has an arena:
-// its memory belongs to the sender, in chunks that the receiver has mapped as well.
+// Shared memory into which one end of a link copies tensors and from which the other end reads them. Each direction has
+// an arena: chunks of memory that belong to the sender and are mapped by the receiver as well.
 //
-// A region of a chunk is handed over by its lease, a number. From then on it is the receiver's, to read and to write,
-// until it gives the lease back by putting it into a list in shared memory (Returns), where the sender finds it when it
-// next needs room: neither end wakes the other for that. So a tensor is copied once, into memory that has been touched
-// before, and its pages are never faulted in or zeroed again.
+// A region of a chunk is passed on by its lease, a number. From then on the receiver may read and write it, until it
+// returns the lease by appending it to a list in shared memory (Returns). The sender reads this list when it next needs
+// room, so neither end wakes the other. A tensor is copied once, into warm memory, and its pages are not faulted in or
+// zeroed again.
 //
-// What the receiver has got it may also send home, as it is: then the region is the sender's program's, like one that
-// it has been lent.
+// The receiver may also return a region without a copy, as part of a message (zero-copy return). Then the region
+// belongs to the sender's program, like a leased one.
 //
-// A region may also be lent to the program that sends, which writes a tensor there to begin with. Then it is not copied
-// at all: it is handed over as it is, and the program must have let go of it. Before a fork such a region becomes the
-// process's own, so that parent and child have each their own as they would expect; then it is copied when it is sent.
+// A region may also be leased to the sending program, which writes a tensor directly into it. It is then passed on
+// without a copy, and the program must have released it. Before a fork, such a region becomes private to the process,
+// so that parent and child each have their own; it is copied when it is sent.
 //
-// A chunk is used once the receiver has said that it has mapped it. Until then, and where there is no room, nothing is
-// lent, and bytes go through the ring; only what is large waits for a chunk that is on its way. Chunks that nobody has
-// used for a while are dropped.
+// A chunk is used once the receiver has confirmed that it has mapped it. Until then, and if there is no room, nothing
+// is leased and bytes go through the ring. Only large segments wait for a chunk that has been offered. Chunks that have
+// not been used for a while are released.
 #pragma once
 
 #include <atomic>
@@ -35,18 +35,18 @@
 
 namespace telegrad {
 
-/// Leases that the receiver gives back, in shared memory; all zero at first.
+/// Ring of returned leases, in shared memory; all zero initially.
 struct Returns {
   static constexpr std::uint64_t kSlots = 4096;
-  alignas(64) std::atomic<std::uint64_t> given;  // so far, by the receiver
-  alignas(64) std::atomic<std::uint64_t> taken;  // by the sender
+  alignas(64) std::atomic<std::uint64_t> given;  // returned so far, by the receiver
+  alignas(64) std::atomic<std::uint64_t> taken;  // read so far, by the sender
   alignas(64) std::atomic<std::uint64_t> leases[kSlots];
 };
 
-/// A lease says where a segment lies: its chunk and how far from its beginning.
+/// Location of a segment: the number of its chunk and its offset.
 struct Lease {
   static constexpr int kOffsetBits = 32;
-  // Beside the rest: whoever gets it has lent the memory, which comes home. No chunk has so high a number.
+  // Flag: a zero-copy return to the receiver of this message, which owns the memory. Chunk numbers stay below it.
   static constexpr std::uint64_t kHome = std::uint64_t{1} << 62;
 
   static std::uint64_t of(std::uint32_t chunk, std::size_t offset) {
@@ -56,15 +56,15 @@ struct Lease {
   static std::size_t offset(std::uint64_t lease) {
     return static_cast<std::size_t>(lease & ((std::uint64_t{1} << kOffsetBits) - 1)) * kAlignment;
   }
-  /// Is it of memory that others have as well, so that the receiver must not write to it?
+  /// Returns whether other peers read the memory too, so that the receiver must not write to it.
   static bool is_common(std::uint64_t lease) { return chunk(lease) >= kCommonChunks; }
   static bool goes_home(std::uint64_t lease) { return (lease & kHome) != 0; }
 };
 
-/// The sender's side. Any thread; never blocks for more than a moment.
+/// The sender's side. Any thread; holds its lock for microseconds only.
 class Arena final : public ForkWatcher, public std::enable_shared_from_this<Arena> {
  public:
-  /// What the peer must be told. False: it cannot be told now, and will be asked again.
+  /// Sends control packets to the peer. Returns false if this is impossible now; the arena then tries again later.
   class Messenger {
    public:
     virtual ~Messenger() = default;
@@ -75,53 +75,53 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   static std::shared_ptr<Arena> make(Returns* returns);
   ~Arena() override;
 
-  /// Bytes of all chunks together at most.
+  /// `limit`: bytes of all chunks together at most.
   void set_limit(std::uint64_t limit) { limit_.store(limit, std::memory_order_relaxed); }
 
   struct Place {
     std::uint64_t lease;
     std::byte* data;
   };
-  /// A region for `size` bytes, which the caller holds; nothing when there is no room. Then the arena grows with
-  /// `grow`.
+  /// Allocates a region of `size` bytes, which the caller holds. Returns nothing if there is no room; the arena then
+  /// grows with `grow`.
   std::optional<Place> place(std::size_t size);
-  /// The same as a block, for the program to write to.
+  /// Leases a region to the program, as a block to write to.
   std::optional<Lent> lend(std::size_t size);
-  /// The receiver gets a region in the caller's place.
+  /// Passes a region from the caller to the receiver.
   void hand_over(std::uint64_t lease);
-  /// The receiver gets what has been lent, the whole or a part: the lease to send. 0 if this is not of this arena, or
-  /// cannot be had as it is: then it is to be copied.
+  /// Passes leased memory, the whole or a part, to the receiver and returns the lease to send. Returns 0 if the memory
+  /// is not of this arena or cannot be passed on; it must be copied then.
   std::uint64_t give(const OutSegment& segment);
-  /// The receiver sends a region home, the whole or a part: it is this program's from now on. Null if the receiver does
-  /// not have it. May throw std::bad_alloc.
+  /// Takes back a region, the whole or a part, that the receiver returns without a copy. From now on it belongs to this
+  /// program. Returns null if the receiver does not have it. May throw std::bad_alloc.
   BlockPtr come_home(std::uint64_t lease, std::size_t size);
 
-  /// The receiver is told of the chunk that a common piece lies in, unless it has been. True: it has mapped it.
+  /// Announces the chunk of a multicast buffer to the receiver, once. Returns whether the receiver has mapped it.
   bool introduce(const Common& piece, Messenger& messenger);
-  /// The receiver gets a common piece: the lease to send, or 0.
+  /// Passes a multicast buffer to the receiver and returns the lease to send, or 0.
   std::uint64_t share(const OutSegment& segment, Messenger& messenger);
-  /// Takes in what the receiver has given back.
+  /// Processes the leases that the receiver has returned.
   void collect();
 
   enum class Growth {
-    kNone,     // nothing is wanted, or there will be no room for now: the limit, the machine or the peer does not allow
-               // more, or the peer cannot be told
-    kGoesOn,   // there is more to do: call it again
-    kOffered,  // the peer has a chunk to map; `on_answer` comes
+    kNone,     // nothing is needed, or growth is impossible for now: the limit, the system or the peer does not allow
+               // it, or the peer cannot be notified
+    kGoesOn,   // call again: there is more to do
+    kOffered,  // a chunk was offered to the peer; `on_answer` follows
   };
-  /// A little work towards a chunk that somebody has found missing.
+  /// Does one step towards a new chunk, if a region was missing.
   Growth grow(Messenger& messenger);
-  /// The peer has mapped a chunk that it was offered, or it cannot.
+  /// Processes the peer's answer to an offered chunk: mapped or not.
   void on_answer(std::uint32_t chunk, bool mapped);
-  /// Drops chunks that have not been used since `before`.
+  /// Releases chunks that have not been used since `before`.
   void trim(Nanos before, Messenger& messenger);
-  /// Bytes of all chunks.
+  /// Returns the bytes of all chunks.
   std::size_t size() const { return total_.load(std::memory_order_relaxed); }
 
-  /// The link is gone: nothing comes back any more, nothing is lent, and no descriptor is kept. What the program has
-  /// stays as it is; of the memory, what has nothing of that goes at once, and the rest with it.
+  /// Ends the arena with its link: no lease is returned or granted any more, and no descriptor is kept. Memory that the
+  /// program holds stays valid; a chunk is released when the program holds none of it.
   void close();
-  /// Has the receiver given back what it does not have?
+  /// Returns whether the receiver has returned a lease that it did not have.
   bool spoiled() const { return spoiled_.load(std::memory_order_relaxed); }
 
   void before_fork() override;
@@ -134,14 +134,14 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
     SharedMemory memory;
     std::size_t reserved = 0;
     bool offered = false;
-    bool mapped = false;   // by the receiver as well
+    bool mapped = false;   // also by the receiver
     std::size_t used = 0;  // bytes
     Nanos idle_since = 0;
   };
   struct Region {
     std::size_t size;  // in whole pages
-    int holders;       // on this side: the program, and messages that it has left in
-    bool lent;         // to the program
+    int holders;       // on this side: the program, and messages that are being sent
+    bool lent;         // leased to the program
     bool handed_over = false;
     bool is_private = false;  // since a fork, or the end of the link
   };
@@ -154,7 +154,7 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   explicit Arena(Returns* returns) : returns_(returns) {}
   std::optional<Place> place(std::size_t size, bool lent);
   std::optional<Place> find(std::size_t size, bool lent);
-  /// Can one more lease come back? Whatever is here may be handed over.
+  /// Returns whether the list of returned leases has room for one more: every allocated region may be passed on.
   bool has_slot() const { return regions_.size() + shared_.size() < Returns::kSlots; }
   Regions::iterator region_of(std::uint64_t lease);
   std::byte* data_of(std::uint64_t lease);
@@ -169,24 +169,24 @@ class Arena final : public ForkWatcher, public std::enable_shared_from_this<Aren
   void drop(std::map<std::uint32_t, Chunk>::iterator chunk);
 
   std::atomic<std::uint64_t> limit_ = 0;
-  std::atomic<std::size_t> wanted_ = 0;  // a region of this size was missing
+  std::atomic<std::size_t> wanted_ = 0;  // size of a region for which there was no room
   std::atomic<std::size_t> total_ = 0;
   std::atomic<bool> spoiled_ = false;
 
   std::mutex mutex_;
-  Returns* returns_;  // null when closed
+  Returns* returns_;  // null after `close`
   std::uint64_t taken_ = 0;
-  std::uint64_t out_ = 0;  // handed over and not given back
+  std::uint64_t out_ = 0;  // leases passed on and not returned
   std::map<std::uint32_t, Chunk> chunks_;
   std::uint32_t next_ = 1;
-  std::uint32_t growing_ = 0;   // the chunk that is being made or offered
-  Nanos no_growth_before_ = 0;  // the machine or the peer has refused
+  std::uint32_t growing_ = 0;   // chunk that is being created or offered
+  Nanos no_growth_before_ = 0;  // pause after the system or the peer has refused
   FreeRanges free_;
   Regions regions_;
-  std::shared_ptr<Commons> commons_;  // once something of it was to be shared
+  std::shared_ptr<Commons> commons_;  // set with the first multicast buffer
   std::map<std::uint32_t, CommonChunk> common_chunks_;
-  std::set<std::uint64_t> shared_;  // leases of common pieces that the receiver has
-  bool forked_ = false;             // this is a child: what becomes of the memory is the parent's business
+  std::set<std::uint64_t> shared_;  // leases of multicast buffers that the receiver has
+  bool forked_ = false;             // this is a child: the parent manages the memory
 };
 
 }  // namespace telegrad

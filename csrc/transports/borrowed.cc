@@ -13,12 +13,12 @@
 namespace telegrad {
 namespace {
 
-constexpr int kCopies = 15;  // of common regions, before it is tried again whether they are written to
+constexpr int kCopies = 15;  // multicast regions to copy before the next attempt to map one
 
-// Of a page, in the kernel's pagemap: it is of a file, and not this process's own; it is in memory or swapped out.
+// Flags of a page in the kernel's pagemap: of a file, not private to this process; in memory or swapped out.
 constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61, kThere = std::uint64_t{3} << 62;
 
-/// Null if there is no memory for it.
+/// Returns null if there is no memory for the copy.
 BlockPtr copy_of(const std::byte* data, std::size_t size, Inbox& inbox) {
   try {
     BlockPtr bytes = inbox.allocate(size);
@@ -43,7 +43,7 @@ class Borrower::Borrowed final : public Block {
   ~Borrowed() override { borrower_->let_go(*this); }
   std::uint64_t lease() const override { return Lease::is_common(taken_under) ? 0 : Lease::kHome | taken_under; }
 
-  /// The whole pages that it lies in, which have nothing else of this process's.
+  /// Returns the whole pages of the region, which contain nothing else of this process.
   std::byte* pages() const { return data() - std::size_t{reinterpret_cast<std::uintptr_t>(data()) % kPage}; }
   std::size_t pages_size() const {
     return std::max(whole_pages(static_cast<std::size_t>(data() + size() - pages())), kPage);
@@ -51,9 +51,9 @@ class Borrower::Borrowed final : public Block {
 
   const std::uint64_t taken_under;
   const std::shared_ptr<Chunk> chunk;
-  bool is_private;        // its pages are, or will be when written to
-  bool is_stuck = false;  // it cannot be made what it was, so the lease stays here
-  bool is_home = false;   // it has been sent there, so the lease is not this process's to give back
+  bool is_private;        // its pages are private, or become so when written to
+  bool is_stuck = false;  // it cannot be shared again, so its lease is never returned
+  bool is_home = false;   // it was returned with a message, so its lease is not this process's to return
 
  private:
   const std::shared_ptr<Borrower> borrower_;
@@ -75,7 +75,7 @@ bool Borrower::map(std::uint32_t number, std::size_t size, Descriptor file) {
     chunks_.emplace(number, std::move(chunk));
     mapped_ += size;
     return true;
-  } catch (const std::exception&) {  // no memory, no address space, or not what it should be
+  } catch (const std::exception&) {  // no memory, no address space, or an invalid file
     return false;
   }
 }
@@ -84,7 +84,7 @@ void Borrower::unmap(std::uint32_t number) {
   const auto found = chunks_.find(number);
   if (found == chunks_.end()) return;
   mapped_ -= found->second->memory.size();
-  chunks_.erase(found);  // blocks keep it
+  chunks_.erase(found);  // blocks keep the chunk alive
 }
 
 BlockPtr Borrower::borrow(const SegmentHeader& s, Inbox& inbox) {
@@ -109,7 +109,7 @@ BlockPtr Borrower::borrow(const SegmentHeader& s, Inbox& inbox) {
   return inbox.take_over(std::move(block));
 }
 
-/// Is this receiver likely to write to what it gets?
+/// Returns whether this receiver is likely to write to its tensors.
 bool Borrower::is_to_be_copied() {
   std::lock_guard lock(mutex_);
   return to_copy_ > 0 && to_copy_-- > 0;
@@ -142,14 +142,14 @@ void Borrower::let_go(Borrowed& region) {
   give_back(region.taken_under);
 }
 
-/// With the mutex held: a private region shows what is in its memory again. False: it cannot be done.
+/// Requires mutex_. Makes a private region show its shared memory again. Returns false if this is impossible.
 bool Borrower::drop_own_pages(Borrowed& region) {
   const std::size_t own = count_own_pages(region);
   if (Lease::is_common(region.taken_under) && own * kPage > region.pages_size() / 2) to_copy_ = kCopies;
   return own == 0 || ::madvise(region.pages(), region.pages_size(), MADV_DONTNEED) == 0;
 }
 
-/// With the mutex held: how many pages have been written to; where that is not to be found out, at least one.
+/// Requires mutex_. Returns how many pages have been written to; at least one if this is unknown.
 std::size_t Borrower::count_own_pages(const Borrowed& region) {
   if (forked_ || closed_) return 1;
   if (!pagemap_) pagemap_ = Descriptor(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
@@ -168,18 +168,18 @@ std::size_t Borrower::count_own_pages(const Borrowed& region) {
   return own;
 }
 
-/// With the mutex held. There is a slot for every lease that can be here.
+/// Requires mutex_. There is a slot for every lease that this end may have.
 void Borrower::give_back(std::uint64_t lease) {
   const std::uint64_t given = returns_->given.load(std::memory_order_relaxed);
   returns_->leases[given % Returns::kSlots].store(lease, std::memory_order_relaxed);
   returns_->given.store(given + 1, std::memory_order_release);
 }
 
-/// With the mutex held: from now on what this process writes to a region is seen by nobody else.
+/// Requires mutex_. Makes a region copy-on-write, so that no other process sees this one's writes.
 void Borrower::make_private(Borrowed& region) {
   if (region.is_private || region.is_stuck) return;
   region.is_private = region.chunk->memory.make_private(region.pages(), region.pages_size());
-  region.is_stuck = !region.is_private;  // a child would share it: the least is that nobody else gets it
+  region.is_stuck = !region.is_private;  // parent and child share it: at least no other tensor may use it
 }
 
 void Borrower::close() {
@@ -197,7 +197,7 @@ void Borrower::close() {
 
 void Borrower::before_fork() {
   mutex_.lock();
-  if (closed_) return;  // nobody changes what these regions lie in any more: the kernel keeps processes apart
+  if (closed_) return;  // no process changes this memory any more: copy-on-write keeps parent and child apart
   for (const auto& [begin, region] : regions_) {
     make_private(*region);
     if (region->is_private) own_pages(region->pages(), region->pages_size());
@@ -206,7 +206,7 @@ void Borrower::before_fork() {
 
 void Borrower::after_fork_in_parent() { mutex_.unlock(); }
 
-/// The leases are the parent's to give back.
+/// The parent returns the leases.
 void Borrower::after_fork_in_child() {
   forked_ = true;
   mutex_.unlock();

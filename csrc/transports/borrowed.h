@@ -1,15 +1,15 @@
-// The receiver's side of an arena (arena.h): memory of the peer's, mapped here, of which regions come with messages.
+// The receiver's side of an arena (arena.h): memory of the peer, mapped in this process, with regions for messages.
 //
-// A region that was handed over is this process's alone and mapped as it is: to write into it costs nothing. Of common
-// memory (commons.h), which others have as well, the receiver gets a private view, whose pages are its own from the
-// first write on; they are dropped before the lease goes back, so nobody finds them under another tensor later. Pages
-// that were only read stay mapped, so that what comes there next is read without a page fault. A page that is written
-// to costs ten times its share of a copy, so a receiver that writes to what it gets is given copies.
+// A region that was passed on belongs to this process alone and is used as mapped, so writing costs nothing extra.
+// Multicast memory (commons.h) is also read by others, so the receiver gets a private view: copy-on-write pages. They
+// are dropped before the lease is returned, so that the next tensor in this place does not contain them. Pages that
+// were only read stay mapped, so the next tensor causes no page fault. A written page costs ten times its share of a
+// copy, so a receiver that writes to its tensors gets copies instead.
 //
-// A region that nobody here holds but a message that leaves goes home with it, as it is.
+// A region with no holder except a message that is being sent is returned with it without a copy (zero-copy return).
 //
-// A forked child must find tensors as they were, whatever becomes of them in the parent. So before a fork, the regions
-// that are in use become private as well, pages and all.
+// A forked child must keep its tensors, whatever the parent does with them. So before a fork, the regions in use become
+// private as well, including their pages.
 #pragma once
 
 #include <cstdint>
@@ -28,25 +28,25 @@ namespace telegrad {
 
 class Borrower final : public ForkWatcher, public std::enable_shared_from_this<Borrower> {
  public:
-  /// `memory` holds `returns`.
+  /// `memory` keeps `returns` mapped.
   static std::shared_ptr<Borrower> make(std::shared_ptr<SharedMemory> memory, Returns* returns);
   ~Borrower() override;
 
-  /// Bytes of all chunks together at most.
+  /// `limit`: bytes of all chunks together at most.
   void set_limit(std::uint64_t limit) { limit_ = limit; }
 
-  /// The peer offers a chunk. False: it cannot be mapped, or is not to be.
+  /// Maps a chunk that the peer offers. Returns false if it cannot be mapped or exceeds the limit.
   bool map(std::uint32_t number, std::size_t size, Descriptor file);
-  /// The peer does not use a chunk any more.
+  /// Unmaps a chunk that the peer does not use any more.
   void unmap(std::uint32_t number);
-  /// What a segment refers to; null when it is no part of a chunk. Where it cannot be mapped it is copied. May throw
-  /// std::bad_alloc.
+  /// Returns the memory of a segment, or null if it is not inside a chunk. Copies it if it cannot be used in place. May
+  /// throw std::bad_alloc.
   BlockPtr borrow(const SegmentHeader& segment, Inbox& inbox);
-  /// Something that has been borrowed goes home with a message, the whole or a part: the lease to send. 0 if it is not
-  /// of this borrower, or cannot go as it is: then it is to be copied.
+  /// Returns borrowed memory, the whole or a part, to its owner with a message, and returns the lease to send. Returns
+  /// 0 if the memory is not of this object or cannot be returned; it must be copied then.
   std::uint64_t send_home(const OutSegment& segment);
 
-  /// The link is gone: leases do not go back any more, and no descriptor is kept. Blocks stay as they are.
+  /// Ends with the link: leases are not returned any more, and no descriptor is kept. Blocks stay valid.
   void close();
 
   void before_fork() override;
@@ -56,7 +56,7 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
  private:
   class Borrowed;
   struct Chunk {
-    SharedMemory memory;  // common memory as a private view
+    SharedMemory memory;  // multicast memory: a private view
   };
 
   Borrower(std::shared_ptr<SharedMemory> memory, Returns* returns) : memory_(std::move(memory)), returns_(returns) {}
@@ -71,12 +71,12 @@ class Borrower final : public ForkWatcher, public std::enable_shared_from_this<B
   Returns* const returns_;
   std::uint64_t limit_ = 0;
   std::size_t mapped_ = 0;
-  std::map<std::uint32_t, std::shared_ptr<Chunk>> chunks_;  // the receiving thread's
+  std::map<std::uint32_t, std::shared_ptr<Chunk>> chunks_;  // receiving thread only
 
-  std::mutex mutex_;                                          // of what is below
-  std::set<std::pair<const std::byte*, Borrowed*>> regions_;  // by where they begin
-  Descriptor pagemap_;                                        // of this process, once it is needed
-  int to_copy_ = 0;                                           // so many common regions
+  std::mutex mutex_;                                          // guards the members below
+  std::set<std::pair<const std::byte*, Borrowed*>> regions_;  // by start address
+  Descriptor pagemap_;                                        // of this process, opened on first use
+  int to_copy_ = 0;                                           // number of multicast regions to copy
   bool forked_ = false;
   bool closed_ = false;
 };

@@ -13,15 +13,15 @@ namespace telegrad {
 namespace {
 
 constexpr std::size_t kLeastChunk = std::size_t{8} << 20;
-constexpr Nanos kPause = kSecond;  // before a machine that has refused memory is asked again
+constexpr Nanos kPause = kSecond;  // before a system that has refused memory is asked again
 
-/// One for all: what is done under it takes no time. Forks wait for it, and for arenas before it.
+/// One lock for all objects, as critical sections are short. Forks wait for it, and for those of arenas before it.
 std::mutex& lock_of_all() {
   static auto* m = new std::mutex;  // never destroyed: messages may outlive static objects
   return *m;
 }
 
-/// Held while a chunk is made, which takes as long as filling it. The other one may be taken under it.
+/// Held while a chunk is created, which takes as long as filling it. The lock above may be taken after it.
 std::mutex& growing() {
   static auto* m = new std::mutex;
   return *m;
@@ -61,7 +61,7 @@ std::shared_ptr<Common> Commons::put(std::size_t size) {
     free_.add(next_, 0, room);
     chunks_.emplace(next_++, std::move(chunk));
     return take(size);
-  } catch (const std::system_error&) {  // the machine has no such memory, or no descriptor for it
+  } catch (const std::system_error&) {  // the system has no memory or no descriptor for it
     Guard guard(lock_of_all());
     no_growth_before_ = now() + kPause;
     return nullptr;
@@ -70,7 +70,7 @@ std::shared_ptr<Common> Commons::put(std::size_t size) {
   }
 }
 
-/// What receivers have given back is here again.
+/// Processes the leases that receivers have returned.
 void Commons::collect() {
   std::vector<std::weak_ptr<Arena>> arenas;
   {
@@ -83,7 +83,7 @@ void Commons::collect() {
   }
 }
 
-/// With the lock held, as what follows.
+/// Requires the lock, as do the functions below.
 std::shared_ptr<Common> Commons::take(std::size_t length) {
   const std::size_t size = region_size(length);
   const auto place = free_.take(size);
@@ -95,7 +95,7 @@ std::shared_ptr<Common> Commons::take(std::size_t length) {
   return std::make_shared<Common>(lease, chunk.memory.data() + place->offset, length, shared_from_this());
 }
 
-/// Bytes of a chunk that may be made; 0 if none may.
+/// Returns the size of the next chunk; 0 if the limit allows none.
 std::size_t Commons::room_for(std::size_t length) {
   if (now() < no_growth_before_) return 0;
   const std::size_t size = region_size(length);

@@ -1,12 +1,12 @@
-// What is sent to several peers of this host at once lies in shared memory once: whoever gets it maps it and reads it
-// there. Nobody writes to it as long as anybody has it. The receivers look at it through private views (borrowed.h), so
-// each owns what it has.
+// Multicast: data for several peers of this host is in shared memory once, and every receiver maps and reads it. While
+// any process has it, no process writes to it. The receivers see it through private views (borrowed.h), so each owns
+// its tensors.
 //
-// A link passes the file of a chunk to its peer before the first piece in it, and hands pieces over once the peer has
-// mapped it; until then, and where that cannot be, it sends bytes. It keeps account of what its peer has (arena.h).
-// What a peer has not given back when its link ends may still be looked at, by a process that has closed its worker but
-// keeps tensors. So that memory is never written to again: the chunk gets no new pieces, and goes with its last one;
-// the kernel frees the pages once the last process that has mapped them has let go or died.
+// A link passes the file of a chunk to its peer before the first buffer in it, and passes buffers on once the peer has
+// mapped the chunk. Until then, and if mapping is impossible, it sends bytes. It records the leases of its peer
+// (arena.h). A peer that closes its worker but keeps tensors may still read leases that it has not returned when its
+// link ends. So this memory is never written to again: the chunk gets no new buffers and is released with its last one.
+// The kernel frees the pages once the last process with a mapping has unmapped them or died.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,8 @@ namespace telegrad {
 class Arena;
 class Commons;
 
-/// One thing to send to several peers. Its maker writes it, and then hands it to messages; when the last of these has
-/// gone, the memory waits for the receivers alone.
+/// Multicast buffer: data to send to several peers. Its creator fills it and then adds it to messages. Once the last of
+/// these has been destroyed, only the receivers keep the memory.
 class Common {
  public:
   Common(std::uint64_t lease, std::byte* data, std::size_t size, std::shared_ptr<Commons> commons)
@@ -47,42 +47,43 @@ class Common {
   const std::shared_ptr<Commons> commons_;
 };
 
-/// Chunks from this number on are of common memory.
+/// Chunks from this number on are multicast memory.
 inline constexpr std::uint32_t kCommonChunks = std::uint32_t{1} << 31;
 
-/// The common memory of one engine. Thread-safe. Its lock is taken under that of an arena, never the other way round.
+/// The multicast memory of one engine. Thread-safe. Its lock is taken after that of an arena, never before.
 class Commons : public std::enable_shared_from_this<Commons> {
  public:
   struct Stats {
-    std::size_t pieces = 0;  // that a message or a receiver has
+    std::size_t pieces = 0;  // buffers in use by a message or a receiver
     std::size_t bytes = 0;   // of all chunks
   };
 
   /// `limit`: bytes of all chunks together at most.
   explicit Commons(std::uint64_t limit) : limit_(limit) {}
 
-  /// Memory for `size` bytes; null when there is none. Reserves it if need be, which takes as long as filling it.
+  /// Allocates a buffer of `size` bytes; null if there is no memory. May reserve pages, which takes as long as filling
+  /// them.
   std::shared_ptr<Common> put(std::size_t size);
-  /// Gives up chunks that have not been used since `before`.
+  /// Releases chunks that have not been used since `before`.
   void trim(Nanos before);
   Stats stats();
-  /// Bytes of all chunks.
+  /// Returns the bytes of all chunks.
   std::size_t size() const { return total_.load(std::memory_order_relaxed); }
 
   // ---- for arenas
 
-  /// Its peer may get pieces: it is asked for what has come back when room is needed.
+  /// Registers an arena for a peer that may get buffers. It is asked for returned leases when room is needed.
   void join(const std::weak_ptr<Arena>& arena);
   struct Offer {
     std::size_t size;
-    int file;  // of the chunk, as long as there is a piece in it
+    int file;  // of the chunk, valid while the chunk contains a buffer
   };
   Offer offer(std::uint32_t chunk);
   bool has(std::uint32_t chunk);
-  /// A receiver gets a piece that has a holder.
+  /// Counts one more receiver of a buffer that has a holder.
   void hold(std::uint64_t lease);
   void let_go(std::uint64_t lease);
-  /// A receiver will not say any more whether it has the piece.
+  /// Records that a receiver will never return the lease of a buffer.
   void give_up(std::uint64_t lease);
 
  private:

@@ -1,6 +1,6 @@
 #include "transports/congestion.h"
 
-// Not <netinet/tcp.h>, whose tcp_info is older and ends too soon.
+// Not <netinet/tcp.h>: its tcp_info is older and lacks the last fields.
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -14,7 +14,7 @@ namespace telegrad {
 namespace {
 
 constexpr std::size_t kLongestName = 16;
-constexpr std::string_view kUnpaced[] = {"cubic", "reno"};  // the latter is open to everybody
+constexpr std::string_view kUnpaced[] = {"cubic", "reno"};  // any process may select the latter
 
 std::string in_use(int socket) {
   char name[kLongestName] = {};
@@ -27,7 +27,7 @@ bool use(int socket, std::string_view name) {
   return setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size())) == 0;
 }
 
-/// What the system would have used, in this network namespace.
+/// Returns the system's default, in this network namespace.
 std::string of_the_system() {
   const Descriptor fresh(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   return fresh ? in_use(fresh.get()) : std::string();

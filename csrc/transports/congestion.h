@@ -1,9 +1,9 @@
-// Which congestion control a TCP connection uses.
+// Congestion control of TCP connections.
 //
-// One that paces what it sends (BBR) earns its keep on long paths. Within a host or a rack it sends in small bursts on
-// a timer, which takes twice the processor time of both ends for the same bytes and so is half as fast. A socket begins
-// without; whoever is about to send much knows by then how long the path is, and gives a long one back what the
-// system's administrator chose. Where that does not pace, nothing is touched.
+// Pacing (BBR) pays on long paths. Within a host or a rack it sends small bursts on a timer, which takes twice the
+// processor time of both ends for the same bytes and so is half as fast. A socket starts without pacing. Before a large
+// transfer the round-trip time is known, and a long path gets the system's default congestion control. If that default
+// does not pace, nothing is changed.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@
 
 namespace telegrad {
 
-/// A path this short needs no pacing.
-inline constexpr std::uint32_t kShortPath = 1000;  // microseconds there and back
+/// Round-trip time up to which a path needs no pacing.
+inline constexpr std::uint32_t kShortPath = 1000;  // microseconds
 
-/// Does this congestion control pace?
+/// Returns whether this congestion control paces.
 bool paces(std::string_view name);
 
-/// Before a socket connects or listens (those it accepts are like it).
+/// Disables pacing before a socket connects or listens (accepted sockets inherit this).
 void begin_unpaced(int socket);
 
-/// Before much is sent over a connection: what suits its path.
+/// Selects the congestion control for the path, before a large transfer.
 void suit_path(int socket);
 void suit_path(int socket, std::uint32_t round_trip);  // in microseconds
 

@@ -11,7 +11,8 @@ namespace telegrad {
 namespace {
 
 #ifdef __SSE2__
-/// Stores that bypass the caches: a line that will be overwritten whole is not read first. `to` is aligned to 64 bytes.
+/// Copies with stores that bypass the caches: a line that is overwritten entirely is not read first. `to` is aligned to
+/// 64 bytes.
 void stream(std::byte* to, const std::byte* from, std::size_t size) {
   constexpr std::size_t kLine = 64, kAhead = 512;
   for (std::size_t i = 0; i < size; i += kLine) {

@@ -6,7 +6,7 @@
 
 namespace telegrad {
 
-/// Owns a descriptor; closes it exactly once.
+/// Unique fd: owns a descriptor and closes it exactly once.
 class Descriptor {
  public:
   explicit Descriptor(int fd = -1) : fd_(fd) {}

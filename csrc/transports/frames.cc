@@ -10,7 +10,7 @@
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kDirect = 16 << 10;  // a part with this much missing is put straight into place
+constexpr std::size_t kDirect = 16 << 10;  // parts with at least this much missing are read directly into place
 
 std::uint64_t bytes_in_frame(const OutSegment& s) { return s.lease ? 0 : s.size; }
 
@@ -65,7 +65,7 @@ void begin(Outgoing& m) {
 
 int gather(Outgoing& m, iovec* out, int count, std::uint64_t most) {
   int n = 0;
-  std::uint64_t at = 0;  // of the piece, in the frame
+  std::uint64_t at = 0;  // offset of the part in the frame
   auto add = [&](const void* data, std::uint64_t size) {
     const std::uint64_t skip = m.sent > at ? std::min(m.sent - at, size) : 0;
     const std::uint64_t taken = std::min(size - skip, most);
@@ -89,7 +89,7 @@ int gather(Outgoing& m, iovec* out, int count, std::uint64_t most) {
 
 // ---- reading
 
-/// Moves bytes into a part of `size` bytes, or discards them where there is no memory for it; true when it is full.
+/// Moves bytes into a part of `size` bytes, or discards them if it has no memory; returns true when it is complete.
 bool FrameReader::fill(void* to, std::size_t size) {
   const std::size_t n = std::min(size_, size - filled_);
   if (n > 0 && to) std::memcpy(static_cast<std::byte*>(to) + filled_, data_, n);
@@ -105,7 +105,7 @@ bool FrameReader::begin_frame() {
   FrameHeader& h = incoming_.header;
   if (!fill(&h, sizeof h)) return false;
   if (h.magic != kMagic) {
-    fail("what arrived is not a Telegrad frame");
+    fail("received bytes that are not a Telegrad frame");
   } else if (h.name_size > limits_.name || h.body_size > limits_.body || h.segment_count > limits_.segments) {
     fail("a frame of " + std::to_string(h.body_size) + " bytes with " + std::to_string(h.segment_count) +
          " segments and a name of " + std::to_string(h.name_size) + " bytes is over the limits (" +
@@ -121,12 +121,12 @@ bool FrameReader::begin_frame() {
 }
 
 bool FrameReader::begin_segments(Inbox& inbox) {
-  // Headers are taken one by one, so a lying count costs nothing before the bytes are really there.
+  // Read the headers one by one: a false count allocates nothing before the bytes have arrived.
   while (segment_headers_.size() < incoming_.header.segment_count) {
     if (!fill(&segment_header_, sizeof segment_header_)) return false;
     if ((segment_header_.lease != 0 || incoming_.header.type == FrameType::kPiece) && !leases_) {
-      fail(segment_header_.lease != 0 ? "a link that shares no memory got a segment that lies in shared memory"
-                                      : "a link without lanes got a piece of a message");
+      fail(segment_header_.lease != 0 ? "received a segment in shared memory on a link that shares no memory"
+                                      : "received a fragment on a link without lanes");
       return false;
     }
     segment_headers_.push_back(segment_header_);
@@ -154,7 +154,7 @@ bool FrameReader::check_sizes() {
   return true;
 }
 
-/// False: a segment is not where its header says.
+/// Gets the memory of the body and the segments. Returns false if a segment is not where its header says.
 bool FrameReader::take_memory(Inbox& inbox) {
   const FrameHeader& frame = incoming_.header;
   std::uint64_t size = frame.body_size;
@@ -178,7 +178,8 @@ bool FrameReader::take_memory(Inbox& inbox) {
     const bool borrowed = h.lease != 0 || piece;
     BlockPtr block = borrowed ? leases_->borrow(frame, h, inbox) : allocate(h.size);
     if (!block) {
-      fail(piece ? "a piece belongs to no message" : "a segment lies in shared memory that has not been shared");
+      fail(piece ? "received a fragment that belongs to no message"
+                 : "received a segment in shared memory that has not been shared");
       return false;
     }
     if (!block->data() && !piece) {
@@ -191,8 +192,8 @@ bool FrameReader::take_memory(Inbox& inbox) {
   return true;
 }
 
-/// Gives back at once what the frame has got, and all that it refers to; what is still to come is discarded. Throws
-/// std::bad_alloc if there is no memory even for the trailer.
+/// Releases the memory and the leases of the frame at once and discards its remaining bytes. Throws std::bad_alloc if
+/// there is no memory even for the trailer.
 void FrameReader::discard_content(Inbox& inbox, std::uint64_t size) {
   discarded_ = size;
   if (incoming_.body) incoming_.body = std::make_unique<Discarded>(incoming_.body->size());
@@ -212,7 +213,7 @@ void FrameReader::deliver(Inbox& inbox) {
   inbox.deliver(std::exchange(incoming_, {}));
 }
 
-/// One step; false when more bytes are needed, or the stream is at fault.
+/// Parses one step; returns false if more bytes are needed or the stream is malformed.
 bool FrameReader::parse(Inbox& inbox) {
   switch (step_) {
     case Step::kHeader:

@@ -1,5 +1,5 @@
-// Frames as bytes: how messages are written to any ordered stream of bytes, and read from it. See core/message.h for
-// the format. A segment with a lease lies in memory that the transport shares: only its header is in the frame.
+// Frames as bytes: messages written to, and read from, any ordered byte stream. See core/message.h for the format. A
+// segment with a lease resides in memory that the transport shares: the frame has only its header.
 #pragma once
 
 #include <sys/uio.h>
@@ -14,76 +14,76 @@
 
 namespace telegrad {
 
-inline constexpr std::size_t kFlatFrame = 1024;      // a frame up to here is copied together and sent as one piece
-inline constexpr std::size_t kHeldFrames = 8 << 10;  // bytes of such frames that wait for others to leave with
+inline constexpr std::size_t kFlatFrame = 1024;      // frames up to this size are copied and sent in one piece
+inline constexpr std::size_t kHeldFrames = 8 << 10;  // buffer size for such frames when they are coalesced
 
 // ---- writing
 
-/// Fills in what the header says of the rest.
+/// Sets the sizes and counts in the header of a message.
 void complete(FrameHeader& header, const Outgoing& message);
 
-/// Bytes of the whole frame.
+/// Returns the size of the whole frame.
 std::uint64_t frame_size(const Outgoing& message);
 
-/// Writes the whole frame, with this header, in one piece; returns its size.
+/// Writes the whole frame with this header into contiguous memory; returns its size.
 std::size_t flatten(const Outgoing& message, const FrameHeader& header, std::byte* out);
 
-/// The same after its prefix: body and segments.
+/// Writes the body and the segments, which follow the prefix.
 std::uint64_t payload_in_frame(const Outgoing& message);
 
-/// Begins a frame that goes piece by piece: completes its header, fills `prefix` and `total`.
+/// Begins a frame that is sent in parts: completes its header, sets `prefix` and `total`.
 void begin(Outgoing& message);
 
-/// The pieces of a frame that has been begun, after its first `sent` bytes: `count` of them, and `most` bytes, at most.
+/// Lists the parts of a begun frame after its first `sent` bytes: at most `count` parts and `most` bytes.
 int gather(Outgoing& message, iovec* out, int count, std::uint64_t most);
 
 // ---- reading
 
-/// Memory that a frame refers to.
+/// Source of segments outside the frame.
 class Leases {
  public:
   virtual ~Leases() = default;
-  /// The memory of a segment that is not in the frame, or of a piece; null when there is none such. A `Discarded` block
-  /// where there is no memory for bytes that come; where there is none for anything else, this throws std::bad_alloc.
+  /// Returns the memory of a segment with a lease, or of a fragment; null if it is unknown. Returns a `Discarded` block
+  /// if there is no memory for received bytes; throws std::bad_alloc if there is none for anything else.
   virtual BlockPtr borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) = 0;
-  /// The frame being read is discarded: but for `trailer`, which may be null, the blocks borrowed for it are gone.
+  /// Reports that the current frame is discarded: blocks borrowed for it are destroyed, except `trailer` (may be null).
   virtual void discard([[maybe_unused]] const Block* trailer) {}
 };
 
-/// Stands for bytes that are read and discarded: there is no memory behind it.
+/// Placeholder for bytes that are read and discarded: it has no memory.
 class Discarded final : public Block {
  public:
   explicit Discarded(std::size_t size) : Block(nullptr, size) {}
 };
 
-/// Takes a stream apart into messages. A request or reply for which there is no memory is read and discarded, but for
-/// its trailer, and delivered without its content (Incoming::discarded). One thread at a time.
+/// Parser of a byte stream into messages. Reads and discards a request or reply for which there is no memory, except
+/// its trailer, and delivers it without its content (Incoming::discarded). One thread at a time.
 class FrameReader {
  public:
-  /// `leases`: null where there are none.
+  /// `leases`: null if the transport has none.
   explicit FrameReader(Leases* leases = nullptr) : leases_(leases) {}
 
-  /// Also from inside `Inbox::deliver`.
+  /// May be called inside `Inbox::deliver`.
   void set_leases(Leases* leases) { leases_ = leases; }
 
-  /// What a frame may be from now on. Also from inside `Inbox::deliver`.
+  /// Sets the limits of frames. May be called inside `Inbox::deliver`.
   void set_limits(const Limits& limits) { limits_ = limits; }
 
-  /// Takes in the next bytes of the stream and delivers what becomes whole. False: they are no frame, or one beyond the
-  /// limits; `error()` says so, and nothing more can be read. Throws std::bad_alloc when there is no memory for what
-  /// cannot be discarded.
+  /// Parses the next bytes of the stream and delivers complete messages. Returns false if the bytes are malformed or
+  /// over the limits; `error()` has the reason, and the reader stays failed. Throws std::bad_alloc if there is no
+  /// memory for content that cannot be discarded.
   bool read(const std::byte* data, std::size_t size, Inbox& inbox);
   const std::string& error() const { return error_; }
 
-  /// Where the next bytes of the stream may be put straight, and how many of them; 0 where too few are missing for it
-  /// to pay. `placed` says how many have been put there; `read` must follow, if need be of nothing.
+  /// Returns how many of the next bytes may be read directly to `*to`, or 0 if too few are missing for this to pay.
+  /// `placed` reports the bytes that were read there; `read` must follow, with no bytes if there are no others.
   std::size_t direct_target(std::byte** to) const;
   void placed(std::size_t count) { filled_ += count; }
 
-  /// Is the stream between two frames?
+  /// Returns whether the stream is between two frames.
   bool at_rest() const { return step_ == Step::kHeader && filled_ == 0; }
 
-  /// The frame being read, for an error.
+  /// Describes the current frame for an error text.
   std::string describe() const;
 
  private:
@@ -104,30 +104,30 @@ class FrameReader {
   Limits limits_;
   std::string error_;
 
-  // Bytes not yet understood.
+  // Bytes not parsed yet.
   const std::byte* data_ = nullptr;
   std::size_t size_ = 0;
 
-  // The frame being read.
+  // The current frame.
   Step step_ = Step::kHeader;
-  std::size_t filled_ = 0;  // bytes of the current part that are there
+  std::size_t filled_ = 0;  // bytes of the current part that have been read
   Incoming incoming_;
   SegmentHeader segment_header_;
   std::vector<SegmentHeader> segment_headers_;
   std::size_t segment_ = 0;      // the segment being filled
-  std::uint64_t discarded_ = 0;  // its bytes, if there is no memory for it
+  std::uint64_t discarded_ = 0;  // size of the frame if there is no memory for it
 };
 
-/// Small frames that wait for others to leave with.
+/// Buffer of small coalesced frames.
 class HeldFrames {
  public:
-  /// Takes a copy. False: the message is too large or brings lent memory, or enough is held already.
+  /// Appends a copy. Returns false if the message is too large or has leased memory, or the buffer is full.
   bool take(const Outgoing& message);
 
   bool empty() const { return begin_ == end_; }
   const std::byte* data() const { return bytes_.get() + begin_; }
   std::size_t size() const { return end_ - begin_; }
-  /// So many of the bytes have left.
+  /// Removes bytes that have been sent.
   void left(std::size_t count);
 
  private:

@@ -8,7 +8,7 @@
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kFinest = std::size_t{2} << 20;  // regions are multiples of at most this
+constexpr std::size_t kFinest = std::size_t{2} << 20;  // upper bound for the granularity of regions
 
 }  // namespace
 

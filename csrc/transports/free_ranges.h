@@ -1,4 +1,4 @@
-// What is free of some chunks of memory.
+// Free memory of chunks.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,11 @@
 
 namespace telegrad {
 
-/// Bytes that a region for `size` bytes takes: whole pages, and such that regions which differ by less than an eighth
-/// are the same, so that one fits where the other was.
+/// Returns the size of the region for `size` bytes: whole pages, rounded so that sizes which differ by less than an
+/// eighth share one region size. A released region then fits the next one.
 std::size_t region_size(std::size_t size);
 
-/// Free ranges, joined with their neighbours. Not thread-safe.
+/// Free ranges, merged with their neighbors. Not thread-safe.
 class FreeRanges {
  public:
   struct Place {
@@ -24,9 +24,9 @@ class FreeRanges {
   };
 
   void add(std::uint32_t chunk, std::size_t offset, std::size_t size);
-  /// Takes `size` bytes of the smallest range that has so many.
+  /// Allocates `size` bytes from the smallest range that is large enough.
   std::optional<Place> take(std::size_t size);
-  /// There is no such chunk any more.
+  /// Removes a chunk.
   void forget(std::uint32_t chunk);
 
  private:

@@ -1,5 +1,5 @@
-// Links within one process: a worker's calls to itself, and tests. Two queues, with the same bounded room, blocking and
-// end-of-stream behaviour as a socket, and memory to lend.
+// Links within one process: a worker's calls to itself, and tests. Two queues with the bounds, blocking and
+// end-of-stream behavior of a socket, and memory to lease.
 #include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -23,17 +23,17 @@
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kRoom = 4 << 20;       // bytes queued in one direction before a sender is told to wait
-constexpr std::size_t kLendable = 16 << 20;  // bytes that one link lends at most
+constexpr std::size_t kRoom = 4 << 20;       // bytes queued per direction before `send` returns kBlocked
+constexpr std::size_t kLendable = 16 << 20;  // bytes that one link leases at most
 
-/// A descriptor that polls readable and writable as it is told: one end of a socket pair whose other end we hold. A
-/// byte sent from there makes it readable; filling the way there makes it unwritable.
+/// Descriptor with controllable readiness: one end of a socket pair, with the other end held here. A byte sent from the
+/// other end makes it readable; a full buffer makes it unwritable.
 class Doorbell {
  public:
   Doorbell() {
     int ends[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) != 0) {
-      throw std::system_error(errno, std::generic_category(), "cannot make a pair of sockets");
+      throw std::system_error(errno, std::generic_category(), "cannot create a socket pair");
     }
     outside_ = Descriptor(ends[0]);
     inside_ = Descriptor(ends[1]);
@@ -77,11 +77,11 @@ class Doorbell {
   bool writable_ = true;
 };
 
-/// The memory that one link lends. Each lease has as many holders as there are blocks over it: the sender's, the
-/// receiver's, and for a moment both.
+/// Leased memory of one link. Each lease has as many holders as there are blocks for it: the sender's, the receiver's,
+/// or for a short time both.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  /// Null when there is not so much left.
+  /// Leases memory; null if not enough is left.
   std::optional<Lent> lend(std::size_t size) {
     std::lock_guard lock(mutex_);
     if (size > kLendable - lent_) return std::nullopt;
@@ -94,7 +94,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
     return Lent{.lease = lease, .memory = hold(lease, 0, size)};
   }
 
-  /// The receiver's block over a lease, or a part of it; null when it means nothing here, or has been given already.
+  /// Returns the receiver's block for a lease, or a part of it; null if the lease is unknown or has been passed on.
   BlockPtr give(const OutSegment& s) {
     std::lock_guard lock(mutex_);
     const auto found = s.lease ? regions_.find(s.lease) : regions_.end();
@@ -149,11 +149,11 @@ struct Parcel {
   FrameHeader header;
   std::string name;
   std::string body;
-  std::vector<std::unique_ptr<std::byte[]>> segments;  // null where memory is handed over
+  std::vector<std::unique_ptr<std::byte[]>> segments;  // null for leased memory
   std::vector<BlockPtr> handed_over;
   std::vector<std::size_t> sizes;
   std::size_t total = 0;        // bytes that are copied
-  std::uint64_t discarded = 0;  // bytes for which there was no memory; then the segments are the trailer
+  std::uint64_t discarded = 0;  // bytes for which there was no memory; then only the trailer is in `segments`
 };
 
 bool has_trailer(const FrameHeader& h, std::size_t segments) { return h.flags & kTrailer && segments > 0; }
@@ -182,7 +182,7 @@ Parcel pack(const Outgoing& m, std::span<const OutSegment> segments, std::string
   return p;
 }
 
-/// The same; a request or reply for which there is no memory leaves without its content.
+/// Copies a message; without its content if it is a request or reply for which there is no memory.
 Parcel pack(const Outgoing& m, Arena& arena) {
   try {
     return pack(m, m.segments, m.body, arena);
@@ -201,7 +201,7 @@ struct Pipe {
   std::size_t bytes = 0;
 };
 
-/// What both ends share. bell[i] is end i's: readable when pipe[i] has something or the link is closed, writable
+/// State that both ends share. bell[i] is end i's: readable if pipe[i] has messages or the link is closed, writable
 /// unless the other pipe is full.
 struct Shared {
   std::mutex mutex;
@@ -301,12 +301,12 @@ class InprocLink final : public Link {
     }
   }
 
-  /// Hands a parcel on; returns why that cannot be, or "".
+  /// Delivers a parcel; returns the error, or "".
   std::string deliver(Inbox& inbox, Parcel p) const {
     const FrameHeader& h = p.header;
     const bool trailer = has_trailer(h, p.sizes.size());
     const std::uint64_t total = std::accumulate(p.sizes.begin(), p.sizes.end() - (trailer ? 1 : 0), std::uint64_t{0});
-    if (h.magic != kMagic) return "what arrived is not a Telegrad frame";
+    if (h.magic != kMagic) return "received bytes that are not a Telegrad frame";
     if (h.name_size > limits_.name || h.body_size > limits_.body || h.segment_count > limits_.segments ||
         total > limits_.message || (trailer && p.sizes.back() > limits_.trailer)) {
       return "a frame is over the limits";
@@ -329,7 +329,7 @@ class InprocLink final : public Link {
     }
   }
 
-  /// False: there is no memory for it.
+  /// Returns false if there is no memory for it.
   static bool take_content(Inbox& inbox, Parcel& p, Incoming& m) {
     try {
       if (!p.body.empty()) {
@@ -400,7 +400,7 @@ class InprocListener final : public Listener {
     return link;
   }
 
-  void push(std::unique_ptr<Link> link) {  // with names().mutex held
+  void push(std::unique_ptr<Link> link) {  // requires names().mutex
     waiting_.push_back(std::move(link));
     const std::uint64_t one = 1;
     [[maybe_unused]] auto n = ::write(bell_.get(), &one, sizeof one);

@@ -6,15 +6,15 @@
 namespace telegrad {
 namespace {
 
-constexpr int kTries = 3;            // messages before a number of lanes is judged
-constexpr double kMargin = 1.1;      // more lanes have to be faster by this factor
-constexpr double kLatest = 0.3;      // weight of the latest message
-constexpr int kFirstPause = 32;      // messages after which what lost is tried again,
-constexpr int kLongestPause = 4096;  // twice as many each time, up to here
+constexpr int kTries = 3;            // messages before a number of lanes is compared
+constexpr double kMargin = 1.1;      // more lanes must be faster by this factor
+constexpr double kLatest = 0.3;      // weight of the latest message in the average
+constexpr int kFirstPause = 32;      // messages after which a slower number is tried again;
+constexpr int kLongestPause = 4096;  // doubled each time, up to here
 
 }  // namespace
 
-/// The last step is for all lanes, however many.
+/// The last step stands for all lanes, however many.
 std::size_t LaneChoice::step_of(std::size_t lanes) {
   return std::min<std::size_t>(static_cast<std::size_t>(std::bit_width(lanes - 1)), kSteps - 1);
 }
@@ -42,7 +42,7 @@ std::size_t LaneChoice::next(std::size_t open) {
       Seen& other = seen_[step];
       if (step == best()) {
         other.pause = other.next_pause = 0;
-      } else if (other.pause == 0) {  // it has just lost, or comes out of its pause
+      } else if (other.pause == 0) {  // it was slower just now, or its pause is over
         if (other.next_pause > 0) chosen = step;
         other.next_pause = std::clamp(2 * other.next_pause, kFirstPause, kLongestPause);
         other.pause = other.next_pause;

@@ -1,9 +1,9 @@
-// Over how many lanes a large message is spread, by what came of it before.
+// Selection of the number of lanes for large messages, by measured throughput.
 //
-// Lanes help where each connection by itself is held back: by a shaper, a congestion window on a long path, a card that
-// has one processor for each connection. Where they do not, they cost a little. So both are tried, and the faster one
-// is kept: more lanes only if they are faster by a margin. What lost is tried again now and then, more and more rarely,
-// for networks change. One thread at a time.
+// Lanes help if each connection is limited on its own: by a traffic shaper, by a congestion window on a long path, or
+// by a network card with one processor per connection. Otherwise they cost a little. So several numbers of lanes are
+// tried, and more lanes are kept only if they are faster by a margin. Slower numbers are tried again at growing
+// intervals, because networks change. One thread at a time.
 #pragma once
 
 #include <array>
@@ -16,19 +16,19 @@ namespace telegrad {
 
 class LaneChoice {
  public:
-  /// Lanes for the next large message, of `open` ones: 1, 2, 4, ... or all.
+  /// Returns the number of lanes for the next large message, up to `open`: 1, 2, 4, ... or all.
   std::size_t next(std::size_t open);
 
-  /// So many bytes left over so many lanes in this time.
+  /// Records a transfer: its bytes, lanes and time.
   void took(std::size_t lanes, std::uint64_t bytes, Nanos time);
 
  private:
   static constexpr std::size_t kSteps = 5;  // 1, 2, 4, 8, 16 lanes
   struct Seen {
-    double rate = 0;  // bytes a nanosecond, of late
+    double rate = 0;  // bytes per nanosecond, moving average
     int samples = 0;
     int pause = 0;       // messages until it is tried again
-    int next_pause = 0;  // and after that
+    int next_pause = 0;  // the pause after that
   };
   static std::size_t step_of(std::size_t lanes);
   std::size_t best() const;

@@ -11,10 +11,10 @@
 namespace telegrad {
 namespace {
 
-constexpr std::uint64_t kWorthLanes = 32 << 20;  // bytes of such messages before lanes are asked for
-constexpr std::uint64_t kTurn = 4 << 20;         // bytes sent before other threads have their turn
-constexpr std::size_t kLaneBudget = 1 << 20;     // bytes read of a lane before it is the next one's turn
-constexpr Nanos kPatience = 10 * kSecond;        // with lanes, once the first connection has ended
+constexpr std::uint64_t kWorthLanes = 32 << 20;  // bytes of large messages before lanes are requested
+constexpr std::uint64_t kTurn = 4 << 20;         // bytes sent before other threads may send
+constexpr std::size_t kLaneBudget = 1 << 20;     // bytes read from a lane before the next lane is read
+constexpr Nanos kPatience = 10 * kSecond;        // limit for data on lanes after the end of the first connection
 
 }  // namespace
 
@@ -55,7 +55,7 @@ std::vector<int> LanedLink::descriptors() const {
   return all;
 }
 
-// ---- lanes come
+// ---- opening lanes
 
 bool LanedLink::wants_lanes() const { return open_ == 0 && moved_.load(std::memory_order_relaxed) >= kWorthLanes; }
 
@@ -78,19 +78,19 @@ bool LanedLink::add_lane(std::shared_ptr<Link> lane) {
   return true;
 }
 
-/// A message with so many bytes of tensors has gone or come.
+/// Counts the tensor bytes of a sent or received message.
 void LanedLink::count(std::uint64_t bytes) {
   if (bytes >= spread_.message) moved_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
-/// What the epoll is to tell of a lane.
+/// Sets the events for which the epoll watches a lane.
 void LanedLink::watch(std::size_t index, bool Lane::* what, bool on) {
   Lane& lane = lanes_[index];
   std::lock_guard lock(interest_mutex_);
   if (std::exchange(lane.*what, on) == on) return;
   const auto events = (lane.reads ? std::uint32_t{EPOLLIN} : 0u) | (lane.writes ? std::uint32_t{EPOLLOUT} : 0u);
   epoll_event event{.events = events, .data = {.u64 = index}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, lane.stream->fd(), &event);  // a lane that has ended is not in there
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, lane.stream->fd(), &event);  // fails for a lane that has ended
 }
 
 // ---- sending
@@ -101,7 +101,7 @@ SendState LanedLink::send(Outgoing& m) {
   waits_for_first_ = true;
   std::uint64_t size = 0;
   for (OutSegment& s : m.segments) {
-    s.lease = 0;  // there is no memory to share
+    s.lease = 0;  // TCP shares no memory
     if (s.size >= spread_.segment) size += s.size;
   }
   if (size < spread_.message) return first_.send(m);
@@ -124,7 +124,7 @@ SendState LanedLink::send_large(Outgoing& m) {
   return state;
 }
 
-/// Bytes that the system has taken and not got rid of.
+/// Returns the bytes in the socket buffers that the kernel has not sent.
 std::uint64_t LanedLink::queued() {
   std::uint64_t all = 0;
   for (std::size_t i = 0, n = lanes() + 1; i < n; ++i) {
@@ -134,7 +134,8 @@ std::uint64_t LanedLink::queued() {
   return all;
 }
 
-/// A large message has left. What counts is what the other end has got meanwhile: systems take a lot at once.
+/// Records a sent message. Only bytes that have left the socket buffers count, because the kernel accepts a lot at
+/// once.
 void LanedLink::finish() {
   const std::uint64_t before = large_.bytes + large_.queued, left = queued();
   const std::uint64_t moved = before - std::min(before, left);
@@ -142,7 +143,7 @@ void LanedLink::finish() {
   large_.under_way = false;
 }
 
-/// The next piece of the message, if there is any left.
+/// Returns the next fragment of the message, if any is left.
 bool LanedLink::cut(Outgoing& m, Piece& piece) {
   while (large_.segment < m.segments.size()) {
     const OutSegment& s = m.segments[large_.segment];
@@ -196,7 +197,7 @@ SendState LanedLink::send_pieces(Outgoing& m) {
       moves = moves || !piece.busy;
     }
   }
-  m.sent += sent;  // whoever waits sees that it moves
+  m.sent += sent;  // waiting threads check this for progress
   waits_for_first_ = blocked[0] || (left && moves);
   for (std::size_t i = 1; i < large_.connections; ++i) watch(i - 1, &Lane::writes, left && blocked[i]);
   if (left) {
@@ -210,20 +211,20 @@ SendState LanedLink::send_pieces(Outgoing& m) {
 
 // ---- receiving
 
-/// What comes over the first connection or a lane.
+/// Inbox for the first connection and the lanes.
 class LanedLink::Taker final : public Inbox {
  public:
   Taker(LanedLink& link, Inbox& inbox) : link_(link), inbox_(inbox) {}
   BlockPtr allocate(std::size_t size) override { return inbox_.allocate(size); }
   BlockPtr take_over(BlockPtr lent) override { return inbox_.take_over(std::move(lent)); }
   void deliver(Incoming&& m) override {
-    LanedLink& link = link_.lane_of_ ? *link_.lane_of_ : link_;  // it can become a lane while it is read
+    LanedLink& link = link_.lane_of_ ? *link_.lane_of_ : link_;  // the link can become a lane while it is read
     Scattered& scattered = link.scattered_;
     if (m.header.type != FrameType::kPiece) {
       if (!m.segments.empty()) link.count(m.payload_size());
       if (!scattered.begun() && !scattered.waits()) return inbox_.deliver(std::move(m));
     }
-    if (!scattered.take(std::move(m))) link.fail("pieces of a message do not fit together");
+    if (!scattered.take(std::move(m))) link.fail("received fragments of a message that do not fit together");
     if (&link == &link_) scattered.deliver(inbox_);
   }
 
@@ -251,7 +252,7 @@ ReceiveState LanedLink::receive(Inbox& inbox, std::size_t budget) {
   return verdict(more);
 }
 
-/// True: a lane has more.
+/// Reads a lane. Returns true if it has more data.
 bool LanedLink::read_lanes(Inbox& inbox, std::size_t budget) {
   looked_for_ = false;
   const std::size_t n = open_;
@@ -278,15 +279,15 @@ bool LanedLink::read_lanes(Inbox& inbox, std::size_t budget) {
   return more;
 }
 
-/// The link ends too, but not before what the other end had sent over the first connection has been read. If it is
-/// there and well, it ends that when it sees the end of ours.
+/// Ends the link after a lane has ended, but only after the data on the first connection has been read. If the other
+/// end is alive, it closes the first connection when it sees that this end has closed it.
 void LanedLink::lane_ended(std::size_t index, const std::string& why) {
   lanes_[index].ended = true;
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, lanes_[index].stream->fd(), nullptr);
   pollfd first{.fd = fd(), .events = POLLRDHUP, .revents = 0};
   const bool alone = !closed_ && !ended_ && ::poll(&first, 1, 0) == 0;
-  if (lane_error_.empty() && !why.empty()) lane_error_ = "one of its lanes broke: " + why;
-  if (lane_error_.empty() && alone) lane_error_ = "one of its lanes was closed";
+  if (lane_error_.empty() && !why.empty()) lane_error_ = "a lane broke: " + why;
+  if (lane_error_.empty() && alone) lane_error_ = "a lane was closed";
   first_.stop_sending();
 }
 

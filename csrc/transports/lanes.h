@@ -1,17 +1,17 @@
-// A link over TCP that can have lanes: more connections to the same end, over which large messages are spread.
+// A TCP link with optional lanes: further connections to the same end, over which large messages are striped.
 //
-// Its first connection carries all frames, in order. The large segments of a scattered message are not in its frame:
-// their headers have the lease kScattered, and their bytes follow in pieces, frames of type kPiece, over all lanes, the
-// first connection included. Whichever takes bytes gets the next piece, so that a slow lane holds up nobody. Messages
-// are scattered one at a time, and both ends count them, which is their number:
-//     FrameHeader   type kPiece, call_id: the number of the message, timeout: where its bytes belong in the scattered
-//                   segments, laid end to end
+// The first connection carries all frames, in order. The large segments of a fragmented message are not in its frame.
+// Their headers have the lease kScattered, and their bytes follow as fragments, frames of type kPiece, over all lanes
+// including the first connection. The next connection that is writable gets the next fragment, so a slow lane does not
+// delay the others. One message is fragmented at a time. Both ends count these messages, which gives their numbers:
+//     FrameHeader   type kPiece, call_id: number of the message, timeout: offset of its bytes in the fragmented
+//                   segments, concatenated
 //     SegmentHeader the size, lease 0
-// A piece is read straight into its place. One that overtakes the frame of its message is kept, and copied, while its
-// lane waits. Messages are delivered in the order of their frames.
+// A fragment is read directly into its place. One that arrives before the frame of its message is buffered and copied,
+// and its lane is not read meanwhile. Messages are delivered in the order of their frames.
 //
-// How many lanes are used, each end finds out for what it sends (lane_choice.h). There is one more descriptor,
-// `lanes_fd`, an epoll of the lanes: they need not be known one by one to who polls.
+// Each end selects the number of lanes for its own messages (lane_choice.h). There is one more descriptor, `lanes_fd`,
+// an epoll of the lanes, so that the leader need not know each lane.
 #pragma once
 
 #include <array>
@@ -29,12 +29,12 @@
 
 namespace telegrad {
 
-/// What is spread over lanes.
+/// Parameters of striping.
 struct Spread {
-  std::uint64_t message = 4 << 20;    // messages with so many bytes in
-  std::uint64_t segment = 256 << 10;  // segments of at least this size,
-  std::uint64_t piece = 512 << 10;    // in pieces of this size
-  bool measured = true;               // over as many as have proven best; else over all
+  std::uint64_t message = 4 << 20;    // least size of a message that is striped
+  std::uint64_t segment = 256 << 10;  // least size of a segment that is striped
+  std::uint64_t piece = 512 << 10;    // size of a fragment
+  bool measured = true;               // use the number of lanes that was fastest; else all
 };
 
 class LanedLink final : public Link {
@@ -62,19 +62,19 @@ class LanedLink final : public Link {
   std::string describe() const override { return first_.describe(); }
 
  private:
-  static constexpr std::size_t kMost = 15;  // lanes besides the first connection
+  static constexpr std::size_t kMost = 15;  // lanes in addition to the first connection
 
   struct Lane {
-    std::shared_ptr<Link> owner;  // keeps the stream
+    std::shared_ptr<Link> owner;  // owns `stream`
     StreamLink* stream = nullptr;
-    bool ended = false;                 // the receiving thread's
-    bool paused = false;                // and so is this: it is not read for the moment
-    bool reads = true, writes = false;  // what the epoll tells of; under interest_mutex_
+    bool ended = false;                 // receiving thread only
+    bool paused = false;                // not read for now; receiving thread only
+    bool reads = true, writes = false;  // events of the epoll; under interest_mutex_
   };
-  struct Piece {  // on its way over one connection
+  struct Piece {  // a fragment that is being sent over one connection
     Outgoing out;
     bool busy = false;
-    std::size_t segment = 0;   // of the message
+    std::size_t segment = 0;   // index in the message
     std::uint64_t offset = 0;  // in that segment
   };
   class Taker;
@@ -98,38 +98,38 @@ class LanedLink final : public Link {
   StreamLink first_;
   Descriptor epoll_;  // of the lanes
   std::array<Lane, kMost> lanes_;
-  std::atomic<std::size_t> open_ = 0;  // how many of them there are; written by the receiving thread
+  std::atomic<std::size_t> open_ = 0;  // number of lanes; written by the receiving thread
   std::mutex interest_mutex_;
   std::atomic<bool> closed_ = false;
-  std::atomic<std::uint64_t> moved_ = 0;  // bytes of large messages, either way
+  std::atomic<std::uint64_t> moved_ = 0;  // bytes of large messages in both directions
 
   mutable std::mutex error_mutex_;
   std::string error_;
   std::atomic<bool> broken_ = false;
 
-  // The sending thread's.
+  // Sending thread only.
   LaneChoice choice_;
   std::array<Piece, kMost + 1> pieces_;
-  std::uint64_t next_out_ = 0;  // the number of the next message that is scattered
+  std::uint64_t next_out_ = 0;  // number of the next fragmented message
   bool waits_for_first_ = true;
   struct {
     bool under_way = false;
-    bool framed = false;  // its frame has left
+    bool framed = false;  // its frame has been sent
     std::size_t connections = 1;
     Nanos start = 0;
-    std::uint64_t queued = 0;  // bytes that the system had not got rid of then
+    std::uint64_t queued = 0;  // unsent bytes in the socket buffers when it began
     std::uint64_t bytes = 0;
-    std::size_t segment = 0;  // where the next piece is cut
+    std::size_t segment = 0;  // where the next fragment begins
     std::uint64_t offset = 0, place = 0;
   } large_;
 
-  // The receiving thread's.
+  // Receiving thread only.
   Scattered scattered_;
-  LanedLink* lane_of_ = nullptr;  // then everything is that one's
+  LanedLink* lane_of_ = nullptr;  // if set, this link is a lane of that one, which owns its data
   bool looked_for_ = false;
   Limits limits_;
-  bool ended_ = false;      // the first connection is at its end,
-  Nanos patience_ = 0;      // and lanes may have something until then
+  bool ended_ = false;      // the first connection has ended,
+  Nanos patience_ = 0;      // and lanes may still deliver data until then
   std::string lane_error_;  // why the link is about to end
 };
 

@@ -10,7 +10,7 @@
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kBuffer = 8192;  // the kernel's own answers are no larger
+constexpr std::size_t kBuffer = 8192;  // the kernel's answers are not larger
 
 }  // namespace
 
@@ -33,7 +33,7 @@ Netlink::Answer Netlink::ask(std::uint16_t type, std::uint16_t flags, std::strin
   header.nlmsg_seq = ++sequence_;
   const iovec parts[] = {{&header, sizeof header}, {const_cast<char*>(request.data()), request.size()}};
   if (::writev(socket_.get(), parts, 2) < 0) return {.error = errno};
-  while (true) {  // what is left of an earlier answer comes first
+  while (true) {  // skip the rest of an earlier answer
     const ssize_t size = ::recv(socket_.get(), buffer_.data(), kBuffer, 0);
     if (size < 0) return {.error = errno};
     nlmsghdr first;

@@ -1,4 +1,4 @@
-// Requests to the kernel over netlink. A socket stays open, so requests need no new descriptor.
+// Requests to the kernel over netlink. The socket stays open, so a request needs no new descriptor.
 #pragma once
 
 #include <cstdint>
@@ -11,20 +11,20 @@
 
 namespace telegrad {
 
-/// One netlink socket. One thread at a time.
+/// A netlink socket. One thread at a time.
 class Netlink {
  public:
   struct Answer {
-    int error = 0;           // an errno; 0: there is an answer
-    std::uint16_t type = 0;  // of the first message of it
-    std::string_view body;   // of that; valid until the next request
+    int error = 0;           // an errno; 0: success
+    std::uint16_t type = 0;  // of the first message of the answer
+    std::string_view body;   // of that message; valid until the next request
   };
 
-  /// Opens the socket of a netlink family (NETLINK_ROUTE, ...). Never throws: without a socket each request fails.
+  /// Opens the socket of a netlink family (NETLINK_ROUTE, ...). Never throws: without a socket, every request fails.
   explicit Netlink(int family);
 
-  /// Sends a request of a type, with flags besides NLM_F_REQUEST, and returns the answer. The kernel answers before the
-  /// request returns, so this never waits.
+  /// Sends a request with flags in addition to NLM_F_REQUEST and returns the answer. Never blocks: the kernel answers
+  /// before the send returns.
   Answer ask(std::uint16_t type, std::uint16_t flags, std::string_view request);
 
   void close() { socket_ = Descriptor(); }

@@ -1,4 +1,4 @@
-// Packets of a Unix socket, and the descriptors that pass with them.
+// Packets of a Unix socket, and descriptors passed with them.
 #pragma once
 
 #include <sys/socket.h>
@@ -9,10 +9,10 @@
 
 namespace telegrad {
 
-/// One packet without waiting, perhaps with a descriptor; 0 or an error number.
+/// Sends one packet without blocking, with an optional descriptor; returns 0 or an errno.
 int send_packet(int socket, const void* data, std::size_t size, int passed = -1);
 
-/// The first descriptor that came with a packet; the others are closed.
+/// Returns the first descriptor of a received packet and closes the others.
 Descriptor passed_with(msghdr& message);
 
 }  // namespace telegrad

@@ -24,7 +24,7 @@ std::string_view bytes_of(const T& value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
 }
 
-/// An address as the table has it: words of 32 bits in the host's order, in hexadecimal.
+/// Parses an address of the table: 32-bit words in host order, in hexadecimal.
 std::optional<TcpEnd> parse(std::string_view hex, unsigned port) {
   TcpEnd end;
   end.port = static_cast<std::uint16_t>(port);
@@ -44,7 +44,7 @@ std::optional<TcpEnd> parse(std::string_view hex, unsigned port) {
   return end;
 }
 
-/// The whole of a file of /proc, from its start; what cannot be read is missing.
+/// Reads a whole file of /proc from its start; stops at an error.
 std::string read_again(int fd) {
   std::string all;
   char part[16384];
@@ -56,7 +56,7 @@ std::string read_again(int fd) {
   }
 }
 
-/// The part of an address that the kernel compares: the last four bytes of an IPv4 one.
+/// Returns the part of an address that the kernel compares: the last four bytes for IPv4.
 std::string_view significant(const TcpEnd& end) {
   const auto* ip = reinterpret_cast<const char*>(end.ip.data());
   return end.is_v4() ? std::string_view(ip + 12, 4) : std::string_view(ip, 16);
@@ -122,7 +122,7 @@ std::optional<SocketOwner> owner_in_table(std::string_view table, const TcpEnd& 
     // sl local_address rem_address st tx_queue:rx_queue tr:tm->when retrnsmt uid timeout inode ...
     if (std::sscanf(line.c_str(), "%*d: %32[0-9A-Fa-f]:%4x %32[0-9A-Fa-f]:%4x %*x %*s %*s %*s %u %*d %lu", from,
                     &from_port, to, &to_port, &uid, &inode) != 6) {
-      continue;  // the heading
+      continue;  // table header
     }
     if (from_port != local.port || to_port != remote.port) continue;
     const auto here = parse(from, from_port), there = parse(to, to_port);
@@ -135,12 +135,12 @@ std::optional<SocketOwner> owner_in_table(std::string_view table, const TcpEnd& 
 
 UserLookup::UserLookup(bool over_netlink) : sockets_(NETLINK_SOCK_DIAG), routes_(NETLINK_ROUTE) {
   if (!over_netlink) routes_.close();
-  inet_diag_req_v2 none{};  // sockets in no state at all
+  inet_diag_req_v2 none{};  // matches no socket state
   none.sdiag_family = AF_INET;
   none.sdiag_protocol = IPPROTO_TCP;
   if (over_netlink && sockets_.ask(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, bytes_of(none)).error == 0) return;
   sockets_.close();
-  // An IPv4 peer of an IPv6 socket is in the first table, one that speaks IPv4 through IPv6 in the second.
+  // The first table has IPv4 peers of IPv6 sockets; the second has peers that use IPv4 over IPv6.
   tables_[0] = Descriptor(::open("/proc/self/net/tcp", O_RDONLY | O_CLOEXEC));
   tables_[1] = Descriptor(::open("/proc/self/net/tcp6", O_RDONLY | O_CLOEXEC));
 }
@@ -151,7 +151,7 @@ void UserLookup::close() {
   for (Descriptor& table : tables_) table = Descriptor();
 }
 
-/// The owner of the socket of this network namespace that is bound to `local` and connected to `remote`.
+/// Returns the owner of the socket in this network namespace that is bound to `local` and connected to `remote`.
 std::optional<SocketOwner> UserLookup::find(const TcpEnd& local, const TcpEnd& remote) {
   for (const Descriptor& table : tables_) {
     if (!table) continue;
@@ -162,12 +162,12 @@ std::optional<SocketOwner> UserLookup::find(const TcpEnd& local, const TcpEnd& r
   inet_diag_msg found;
   if (answer.error != 0 || answer.type != SOCK_DIAG_BY_FAMILY || answer.body.size() < sizeof found) return std::nullopt;
   std::memcpy(&found, answer.body.data(), sizeof found);
-  // Without such a connection the kernel answers with the socket that listens there.
+  // Without such a connection the kernel returns the listening socket.
   if (found.id.idiag_dport != request.id.idiag_dport) return std::nullopt;
   return SocketOwner{.uid = found.idiag_uid, .inode = found.idiag_inode};
 }
 
-/// Can a socket of this host have the address? Null when the kernel does not tell.
+/// Returns whether a socket of this host can have the address; null if the kernel does not report it.
 std::optional<bool> UserLookup::is_of_this_host(const sockaddr_storage& address, const TcpEnd& end) {
   struct {
     rtmsg message{};
@@ -177,7 +177,7 @@ std::optional<bool> UserLookup::is_of_this_host(const sockaddr_storage& address,
     std::uint32_t interface = 0;
   } request;
   const std::string_view ip = significant(end);
-  const bool scoped = end.interface != 0;  // then it is an IPv6 address, and all of `ip` is in use
+  const bool scoped = end.interface != 0;  // an IPv6 address, so all of `ip` is in use
   request.message.rtm_family = end.is_v4() ? AF_INET : AF_INET6;
   request.message.rtm_dst_len = static_cast<unsigned char>(8 * ip.size());
   request.to.rta_type = RTA_DST;
@@ -194,7 +194,7 @@ std::optional<bool> UserLookup::is_of_this_host(const sockaddr_storage& address,
     return route.rtm_type == RTN_LOCAL;
   }
   if (answer.error == ENETUNREACH || answer.error == EHOSTUNREACH) return false;
-  // No routing netlink: a socket can be bound to addresses of this host only.
+  // Without routing netlink: bind() succeeds only for addresses of this host.
   sockaddr_storage any_port = address;
   if (address.ss_family == AF_INET) {
     reinterpret_cast<sockaddr_in&>(any_port).sin_port = 0;
@@ -211,7 +211,7 @@ PeerUser UserLookup::of_tcp_peer(int fd) {
   socklen_t my_size = sizeof mine, their_size = sizeof theirs;
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &my_size) != 0 ||
       getpeername(fd, reinterpret_cast<sockaddr*>(&theirs), &their_size) != 0) {
-    return unknown("");  // it has no other end any more
+    return unknown("");  // the other end has been closed
   }
   const auto here = tcp_end(mine), there = tcp_end(theirs);
   if (!here || !there) return unknown("its address is not an IP address");

@@ -1,5 +1,5 @@
-// The user of the process at the other end of a TCP connection that does not leave this host. The kernel does not vouch
-// for it as it does on a Unix socket, but it knows the sockets of its network namespace with their users.
+// User of the process at the other end of a TCP connection within this host. TCP does not pass credentials as Unix
+// sockets do, but the kernel lists the sockets of its network namespace with their users.
 #pragma once
 
 #include <sys/types.h>
@@ -18,34 +18,34 @@ struct sockaddr_storage;
 
 namespace telegrad {
 
-/// One end of a TCP connection; IPv4 addresses as ::ffff:a.b.c.d.
+/// Address of one end of a TCP connection; IPv4 addresses as ::ffff:a.b.c.d.
 struct TcpEnd {
   std::array<std::uint8_t, 16> ip{};
   std::uint16_t port = 0;
-  std::uint32_t interface = 0;  // of a link-local address
+  std::uint32_t interface = 0;  // scope id of a link-local address
   bool is_v4() const;
   bool same_as(const TcpEnd& other) const { return ip == other.ip && port == other.port; }
 };
 
-/// Null when it is not an IP address.
+/// Converts a socket address; null if it is not an IP address.
 std::optional<TcpEnd> tcp_end(const sockaddr_storage& address);
 
-/// The owner of the socket that is bound to `local` and connected to `remote`, out of a table as /proc/net/tcp and
-/// /proc/net/tcp6 are. Null when it is not there.
+/// Finds the owner of the socket that is bound to `local` and connected to `remote` in a table with the format of
+/// /proc/net/tcp and /proc/net/tcp6. Null if the table does not list it.
 struct SocketOwner {
   uid_t uid;
-  std::uint64_t inode;  // 0: no process has the socket any more, and the user means nothing
+  std::uint64_t inode;  // 0: no process has the socket any more, and the user is meaningless
 };
 std::optional<SocketOwner> owner_in_table(std::string_view table, const TcpEnd& local, const TcpEnd& remote);
 
-/// Finds the users of TCP peers. Asks the kernel over sock_diag, or reads /proc where the kernel has no sock_diag.
-/// Everything that takes a descriptor is opened at first, so peers are told apart when the process has no descriptor
-/// left. One thread at a time.
+/// Finder of the users of TCP peers. Asks the kernel over sock_diag, or reads /proc if the kernel has no sock_diag.
+/// Opens all its descriptors in the constructor, so it also works when the process has no descriptor left. One thread
+/// at a time.
 class UserLookup {
  public:
-  /// `over_netlink`: false for the tests of the other way.
+  /// `over_netlink`: false for tests of the fallback.
   explicit UserLookup(bool over_netlink = true);
-  /// The user at the other end of a connected TCP socket.
+  /// Returns the user at the other end of a connected TCP socket.
   PeerUser of_tcp_peer(int fd);
   void close();
 
@@ -54,7 +54,7 @@ class UserLookup {
   std::optional<bool> is_of_this_host(const sockaddr_storage& address, const TcpEnd& end);
 
   Netlink sockets_, routes_;
-  Descriptor tables_[2];  // in place of `sockets_`
+  Descriptor tables_[2];  // used instead of `sockets_`
 };
 
 }  // namespace telegrad

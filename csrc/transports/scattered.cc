@@ -10,12 +10,12 @@
 namespace telegrad {
 namespace {
 
-constexpr std::uint64_t kFarAhead = 1024;       // messages that pieces may be ahead of their frames,
-constexpr std::uint64_t kMostEarly = 64 << 20;  // and bytes of such: more than lanes bring before they are not read
+constexpr std::uint64_t kFarAhead = 1024;       // limit for fragments before their frames: in messages,
+constexpr std::uint64_t kMostEarly = 64 << 20;  // and in bytes; lanes are paused before they reach it
 
 std::uint64_t on_the_wire(const Block& piece) { return sizeof(FrameHeader) + sizeof(SegmentHeader) + piece.size(); }
 
-/// Memory for bytes that come; if there is none, they are discarded.
+/// Allocates memory for received bytes; if there is none, they are discarded.
 BlockPtr memory_or_none(std::uint64_t size, Inbox& inbox) {
   try {
     return inbox.allocate(size);
@@ -24,7 +24,7 @@ BlockPtr memory_or_none(std::uint64_t size, Inbox& inbox) {
   }
 }
 
-/// The place of a piece within its message, whose memory others hold.
+/// Place of a fragment within its message, which owns the memory.
 class Place final : public Block {
  public:
   Place(std::byte* data, std::size_t size) : Block(data, size) {}
@@ -76,7 +76,7 @@ Scattered::Pending* Scattered::find(std::uint64_t number) {
   return nullptr;
 }
 
-/// Where `size` bytes at a place belong: null if they are discarded, nothing if they are not within one part.
+/// Returns where `size` bytes at an offset belong: null if they are discarded, nothing if they cross a part's end.
 std::optional<std::byte*> Scattered::locate(Pending& message, std::uint64_t place, std::uint64_t size) {
   for (const Part& part : message.parts) {
     if (place >= part.size) {
@@ -90,7 +90,8 @@ std::optional<std::byte*> Scattered::locate(Pending& message, std::uint64_t plac
   return std::nullopt;
 }
 
-/// A request or reply can be delivered without its content if the trailer is there: it is, unless it comes in pieces.
+/// Returns whether a message can be delivered without its content: a request or reply with a trailer that has arrived.
+/// A fragmented trailer may be missing.
 bool Scattered::may_be_discarded(const Pending& p) {
   const Incoming& m = p.message;
   if (!telegrad::may_be_discarded(m.header.type, m.payload_size())) return false;
@@ -99,12 +100,12 @@ bool Scattered::may_be_discarded(const Pending& p) {
                       [&](const Part& part) { return part.data == m.segments.back()->data(); });
 }
 
-/// A piece is whole. False: it does not fit.
+/// Processes a complete fragment. Returns false if it does not fit.
 bool Scattered::arrived(std::uint64_t number, std::uint64_t place, const Block& block) {
   Pending& message = *find(number);
   const auto at = locate(message, place, block.size());
   if (!at) return false;
-  if (!dynamic_cast<const Place*>(&block)) {  // it was early
+  if (!dynamic_cast<const Place*>(&block)) {  // it arrived before its frame
     if (block.size() > message.unasked) return false;
     message.unasked -= block.size();
     if (block.data() && *at) std::memcpy(*at, block.data(), block.size());

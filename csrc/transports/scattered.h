@@ -1,4 +1,4 @@
-// Messages that arrive in pieces, put together: see lanes.h. One thread at a time.
+// Reassembly of fragmented messages: see lanes.h. One thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -11,35 +11,35 @@
 
 namespace telegrad {
 
-/// As a segment's lease: its bytes come in pieces.
+/// Lease of a segment that arrives as fragments.
 inline constexpr std::uint64_t kScattered = 1;
 inline constexpr std::uint64_t kLargestPiece = 512 << 10;
-/// Bytes of messages whose frames have come and whose pieces have not, at most, besides those of the largest message: a
-/// sender begins the next message once the system has the pieces of the last one, on all lanes.
+/// Limit for the missing bytes of messages with complete frames, without those of the largest message. A sender begins
+/// the next message once the kernel has accepted the fragments of the last one, on all lanes.
 inline constexpr std::uint64_t kUnderWay = 512 << 20;
 
 class Scattered final : public Leases {
  public:
   void set_limits(const Limits& limits) { limits_ = limits; }
 
-  /// The place of a segment or of a piece. Null: there is no such, or more than the limits allow would be under way.
+  /// Returns the place of a segment or fragment. Null if there is none, or if more bytes than allowed would be missing.
   BlockPtr borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) override;
   void discard(const Block* trailer) override;
 
-  /// A frame has been read: a message, or a piece. False: it does not belong here.
+  /// Accepts a frame: a message or a fragment. Returns false if a fragment does not fit.
   bool take(Incoming&& frame);
 
-  /// Delivers what is whole, in order.
+  /// Delivers complete messages, in order.
   void deliver(Inbox& inbox);
 
-  /// Is any of a message missing?
+  /// Returns whether a message is incomplete.
   bool waits() const { return missing_ > 0 || !messages_.empty() || has_early(); }
 
-  /// Pieces that have come before the frame of their message. Who reads a lane that brings such stops, until there are
-  /// none.
+  /// Returns whether there are fragments that arrived before the frame of their message. The lane that delivered such a
+  /// fragment is not read until there are none.
   bool has_early() const { return early_until_ > next_; }
 
-  /// Is the frame of a scattered message being read?
+  /// Returns whether the frame of a fragmented message is being read.
   bool begun() const { return beginning_ != nullptr; }
 
  private:
@@ -50,10 +50,10 @@ class Scattered final : public Leases {
   struct Pending {
     Incoming message;
     std::uint64_t number = kWhole;
-    std::vector<Part> parts;    // its scattered segments
-    std::uint64_t missing = 0;  // bytes of them that are not there yet,
-    std::uint64_t unasked = 0;  // and that are in no piece that has begun
-    bool has_gap = false;       // there was no memory for a piece that was early
+    std::vector<Part> parts;    // its fragmented segments
+    std::uint64_t missing = 0;  // bytes that have not arrived
+    std::uint64_t unasked = 0;  // bytes of fragments that have not begun
+    bool has_gap = false;       // there was no memory for an early fragment
   };
   struct Early {
     std::uint64_t number, place;
@@ -66,16 +66,16 @@ class Scattered final : public Leases {
   static bool may_be_discarded(const Pending& message);
   bool arrived(std::uint64_t number, std::uint64_t place, const Block& block);
 
-  static constexpr std::uint64_t kWhole = UINT64_MAX;  // as a number: it came in one piece
+  static constexpr std::uint64_t kWhole = UINT64_MAX;  // number of a message that is not fragmented
 
   Limits limits_;
-  std::deque<std::unique_ptr<Pending>> messages_;  // whose frames have come, in order
-  std::unique_ptr<Pending> beginning_;             // whose frame is being read
-  std::uint64_t next_ = 0;                         // the number of the next scattered one
-  std::uint64_t missing_ = 0;                      // bytes, of all of them
-  std::uint64_t early_until_ = 0;                  // numbers below it have been seen
-  std::vector<Early> early_;                       // pieces that are whole, and whose message has not begun,
-  std::uint64_t early_bytes_ = 0;                  // and their bytes on the wire
+  std::deque<std::unique_ptr<Pending>> messages_;  // with complete frames, in order
+  std::unique_ptr<Pending> beginning_;             // frame being read
+  std::uint64_t next_ = 0;                         // number of the next fragmented message
+  std::uint64_t missing_ = 0;                      // bytes of all messages that have not arrived
+  std::uint64_t early_until_ = 0;                  // fragments of messages below this number have been seen
+  std::vector<Early> early_;                       // complete fragments of messages without a frame so far
+  std::uint64_t early_bytes_ = 0;                  // their bytes on the wire
 };
 
 }  // namespace telegrad

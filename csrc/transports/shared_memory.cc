@@ -49,8 +49,8 @@ SharedMemory SharedMemory::create(std::size_t size, bool to_be_read) {
   SharedMemory m;
   m.size_ = size;
   m.file_ = Descriptor(::memfd_create("telegrad", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!m.file_) raise(errno, "cannot make shared memory");
-  if (::ftruncate(m.file_.get(), static_cast<off_t>(size)) != 0) raise(errno, "cannot make shared memory");
+  if (!m.file_) raise(errno, "cannot create shared memory");
+  if (::ftruncate(m.file_.get(), static_cast<off_t>(size)) != 0) raise(errno, "cannot create shared memory");
   m.map(MAP_SHARED);
   const int seals = kSealed | F_SEAL_SEAL | (to_be_read ? F_SEAL_FUTURE_WRITE : 0);
   if (::fcntl(m.file_.get(), F_ADD_SEALS, seals) != 0) raise(errno, "cannot seal shared memory");
@@ -62,12 +62,12 @@ SharedMemory SharedMemory::adopt(Descriptor file, std::size_t size, bool is_priv
   m.size_ = size;
   m.file_ = std::move(file);
   const int seals = ::fcntl(m.file_.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & kSealed) != kSealed) raise(EPERM, "shared memory that could still be cut");
+  if (seals < 0 || (seals & kSealed) != kSealed) raise(EPERM, "shared memory is not sealed against truncation");
   struct stat s;
   if (::fstat(m.file_.get(), &s) != 0) raise(errno, "cannot examine shared memory");
   constexpr blkcnt_t kBlock = 512;
   if (s.st_size != static_cast<off_t>(size) || s.st_blocks * kBlock < static_cast<off_t>(size)) {
-    raise(EINVAL, "shared memory that is smaller than it was said to be");
+    raise(EINVAL, "shared memory is smaller than announced");
   }
   m.map(is_private ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED);
   return m;
@@ -75,7 +75,7 @@ SharedMemory SharedMemory::adopt(Descriptor file, std::size_t size, bool is_priv
 
 void SharedMemory::reserve(std::size_t begin, std::size_t end) {
 #ifdef MADV_POPULATE_WRITE
-  // Where the kernel can, this maps the pages as well.
+  // Where the kernel supports it, this maps the pages as well.
   if (::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0) return;
 #endif
   int error;
@@ -86,8 +86,8 @@ void SharedMemory::reserve(std::size_t begin, std::size_t end) {
 }
 
 bool SharedMemory::make_private(std::byte* data, std::size_t size) {
-  // Other threads may use the memory meanwhile. The kernel swaps the mapping in one step, and what it holds stays the
-  // same; but the thread sanitizer takes a call of mmap for a write to all of it.
+  // Other threads may use the memory meanwhile. The kernel replaces the mapping in one step with the same content, but
+  // the thread sanitizer treats mmap as a write to all of it.
   constexpr long kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
   return ::syscall(SYS_mmap, data, size, PROT_READ | PROT_WRITE, kFlags, file(), data - data_) != -1;
 }

@@ -1,8 +1,8 @@
-// Memory that two processes have in common: a file without a name (memfd), mapped by both.
+// Memory shared by two processes: an anonymous file (memfd) that both have mapped.
 //
-// Whoever reads memory of another process must not be at its mercy. A file that is cut while it is mapped kills its
-// reader with SIGBUS, and so does a page that the machine cannot provide when it is touched. So a file is used only if
-// it is sealed against changing its size, and once all its pages are there.
+// A process must be safe from errors of the process that made the memory. If the file is truncated while mapped, or the
+// system has no memory for a page on first access, the kernel kills the reader with SIGBUS. So a file is used only if
+// it is sealed against changes of its size, and once all its pages are allocated.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace telegrad {
 inline constexpr std::size_t kPage = 4096;
 inline std::size_t whole_pages(std::size_t size) { return (size + kPage - 1) / kPage * kPage; }
 
-/// Makes every page of a private mapping this process's own, as if each were written to with what it holds.
+/// Copies every page of a private mapping for this process, as if each were written to.
 void own_pages(std::byte* data, std::size_t size);
 
 class SharedMemory {
@@ -24,29 +24,28 @@ class SharedMemory {
   SharedMemory& operator=(SharedMemory&& other) noexcept;
   ~SharedMemory();
 
-  /// A new file of `size` bytes (whole pages), all zero, sealed. Its pages come with `reserve`. Throws
-  /// std::system_error.
-  /// Whoever adopts one `to_be_read` cannot write to it.
+  /// Creates a sealed file of `size` bytes (whole pages), all zero. `reserve` allocates its pages. A process that maps
+  /// a file created with `to_be_read` cannot write to it. Throws std::system_error.
   static SharedMemory create(std::size_t size, bool to_be_read = false);
 
-  /// A file that another process has made with `create` and reserved. Throws std::system_error when it is not one of
-  /// that size, sealed and reserved, or when it cannot be mapped.
-  /// As a private view, nobody else sees what is written to it (see `make_private`).
+  /// Maps a file that another process has created and reserved. Throws std::system_error if it does not have that size,
+  /// is not sealed or reserved, or cannot be mapped. As a private view, its writes are copy-on-write (see
+  /// `make_private`).
   static SharedMemory adopt(Descriptor file, std::size_t size, bool is_private = false);
 
-  /// Sees to it that the pages of [begin, end) are there. Throws std::system_error when the machine has no such memory.
+  /// Allocates the pages of [begin, end). Throws std::system_error if the system has no memory.
   void reserve(std::size_t begin, std::size_t end);
 
-  /// From now on nobody else sees what this process writes to some whole pages, and it sees what others write there
-  /// until it has written to them itself (see `own_pages`). The file must be open. False: it cannot be done.
+  /// Makes whole pages copy-on-write: this process sees writes of others until it has written to the page itself (see
+  /// `own_pages`). The file must be open. Returns false if this is impossible.
   bool make_private(std::byte* data, std::size_t size);
-  /// Such pages as they were before; what has been written to them since is lost. False: it cannot be done.
+  /// Makes such pages shared again; writes since then are lost. Returns false if this is impossible.
   bool make_shared(std::byte* data, std::size_t size);
 
-  /// Forked processes do not get this memory.
+  /// Excludes this memory from forked processes.
   void keep_from_forks();
 
-  /// The file may be closed once everyone has it who is to: the memory stays.
+  /// Closes the file, once every other process has it; the memory stays mapped.
   void close_file() { file_ = Descriptor(); }
   int file() const { return file_.get(); }
 

@@ -19,21 +19,21 @@
 namespace telegrad {
 namespace {
 
-constexpr std::uint64_t kTurn = 4 << 20;          // bytes of a message sent before other threads have their turn
-constexpr std::size_t kPiece = 64 << 10;          // least bytes of the ring taken in at once
-constexpr int kVectors = 64;                      // pieces of a message looked at together
-constexpr std::uint64_t kLeastPlaced = 8 << 10;   // segments from here on go into the arena
-constexpr std::uint64_t kWorthWaiting = 8 << 20;  // and wait for room there that is in the making
-constexpr std::uint64_t kPlacedTurn = 32 << 20;   // bytes copied there before other threads have their turn
-constexpr int kLeastSocketBuffer = 1;             // the kernel makes the least of it that there can be
-constexpr int kFilling = 64;                      // packets that surely fill it
+constexpr std::uint64_t kTurn = 4 << 20;          // bytes of a message sent before other threads may send
+constexpr std::size_t kPiece = 64 << 10;          // bytes of the ring read at once, at least
+constexpr int kVectors = 64;                      // parts of a message per step
+constexpr std::uint64_t kLeastPlaced = 8 << 10;   // segments of at least this size go into the arena,
+constexpr std::uint64_t kWorthWaiting = 8 << 20;  // and from this size on they wait for an offered chunk
+constexpr std::uint64_t kPlacedTurn = 32 << 20;   // bytes copied into the arena before other threads may send
+constexpr int kLeastSocketBuffer = 1;             // the kernel raises this to its minimum
+constexpr int kFilling = 64;                      // packets that fill the socket buffer in any case
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
 void check_user(int socket, const std::string& description) {
   const PeerUser peer = unix_peer(socket);
   if (peer.kind == PeerUser::Kind::kUser && peer.uid == geteuid()) return;
-  raise(EPERM, "memory is shared only with processes of the same user, which the one at " + description + " is not");
+  raise(EPERM, "the process at " + description + " runs as another user: memory is shared within one user only");
 }
 
 }  // namespace
@@ -65,7 +65,7 @@ std::unique_ptr<ShmLink> ShmLink::connect(Descriptor socket, std::string descrip
 
 std::unique_ptr<ShmLink> ShmLink::accept(Descriptor socket, std::string description) {
   std::unique_ptr<ShmLink> link(new ShmLink(std::move(socket), std::move(description), 1));
-  link->hear(1);  // most often it is there already; what has been rung for is for `receive` to hear
+  link->hear(1);  // the memory has most often arrived; later packets are for `receive`
   return link;
 }
 
@@ -110,22 +110,22 @@ void ShmLink::close() {
 
 // ---- sending
 
-/// Nothing more can be sent. What has arrived can still be read.
+/// Fails the sending direction. Data that has arrived can still be read.
 SendState ShmLink::fail_to_send() {
   send_broken_ = true;
   close();
   return SendState::kBroken;
 }
 
-/// Makes what is in the ring visible; false when nobody is there to see it.
+/// Publishes the bytes in the ring and wakes the reader; returns false if the other end has closed.
 bool ShmLink::publish() {
   if (!out_.publish()) return true;
   const int error = send_packet(fd(), "", 1);
   return error == 0 || error == EAGAIN || error == ENOBUFS;  // a full socket wakes as well
 }
 
-/// There is no room in the ring. The socket polls writable when there is: it is filled, and the reader empties it when
-/// it has emptied the ring.
+/// Waits for room in the ring: fills the socket, so that it polls writable once the reader has emptied the ring and
+/// then the socket.
 SendState ShmLink::blocked() {
   arena_->grow(*this);
   out_.wait();
@@ -173,9 +173,9 @@ SendState ShmLink::send(Outgoing& m) {
   return SendState::kSent;
 }
 
-/// Before a frame is begun: its large segments are copied into the arena, as far as there is room, or will be soon.
-/// What goes as bytes instead needs as much memory at the receiver, once more, and two copies. kBlocked: there is no
-/// room yet, or it is others' turn.
+/// Copies the large segments of a message into the arena before its frame begins, as far as there is or will be room.
+/// Segments sent as bytes cost the receiver a second buffer and two copies. Returns kBlocked if there is no room yet,
+/// or if other links are due.
 SendState ShmLink::place(Outgoing& m) {
   std::uint64_t copied = 0;
   awaits_room_ = false;
@@ -239,7 +239,7 @@ bool ShmLink::drop(std::uint32_t chunk) {
   return send_packet(fd(), &packet, sizeof packet) == 0;
 }
 
-/// Tells the peer which chunks have been mapped. False: the socket does not take all of it now.
+/// Sends the answers to offered chunks. Returns false if the socket does not accept all of them now.
 bool ShmLink::answer_offers() {
   if (!has_answers_.load(std::memory_order_relaxed)) return true;
   std::lock_guard lock(answers_mutex_);
@@ -288,7 +288,7 @@ bool ShmLink::fall_asleep() {
   return true;
 }
 
-/// Takes in what has come over the socket; `most` packets at a time, and no more once there are fewer.
+/// Processes packets of the socket, `most` at a time, until fewer arrive.
 void ShmLink::hear(unsigned most) {
   struct Slot {
     std::byte packet[sizeof(ShmPacket)];
@@ -310,7 +310,7 @@ void ShmLink::hear(unsigned most) {
     if (n < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-      // A peer that ends without having heard all the ringing resets the connection: an end like any other.
+      // A peer that closes with unread packets resets the connection: treat it as a plain end.
       ended_ = true;
       if (errno != ECONNRESET) fail(reason(errno));
       return;
@@ -330,12 +330,12 @@ void ShmLink::hear(unsigned most) {
 
 void ShmLink::on_packet(const std::byte* bytes, std::size_t size, Descriptor passed) {
   ShmPacket packet;
-  if (size != sizeof packet) return fail("what arrived is not a packet of a shared-memory link");
+  if (size != sizeof packet) return fail("received bytes that are not a packet of a shared-memory link");
   std::memcpy(&packet, bytes, size);
   if (packet.what == ShmPacket::kMemory && packet.number == kShmLayout && !memory_) {
     return take_memory(packet.size, std::move(passed));
   }
-  if (!memory_) return fail("the shared memory is not laid out as here: run one version of telegrad on all workers");
+  if (!memory_) return fail("the other end uses another memory layout: run one version of telegrad on all workers");
   switch (packet.what) {
     case ShmPacket::kOffer:
       return on_offer(packet.number, packet.size, std::move(passed));
@@ -346,15 +346,15 @@ void ShmLink::on_packet(const std::byte* bytes, std::size_t size, Descriptor pas
     case ShmPacket::kDrop:
       return borrower_->unmap(packet.number);
     default:
-      return fail("what arrived is not a packet of a shared-memory link");
+      return fail("received bytes that are not a packet of a shared-memory link");
   }
 }
 
 void ShmLink::take_memory(std::uint64_t size, Descriptor passed) {
   try {
     check_user(fd(), description_);
-    if (!passed) raise(EMFILE, "cannot take shared memory");
-    if (size != kShmSize) raise(EINVAL, "shared memory of another size than here");
+    if (!passed) raise(EMFILE, "cannot receive shared memory");
+    if (size != kShmSize) raise(EINVAL, "received shared memory of the wrong size");
     use(SharedMemory::adopt(std::move(passed), size));
   } catch (const std::system_error& e) {
     fail(e.what());
@@ -386,7 +386,7 @@ ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
       while (mapped) {
         const auto bytes = in_.peek();
         if (bytes.empty()) break;
-        // What is left over must be found again: by an end that is awake, or because its bell has been rung.
+        // The rest must be found again: the link is busy polled, or its wake-up is still pending.
         if (got >= budget && got > 0 && (awake_ || !in_.sleeps())) return ReceiveState::kMore;
         const std::size_t size = std::min(bytes.size(), std::max(budget - std::min(budget, got), kPiece));
         if (!reader_.read(bytes.data(), size, inbox)) {
@@ -397,15 +397,15 @@ ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
         got += size;
         if (in_.writer_waits()) {
           hear();
-          if (!awake_) in_.sleep();  // the ringing is over
+          if (!awake_) in_.sleep();  // all wake-ups have been processed
         }
       }
-      if (mapped && in_.broken()) fail("the other end has spoiled the memory of the link");
+      if (mapped && in_.broken()) fail("the other end has corrupted the memory of the link");
       if (ended_) fail(reader_.at_rest() ? "" : "the stream ended in the middle of a frame");
       if (broken_) return ReceiveState::kBroken;
       if (awake_ && got > 0) return idle();
       hear();
-      if (ended_) continue;  // what was written before the end is there now
+      if (ended_) continue;  // read the data that was written before the end
       if (broken_) return ReceiveState::kBroken;
       if (!memory_) return idle();
       if (!awake_) in_.sleep();

@@ -1,9 +1,9 @@
-// A link between two processes of one host: frames go through a ring of shared memory each way.
+// A link between two processes of one host: frames go through one ring of shared memory per direction.
 //
-// A Unix socket (of packets) is the lifeline: the kernel says whose process is at the other end, and at once when it is
-// gone. Over it pass descriptors, and its packets are the doorbell of an end that sleeps. While both ends are awake
-// nothing goes over it. Large segments do not go through the ring: they are copied into shared memory once, where the
-// receiver uses them (arena.h, borrowed.h).
+// A Unix socket of packets supervises the link: the kernel reports the user of the other end, and at once when that
+// process has ended. Descriptors are passed over it, and its packets wake an end that sleeps. While both ends are
+// awake, nothing is sent over it. Large segments do not go through the ring: they are copied once into shared memory,
+// where the receiver uses them in place (arena.h, borrowed.h).
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,10 @@ namespace telegrad {
 
 class ShmLink final : public Link, private Leases, private Arena::Messenger {
  public:
-  /// The connecting end, over a connected socket: makes the memory and passes it to the other. Throws
+  /// Makes the connecting end, over a connected socket: creates the memory and passes it to the other end. Throws
   /// std::system_error.
   static std::unique_ptr<ShmLink> connect(Descriptor socket, std::string description);
-  /// The other end, which gets the memory with the first packet.
+  /// Makes the accepting end, which gets the memory with the first packet.
   static std::unique_ptr<ShmLink> accept(Descriptor socket, std::string description);
   ~ShmLink() override;
 
@@ -49,7 +49,7 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
   std::string describe() const override { return description_; }
 
  private:
-  static constexpr unsigned kPackets = 16;  // of the socket, taken in by one system call
+  static constexpr unsigned kPackets = 16;  // packets received with one system call
 
   ShmLink(Descriptor socket, std::string description, int end);
   void use(SharedMemory memory);
@@ -71,42 +71,42 @@ class ShmLink final : public Link, private Leases, private Arena::Messenger {
 
   const Descriptor socket_;
   const std::string description_;
-  const int end_;  // 0: the connecting one
+  const int end_;  // 0: the connecting end
   Limits limits_;
-  std::shared_ptr<Arena> arena_;        // what we lend,
-  std::shared_ptr<Borrower> borrower_;  // and what we are lent. These two keep the memory that they need
+  std::shared_ptr<Arena> arena_;        // this end's memory for the peer
+  std::shared_ptr<Borrower> borrower_;  // the peer's memory. Both keep alive the memory that they need
   std::shared_ptr<SharedMemory> memory_;
-  std::atomic<ShmControl*> shared_ = nullptr;  // null: it has not come yet
+  std::atomic<ShmControl*> shared_ = nullptr;  // null: not received yet
 
   mutable std::mutex error_mutex_;
   std::string error_;
   std::atomic<bool> broken_ = false;
 
-  // The sending thread's.
+  // Sending thread only.
   RingWriter out_;
   bool send_broken_ = false;
-  bool awaits_room_ = false;  // the peer has been offered memory that what is being sent needs
+  bool awaits_room_ = false;  // the peer has been offered a chunk for the message being sent
   HeldFrames held_;
   struct {
-    std::size_t segment = 0;  // of the message being sent: those before it are in their places
+    std::size_t segment = 0;  // of the message being sent: segments before it have been placed
     std::optional<Arena::Place> place;
     std::uint64_t copied = 0;
   } placing_;
 
-  // The receiving thread's.
+  // Receiving thread only.
   RingReader in_;
   FrameReader reader_{this};
-  bool awake_ = false;    // it looks into the ring by itself
-  bool ended_ = false;    // the other end has gone
-  bool to_send_ = false;  // something for the sending thread has come: see ReceiveState::kToSend
+  bool awake_ = false;    // it is busy polled
+  bool ended_ = false;    // the other end has closed
+  bool to_send_ = false;  // the sending thread can continue: see ReceiveState::kToSend
 
-  // For the sending thread, from the receiving one.
+  // From the receiving thread to the sending thread.
   struct Answer {
     std::uint32_t chunk;
     bool mapped;
   };
   std::mutex answers_mutex_;
-  std::vector<Answer> answers_;  // to offers, not sent yet
+  std::vector<Answer> answers_;  // answers to offers, not sent yet
   std::atomic<bool> has_answers_ = false;
 };
 

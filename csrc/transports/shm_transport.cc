@@ -1,4 +1,4 @@
-// Where shared-memory links begin: shm:@name or shm:/path.
+// Addresses of shared-memory links: shm:@name or shm:/path.
 #include <sys/socket.h>
 
 #include <memory>

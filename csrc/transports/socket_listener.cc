@@ -14,7 +14,8 @@ std::unique_ptr<Link> SocketListener::accept() {
   return nullptr;
 }
 
-/// Out of descriptors: whoever knocks is told so by an end of stream. Left waiting, it would wake us for ever.
+/// Accepts and closes a connection for which there is no descriptor, so that the peer sees an end of stream. If it
+/// stayed queued, the listener would poll readable forever.
 void SocketListener::turn_one_away() {
   spare_ = Descriptor();
   Descriptor(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));

@@ -1,4 +1,4 @@
-// A socket that listens, and makes links of the connections that come: for every transport that has one.
+// Listening socket that makes links of accepted connections, for every transport with sockets.
 #pragma once
 
 #include <memory>
@@ -12,16 +12,16 @@ namespace telegrad {
 
 class SocketListener final : public Listener {
  public:
-  /// Makes the link of a connection.
+  /// Makes the link of an accepted connection.
   using Make = std::unique_ptr<Link> (*)(Descriptor socket, const std::string& address);
 
-  /// `address`: what peers connect to.
+  /// `address`: the address for peers.
   SocketListener(Descriptor socket, std::string address, Make make)
       : socket_(std::move(socket)), address_(std::move(address)), make_(make) {}
 
   int fd() const override { return socket_.get(); }
   std::string address() const override { return address_; }
-  /// Who cannot be let in for want of descriptors is turned away.
+  /// Closes a connection that cannot be accepted for lack of descriptors.
   std::unique_ptr<Link> accept() override;
 
  private:

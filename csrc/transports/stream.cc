@@ -13,13 +13,13 @@ namespace telegrad {
 namespace {
 
 constexpr std::size_t kBuffer = 64 << 10;
-constexpr std::uint64_t kTurn = 4 << 20;  // bytes of a message sent before other threads have their turn
+constexpr std::uint64_t kTurn = 4 << 20;  // bytes of a message sent before other threads may send
 constexpr std::uint64_t kMuch = 1 << 20;
-constexpr int kVectors = 64;  // iovecs a sendmsg
+constexpr int kVectors = 64;  // iovecs per sendmsg
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
-/// There is no memory to share over a stream: all of a message goes in its frame.
+/// A stream shares no memory, so the frame contains the whole message.
 void forget_leases(Outgoing& m) {
   for (OutSegment& s : m.segments) s.lease = 0;
 }
@@ -45,7 +45,7 @@ void StreamLink::fail_locked(std::string why) {
   broken_ = true;
 }
 
-/// Nothing more can be sent. What has arrived can still be read, up to the end that `close` puts there.
+/// Fails the sending direction. Data that arrived before the end of stream, which `close` causes, can still be read.
 SendState StreamLink::fail_to_send(int error) {
   if (error != EPIPE && error != ECONNRESET) {
     std::lock_guard lock(error_mutex_);
@@ -70,8 +70,8 @@ void StreamLink::stop_sending() { ::shutdown(socket_.get(), SHUT_WR); }
 
 void StreamLink::close() { ::shutdown(socket_.get(), SHUT_RDWR); }
 
-/// True once connected. The kernel tells only once why that failed: the lock keeps the other thread from finding out
-/// that it did before this one has said why.
+/// Returns true once connected. The kernel reports an error only once, so the lock prevents that the other thread sees
+/// the failure before this one has recorded the reason.
 bool StreamLink::finish_connecting() {
   std::lock_guard lock(error_mutex_);
   if (broken_) return false;
@@ -103,7 +103,7 @@ SendState StreamLink::send(Outgoing& m) {
       const std::size_t whole = flatten(m, m.header, flat);
       const ssize_t n = ::send(socket_.get(), flat, whole, MSG_DONTWAIT | MSG_NOSIGNAL);
       if (n == static_cast<ssize_t>(whole)) return SendState::kSent;
-      if (n > 0) m.sent = static_cast<std::uint64_t>(n);  // the loop below goes on, or finds out what is wrong
+      if (n > 0) m.sent = static_cast<std::uint64_t>(n);  // the loop below continues, or finds the error
     }
     begin(m);
     const bool much = m.total >= kMuch || m.header.type == FrameType::kPiece;
@@ -170,9 +170,9 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
           return ReceiveState::kBroken;
         }
         const std::size_t asked = count == 2 ? parts[0].iov_len + parts[1].iov_len : parts[0].iov_len;
-        if (size < asked) return ReceiveState::kIdle;  // drained: do not pay a system call to hear so
+        if (size < asked) return ReceiveState::kIdle;  // drained: avoid a system call that would only confirm it
       } else if (n == 0 && connecting_ && !finish_connecting()) {
-        fail("");  // closed before it was connected, unless the reason is known by now
+        fail("");  // closed before it was connected; keeps an earlier reason
         return ReceiveState::kBroken;
       } else if (n == 0) {
         fail(reader_.at_rest() ? "" : "the stream ended in the middle of a frame");

@@ -1,4 +1,4 @@
-// One link over any connected byte-stream socket. Unix and TCP differ only in how the socket comes to be.
+// A link over any connected byte-stream socket. Unix and TCP differ only in how the socket is made.
 #pragma once
 
 #include <atomic>
@@ -9,16 +9,16 @@
 
 namespace telegrad {
 
-/// What links over one kind of socket do differently.
+/// Differences between kinds of sockets.
 struct SocketKind {
   PeerUser (*peer_user)(int fd, UserLookup& lookup);
-  std::string (*source)(int fd) = nullptr;  // see Link; else this machine
-  void (*before_much)(int fd) = nullptr;    // called once, before the first large message, or a piece of one, is sent
+  std::string (*source)(int fd) = nullptr;  // see Link::source; null: this host
+  void (*before_much)(int fd) = nullptr;    // called once, before the first large message or fragment is sent
 };
 
 class StreamLink final : public Link {
  public:
-  /// `connecting`: the socket's connect() is still under way.
+  /// `connecting`: the socket's connect() is still in progress.
   StreamLink(Descriptor socket, std::string description, bool connecting, const SocketKind& kind);
   ~StreamLink() override;
 
@@ -29,10 +29,10 @@ class StreamLink final : public Link {
   ReceiveState receive(Inbox& inbox, std::size_t budget) override;
   void set_limits(const Limits& limits) override { reader_.set_limits(limits); }
 
-  /// From now on segments with leases, and pieces of messages, mean something at both ends.
+  /// Enables segments with leases, and fragments, at both ends.
   void set_leases(Leases* leases);
 
-  /// Nothing more is sent; the other end sees the end. What it has sent is still received.
+  /// Closes the sending direction; the other end sees the end of stream. Data from the other end is still received.
   void stop_sending();
   void close() override;
   std::string error() const override;
@@ -53,17 +53,17 @@ class StreamLink final : public Link {
 
   mutable std::mutex error_mutex_;
   std::string error_;
-  std::string send_error_;  // why nothing can be sent, unless it is that the other end has gone
+  std::string send_error_;  // why sending fails; empty if the other end has closed
   std::atomic<bool> broken_ = false;
 
-  // The sending thread's.
+  // Sending thread only.
   bool send_broken_ = false;
   bool sent_much_ = false;
   std::atomic<bool> leases_ = false;
   HeldFrames held_;
 
   FrameReader reader_;
-  std::unique_ptr<std::byte[]> buffer_;  // what is read on its way to the reader
+  std::unique_ptr<std::byte[]> buffer_;  // received bytes for the parser
 };
 
 }  // namespace telegrad

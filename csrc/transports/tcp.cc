@@ -1,4 +1,4 @@
-// Stream links over TCP: tcp:host:port, tcp:[v6]:port; port 0 lets the system choose.
+// Stream links over TCP: tcp:host:port, tcp:[v6]:port; with port 0 the system selects one.
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kBacklog = 1024;
 
-/// TCP sizes its own buffers better than we can.
+/// Leaves buffer sizes to the kernel, which tunes them better.
 void tune(int fd) {
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -27,7 +27,7 @@ void tune(int fd) {
 
 PeerUser peer_user(int fd, UserLookup& lookup) { return lookup.of_tcp_peer(fd); }
 
-/// The other end's IPv4 address, or the network of its IPv6 one: one host commonly has all addresses of it.
+/// Returns the other end's IPv4 address, or its IPv6 network, because one host commonly has all addresses of that.
 std::string source(int fd) {
   sockaddr_storage a{};
   socklen_t size = sizeof a;
@@ -76,7 +76,7 @@ class TcpTransport final : public Transport {
   }
 
   std::unique_ptr<Link> connect(const std::string& address) override {
-    // Only numeric addresses are published, so this never waits for a name server.
+    // Only numeric addresses are published, so this never waits for DNS.
     Resolved r = resolve(address, AI_NUMERICHOST);
     Descriptor s = make_socket(r.list->ai_family, SOCK_STREAM, address);
     tune(s.get());

@@ -1,4 +1,4 @@
-// The transports there are, one function each; registry.cc gives each its scheme.
+// Factories of all transports, one function each; registry.cc assigns their schemes.
 #pragma once
 
 #include "core/transport.h"

@@ -1,4 +1,4 @@
-// Unix sockets: addresses, and who is at the other end.
+// Unix sockets: addresses, and the credentials of the other end.
 #pragma once
 
 #include <sys/socket.h>
@@ -15,21 +15,21 @@ namespace telegrad {
 /// Throws std::system_error.
 [[noreturn]] void raise(int error, const std::string& what);
 
-/// What follows the scheme of an address.
+/// Returns the part of an address after the scheme.
 std::string after_scheme(const std::string& address);
 
-/// A non-blocking socket of a family and type, for this address. Throws std::system_error.
+/// Makes a non-blocking socket of a family and type, for this address. Throws std::system_error.
 Descriptor make_socket(int family, int type, const std::string& address);
 
-/// "scheme:@name" (abstract: goes with the process, leaves no file) or "scheme:/path" as the kernel has it. Throws
-/// std::system_error.
+/// Returns the kernel's name of an address "scheme:@name" (abstract: no file, ends with the process) or "scheme:/path".
+/// Throws std::system_error.
 std::pair<sockaddr_un, socklen_t> unix_name(const std::string& address);
 
-/// A Unix socket of `type` that listens at an address, or is connected to it. Throw std::system_error.
+/// Make a Unix socket of `type` that listens at an address, or is connected to it. Throw std::system_error.
 Descriptor listen_unix(int type, const std::string& address);
 Descriptor connect_unix(int type, const std::string& address);
 
-/// The kernel vouches for it: the user that has made the other end.
+/// Returns the user at the other end, as the kernel reports it.
 PeerUser unix_peer(int fd);
 
 }  // namespace telegrad

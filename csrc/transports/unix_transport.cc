@@ -9,7 +9,7 @@
 namespace telegrad {
 namespace {
 
-constexpr int kSocketBuffer = 1 << 20;  // it has one fixed size, and the system's is small
+constexpr int kSocketBuffer = 1 << 20;  // fixed, because the system's default is small and does not grow
 
 void tune(int fd) { setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSocketBuffer, sizeof kSocketBuffer); }
 

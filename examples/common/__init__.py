@@ -1,1 +1,1 @@
-"""What the examples share, and what none of them is about: starting processes, showing progress, and the digits."""
+"""Shared parts of the examples: starting processes, showing progress, the digits."""

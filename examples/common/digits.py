@@ -1,4 +1,7 @@
-"""Handwritten digits: scikit-learn's 1,797 real ones, which need no download, or MNIST."""
+"""Handwritten digits.
+
+These are the 1,797 real digits of scikit-learn, which need no download, or MNIST.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Digits:
-    """Images, `[n, 1, size, size]` float32 of mean 0 and deviation 1, and labels, `[n]` int64, for each use."""
+    """Images and labels, for training and for testing.
+
+    Images are `[n, 1, size, size]` float32 with mean 0 and deviation 1, labels `[n]` int64.
+    """
 
     images: Tensor
     labels: Tensor
@@ -21,21 +27,22 @@ class Digits:
 
     @torch.no_grad()
     def accuracy(self, model: Callable[[Tensor], Tensor]) -> float:
-        """The share of the test images for which `model`, here or remote, gives the right class the highest score."""
+        """Return the accuracy of `model`, local or remote, on the test images."""
         guesses = [model(images).argmax(dim=1) for images in self.test_images.split(200)]
         return (torch.cat(guesses) == self.test_labels).float().mean().item()
 
     @property
     def guess(self) -> float:
-        """The share of the test images that are of the most frequent class: the accuracy without looking at them."""
+        """Return the accuracy of always guessing the most frequent class."""
         return (self.test_labels.bincount().max() / len(self.test_labels)).item()
 
 
 def load_digits(size: int = 8, data: str | None = None, limit: int | None = None) -> Digits:
-    """The first `limit` training images of `data` (all of them by default), and all test images.
+    """Return the first `limit` training images of `data`, and all test images.
 
-    "digits" are the 8x8 images of scikit-learn, scaled up to `size`, of which a fifth is held out. "mnist" is
-    MNIST, 28x28, which torchvision downloads once. By default it is MNIST if torchvision is installed.
+    All training images are the default. "digits" are the 8x8 images of scikit-learn, scaled up to `size`, of which a
+    fifth is held out. "mnist" is MNIST, 28x28, which torchvision downloads once. By default it is MNIST if torchvision
+    is installed.
     """
     mnist = data == "mnist" if data else find_spec("torchvision") is not None
     digits = _mnist() if mnist else _scikit_learn(size)
@@ -50,7 +57,7 @@ def _scikit_learn(size: int) -> Digits:
     images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
     images = (images - images.mean()) / images.std()
     labels = torch.from_numpy(digits.target).long()
-    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # they come as 0, 1, 2, ...
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # they are ordered 0, 1, 2, ...
     held_out, training = shuffled[: len(labels) // 5], shuffled[len(labels) // 5 :]
     return Digits(images[training], labels[training], images[held_out], labels[held_out])
 

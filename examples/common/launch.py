@@ -1,4 +1,4 @@
-"""Starting the processes of an example on one machine, and the options that every example has."""
+"""Start of an example's processes on one machine, and the common options."""
 
 import argparse
 import os
@@ -16,27 +16,27 @@ RunWorker = Callable[[int, argparse.Namespace], bool]
 
 
 def arguments(doc: str | None, **defaults: object) -> argparse.ArgumentParser:
-    """A parser with `--out`, `--seed` and `--smoke`.
+    """Return a parser with `--out`, `--seed` and `--smoke`.
 
-    `doc` is the example's docstring, which `--help` shows; `defaults` are attributes of the arguments that no option
-    sets.
+    `doc` is the example's docstring, which `--help` shows. `defaults` are attributes of the arguments without an
+    option.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     out = Path(__file__).parents[1] / "out"
-    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="where the figure goes (examples/out)")
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="folder of the figure (examples/out)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and data order (default 1)")
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see within seconds that it works")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to check within seconds that it works")
     parser.set_defaults(**defaults)
     return parser
 
 
 def launch(run_worker: RunWorker, world_size: int, args: argparse.Namespace) -> NoReturn:
-    """Run `run_worker(rank, args)` in `world_size` new processes, which find each other on this machine, and exit.
+    """Run `run_worker(rank, args)` in `world_size` new processes, and exit.
 
-    The exit status is 0 if every process returned True, and 1 if one returned False. A process that raises ends the
-    others, and its error is raised here.
+    The processes meet on this machine. The exit status is 0 if every process returned True, and 1 if one returned
+    False. A process that raises ends the others, and this process raises its error.
     """
-    # The children inherit these. `init_rpc` finds the others through the first two, as torch's `init_process_group`.
+    # The children inherit these. `init_rpc` meets at the first two, as torch's `init_process_group` does.
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = str(free_port())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,7 +50,10 @@ def launch(run_worker: RunWorker, world_size: int, args: argparse.Namespace) -> 
 
 
 def join(run_worker: RunWorker, args: argparse.Namespace) -> NoReturn:
-    """Run `run_worker(args.rank, args)` here, and exit. The group meets at `args.master_addr`, `args.master_port`."""
+    """Run `run_worker(args.rank, args)` in this process, and exit.
+
+    The group meets at `args.master_addr`, `args.master_port`.
+    """
     os.environ.update(MASTER_ADDR=args.master_addr, MASTER_PORT=args.master_port)
     sys.exit(0 if _seeded(args.rank, run_worker, args) else 1)
 

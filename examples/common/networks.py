@@ -1,11 +1,14 @@
-"""A residual network as a list of layers, so that it can be cut anywhere."""
+"""Residual network as a list of layers, so that it can be cut anywhere."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """`[n, channels, 8, 8]` to the same, with group norms: they see one image at a time, however batches are cut."""
+    """Residual block, `[n, channels, 8, 8]` to the same.
+
+    Its group norms treat each image separately, however batches are cut.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -17,7 +20,10 @@ class Block(nn.Module):
 
 
 def residual_network(seed: int, channels: int = 48, blocks: int = 6) -> list[nn.Module]:
-    """From digits, `[n, 1, 8, 8]`, to a score for each class, `[n, 10]`; the same weights for the same seed."""
+    """Return the layers of a network from digits to class scores.
+
+    It maps `[n, 1, 8, 8]` to `[n, 10]`. The same seed gives the same weights.
+    """
     torch.manual_seed(seed)
     head = nn.Sequential(nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(channels * 16, 10))
     return [nn.Conv2d(1, channels, 3, padding=1), *(Block(channels) for _ in range(blocks)), head]

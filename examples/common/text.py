@@ -1,4 +1,4 @@
-"""Real text that every machine with the examples has: the documentation of Python and of four libraries."""
+"""Real text on every machine: the documentation of Python and four libraries."""
 
 import ast
 import math
@@ -19,10 +19,11 @@ OTHERS = {"test", "tests", "testing", "_internal", "site-packages", "_vendor", "
 
 
 def help_texts(vocabulary: int, batch: int, limit: int | None = None) -> tuple[Tensor, Tensor]:
-    """Python's help topics as numbers of words, `[time, batch]`, for training and, a tenth of each topic, held out.
+    """Return Python's help topics as word numbers, for training and held out.
 
-    The columns are consecutive parts of the text. 0 stands for the words that are not among the `vocabulary - 1` most
-    frequent ones. `limit` cuts both off at that many words a column.
+    Both have the shape `[time, batch]`; a tenth of each topic is held out. The columns are consecutive parts of the
+    text. 0 stands for the words that are not among the `vocabulary - 1` most frequent ones. `limit` is the maximum
+    number of words per column.
     """
     texts = [re.findall(r"[a-z]+|[^\sa-z]", text.lower()) for text in topics.values()]
     frequent = Counter(word for text in texts for word in text).most_common(vocabulary - 1)
@@ -43,20 +44,23 @@ def _columns(numbers: list[int], batch: int) -> Tensor:
 
 
 def guess(training: Tensor, held_out: Tensor, vocabulary: int) -> float:
-    """The perplexity on `held_out` of the words' frequencies in `training` alone, with one count more for each word."""
+    """Return the perplexity on `held_out` of a model that only knows word frequencies.
+
+    The frequencies are those of `training`, with each count increased by one.
+    """
     counts = training.flatten().bincount(minlength=vocabulary) + 1
     return math.exp(-(counts / counts.sum()).log()[held_out[1:]].mean().item())
 
 
 Document = tuple[list[int], int]
-"""The words of a text, hashed, and which of `LIBRARIES` it comes from."""
+"""The hashed words of a text, and the index of its library in `LIBRARIES`."""
 
 
 def docstrings(buckets: int, files: int) -> tuple[list[Document], list[Document]]:
-    """Docstrings from up to `files` files of each library, for training and, from every fifth file, held out.
+    """Return docstrings of each library, for training and held out.
 
-    A word stands for the bucket, of `buckets`, that its CRC falls into. The libraries' names are left out: a reader
-    has to tell them by what they talk about.
+    They are from up to `files` files of each library; every fifth file is held out. A word stands for the bucket, of
+    `buckets`, of its CRC. The libraries' names are left out, so that only the content identifies a library.
     """
     training: list[Document] = []
     held_out: list[Document] = []
@@ -69,12 +73,12 @@ def docstrings(buckets: int, files: int) -> tuple[list[Document], list[Document]
                     hashed = [crc32(word.encode()) % buckets for word in words if word not in GIVEAWAYS]
                     if len(hashed) >= 10:
                         documents.append((hashed, library))
-            (held_out if i % 5 == 0 else training).extend(documents[:20])  # no file shall outweigh all others
+            (held_out if i % 5 == 0 else training).extend(documents[:20])  # no file may outweigh all others
     return training, held_out
 
 
 def _sources(library: str) -> list[str]:
-    """The texts of a library's modules, in an order of chance that is the same in every run."""
+    """Return the texts of a library's modules, in a random order fixed for all runs."""
     spec = find_spec("ast" if library == "python" else library)
     assert spec is not None
     assert spec.origin is not None

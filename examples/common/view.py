@@ -1,4 +1,4 @@
-"""The view of a run: a live panel on a terminal, plain lines elsewhere, and a figure at the end."""
+"""View of a run: a live panel or plain lines, and a figure at the end."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SHOWN = 8  # rows of the live table
 
 
 class View:
-    """Shows the progress of a run of `total` steps. Use it as a context manager; methods may be called by any thread.
+    """Progress of a run of `total` steps; a context manager for use by any thread.
 
-    A terminal shows the state of each worker, the newest rows, and a bar with rate and time left, all in place.
-    Elsewhere every row is a line, and states are not shown.
+    A terminal shows the state of each worker, the newest rows, and a bar with rate and remaining time, and updates
+    them. Otherwise every row is a line, and states are not shown.
     """
 
     def __init__(self, title: str, total: int, unit: str = "steps", console: Console | None = None) -> None:
@@ -72,20 +72,23 @@ class View:
 
     @property
     def done(self) -> int:
-        """The number of steps done so far."""
+        """Return the number of steps done so far."""
         return int(self.progress.tasks[0].completed)
 
     def worker(self, name: str, state: str, **figures: str) -> None:
-        """Show what a worker does now, beside its figures; their names are headings."""
+        """Show a worker's state and its figures; the names of the figures are headings."""
         with self.lock:
             self.workers[name] = {"worker": name, "state": state, **_headings(figures)}
 
     def advance(self) -> None:
-        """One more step is done, which needs no row."""
+        """Count one more step, without a row."""
         self.progress.advance(self.task)
 
     def row(self, **figures: str) -> None:
-        """One more step is done, with these figures; their names are headings, with spaces for underscores."""
+        """Count one more step and show its figures.
+
+        The names of the figures are headings, with spaces for underscores.
+        """
         row = _headings(figures)
         with self.lock:
             self.rows.append(row)
@@ -97,12 +100,12 @@ class View:
         self.console.print(line, soft_wrap=True, markup=False)
 
     def verdict(self, reached: bool, claim: str) -> bool:
-        """The last line of a run; returns `reached`."""
+        """Print the last line of a run; return `reached`."""
         self.print(f"{'Reached' if reached else 'NOT REACHED'}: {claim}")
         return reached
 
     def panel(self) -> Group:
-        """All that a terminal shows at this moment."""
+        """Return the current content of the terminal."""
         with self.lock:
             tables = [_table(list(self.workers.values()), "bold cyan"), _table(list(self.rows), "bold")]
         shown = [Padding(table, (1, 0, 0, 0)) for table in tables if table.row_count]
@@ -110,7 +113,7 @@ class View:
 
 
 class _Rate(ProgressColumn):
-    """Steps per second over the last half minute; seconds per step where that is more than one."""
+    """Steps per second over the last 30 s, or seconds per step if more than one."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()
@@ -140,7 +143,7 @@ def _table(rows: Sequence[Mapping[str, str]], header: str) -> Table:
 
 @dataclass(frozen=True)
 class Score:
-    """An accuracy, its goal, and the accuracy of giving the most frequent answer every time; all from 0 to 1."""
+    """Accuracy, its goal, and the accuracy of the most frequent answer; from 0 to 1."""
 
     accuracy: float
     goal: float
@@ -155,8 +158,8 @@ class Score:
 
 
 def new_figure(title: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure with `panels` axes side by side."""
-    from matplotlib.figure import Figure  # here, so that only the process that draws loads it
+    """Create a figure with `panels` axes side by side."""
+    from matplotlib.figure import Figure  # late, so that only the drawing process loads it
 
     figure = Figure(figsize=(max(8, 6 * panels), 4.5), layout="constrained")
     figure.suptitle(title)
@@ -177,10 +180,11 @@ def curves(
     expected: Sequence[float] = (),
     goal: float | None = None,
 ) -> None:
-    """Draw each named series over `every`, 2 `every`, ...; `x` and `y` name the axes, with units.
+    """Draw each named series over `every`, 2 `every`, ...
 
-    Wide and pale below it, `expected` is what another way of computing the same gave. `goal` is a dashed line. Short
-    series are drawn with markers, since a line of one point is invisible; without any values the axes disappear.
+    `x` and `y` are the labels of the axes, with units. `expected`, a wide and pale curve below the others, is the
+    result of another way to compute the same. `goal` is a dashed line. Short series are drawn with markers, because a
+    line of one point is invisible. Without any values the axes are hidden.
     """
     if not any(series.values()):
         axes.set_visible(False)
@@ -198,11 +202,11 @@ def curves(
 
 
 Span = tuple[str, float, float]
-"""A name, whose first letter gives the colour, begin and end in seconds of a clock that all rows share."""
+"""Name (its first letter determines the color), begin and end in seconds of one clock for all rows."""
 
 
 def timeline(axes: Axes, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
-    """Draw what each of some workers did when, one row each, the first on top."""
+    """Draw the spans of some workers over time, one row each, the first on top."""
     zero = min(begin for _, spans in rows for _, begin, _ in spans)
     kinds = sorted({name[0] for _, spans in rows for name, _, _ in spans})
     for row, (_, spans) in enumerate(rows):
@@ -215,7 +219,7 @@ def timeline(axes: Axes, title: str, rows: Sequence[tuple[str, Sequence[Span]]])
 
 
 def save(figure: Figure, folder: Path, name: str) -> Path:
-    """Write the figure as PNG; makes the folder."""
+    """Write the figure as PNG; create the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=120, format="png")

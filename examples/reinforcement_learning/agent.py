@@ -1,4 +1,7 @@
-"""The agent owns the policy. Observers call it for every action; after each episode it learns from all of them."""
+"""The agent, which owns the policy.
+
+Observers call it for every action. After each episode it learns from all of them.
+"""
 
 import random
 import threading
@@ -14,12 +17,12 @@ from telegrad import rpc
 
 ENTROPY = 0.02
 WARM_UP = 15  # episodes until the learning rate is reached
-SMOOTHING = 0.05  # the share of the newest episode in the running reward
+SMOOTHING = 0.05  # weight of the newest episode in the running reward
 LEFT, RIGHT = 0, 1
 
 
 class Agent:
-    """Learns a policy from `observers` workers named `observer1`, `observer2`, ..., which it commands."""
+    """Agent that learns from the workers `observer1`, `observer2`, ..."""
 
     def __init__(self, observers: int, seed: int, gamma: float) -> None:
         torch.manual_seed(seed)
@@ -38,15 +41,15 @@ class Agent:
         for rank in range(1, observers + 1):
             worker = rpc.get_worker_info(f"observer{rank}")
             self.observers[worker.id] = rpc.remote(worker, Observer, args=(seed,))
-            # Each observer has its own source of chance, so a run does not depend on whose call arrives first.
+            # Each observer has its own random generator, so a run does not depend on the order of calls.
             self.chance[worker.id] = random.Random(1000 * seed + worker.id)
 
-        # For the batched variant: who is in an episode, and who of them waits for an action.
+        # For the batched variant: the observers in an episode, and those that wait for an action.
         self.lock = threading.Lock()
         self.playing: set[int] = set()
         self.waiting: dict[int, tuple[Tensor, Future[int]]] = {}
 
-    # The observers call these three. They run on threads of the agent's worker, several at a time.
+    # The observers call these three methods. They run on threads of the agent's worker, several at a time.
 
     @torch.no_grad()
     def select_action(self, observer: int, state: Tensor) -> int:
@@ -55,9 +58,9 @@ class Agent:
 
     @rpc.functions.async_execution
     def select_action_in_batch(self, observer: int, state: Tensor) -> Future[int]:
-        """The same for all observers in one forward pass of the policy.
+        """Draw actions for all observers in one forward pass of the policy.
 
-        The answer is a future: no thread waits for the other observers, and whoever comes last serves them all.
+        The result is a future: no thread waits for the other observers. The last call of a batch completes all futures.
         """
         action: Future[int] = Future()
         with self.lock:
@@ -68,10 +71,10 @@ class Agent:
     def report_reward(self, observer: int, reward: float) -> None:
         self.episodes[observer].rewards.append(reward)
 
-    # The agent's own loop calls these two.
+    # The agent's own loop calls these two methods.
 
     def run_episode(self, batched: bool = False) -> int:
-        """Have every observer play one episode at the same time; returns how many steps they made together."""
+        """Let every observer play one episode at the same time; return the total of steps."""
         self.episodes = {observer: Trajectory() for observer in self.observers}
         self.playing = set(self.observers)
         me = rpc.RRef(self)
@@ -83,11 +86,11 @@ class Agent:
         return sum(len(episode.rewards) for episode in self.episodes.values())
 
     def finish_episode(self) -> float:
-        """Learn from the episodes just played; returns the reward of the least successful observer."""
+        """Learn from the episodes just played; return the lowest reward of an observer."""
         reward = min(sum(episode.rewards) for episode in self.episodes.values())
         self.running_reward += SMOOTHING * (reward - self.running_reward)
-        # Small steps at first, when chance could drive the policy into a corner that it never leaves, and near the
-        # goal, so that a good policy is not shaken off again.
+        # Small steps at first, when chance could lead the policy into a local optimum, and near the goal, to keep a
+        # good policy.
         self.finished += 1
         rate = min(1, self.finished / WARM_UP) * max(0.05, 1 - self.running_reward / self.threshold)
         for group in self.optimizer.param_groups:
@@ -104,11 +107,14 @@ class Agent:
         return action
 
     def _leave_batch(self, observer: int, episode: Future[list[float]]) -> None:
-        """An observer's episode has ended, well or badly: the others no longer wait for its state."""
+        """Remove an observer from the batch at the end of its episode.
+
+        The others no longer wait for its state.
+        """
         with self.lock:
             self.playing.discard(observer)
         self._serve_batch_if_complete()
-        self.episodes[observer].rewards += episode.value()  # raises what the episode raised
+        self.episodes[observer].rewards += episode.value()  # raises errors of the episode
 
     @torch.no_grad()
     def _serve_batch_if_complete(self) -> None:

@@ -1,7 +1,7 @@
-"""Distributed reinforcement learning: one agent and several observers, each a process of its own, balance a pole.
+"""Distributed reinforcement learning: an agent and its observers balance a pole.
 
-The observers play CartPole and ask the agent for every action by a remote call; the agent learns from all of them
-until the running reward passes the environment's own threshold. See README.md for the story.
+Each is a process. The observers play CartPole and ask the agent for every action by a remote call. The agent learns
+from all of them until the running reward passes the environment's own threshold. README.md explains the design.
 """
 
 import argparse
@@ -18,24 +18,24 @@ from agent import Agent
 
 from telegrad import rpc
 
-WARM_UP = 3  # episodes per variant that no time is taken of
+WARM_UP = 3  # episodes per variant that are not measured
 
 
 def run_worker(rank: int, args: argparse.Namespace, outcome: SimpleQueue[bool]) -> None:
-    """What every process runs: rank 0 is the agent, all others are observers."""
+    """Run one process: rank 0 is the agent, all others are observers."""
     torch.set_num_threads(1)  # the tensors are tiny, and there are more processes than cores
     if rank == 0:
         rpc.init_rpc("agent", rank=rank, world_size=args.observers + 1)
         outcome.put(learn(args))
     else:
         rpc.init_rpc(f"observer{rank}", rank=rank, world_size=args.observers + 1)
-        # Observers only wait for the agent's commands, which is what shutdown does until all have called it.
+        # Observers only serve the agent's calls, which shutdown does until all have called it.
     rpc.shutdown()
 
 
 def learn(args: argparse.Namespace) -> bool:
-    """The agent's part; true if it solved the environment within `args.max_episodes`."""
-    from view import View  # here, so that only this process loads what draws and paints
+    """Run the agent; return whether it solved the environment in `args.max_episodes`."""
+    from view import View  # late, so that only this process loads matplotlib and rich
 
     agent = Agent(args.observers, args.seed, args.gamma)
     variant = "batched" if args.batched else "plain"
@@ -60,7 +60,10 @@ def learn(args: argparse.Namespace) -> bool:
 
 
 def compare(agent: Agent, episodes: int) -> str:
-    """Play on, without learning, in turn in the plain and in the batched variant; the first episodes only warm up."""
+    """Play on without learning, in turn in the plain and the batched variant.
+
+    The first episodes are not measured.
+    """
     steps, seconds = {False: 0, True: 0}, {False: 0.0, True: 0.0}
     for episode in range(-WARM_UP, episodes):
         for batched in (False, True):
@@ -85,8 +88,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-episodes", type=int, default=600, metavar="N", help="give up, with status 1, after N")
     parser.add_argument("--compare-episodes", type=int, default=10, metavar="N", help="episodes per variant measured")
     out = Path(__file__).parent / "out"
-    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="where the reward curve goes (out)")
-    parser.add_argument("--smoke", action="store_true", help="a few episodes to see that it runs; always status 0")
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="folder of the reward curve (out)")
+    parser.add_argument("--smoke", action="store_true", help="a few episodes to check that it runs; always status 0")
     args = parser.parse_args()
     if args.world_size is not None:
         args.observers = args.world_size - 1
@@ -104,7 +107,7 @@ def free_port() -> int:
 
 def main() -> int:
     args = parse_args()
-    # The children inherit these. `init_rpc` finds the others through the first two, as torch's `init_process_group`.
+    # The children inherit these. `init_rpc` meets at the first two, as torch's `init_process_group` does.
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""An observer owns an environment. It asks the agent what to do and tells it what came of it."""
+"""An observer, which owns an environment and asks the agent for every action."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ENVIRONMENT = "CartPole-v1"
 
 
 class Observer:
-    """Lives in an observer's process. The agent makes it with `rpc.remote` and holds a reference to it."""
+    """Player of an environment, in an observer's process.
+
+    The agent creates it with `rpc.remote` and holds a reference to it.
+    """
 
     def __init__(self, seed: int) -> None:
         self.id = rpc.get_worker_info().id
@@ -24,9 +27,9 @@ class Observer:
         self.env.reset(seed=1000 * seed + self.id)
 
     def run_episode(self, agent_rref: rpc.RRef[Agent], batched: bool) -> list[float]:
-        """Play one episode. All calls in the loop run in the agent's process, on the object `agent_rref` refers to.
+        """Play one episode. Calls in the loop run on the agent of `agent_rref`.
 
-        Returns the rewards that were not reported on the way: all of them in the batched variant, none in the plain.
+        Returns the rewards not yet reported: all of them in the batched variant, none in the plain one.
         """
         agent = agent_rref.rpc_sync()
         select_action = agent.select_action_in_batch if batched else agent.select_action

@@ -1,4 +1,4 @@
-"""The policy and the arithmetic of REINFORCE. Nothing in this file knows of processes or calls."""
+"""The policy and the arithmetic of REINFORCE, without processes or calls."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 
 class Policy(nn.Module):
-    """Maps states of cart and pole, `[n, 4]`, to the probabilities of pushing left and right, `[n, 2]`."""
+    """Policy from states of cart and pole to probabilities.
+
+    It maps `[n, 4]` to the probabilities of pushing left and right, `[n, 2]`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +23,7 @@ class Policy(nn.Module):
 
 @dataclass
 class Trajectory:
-    """One episode of one observer, as the agent saw it."""
+    """Episode of one observer, as recorded by the agent."""
 
     states: list[Tensor] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
@@ -28,7 +31,7 @@ class Trajectory:
 
 
 def discounted_returns(rewards: list[float], gamma: float) -> list[float]:
-    """What each step was worth: its reward and, discounted by `gamma` a step, all that followed in its episode."""
+    """Return each step's reward plus the later rewards, discounted by `gamma` a step."""
     returns, future = [], 0.0
     for reward in reversed(rewards):
         future = reward + gamma * future
@@ -37,14 +40,14 @@ def discounted_returns(rewards: list[float], gamma: float) -> list[float]:
 
 
 def reinforce_loss(policy: Policy, episodes: list[Trajectory], gamma: float, entropy: float) -> Tensor:
-    """The REINFORCE loss over episodes of several observers, with a small bonus for staying undecided.
+    """Return the REINFORCE loss over observers' episodes, minus an entropy bonus.
 
-    The returns start afresh for every observer: chaining the rewards of different episodes would credit an action
-    with what happened in somebody else's environment. They are normalised together.
+    The returns start at zero for every observer: chaining the rewards of different episodes would credit an action with
+    events in another observer's environment. They are normalized together.
 
-    The log-probabilities are computed here, for all steps at once, from the recorded states and actions. The policy
-    has not changed since the actions were drawn, so they are the same, at a small part of the cost of keeping one
-    autograd graph per step.
+    The log-probabilities are computed for all steps at once, from the recorded states and actions. The policy has not
+    changed since the actions were drawn, so the values are the same, at a small part of the cost of one autograd graph
+    per step.
     """
     returns = torch.tensor([value for episode in episodes for value in discounted_returns(episode.rewards, gamma)])
     returns = (returns - returns.mean()) / (returns.std(correction=0) + torch.finfo(returns.dtype).eps)

@@ -1,4 +1,4 @@
-"""What the run shows: a live table on a terminal, plain lines elsewhere, and a picture at the end."""
+"""View of the run: a live table or plain lines, and a picture at the end."""
 
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +12,9 @@ from rich.table import Table
 
 
 class View:
-    """Shows the progress of a run. Use it as a context manager; it keeps the rewards for `draw_curve`.
+    """Progress of a run; a context manager that keeps the rewards for `draw_curve`.
 
-    On a terminal the newest figures stay in place; elsewhere a line is printed every `log_interval` episodes.
+    On a terminal the newest figures are updated in place. Otherwise a line is printed every `log_interval` episodes.
     """
 
     def __init__(self, title: str, threshold: float, log_interval: int) -> None:
@@ -50,7 +50,7 @@ class View:
         self.console.print(line, soft_wrap=True)
 
     def draw_curve(self, folder: Path) -> Path:
-        """Write a PNG of the rewards so far, and return its path; makes the folder."""
+        """Write a PNG of the rewards so far, and return its path; create the folder."""
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
         episodes = range(1, len(self.rewards) + 1)

@@ -1,12 +1,13 @@
-"""Tensor-native RPC for PyTorch: remote calls, remote references and distributed autograd.
+"""Tensor-native RPC for PyTorch: calls, references and distributed autograd.
 
-``import telegrad`` starts nothing and does not import torch. The modules in ``__all__`` are imported when first used::
+``import telegrad`` starts no threads and does not import torch. The modules in ``__all__`` are imported when first
+used::
 
     import telegrad
 
     telegrad.rpc.init_rpc("worker0", rank=0, world_size=2)
 
-`telegrad.rpc` is the place to begin.
+`telegrad.rpc` has the main API.
 """
 
 import importlib
@@ -36,9 +37,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of this module's
+if not TYPE_CHECKING:  # a type checker would accept every name as an attribute of this module
 
     def __getattr__(name: str) -> object:
         if name in __all__:
-            return importlib.import_module(f"{__name__}.{name}")  # which also sets the attribute
+            return importlib.import_module(f"{__name__}.{name}")  # the import also sets the attribute
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

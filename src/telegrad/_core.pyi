@@ -119,126 +119,205 @@ class Engine:
         """
 
 class Unusual:
-    """What `PlainCalls.call` returns when there is no plain value to return."""
+    """A reply to messages of a backward pass that is no list of messages."""
 
     @property
     def outcome(self) -> object:
+        """As `Engine.call` returns it."""
+
+class Client:
+    """
+    Makes the calls of a worker.
+
+    `to` is a worker's name, id or info. `receiver` is a reference on whose value the owner runs the
+    call: `function` is then None for the value itself, the name of a method, or a function of the
+    value; `introduce` says that the owner may not know the reference. Times are in nanoseconds.
+    """
+
+    def __init__(self, engine: object, codec: object, recorder: object, calls: object, environment: object) -> None: ...
+
+    def call(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: object = None, introduce: bool = False) -> Any:
+        """Runs a function on a peer and waits for its value."""
+
+    def start(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: object = None, introduce: bool = False, internal: bool = False) -> Any:
+        """Runs a function on a peer; the future of its value."""
+
+    def create(self, to: object, function: object | None, args: object | None, kwargs: object | None, timeout: int, local_id: object, creation: object, receiver: object | None = None) -> None:
         """
-        As `Engine.call` returns it; None: the call is not plain, and not made.
+        Runs a function on a peer, which keeps the result as the reference of this worker's that has the id.
+        `creation` is called with the outcome after a while, by the pool or a thread that makes a call; its `_call`
+        is set once the request is under way, also if a signal handler raises then.
         """
 
-class PlainCalls:
-    """The short way for calls that carry only plain values."""
+    def call_request(self, request: object) -> object:
+        """Sends what Python has encoded, as `call`."""
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, gradients: int, ended: int, may_linger: int, reply_flags: int, preamble: int, current: object, infos: dict[Any, Any], info_type: object, known: dict[Any, Any], by_value: set[Any], profiling: dict[Any, Any], is_grad_enabled: object, running_loop: object, future_type: object, no_devices: object) -> None: ...
-
-    def call_directly(self, to: object | None, function: object | None, args: object | None, kwargs: object | None, timeout: int) -> object:
+    def start_request(self, request: object, target: object) -> None:
         """
-        As `call`, of a call that the program makes outside of any request: the worker `to` is a name, an id or a
-        WorkerInfo. `Unusual` without an outcome where Python must look.
+        Sends what Python has encoded; the outcome is for a future, or what is called with it.
         """
 
-    def start_directly(self, calls: object, to: object | None, function: object | None, args: object | None, kwargs: object | None, timeout: object) -> object:
-        """As `start`, likewise; the future, which it makes, or None."""
-
-    def call(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, context: object | None) -> object:
-        """Runs a function on a peer and waits. Its value, or `Unusual`."""
-
-    def start(self, peer: int, flags: int, name_id: int, name: object, args: object, kwargs: object, timeout: int, nested: bool, never_wait: bool, future: object, context: object | None) -> int:
+    def wait(self, future: object, call: int, timeout: int) -> bool:
         """
-        Runs a function on a peer; what comes of it goes to the pool with `future`. The call's id; 0: the call is not plain, or the engine has been stopped, and it is not made.
+        Waits for the outcome of a call, as `Engine.wait`, and completes its future. False: there is none.
         """
 
-    def make(self, peer: int, name_id: int, name: object, args: object, kwargs: object, local_id: object, timeout: int, nested: bool, never_wait: bool, cookie: object) -> int:
+    def ask(self, peer: int, messages: object, timeout: int, target: object) -> int:
         """
-        Runs a function on a peer, which keeps the result as the reference of this worker's that has the id; that it does is told to `cookie`, which is called with the outcome after a while: by the pool, or by a thread that makes a call. Returns as `start` does, and sets the cookie's `_call`, also if a signal handler raises once the call is under way.
-        """
-
-    def make_directly(self, peer: int, function: object | None, args: object | None, kwargs: object | None, local_id: object, timeout: int, cookie: object) -> int:
-        """
-        As `make`, of a call that the program makes outside of any request. 0 where Python must look, too.
-        """
-
-    def ask(self, peer: int, messages: object, timeout: int, cookie: object) -> int:
-        """
-        Sends messages of a backward pass. The outcome is for `answer`, or for `cookie`, which the pool calls with it if nobody takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.
+        Sends messages of a backward pass. The outcome is for `answer`, or for `target`, which the pool calls with it if no thread takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.
         """
 
     def answer(self, call: int, timeout: int) -> object:
         """Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None."""
 
-    def collect(self, futures: list[Any], calls: list[Any], results: list[Any], complete: object, end: object, tell_when_done: object) -> object:
+    def collect(self, futures: list[Any], calls: list[Any], results: list[Any], tell_when_done: object) -> object:
         """
-        Waits for calls that were begun and completes their futures, in this thread, as their outcomes come:
-        complete(future, value) where that is plain, and the value is put into the list of results, else
-        end(future, outcome, error), which returns whether it has failed. One that another thread has in hand is
-        given to tell_when_done(future), which sees to it that `tell_collectors` is called. Returns the first that
-        has failed; None: none has, though others may have some in hand. False: somebody else waits for one of
-        them, and nothing has been done. Raises what a signal handler raises.
+        Waits for calls that were begun and completes their futures, in this thread, as their outcomes come. A
+        value that the codec decodes is put into the list of results. A future whose outcome another thread is
+        processing is given to tell_when_done(future), which sees to it that `tell_collectors` is called. Returns
+        the first future that failed; None: none did, though other threads may process some. False: another
+        thread waits for one of them, and nothing has been done. Raises what a signal handler raises.
         """
 
     def tell_collectors(self) -> None:
         """
-        A future is done that another thread had in hand when one began to collect.
+        A future is done whose outcome another thread processed when a thread began to collect.
         """
 
     def tell(self, peer: int, value: object) -> bool:
         """
-        Sends a peer the word that an autograd context has ended. False: the value is not plain.
+        Notifies a peer that an autograd context has ended. False: the codec cannot encode the value.
         """
 
     NOT_PLAIN: Final[int] = ...
     """(arg: object, /) -> int"""
 
-class PlainPool:
+class Request:
+    """A request that is parked, for `Server.resume`."""
+
+class Server:
     """
-    What threads of the pool wait on. Does by itself what is plain: requests to run a function on
-    plain values, and replies with a plain value to asynchronous calls.
+    Serves the requests that reach a worker, and completes its asynchronous calls, on pool threads.
     """
 
-    def __init__(self, *, engine: object, codec: object, recorder: object, call: int, value: int, make: int, created: int, gradients: int, ended: int, may_linger: int, request_flags: int, reply_flags: int, preamble: int, worker: object, scope_type: object, current: object, callback_scope: object, resolver: object, clean_state: object, make_value: object, answer: object, complete: object, fail: object, on_gradients: object, on_ended: object, fetch: object, values: dict[Any, Any]) -> None: ...
+    def __init__(self, engine: object, codec: object, recorder: object, calls: object, handlers: object, environment: object, worker: object, scope_type: object, callback_scope: object) -> None: ...
+
+    def record_all(self, on: bool) -> None:
+        """Has Python record every request, for the profile of a server."""
 
     def reply(self, connection: int, call: int, messages: object) -> bool:
         """
-        Answers messages of a backward pass with others. False: they are not plain, and nothing has been sent.
+        Answers messages of a backward pass with others. False: the codec cannot encode them.
         """
 
-    def open(self) -> None:
-        """From now on requests may run here; until then all go to Python."""
+    def resume(self, request: Request) -> None:
+        """Goes on with a request that was parked."""
 
-    def close(self) -> None:
-        """From now on all requests go to Python."""
-
-    def next(self, thread: PoolThread) -> tuple[Any, ...] | None:
+    def next(self, thread: PoolThread, start_another: object) -> tuple[Any, ...] | None:
         """
-        As `Engine.next`, but only what is not plain; (5 nothing, spawn) means: come again.
+        As `Engine.next`, but serves requests and completes asynchronous calls; (5 nothing, spawn) means: come
+        again. Calls start_another() when the pool needs one more thread.
 
         What it raises is an error of Telegrad's own.
         """
 
 class Reach:
-    """What nodes of torch's graph lead to, from one source after the other."""
+    """
+    A walk of torch's graph from several sources, whose nodes and edges it keeps.
+    """
 
-    def __init__(self, kinds: dict[Any, Any]) -> None:
+    def __init__(self, kinds: dict[Any, Any], guard_type: object | None = None) -> None:
         """
-        `kinds` tells a node's kind by its type: 0 for those that the walk goes on from, 3 for those of them that
-        run code of the program, 1 for leaves, which several sources may share, 2 for other ends.
-        """
-
-    def walk(self, starts: list[Any], source: int, descent: object | None = None) -> list[Any] | None:
-        """
-        The ends that these nodes lead to, and that this source has not come to yet, each with the last source
-        that has, or None. None in place of the list: another source leads to one of the nodes; this
-        object is of no more use then.
+        `kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which
+        several sources may share, 2 for other ends. `guard_type` is `telegrad.autograd.deep_graph.RecursionGuard`.
         """
 
-    @property
-    def inner(self) -> int:
-        """How many nodes that are no ends it has come to."""
+    def walk(self, edges: object) -> tuple[Any, ...]:
+        """
+        Walk from the next source. Each edge is a tuple that begins with a node, a leaf's tensor, or None.
+        Return the leaves' tensors that it leads to; the other ends to which no earlier source has led; and of the
+        leaves those to which an earlier source has led, each with the last such source, from 0.
+        """
 
     @property
-    def plain(self) -> int:
-        """How many of those have kind 0, and lead on."""
+    def sources_meet(self) -> bool:
+        """Whether two sources lead to a node that is no leaf."""
+
+    @property
+    def guard(self) -> object:
+        """The guard of a large graph, or None."""
+
+    @property
+    def nodes(self) -> list[Any]:
+        """All nodes by number; a leaf is its tensor."""
+
+    @property
+    def kinds(self) -> list[int]:
+        """The kinds of all nodes by number."""
+
+    def starts(self, source: int) -> list[int]:
+        """Return the numbers of the nodes of a source's edges; -1 for None."""
+
+    def below(self, number: int) -> list[int]:
+        """
+        Return the numbers of the nodes to which the edges of a node lead, in their order; -1 for None.
+        """
+
+    def order(self) -> list[int]:
+        """
+        Return the numbers of the nodes of kind 0, each before those that it leads to.
+        """
+
+class StepGate:
+    def __init__(self, push_hooks: object, pop_hooks: object, max_wait: float) -> None: ...
+
+    def handler(self, context: int, hooks: object | None = None) -> HandlerGuard: ...
+
+    def body(self, context: int, hooks: object | None = None) -> BodyGuard: ...
+
+    def step(self, context: int) -> StepGuard: ...
+
+    @property
+    def max_wait(self) -> float:
+        """Seconds that a step waits for handlers inside."""
+
+    @max_wait.setter
+    def max_wait(self, arg: float, /) -> None: ...
+
+    @property
+    def handlers(self) -> int: ...
+
+    @property
+    def bodies(self) -> int: ...
+
+    @property
+    def queued(self) -> int: ...
+
+    @property
+    def waiting(self) -> list[int]: ...
+
+class HandlerGuard:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+class BodyGuard:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+class StepGuard:
+    def __enter__(self) -> StepGuard: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    @property
+    def overtaken(self) -> int:
+        """Handlers of other contexts that were inside when the step began."""
+
+    @property
+    def unread(self) -> bool:
+        """Neither a handler nor the body of another context was inside."""
 
 def shielded(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """
@@ -246,61 +325,63 @@ def shielded(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     thread stops for good: torch's frames around it do not survive the way in which Python ends the thread.
     """
 
+WIRE: dict[Any, Any] = ...
+
 class Buffer:
-    """The memory of a received tensor."""
+    """Memory of a received tensor."""
 
 class CodecError(ValueError):
-    """The bytes of a message are not what the codec writes."""
+    """The bytes of a message are malformed."""
 
 def tensor_dtypes() -> list[Any]:
     """
-    The element types that tensors may have on the wire: (code, name of the torch dtype).
+    The element types of tensors on the wire: (code, name of the torch dtype).
     """
 
 def buffer_address(object: object) -> tuple[int, int]:
     """
-    Address and size in bytes of an object's contiguous buffer, good for as long as the buffer is exported.
+    Return address and size in bytes of an object's contiguous buffer, valid while the buffer is exported.
     """
 
 class Codec:
     """
-    Turns plain values and CPU tensors into compact bytes and memory out of band, and back.
+    Encoder and decoder of plain values and CPU tensors: compact bytes and memory out of band.
 
-    Plain are None, bool, int, float, complex, str, bytes, tuple, list, dict, dense CPU tensors and
-    the registered types, all of exactly that type.
+    Codec-encodable are None, bool, int, float, complex, str, bytes, tuple, list, dict, dense CPU
+    tensors and the registered types; subclasses are not.
     """
 
     def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None, watch_cut: object | None = None, is_watched: object | None = None) -> None: ...
 
     def register(self, type: type, code: int, pack: object, unpack: object) -> None:
         """
-        Objects of exactly `type` travel as pack(object), a plain value, and arrive as unpack(value).
+        Encode objects of exactly `type` as the plain value pack(object), and decode them as unpack(value).
 
-        pack runs only when the rest of the message is known to be plain, once for each object. Raises ValueError
-        if the type or the code is taken.
+        pack runs once for each object, after the rest of the message has been encoded. Raises ValueError if the
+        type or the code is taken.
         """
 
     def encode(self, object: object) -> tuple[bytes, list[tuple[int, int, object]]] | None:
         """
-        The body and the segments (address, size in bytes, owner) of `object`; None if it is not plain.
+        Return body and segments (address, size in bytes, owner) of `object`, or None if it is not encodable.
 
-        Also None if plain bytes would lose what is shared: a container met twice, tensors over the same memory.
-        The memory of a segment must not be read after its owner is dropped. What pack raises is passed on.
+        Also None if encoding would lose shared identity: a container met twice, tensors over the same memory.
+        The memory of a segment must not be read after its owner is dropped. Errors of pack are passed on.
         """
 
     def encode_recorded(self, object: object) -> tuple[bytes, list[tuple[int, int, object]], list[object]] | None:
         """
-        As `encode`, and the tensors in it that require grad, in the order in which `decode` wraps them.
+        Encode like `encode`; also return the tensors that require grad, in the order of `decode`.
 
         Objects of exactly `parameter_type` that require grad are encoded as such tensors.
         """
 
     def decode(self, body: bytes | bytearray | memoryview, segments: Sequence[object], wrap: Callable[..., Sequence[object]] | None = None) -> object:
         """
-        What `encode` was given. Segments are writable buffers that become the memory of the tensors.
+        Return the object that was given to `encode`. Segments are writable buffers; tensors use their memory.
 
-        With `wrap`, the tensors that require grad are made without, given to wrap all at once (if there are
-        any), and what it returns stands in their place.
+        With `wrap`, tensors that require grad are made without, and given to wrap as one list unless there are
+        none. The tensors that wrap returns are used instead.
 
-        Raises CodecError if body and segments are not what encode makes; what unpack raises is passed on.
+        Raises CodecError if body and segments are malformed; errors of unpack are passed on.
         """

@@ -1,8 +1,7 @@
 """The errors that Telegrad raises.
 
-Every one is a ``RuntimeError``, because that is what programs written for
-``torch.distributed.rpc`` catch, and every one says what happened, where, and what to do about it.
-The facts are kept as attributes too, so that a program need not read them out of the text.
+Every error is a ``RuntimeError``, because programs written for ``torch.distributed.rpc`` catch that. Every text says
+what happened, where, and what to do. The facts are attributes too, so that a program does not have to parse the text.
 """
 
 import sys
@@ -31,19 +30,22 @@ __all__ = [
 
 
 TEXT = "_telegrad_text"
-"""The attribute of a remote exception that has torch's text for it, under the drop-in."""
+"""Attribute of a remote exception with torch's text for it, under the drop-in."""
 
 
 def is_drop_in() -> bool:
-    """Tell whether ``torch.distributed.rpc`` is Telegrad in this process. Texts and printed lines are torch's then."""
+    """Return whether ``torch.distributed.rpc`` is Telegrad in this process.
+
+    If so, texts and printed lines are those of torch.
+    """
     return getattr(sys.modules.get("torch.distributed.rpc"), "__name__", "").startswith("telegrad.")
 
 
 class TelegradError(RuntimeError):
-    """The root of everything that Telegrad itself raises."""
+    """Base class of all errors that Telegrad raises."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Subclasses take facts and make the text from them; what travels is the text and the facts.
+        # Constructors of subclasses build the text from facts; the pickle has the text and the facts.
         return _rebuild, (type(self), self.args, self.__dict__.copy())
 
 
@@ -55,10 +57,10 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], facts: dict[str, 
 
 
 class NotInitialized(TelegradError):
-    """A call was made in a process (or on a worker) that is not part of a group, or is so no longer.
+    """A call was made in a process, or on a worker, that is not in a group.
 
     Args:
-        message: another text than the default, for the places where programs know another one.
+        message: Text instead of the default, for functions that have another text in torch.
     """
 
     CALL = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
@@ -72,9 +74,9 @@ class UnknownWorker(TelegradError):
     """A call names a worker that is not in the group.
 
     Args:
-        caller: the worker that asked, as ``name`` and ``rank``.
-        wanted: the name or the rank asked for.
-        known: the names of the workers that are there.
+        caller: Name and rank of the worker that made the call.
+        wanted: The unknown name or rank.
+        known: The names of the workers in the group.
     """
 
     def __init__(self, caller: tuple[str, int], wanted: str | int, known: tuple[str, ...] = ()) -> None:
@@ -89,19 +91,19 @@ class UnknownWorker(TelegradError):
 
 
 class RpcTimeout(TelegradError, TimeoutError):
-    """A call did not finish in its time. It is a ``TimeoutError`` as well.
+    """A call did not finish within its timeout. It is a ``TimeoutError`` as well.
 
     Args:
-        timeout: the time-out in seconds.
-        call: what was called, for example ``"torch.add on ps0"``.
-        state: how far it got: ``"not sent"``, ``"queued"``, ``"running"``, ``"reply lost"``; empty if not known.
-        remedy: what to do about it.
+        timeout: The timeout in seconds.
+        call: Function and callee, for example ``"torch.add on ps0"``.
+        state: Progress of the call: ``"not sent"``, ``"queued"``, ``"running"``, ``"reply lost"``; empty if unknown.
+        remedy: What the user can do.
     """
 
-    LARGER = "Pass a larger timeout= (0 waits for ever) if the call may take that long."
+    LARGER = "Pass a larger timeout= (0 means no limit) if the call may take that long."
 
     def __new__(cls, *_args: object, **_facts: object) -> Self:
-        # Of the two bases OSError has the larger layout, and its constructor would make an errno of the arguments.
+        # Of the two bases OSError has the larger layout, and its constructor would interpret arguments as an errno.
         return OSError.__new__(cls)
 
     def __init__(self, timeout: float, call: str = "", state: str = "", remedy: str = LARGER) -> None:
@@ -121,74 +123,77 @@ def _milliseconds(seconds: float) -> str:
 
 
 class WorkerLost(TelegradError):
-    """The worker that a call was made to is gone; the call may or may not have run there.
+    """The callee was lost; it may or may not have run the call.
 
     Args:
-        name: the worker's name.
-        why: what was seen of its end, for example ``"connection closed by peer (process 4711 died)"``.
+        name: The callee's name.
+        why: Reason, for example ``"connection closed by peer (process 4711 died)"``.
     """
 
     def __init__(self, name: str, why: str) -> None:
         self.name = name
         self.why = why
         super().__init__(
-            f"worker {name} is lost: {why}. Calls that waited for it may or may not have run there; Telegrad does"
-            " not repeat them. Look at that worker's own output for the cause."
+            f"worker {name} is lost: {why}. It may or may not have run the calls that were waiting for it; Telegrad"
+            " does not repeat them. See the worker's own output for the cause."
         )
 
     @property
     def left(self) -> bool:
-        """Did it say goodbye (and not die)?"""
-        return self.why == "it shut down"  # the core's words, csrc/core/engine_peers.cc
+        """Whether the worker left after a shutdown instead of dying."""
+        return self.why == "it shut down"  # text of the core, csrc/core/engine_peers.cc
 
     @property
     def unreached(self) -> bool:
-        """Was there just no connection in time? The worker may live."""
-        return self.why.startswith("no connection to worker")  # the core's words as well
+        """Whether only the connection timed out, so that the worker may be alive."""
+        return self.why.startswith("no connection to worker")  # text of the core
 
 
 class OwnerLost(WorkerLost):
-    """The value behind a remote reference is gone, because the worker that owned it is."""
+    """The value of a remote reference was lost with the worker that owned it."""
 
     def __init__(self, name: str, why: str, rref: str = "") -> None:
         super().__init__(name, why)
         self.rref = rref
         what = f"the value of {rref}" if rref else "the value of a remote reference"
         self.args: tuple[Any, ...] = (
-            f"{what} went with its owner, worker {name}, which is lost: {why}. Create it anew elsewhere.",
+            f"{what} was lost with its owner, worker {name}: {why}. Create it again on another worker.",
         )
 
 
 class SerializationError(TelegradError):
-    """An argument, a result or a function could not be put into a message, or not taken out of one."""
+    """An argument, a result or a function could not be serialized or deserialized."""
 
 
 class MessageTooLarge(SerializationError):
-    """A request, a result or an exception is over the limits of the worker that it goes to, and has not been sent.
+    """A message exceeds the receiver's limits and was not sent.
 
-    The options ``max_message_bytes`` and ``max_header_bytes`` of that worker are its limits. Other calls, and what
-    else the two workers share, go on.
+    It is a request, a result or an exception. The limits are the options ``max_message_bytes`` and ``max_header_bytes``
+    of the receiver. Other calls between the two workers are not affected.
     """
 
 
 class ReceiverOutOfMemory(TelegradError, MemoryError):
-    """A worker had no memory for a request or a result that came. It is a ``MemoryError`` as well.
+    """A worker had no memory for a request or a result that arrived.
 
-    A function whose arguments could not be taken has not run. Other calls, and what else the two workers share, go on.
+    It is a ``MemoryError`` as well.
+
+    If the arguments could not be received, the function has not run. Other calls between the two workers are not
+    affected.
     """
 
 
 class DeviceNotMapped(SerializationError):
-    """A tensor lies on a device from which it cannot be sent."""
+    """A tensor is on a device from which it cannot be sent."""
 
 
 class HandshakeError(TelegradError):
     """Two processes could not agree to be members of one group.
 
     Args:
-        peer: the address or name of the other side.
-        why: what did not fit.
-        remedy: what to do about it.
+        peer: Address or name of the other process.
+        why: The mismatch.
+        remedy: What the user can do.
     """
 
     def __init__(self, peer: str, why: str, remedy: str = "") -> None:
@@ -198,21 +203,24 @@ class HandshakeError(TelegradError):
 
 
 class ProtocolError(TelegradError):
-    """A peer sent bytes that make no sense. Its connection is closed; the others are not touched."""
+    """A peer sent malformed data.
+
+    Its connection is closed; other connections are not affected.
+    """
 
     def __init__(self, peer: str, why: str) -> None:
         self.peer = peer
         self.why = why
-        super().__init__(f"{peer} sent a message that cannot be understood: {why}. Its connection was closed.")
+        super().__init__(f"{peer} sent a malformed message: {why}. Its connection was closed.")
 
 
 class ShutdownTimeout(TelegradError):
-    """A graceful shutdown ended before all workers had come.
+    """A graceful shutdown ended before all workers had begun to shut down.
 
     Args:
-        timeout: the time-out in seconds.
-        missing: names of the workers that did not come.
-        gave_up: they did come, but gave up, and left before this worker came.
+        timeout: The timeout in seconds.
+        missing: Names of the workers that did not begin to shut down, or did not reply.
+        gave_up: The missing workers had begun to shut down, but timed out and left before this worker began.
     """
 
     def __init__(self, timeout: float, missing: tuple[str, ...] = (), gave_up: bool = False) -> None:
@@ -220,19 +228,19 @@ class ShutdownTimeout(TelegradError):
         self.missing = missing
         self.gave_up = gave_up
         if gave_up:
-            what = f"graceful shutdown failed: when this worker came, some had given up and left ({', '.join(missing)})"
+            what = f"graceful shutdown failed: other workers timed out and left before ({', '.join(missing)})"
         else:
             who = f"; still missing: {', '.join(missing)}" if missing else ""
             what = f"graceful shutdown gave up after {timeout:g} s{who}"
-        super().__init__(f"{what}. This worker is shut down all the same.")
+        super().__init__(f"{what}. This worker is shut down nevertheless.")
 
 
 class RRefError(TelegradError):
-    """A remote reference cannot do what it was asked to."""
+    """An operation on a remote reference failed."""
 
 
 class RRefTimeout(RRefError):
-    """The remote call that should have made the value timed out, so there may be no value to refer to."""
+    """The call that creates the value timed out, so the reference may have no value."""
 
     def __init__(self, rref: str = "") -> None:
         self.rref = rref
@@ -243,11 +251,17 @@ class RRefTimeout(RRefError):
 
 
 class RRefDeleted(RRefError):
-    """A remote reference was used after it was given up, which shutting down also does."""
+    """A remote reference was used after its release.
+
+    A shutdown releases all references.
+    """
 
 
 class RRefNotPicklable(RRefError):
-    """A remote reference was pickled or copied outside of a remote call, where nobody could count it."""
+    """A remote reference was pickled or copied outside of a remote call.
+
+    Only a call can count the copy.
+    """
 
     PICKLE = "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
     UNPICKLE = "Can not unpickle rref in python pickler, rref can only be unpickled when using RPC"
@@ -257,22 +271,21 @@ class RRefNotPicklable(RRefError):
 
 
 class RemoteError(TelegradError):
-    """What a remote call raised.
+    """An exception that a remote function raised.
 
-    The exception that arrives is of a class made for the purpose, which is both this one and the
-    type that was raised over there (``except KeyError`` and ``except RuntimeError`` both catch a
-    remote ``KeyError``); ``str()``, ``args`` and attributes are those of the original. When the
-    original cannot be made again, a plain ``RemoteError`` arrives, with a note that says why. The
-    remote traceback is its ``__cause__``, so Python prints it once, above the caller's.
+    The caller gets an exception of a class that is both this class and the original type. So ``except KeyError`` and
+    ``except RuntimeError`` both catch a remote ``KeyError``. ``str()``, ``args`` and attributes are those of the
+    original. If the original cannot be rebuilt, the caller gets a plain ``RemoteError`` with a note that gives the
+    reason. The remote traceback is its ``__cause__``, so Python prints it once, above the caller's traceback.
 
     Under the drop-in ``str()`` is torch's text: the worker, the original's ``repr``, the traceback.
 
     Attributes:
-        worker: name of the worker that this worker called; where that one passed on what a further worker raised,
-            its traceback names that one.
-        worker_id: rank of that worker.
-        original_type: the name of the type that was raised, with its module.
-        remote_traceback: the traceback over there, as Python prints it.
+        worker: Name of the callee. If the callee forwarded an exception of a third worker, the traceback names that
+            worker.
+        worker_id: Rank of the callee.
+        original_type: Name of the original type, with its module.
+        remote_traceback: Traceback of the callee, as Python prints it.
     """
 
     worker: str = ""

@@ -1,11 +1,11 @@
-"""Every option of Telegrad, each in one row of one table.
+"""Options of Telegrad, as one table.
 
-:class:`Options` is the table: name, type, default, environment variable and meaning of an option
-stand together, and the documentation is made from them (:func:`option_rows`). A value is taken
-from where it is given first: the argument, the environment, the default.
+:class:`Options` is the table: it has name, type, default, environment variable and meaning of each option.
+:func:`option_rows` generates the documentation from it. An argument overrides the environment, which overrides the
+default.
 
-Programs written for ``torch.distributed.rpc`` pass objects of other classes derived from
-:class:`RpcBackendOptions`; :func:`as_options` makes an :class:`Options` of any of them.
+Programs written for ``torch.distributed.rpc`` pass objects of other classes derived from :class:`RpcBackendOptions`;
+:func:`as_options` converts them to :class:`Options`.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _GIB: Final = 1 << 30
 _LEAST_LIMIT: Final = 64 << 10  # csrc/core/limits.h: kAlwaysTaken
 
 MOST_LANES: Final = 16
-"""Connections of one link over TCP, at most."""
+"""Maximum number of TCP connections of one link."""
 
 TRANSPORTS: Final = ("shm", "unix", "tcp")
 """Every transport there is, best first."""
@@ -54,11 +54,11 @@ _LEVELS: Final = {
 
 
 class RpcBackendOptions:
-    """The two options that every backend has; the base class of all option classes.
+    """Base class of all option classes, with the two options of every backend.
 
     Args:
-        rpc_timeout: seconds that a call may take where none are given with it; 0 for no limit.
-        init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file://path``.
+        rpc_timeout: Default timeout of a call in seconds; 0 means no limit.
+        init_method: Address of the rendezvous: ``env://``, ``tcp://host:port`` or ``file://path``.
 
     Raises:
         TypeError: ``rpc_timeout`` is not a number, or ``init_method`` not a string.
@@ -89,7 +89,7 @@ def _seconds(value: Any) -> float:
 
 
 def check_threads(count: Any) -> int:
-    """A number of threads, checked as torch checks it."""
+    """Return a number of threads, checked like in torch."""
     if not hasattr(count, "__index__"):
         raise _incompatible("num_worker_threads", "an integer", count)
     if count <= 0:
@@ -104,13 +104,13 @@ def _text(value: Any, what: str) -> str:
 
 
 def _option(default: Any, meaning: str, *, env: str = "", unit: str = "", shown: bool = True) -> Any:
-    """One row of the table; ``shown`` is false for what must not be printed."""
+    """Return one row of the table; ``shown`` is False for secrets."""
     facts = {"default": default, "meaning": meaning, "env": env, "unit": unit}
     return field(default_factory=lambda: _from_environment(default, env), repr=shown, metadata=facts)
 
 
 def _from_environment(default: Any, variable: str) -> Any:
-    """The value of an environment variable, in the type of the default; the default if it is not set."""
+    """Return an environment variable in the type of the default, or the default."""
     text = os.environ.get(variable) if variable else None
     if text is None:
         return default
@@ -130,121 +130,125 @@ def _from_environment(default: Any, variable: str) -> Any:
 
 @dataclass(kw_only=True)
 class Options(RpcBackendOptions):
-    """Telegrad's options. Pass one as ``rpc_backend_options=`` to ``init_rpc``, or to a ``Worker``.
+    """Telegrad's options.
+
+    Pass one as ``rpc_backend_options=`` to ``init_rpc``, or to a ``Worker``.
 
     Raises:
-        TypeError: an option that does not exist, or a value of the wrong kind.
-        ValueError: a value (or an environment variable) that makes no sense; the text names it.
+        TypeError: An option does not exist, or a value has the wrong type.
+        ValueError: A value or an environment variable is invalid; the text names it.
     """
 
     rpc_timeout: float = _option(
         DEFAULT_RPC_TIMEOUT_SEC,
-        "how long a call may take where nothing is given with it; 0 is no limit",
+        "the default timeout of a call; 0 means no limit",
         env="TELEGRAD_RPC_TIMEOUT",
         unit="s",
     )
-    init_method: str = _option(DEFAULT_INIT_METHOD, "where the workers meet: env://, tcp://host:port or file://path")
+    init_method: str = _option(
+        DEFAULT_INIT_METHOD, "where workers find each other: env://, tcp://host:port or file://path"
+    )
     ranks_from_environment: bool = _option(
         True,
-        "whether `init_rpc`, given neither rank nor world size, takes both from RANK and WORLD_SIZE where a launcher"
-        " has set them (with env://; not in a drop-in); else the group is one whose members come and go",
+        "whether `init_rpc`, given neither rank nor world size, takes both from RANK and WORLD_SIZE if they are set"
+        " (with env://; not in a drop-in); otherwise the worker joins a dynamic group",
         env="TELEGRAD_RANKS_FROM_ENVIRONMENT",
     )
     num_worker_threads: int = _option(
         DEFAULT_NUM_WORKER_THREADS,
-        "how many requests run at once; more threads start while handlers wait for nested"
-        " calls, so that these always find one",
+        "how many requests run at once; additional threads start while handlers wait for nested calls, so a nested call"
+        " always gets a thread",
         env="TELEGRAD_NUM_WORKER_THREADS",
     )
     secret: str | None = _option(
         None,
-        "the group's secret, which every member has to know; without one, whoever reaches the store is a member",
+        "the group's secret, which every member must know; without one, any process that reaches the store can join",
         env="TELEGRAD_SECRET",
         shown=False,
     )
     secret_file: str | None = _option(
-        None, "a file with the group's secret (its surrounding white space is ignored)", env="TELEGRAD_SECRET_FILE"
+        None, "a file with the group's secret (surrounding white space is ignored)", env="TELEGRAD_SECRET_FILE"
     )
     bind: str | None = _option(
-        None, "the address to listen on; without one, that by which the store is reached", env="TELEGRAD_BIND"
+        None, "the address to listen on; by default, the address used to reach the store", env="TELEGRAD_BIND"
     )
     advertise: str | None = _option(
         None,
-        "the address that other hosts are told to connect to; without one, the address listened on, or where that is"
-        " 0.0.0.0 or ::, that by which the store is reached",
+        "the address that other hosts connect to; by default, the address listened on, or the address used to reach the"
+        " store if that is 0.0.0.0 or ::",
         env="TELEGRAD_ADVERTISE",
     )
     transports: tuple[str, ...] = _option(
         TRANSPORTS,
-        "which transports may be used, best first; a pair of workers takes the first that works",
+        "the transports that may be used, best first; each pair of workers uses the first that works",
         env="TELEGRAD_TRANSPORTS",
     )
     spin_us: int = _option(
         50,
-        "how long a waiting thread looks for its message before it sleeps, where that pays",
+        "how long a waiting thread spins before it sleeps, where spinning helps",
         env="TELEGRAD_SPIN_US",
         unit="us",
     )
     max_header_bytes: int = _option(
         256 * _MIB,
-        "largest part of a message to this worker that is not tensors; more is an error of the call",
+        "the maximum size of the non-tensor part of a message to this worker; a larger message fails its call",
         env="TELEGRAD_MAX_HEADER_BYTES",
         unit="bytes",
     )
     max_message_bytes: int = _option(
         256 * _GIB,
-        "all tensors of one message to this worker together; more is an error of the call",
+        "the maximum size of all tensors in one message to this worker; a larger message fails its call",
         env="TELEGRAD_MAX_MESSAGE_BYTES",
         unit="bytes",
     )
     request_window_bytes: int = _option(
         64 * _MIB,
-        "how many bytes of requests may be under way to one worker before callers wait (replies never do)",
+        "how many bytes of requests to one worker may be outstanding before callers block (replies never wait)",
         env="TELEGRAD_REQUEST_WINDOW_BYTES",
         unit="bytes",
     )
     pool_cache_bytes: int = _option(
         256 * _MIB,
-        "how much memory for received tensors is kept warm for the next ones",
+        "how much freed memory of received tensors is kept for reuse",
         env="TELEGRAD_POOL_CACHE_BYTES",
         unit="bytes",
     )
     shared_memory_bytes: int = _option(
         _GIB,
-        "how much memory may be shared with one other worker on the same host for tensors on their way to it, and as"
-        " much with all of them for what goes to several at once; what does not fit is sent as bytes",
+        "how much memory may be shared with one other worker on the same host for tensors sent to it, and again as much"
+        " with all of them for multicast; what does not fit is sent as bytes",
         env="TELEGRAD_SHARED_MEMORY_BYTES",
         unit="bytes",
     )
     tcp_lanes: int = _option(
         4,
-        "how many TCP connections to one worker may be used at once for large tensors; more than one are opened only"
-        " where much is sent, and used only where they are faster",
+        "the maximum number of TCP connections to one worker for large tensors; additional connections are opened only"
+        " when much data is sent, and used only if they are faster",
         env="TELEGRAD_TCP_LANES",
         unit="connections",
     )
     connect_timeout: float = _option(
         30.0,
-        "how long a call may wait for a connection to its worker; 0 is no limit",
+        "how long a call may wait for a connection to its worker; 0 means no limit",
         env="TELEGRAD_CONNECT_TIMEOUT",
         unit="s",
     )
     handshake_timeout: float = _option(
         10.0,
-        "how long the other side of a fresh connection may take to prove that it is a member",
+        "how long the peer of a new connection may take to prove that it is a member",
         env="TELEGRAD_HANDSHAKE_TIMEOUT",
         unit="s",
     )
     shutdown_timeout: float = _option(
         0.0,
-        "how long a graceful shutdown waits for the other workers where nothing is given with it; 0 is no limit",
+        "the default timeout of a graceful shutdown; 0 means no limit",
         env="TELEGRAD_SHUTDOWN_TIMEOUT",
         unit="s",
     )
     remote_error_level: str = _option(
         "INFO",
-        "level at which a worker logs, by the logger telegrad.remote, what its functions raise for callers, who get it"
-        " in any case; OFF logs nothing",
+        "the level at which a worker logs, with the logger telegrad.remote, exceptions that its functions raise for"
+        " callers; the callers get them in any case; OFF logs nothing",
         env="TELEGRAD_REMOTE_ERROR_LEVEL",
     )
 
@@ -254,11 +258,12 @@ class Options(RpcBackendOptions):
     def validate(self) -> None:
         """Check all values.
 
-        Called when an object is made and again when a worker takes it, since they can be set.
+        Called when an object is created, and again when a worker receives it, because options can be assigned.
 
         Raises:
-            RuntimeError: ``rpc_timeout`` is negative, or ``num_worker_threads`` not positive.
-            TypeError, ValueError: another value makes no sense.
+            RuntimeError: ``rpc_timeout`` is negative, or ``num_worker_threads`` is not positive.
+            TypeError: A value has the wrong type.
+            ValueError: Another value is invalid.
         """
         self.rpc_timeout = _seconds(self.rpc_timeout)
         _text(self.init_method, "init_method")
@@ -270,8 +275,8 @@ class Options(RpcBackendOptions):
         for name in ("max_header_bytes", "max_message_bytes"):
             if getattr(self, name) < _LEAST_LIMIT:
                 raise ValueError(
-                    f"option {name} has to be {_LEAST_LIMIT} or more, not {getattr(self, name)!r}: messages up to there"
-                    " are between the workers themselves"
+                    f"option {name} has to be {_LEAST_LIMIT} or more, not {getattr(self, name)!r}: Telegrad's own"
+                    " messages need this size"
                 )
         if self.tcp_lanes not in range(1, MOST_LANES + 1):
             raise ValueError(f"option tcp_lanes has to be a number from 1 to {MOST_LANES}, not {self.tcp_lanes!r}")
@@ -295,15 +300,15 @@ class Options(RpcBackendOptions):
             raise ValueError("give either secret or secret_file (TELEGRAD_SECRET, TELEGRAD_SECRET_FILE), not both")
 
     def remote_error_number(self) -> int:
-        """``remote_error_level`` as ``logging`` counts levels; 0 for OFF."""
+        """Return ``remote_error_level`` as a level of ``logging``; 0 for OFF."""
         return _LEVELS[self.remote_error_level]
 
     def group_secret(self) -> bytes | None:
-        """The secret itself, wherever it comes from; None if there is none.
+        """Return the secret from the option or the file; None if there is none.
 
         Raises:
-            ValueError: the file is empty.
-            OSError: the file cannot be read.
+            ValueError: The file is empty.
+            OSError: The file cannot be read.
         """
         if self.secret:
             return self.secret.encode()
@@ -317,7 +322,11 @@ class Options(RpcBackendOptions):
 
 
 def option_rows() -> list[tuple[str, str, str, str]]:
-    """The table for documentation: name, default with its unit, environment variable (or nothing), meaning."""
+    """Return the table for the documentation.
+
+    Returns:
+        A row per option: name, default with its unit, environment variable (empty if none), meaning.
+    """
     rows = []
     for row in dataclasses.fields(Options):
         default, unit, env = (row.metadata[fact] for fact in ("default", "unit", "env"))
@@ -339,7 +348,7 @@ def _bytes(count: int) -> str:
 
 
 def options_markdown() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines = ["| option | default | environment | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{name}` | {default} | {f'`{env}`' if env else '-'} | {meaning} |"
@@ -349,10 +358,15 @@ def options_markdown() -> str:
 
 
 def as_options(given: RpcBackendOptions | None) -> Options:
-    """Telegrad's options from whatever a program passed; what it did not say comes from the environment.
+    """Convert the options of a program; missing ones come from the environment.
+
+    Args:
+        given: Options of any backend, or None.
 
     Raises:
-        what :class:`Options` raises.
+        TypeError: As for :class:`Options`.
+        ValueError: As for :class:`Options`.
+        RuntimeError: As for :class:`Options.validate`.
     """
     if isinstance(given, Options):
         given.validate()

@@ -11,7 +11,7 @@ MAX_WORKER_NAME: Final = 127
 """Longest name of a worker, in characters."""
 
 MAX_WORKER_ID: Final = 2**15 - 1
-"""Largest rank of a worker: ranks travel as 16-bit integers, as they do in torch."""
+"""Largest rank of a worker: ranks are sent as 16-bit integers, as in torch."""
 
 _NAME_PATTERN: Final = "^[A-Za-z0-9-_:]*$"
 _NAME: Final = re.compile(rf"[A-Za-z0-9\-_:]{{1,{MAX_WORKER_NAME}}}")
@@ -19,15 +19,17 @@ _NAME: Final = re.compile(rf"[A-Za-z0-9\-_:]{{1,{MAX_WORKER_NAME}}}")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class WorkerInfo:
-    """Name and rank of a worker. Immutable, hashable, picklable; equal if both are equal.
+    """Name and rank of a worker.
+
+    Immutable, hashable and picklable. Two infos are equal if both name and rank are equal.
 
     Args:
         name: 1 to 127 letters, digits, dashes, underscores and colons.
-        id: the worker's rank, a 16-bit integer.
+        id: The worker's rank, a 16-bit integer.
 
     Raises:
-        TypeError: ``name`` is not a string, or ``id`` is not an integer of 16 bits.
-        RuntimeError: ``name`` has another form than the one above.
+        TypeError: ``name`` is not a string, or ``id`` is not a 16-bit integer.
+        RuntimeError: ``name`` does not have the form above.
     """
 
     name: str
@@ -56,4 +58,4 @@ class WorkerInfo:
 
 
 To: TypeAlias = str | int | WorkerInfo
-"""A worker as calls name it: by name, by rank, or by its info."""
+"""Worker argument of a call: name, rank or info."""

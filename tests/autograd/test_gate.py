@@ -1,15 +1,16 @@
 """The turns of handlers and steps. No test sleeps: a thread that has to wait is seen waiting."""
 
 import logging
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from telegrad.autograd.gate import StepGate
+from telegrad.autograd.gate import StepGate, new_gate, warn_if_overtaken
 from telegrad.testing import Gate, eventually, run_all
 
 PATIENCE = 10.0
@@ -44,9 +45,8 @@ def inside(gate: StepGate, context: int) -> Iterator[None]:
     door = Gate()
 
     def handler() -> None:
-        number = gate.enter(context)
-        door.enter()
-        gate.leave(number)
+        with gate.handler(context):
+            door.enter()
 
     thread = Busy(handler)
     door.wait_for()
@@ -63,26 +63,27 @@ def stepping(gate: StepGate, context: int, order: list[str] | None = None, door:
     def step() -> None:
         with gate.step(context) as turn:
             if order is not None:
-                order.append(f"step {context} {'alone' if turn.alone else 'among others'}")
+                order.append(f"step {context} {'among others' if turn.overtaken else 'alone'}")
             if door is not None:
                 door.enter()
+        warn_if_overtaken(turn, context)
 
     return Busy(step)
 
 
 def until_waits(gate: StepGate, context: int) -> None:
-    eventually(lambda: context in gate._waiting, what="a step that waits")
+    eventually(lambda: context in gate.waiting, what="a step that waits")
 
 
 def test_handlers_do_not_wait_for_each_other() -> None:
-    gate = StepGate()
+    gate = new_gate()
     with inside(gate, 1), inside(gate, 2), inside(gate, 1):
-        assert len(gate._runs) == 3
-    assert not gate._runs
+        assert gate.handlers == 3
+    assert gate.handlers == 0
 
 
 def test_a_step_waits_for_handlers_of_other_contexts() -> None:
-    gate = StepGate(still=PATIENCE)
+    gate = new_gate(PATIENCE)
     order: list[str] = []
     with inside(gate, 1):
         step = stepping(gate, 2, order)
@@ -93,37 +94,34 @@ def test_a_step_waits_for_handlers_of_other_contexts() -> None:
 
 
 def test_a_step_does_not_wait_for_its_own_context_or_thread() -> None:
-    gate = StepGate(still=PATIENCE)
+    gate = new_gate(PATIENCE)
     with inside(gate, 1):
         stepping(gate, 1).finish()
-    number = gate.enter(1)
-    with gate.step(2) as turn:
-        assert turn.alone
-    gate.leave(number)
+    with gate.handler(1), gate.step(2) as turn:
+        assert turn.overtaken == 0
 
 
 def entering(gate: StepGate, context: int, order: list[str], door: Gate | None = None) -> Busy:
     """A handler in a thread of its own."""
 
     def handler() -> None:
-        number = gate.enter(context)
-        order.append(f"handler {context}")
-        if door is not None:
-            door.enter()
-        order.append(f"end of handler {context}")
-        gate.leave(number)
+        with gate.handler(context):
+            order.append(f"handler {context}")
+            if door is not None:
+                door.enter()
+            order.append(f"end of handler {context}")
 
     return Busy(handler)
 
 
 def test_handlers_wait_for_a_step_that_waits() -> None:
-    gate = StepGate(still=PATIENCE)
+    gate = new_gate(PATIENCE)
     order: list[str] = []
     with inside(gate, 1):
         step = stepping(gate, 2, order)
         until_waits(gate, 2)
         handler = entering(gate, 3, order)
-        eventually(lambda: gate._queued, what="a handler that waits")
+        eventually(lambda: gate.queued, what="a handler that waits")
         assert not order
     step.finish()
     handler.finish()
@@ -131,7 +129,7 @@ def test_handlers_wait_for_a_step_that_waits() -> None:
 
 
 def test_no_second_step_overtakes_a_handler_that_has_waited_for_one() -> None:
-    gate = StepGate(still=PATIENCE)
+    gate = new_gate(PATIENCE)
     order: list[str] = []
     in_step, in_handler = Gate(), Gate()
     first = stepping(gate, 2, order, in_step)
@@ -139,7 +137,7 @@ def test_no_second_step_overtakes_a_handler_that_has_waited_for_one() -> None:
     second = stepping(gate, 4, order)
     until_waits(gate, 4)
     handler = entering(gate, 3, order, in_handler)
-    eventually(lambda: gate._queued, what="a handler that waits")
+    eventually(lambda: gate.queued, what="a handler that waits")
     in_step.open()
     in_handler.wait_for()
     in_handler.open()
@@ -149,7 +147,7 @@ def test_no_second_step_overtakes_a_handler_that_has_waited_for_one() -> None:
 
 
 def test_a_nested_handler_passes_a_step_that_waits_for_its_caller() -> None:
-    gate = StepGate(still=PATIENCE)
+    gate = new_gate(PATIENCE)
     with inside(gate, 1):
         step = stepping(gate, 2)
         until_waits(gate, 2)
@@ -159,7 +157,7 @@ def test_a_nested_handler_passes_a_step_that_waits_for_its_caller() -> None:
 
 
 def test_handlers_of_the_context_whose_step_waits_pass() -> None:
-    gate = StepGate(still=PATIENCE)
+    gate = new_gate(PATIENCE)
     with inside(gate, 1):
         step = stepping(gate, 2)
         until_waits(gate, 2)
@@ -169,7 +167,7 @@ def test_handlers_of_the_context_whose_step_waits_pass() -> None:
 
 
 def test_steps_hold_the_gate_one_after_another() -> None:
-    gate = StepGate()
+    gate = new_gate()
     inside_now: list[int] = []
 
     def step(context: int) -> None:
@@ -182,82 +180,77 @@ def test_steps_hold_the_gate_one_after_another() -> None:
     run_all([lambda c=c: step(c) for c in range(4)])  # type: ignore[misc]
 
 
-def test_a_step_goes_on_when_those_it_waits_for_stand_still(caplog: pytest.LogCaptureFixture) -> None:
-    gate = StepGate(still=0.1)
+def test_a_step_waits_no_longer_than_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+    gate = new_gate(max_wait=0.1)
     order: list[str] = []
     with inside(gate, 1), caplog.at_level(logging.WARNING, "telegrad"):
         stepping(gate, 2, order).finish()  # the handler waits for the end of this very block
     assert order == ["step 2 among others"]
-    assert "a step of autograd context 2 goes on while 1 handlers" in caplog.text
+    assert "a step of autograd context 2 took effect while 1 handlers" in caplog.text
 
 
-def test_a_step_waits_for_a_handler_that_works(caplog: pytest.LogCaptureFixture) -> None:
-    gate = StepGate(still=0.2)
+def test_after_its_limit_a_step_still_waits_for_another_step(caplog: pytest.LogCaptureFixture) -> None:
+    gate = new_gate(max_wait=0.05)
     order: list[str] = []
-    enough, working = threading.Event(), threading.Event()
-
-    def work() -> None:
-        number = gate.enter(1)
-        working.set()
-        while not enough.is_set():
-            sum(range(1000))
-        gate.leave(number)
-
-    handler = Busy(work)
-    assert working.wait(PATIENCE)
-    step = stepping(gate, 2, order)
-    assert not step.done.wait(1.0)  # five times as long as it waits for one that stands still
-    enough.set()
-    handler.finish()
-    step.finish()
-    assert order == ["step 2 alone"]
+    in_step = Gate()
+    first = stepping(gate, 1, order, in_step)
+    in_step.wait_for()
+    second = stepping(gate, 2, order)
+    until_waits(gate, 2)
+    assert not second.done.wait(0.2)
+    in_step.open()
+    for thread in (first, second):
+        thread.finish()
+    assert order == ["step 1 alone", "step 2 alone"]
     assert not caplog.records
 
 
-def test_a_step_waits_no_longer_than_that_even_for_one_that_works() -> None:
-    gate = StepGate(still=PATIENCE, most=0.2)
-    order: list[str] = []
-    enough, working = threading.Event(), threading.Event()
-
-    def work() -> None:
-        number = gate.enter(1)
-        working.set()
-        while not enough.is_set():
-            sum(range(1000))
-        gate.leave(number)
-
-    handler = Busy(work)
-    assert working.wait(PATIENCE)
-    stepping(gate, 2, order).finish()
-    enough.set()
-    handler.finish()
-    assert order == ["step 2 among others"]
-
-
 def test_bodies_hold_nothing_up_but_are_known() -> None:
-    gate = StepGate()
-    gate.open_body(1)
-    gate.open_body(1)
+    gate = new_gate()
+    with gate.body(1):
+        with gate.body(1):
+            with gate.step(2) as turn:
+                assert (turn.overtaken, turn.unread) == (0, False)
+            with gate.step(1) as turn:
+                assert turn.unread
+            assert gate.bodies == 2
+        with gate.step(2) as turn:
+            assert not turn.unread
     with gate.step(2) as turn:
-        assert turn == (True, False)
-    with gate.step(1) as turn:
-        assert turn == (True, True)
-    gate.close_body(1)
-    with gate.step(2) as turn:
-        assert not turn.unwatched
-    gate.close_body(1)
-    with gate.step(2) as turn:
-        assert turn == (True, True)
+        assert turn.unread
 
 
 def test_a_step_that_fails_leaves_the_gate() -> None:
-    gate = StepGate()
+    gate = new_gate()
     with pytest.raises(KeyError), gate.step(1):
         raise KeyError
     with inside(gate, 2):
         pass
     with gate.step(1) as turn:
-        assert turn.alone
+        assert turn.overtaken == 0
+
+
+def test_a_guard_is_entered_once_at_a_time() -> None:
+    gate = new_gate()
+    for guard in (gate.handler(1), gate.body(1), gate.step(1)):
+        with guard, pytest.raises(RuntimeError, match="already entered"):
+            guard.__enter__()
+        with guard:
+            pass
+        guard.__exit__(None, None, None)  # leaves nothing twice
+    assert (gate.handlers, gate.bodies, gate.waiting) == (0, 0, [])
+
+
+def test_hooks_that_fail_leave_the_gate() -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError
+
+    for push, pop in ((refuse, lambda: None), (lambda *_: None, refuse)):
+        gate = StepGate(push, pop, PATIENCE)
+        for guard in (gate.handler(1, (len, len)), gate.body(1, (len, len))):
+            with pytest.raises(ValueError), guard:
+                pass
+        assert (gate.handlers, gate.bodies) == (0, 0)
 
 
 class Alarm(Exception):
@@ -277,25 +270,25 @@ def interrupt() -> Iterator[Callable[[], None]]:
 
 
 def test_a_signal_while_a_handler_waits_leaves_the_gate(interrupt: Callable[[], None]) -> None:
-    gate = StepGate(still=PATIENCE)
+    gate = new_gate(PATIENCE)
     with inside(gate, 1):
         step = stepping(gate, 2)
         until_waits(gate, 2)
 
         def send() -> None:
-            eventually(lambda: gate._queued, what="a handler that waits")
+            eventually(lambda: gate.queued, what="a handler that waits")
             interrupt()
 
         sender = Busy(send)
-        with pytest.raises(Alarm):
-            gate.enter(3)
+        with pytest.raises(Alarm), gate.handler(3):
+            raise AssertionError("a step waits")
         sender.finish()
     for thread in (step, stepping(gate, 2), stepping(gate, 4)):
         thread.finish()
 
 
 def test_a_signal_while_a_step_waits_leaves_the_gate(interrupt: Callable[[], None]) -> None:
-    gate = StepGate(still=PATIENCE)
+    gate = new_gate(PATIENCE)
     with inside(gate, 1):
 
         def send() -> None:
@@ -309,3 +302,53 @@ def test_a_signal_while_a_step_waits_leaves_the_gate(interrupt: Callable[[], Non
         stepping(gate, 1).finish()
     with inside(gate, 3):
         pass
+
+
+@pytest.mark.parametrize("kind", ["handler", "body", "step"])
+def test_a_storm_of_signals_leaves_the_gate_whole(kind: str) -> None:
+    """A signal may raise between any two bytecodes of the main thread; the gate's counts are changed between none."""
+    gate = new_gate(PATIENCE)
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            with gate.handler(2):
+                pass
+
+    def step() -> None:
+        while not stop.is_set():
+            with gate.step(3):
+                pass
+
+    random_ = random.Random(0)
+    armed = False
+    alarms = 0
+
+    def on_alarm(*_: object) -> None:
+        nonlocal alarms
+        if armed:
+            alarms += 1
+            raise Alarm
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    others = [Busy(read), Busy(step)]
+    make: Callable[[int], Any] = getattr(gate, kind)
+    try:
+        while alarms < 300:
+            with suppress(Alarm):
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, random_.uniform(1e-6, 1e-3))
+                while True:
+                    with make(1):
+                        pass
+        armed = False
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        stop.set()
+    for thread in others:
+        thread.finish()
+    assert (gate.handlers, gate.bodies, gate.queued, gate.waiting) == (0, 0, 0, [])
+    with gate.step(1) as turn:
+        assert turn.unread

@@ -1,6 +1,5 @@
 """Messages of backward passes, and of contexts, that make no sense; and both ways that they can take."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +17,6 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-@pytest.fixture(params=["core", "python"])
-def way(request: pytest.FixtureRequest, four: Cluster) -> Iterator[str]:
-    """Who reads what comes to the second worker."""
-    plain: Any = four[1]._worker.plain
-    if request.param == "python":
-        plain.close()
-    yield request.param
-    plain.open()
-
-
 def gradient_there_and_back() -> None:
     x = torch.rand(3, requires_grad=True)
     with autograd.context() as context_id:
@@ -35,14 +24,14 @@ def gradient_there_and_back() -> None:
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 2.0))
 
 
-def test_both_ways_lead_to_a_gradient(four: Cluster, way: str) -> None:
+def test_both_ways_lead_to_a_gradient(four: Cluster) -> None:
     gradient_there_and_back()
     contexts = four[1]._worker.autograd.contexts  # type: ignore[attr-defined]
     eventually(lambda: not contexts.table and not contexts.late)
 
 
 @pytest.mark.parametrize("body", [b"\xff", (1, 2), ("no", 0, 1, 1, [])], ids=["garbage", "too little", "no context"])
-def test_gradients_that_make_no_sense_are_answered(four: Cluster, way: str, body: Any) -> None:
+def test_gradients_that_make_no_sense_are_answered(four: Cluster, body: Any) -> None:
     me = four[0]._worker
     coded = body if type(body) is bytes else me.messages.encode(1, body).body
     outcome: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, coded, None, int(PATIENCE * 1e9), True, None)
@@ -53,7 +42,7 @@ def test_gradients_that_make_no_sense_are_answered(four: Cluster, way: str, body
 
 @pytest.mark.parametrize("body", [b"\xff", 5], ids=["garbage", "too little"])
 def test_an_end_that_makes_no_sense_harms_nobody(
-    four: Cluster, way: str, body: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    four: Cluster, body: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     me = four[0]._worker
     coded = body if type(body) is bytes else me.messages.encode(1, body).body

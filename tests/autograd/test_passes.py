@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from telegrad.autograd.context import Context
+from telegrad.autograd.stages import Stages
 
 
 def leaf(*shape: int) -> Tensor:
@@ -123,6 +124,31 @@ def test_a_gradient_that_nobody_else_has_is_not_copied(others: int) -> None:
     landed = {**group.contexts[0].gradients, **group.contexts[1].gradients}
     assert set(landed) == {x, y, w}
     assert {grad.data_ptr() for grad in landed.values()} == set(made)
+
+
+@pytest.mark.parametrize("through", ["engine", "message"])
+def test_a_gradient_that_a_hook_keeps_is_copied(through: str) -> None:
+    group, x, w = Group(2, 0), leaf(), leaf()
+    group.copies = False
+    kept: list[Tensor] = []
+    (w if through == "engine" else x).register_hook(kept.append)
+    group.backward(0, [called(group, x, w).sum()])
+    gradients = group.contexts[1 if through == "engine" else 0].gradients
+    (gradient,) = gradients.values()
+    before = gradient.clone()
+    kept[0].zero_()
+    assert torch.equal(gradient, before)
+
+
+def test_sources_stand_in_the_order_of_their_ids() -> None:
+    """Threads may record them in any order, and sums are made in this one."""
+    group, x = Group(2, 0), leaf()
+    for _ in range(3):
+        group.transfer(0, 1, [x * 2])
+    context = group.contexts[0]
+    ids = sorted(context.sends)
+    context.sends = {number: context.sends[number] for number in reversed(ids)}
+    assert list(Stages(context).open().bits) == ids
 
 
 def test_two_passes_add_up() -> None:
@@ -297,17 +323,17 @@ def test_contexts_at_once_over_the_same_parameters() -> None:
     assert all(parameter.grad is None for parameter in shared)
 
 
-@pytest.mark.parametrize("way", ["short", "long"])
-def test_graphs_deeper_than_torch_can_free(way: str) -> None:
+@pytest.mark.parametrize("path", ["fast", "schedule"])
+def test_graphs_deeper_than_torch_can_free(path: str) -> None:
     """In a process of its own: what this is about ends it."""
     program = """
         import gc, sys, threading
         sys.path.insert(0, sys.argv[1])
         import torch
         from simulation import Group
-        from telegrad.autograd import passes
-        if sys.argv[2] == "long":
-            passes.begin = passes.answer = lambda *_: None
+        from telegrad.autograd.graph import LocalGraph
+        if sys.argv[2] == "schedule":
+            LocalGraph.single_peer = LocalGraph.leads_back = lambda *_: None
         threading.stack_size(1 << 20)
         for messages in (1, 2):
             x = torch.ones(1).requires_grad_()
@@ -326,7 +352,7 @@ def test_graphs_deeper_than_torch_can_free(way: str) -> None:
         """
     where = str(__file__).rpartition("/")[0]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), where, way],
+        [sys.executable, "-c", textwrap.dedent(program), where, path],
         capture_output=True,
         text=True,
         timeout=50,

@@ -1,5 +1,6 @@
 """The core's walk of torch's graph."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 
 from telegrad._core import Reach
-from telegrad.autograd.deep import FIRST, Descent
-from telegrad.autograd.graph import INNER, LEAF, OWN, RECV, kinds
+from telegrad.autograd.deep_graph import FIRST, RecursionGuard
+from telegrad.autograd.graph import INNER, LEAF, RECV, kinds
 
 
 def node_of(x: Tensor) -> Any:
@@ -22,24 +23,26 @@ def x() -> Tensor:
     return torch.rand(3, requires_grad=True)
 
 
-def test_ends_come_once_for_each_source_with_who_came_before(x: Tensor) -> None:
+def same(found: Any, expected: Any) -> bool:
+    """Compare by identity: tensors have no truth."""
+    if type(found) in (tuple, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return found is expected or (type(found) is int and found == expected)
+
+
+def test_leaves_come_once_for_each_source_with_the_one_before(x: Tensor) -> None:
     y = torch.rand(3, requires_grad=True)
-    first, second, third = [node_of(z) for z in ((x * 2) * (x + y), x - 1, y * x)]
+    first, second, third = [node_of(z) for z in ((x * 2) * (y + x), x - 1, y * x)]
     reach = Reach(kinds)
-    found = reach.walk([first], 5)
-    assert found is not None
-    assert len(found) == 2
-    assert set(found) == {(node_of(x), None), (node_of(y), None)}
-    assert reach.walk([first], 5) == []
-    assert reach.walk([second], -1) == [(node_of(x), 5)]
-    assert set(reach.walk([third, node_of(x)], 7) or []) == {(node_of(x), -1), (node_of(y), 5)}
-
-
-def test_sources_that_meet(x: Tensor) -> None:
-    middle = x * 2
-    reach = Reach(kinds)
-    assert reach.walk([node_of(middle + 1)], 0) is not None
-    assert reach.walk([node_of(middle - 1)], 1) is None
+    leaves, recvs, shared = reach.walk([(first, 0), None])
+    assert {id(leaf) for leaf in leaves} == {id(x), id(y)}
+    assert len(leaves) == 2
+    assert recvs == shared == []
+    assert same(reach.walk([(second, 0)]), ([x], [], [(x, 0)]))
+    _, _, shared = reach.walk([(third, 0), x])
+    assert {(id(leaf), before) for leaf, before in shared} == {(id(x), 1), (id(y), 0)}
+    assert not reach.sources_meet
+    assert same(reach.walk([y, y]), ([y], [], [(y, 2)]))
 
 
 class Node:
@@ -49,38 +52,41 @@ class Node:
         self.next_functions = tuple([(there, 0) for there in nexts])
 
 
-class Own(Node):
-    """One of the program."""
-
-
 class End(Node):
     """Where a walk ends."""
 
 
-def test_which_nodes_run_no_code_of_the_program_and_lead_on() -> None:
+KINDS = {Node: INNER, End: RECV}
+
+
+def test_where_sources_meet_all_nodes_and_edges_are_kept() -> None:
+    end, other = End(), End()
+    common = Node(end)
+    first, second = Node(None, common), Node(Node(other), common, other)
+    reach = Reach(KINDS)
+    assert reach.walk([(first, 0)]) == ([], [end], [])
+    assert not reach.sources_meet
+    assert reach.walk([None, (second, 0)]) == ([], [other], [])
+    assert reach.sources_meet
+    nodes = reach.nodes
+    assert [[nodes[n] if n >= 0 else None for n in reach.starts(at)] for at in range(2)] == [[first], [None, second]]
+    for number, node in enumerate(nodes):
+        assert reach.kinds[number] == KINDS[type(node)]
+        if type(node) is Node:
+            assert [(nodes[n] if n >= 0 else None, 0) for n in reach.below(number)] == list(node.next_functions)
+    order = [nodes[number] for number in reach.order()]
+    assert set(order) == {node for node in nodes if type(node) is Node}
+    assert len(order) == 4
+    for place, node in enumerate(order):
+        assert not {below for below, _ in node.next_functions} & set(order[:place])
+
+
+def test_a_recv_that_two_sources_reach_is_a_meeting() -> None:
     end = End()
-    reach = Reach({Node: INNER, Own: OWN, End: RECV})
-    assert reach.walk([Node(Node(end), None)], 0) == [(end, None)]
-    assert (reach.inner, reach.plain) == (2, 2)
-    assert reach.walk([Own(end)], 1) is None  # another source leads there
-    for plain, node in [(1, Node(Own(end))), (1, Node(end, Node())), (1, Node(end, Node(None)))]:
-        reach = Reach({Node: INNER, Own: OWN, End: RECV})
-        assert reach.walk([node], 0) == [(end, None)]
-        assert (reach.inner, reach.plain) == (2, plain)
-
-
-def test_which_nodes_are_the_programs(x: Tensor) -> None:
-    class Same(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(_ctx: Any, grad: Tensor) -> Tensor:
-            return grad
-
-    assert kinds[type(Same.apply(x).grad_fn)] == OWN
-    assert kinds[type((x * 2).grad_fn)] == INNER
+    reach = Reach(KINDS)
+    assert reach.walk([(Node(end), 0)]) == ([], [end], [])
+    assert reach.walk([(end, 0)]) == ([], [], [])
+    assert reach.sources_meet
 
 
 def test_many_types_that_take_turns() -> None:
@@ -91,9 +97,9 @@ def test_many_types_that_take_turns() -> None:
     for _ in range(20):
         for one in types:
             start = one(start)
-    reach = Reach({**dict.fromkeys(types[::2], INNER), **dict.fromkeys(types[1::2], OWN), End: RECV})
-    assert reach.walk([start], 0) == [(end, None)]
-    assert (reach.inner, reach.plain) == (4000, 2000)
+    reach = Reach({**dict.fromkeys(types, INNER), End: RECV})
+    assert reach.walk([(start, 0)]) == ([], [end], [])
+    assert len(reach.order()) == 4000
 
 
 def test_next_functions_of_any_kind(x: Tensor) -> None:
@@ -106,7 +112,7 @@ def test_next_functions_of_any_kind(x: Tensor) -> None:
     for wrong in (7, [], None):
         Odd.next_functions = wrong
         with pytest.raises(TypeError, match="next_functions"):
-            Reach({Odd: INNER}).walk([Odd()], 0)
+            Reach({Odd: INNER}).walk([(Odd(), 0)])
 
     class Later:
         def __init__(self, there: Any) -> None:
@@ -118,20 +124,23 @@ def test_next_functions_of_any_kind(x: Tensor) -> None:
     for _ in range(20):
         first = Later(first)
     with pytest.raises(AttributeError, match="next_functions"):
-        Reach({Later: INNER}).walk([first], 0)
+        Reach({Later: INNER}).walk([(first, 0)])
     last.next_functions = ()
-    assert Reach({Later: INNER}).walk([first], 0) == []
-    found = Reach({**kinds, OfTheClass: INNER}).walk([OfTheClass()], 0)
-    assert found == [(node_of(x), None)]
+    assert Reach({Later: INNER}).walk([(first, 0)]) == ([], [], [])
+    assert same(Reach({**kinds, OfTheClass: INNER}).walk([(OfTheClass(), 0)]), ([x], [], []))
 
 
-def test_a_large_graph_is_made_to_be_freed_step_by_step(x: Tensor) -> None:
-    """Of its nodes every 64th or so holds what it leads to: else the stack would overflow when they die."""
+def test_some_nodes_of_a_large_graph_hold_those_below(x: Tensor) -> None:
+    """Every 64th or so: else the stack would overflow when they die."""
     y = x
     for _ in range(100_000):
         y = y * 1.0
-    with Descent() as descent:
-        assert Reach(kinds).walk([node_of(y)], 0, descent) == [(node_of(x), None)]
+    reach = Reach(kinds, RecursionGuard)
+    assert same(reach.walk([(node_of(y), 0)]), ([x], [], []))
+    assert not gc.isenabled()
+    guard: Any = reach.guard
+    guard.close()
+    assert gc.isenabled()
     held, node = [], node_of(y)
     for _ in range(100_000):
         held.append("telegrad" in node.metadata)
@@ -143,10 +152,16 @@ def test_a_large_graph_is_made_to_be_freed_step_by_step(x: Tensor) -> None:
             gaps.append(at - last)
             last = at
     assert max(gaps[1:]) < 128
-    del node, y
+    del node, y, reach
 
 
-def test_nodes_are_let_go_of(x: Tensor) -> None:
+def test_a_small_graph_needs_no_guard(x: Tensor) -> None:
+    reach = Reach(kinds, RecursionGuard)
+    reach.walk([(node_of(x * 2), 0)])
+    assert reach.guard is None
+
+
+def test_nodes_are_released_with_the_walk(x: Tensor) -> None:
     reach = Reach(kinds)
     y = x * 2
     gone: list[int] = []
@@ -156,7 +171,7 @@ def test_nodes_are_let_go_of(x: Tensor) -> None:
             gone.append(1)
 
     node_of(y).metadata["tell"] = Tell()
-    reach.walk([node_of(y)], 0)
+    reach.walk([(node_of(y), 0)])
     del y
     assert not gone
     del reach
@@ -165,6 +180,10 @@ def test_nodes_are_let_go_of(x: Tensor) -> None:
 
 def test_what_is_no_graph() -> None:
     with pytest.raises(AttributeError, match="next_functions"):
-        Reach({int: INNER}).walk([7], 0)
+        Reach({int: INNER}).walk([(7, 0)])
+    with pytest.raises(AttributeError, match="variable"):
+        Reach({int: LEAF}).walk([(7, 0)])
+    with pytest.raises(IndexError):
+        Reach(kinds).walk([()])
     with pytest.raises(KeyError):
-        Reach({}).walk([7], 0)
+        Reach({}).walk([(7, 0)])

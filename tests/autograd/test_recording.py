@@ -17,7 +17,7 @@ from telegrad import autograd, rpc
 from telegrad.autograd.context import Context
 from telegrad.autograd.recording import edge_of, edges_of
 from telegrad.testing import Cluster
-from telegrad.worker import current
+from telegrad.worker import current, handlers
 
 
 @pytest.fixture
@@ -120,31 +120,19 @@ def test_one_message_has_one_function(context: Context) -> None:
 
 
 def refuse(*_: Any, **__: Any) -> Any:
-    raise AssertionError("the long way was taken")
+    raise AssertionError("Python has a part in it")
 
 
 @pytest.fixture
-def short(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of w0 to w1 take the short way, through the core, or fail."""
+def native(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no part in encoding and decoding calls of w0 to w1, or they fail."""
     rpc.rpc_sync("w1", int)
-    monkeypatch.setattr(four[0]._worker.calls, "function_call", refuse)
-    monkeypatch.setitem(
-        four[1]._worker.pool._handle, 0, lambda item: four[1]._worker.handlers.fail(asked(item), Long())
-    )
+    monkeypatch.setattr(four[0]._worker.messages, "encode", refuse)
+    monkeypatch.setattr(handlers, "SlowRequest", refuse)
 
 
-class Long(Exception):
-    """The long way was taken."""
-
-
-def asked(item: Any) -> Any:
-    from telegrad.worker.handlers import Asked
-
-    return Asked(item[2], item[3], item[4], item[5], item[10])
-
-
-@pytest.mark.usefixtures("short")
-def test_plain_calls_take_the_short_way(four: Cluster, context: Context) -> None:
+@pytest.mark.usefixtures("native")
+def test_calls_that_the_codec_encodes(four: Cluster, context: Context) -> None:
     x, p = leaf(3), nn.Parameter(torch.ones(3))
     assert is_received(rpc.rpc_sync("w1", double, (x,)))
     assert is_received(rpc.rpc_async("w1", double, (x,)).wait())
@@ -155,7 +143,7 @@ def test_plain_calls_take_the_short_way(four: Cluster, context: Context) -> None
     assert of(four[1], context).heard == {0: context.asked[1]} == {0: 4}
 
 
-def test_what_is_not_plain_takes_the_long_way(four: Cluster, context: Context) -> None:
+def test_calls_in_which_python_has_a_part(four: Cluster, context: Context) -> None:
     x = leaf(3)
     rref = rpc.RRef(x)
     assert rpc.rpc_sync("w1", type_name, (rref,)) == "RRef"
@@ -179,7 +167,7 @@ def with_holder(x: Tensor) -> Any:
     return x * 2, Holder(x * 3)
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("native")
 def test_the_short_way_into_a_context_that_has_ended(four: Cluster, context: Context) -> None:
     assert is_received(rpc.rpc_sync("w1", double, (leaf(2),)))
     there = four[1]._worker.autograd.contexts

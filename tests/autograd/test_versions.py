@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from telegrad.autograd import versions
-from telegrad.autograd.gate import StepGate
-from telegrad.autograd.versions import handler_run, put, renew
+from telegrad.autograd.versions import Protection, put, renew
 
 
 class OneWorker:
@@ -22,8 +21,8 @@ class OneWorker:
 
 
 @pytest.fixture
-def gate() -> StepGate:
-    return StepGate()
+def protection() -> Protection:
+    return Protection()
 
 
 W = torch.arange(1.0, 10.0).reshape(3, 3)
@@ -51,9 +50,11 @@ def gradient(use: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("moves", [1, 2, 5])
-def test_gradients_are_those_of_the_values_used(gate: StepGate, use: Callable[[Tensor], Tensor], moves: int) -> None:
+def test_gradients_are_those_of_the_values_used(
+    protection: Protection, use: Callable[[Tensor], Tensor], moves: int
+) -> None:
     w = nn.Parameter(W.clone())
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         y = use(w).sum()
     for _ in range(moves):
         put(w, w.data * 2 + 1)
@@ -73,21 +74,21 @@ def test_without_protection_they_are_not() -> None:
     assert not torch.equal(got, gradient(USES["itself"], W))
 
 
-def test_two_contexts_over_two_values(gate: StepGate) -> None:
+def test_two_contexts_over_two_values(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         y1 = USES["matmul"](w).sum()
     put(w, W + 1)
-    with handler_run(gate, 2):
+    with protection.handler_guard(2):
         y2 = USES["matmul"](w).sum()
     put(w, W + 2)
     assert torch.equal(torch.autograd.grad(y2, [w])[0], gradient(USES["matmul"], W + 1))
     assert torch.equal(torch.autograd.grad(y1, [w])[0], gradient(USES["matmul"], W))
 
 
-def test_an_in_place_change_by_the_program_raises(gate: StepGate) -> None:
+def test_an_in_place_change_by_the_program_raises(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         y = USES["itself"](w).sum()
     with torch.no_grad():
         w.add_(1)
@@ -95,9 +96,9 @@ def test_an_in_place_change_by_the_program_raises(gate: StepGate) -> None:
         torch.autograd.grad(y, [w])
 
 
-def test_one_before_the_memory_was_replaced_raises_too(gate: StepGate) -> None:
+def test_one_before_the_memory_was_replaced_raises_too(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         y = USES["itself"](w).sum()
     with torch.no_grad():
         w.add_(1)
@@ -106,9 +107,9 @@ def test_one_before_the_memory_was_replaced_raises_too(gate: StepGate) -> None:
         torch.autograd.grad(y, [w])
 
 
-def test_one_afterwards_does_not(gate: StepGate) -> None:
+def test_one_afterwards_does_not(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         y = USES["itself"](w).sum()
     put(w, W + 1)
     with torch.no_grad():
@@ -116,9 +117,9 @@ def test_one_afterwards_does_not(gate: StepGate) -> None:
     assert torch.equal(torch.autograd.grad(y, [w])[0], gradient(USES["itself"], W))
 
 
-def test_an_activation_changed_in_place_raises(gate: StepGate) -> None:
+def test_an_activation_changed_in_place_raises(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         hidden = w * 2
         y = (hidden * hidden).sum()
         hidden.add_(1)
@@ -135,12 +136,12 @@ def test_a_graph_outside_of_contexts_notices() -> None:
             y.backward()
 
 
-def test_memory_that_is_used_again_is_checked_again(gate: StepGate) -> None:
+def test_memory_that_is_used_again_is_checked_again(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
     old = put(w, W + 1)
     renew(old)
     put(w, old)
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         y = USES["itself"](w).sum()
     with torch.no_grad():
         w.add_(1)
@@ -148,12 +149,12 @@ def test_memory_that_is_used_again_is_checked_again(gate: StepGate) -> None:
         torch.autograd.grad(y, [w])
 
 
-def test_nothing_is_kept_alive(gate: StepGate) -> None:
+def test_nothing_is_kept_alive(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
     gc.disable()  # the alias of a result must make no circle with its node
     try:
         before = sum(type(thing) is Tensor for thing in gc.get_objects())
-        with handler_run(gate, 1):
+        with protection.handler_guard(1):
             y = USES["output saved"](w).sum()
         assert sum(type(thing) is Tensor for thing in gc.get_objects()) > before
         del y
@@ -162,9 +163,9 @@ def test_nothing_is_kept_alive(gate: StepGate) -> None:
         gc.enable()
 
 
-def test_second_derivatives(gate: StepGate) -> None:
+def test_second_derivatives(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         (first,) = torch.autograd.grad((w**3).sum(), [w], create_graph=True)
         y = first.sum()
     put(w, W * 5)
@@ -174,17 +175,17 @@ def test_second_derivatives(gate: StepGate) -> None:
 
 def test_a_worker_without_an_optimizer_pays_nothing() -> None:
     idle = OneWorker()
-    assert versions.gate_of(idle) is None
+    assert versions.protection_of(idle) is None
     with versions.between_steps(idle):
         pass
     assert not idle.extras
 
 
-def test_functional_transforms_want_to_be_unprotected(gate: StepGate) -> None:
+def test_functional_transforms_want_to_be_unprotected(protection: Protection) -> None:
     def slope() -> Tensor:
         return torch.func.grad(lambda x: (x * x).sum())(X)
 
-    with handler_run(gate, 1):
+    with protection.handler_guard(1):
         with pytest.raises(RuntimeError, match="saved tensor hooks"):
             slope()
         with versions.unprotected():
@@ -195,11 +196,11 @@ def test_functional_transforms_want_to_be_unprotected(gate: StepGate) -> None:
     assert torch.equal(torch.autograd.grad(y, [w])[0], 2 * W)
 
 
-def test_memory_shared_with_other_processes_is_copied(gate: StepGate) -> None:
-    gate.copies_shared = True
+def test_memory_shared_with_other_processes_is_copied(protection: Protection) -> None:
+    protection.copies_shared = True
     w = nn.Parameter(W.clone())
     w.share_memory_()
-    with versions.body(gate, 1):
+    with protection.context_guard(1):
         y = USES["matmul"](w).sum()
     with torch.no_grad():
         w.add_(1)

@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from bench import networks
-from bench.processes import descendants
+from bench.processes import descendants, end_with_parent
 from bench.row import OURS, TORCH, Family
 from bench.rows.networks import NETWORKS
 from bench.rows.table import FAMILIES
@@ -74,6 +74,18 @@ def test_nothing_outlives_the_bench(number: int, tmp_path: Path) -> None:
             if not select.select([end], [], [], 0)[0]:
                 os.kill(pid, signal.SIGKILL)
             os.close(end)
+
+
+def test_a_child_whose_parent_has_ended_already_ends() -> None:
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    child = os.fork()
+    if child == 0:
+        end_with_parent(gone)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 @pytest.mark.timeout(120)

@@ -1,4 +1,4 @@
-"""The command line of Python, taken apart as Python does it."""
+"""Parsing of Python's command line."""
 
 import subprocess
 import sys

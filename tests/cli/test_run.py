@@ -1,4 +1,4 @@
-"""`telegrad run --drop-in` takes what `python` takes, and commands; `telegrad env` is for other launchers."""
+"""Command lines of `telegrad run --drop-in`, and `telegrad env`."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def run(*words: str, **how: Any) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A folder with the program `SHOW` as a file, a package and a folder."""
+    """Return a folder with the program `SHOW` as a file, a package and a folder."""
     for name in ("show.py", "package/__init__.py", "package/__main__.py", "folder/__main__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if "__init__" in name else SHOW)

@@ -1,4 +1,7 @@
-"""The drop-in reaches every Python process: how, with a small package in torch's and Telegrad's place each."""
+"""Installation of the drop-in in every Python process.
+
+Small packages replace torch and Telegrad.
+"""
 
 import os
 import subprocess
@@ -11,7 +14,7 @@ from telegrad.compat import child_environment
 
 OUTSIDE = getattr(sys, "_base_executable", sys.executable)
 
-# They say what happens to them.
+# The packages print what happens to them.
 PACKAGES = {
     "torch/__init__.py": "import sys\nprint('torch')\nfrom torch import inner\ndone = True\n",
     "torch/inner.py": "",
@@ -21,7 +24,7 @@ PACKAGES = {
 
 
 def run(folder: Path, code: str, packages: dict[str, str] = PACKAGES, **more: str) -> list[str]:
-    """The lines that a fresh interpreter prints which runs this code with these packages and the bootstrap.
+    """Return the lines that an interpreter with these packages prints for this code.
 
     It is the interpreter outside the virtual environment, in which neither torch nor Telegrad is installed.
     """

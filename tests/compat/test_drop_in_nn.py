@@ -1,4 +1,4 @@
-"""What stands for torch's RemoteModule in a drop-in: it refuses what torch's refuses."""
+"""RemoteModule of a drop-in refuses what torch's refuses."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def adopted(rref: rpc.RRef[nn.Module], place: str) -> tuple[object, int, torch.T
 
 @pytest.mark.parametrize("at", ["w0", "w1", "w2"])
 def test_from_a_reference_with_the_name_of_another_worker(four: Cluster, at: str) -> None:
-    """At the reference's maker, at the module's owner, and at a third worker."""
+    """Run on the reference's creator, on the module's owner, and on a third worker."""
     rref = four[0].remote("w1", nn.Linear, (4, 1))
     expected = rref.rpc_sync().forward(X)
     for place, on in {"w0/cpu": "w0", "rank:0/cpu": 0, "w1": "w1", "w3/cpu": "w3", "cpu": "w1"}.items():

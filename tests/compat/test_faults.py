@@ -1,4 +1,4 @@
-"""The faulty agent's table: torch's names, our messages."""
+"""The faulty agent's table: torch's names, Telegrad's messages."""
 
 import threading
 import weakref
@@ -36,7 +36,7 @@ _freed = threading.Event()
 
 
 class Value:
-    """Something whose end is seen."""
+    """An object that signals its deletion."""
 
     def __init__(self) -> None:
         weakref.finalize(self, _freed.set)

@@ -1,4 +1,4 @@
-"""torch's names point at Telegrad's, however they are reached, and back again."""
+"""Torch's names are redirected however they are reached, and restored."""
 
 import importlib
 import sys
@@ -35,7 +35,7 @@ def installed() -> Iterator[None]:
 
 
 def snapshot() -> dict[str, Any]:
-    """Everything that installing changes."""
+    """Return everything that installing changes."""
     names = {name: module for name, module in sys.modules.items() if name.startswith("torch.")}
     attributes = {f"{module.__name__}.{name}": getattr(module, name) for module in CHANGED for name in vars(module)}
     return {**names, **attributes}
@@ -60,7 +60,7 @@ def test_modules_that_torchs_package_has_loaded_are_there() -> None:
         assert module.__name__ == f"telegrad.compat.rpc.{leaf}"
     profiler = torch.distributed.rpc.server_process_global_profiler._server_process_global_profile
     assert profiler is torch.distributed.rpc._server_process_global_profile
-    with pytest.raises(NotImplementedError, match="tell each other who joins"):
+    with pytest.raises(NotImplementedError, match="manage their group"):
         torch.distributed.rpc._utils._update_group_membership(None, [], {}, True)
     store = torch.distributed.HashStore()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a program prints of references and graphs is what it prints with torch's own RPC."""
+"""References and graphs print as with torch's own RPC."""
 
 import importlib
 import sys
@@ -39,7 +39,7 @@ def join(package: str, rank: int, n: int, init_method: str) -> Any:
 
 
 def print_references(rank: int, n: int, init_method: str, package: str) -> list[Any]:
-    if package == "telegrad.compat":  # under the drop-in references show themselves as torch's do
+    if package == "telegrad.compat":  # a drop-in's references print as torch's do
         sys.modules["torch.distributed.rpc"] = importlib.import_module("telegrad.compat.rpc")
     rpc = join(package, rank, n, init_method)
     printed: list[Any] = []
@@ -51,7 +51,7 @@ def print_references(rank: int, n: int, init_method: str, package: str) -> list[
         printed += shown(first, there, here, builtin)
         for value in (there.to_here(), here.to_here(), builtin.to_here(), rpc.rpc_sync("w1", echo, (2,))):
             printed.append(str(value))  # calls take no number
-        printed += rpc.rpc_sync("w1", shown, (there,))  # a fork takes one, whoever gets it
+        printed += rpc.rpc_sync("w1", shown, (there,))  # a fork takes one, for any receiver
         printed += rpc.rpc_sync("w2", shown, (there,))
         printed += rpc.rpc_sync("w2", shown, (first, there))
         printed += rpc.rpc_sync("w2", shown, (there, [there]))  # one fork

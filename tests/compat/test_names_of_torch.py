@@ -1,4 +1,4 @@
-"""Every name of torch's modules, private ones included, is a name of ours too, or is left out for a reason."""
+"""Every name of torch's modules exists in Telegrad, or is left out for a reason."""
 
 import ast
 import importlib
@@ -80,11 +80,11 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "_recursive_script_module_reducer": "scripted modules travel by telegrad.serialize",
     },
 }
-"""By torch's module: names that ours does not have, and why."""
+"""Names that the replacement of torch's module lacks -> reason, by module."""
 
 _ATTRIBUTES = "generated methods need no template here"
 MEMBERS_LEFT_OUT: Final[dict[str, dict[str, str]]] = {
-    "TensorPipeAgent": {"_update_group_membership": "workers tell each other who joins and leaves; nothing else can"},
+    "TensorPipeAgent": {"_update_group_membership": "workers manage their group; its members cannot be set"},
     "FaultyTensorPipeAgent": {"_update_group_membership": "as of TensorPipeAgent"},
     "_RemoteModule": dict.fromkeys(
         ("_check_attribute_picklability", "_init_template", "_install_generated_methods", "_prepare_init"), _ATTRIBUTES
@@ -95,7 +95,7 @@ MEMBERS_LEFT_OUT: Final[dict[str, dict[str, str]]] = {
     "_LocalOptimizer": {"global_lock": "optimizers of the same parameters take turns: telegrad.optim.parameters"},
     "_ScriptLocalOptimizer": {"compile_lock": _SCRIPT},
 }
-"""By class: members that ours does not have, and why."""
+"""Members that the replacement of torch's class lacks -> reason, by class."""
 
 _OF_THE_MACHINERY = (
     "torch.distributed.rpc",
@@ -106,7 +106,7 @@ _OF_THE_MACHINERY = (
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Torch's modules that the drop-in stands for, those below them included, and ours."""
+    """Return torch's redirected modules and submodules, with their replacements."""
     found = []
     for theirs, ours in MODULES.items():
         found.append((theirs, ours))
@@ -117,7 +117,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def names_of(module: ModuleType) -> set[str]:
-    """The names of a module that are its own, or of torch's RPC; not what it has imported from elsewhere."""
+    """Return a module's own names and those of torch's RPC."""
     names = {name for name in vars(module) if not (name.startswith("__") and name.endswith("__"))}
     names -= {name for name in names if isinstance(getattr(module, name), ModuleType)}
     if not str(module.__file__).endswith(".py"):  # made by C++
@@ -180,7 +180,7 @@ def test_every_name_left_out_has_a_reason() -> None:
 
 
 def test_what_torch_has_is_found() -> None:
-    """The comparison itself: a name that ours lacks is seen."""
+    """The comparison itself finds a missing name."""
     theirs = importlib.import_module("torch.distributed.rpc.constants")
     ours = ModuleType("empty")
     assert {"_UNSET_RPC_TIMEOUT", "DEFAULT_SHUTDOWN_TIMEOUT"} <= missing(theirs, ours)

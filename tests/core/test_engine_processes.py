@@ -62,7 +62,7 @@ def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable
     for w in waiting:
         status, why = w.join()
         assert status == PEER_LOST
-        assert why.startswith("the connection was closed without a goodbye: its process has died or been killed")
+        assert why.startswith("the connection was closed without a goodbye: its process died or was killed")
         assert w.ended - start < 2
     worker.wait_for(lambda: worker.outcomes)
     cookie, outcome = worker.outcomes[0]

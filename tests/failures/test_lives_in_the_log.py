@@ -41,7 +41,7 @@ if rank == "0" and does == "calls":
     rpc.rpc_async(others[0], time.sleep, (1,))
     made = [rpc.remote(other, time.sleep, (1,)) for other in others]
 if rank == "0" and does == "is served":
-    serves = rpc.rpc_async("w1", time.sleep, (20,), timeout=0)  # outlasts the end
+    serves = rpc.rpc_async("w1", time.sleep, (60,), timeout=0)  # outlasts the end
     while not rpc.rpc_sync("w1", is_busy):
         pass
 print("ready", flush=True)
@@ -51,7 +51,8 @@ if does == "polls":
     while True:
         rpc.rpc_sync(others[0], torch.add, (torch.ones(3), 1))
 if rank == "0" or does == "waits":
-    threading.Event().wait()
+    while True:
+        time.sleep(1)  # without an end, the interrupt might be noticed by another thread alone
 rpc.shutdown()
 """
 

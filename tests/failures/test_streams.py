@@ -132,7 +132,7 @@ def test_another_version(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> Non
     peer.send(frame(HELLO, struct.pack("<I", 999) + peer.hello(STRANGER)[4:]))
     ((kind, why),) = peer.ended()
     assert kind == REFUSE
-    assert b"protocol version 999 is not 3" in why
+    assert b"protocol version 999 is not 4" in why
     refused(caplog, "run one version of telegrad on all workers")
 
 
@@ -168,7 +168,7 @@ def test_nothing_is_unpickled_before_the_handshake(
     for kind, tag in ((REQUEST, Tag.CALL), (ONEWAY, Tag.REFERENCES), (REPLY, Tag.ERROR)):
         peer.send(frame(kind, bomb, tag=tag, flags=BodyKind.PICKLE, call=1))
     assert peer.ended() == []
-    refused(caplog, "before it had proven who it is")
+    refused(caplog, "before it had proven its identity")
     assert not (tmp_path / "exploded").exists()
 
 

@@ -1,4 +1,4 @@
-"""The processes of `tests/failures` serve here too."""
+"""Makes the processes of `tests/failures` available."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a worker listens on, and what it tells the others."""
+"""Addresses at which a worker listens, and those that it advertises."""
 
 import socket
 
@@ -9,12 +9,12 @@ from telegrad.options import Options
 from telegrad.rpc import Worker
 from telegrad.worker import addresses
 
-ELSEWHERE = "192.0.2.1"  # of a network that exists only in documents
+ELSEWHERE = "192.0.2.1"  # of a network reserved for documentation
 
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """By which the route to a host leads, and the routes asked for."""
+    """Make all routes lead to one address, and list the routes asked for."""
     asked: list[tuple[str, int]] = []
 
     def own_address(towards: str, wanted: int = socket.AF_UNSPEC) -> str:

@@ -1,4 +1,4 @@
-"""Who waits is told: in the log while it lasts, and by the error at its end."""
+"""Reports of waits: in the log while they last, and in the error at the end."""
 
 import logging
 import signal
@@ -18,7 +18,7 @@ from actors import free_port
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
-from telegrad.rpc import Options, Worker, probing, stores
+from telegrad.rpc import Options, Worker, hosting, probing, stores
 from telegrad.testing import Gate, cluster, eventually
 from telegrad.worker import rendezvous, waits
 
@@ -27,7 +27,7 @@ SHORT = 0.3  # s
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What the log tells of waits, from their beginning on."""
+    """Return the log lines of waits, which are logged at once."""
     monkeypatch.setattr(waits, "FIRST", 0.0)
     caplog.set_level(logging.WARNING, "telegrad")
     return lambda: [r.getMessage() for r in caplog.records if "is waiting for" in r.getMessage()]
@@ -90,13 +90,15 @@ def test_host_on_another_machine_that_has_not_come(
     with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s"):
         meet(1, f"tcp://127.0.0.1:{port}")
     assert said()[0].endswith(" s; last: connection refused")
-    with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s: its host has not come"):
+    with pytest.raises(
+        RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s: its host did not start in time"
+    ):
         stores.meet("helper", Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=SHORT), -1, None)
     assert said()[1].startswith("helper is waiting for the group's store at 127.0.0.1:")
 
 
 class Page(BaseHTTPRequestHandler):
-    """A web server that is not quiet about it."""
+    """A web server that does not log."""
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -155,7 +157,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_another_program_has_the_port(server: Any, answer: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_is_here", lambda *_: here)
     where = f"tcp://127.0.0.1:{server.server_port}"
-    text = rf"what listens at 127.0.0.1:{server.server_port} is not the store of a group, but {answer}"
+    text = rf"the program at 127.0.0.1:{server.server_port} is not the store of a group, but {answer}"
     with pytest.raises(TelegradError, match=text):
         meet(1, where, 30)
     with pytest.raises(TelegradError, match=text):
@@ -164,7 +166,8 @@ def test_another_program_has_the_port(server: Any, answer: str, here: bool, monk
         meet(0, where, 30)
 
 
-def test_another_group_has_the_port() -> None:
+def test_another_group_has_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "_HANDOVER", 0.1)
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with pytest.raises(TelegradError, match=rf"at 127.0.0.1:{port}: the store of another group has the port"):
@@ -177,9 +180,9 @@ def test_another_program_has_the_port_and_says_nothing(
     server: Any, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probing, "_PATIENCE", 0.1)
-    with pytest.raises(RuntimeError, match="met: something listens there, but does not answer as a store does"):
+    with pytest.raises(RuntimeError, match="met: the port is open, but its program does not reply as a store does"):
         meet(1, f"tcp://127.0.0.1:{server.server_port}")
-    assert said()[0].endswith("; last: something listens there, but does not answer as a store does")
+    assert said()[0].endswith("; last: the port is open, but its program does not reply as a store does")
 
 
 @pytest.mark.parametrize("libuv", [True, False])

@@ -1,4 +1,4 @@
-"""A closed worker keeps nothing open, whatever the program keeps of it, and every use of it has a known end."""
+"""Resources of closed workers, and errors of their uses."""
 
 import asyncio
 import gc
@@ -17,7 +17,6 @@ from telegrad.errors import NotInitialized, RRefDeleted
 from telegrad.options import Options
 from telegrad.protocols.rref import RRefId
 from telegrad.testing import Cluster, Footprint, Gate, Local, assert_nothing_left, cluster, eventually, run_all
-from telegrad.wire import Tag
 from telegrad.worker import worker as worker_module
 from telegrad.worker.ended import EndedEngine
 
@@ -26,22 +25,22 @@ LARGE = 1 << 18  # elements; in memory of the pool, not of malloc
 
 
 def timekeepers() -> int:
-    """Native threads of engines."""
+    """Return the number of native threads of engines."""
     return sum(_name_of(task) == "telegrad-time\n" for task in Path("/proc/self/task").glob("*/comm"))
 
 
 def _name_of(task: Path) -> str:
     try:
         return task.read_text()
-    except OSError:  # it has ended just now
+    except OSError:  # the thread has just ended
         return ""
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """After each test, whatever it did."""
+    """Check for leaks after each test."""
     with cluster(2):
-        rpc.rpc_sync("w1", torch.ones, (LARGE,))  # whatever is made once in a process is there now
+        rpc.rpc_sync("w1", torch.ones, (LARGE,))  # creates what a process has only once
     gc.collect()
     before, engines = Footprint.now(), timekeepers()
     yield
@@ -62,7 +61,7 @@ def fail() -> None:
 
 
 class Kept:
-    """One of everything that a program may keep of a group."""
+    """An object of each kind that a program may keep of a group."""
 
     def __init__(self, group: Cluster) -> None:
         w0, w1 = group
@@ -85,7 +84,7 @@ class Kept:
 
     @staticmethod
     def _see(kept: Local["Kept"]) -> None:
-        """Runs on w1: an exception with the frames of the thread that runs this, and of those below it."""
+        """Keep an exception with the frames of the pool thread; runs on w1."""
         try:
             fail()
         except KeyError as e:
@@ -95,7 +94,7 @@ class Kept:
 def assert_native_is_gone(kept: Kept) -> None:
     for core in kept.cores:
         assert isinstance(core.engine, EndedEngine)
-        assert core.engine is core.plain is core.calls.engine is core.calls.plain is core.handlers.engine
+        assert core.engine is core.server is core.calls.engine is core.calls.client is core.handlers.engine
         assert core.engine.stats()["connections"] == 0
 
 
@@ -132,11 +131,11 @@ def test_received_tensors_live_on() -> None:
         core = group[0]._worker
         received = group[0].rpc_sync("w1", make, (5.0,))
         view = received[LARGE // 2 :]
-        group[0].rpc_sync("w1", make, (6.0,))  # its memory is kept warm for the next one
+        group[0].rpc_sync("w1", make, (6.0,))  # its memory is kept for the next tensor
         eventually(lambda: core.engine.stats()["cached_bytes"] > 0)
     stats = core.engine.stats()
     assert stats["live_blocks"] == 1
-    assert stats["cached_bytes"] == 0, "memory that nobody uses goes with the engine"
+    assert stats["cached_bytes"] == 0, "unused memory is released with the engine"
     assert bool((received == 5).all())
     received += 1
     del received
@@ -149,7 +148,7 @@ def test_received_tensors_live_on() -> None:
 
 
 class Later:
-    """What `test_requests_that_wait_are_forgotten` makes on w1."""
+    """Value that `test_requests_that_wait_are_forgotten` creates on w1."""
 
     def __init__(self, gate: Gate) -> None:
         gate.enter()
@@ -159,7 +158,7 @@ class Later:
 
 
 def test_requests_that_wait_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request for a value that is not there yet holds the tensors that came with it."""
+    """A request for a value that does not exist yet holds the request's tensors."""
     gate = Gate()
     with cluster(2, graceful=False, check=False) as group:
         monkeypatch.setattr(worker_module, "_JOIN_TIMEOUT", 0.0)
@@ -196,9 +195,8 @@ def closed() -> Kept:
         lambda kept: kept.cores[0].rpc_sync("w1", abs, (-1,)),
         lambda kept: kept.cores[0].rpc_async(1, abs, (-1,)),
         lambda kept: kept.cores[0].internal(1, abs, (-1,), 5),
-        lambda kept: kept.cores[0].calls.call(1, abs, (-1,), {}, 0),
-        lambda kept: kept.cores[0].calls.call_async(1, abs, (-1,), {}, 0),
-        lambda kept: kept.cores[0].calls.sync(kept.cores[0].calls.function_call(1, abs, (-1,), {}, 0)),
+        lambda kept: kept.cores[0].calls.client.call(1, abs, (-1,), {}, 0),
+        lambda kept: kept.cores[0].calls.client.start(1, abs, (-1,), {}, 0),
         lambda kept: kept.cores[0].add_member(kept.cores[1].member),
         lambda kept: kept.owned.to_here(),
         lambda kept: kept.owned.local_value(),
@@ -208,7 +206,7 @@ def closed() -> Kept:
         lambda kept: kept.used.remote().sum(),
         lambda kept: kept.used._get_type(),
         lambda kept: kept.proxy.sum(),
-        lambda kept: kept.cores[0].calls.start(kept.used._request(Tag.FETCH, 0, "its value")),
+        lambda kept: kept.used._ask(None, 0),
     ],
 )
 def test_uses_have_a_known_end(closed: Kept, use: Callable[[Kept], Any]) -> None:
@@ -259,7 +257,7 @@ def test_references_may_go_later() -> None:
     assert not core.references.dropped
 
 
-# ---- whoever is inside
+# ---- callers and handlers in progress
 
 
 @pytest.mark.parametrize("how", ["sync", "wait", "await"])
@@ -293,7 +291,7 @@ def test_callers_under_way_hear_of_it(how: str) -> None:
 
 
 def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the engine for as long as it runs, and its answer goes nowhere."""
+    """The handler holds the engine as long as it runs, and its result is dropped."""
     gate = Gate()
     engines = timekeepers()
     with cluster(2, graceful=False, check=False) as group:
@@ -348,7 +346,7 @@ def test_handler_that_closes_its_worker() -> None:
 
 
 def close_under_callers() -> None:
-    """Some call without end until the worker is closed under them."""
+    """Call in a loop on several threads until the worker is closed."""
     with cluster(2, graceful=False, check=False) as group:
         worker, core = group[0], group[0]._worker
         under_way = threading.Semaphore(0)
@@ -380,7 +378,7 @@ def close_under_callers() -> None:
 
 
 def test_closing_while_others_call() -> None:
-    """Calls end, with their value or with the known error, whenever the worker is closed."""
+    """Calls end with their value or the known error, whenever the worker is closed."""
     for _ in range(20):
         close_under_callers()
 
@@ -397,13 +395,13 @@ def test_other_workers_of_the_process_go_on() -> None:
             kept.to_here()
 
 
-# ---- what stands in its place
+# ---- the closed engine
 
 
 def test_it_has_every_method_of_an_engine() -> None:
     with cluster(1) as group:
         core = group[0]._worker
-        natives = [core.engine, core.plain, core.calls.plain]
+        natives = [core.engine, core.server, core.calls.client]
         methods = {name for native in natives for name in dir(native) if callable(getattr(native, name))}
         methods = {name for name in methods if not name.startswith("_")}
         stats = core.engine.stats()
@@ -420,6 +418,6 @@ def test_what_it_refuses_and_what_it_ignores() -> None:
     for refused in (ended.call, ended.start, ended.wait, ended.listen, ended.set_peer):
         with pytest.raises(NotInitialized, match="RPC has not been initialized"):
             refused(1, 2, 3)
-    for ignored in (ended.reply, ended.nudge, ended.stop, ended.part_from, ended.forget_peer, ended.next, ended.open):
+    for ignored in (ended.reply, ended.nudge, ended.stop, ended.part_from, ended.forget_peer, ended.next, ended.resume):
         assert ignored(1) is None
     assert ended.send(1) is False

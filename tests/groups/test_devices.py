@@ -1,4 +1,4 @@
-"""Device maps are checked where a group meets, as torch checks them."""
+"""Device maps are checked at the rendezvous, as torch checks them."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,7 @@
-"""A child of multiprocessing that ends with a worker: after the program's own `atexit` handlers, with a goodbye."""
+"""Children of multiprocessing that end with a worker.
+
+The worker ends after the program's own `atexit` handlers, with a goodbye message.
+"""
 
 import atexit
 import multiprocessing

@@ -1,4 +1,7 @@
-"""Processes that fork while they have a worker: the children have none, keep nothing of it, and cannot harm it."""
+"""Processes that fork while they have a worker.
+
+The children have no worker, keep nothing of the parent's, and cannot harm it.
+"""
 
 import asyncio
 import multiprocessing
@@ -31,7 +34,7 @@ from actors import (
 from telegrad import rpc
 from telegrad.errors import NotInitialized
 
-AT_ONCE = 3.0  # s, on a busy machine; it takes milliseconds
+AT_ONCE = 3.0  # s; milliseconds unless the machine is busy
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def load_data(to: str, workers: int) -> int:
-    """A DataLoader whose workers are forked, between remote calls."""
+    """Use a DataLoader with forked workers between remote calls."""
     loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=workers, multiprocessing_context="fork")
     total = 0
     for batch in loader:
@@ -65,7 +68,7 @@ def square(x: int) -> int:
 
 
 def what_is_left(_: int) -> list[str]:
-    """In a child: what calls say."""
+    """Return the errors of calls in a child."""
     return [failure(use)[0] for use in (lambda: rpc.rpc_sync("w0", abs, (-1,)), rpc.shutdown)]
 
 
@@ -75,7 +78,7 @@ def use_pool(function: Callable[[int], Any]) -> list[Any]:
 
 
 def fork_sleeper() -> int:
-    """A child that lives on."""
+    """Fork a child that stays alive."""
     pid = os.fork()
     if pid == 0:
         time.sleep(60)
@@ -84,7 +87,7 @@ def fork_sleeper() -> int:
 
 
 def fork_under_way(to: str, count: int) -> int:
-    """Forks while calls are under way in other threads."""
+    """Fork while calls are pending in other threads."""
     stop = threading.Event()
     right = [0]
 
@@ -110,7 +113,7 @@ def fork_under_way(to: str, count: int) -> int:
 
 
 def drop_reference_in_child(owner: str) -> int:
-    """The child's copy of a reference goes with the child, and counts for nothing."""
+    """The child's copy of a reference ends with the child, and is not counted."""
     rref = rpc.remote(owner, dict)
     rref.to_here()
     pid = os.fork()
@@ -137,7 +140,7 @@ def _use_reference() -> str:
 
 
 def touch_engine_in_child(to: str) -> list[Any]:
-    """What a child may ask of the worker that it inherited, while a call of the parent is under way."""
+    """Use the inherited worker in a child, while a call of the parent is pending."""
     state["future"] = rpc.rpc_async(to, hang, timeout=0)
     state["agent"] = rpc.api._get_current_rpc_agent()
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -158,7 +161,7 @@ def _close() -> str:
 
 
 def join_in_child(where: str) -> list[int]:
-    """A child may have a worker of its own."""
+    """A child may have its own worker."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return [pool.apply(_alone, (f"{where}-{number}",)) for number in range(2)]
 
@@ -195,7 +198,7 @@ def test_handler_forks(two: list[Actor]) -> None:
 
 
 def test_forks_while_calls_are_under_way(two: list[Actor]) -> None:
-    """No lock that a fork takes may be waited for by a thread that has the interpreter's."""
+    """A thread with the GIL must not wait for a lock that a fork holds."""
     calls = two[1].begin(call_many, "w0", 1000)
     assert two[0].do(fork_under_way, "w1", 20) == 20
     assert calls.result() == 1000
@@ -227,7 +230,7 @@ def test_references_in_a_child(two: list[Actor]) -> None:
 
 
 def test_a_child_touches_nothing_of_the_engine(two: list[Actor]) -> None:
-    """The locks of the parent's engine are held for ever in a child."""
+    """The locks of the parent's engine stay locked in a child."""
     assert two[0].do(touch_engine_in_child, "w1") == [NotInitialized.__name__, "0", "True"]
     assert two[0].do(call_many, "w1", 3) == 3
 
@@ -240,7 +243,7 @@ def test_child_with_a_worker_of_its_own(two: list[Actor], tmp_path: Path) -> Non
 
 
 def test_a_child_that_ends_as_a_program_does(tmp_path: Path) -> None:
-    """At its end the interpreter frees what the child inherited, but not the engine."""
+    """At its exit the interpreter frees inherited objects, but not the engine."""
     program = f"""
 import os, sys
 from telegrad import rpc
@@ -260,11 +263,11 @@ rpc.shutdown()
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-# ---- children of handlers that do not end by themselves
+# ---- children that leave their handler
 
 
 def fork_and(how: str) -> int:
-    """How a child ends that goes on in a handler; the parent's handler goes on, too."""
+    """Fork in a handler; the child leaves the handler in the given way."""
     pid = os.fork()
     if pid == 0:
         end(how)
@@ -312,7 +315,7 @@ def fork_from_here(to: str, function: Callable[[str], Any], how: str) -> int:
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("say", 1), ("return", 0)])
 def test_a_child_of_a_handler_ends_with_it(two: list[Actor], how: str, code: int) -> None:
-    """It answers nobody, and its parent goes on."""
+    """The child sends no reply, and its parent is not affected."""
     for function in (fork_and, fork_later_and):
         assert two[0].do(fork_from_here, "w1", function, how) == code
     assert two[0].do(fork_by_method, "w1", how) == code

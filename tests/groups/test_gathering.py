@@ -1,4 +1,4 @@
-"""What all workers do together, while some of them go."""
+"""Operations of all workers together, while some of them leave."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ WHOLE = {"w0": 0, "w1": 1, "w2": 2}
 
 
 def gather(group: Cluster, rank: int, names: set[str]) -> Any:
-    """What comes of it on one worker, be it an error."""
+    """Return the result on one worker, or its error."""
     with group[rank]:
         try:
             return _all_gather(rank, names)
@@ -31,12 +31,12 @@ def waits(group: Cluster, rank: int) -> bool:
 
 
 def leave(group: Cluster, rank: int) -> None:
-    """It goes, and the others have taken that up."""
+    """Leave the group, and wait until the other workers have noticed."""
     others = [worker._worker for i, worker in enumerate(group) if i != rank]
     taken_up = threading.Semaphore(0)
     for other in others:
         other.loss_listeners.append(taken_up.release)
-    group[rank].shutdown(graceful=not group[rank]._worker.static)  # in a static group that would wait for the others
+    group[rank].shutdown(graceful=not group[rank]._worker.static)  # a static group would wait for the other workers
     for _ in others:
         assert taken_up.acquire(timeout=PATIENCE)
 

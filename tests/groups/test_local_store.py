@@ -1,4 +1,4 @@
-"""The store's second door, and who meets at it."""
+"""Access to the store over a Unix socket, and the groups that use it."""
 
 import os
 import socket
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from actors import PATIENCE, Actor, actors, call_many, free_port, join, shut_all_down, state
 
 from telegrad import rpc
-from telegrad.rpc import Options, stores
-from telegrad.rpc.local_store import Door, LocalStore
+from telegrad.rpc import Options, hosting, probing, stores
+from telegrad.rpc.local_store import Door, LocalStore, ask_to_give_way
+from telegrad.testing import eventually
 from telegrad.worker.rendezvous import StoreGone
 from telegrad.worker.waits import Wait
 
@@ -24,13 +25,13 @@ BLINK = timedelta(seconds=0.05)
 
 @pytest.fixture
 def behind() -> Any:
-    """The store behind the door."""
+    """Return the store behind the server."""
     return dist.HashStore()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def port(behind: Any) -> Iterator[int]:
-    """A port with an open door."""
+    """Run a server, and return its port."""
     number = free_port()
     door = Door(number)
     door.open(behind)
@@ -65,7 +66,7 @@ def test_whatever_is_written_is_in_the_store_behind(port: int, behind: Any) -> N
 
 
 def test_as_torch_uses_a_store(port: int, behind: Any) -> None:
-    """A part of it, from C++."""
+    """PrefixStore uses the store from C++."""
     whole = LocalStore("localhost", port, LONG)
     part = dist.PrefixStore("part", whole)  # type: ignore[attr-defined]
     part.set("key", "value")
@@ -79,9 +80,9 @@ def test_as_torch_uses_a_store(port: int, behind: Any) -> None:
         part.wait(["nothing"])
 
 
-@pytest.mark.parametrize("writer", ["at the door", "behind it"])
+@pytest.mark.parametrize("writer", ["over the socket", "directly"])
 def test_whoever_waits_hears_of_what_is_written(port: int, behind: Any, writer: str) -> None:
-    other = LocalStore("localhost", port, LONG) if writer == "at the door" else behind
+    other = LocalStore("localhost", port, LONG) if writer == "over the socket" else behind
     store, asking = LocalStore("localhost", port, LONG), LocalStore("localhost", port, LONG)
     got: list[bytes] = []
     threads = [later(lambda: store.wait(["a", "b"], LONG)), later(lambda: got.append(asking.get("b")))]
@@ -175,7 +176,7 @@ def test_another_user_is_not_let_in(port: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
-# ---- groups that meet there
+# ---- groups that use it
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ def kind_of_store() -> str:
 
 
 def join_as_torchs_host(name: str, port: int, size: int) -> None:
-    """Rank 0 with a store of the program's own, which has no door."""
+    """Join as rank 0 with the program's own store, which has no server."""
     state["store"] = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     rpc.init_rpc(name, rank=0, world_size=size, store=state["store"])
 
@@ -221,7 +222,7 @@ def test_without_a_door_they_meet_at_the_port(three: list[Actor]) -> None:
 
 
 def forks_that_stay(count: int) -> None:
-    """Children that do nothing while their parent lives, as those of a DataLoader that is never closed."""
+    """Fork children that stay idle while the parent lives, as an open DataLoader's do."""
     end, held = os.pipe()
     state["held"] = held
     for _ in range(count):
@@ -243,26 +244,64 @@ def test_children_of_the_host_do_not_hold_its_door(three: list[Actor]) -> None:
     all_meet(three[:2], where)
     three[0].do(forks_that_stay, 2)
     shut_all_down(three[:2])
-    all_meet(three[:2], f"tcp://127.0.0.1:{free_port()}")  # gives the first one up
+    all_meet(three[:2], f"tcp://127.0.0.1:{free_port()}")  # closes the first store
     with pytest.raises(ConnectionRefusedError):
         LocalStore("localhost", port, LONG)
     shut_all_down(three[:2])
     three[0].do(end_forks)
 
 
+def has(port: int, key: str) -> bool:
+    """Return whether a server's store has the key."""
+    try:
+        return LocalStore("localhost", port, LONG).check([key])
+    except (OSError, StoreGone):
+        return False
+
+
+def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
+    """A worker of the next group finds the previous store; the new host joins last."""
+    port = free_port()
+    where = f"tcp://127.0.0.1:{port}"
+    all_meet(three, where)
+    shut_all_down(three)
+    guest = three[2].begin(join, "w2", 2, 3, where, {})
+    eventually(lambda: has(port, "rpc_prefix_1/member/2"), PATIENCE)
+    host = three[1].begin(join, "w0", 0, 3, where, {})
+    eventually(lambda: has(port, "rpc_prefix_1/member/0"), PATIENCE)
+    for step in (guest, host, three[0].begin(join, "w1", 1, 3, where, {})):
+        step.result()
+    for actor in three:
+        assert actor.do(call_many, "w0", 2) == 2
+    shut_all_down(three)
+
+
+def test_a_store_gives_way_once_nobody_of_its_process_uses_it() -> None:
+    port = free_port()
+    store = hosting.as_host(hosting.Place("127.0.0.1", port, 0, True), LONG)
+    ask_to_give_way(port)
+    store.set("key", "1")
+    assert has(port, "key")
+    del store
+    assert has(port, "key")
+    ask_to_give_way(port)
+    eventually(lambda: "refused" in probing.probe("127.0.0.1", port, PATIENCE))
+    ask_to_give_way(port)
+
+
 def test_one_process_may_be_host_and_guest() -> None:
     port = free_port()
-    store = stores._as_host(stores._Place("127.0.0.1", port, 0, True), LONG)
-    again = stores._as_guest(stores._Place("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE))
+    store = hosting.as_host(hosting.Place("127.0.0.1", port, 0, True), LONG)
+    again = stores._as_guest(hosting.Place("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE))
     store.set("key", "1")
     assert again.get("key") == b"1"
     del store, again
-    stores._latest.clear()
+    hosting.latest.clear()
     with pytest.raises(ConnectionRefusedError):
         LocalStore("localhost", port, LONG)
 
 
 def test_a_host_that_does_not_come() -> None:
     options = Options(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=0.1)
-    with pytest.raises(RuntimeError, match=r"no store at 127.0.0.1:\d+ within 0.1 s: rank 0, which hosts it, has not"):
+    with pytest.raises(RuntimeError, match=r"no store at 127.0.0.1:\d+ within 0.1 s: rank 0, which hosts it, did not"):
         rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=options)

@@ -1,4 +1,4 @@
-"""Where workers meet: every kind of store, beside process groups, again and again."""
+"""Rendezvous at every kind of store, alongside process groups, and repeatedly."""
 
 import os
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def all_reduce(rank: int) -> float:
 
 
 def call_and_reduce(rank: int, to: str) -> tuple[int, float]:
-    """Remote calls under way while the process group works."""
+    """Make remote calls while the process group works."""
     calls = [rpc.rpc_async(to, abs, (-i,), timeout=PATIENCE) for i in range(50)]
     total = all_reduce(rank)
     return sum(call.wait() == i for i, call in enumerate(calls)), total
@@ -69,7 +69,7 @@ def names() -> list[str]:
 
 
 def everybody(company: list[Actor], function: Any, *args: Any) -> list[Any]:
-    """All at once; `rank` among the arguments is each one's."""
+    """Run a step on all processes at once; the argument "rank" is replaced."""
     steps = [actor.begin(function, *[actor.rank if a == "rank" else a for a in args]) for actor in company]
     return [step.result() for step in steps]
 
@@ -123,7 +123,7 @@ def test_again_under_other_names_and_ranks(three: list[Actor], tmp_path: Path) -
 
 
 def test_after_one_has_died(three: list[Actor], tmp_path: Path) -> None:
-    """The survivors meet again, without it."""
+    """The survivors meet again, without the lost worker."""
     steps = [a.begin(join, a.name, a.rank, 3, f"file://{tmp_path}/meeting", {}) for a in three]
     for step in steps:
         step.result()
@@ -169,7 +169,7 @@ def test_beside_a_process_group_on_one_port(three: list[Actor], first: str) -> N
         shut_all_down(three)
 
 
-# ---- groups whose members come and go
+# ---- dynamic groups
 
 
 def join_dynamic(name: str, path: str, rank: int = -1) -> int:
@@ -185,7 +185,7 @@ def test_dynamic_group_in_all_its_changes(three: list[Actor], tmp_path: Path) ->
     path = str(tmp_path / "given")
     for actor in three:
         assert actor.do(join_dynamic, actor.name, path) == actor.rank
-        all_talk(three[: actor.rank + 1])  # the newcomer with those who were there, and they with it
+        all_talk(three[: actor.rank + 1])  # the new worker with the earlier ones, in both directions
     three[1].do(leave)
     all_talk([three[0], three[2]])
     assert three[0].do(names) == ["w0", "w2"]
@@ -219,7 +219,7 @@ def test_dynamic_group_by_address(three: list[Actor]) -> None:
 
 
 def test_dynamic_group_replaces_its_dead(three: list[Actor], tmp_path: Path) -> None:
-    """A worker that died is followed by another one of its name, which the others call as if nothing had happened."""
+    """The other workers call the replacement of a dead worker as before."""
     path = str(tmp_path / "given")
     for actor in three[:2]:
         actor.do(join_dynamic, actor.name, path)
@@ -247,7 +247,7 @@ def test_calls_in_a_dynamic_group_end_before_a_member_leaves(three: list[Actor],
 
 
 class CountingStore:
-    """Counts what a group wants of its store."""
+    """Counts the operations of a group on its store."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]

@@ -1,24 +1,26 @@
-"""Several workers of one process that meet at an address, as those of several processes do."""
+"""Several workers of one process that meet at an address."""
 
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from actors import free_port
 
 from telegrad.errors import TelegradError
-from telegrad.rpc import Options, Worker
-from telegrad.rpc.parts import _Numbers
+from telegrad.rpc import Options, Worker, hosting, stores
+from telegrad.rpc.parts import _Numbers, _numbers
 from telegrad.testing import run_all
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
 def test_workers_of_one_process_meet(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    where = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meeting", "env": "env://"}[scheme]
+    options = Options(init_method=where, rpc_timeout=30)
     for turn in range(2):
-        port = free_port()  # another rank hosts the store: guests might still find the one before at its port
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        where = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meeting", "env": "env://"}[scheme]
-        options = Options(init_method=where, rpc_timeout=30)
         workers = run_all(
             [lambda rank=rank: Worker(f"w{rank}", (rank + turn) % 3, 3, options) for rank in range(3)]  # type: ignore[misc] # noqa: B023
         )
@@ -26,8 +28,48 @@ def test_workers_of_one_process_meet(tmp_path: Path, scheme: str, monkeypatch: p
         run_all([lambda worker=worker: worker.shutdown(timeout=30) for worker in workers])  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("by_port", [False, True])
+def test_a_guest_at_the_store_of_the_group_before(by_port: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store closes while the client joins; it then joins its own group's store."""
+    port = free_port()
+    options = Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=30)
+    if by_port:
+        monkeypatch.setattr(stores, "_is_here", lambda *_: False)
+    before: list[Any] = [hosting.as_host(hosting.Place("127.0.0.1", port, 0, True), timedelta(seconds=30))]
+    number = _numbers.next
+
+    def host_the_next_one() -> Worker:
+        before[0].wait([f"rpc_prefix_{number}/member/1"])
+        before.clear()
+        return Worker("w0", 0, 2, options)
+
+    workers = run_all([host_the_next_one, lambda: Worker("w1", 1, 2, options)])
+    assert workers[0].rpc_sync("w1", abs, (-1,)) == 1
+    assert _numbers.next == number + 1
+    run_all([lambda worker=worker: worker.shutdown(timeout=30) for worker in workers])  # type: ignore[misc]
+
+
+def test_a_guest_whose_store_goes_for_good() -> None:
+    port = free_port()
+    before: list[Any] = [hosting.as_host(hosting.Place("127.0.0.1", port, 0, True), timedelta(seconds=30))]
+    number = _numbers.next
+
+    def end() -> None:
+        before[0].wait([f"rpc_prefix_{number}/member/1"])
+        before.clear()
+
+    def join() -> None:
+        with pytest.raises(
+            RuntimeError, match=r"no store at .*: rank 0, which hosts it, did not start in time"
+        ) as failed:
+            Worker("w1", 1, 2, Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=0.5))
+        assert "the host of the group's store closed the connection" in str(failed.value.__cause__)
+
+    run_all([end, join])
+
+
 def test_a_rank_that_two_of_them_want(tmp_path: Path) -> None:
-    """The second one is of the next group, to which nobody else comes."""
+    """The second one belongs to the next group, which no other worker joins."""
     options = Options(init_method=f"file://{tmp_path}/meeting", rpc_timeout=0.3)
 
     def join() -> None:

@@ -1,4 +1,4 @@
-"""Shutdowns whose store does not answer: they end in the time that they were given."""
+"""Shutdowns with a store that does not reply: they end within their timeout."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def test_a_member_leaves_though_the_stores_host_has_stopped(tmp_path: Path, capl
 
 
 class Silent:
-    """A store that answers no more once it has been told so."""
+    """A store that can be switched off."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]

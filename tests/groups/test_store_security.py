@@ -1,4 +1,4 @@
-"""Who can reach a group's store, and what is to be found there."""
+"""Access to a group's store, and its secrets."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from actors import free_port
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
-from telegrad.rpc import Options, Worker, stores
+from telegrad.rpc import Options, Worker, hosting, stores
 from telegrad.testing import cluster, run_all
 from telegrad.worker import rendezvous
 from telegrad.worker.records import Group, Member, member_of, record_of
@@ -25,7 +25,7 @@ LONG = timedelta(seconds=30)
 
 
 def listening(port: int) -> list[str]:
-    """The addresses at which this machine listens on a port, as the kernel shows them."""
+    """Return the addresses at which this machine listens on a port, from the kernel."""
     found = []
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -39,7 +39,7 @@ def listening(port: int) -> list[str]:
 
 @pytest.fixture
 def own_address() -> Iterator[str]:
-    """An address of this machine by which others reach it."""
+    """Return an address of this machine that other machines can use."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
             s.connect(("192.0.2.1", 9))
@@ -51,7 +51,7 @@ def own_address() -> Iterator[str]:
 @pytest.fixture
 def forget() -> Iterator[None]:
     yield
-    stores._latest.clear()
+    hosting.latest.clear()
 
 
 def host(address: str, port: int) -> Any:
@@ -60,7 +60,7 @@ def host(address: str, port: int) -> Any:
 
 @pytest.mark.parametrize(("asked", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("[::1]", "::1")])
 def test_store_on_loopback_stays_there(forget: None, asked: str, bound: str) -> None:
-    if bound == "::1" and not stores._is_own(socket.AF_INET6, ("::1", 0, 0, 0)):
+    if bound == "::1" and not hosting.is_own(socket.AF_INET6, ("::1", 0, 0, 0)):
         pytest.skip("this machine has no IPv6")
     port = free_port()
     store = host(asked, port)
@@ -217,8 +217,8 @@ def test_stranger_in_the_list_of_a_dynamic_group() -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     with cluster(1, GIVEN, store=store, dynamic=True):
         members = json.loads(store.get("members"))
-        stranger = {"facts": [5, "stranger", 1, ["tcp:10.6.6.6:5"], "there"]}
+        stranger = {"facts": [5, "intruder", 1, ["tcp:10.6.6.6:5"], "there"]}
         store.set("members", json.dumps([*members, stranger]))
-        with pytest.raises(TelegradError, match=r"record of worker stranger \(rank 5\) .* was not made with"):
+        with pytest.raises(TelegradError, match=r"record of worker intruder \(rank 5\) .* was not made with"):
             Worker("w1", options=GIVEN, store=store)
         store.set("members", json.dumps(members))

@@ -1,4 +1,7 @@
-"""Every transport carries the same calls; a pair takes the first of them that works, and says why not a better one."""
+"""Calls over every transport, and its choice.
+
+A pair of workers uses the first transport that works, and logs why it does not use a better one.
+"""
 
 import logging
 import multiprocessing
@@ -12,7 +15,7 @@ from telegrad.options import TRANSPORTS, Options
 from telegrad.testing import Cluster, Footprint, assert_nothing_left, cluster
 from telegrad.worker import addresses
 
-LARGE = 100_000  # floats: shared where memory is, once there is some
+LARGE = 100_000  # floats; sent in shared memory if the pair has some
 
 
 def echo(x: Any) -> Any:
@@ -43,9 +46,9 @@ def test_both_ends_own_their_tensors(two: Cluster) -> None:
     kept = []
     for number in range(8):
         kept.append(rpc.rpc_sync("w1", add_in_place, (x, float(number))))
-        assert not x.any()  # what the other end does to its own is not seen here,
+        assert not x.any()  # changes of the callee's copy are not visible,
         x.fill_(0)
-    for number, y in enumerate(kept):  # nor do results change while others come
+    for number, y in enumerate(kept):  # and results do not change when others arrive
         assert torch.equal(y, torch.full((LARGE,), float(number)))
         y.mul_(2)
     assert [float(y[-1]) for y in kept] == [2.0 * number for number in range(8)]
@@ -93,7 +96,7 @@ def test_pair_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 class Received(torch.utils.data.Dataset[float]):
-    """What a process has received, read in forks of it once `go` says so."""
+    """Dataset over received tensors, read in forked processes after `go`."""
 
     def __init__(self, x: torch.Tensor | None, go: Any) -> None:
         self.x, self.go = x, go
@@ -105,7 +108,7 @@ class Received(torch.utils.data.Dataset[float]):
         assert self.go.wait(60)
         assert self.x is not None
         share = float(self.x[index::4].sum())
-        self.x += 1.0  # the child's own
+        self.x += 1.0  # the child's own copy
         return share
 
 
@@ -115,7 +118,7 @@ def test_forked_loader_finds_received_tensors_as_they_were() -> None:
         data = Received(received.pop(), multiprocessing.get_context("fork").Event())
         loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
         shares = iter(loader)
-        data.x = None  # given back here, so others come where it was
+        data.x = None  # returned, so its memory is used again
         others = [rpc.rpc_sync("w1", torch.full, ((LARGE,), 9.0)) for _ in range(4)]
         data.go.set()
         assert list(shares) == [(7.0 + i) * LARGE / 4 for i in range(4)]

@@ -1,4 +1,4 @@
-"""Groups whose members have neither rank nor world size: who hosts the store, and what becomes of it."""
+"""Groups without ranks and world size: the host and the life of their store."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from actors import PATIENCE, Actor, actors, call_many, free_port
 
 from telegrad import rpc
 from telegrad.errors import UnknownWorker
-from telegrad.rpc import Options, stores
+from telegrad.rpc import Options, hosting, stores
 
 # ---- steps
 
@@ -37,7 +37,7 @@ def ask_for_nobody() -> None:
 
 
 def process_group_beside(name: str) -> None:
-    """On the port that this worker's store has."""
+    """Join, and create a process group on the port of the store."""
     rpc.init_rpc(name)
     dist.init_process_group("gloo", rank=0, world_size=1)
     dist.barrier()
@@ -68,7 +68,7 @@ def test_all_come_at_once_again_and_again(three: list[Actor], tmp_path: Path, sc
         steps = [actor.begin(join, actor.name, where) for actor in three]
         assert sorted(step.result() for step in steps) == [0, 1, 2]
         talk(three)
-        for actor in three:  # the host's worker among them: its store stays
+        for actor in three:  # also the host's worker: its store stays
             actor.do(leave)
 
 
@@ -115,15 +115,23 @@ def test_address_that_lacks_something(where: str, text: str, monkeypatch: pytest
         rpc.init_rpc("a", rpc_backend_options=Options(init_method=where))
 
 
+@pytest.mark.parametrize("query", ["rank=0&world_size=1", "rank=0", "world_size=1"])
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, None), (0, None), (0, 1)])
+def test_address_with_a_rank_or_a_world_size(tmp_path: Path, query: str, rank: int, world_size: int | None) -> None:
+    options = Options(init_method=f"file://{tmp_path}/meeting?{query}")
+    with pytest.raises(ValueError, match="Give them as the arguments rank and world_size"):
+        rpc.Worker("w", rank, world_size, options)
+
+
 def test_who_listens() -> None:
-    """Only on the machine that the address names, on loopback where that was asked for, and one at a time."""
-    assert stores._listen("192.0.2.1", 0) is None
-    with stores._listen("127.0.0.1", 0) as first:  # type: ignore[union-attr]
+    """Listen only at local addresses, on loopback if so named, and once per port."""
+    assert hosting.listen("192.0.2.1", 0) is None
+    with hosting.listen("127.0.0.1", 0) as first:  # type: ignore[union-attr]
         host, port = first.getsockname()
         assert host == "127.0.0.1"
-        assert stores._listen("127.0.0.1", port) is None
+        assert hosting.listen("127.0.0.1", port) is None
     with socket.create_server(("127.0.0.1", port)):
-        assert stores._listen("127.0.0.1", port) is None
+        assert hosting.listen("127.0.0.1", port) is None
 
 
 def test_torchruns_agent_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

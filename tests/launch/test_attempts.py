@@ -92,10 +92,51 @@ def test_rank_0_of_an_attempt_that_was_followed_gives_up(store: Any, of_run: Cal
     late.part()
     of_run("job", 1)
     Attempts(store, "w0", 0, 1.0).part()
-    with pytest.raises(Superseded, match=r"w0 \(rank 0\) is of an attempt of the run that has been followed"):
+    with pytest.raises(
+        Superseded, match=r"w0 \(rank 0\) belongs to an attempt of the run that a later one has replaced"
+    ):
         late.look()
-    with pytest.raises(Superseded, match=r"is of attempt 0 of the run, but attempt 1 has begun"):
+    with pytest.raises(Superseded, match=r"belongs to attempt 0 of the run, but attempt 1 has begun"):
         late.part()
+
+
+class _Overtaken:
+    """A store at which another worker does something right after the first look at a key."""
+
+    def __init__(self, store: Any, meanwhile: Callable[[], object]) -> None:
+        self._store = store
+        self._meanwhile = [meanwhile]
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self._store.check(keys)
+        while not found and self._meanwhile:
+            self._meanwhile.pop()()
+        return found
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        while self._meanwhile:
+            self._meanwhile.pop()()
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_an_announcement_does_not_replace_a_later_one(store: Any, of_run: Callable[..., None], announced: bool) -> None:
+    def begin_next() -> None:
+        of_run("job", 1)
+        later.append(Attempts(store, "w0", 0, 1.0))
+        later[0].part()
+
+    later: list[Attempts] = []
+    of_run("job", 0)
+    if announced:
+        Attempts(store, "w0", 0, 1.0).part()
+    with pytest.raises(Superseded, match="belongs to attempt 0 of the run, but attempt 1 has begun"):
+        Attempts(_Overtaken(store, begin_next), "w0", 0, 1.0).part()
+    later[0].look()
 
 
 def test_runs_at_one_store(store: Any, of_run: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Modules that the tests put elsewhere."""
+"""Modules that the tests create on other workers."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def noting(module: nn.Module) -> None:
 
 
 def use(module: RemoteModule, x: Tensor) -> tuple[Tensor, Tensor, str | int]:
-    """A module that has been sent, used where it arrived."""
+    """Use a module that was sent, on its receiver."""
     return module(x), module.encode(x, bias=1.0), module.on
 
 

@@ -1,4 +1,4 @@
-"""Texts that say where a remote module is to live."""
+"""Texts of remote devices."""
 
 import pytest
 import torch

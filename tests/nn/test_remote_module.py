@@ -1,4 +1,4 @@
-"""Remote modules, used as if they were here."""
+"""Remote modules, used like local ones."""
 
 import asyncio
 import copy
@@ -63,7 +63,7 @@ def test_without_a_group() -> None:
         RemoteModule("w1/cpu", nn.Linear, (4, 1))
 
     with pytest.raises(AssertionError, match=r"RemoteModule only works in RPC\."):
-        run_all([make])  # a thread belongs to no worker by itself
+        run_all([make])  # a new thread has no current worker
 
 
 def test_nothing_is_left_of_one_that_goes(three: Cluster) -> None:
@@ -140,7 +140,7 @@ def test_hooks_here_run_around_the_call(net: RemoteModule) -> None:
     assert torch.equal(net(X), here()(X * 2) + 1)
     assert seen[0][0]
     assert torch.equal(seen[0][1][0], X * 2)
-    assert torch.equal(net.forward(X), here()(X))  # as with modules here
+    assert torch.equal(net.forward(X), here()(X))  # as with local modules
     for handle in handles:
         handle.remove()
     assert torch.equal(net(X), here()(X))

@@ -8,9 +8,7 @@ import torch
 from torch.autograd import profiler_legacy
 
 from telegrad.testing import Cluster, cluster, eventually
-from telegrad.worker import profiling
-from telegrad.worker.handlers import Handlers
-from telegrad.worker.scope import autocast_is_on
+from telegrad.worker import handlers, interceptors, profiling
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,11 +20,11 @@ def three() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def off_again() -> Iterator[None]:
-    """After a test nobody profiles, and calls are as cheap as before."""
+    """Check that no profiler is active after a test, and calls use the fast path."""
     yield
     eventually(lambda: not profiling.observer.on)
     assert not profiling.observer.serving
-    assert profiling.unusual is autocast_is_on
+    assert not interceptors.active
     assert not profiling.observer._spans
 
 
@@ -37,14 +35,14 @@ def profile(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows with every request that Python handles, because it is not a plain one."""
+def slow_requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that grows with every request in which Python has a part."""
     seen: list[Any] = []
-    handle = Handlers._handle
+    slow = handlers.SlowRequest
 
-    def counted(self: Handlers, *request: Any) -> None:
+    def counted(*request: Any) -> Any:
         seen.append(request)
-        handle(self, *request)
+        return slow(*request)
 
-    monkeypatch.setattr(Handlers, "_handle", counted)
+    monkeypatch.setattr(handlers, "SlowRequest", counted)
     return seen

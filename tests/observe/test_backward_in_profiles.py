@@ -76,7 +76,7 @@ def test_a_pass_that_fails_leaves_nothing_on() -> None:
 
 
 def test_what_other_threads_do_for_this_one_joins_its_profile(profile: Any, three: Cluster) -> None:
-    """As a thread of the pool that takes up the answer to a message of the pass."""
+    """A pool thread that handles a reply of the pass is recorded."""
     calls = three[0]._worker.calls
     with profile() as prof:
         beside = profiling.observer.beside(calls)

@@ -1,4 +1,4 @@
-"""Torch's profilers show calls, and what they do on other workers, under torch's own names."""
+"""Profiles of calls and their remote work, under torch's own names."""
 
 import threading
 from typing import Any
@@ -10,7 +10,9 @@ from profiled import FEW, MANY, Box, double, events, named, only
 from torch.autograd import profiler_legacy
 
 from telegrad import observe, rpc
+from telegrad.errors import NotInitialized
 from telegrad.testing import Cluster, Gate, run_all
+from telegrad.worker import profiling
 
 X = torch.ones(2)
 
@@ -81,6 +83,37 @@ def test_a_call_that_fails_is_shown_with_what_it_did(profile: Any) -> None:
             rpc.rpc_sync("w1", double, (threading.Lock(),))
     for mode in ("sync", "async"):
         only(prof, f"rpc_{mode}#fail(w0 -> w1)#remote_op: aten::add")
+
+
+class _NoHash:
+    def __hash__(self) -> int:
+        raise ValueError("no hash")
+
+    def __call__(self) -> None: ...
+
+
+class _Closed:
+    """A client that sends nothing."""
+
+    def __init__(self, client: Any) -> None:
+        self.start = client.start
+
+    def start_request(self, *_: Any) -> None:
+        raise NotInitialized
+
+
+def test_a_call_that_is_not_sent_leaves_no_span_open(
+    three: Cluster, profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with profile():
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            with pytest.raises(ValueError, match="no hash"):
+                call("w1", _NoHash())
+        calls = three[0]._worker.calls
+        monkeypatch.setattr(calls, "client", _Closed(calls.client))
+        with pytest.raises(NotInitialized):
+            rpc.rpc_async("w1", double, (X,))
+    assert not profiling.observer._spans
 
 
 def test_a_call_that_times_out_is_shown_and_its_late_report_concerns_nobody(profile: Any) -> None:
@@ -206,15 +239,15 @@ def test_a_profiler_with_a_schedule_shows_each_cycle() -> None:
     assert seen == [1, 1]
 
 
-def test_without_a_profiler_calls_take_the_short_way(long_way: list[Any], three: Cluster) -> None:
+def test_without_a_profiler_requests_are_native(slow_requests: list[Any], three: Cluster) -> None:
     def call() -> None:
         for _ in range(MANY):
             three[0].rpc_sync("w1", double, (X,))
 
     call()
-    assert len(long_way) <= FEW
+    assert len(slow_requests) <= FEW
     with profiler_legacy.profile():
         run_all([call])  # nor do those of threads that are not profiled
-        assert len(long_way) <= 2 * FEW
+        assert len(slow_requests) <= 2 * FEW
         call()
-    assert len(long_way) >= MANY
+    assert len(slow_requests) >= MANY

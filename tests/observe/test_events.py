@@ -1,4 +1,4 @@
-"""Events of other workers among torch's: whose they are, and when they were."""
+"""Events of other workers in torch's lists: their worker and their times."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ MS = 1_000_000  # ns
 
 @pytest.mark.parametrize("ahead", [0, 5, -5, 1_000_000, -1_000_000])
 def test_a_clock_that_is_ahead_is_found_out_as_far_as_messages_tell(ahead: int) -> None:
-    """The message takes 10 there, and 20 back."""
+    """The request takes 10, and the reply 20."""
     offset = clock_offset(1000, 1010 + ahead, 1050 + ahead, 1070)
     assert 1000 <= 1010 + ahead - offset <= 1050 + ahead - offset <= 1070
     if abs(ahead) > 20:
@@ -39,7 +39,10 @@ def test_an_event_survives_the_wire_and_keeps_its_times() -> None:
 
 
 def session_with_a_call(*events: Event) -> tuple[Session, Any]:
-    """One whose start, at 0, was noticed 2 s late, and torch's event of a call half a second after it."""
+    """Return a session and torch's event of a call.
+
+    The session's start, at 0, was recorded 2 s late; the event is half a second after it.
+    """
     session = Session(Option(0), True, 0)
     session._started = (0, 2000 * MS)
     span: Any = SimpleNamespace(key="call", start=499 * MS, opened=501 * MS, peer=(1, "w1"), thread=1)
@@ -58,7 +61,7 @@ def test_remote_events_lie_within_their_call_however_late_the_start_was_noticed(
 
 
 def test_threads_of_two_workers_are_not_taken_for_one() -> None:
-    """They have the same small numbers; torch makes trees of events by thread."""
+    """Threads of different workers have equal numbers; torch builds trees by thread."""
     session, local = session_with_a_call(
         Event("outer", 1, 1, 600 * MS, 700 * MS),
         Event("other worker's", 2, 1, 610 * MS, 690 * MS),

@@ -1,4 +1,4 @@
-"""A server's profile has all requests that its process answers, whoever makes them."""
+"""A server's profile has all requests of its process, from every caller."""
 
 import pickle
 from typing import Any
@@ -62,15 +62,15 @@ def test_it_is_driven_remotely_as_torchs_own(three: Cluster) -> None:
     assert names(made.to_here()) == ["aten::add"]
 
 
-def test_afterwards_requests_take_the_short_way_again(long_way: list[Any]) -> None:
+def test_afterwards_requests_are_native_again(slow_requests: list[Any]) -> None:
     with observe.ServerProfile():
         for _ in range(MANY):
             rpc.rpc_sync("w1", double, (X,))
-    assert len(long_way) == MANY
-    long_way.clear()
+    assert len(slow_requests) == MANY
+    slow_requests.clear()
     for _ in range(MANY):
         rpc.rpc_sync("w1", double, (X,))
-    assert len(long_way) <= FEW
+    assert len(slow_requests) <= FEW
 
 
 def test_one_that_is_switched_off_or_entered_twice() -> None:

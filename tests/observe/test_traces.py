@@ -1,4 +1,4 @@
-"""Chrome traces have what other workers did."""
+"""Chrome traces contain the work of other workers."""
 
 import gzip
 import json

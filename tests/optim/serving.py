@@ -1,4 +1,4 @@
-"""A model on a server that several trainers train, and what checks their gradients."""
+"""A model on a server that several trainers train, and checks of their gradients."""
 
 import itertools
 import threading
@@ -15,8 +15,11 @@ WORDS = 12
 
 
 class Model(nn.Module):
-    """Every kind of parameter: of a convolution, an embedding (sparse and dense gradients), linear layers, a recurrent
-    cell, and bare ones, which operations save as they are. Used in two calls, `front` and `back`; `gain` in both."""
+    """Parameters of every kind.
+
+    They are those of a convolution, an embedding (sparse and dense gradients), linear layers, a recurrent cell, and
+    bare ones, which operations save as is. Used in two calls, `front` and `back`; `gain` in both.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class Model(nn.Module):
 
 
 class Descent(optim.Optimizer):
-    """Plain descent, in a class that is not torch's."""
+    """Plain gradient descent, in a class that is not torch's."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -61,7 +64,7 @@ class Descent(optim.Optimizer):
 
 
 class Server:
-    """The model, and what the forward passes under examination have seen."""
+    """The model, with the values that the examined forward passes have read."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -81,7 +84,7 @@ class Server:
         return self.model(part, *inputs), number
 
     def examine(self, context_id: int, front: int, back: int, of_output: Tensor) -> list[str]:
-        """Names of the parameters whose gradients are not those of the values that the forward pass has seen."""
+        """Return the names of parameters with unexpected gradients."""
         expected: dict[str, Tensor] = {}
         gradient = of_output
         for number in (back, front):
@@ -109,7 +112,7 @@ class Server:
         return wrong
 
     def parameters(self, sparse: bool) -> list[RRef[nn.Parameter]]:
-        """References; to those with sparse gradients, or to the others."""
+        """Return references to the parameters with sparse gradients, or to the others."""
         return [RRef(p) for name, p in self.model.named_parameters() if (name == "words.weight") == sparse]
 
 
@@ -118,7 +121,7 @@ def serve() -> Server:
 
 
 def train(server: RRef[Server], optimizers: list[Any], seed: int, steps: int) -> int:
-    """One trainer: how many of its gradients were examined.
+    """Train, and return the number of examined gradients.
 
     Raises:
         AssertionError: one was wrong.

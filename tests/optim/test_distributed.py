@@ -1,4 +1,4 @@
-"""Optimizers of parameters on several workers, without the many trainers: those have a file of their own."""
+"""Optimizers of parameters on several workers, with a single trainer."""
 
 import gc
 import subprocess
@@ -37,7 +37,7 @@ class Layer:
 
 
 class FailsHere(optim.SGD):
-    """Fails in `step`, in a way of its worker's."""
+    """Optimizer that fails in `step`, differently on each worker."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         name = rpc.get_worker_info().name

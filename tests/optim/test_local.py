@@ -1,4 +1,4 @@
-"""A worker's own part of a distributed optimizer, without any calls: what a step does to parameters and memory."""
+"""A worker's part of a distributed optimizer: parameters and memory of a step."""
 
 import threading
 from typing import Any
@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from telegrad.autograd.versions import gate_for, handler_run
+from telegrad.autograd.versions import protect
 from telegrad.optim.local import LocalOptimizer
 from telegrad.testing import Gate, run_all
 
 
 class OneWorker:
-    """What a local optimizer wants of a worker."""
+    """The interface of a worker that a local optimizer uses."""
 
     def __init__(self) -> None:
         self.extras: dict[str, Any] = {}
 
 
 class Plain(optim.Optimizer):
-    """Plain descent, in a class that is not torch's."""
+    """Plain gradient descent, in a class that is not torch's."""
 
     def __init__(self, params: Any, lr: float = 0.5) -> None:
         super().__init__(params, {"lr": lr})
@@ -34,7 +34,7 @@ class Plain(optim.Optimizer):
 
 
 class Failing(optim.SGD):
-    """Steps its first parameter, and then fails."""
+    """Optimizer that steps its first parameter, and then fails."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
@@ -147,7 +147,7 @@ def test_what_a_graph_has_saved_stays(worker: OneWorker, parameters: list[nn.Par
     a, b, c = parameters
     places = [parameter.data_ptr() for parameter in parameters]
     before = b.detach().clone()
-    with handler_run(gate_for(worker), 1):
+    with protect(worker).handler_guard(1):
         y = (b * b).sum()
     for _ in range(3):
         mine.step(2, ones(parameters))
@@ -164,7 +164,7 @@ def test_memory_goes_to_and_fro(worker: OneWorker) -> None:
     places = set()
     graph = None
     for _ in range(6):
-        with handler_run(gate_for(worker), 1):
+        with protect(worker).handler_guard(1):
             graph = (parameter * parameter).sum()
         mine.step(2, ones([parameter]))
         places.add(parameter.data_ptr())
@@ -174,7 +174,7 @@ def test_memory_goes_to_and_fro(worker: OneWorker) -> None:
 
 
 def test_what_a_message_carries_stays(worker: OneWorker) -> None:
-    """Messages hold the storage's Python object, which is one whoever asks for it."""
+    """Messages hold the storage's Python object, of which there is only one."""
     parameter = nn.Parameter(torch.zeros(100))
     mine = local(worker, [parameter], lr=1.0)
     carried = []
@@ -191,13 +191,11 @@ def test_where_a_body_of_another_context_is_open_nothing_is_written_in_place(wor
     parameter = nn.Parameter(torch.zeros(2))
     mine = local(worker, [parameter], lr=1.0)
     place = parameter.data_ptr()
-    gate = gate_for(worker)
-    gate.open_body(5)
-    mine.step(5, ones([parameter]))
-    assert parameter.data_ptr() == place
-    mine.step(6, ones([parameter]))
-    assert parameter.data_ptr() != place
-    gate.close_body(5)
+    with protect(worker).context_guard(5):
+        mine.step(5, ones([parameter]))
+        assert parameter.data_ptr() == place
+        mine.step(6, ones([parameter]))
+        assert parameter.data_ptr() != place
 
 
 def test_shared_memory_is_stepped_where_it_is(worker: OneWorker) -> None:
@@ -206,7 +204,7 @@ def test_shared_memory_is_stepped_where_it_is(worker: OneWorker) -> None:
         parameter.share_memory_()
         mine = local(worker, [parameter], cls, lr=1.0)
         place = parameter.data_ptr()
-        with handler_run(gate_for(worker), 1):
+        with protect(worker).handler_guard(1):
             y = (parameter * parameter + parameter).sum()
         mine.step(2, ones([parameter]))
         assert parameter.data_ptr() == place
@@ -238,7 +236,7 @@ def test_other_optimizers_run_in_front_of_the_gate(worker: OneWorker) -> None:
     thread = threading.Thread(target=mine.step, args=(1, ones([parameter])), daemon=True)
     thread.start()
     door.wait_for()
-    with handler_run(gate_for(worker), 2):  # it does not wait for user code
+    with protect(worker).handler_guard(2):  # it does not wait for user code
         assert torch.equal(parameter, torch.zeros(2))
     door.open()
     thread.join(10)
@@ -251,7 +249,7 @@ def test_optimizers_of_the_same_parameters_step_one_after_another(worker: OneWor
 
     def run(mine: LocalOptimizer, context: int) -> None:
         for _ in range(100):
-            with handler_run(gate_for(worker), context):
+            with protect(worker).handler_guard(context):
                 graph = parameter * parameter
             mine.step(context, ones([parameter]))
             del graph

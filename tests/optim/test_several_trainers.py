@@ -1,4 +1,4 @@
-"""Several trainers over the parameters of one server: what docs/optim.md promises, and what happens where it cannot."""
+"""Several trainers of one server's parameters: the guarantees of docs/optim.md."""
 
 import asyncio
 import logging
@@ -11,7 +11,6 @@ from serving import Descent, Server, serve, train
 from torch import Tensor, nn, optim
 
 from telegrad import autograd, rpc
-from telegrad.autograd import gate as gates
 from telegrad.optim import DistributedOptimizer, between_steps
 from telegrad.rpc import RRef
 from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster, eventually, run_all
@@ -149,13 +148,13 @@ def holder(w: Cluster) -> RRef[Holder]:
 
 
 def proxied(w: Cluster, rank: int, holder: RRef[Holder]) -> RRef[Holder]:
-    """The same reference, as another worker has it."""
+    """Return the same reference, as another worker has it."""
     _Shared.of = holder
     return w[rank].rpc_sync("w0", passed_on, (0,))
 
 
 def step_of(w: Cluster, rank: int, holder: RRef[Holder], optimizer: DistributedOptimizer) -> None:
-    """A whole step of a trainer, with gradients of 1."""
+    """Make a step of a trainer, with gradients of 1."""
     with w[rank], autograd.context() as context_id:
         autograd.backward(context_id, [proxied(w, rank, holder).rpc_sync().sum()])
         optimizer.step(context_id)
@@ -193,8 +192,8 @@ def test_no_step_becomes_visible_while_a_handler_runs(w: Cluster, holder: RRef[H
             step_of(w, 2, holder, optimizer)
 
         def let_go() -> None:
-            gate = w[0]._worker.extras["autograd.gate"]
-            eventually(lambda: gate._waiting, what="a step that waits")
+            gate = w[0]._worker.extras["autograd.protection"].gate
+            eventually(lambda: gate.waiting, what="a step that waits")
             assert torch.equal(holder.local_value().weight, torch.full((3,), 3.0))
             door.open()
 
@@ -265,7 +264,7 @@ def test_one_that_waits_for_the_step_that_waits_for_it(
     w: Cluster, holder: RRef[Holder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = optimizer_on(w, 2, holder)
-    monkeypatch.setattr(w[0]._worker.extras["autograd.gate"], "_still", 0.1)
+    monkeypatch.setattr(w[0]._worker.extras["autograd.protection"].gate, "max_wait", 0.1)
     door = Gate()
     with w[1], autograd.context() as context_id, caplog.at_level(logging.WARNING, "telegrad"):
         mine = proxied(w, 1, holder)
@@ -277,11 +276,11 @@ def test_one_that_waits_for_the_step_that_waits_for_it(
         assert not same
         autograd.backward(context_id, [y])
         assert torch.equal(mine.rpc_sync().gradients(context_id), torch.full((3,), 3.0))
-    assert "goes on while 1 handlers of other contexts run" in caplog.text
+    assert "took effect while 1 handlers of other contexts ran" in caplog.text
 
 
 def test_a_handler_that_steps_its_own_context(w: Cluster) -> None:
-    """A server that drives the training itself: nothing waits for itself, however deep."""
+    """A server that drives the training itself does not deadlock, however deep."""
     assert w[1].rpc_sync("w2", drive, ("w0",), timeout=PATIENCE) == 2.0
 
 
@@ -295,7 +294,7 @@ def drive(server: str) -> float:
 
 
 def nested(holder: RRef[Holder], part: RRef[Any], context_id: int) -> None:
-    """Runs on the server, in the context: forward, backward, and a step, made by yet another worker."""
+    """Run on the server in the context: forward, backward, a third worker's step."""
     autograd.backward(context_id, [holder.local_value().sum()])
     rpc.rpc_sync("w3", step_from_elsewhere, (part, context_id))
 
@@ -310,10 +309,9 @@ def test_between_steps(w: Cluster, holder: RRef[Holder]) -> None:
     optimizer = optimizer_on(w, 2, holder)
     weight = holder.local_value().weight
     with w[0], between_steps():
-        gate = w[0]._worker.extras["autograd.gate"]
-        eventually(lambda: len(gate._runs) == 1)  # handlers before have left it
+        gate = w[0]._worker.extras["autograd.protection"].gate
+        eventually(lambda: gate.handlers == 1)  # handlers before have left it
         assert torch.equal(weight, torch.full((3,), 3.0))
     step_of(w, 2, holder, optimizer)
-    eventually(lambda: not gate._runs)
+    eventually(lambda: not gate.handlers)
     assert torch.equal(weight, torch.full((3,), 2.0))
-    assert gates.STILL < PATIENCE

@@ -1,7 +1,8 @@
-"""Backward passes over small recorded programs, modelled: every part is real, its local graph and the network are not.
+"""Model of backward passes over small programs.
 
-A program is a list of sends in the order in which the forward pass made them. Each names the earlier messages whose
-tensors went into it. So each worker's recvs and sources are known, and which of them the roots reach.
+Every `Part` is real; local graphs and the network are modeled. A program is a list of sends in the order of the forward
+pass. Each send names the earlier messages that its tensors depend on. This gives each worker's recvs and sources, and
+those that the roots reach.
 """
 
 import copy
@@ -36,7 +37,7 @@ class Sent(NamedTuple):
     src: int
     dst: int
     uses: tuple[int, ...] = ()  # numbers of earlier sends, all received by src
-    leaf: bool = False  # a parameter of src went into it, too
+    leaf: bool = False  # it depends on a parameter of src, too
 
 
 class Program(NamedTuple):
@@ -44,10 +45,10 @@ class Program(NamedTuple):
     sends: tuple[Sent, ...]
     root: int
     loss: tuple[int, ...]  # the sends received by `root` that the loss uses
-    leaf: bool = False  # a parameter of the root went into the loss
+    leaf: bool = False  # the loss depends on a parameter of the root
     mortal: tuple[int, ...] = ()  # one of them may die
     failing: tuple[tuple[int, int], ...] = ()  # (worker, stage): the stage raises
-    shared: bool = True  # all that goes out of one worker uses the same parameter
+    shared: bool = True  # all sends of one worker use the same parameter
 
     def takes_part(self) -> frozenset[int]:
         found: set[int] = set()
@@ -61,7 +62,7 @@ class Program(NamedTuple):
 
 
 class Local:
-    """A worker's local graph: just enough of it for the schedule."""
+    """Model of a worker's local graph, as far as the schedule needs it."""
 
     def __init__(self, program: Program, me: int) -> None:
         uses = {number: sent.uses for number, sent in enumerate(program.sends) if sent.src == me}
@@ -108,7 +109,8 @@ class World:
         self.net: list[tuple[int, int, Any]] = []
         self.dead: int | None = None
         self.noticed: set[int] = set()
-        # Who hears of whose death: who has sent something to the other, in the program or in the pass.
+        # Pairs of workers that detect each other's death: those that exchanged a message, in the program or in the
+        # pass.
         self.links = {pair for sent in program.sends for pair in ((sent.src, sent.dst), (sent.dst, sent.src))}
         self.reports: list[Any] = []  # those that the root has processed
         self.started = False
@@ -174,7 +176,7 @@ class World:
         while todo:
             effect = todo.pop(0)
             if isinstance(effect, Send):
-                check(effect.to != self.dead or worker not in self.noticed, "L1", "nothing is sent to the dead")
+                check(effect.to != self.dead or worker not in self.noticed, "L1", "a message is sent to a dead worker")
                 self.links |= {(worker, effect.to), (effect.to, worker)}
                 if effect.to in self.parts:
                     self.net.append((worker, effect.to, effect.message))
@@ -201,17 +203,17 @@ class World:
         if stage == FINAL:
             local.leafy = 0
         elif local.forest and not self.program.shared:
-            local.leafy &= ~mask  # all that was left for it
+            local.leafy &= ~mask  # the stage consumes all that is left
 
     def expected(self, local: Local) -> int:
-        """The sources that will get a gradient, by bit."""
+        """Return the sources that will get a gradient, by bit."""
         return sum(1 << bit for send, bit in local.sources.items() if send == ROOT or send in self.taking_part)
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
 
     def finished(self) -> None:
-        known = self.dead if self.program.root in self.noticed else None  # else it may have died when it was done
-        check(known not in self.involved(), "T1", "a worker died, and nobody minds")
+        known = self.dead if self.program.root in self.noticed else None  # else it may have died after its part
+        check(known not in self.involved(), "T1", "the pass succeeded although a worker died")
         live = [packet for packet in self.net if type(packet[2]).__name__ != "Lost"]
         check(not live, "T1", f"in flight: {live}")
         for worker, local in self.locals.items():
@@ -233,12 +235,12 @@ class World:
                 check(count in (-1, 1), "T3", f"{token} counts {count}")
 
     def settled(self) -> None:
-        """Nothing is left to happen."""
+        """Check that the pass has ended; no event is left."""
         root = self.parts.get(self.program.root)
-        check(root is None or root.over, "T2", "the root waits for ever")
+        check(root is None or root.over, "T2", "the root waits forever")
         for worker, part in self.parts.items():
             quiet = isinstance(root.over, Finished) and root.over.why is None if root is not None else False
-            check(quiet or part.over or not self.locals[worker].arrived, "T2", f"{worker} does not hear of the end")
+            check(quiet or part.over or not self.locals[worker].arrived, "T2", f"{worker} is not notified of the end")
 
     def fingerprint(self) -> str:
         fixed = ("_layout", "_make_layout", "_pending", "ledger", "_reached")
@@ -265,14 +267,14 @@ def ledger_of(part: Part) -> str:
 
 
 class Counterexample(AssertionError):
-    """An invariant broke; `trace` is the way there."""
+    """An invariant broke; `trace` has the actions that led to it."""
 
     def __init__(self, broken: Exception, trace: list[Action], title: object) -> None:
         super().__init__(f"{broken!r}\n{title}\ntrace = [\n" + "".join(f"    {a!r},\n" for a in trace) + "]")
 
 
 def explore(program: Program, limit: int = 200_000) -> int:
-    """Visits every state that can be reached; returns how many there are."""
+    """Visit every reachable state; return their number."""
     start = World(program)
     seen = {start.fingerprint()}
     frontier: list[tuple[World, list[Action]]] = [(start, [])]
@@ -298,7 +300,7 @@ def explore(program: Program, limit: int = 200_000) -> int:
 
 
 def wander(program: Program, seed: int) -> int:
-    """One random schedule to its end; returns its length."""
+    """Run one random schedule to its end; return its length."""
     rng = random.Random(f"schedule {seed}")
     taste = {"deliver": 1.0, "kill": 4.0 ** rng.uniform(-4, -1), "notice": 4.0 ** rng.uniform(-3, 1), "start": 1.0}
     world = World(program)

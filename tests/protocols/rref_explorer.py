@@ -1,4 +1,7 @@
-"""Runs a modelled group: through every interleaving (`explore`), one at random (`wander`), or one again (`replay`)."""
+"""Explorer of a modeled group.
+
+`explore` runs every interleaving, `wander` a random one, and `replay` repeats one.
+"""
 
 import random
 from collections.abc import Iterable
@@ -10,7 +13,7 @@ from telegrad.protocols.rref import RRefId, RRefProtocolError
 
 
 class Counterexample(AssertionError):
-    """An invariant broke. `trace` is the way there: `replay(scenario, trace)` breaks again."""
+    """An invariant broke. `replay(scenario, trace)` reproduces it."""
 
     def __init__(self, broken: Exception, trace: list[Action], title: str) -> None:
         steps = "\n".join(f"    {action!r}," for action in trace)
@@ -19,7 +22,7 @@ class Counterexample(AssertionError):
 
 
 def replay(scenario: Scenario, trace: Iterable[Action]) -> World:
-    """Runs a trace that a failure printed, checking after every action."""
+    """Run the trace of a failure and check after every action."""
     world = World(scenario)
     verify(world)
     for action in trace:
@@ -31,9 +34,15 @@ def replay(scenario: Scenario, trace: Iterable[Action]) -> World:
 
 
 def explore(scenario: Scenario, guarantees_only: bool = False, limit: int = 1_000_000) -> int:
-    """Visits every state that can be reached; returns how many there are. Raises Counterexample.
+    """Visit every reachable state; return their number.
 
-    `guarantees_only` looks at nothing but what the protocol promises (G1, G2, G3, L1), not at how it keeps it.
+    Args:
+        scenario: The programs of the workers.
+        guarantees_only: Check only the guarantees of the protocol (G1, G2, G3, L1), not its inner invariants.
+        limit: Maximum number of states.
+
+    Raises:
+        Counterexample: An invariant broke.
     """
     start = World(scenario)
     verify(start)
@@ -58,7 +67,7 @@ def explore(scenario: Scenario, guarantees_only: bool = False, limit: int = 1_00
                 if fresh:
                     origin[mark] = (here, action)
                     frontier.append(after)
-                if fresh or after.freed:  # a deletion is judged by the step, not only by where it leads
+                if fresh or after.freed:  # a deletion is checked per step, not only per state
                     verify(after, guarantees_only)
                 last = None
         except (Broken, RRefProtocolError, LookupError) as broken:
@@ -77,9 +86,14 @@ def path(origin: dict[int, tuple[int, Action] | None], mark: int) -> list[Action
 
 
 def wander(scenario: Scenario, seed: int) -> int:
-    """One random schedule to its end; returns its length. Raises Counterexample, which names the seed."""
+    """Run one random schedule to its end; return its length.
+
+    Raises:
+        Counterexample: An invariant broke; the text has the seed.
+    """
     rng = random.Random(seed)
-    # Each schedule has its own taste, so that some starve deliveries, some pile up drops, some die early.
+    # Each schedule has its own weights, so that some delay deliveries, some collect drops, and in some workers die
+    # early.
     taste = {verb: 4.0 ** rng.uniform(-2, 2) for verb in ("deliver", "step", "drop", "flush", "finish", "timeout")}
     taste |= {verb: 4.0 ** rng.uniform(-2, 0.5) for verb in ("notice", "join", "skip")}
     taste |= {verb: 4.0 ** rng.uniform(-4, -2) for verb in ("kill", "rejoin")}
@@ -104,7 +118,7 @@ def wander(scenario: Scenario, seed: int) -> int:
 
 
 def random_scenario(seed: int, losses: bool) -> Scenario:
-    """A program for four or five workers that share a few references wildly, with every kind of step."""
+    """Return random programs of four or five workers that share references."""
     rng = random.Random(f"scenario {seed}")
     count = rng.choice([4, 5])
     scripts: list[list[Action]] = [[] for _ in range(count)]

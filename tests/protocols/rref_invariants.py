@@ -1,4 +1,7 @@
-"""The invariants of `src/telegrad/protocols/README.md`, each checked by name against a state of the modelled group."""
+"""The invariants of `src/telegrad/protocols/README.md`, checked by name.
+
+They are checked against a state of the modeled group.
+"""
 
 from rref_world import FORK, GRANT, RETURN, World, check
 
@@ -8,7 +11,7 @@ CREATING, FORKING, CONFIRMED, FAILED, LOST = UserState
 
 
 def verify(world: World, guarantees_only: bool = False) -> None:
-    """What must hold in every state, and of the step that led to it."""
+    """Check the invariants of a state, and of the step that led to it."""
     losses = world.kills != world.scenario.kills
     for rref in world.freed:
         outlives(world, rref, world.scenario.owners[rref], losses)
@@ -28,13 +31,13 @@ def table(world: World, worker: int, losses: bool) -> None:
     table, held = node.table, node.held()
     held.update(ticket.rref for ticket in own_tickets(world, worker) if not ticket.transfer)
     stats = table.stats()
-    check(losses or not stats.strays, "without losses nothing is astray", worker, stats)
+    check(losses or not stats.strays, "without losses there are no strays", worker, stats)
     check(stats.handles == held.total(), "handles are counted", worker, stats, held)
     for rref, owned in table._owners.entries.items():
         check(owned.tokens or owned.handles or owned.state == 1, "O1: no owner entry without a reason", worker, rref)
         check(all(n > 0 for n in owned.tokens.values()), "O2: owner's counts are positive", worker, rref, owned.tokens)
         check(owned.handles == held[rref], "handles are counted", worker, rref)
-        check((owned.state == 4) == (owned.failure is not None), "O4: what is LOST says why", worker, rref)
+        check((owned.state == 4) == (owned.failure is not None), "O4: LOST has a reason", worker, rref)
     pins: dict[RRefId, int] = {}
     for transfer, (rref, to) in table._users.transfers.items():
         pins[rref] = pins.get(rref, 0) + 1
@@ -48,14 +51,14 @@ def table(world: World, worker: int, losses: bool) -> None:
         check(used.handles or used.pins or used.creating or used.adding, "U1: no user entry without a reason", rref)
         check(used.tokens >= 0, "U2: counts are never negative", worker, rref)
         check(used.state is not CONFIRMED or used.tokens, "U3: CONFIRMED holds a token", worker, rref)
-        check((used.state is CREATING) <= used.creating, "U4: CREATING awaits the owner", worker, rref)
-        check((used.state is FORKING) <= used.adding, "U5: FORKING awaits the owner", worker, rref)
-        check((used.state in (FAILED, LOST)) == (used.failure is not None), "U6: what failed says why", worker, rref)
-        check(not used.parents or used.state is FORKING, "U7: parents wait for the owner's word only", worker, rref)
+        check((used.state is CREATING) <= used.creating, "U4: CREATING waits for the owner", worker, rref)
+        check((used.state is FORKING) <= used.adding, "U5: FORKING waits for the owner", worker, rref)
+        check((used.state in (FAILED, LOST)) == (used.failure is not None), "U6: failures have a reason", worker, rref)
+        check(not used.parents or used.state is FORKING, "U7: parents wait for the owner's reply only", worker, rref)
 
 
 def own_tickets(world: World, worker: int) -> list[Ticket]:
-    """SELF tickets on their way; those of my own references hold a handle already."""
+    """Return SELF tickets in flight; those of owned references have a handle already."""
     node = world.nodes[worker]
     assert node is not None
     held = [ticket for ticket, to, _ in node.outgoing if to == worker]
@@ -63,7 +66,7 @@ def own_tickets(world: World, worker: int) -> list[Ticket]:
 
 
 def tokens(world: World, rref: RRefId, owner: int) -> None:
-    """T1: for each user, tokens counted = tokens held + tokens in flight. Needs no order of delivery."""
+    """Check T1: for each user, tokens counted = tokens held + tokens in flight."""
     owning = world.nodes[owner]
     if owning is None:
         return
@@ -78,7 +81,7 @@ def tokens(world: World, rref: RRefId, owner: int) -> None:
 
 
 def outlives(world: World, rref: RRefId, owner: int, losses: bool) -> None:
-    """G2: nobody with an unbroken claim referred to the value that the owner has just deleted."""
+    """Check G2: no worker with an unbroken claim referenced the deleted value."""
     for user, node in enumerate(world.nodes):
         if node is None or user == owner or node.held()[rref] <= 0:
             continue
@@ -93,16 +96,16 @@ def outlives(world: World, rref: RRefId, owner: int, losses: bool) -> None:
 
 
 def promised(world: World, rref: RRefId, owner: int, losses: bool) -> None:
-    """G2 as the program sees it: without losses, what it may refer to is never found deleted."""
+    """Check G2 for the program: without losses its references are never LOST."""
     node = world.nodes[owner]
     if node is not None and not losses and rref not in world.scenario.doomed:
         check(node.table.failure_of(rref) is None, "G2: a living reference is never LOST", rref)
 
 
 def parents(world: World, rref: RRefId, owner: int) -> None:
-    """G2 as it is usually put: a parent's entry outlives the owner's confirmation of its child."""
+    """Check G2: a parent's entry outlives the owner's confirmation of its child."""
     if world.lives[owner] and ("own", rref) not in world.scenario.reborn.get(owner, ()):
-        return  # whoever has heard that its owner died has ended its entry, others may be about to
+        return  # workers that know of the owner's death have ended the entry, others will
     children = [(p.src, p.dst, t.kind) for p in world.net for t in p.tickets if t.rref == rref and world.deliverable(p)]
     for worker, node in enumerate(world.nodes):
         entry = node.table._users.entries.get(rref) if node is not None else None
@@ -116,7 +119,7 @@ def parents(world: World, rref: RRefId, owner: int) -> None:
 
 
 def protected(world: World, user: int, rref: RRefId, owner: int, seen: tuple[int, ...]) -> bool:
-    """Is there an unbroken chain from this user's entry to a token that the owner counts?"""
+    """Return whether an unbroken chain leads from the entry to a counted token."""
     node = world.nodes[user]
     if node is None or user in seen or not world.talks(user, owner):
         return False
@@ -124,7 +127,7 @@ def protected(world: World, user: int, rref: RRefId, owner: int, seen: tuple[int
     if entry is None or entry.state is LOST:
         return False
     if entry.state is not FORKING:
-        return entry.creating or entry.tokens > 0  # FAILED by a time-out keeps its token while it has pins
+        return entry.creating or entry.tokens > 0  # FAILED by a timeout keeps its token while it has pins
     return any(pinned(world, parent, user, rref, transfer, owner, (*seen, user)) for parent, transfer in entry.parents)
 
 
@@ -146,18 +149,18 @@ IDLE = {"drop", "kill", "rejoin", "timeout"}
 
 
 def rested(world: World, verbs: set[str]) -> None:
-    """L1: when nothing is left to happen but drops, nobody waits for anything."""
+    """Check L1: when only drops are left to happen, no worker waits for anything."""
     if not verbs <= IDLE or any(node is not None and node.step < len(node.script) for node in world.nodes):
         return
     for worker, node in enumerate(world.nodes):
         if node is not None:
             stats = node.table.stats()
             waiting = stats.expected + stats.pending_users + stats.pins + stats.queued
-            check(not waiting, "L1: nobody waits for ever", worker, stats)
+            check(not waiting, "L1: no worker waits forever", worker, stats)
 
 
 def settled(world: World) -> None:
-    """G1: once all is quiet and every handle is dropped, nothing is left anywhere."""
+    """Check G1: once every handle is dropped and no event is left, no entry is left."""
     for worker, node in enumerate(world.nodes):
         if node is None:
             continue

@@ -1,4 +1,4 @@
-"""One worker of the modelled group: its real `RRefTable`, and the model's own count of what it holds."""
+"""Worker of the modeled group: a real `RRefTable` and the model's own counts."""
 
 from collections import Counter
 from typing import Any
@@ -11,7 +11,7 @@ SELF = TicketKind.SELF
 
 
 def duplicate(thing: Any) -> Any:
-    """A copy of a slotted object, its containers copied one level deep."""
+    """Return a copy of a slotted object, with its containers copied one level deep."""
     cls = type(thing)
     copy = cls.__new__(cls)
     for slot in cls.__slots__ or cls.__mro__[1].__slots__:
@@ -21,7 +21,7 @@ def duplicate(thing: Any) -> Any:
 
 
 class Node:
-    """One worker: its table, and the model's own count of what it holds."""
+    """Worker with its table and the model's own count of its handles."""
 
     __slots__ = ("creating", "handles", "outgoing", "picture", "script", "step", "table", "values")
 
@@ -30,8 +30,8 @@ class Node:
         self.script = script
         self.step = 0
         self.handles: Counter[Handle] = Counter()  # the program's
-        self.values: dict[RRefId, tuple[Handle, ...]] = {}  # of mine, that exist -> the handles inside
-        self.creating: dict[RRefId, bool] = {}  # creations of others' under way -> timed out
+        self.values: dict[RRefId, tuple[Handle, ...]] = {}  # existing values of this worker -> the handles inside
+        self.creating: dict[RRefId, bool] = {}  # creations in progress at other workers -> timed out
         self.outgoing: tuple[tuple[Ticket, int, int], ...] = ()  # held tickets: (ticket, to, incarnation)
         self.picture: Any = None
 
@@ -58,7 +58,10 @@ class Node:
         return self.held()[rref] > 0
 
     def held(self) -> Counter[RRefId]:
-        """Handles that the table should know of: the program's and those inside values, but for what was released."""
+        """Return the handles that the table must count.
+
+        These are the handles of the program and those inside values, except released ones.
+        """
         handles = self.handles.copy()
         for inside in self.values.values():
             handles.update(inside)

@@ -1,7 +1,7 @@
-"""Small worlds worth walking through completely: three workers and a few messages each.
+"""Small scenarios to explore completely: three workers and a few messages each.
 
-Every handle may be dropped at any moment in nearly all of them. Worker 0 creates X at worker 1,
-and worker 2 is the third party.
+In nearly all of them a handle may be dropped at any time. Worker 0 creates X at worker 1, and worker 2 is a third
+party.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ FAST = {
 SLOW = {
     "never sent, deaths": world((("unsent", X, 1), ("share", X, 2), ("fail", X)), (), (("share", X, 1),), **DEATHS),
     "fork on to the owner": world((CREATE, ("share", X, 2)), (), (("share", X, 1),)),
-    "unshared, time-outs": world(
+    "unshared, timeouts": world(
         (CREATE, ("hold", X, 2), ("share", X, 2), ("hold", X, 1), ("unhold",)), (), (), timeouts=True, **DEATHS
     ),
     "fork, returns": world((CREATE, ("share", X, 2)), (), (), timeouts=True, **RETURNS),

@@ -1,11 +1,11 @@
-"""A model of a whole group around real `RRefTable`s: scripts, a network that reorders, deaths, and the invariants.
+"""Model of a group around real `RRefTable`s: scripts, network and deaths.
 
-A `World` is a state; `actions()` lists what may happen next and `do(action)` makes it happen. Actions are plain tuples,
-so a list of them is a trace that `replay` runs again. The glue is modelled as the docstring of `protocols/rref.py`
-asks it to behave; handles and values are counted here a second time, independently of the tables.
+A `World` is a state. `actions()` lists the possible next events and `do(action)` executes one. Actions are plain
+tuples, so a list of them is a trace that `replay` runs again. The model calls the tables as the docstring of
+`protocols/rref.py` requires. It counts handles and values itself, independently of the tables.
 
-Network: a bag of packets. Any packet may be delivered next, whatever its age, also between one pair of workers. Packets
-are lost only with a worker: those to it at its death, those from it once the receiver has noticed the death.
+The network is a set of packets. Any packet may be delivered next, also between one pair of workers. Packets are lost
+only with a worker: those to it at its death, those from it once the receiver has noticed the death.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,18 +44,18 @@ class Packet(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What each worker does, in order, and what the environment may do at any time.
+    """Scripts of the workers, and events that may happen at any time.
 
-    Steps: ("own", x), ("create", x, owner, *nested), ("unsent", x, owner) then ("fail", x), ("refuse", x, owner),
-    ("share", x, to), ("discard", x, to) arrives but is not unpacked, ("hold", x, to) makes a ticket that a later
-    ("unhold",) unshares, ("clone", x), ("release_all",).
-    `x` is an RRefId; `nested` are references that travel in the creation and become part of the value.
+    Steps: ("own", x); ("create", x, owner, *nested); ("unsent", x, owner) then ("fail", x); ("refuse", x, owner);
+    ("share", x, to); ("discard", x, to), which arrives but is not unpacked; ("hold", x, to), which makes a ticket that
+    a later ("unhold",) unshares; ("clone", x); ("release_all",).
+    `x` is an RRefId; `nested` are references that are sent in the creation and become part of the value.
     """
 
     scripts: tuple[tuple[Action, ...], ...]
-    drops: str = "end"  # "end": a worker drops its handles once its script is through; "any": at any time
-    flush: str = "eager"  # "free": batches leave at any time
-    timeouts: bool = False  # creations may time out while they are under way
+    drops: str = "end"  # "end": a worker drops its handles at the end of its script; "any": at any time
+    flush: str = "eager"  # "free": batches are sent at any time
+    timeouts: bool = False  # creations may time out while they are in progress
     kills: int = 0
     mortal: tuple[int, ...] = ()
     rejoin: bool = False
@@ -169,7 +169,7 @@ class World:
                 elif life < 0 and self.nodes[peer] is not None:
                     found.append(("join", worker, peer))
         if not found or all(action[0] in ("kill", "rejoin") for action in found):
-            # Nothing else can bring the handle that a step waits for: let the script go on without it.
+            # No other event can bring the handle that a step waits for: skip the step.
             found += [("skip", w) for w, n in enumerate(self.nodes) if n is not None and n.step < len(n.script)]
         return found
 
@@ -283,12 +283,12 @@ class World:
 
     def post(self, me: int, to: int, kind: str, body: Any, tickets: tuple[Ticket, ...] = ()) -> bool:
         life = self.known[me][to]
-        if life < 0:  # the transport refuses
+        if life < 0:  # the transport rejects it
             self.unshare(me, tickets, to)
             return False
         if self.nodes[to] is not None and self.lives[to] == life:
             self.net.append(Packet(me, to, self.lives[me], life, kind, body, tickets))
-        return True  # also when it went to a dead worker that I believe alive
+        return True  # also if the receiver has died and its death is not noticed yet
 
     def carry_out(self, me: int, effects: Any) -> None:
         node = self.node(me)
@@ -335,7 +335,7 @@ class World:
         script = self.scenario.reborn.get(worker, ()) if self.lives[worker] == 1 else ()
         self.nodes[worker] = Node(self._table(worker), script)
         self.shared_nodes.discard(worker)
-        # A new incarnation meets those alive, and hears of the dead from them: it knows whom it can reach.
+        # A new incarnation learns from the live workers which workers are dead, so it knows all reachable ones.
         self.known[worker] = [life if self.nodes[peer] is not None else -1 for peer, life in enumerate(self.lives)]
         table = self.node(worker).table
         for peer, life in enumerate(self.known[worker]):
@@ -359,7 +359,7 @@ class World:
     # ---- what must hold -------------------------------------------------------------------------------------------
 
     def talks(self, a: int, b: int) -> bool:
-        """Both live, and neither takes the other for dead or for an earlier incarnation."""
+        """Return whether both live and each knows the other's current incarnation."""
         return (
             self.nodes[a] is not None
             and self.nodes[b] is not None
@@ -371,7 +371,7 @@ class World:
         return (p for p in self.net if p.src == src and p.dst == dst and self.deliverable(p))
 
     def in_flight(self, user: int, owner: int, rref: RRefId) -> int:
-        """Tokens of `user` that are on their way: given and not arrived, or given back and not counted off."""
+        """Return the number of tokens of `user` in flight to or from the owner."""
         tokens = 0
         for packet in self.packets(owner, user):
             tokens += sum(t.rref == rref and t.kind == GRANT for t in packet.tickets)
@@ -389,7 +389,7 @@ class World:
         return tokens + (batch.releases.get(rref, 0) if batch else 0)
 
     def accepts_pending(self, sender: int, receiver: int, transfer: int) -> int:
-        """In how many places a transfer from `sender` to `receiver` is found: must be one."""
+        """Return the number of places that have a transfer; must be one."""
         places = sum(
             t.transfer == transfer and t.kind != GRANT for p in self.packets(sender, receiver) for t in p.tickets
         )

@@ -1,4 +1,4 @@
-"""The schedule of a backward pass: every order of delivery over small programs, random larger ones, deaths, errors."""
+"""Schedule of a backward pass: delivery orders, random programs, deaths, errors."""
 
 import pytest
 from backward_world import Counterexample, Program, Sent, World, explore, random_program, wander
@@ -13,7 +13,7 @@ CALL = (Sent(0, 1, leaf=True), Sent(1, 0, uses=(0,), leaf=True))
 SMALL = {
     "nothing sent": Program(1, (), 0, ()),
     "one call": Program(2, CALL, 0, (1,)),
-    "a reply that nobody uses": Program(2, CALL, 0, (), leaf=True),
+    "an unused reply": Program(2, CALL, 0, (), leaf=True),
     "two replies, one unused": Program(2, (*CALL, Sent(0, 1), Sent(1, 0, uses=(2, 0), leaf=True)), 0, (1,)),
     "two values, one unused": Program(2, (Sent(1, 0, leaf=True), Sent(1, 0, leaf=True)), 0, (0,)),
     "two ways to one": Program(3, (Sent(1, 2), Sent(1, 0, leaf=True), Sent(1, 0), Sent(2, 0, (0,))), 0, (1, 3)),
@@ -24,7 +24,7 @@ SMALL = {
     "one value to two": Program(
         3, (Sent(1, 0, leaf=True), Sent(1, 2), Sent(0, 2, (0,)), Sent(2, 0, (1, 2))), 0, (3, 0)
     ),
-    "there and back": Program(2, (Sent(0, 1), Sent(1, 0, (0,)), Sent(0, 1, (1,)), Sent(1, 0, (2, 0))), 0, (3, 1)),
+    "round trips": Program(2, (Sent(0, 1), Sent(1, 0, (0,)), Sent(0, 1, (1,)), Sent(1, 0, (2, 0))), 0, (3, 1)),
     "to itself": Program(2, (Sent(0, 0, leaf=True), Sent(0, 1, (0,)), Sent(1, 0, (1,)), Sent(0, 0, (2,))), 0, (3, 0)),
     "a chain of three": Program(3, (Sent(0, 1), Sent(1, 2, (0,)), Sent(2, 1, (1,)), Sent(1, 0, (2,), True)), 0, (3,)),
     "unused all along": Program(
@@ -70,7 +70,7 @@ def test_thousands_of_random_programs(losses: bool, failures: bool) -> None:
 
 
 def messages_of(program: Program) -> list[str]:
-    """What is sent in a pass in which messages arrive in the order in which they left."""
+    """Return the messages of a pass with delivery in the order of sending."""
     world = World(program)
     world.do(("start",))
     names = []
@@ -86,18 +86,18 @@ def test_a_call_takes_two_messages() -> None:
     assert messages_of(SMALL["one call"]) == ["0>1 Gradients", "1>0 Gradients"]
 
 
-def test_a_diamond_needs_no_wave_and_no_end() -> None:
+def test_a_diamond_needs_no_mark_phase_and_no_finish() -> None:
     names = messages_of(SMALL["diamond"])
     assert sorted(names) == ["0>1 Gradients", "0>2 Gradients", "1>0 Gradients", "2>0 Gradients"]
 
 
-def test_only_what_is_blocked_costs_a_wave() -> None:
+def test_only_blocked_groups_cost_a_mark_phase() -> None:
     names = messages_of(SMALL["blocked by an unused send"])
     assert {"1>0 Report", "0>1 Marked"} <= set(names)
     assert not any(name.startswith("2>") or ">2" in name for name in names), "worker 2 does not take part"
 
 
-def test_the_books_name_what_is_outstanding() -> None:
+def test_the_ledger_has_the_outstanding_tokens() -> None:
     world = World(SMALL["a chain of three"])
     world.do(("start",))
     ledger = world.parts[0].ledger
@@ -105,7 +105,7 @@ def test_the_books_name_what_is_outstanding() -> None:
     assert {ledger.where[token] for token in ledger.outstanding} == {1}
 
 
-def test_a_send_that_the_walk_did_not_see_is_an_error() -> None:
+def test_an_unknown_send_is_an_error() -> None:
     world = World(SMALL["one call"])
     with pytest.raises(backward.UnknownSend, match="message 7"):
         world.parts[1].handle(0, Gradients((7,), False))
@@ -129,7 +129,7 @@ def runs_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def reports_consumption_first(patch: pytest.MonkeyPatch) -> None:
-    """What was consumed is told in one report, what came of it in another."""
+    """Report consumed and produced tokens of one event separately."""
     close = Part._close
 
     def split(self, effects):
@@ -146,7 +146,7 @@ def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backward_root.Ledger, "deferred", lambda self: set())
 
 
-def watches_nobody(patch: pytest.MonkeyPatch) -> None:
+def watches_no_worker(patch: pytest.MonkeyPatch) -> None:
     lost = Part.lost
 
     def only_the_root(self, peer, why):
@@ -158,7 +158,7 @@ def watches_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Part, "lost", only_the_root)
 
 
-def tells_only_those_it_sent_to(patch: pytest.MonkeyPatch) -> None:
+def notifies_only_workers_it_sent_to(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Part, "_after_the_end", lambda self, sender, message: ())
 
 
@@ -178,8 +178,8 @@ MUTANTS = [
     (runs_too_early, "E1", SMALL["one value to two"]),
     (reports_consumption_first, "T1|E2", SMALL["a chain of three"]),
     (forgets_what_is_left, "T1", SMALL["two values, one unused"]),
-    (watches_nobody, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
-    (tells_only_those_it_sent_to, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
+    (watches_no_worker, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
+    (notifies_only_workers_it_sent_to, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
     (believes_old_reports, "T1", SMALL["two ways to one"]),
 ]
 

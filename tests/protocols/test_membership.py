@@ -1,4 +1,4 @@
-"""The group's view: who may join, what is said to those who may not, and incarnations in any order of events."""
+"""The group's view: joins, rejections, and incarnations in any order of events."""
 
 from itertools import permutations
 
@@ -40,11 +40,11 @@ def test_a_static_group_knows_when_it_is_complete() -> None:
     assert (view.complete, view.missing()) == (False, [1])
     view.join(B._replace(world_size=3))
     assert (view.complete, view.missing()) == (True, [])
-    assert GroupView(0).complete  # torch's way to say dynamic
+    assert GroupView(0).complete  # 0 means dynamic in torch
     assert GroupView(0).world_size is None
 
 
-def test_leaving_and_dying_are_told_apart() -> None:
+def test_leaving_and_dying_are_distinguished() -> None:
     view = dynamic(A, B, C)
     assert view.leave(0, 0) == [Left(A)]
     assert view.lost(1, 0, "killed") == [Lost(B, "killed")]
@@ -76,17 +76,17 @@ def test_a_worker_is_back_before_its_death_was_noticed() -> None:
     assert view.members[1] == again
 
 
-def test_news_of_an_incarnation_that_is_gone_is_old() -> None:
+def test_events_of_an_earlier_incarnation_are_ignored() -> None:
     view = dynamic(A)
-    view.lost(1, 3, "died before I heard of it")
+    view.lost(1, 3, "died before it was known")
     assert view.join(B) == []
     assert view.join(B._replace(incarnation=3)) == []
     assert 1 not in view.members
     assert view.join(B._replace(incarnation=4)) == [Joined(B._replace(incarnation=4))]
 
 
-def test_views_agree_whatever_the_order_of_the_news() -> None:
-    """Joins and losses of three incarnations, in every order: the same members, and each seen at most once."""
+def test_views_agree_whatever_the_order_of_events() -> None:
+    """Apply joins and losses of three incarnations in every order."""
     lives = [B._replace(incarnation=n) for n in range(3)]
     news = [("join", life) for life in lives] + [("lost", life) for life in lives[:2]]
     for order in permutations(news):
@@ -125,7 +125,7 @@ def test_free_ids() -> None:
         (dynamic(), Member("a", 32768), "rank 32768"),
     ],
 )
-def test_what_does_not_fit_is_refused(view: GroupView, member: Member, text: str) -> None:
+def test_a_member_that_does_not_fit_is_rejected(view: GroupView, member: Member, text: str) -> None:
     before = dict(view.members)
     with pytest.raises(MembershipError) as refusal:
         view.join(member)
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused(view: GroupView, member: Member, text: str
 
 
 @pytest.mark.parametrize("incarnation", [0, 1])
-def test_a_worker_started_twice_is_refused_while_the_first_answers(incarnation: int) -> None:
+def test_a_worker_started_twice_is_rejected_while_the_first_replies(incarnation: int) -> None:
     view = static(2, B)
     with pytest.raises(MembershipError, match="Rank 1 is taken: worker b is in the group already"):
         view.join(Member("b", 1, incarnation, 2, process="another"))

@@ -1,4 +1,7 @@
-"""Every interleaving of small worlds: no order of deliveries, drops, time-outs and deaths breaks an invariant."""
+"""Every interleaving of small scenarios keeps the invariants.
+
+The order of deliveries, drops, timeouts and deaths is explored.
+"""
 
 import pytest
 from rref_explorer import Counterexample, explore, replay
@@ -9,7 +12,7 @@ from telegrad.protocols.rref_user import Users
 
 @pytest.mark.parametrize("name", FAST)
 def test_every_interleaving(name: str) -> None:
-    assert explore(FAST[name]) > 10  # a world where nothing can happen would prove nothing
+    assert explore(FAST[name]) > 10  # a scenario without events would prove nothing
 
 
 @pytest.mark.slow
@@ -20,7 +23,7 @@ def test_every_interleaving_of_larger_worlds(name: str) -> None:
 
 
 def test_orders_within_a_pair_are_explored() -> None:
-    """The creation and what the creator sends after it may overtake each other: the owner sees a placeholder."""
+    """A later message may overtake the creation: the owner makes a placeholder."""
     seen = set()
 
     class Watching(Users):

@@ -1,7 +1,7 @@
-"""The explorer is proven able to fail: each rule of the machine, taken out, breaks a guarantee in some small world.
+"""Mutants of the table: each rule that is removed breaks a guarantee.
 
-Only what the protocol promises is checked here (G1, G2, G3, L1), not the machine's inner invariants, so that each
-mutant shows what its rule is for.
+Only the guarantees of the protocol are checked (G1, G2, G3, L1), not the table's inner invariants. So each mutant shows
+the purpose of its rule.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Seeded random schedules over four and five workers, with delay, time-outs, peer loss and return.
+"""Seeded random schedules over four and five workers, with losses.
 
 A failure prints its seed and a trace; `replay(random_scenario(seed, losses), trace)` of rref_explorer runs it again.
 """

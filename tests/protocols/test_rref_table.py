@@ -1,4 +1,7 @@
-"""The table's contract, call by call: what each method answers. Interleavings are explored elsewhere."""
+"""The table's contract, call by call: the effects of each method.
+
+test_rref_explore.py has the interleavings.
+"""
 
 from typing import Any
 
@@ -33,7 +36,7 @@ def tables(count: int = 3, batch: int = 64) -> list[RRefTable]:
 
 
 def settle(group: list[RRefTable], me: int, effects: Any) -> list[Any]:
-    """Delivers what was sent, at once, and what comes of it; returns the other effects."""
+    """Deliver all sends and the sends that result; return the other effects."""
     seen = []
     for effect in effects:
         if isinstance(effect, Send):
@@ -52,12 +55,12 @@ def flush(group: list[RRefTable]) -> list[Any]:
 
 
 def kinds(effects: Any) -> list[tuple[str, Any]]:
-    """Named tuples with equal fields are equal; tests want the kind too."""
+    """Return effects with their type, as named tuples with equal fields are equal."""
     return [(type(e.message if isinstance(e, Send) else e).__name__, e) for e in effects]
 
 
 def created() -> list[RRefTable]:
-    """X, created by 0 at 1, confirmed, its value there."""
+    """Return X, created by worker 0 at worker 1 and confirmed, with a value."""
     group = tables()
     group[0].begin_create(X, 1)
     group[1].accept_create(X, 0)
@@ -100,12 +103,12 @@ def test_a_return_makes_the_owner_wait_for_a_creation_it_overtook() -> None:
     assert kinds(owner.receive(creator.share(X, 1), 0)) == [("Expect", Send(0, Expect(X)))]
     assert owner.state_of(X) is OwnerState.EXPECTED
     assert owner.stats().expected == 1
-    assert creator.handle(1, Expect(X)) == ()  # it is on its way
+    assert creator.handle(1, Expect(X)) == ()  # the creation is in flight
     owner.accept_create(X, 0)
     assert owner.state_of(X) is OwnerState.CREATING
 
 
-def test_a_placeholder_hears_that_its_creation_never_left() -> None:
+def test_a_placeholder_is_lost_when_its_creation_was_not_sent() -> None:
     creator, owner, _ = tables()
     creator.begin_create(X, 1)
     owner.receive(creator.share(X, 1), 0)
@@ -128,7 +131,7 @@ def test_a_creation_that_timed_out_but_came_keeps_its_token_as_long_as_its_handl
     with pytest.raises(UnusableRRefError, match="timed out"):
         creator.share(X, 2)
     assert creator.created(X) == ()
-    assert creator.state_of(X) is UserState.FAILED  # for good
+    assert creator.state_of(X) is UserState.FAILED  # permanently
     assert not creator.flush()
     creator.drop(X)
     assert kinds(creator.flush()) == [("Release", Send(1, Release(((X, 1),))))]
@@ -149,7 +152,7 @@ def test_the_owner_decides_about_its_own_references_alone() -> None:
     assert owner.handle(0, Release(((OWN, 1),))) == [Delete(OWN)]
 
 
-def test_remote_to_oneself() -> None:
+def test_remote_to_the_worker_itself() -> None:
     table = RRefTable(1)
     table.begin_create(OWN, 1)
     assert table.drop(OWN) == ()  # its function runs
@@ -157,7 +160,7 @@ def test_remote_to_oneself() -> None:
 
 
 @pytest.mark.parametrize("owned", [True, False])
-def test_a_ticket_to_oneself_is_a_handle(owned: bool) -> None:
+def test_a_ticket_to_the_worker_itself_is_a_handle(owned: bool) -> None:
     group = created()
     me, rref = (group[1], OWN) if owned else (group[0], X)
     if owned:
@@ -176,7 +179,7 @@ def test_a_ticket_to_oneself_is_a_handle(owned: bool) -> None:
     assert me.stats().strays == 0
 
 
-def test_what_never_left_and_what_nobody_unpacks() -> None:
+def test_unshare_and_discard() -> None:
     group = created()
     creator, owner, other = group
     creator.unshare(creator.share(X, 2), 2)
@@ -203,7 +206,7 @@ def test_grants_are_counted_and_released_together() -> None:
     assert owner.handle(2, Release(((OWN, 3),))) == [Delete(OWN)]
 
 
-def test_a_full_batch_leaves_by_itself() -> None:
+def test_a_full_batch_is_sent_without_flush() -> None:
     owner, user = RRefTable(1), RRefTable(2, batch=2)
     sent = []
     for number in range(4):
@@ -232,7 +235,7 @@ def test_release_all_ends_a_generation_of_handles() -> None:
     owner.own(OWN)
     owner.release_all()
     assert owner.state_of(OWN) is OwnerState.READY
-    assert owner.drop(OWN, 0) == [Delete(OWN)]  # what I own is of no generation
+    assert owner.drop(OWN, 0) == [Delete(OWN)]  # owned references have no generation
 
 
 def test_the_death_of_a_user() -> None:
@@ -261,7 +264,7 @@ def test_the_death_of_the_owner() -> None:
     assert creator.begin_create(RRefId(0, 3), 1) == ()
 
 
-def test_a_share_to_the_dead_pins_nothing() -> None:
+def test_a_share_to_a_dead_worker_pins_nothing() -> None:
     group = created()
     creator, owner, _ = group
     creator.peer_lost(2, "killed")
@@ -275,7 +278,7 @@ def test_a_share_to_the_dead_pins_nothing() -> None:
     assert creator.stats().strays == owner.stats().strays == 0
 
 
-def test_misuse_is_refused() -> None:
+def test_misuse_raises() -> None:
     creator, owner, other = created()
     with pytest.raises(RRefProtocolError, match="exists already"):
         creator.begin_create(X, 1)
@@ -288,7 +291,7 @@ def test_misuse_is_refused() -> None:
             refused()
 
 
-def test_what_refers_to_nothing_is_counted_not_raised() -> None:
+def test_strays_are_counted_and_do_not_raise() -> None:
     table = RRefTable(0)
     table.drop(X)
     table.handle(1, Added(X))
@@ -302,6 +305,6 @@ def test_what_refers_to_nothing_is_counted_not_raised() -> None:
     assert table.leaks() == []
 
 
-def test_a_quiet_table_allocates_no_effects() -> None:
+def test_calls_without_effects_allocate_nothing() -> None:
     creator = created()[0]
     assert creator.adopt(X) is creator.drop(X) is creator.flush()

@@ -1,4 +1,4 @@
-"""Graceful shutdown: explored over every interleaving of three workers whose last calls make calls, deaths included."""
+"""Graceful shutdown: every interleaving of three workers, with nested calls."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ Tree = tuple[Any, ...]  # (callee, *trees that its handler calls)
 
 
 class World:
-    """Workers with calls to make, their drains, and a network that delivers in any order."""
+    """Workers with calls, their drains, and a network that delivers in any order."""
 
     def __init__(self, work: dict[int, tuple[Tree, ...]], mortal: tuple[int, ...] = (), size: int = 3) -> None:
         self.drains = {w: Drain(w, range(size)) for w in range(size)}
@@ -59,7 +59,7 @@ class World:
         self.send_call(w, self.work[w].pop())
 
     def handle(self, handler: tuple[int, int, Tree]) -> None:
-        """A running handler makes its next call, or ends."""
+        """Let a running handler make its next call, or end."""
         self.handlers.remove(handler)
         worker, caller, calls = handler
         if calls:
@@ -90,7 +90,7 @@ class World:
     def carry_out(self, w: int, effects: list[Any]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                assert (w, effect.to) not in self.noticed, "nothing is sent to the dead"
+                assert (w, effect.to) not in self.noticed, "a message is sent to a dead worker"
                 if effect.to in self.drains:
                     self.net.append((w, effect.to, effect.message))
             elif isinstance(effect, Count):
@@ -127,8 +127,8 @@ def explore(start: World) -> int:
         actions = world.actions()
         if all(action[0] == "kill" for action in actions):
             for drain in world.drains.values():
-                assert isinstance(drain.over, Done), "everybody is done in the end"
-                assert set(drain.over.lost) <= set(world.sent) - set(world.drains), "only the dead are named as lost"
+                assert isinstance(drain.over, Done), "all workers reach Done"
+                assert set(drain.over.lost) <= set(world.sent) - set(world.drains), "only the dead are reported as lost"
         for action in actions:
             after = copy.deepcopy(world)
             after.do(*action)
@@ -139,7 +139,7 @@ def explore(start: World) -> int:
     return len(seen)
 
 
-NESTED = {1: ((2, (0, (1,))),)}  # 1 calls 2, whose handler calls 0, whose handler calls 1
+NESTED = {1: ((2, (0, (1,))),)}  # 1 calls 2, its handler calls 0, and the handler of that calls 1
 NONE: dict[int, tuple[Tree, ...]] = {}
 
 
@@ -147,7 +147,7 @@ def test_two_workers_with_nested_calls() -> None:
     assert explore(World({1: ((0, (1,)),)}, size=2)) > 20
 
 
-def test_nobody_has_anything_to_do() -> None:
+def test_without_work() -> None:
     assert explore(World(NONE)) > 20
 
 
@@ -159,13 +159,13 @@ def test_three_workers(work: dict[int, tuple[Tree, ...]]) -> None:
 
 
 @pytest.mark.parametrize("work", [NONE, {1: ((2,),)}], ids=["idle", "busy"])
-def test_anybody_may_die(work: dict[int, tuple[Tree, ...]]) -> None:
+def test_any_worker_may_die(work: dict[int, tuple[Tree, ...]]) -> None:
     assert explore(World(work, mortal=(0, 1, 2))) > 200
 
 
 @pytest.mark.parametrize("rule", ["pairs", "ready"])
 def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    """Without it the explorer finds a shutdown in the middle of work."""
+    """Remove a rule: the explorer finds a shutdown before the end of work."""
     if rule == "pairs":
         monkeypatch.setattr(shutdown, "balanced", lambda reports: not any(c.pending for c in reports.values()))
     else:
@@ -181,7 +181,7 @@ def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, rule: str) -> None
         explore(World(work, size=2))
 
 
-def test_pending_work_that_no_call_shows_holds_it_up() -> None:
+def test_pending_work_without_a_call_delays_the_shutdown() -> None:
     alone = Drain(0, [0])
     alone.arrive()
     assert alone.counted(0, 1, Counters({}, {}, 1)) == [Pause()]
@@ -190,7 +190,7 @@ def test_pending_work_that_no_call_shows_holds_it_up() -> None:
     assert alone.counted(0, 3, Counters({}, {}, 0)) == [Done(())]
 
 
-def test_time_is_up_names_who_is_missing() -> None:
+def test_timeout_reports_the_missing_workers() -> None:
     drains = [Drain(w, range(3)) for w in range(3)]
     drains[0].arrive()
     drains[0].handle(1, Ready())
@@ -200,8 +200,8 @@ def test_time_is_up_names_who_is_missing() -> None:
 
 
 @pytest.mark.parametrize("first", ["missing", "goodbye"])
-def test_who_waits_when_the_leader_gives_up_knows_who_was_missing(first: str) -> None:
-    """The leader's last word and its goodbye may be taken up in either order."""
+def test_waiting_worker_learns_the_missing_workers_when_the_leader_times_out(first: str) -> None:
+    """The leader's last message and its leaving may be processed in either order."""
     follower = Drain(1, range(4))
     follower.arrive()
     follower.expire()
@@ -219,7 +219,7 @@ def test_next_leader_is_asked_when_the_first_has_left() -> None:
     assert follower.expire() == [GaveUp((1,))]
 
 
-def test_a_follower_asks_the_leader_who_is_missing() -> None:
+def test_a_follower_asks_the_leader_for_the_missing_workers() -> None:
     leader, follower = Drain(0, range(4)), Drain(1, range(4))
     leader.arrive()
     leader.handle(1, Ready())
@@ -231,21 +231,21 @@ def test_a_follower_asks_the_leader_who_is_missing() -> None:
     assert follower.handle(0, answer.message) == [GaveUp((2, 3))]
 
 
-def test_a_silent_leader_is_what_is_missing() -> None:
+def test_a_leader_that_does_not_reply_is_missing() -> None:
     follower = Drain(1, range(2))
     follower.arrive()
     follower.expire()
     assert follower.expire() == [GaveUp((0,))]
 
 
-def test_a_leader_that_dies_while_asked_is_what_is_missing() -> None:
+def test_a_leader_that_dies_while_asked_is_missing() -> None:
     follower = Drain(2, range(3))
     follower.arrive()
     follower.expire()
     assert follower.peer_gone(0) == [GaveUp((0,))]
 
 
-def test_missing_reports_are_named() -> None:
+def test_workers_without_report_are_missing() -> None:
     leader = Drain(0, range(3))
     leader.arrive()
     leader.handle(1, Ready())
@@ -255,18 +255,18 @@ def test_missing_reports_are_named() -> None:
     assert leader.expire()[-1] == GaveUp((1,))
 
 
-def test_the_dead_are_left_out_and_named() -> None:
+def test_dead_workers_are_left_out_and_reported() -> None:
     leader = Drain(0, range(3))
     leader.arrive()
     leader.handle(2, Ready())
     leader.peer_gone(1)
     for number in (1, 2):
-        leader.counted(0, number, Counters({1: 5}, {}, 0))  # calls to the dead count for nothing
+        leader.counted(0, number, Counters({1: 5}, {}, 0))  # calls to dead workers are not compared
         effects = leader.handle(2, Report(number, Counters({}, {1: 1}, 0)))
     assert effects[-1] == Done((1,))
 
 
-def test_who_left_in_good_order_is_not_named() -> None:
+def test_workers_that_left_are_not_reported_as_lost() -> None:
     drain = Drain(0, range(2))
     drain.peer_gone(1, orderly=True)
     assert drain.arrive() == [Count(0, 1)]
@@ -275,7 +275,7 @@ def test_who_left_in_good_order_is_not_named() -> None:
 
 
 def test_a_new_leader_learns_that_it_is_over() -> None:
-    """The leader died after it had told one member and before it told the next leader."""
+    """Lose the leader after it notified one member, but not the next leader."""
     told, heir = Drain(2, range(3)), Drain(1, range(3))
     heir.arrive()
     told.arrive()
@@ -289,5 +289,5 @@ def test_a_new_leader_learns_that_it_is_over() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_anybody_of_four_may_die() -> None:
+def test_any_of_four_workers_may_die() -> None:
     assert explore(World(NONE, mortal=(0, 1, 2, 3), size=4)) > 2000

@@ -165,7 +165,7 @@ def test_method_with_a_time_of_its_own(w: Cluster, monkeypatch: pytest.MonkeyPat
     gate.open()
     rref._get_future().wait()
     times = []
-    monkeypatch.setattr(create, "create_by_method", lambda *args: times.append(args[-1]))
+    monkeypatch.setattr(create, "create", lambda *args: times.append(args[5]))
     rref.remote(timeout=PATIENCE).plain(1)
     assert 0 < times[0] < PATIENCE * 1e9
 

@@ -170,7 +170,7 @@ def first_use_after_death(w: Cluster, use: str, monkeypatch: pytest.MonkeyPatch)
     }
     w[1]._worker.close()
     monkeypatch.setattr(w[0]._worker.references, "check", lambda *_: None)  # as if no word of it had been taken up
-    with pytest.raises(OwnerLost, match=r"went with its owner, worker w1, which is lost: ") as caught:
+    with pytest.raises(OwnerLost, match=r"was lost with its owner, worker w1: ") as caught:
         uses[use]()
     assert isinstance(caught.value, WorkerLost)
     assert not isinstance(caught.value, RemoteError)

@@ -17,6 +17,7 @@ from telegrad import rpc
 from telegrad.errors import RemoteError, SerializationError
 from telegrad.options import Options
 from telegrad.testing import cluster
+from telegrad.worker import handlers
 
 pytestmark = [pytest.mark.usefixtures("two", "quiet"), pytest.mark.filterwarnings("error")]
 
@@ -310,6 +311,17 @@ def test_callers_traceback_has_no_frames_below_the_call() -> None:
             use()
         frames = [frame.name for frame in traceback.extract_tb(caught.tb)]
         assert frames[-2:] == ["<lambda>", name]
+
+
+def test_a_callee_without_memory_for_a_request_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr(handlers, "SlowRequest", no_memory)
+    with pytest.raises(MemoryError, match="on purpose"):
+        rpc.rpc_sync("w1", len, ({1, 2},), timeout=5)  # a set: the core does not run it by itself
+    monkeypatch.undo()
+    assert rpc.rpc_sync("w1", len, ({1, 2},)) == 2
 
 
 def test_level_of_the_log_is_an_option(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
-from telegrad.autograd.versions import gate_for
+from telegrad.autograd.versions import protect
 from telegrad.testing import Cluster, Gate, assert_nothing_left, eventually
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -60,7 +60,7 @@ async def opens_a_context(door: Gate) -> list[bool]:
 
 
 def test_where_parameters_are_stepped_code_in_contexts_is_hooked_and_nothing_else(two: Cluster) -> None:
-    gate = gate_for(two[1]._worker)
+    gate = protect(two[1]._worker).gate
     door = Gate()
     first = rpc.rpc_async("w1", opens_a_context, (door,))
     door.wait_for()
@@ -70,11 +70,11 @@ def test_where_parameters_are_stepped_code_in_contexts_is_hooked_and_nothing_els
         assert rpc.rpc_sync("w1", plainly) == [True, True]
         assert not is_hooked()  # nothing is stepped on this worker
     assert not rpc.rpc_sync("w1", is_hooked)
-    assert len(gate._bodies) == 1
+    assert gate.bodies == 1
     door.open()
     assert first.wait() == [True, True, False]
-    assert not gate._bodies
-    eventually(lambda: not gate._runs)  # the answer leaves before the handler is out of the gate
+    assert gate.bodies == 0
+    eventually(lambda: gate.handlers == 0)  # the answer leaves before the handler is out of the gate
     del first
     for worker in two:
         assert_nothing_left(worker)
@@ -85,10 +85,10 @@ def squared(x: Tensor) -> Tensor:
 
 
 def test_a_handler_that_fails_leaves_no_hooks(two: Cluster) -> None:
-    gate = gate_for(two[1]._worker)
+    gate = protect(two[1]._worker).gate
     with autograd.context():
         for _ in range(3):
             with pytest.raises(ValueError, match="hooked: True"):
                 rpc.rpc_sync("w1", squared, (torch.ones(2, requires_grad=True),))
-    eventually(lambda: not gate._runs)
+    eventually(lambda: gate.handlers == 0)
     assert not rpc.rpc_sync("w1", is_hooked)

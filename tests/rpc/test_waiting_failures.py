@@ -13,7 +13,7 @@ from many import call, echo, fail, held, unpickled, until_it_collects
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, WorkerLost
 from telegrad.testing import Gate, Local, cluster, eventually
-from telegrad.worker import waiting
+from telegrad.worker.calls import Calls
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("error")]
 
@@ -243,14 +243,14 @@ def test_a_signal_while_a_future_is_being_ended(monkeypatch: pytest.MonkeyPatch,
     odd, other = call(unpickled, read, gate), held(gate, "other")
     gate.wait_for()
     interrupted = iter([True])
-    end = waiting._end
+    result = Calls.result
 
-    def interrupted_end(*given: Any) -> bool:
+    def interrupted_result(*given: Any) -> Any:
         if next(interrupted, False):
             raise Alarm
-        return end(*given)
+        return result(*given)
 
-    monkeypatch.setattr(waiting, "_end", interrupted_end)
+    monkeypatch.setattr(Calls, "result", interrupted_result)
     main = threading.current_thread()
 
     def open_late() -> None:

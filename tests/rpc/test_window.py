@@ -12,6 +12,7 @@ from telegrad import autograd, rpc
 from telegrad.errors import RpcTimeout
 from telegrad.options import Options
 from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster
+from telegrad.worker.messages import Messages
 
 SOON = 0.05  # s
 WINDOW = 1 << 16  # bytes
@@ -102,3 +103,25 @@ def test_a_signal(group: Cluster) -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     del rref
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_before_anything_is_sent(group: Cluster, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """It comes when the first requests have been addressed."""
+    address = Messages.address
+    addressed: list[Any] = []
+
+    def interrupted(self: Messages, *args: Any) -> Any:
+        if len(addressed) == count:
+            raise Stop
+        addressed.append(address(self, *args))
+        return addressed[-1]
+
+    rref = rpc.remote("w2", torch.ones, (3,))
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context(), monkeypatch.context() as patched:
+        patched.setattr(Messages, "address", interrupted)
+        with pytest.raises(Stop):
+            rpc.multicast(("w1", "w2", "w1"), size, (x, rref))
+    del rref
+    assert len(addressed) == count

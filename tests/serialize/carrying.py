@@ -1,4 +1,7 @@
-"""Carries messages as a transport would: the bytes of every segment into fresh memory, aligned as in the core."""
+"""Send messages as a transport does.
+
+The bytes of every segment are copied into new memory, aligned as in the core.
+"""
 
 import ctypes
 import math
@@ -12,7 +15,7 @@ from telegrad.serialize.tensors import decode_tensor, encode_tensor
 
 
 def received(nbytes):
-    """Memory as it comes from the pool: 64-byte aligned, writable, of exactly this size."""
+    """Return memory like the buffer pool's: 64-byte aligned, writable, of this size."""
     room = np.empty(nbytes + 64, np.uint8)
     begin = -room.ctypes.data % 64
     return room[begin : begin + nbytes]
@@ -39,7 +42,7 @@ def pickle_pair(value, serializer=None):
 
 
 def slow_codec(max_depth=64):
-    """The codec as it is with a torch that offers no C function table."""
+    """Return a codec that does not use torch's C function table."""
     return _core.Codec(torch.Tensor, None, encode_tensor, decode_tensor, max_depth)
 
 
@@ -48,7 +51,7 @@ def bits(tensor):
 
 
 def same(a, b):
-    """Deep equality that sees types, the sign of zero, NaN, strides and bits of tensors."""
+    """Compare deeply: types, the sign of zero, NaN, strides and bits of tensors."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float):

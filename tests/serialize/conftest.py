@@ -4,12 +4,15 @@ from hypothesis import settings
 
 from telegrad.serialize.tensors import make_codec
 
-# The same examples at every run: a failure is one of the change at hand. (To look for new ones: --hypothesis-seed.)
+# The same examples in every run, so a failure is caused by the change. --hypothesis-seed searches for new examples.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
 @pytest.fixture(params=["table", "hooks"])
 def codec(request):
-    """The codec on either way to torch; for a torch without the C function table the two are the same."""
+    """The codec with torch's C function table, and with the Python hooks.
+
+    They are the same for a torch without the table.
+    """
     return make_codec() if request.param == "table" else slow_codec()

@@ -1,4 +1,4 @@
-"""Plain values through the codec, and what it leaves to pickle."""
+"""Plain values in the codec, and values that it leaves to pickle."""
 
 import gc
 import sys
@@ -113,7 +113,7 @@ class Unknown: ...
     ],
     ids=repr,
 )
-def test_what_is_not_exactly_plain_is_left_to_pickle(value):
+def test_values_that_are_not_exactly_plain_are_left_to_pickle(value):
     assert CODEC.encode(value) is None
     assert CODEC.encode([1, ("a", {"b": value})]) is None
 
@@ -127,7 +127,7 @@ def test_a_container_met_twice_is_left_to_pickle():
     assert CODEC.encode([pair, pair]) is None
 
 
-def test_a_circle_is_left_to_pickle():
+def test_a_cycle_is_left_to_pickle():
     ring = []
     ring.append(ring)
     assert CODEC.encode(ring) is None
@@ -158,7 +158,7 @@ def test_small_constants_may_repeat():
     assert codec_pair([size, size, size], CODEC) == [(3, 4)] * 3
 
 
-def test_nesting_has_a_limit_at_both_ends():
+def test_nesting_has_a_limit_in_encoder_and_decoder():
     def nested(depth):
         value = []
         for _ in range(depth - 1):
@@ -189,7 +189,7 @@ def test_body_may_be_any_buffer():
     assert CODEC.decode(memoryview(b"xx" + body)[2:], []) == [1, "two"]
 
 
-def test_a_codec_in_a_circle_is_collected():
+def test_a_codec_in_a_cycle_is_collected():
     class Owner:
         def __init__(self):
             self.codec = make_codec()

@@ -1,4 +1,4 @@
-"""Types of the layers above that travel as plain values."""
+"""Types of higher layers that are sent as plain values."""
 
 import sys
 
@@ -66,7 +66,7 @@ def test_packed_values_may_hold_tensors_and_others(codec):
     assert arrived[0].right[0].right == 5
 
 
-def test_a_circle_of_packed_values_is_an_error(codec):
+def test_a_cycle_of_packed_values_is_an_error(codec):
     pair = Pair(None, None)
     pair.left = pair
     with pytest.raises(TypeError, match="circle"):
@@ -104,7 +104,7 @@ def test_what_pack_and_unpack_raise_is_passed_on(codec):
 
 def test_an_unknown_code_is_a_clear_error(codec):
     body, _ = codec.encode(Ref(1))
-    with pytest.raises(ValueError, match="extension 1 is not known here"):
+    with pytest.raises(ValueError, match="extension 1 is not registered"):
         make_codec().decode(body, [])
 
 

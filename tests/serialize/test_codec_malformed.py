@@ -1,4 +1,4 @@
-"""Bytes that no codec wrote: always CodecError, never anything else, in bounded memory."""
+"""Malformed bodies: the decoder raises CodecError and its memory is bounded."""
 
 import contextlib
 import struct
@@ -136,12 +136,12 @@ BAD = {
 
 @pytest.mark.parametrize("body", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("which", [0, 1], ids=["table", "hooks"])
-def test_each_kind_of_lie(which, body):
+def test_each_kind_of_wrong_field(which, body):
     with pytest.raises(CodecError):
         CODECS[which].decode(body, [received(8)] if body[-2:-1] == b"\0" and body.startswith(b"\xe0") else [])
 
 
-def test_the_same_tensor_without_a_lie():
+def test_the_same_tensor_with_correct_fields():
     assert CODECS[0].decode(one_tensor(11, 4, 1, 2), [received(8)]).shape == (2,)
 
 
@@ -164,7 +164,7 @@ def test_nesting_is_bounded():
 
 
 @pytest.mark.parametrize("body", [b"\xca" + HUGE + b"\0", b"\xc4" + HUGE + b"\0", with_tables(b"\0", HUGE + b"\0")])
-def test_lengths_that_lie_reserve_nothing(body):
+def test_wrong_lengths_reserve_nothing(body):
     tracemalloc.start()
     try:
         with pytest.raises(CodecError):

@@ -1,4 +1,4 @@
-"""Tensors through the codec, by torch's C function table and by the Python hooks."""
+"""Tensors in the codec, with torch's C function table and with the Python hooks."""
 
 import gc
 import threading
@@ -94,7 +94,7 @@ def test_a_view_full_of_holes_is_sent_dense(codec):
     assert arrived.is_contiguous()
 
 
-def test_no_element_is_copied_at_either_end(codec):
+def test_no_element_is_copied_on_either_side(codec):
     tensor = torch.arange(6.0)
     body, [(address, nbytes, _)] = codec.encode([tensor])
     assert address == tensor.data_ptr()
@@ -126,7 +126,7 @@ def test_grad_modes_change_nothing(codec, mode):
     assert same(arrived, weight)
 
 
-def test_one_tensor_twice_is_one_tensor_there(codec):
+def test_one_tensor_twice_is_one_tensor_on_the_receiver(codec):
     tensor = torch.ones(3)
     body, segments = codec.encode([tensor, {"again": tensor}])
     assert len(segments) == 1
@@ -172,7 +172,7 @@ ODD = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
-def test_what_is_more_than_elements_is_left_to_pickle(codec, make):
+def test_tensors_that_are_more_than_elements_are_left_to_pickle(codec, make):
     try:
         odd = make()
     except (AttributeError, NotImplementedError, RuntimeError) as error:
@@ -192,10 +192,10 @@ def test_owner_keeps_the_memory_when_the_tensor_gets_another(codec):
 
 
 class Memory(bytearray):
-    """Received memory whose end can be seen."""
+    """Received memory with an observable end."""
 
 
-def test_the_tensor_keeps_its_memory_and_lets_it_go_in_the_end(codec):
+def test_the_tensor_keeps_its_memory_and_releases_it_at_the_end(codec):
     body, segments = codec.encode(torch.ones(16))
     memory = Memory(segments[0][1])
     gone = weakref.ref(memory)
@@ -213,7 +213,7 @@ def test_the_tensor_keeps_its_memory_and_lets_it_go_in_the_end(codec):
     assert gone() is None
 
 
-def test_memory_goes_when_decoding_fails(codec):
+def test_memory_is_released_when_decoding_fails(codec):
     body, segments = codec.encode([torch.ones(16), torch.ones(4)])
     memories = [Memory(nbytes) for _, nbytes, _ in segments]
     gone = weakref.ref(memories[0])
@@ -224,8 +224,8 @@ def test_memory_goes_when_decoding_fails(codec):
     assert gone() is None
 
 
-def test_memory_may_be_let_go_on_a_thread_of_torch(codec):
-    """Autograd's threads drop tensors without holding the interpreter's lock."""
+def test_memory_may_be_released_on_a_thread_of_torch(codec):
+    """Autograd's threads drop tensors without holding the GIL."""
     body, segments = codec.encode(torch.ones(1000))
     for _ in range(5):
         memory = Memory(segments[0][1])
@@ -249,7 +249,7 @@ def test_segments_must_be_writable_memory(codec):
 
 
 def test_a_function_mode_that_changes_the_list_is_noticed():
-    """Looking at a tensor can run Python code, which can do anything."""
+    """Reading a tensor can run Python code with any effect."""
     victim = [torch.ones(2), torch.ones(2), torch.ones(2)]
 
     class Mode(torch.overrides.TorchFunctionMode):

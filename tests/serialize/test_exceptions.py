@@ -1,4 +1,4 @@
-"""What a remote exception is when it arrives."""
+"""Remote exceptions as the caller gets them."""
 
 import asyncio
 import copy
@@ -19,7 +19,7 @@ from telegrad.serialize.exceptions import describe_exception, pack_exception, un
 from telegrad.serialize.tracebacks import RemoteTraceback, afresh, let_go_of_frames, traceback_of, without_own_frames
 from telegrad.types import WorkerInfo
 from telegrad.worker.callables import run
-from telegrad.worker.uses import method_of
+from telegrad.worker.methods import method_of
 
 HERE = WorkerInfo("w1", 1)
 FURTHER = WorkerInfo("w2", 2)
@@ -61,14 +61,14 @@ class EndsWhoPickles(Exception):
 
 
 class MadeElsewhere(Exception):
-    """Pickles as something that is no exception."""
+    """Exception that pickles as another type of object."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (5,)
 
 
 def sent(error: BaseException, worker: WorkerInfo = HERE) -> BaseException:
-    """The exception as it arrives when this one is raised on a worker."""
+    """Return the exception that the caller gets if a worker raises this one."""
     try:
         raise error
     except BaseException as e:
@@ -205,7 +205,7 @@ def local_class(*bases: type[Exception]) -> type[Exception]:
 
 
 @pytest.mark.parametrize("base", [Exception, ValueError, OSError, KeyError, RuntimeError])
-def test_classes_that_have_no_name_to_be_found_by_come_as_themselves(base: type[Exception]) -> None:
+def test_classes_that_cannot_be_found_by_name_keep_their_type(base: type[Exception]) -> None:
     kind = local_class(base)
     for arrived in (sent(kind(3, "why")), sent(sent(kind(3, "why")), FURTHER)):
         assert isinstance(arrived, kind)
@@ -214,7 +214,7 @@ def test_classes_that_have_no_name_to_be_found_by_come_as_themselves(base: type[
         assert arrived.args == ("3: why",)
 
 
-def test_attributes_that_have_no_name_to_be_found_by_come_along() -> None:
+def test_attributes_that_cannot_be_found_by_name_are_sent() -> None:
     error = ValueError("v")
     error.again = lambda: 5  # type: ignore[attr-defined]
     arrived: Any = sent(error)
@@ -224,13 +224,13 @@ def test_attributes_that_have_no_name_to_be_found_by_come_along() -> None:
 @pytest.mark.parametrize(
     ("error", "why"),
     [
-        (ValueError(threading.Lock(), "foo"), "could not be pickled there"),
-        (MadeElsewhere("foo"), "MadeElsewhere pickles as cannot be raised at a distance"),
-        (EndsWhoPickles("foo"), "could not be pickled there (SystemExit"),
+        (ValueError(threading.Lock(), "foo"), "could not be pickled by the callee"),
+        (MadeElsewhere("foo"), "MadeElsewhere pickles as cannot be raised on another worker"),
+        (EndsWhoPickles("foo"), "could not be pickled by the callee (SystemExit"),
     ],
     ids=lambda e: type(e).__name__ if isinstance(e, BaseException) else "",
 )
-def test_what_cannot_be_made_again_arrives_as_a_remote_error(
+def test_exceptions_that_cannot_be_rebuilt_arrive_as_remote_errors(
     error: BaseException, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for arrived in (sent(error), sent(sent(error), FURTHER)):
@@ -272,7 +272,7 @@ def divide(x: int) -> float:
     return x / 0
 
 
-def test_own_frames_stay_where_there_are_no_others() -> None:
+def test_own_frames_stay_without_frames_of_the_user() -> None:
     with pytest.raises(AttributeError) as caught:
         method_of(None, "missing")
     assert "in method_of" in traceback_of(caught.value.with_traceback(caught.tb.tb_next))
@@ -281,7 +281,7 @@ def test_own_frames_stay_where_there_are_no_others() -> None:
 def test_broken_repr_does_no_harm() -> None:
     arrived = sent(BrokenRepr())
     assert isinstance(arrived, BrokenRepr)
-    assert "BrokenRepr, whose repr() raised ValueError" in str(arrived)
+    assert "BrokenRepr: its repr() raised ValueError" in str(arrived)
 
 
 def test_classes_are_made_once() -> None:
@@ -305,7 +305,7 @@ class Frozen(Exception):
 
 
 class NoAttributes(Exception):
-    """Has the names of a RemoteError's attributes itself, and lets nobody set any."""
+    """Exception with RemoteError's attribute names that forbids setting them."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -316,11 +316,11 @@ class NoAttributes(Exception):
         return "a property"
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"nobody may set {name}")
+        raise AttributeError(f"cannot set {name}")
 
 
 @pytest.mark.parametrize("error", [Frozen(3), NoAttributes("no")], ids=lambda e: type(e).__name__)
-def test_exceptions_whose_attributes_nobody_may_set(error: Exception) -> None:
+def test_exceptions_that_forbid_setting_attributes(error: Exception) -> None:
     for arrived in (sent(error), sent(sent(error), FURTHER)):
         assert isinstance(arrived, type(error))
         assert isinstance(arrived, RemoteError)
@@ -335,7 +335,7 @@ def test_exceptions_whose_attributes_nobody_may_set(error: Exception) -> None:
     assert isinstance(afresh(error).__cause__, RemoteTraceback)
 
 
-def test_frames_of_grouped_exceptions_are_let_go_of() -> None:
+def test_frames_of_grouped_exceptions_are_released() -> None:
     try:
         divide(1)
     except ZeroDivisionError as e:
@@ -353,7 +353,7 @@ class OfAScript(Exception):
 _of_a_script: Any = None
 
 
-def test_class_of_a_script_travels_without_the_data_of_its_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_of_a_script_is_sent_without_the_data_of_its_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OfAScript, "__module__", "__main__")
     monkeypatch.setattr(OfAScript.data, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "OfAScript", OfAScript, raising=False)
@@ -371,7 +371,7 @@ def test_own_frames_between_the_users_are_left_out() -> None:
     assert "callables.py" not in traceback_of(caught.value)
     with pytest.raises(AttributeError) as missing:
         method_of(None, "missing")
-    assert "in method_of" in traceback_of(missing.value)  # no error of ours: it may be a defect of ours
+    assert "in method_of" in traceback_of(missing.value)  # not a TelegradError: it may be a defect of Telegrad
     with pytest.raises(TelegradError) as refused:
         raise_refused()
     assert "uses.py" not in traceback_of(refused.value)
@@ -385,7 +385,7 @@ def _refuse() -> None:
     raise TelegradError("no")
 
 
-def test_what_is_raised_again_has_no_own_frames_unless_the_users_are_below() -> None:
+def test_exceptions_raised_again_have_own_frames_only_above_frames_of_the_user() -> None:
     with pytest.raises(AttributeError) as caught:
         method_of(None, "missing")
     own = caught.value.with_traceback(caught.tb.tb_next)

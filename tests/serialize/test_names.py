@@ -1,4 +1,4 @@
-"""Functions by name: who has one, who has not, and what happens when a name changes its meaning."""
+"""Functions by name, without a name, and names that get a new function."""
 
 import functools
 import importlib
@@ -129,7 +129,7 @@ def test_not_by_name(f: Any) -> None:
         NameTable().find(f)
 
 
-def test_what_cannot_be_hashed_has_no_name() -> None:
+def test_unhashable_objects_have_no_name() -> None:
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_hashed_has_no_name() -> None:
         NameTable().find(Unhashable())
 
 
-def test_something_equal_is_not_taken_for_it() -> None:
+def test_an_equal_object_does_not_get_the_name() -> None:
     table = NameTable()
     table.find(function)
     with pytest.raises(NotByName):
@@ -170,7 +170,7 @@ def test_threads_agree_on_numbers() -> None:
         assert all(other == first for other in others)
 
 
-# ---- names that change their meaning
+# ---- names with new functions
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_a_new_method_under_the_name(module: Any) -> None:
         table.find(old)
 
 
-def test_a_function_that_goes_away(module: Any) -> None:
+def test_a_function_that_is_removed(module: Any) -> None:
     table = NameTable()
     old = module.f
     _, text = table.find(old)
@@ -217,7 +217,7 @@ def test_a_function_that_goes_away(module: Any) -> None:
         resolve(text)
 
 
-def test_a_module_that_is_loaded_anew(module: Any) -> None:
+def test_a_module_that_is_reloaded(module: Any) -> None:
     _, text = NameTable().find(module.f)
     assert resolve(text)() == 1
     again = types.ModuleType("changing")
@@ -244,13 +244,13 @@ def test_a_module_that_makes_its_attributes(module: Any) -> None:
         (f"G{__name__}\0Nothing.f".encode(), AttributeError),
     ],
 )
-def test_what_is_not_here(text: bytes, error: type[Exception]) -> None:
+def test_names_that_do_not_exist(text: bytes, error: type[Exception]) -> None:
     for _ in range(2):  # a failure is not remembered
         with pytest.raises(error):
             resolve(text)
 
 
-# ---- what others could not import
+# ---- definitions that other processes cannot import
 
 
 def test_modules_registered_for_sending_by_value_have_no_names(module: Any) -> None:
@@ -267,7 +267,7 @@ def test_modules_registered_for_sending_by_value_have_no_names(module: Any) -> N
     assert table.find(known)
 
 
-def test_at_a_prompt_main_is_not_importable_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_of_an_interactive_session_is_not_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     main = types.ModuleType("__main__")
     exec("def typed_in(): return 1", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)

@@ -1,4 +1,4 @@
-"""What the codec leaves to pickle: sharing, buffers out of band, registered types, errors."""
+"""Values left to pickle: sharing, out-of-band buffers, registered types, errors."""
 
 import collections
 import copyreg
@@ -68,7 +68,7 @@ def test_values_of_other_types(value):
     assert arrived == value
 
 
-def test_sharing_and_circles_are_kept():
+def test_sharing_and_cycles_are_kept():
     shared = [1]
     ring = {"shared": shared, "again": shared}
     ring["self"] = ring
@@ -179,8 +179,8 @@ def pickle_pair_between(sender, receiver, value):
     return receiver.loads(body, carry_segments(segments))
 
 
-def test_a_type_that_the_other_end_does_not_know(serializer):
-    with pytest.raises(SerializationError, match="type 1, which is not known here"):
+def test_a_type_that_the_receiver_has_not_registered(serializer):
+    with pytest.raises(SerializationError, match="type 1, which is not registered here"):
         pickle_pair_between(serializer, Serializer(), [Ref(1)])
 
 
@@ -208,7 +208,7 @@ def test_reducers_of_one_worker_and_of_all(serializer):
 
 
 class Nesting:
-    """Pickles a message while it is pickled, as RRef's users do."""
+    """Object that pickles a message while it is pickled."""
 
     def __getstate__(self):
         body, segments = dumps(Box([torch.ones(2), "inner"]))
@@ -247,7 +247,7 @@ def test_many_threads_at_once(serializer):
     assert failures == []
 
 
-def test_with_tensors_beside(serializer):
+def test_dumps_with_tensors(serializer):
     tensor = torch.ones(2)
     body, tensors = serializer.dumps_with_tensors([tensor, Ref(1), np.arange(1000)])
     assert tensors == [tensor]
@@ -295,7 +295,7 @@ def test_the_name_in_errors_is_the_callers():
 
 
 @pytest.mark.parametrize("make", [torch.futures.Future, lambda: torch._C.Future([])], ids=["public", "native"])
-def test_futures_are_refused_in_torchs_words(make):
+def test_futures_raise_torchs_error(make):
     with pytest.raises(RuntimeError, match=r"^Can not pickle torch\.futures\.Future \(at value\[1\]"):
         dumps([1, make()])
 
@@ -318,14 +318,14 @@ def test_what_the_values_own_methods_raise_is_passed_on():
 
 
 def gone():
-    """Taken away before it arrives."""
+    """Function that is removed before the message arrives."""
 
 
 class Gone:
     def method(self): ...
 
 
-def test_a_function_that_is_not_there_gets_torchs_hint(monkeypatch):
+def test_a_missing_function_gets_torchs_hint(monkeypatch):
     body, _ = dumps(gone)
     monkeypatch.delitem(globals(), "gone")
     with pytest.raises(SerializationError, match="RPC pickler does not serialize") as caught:
@@ -334,21 +334,21 @@ def test_a_function_that_is_not_there_gets_torchs_hint(monkeypatch):
     assert str(caught.value).endswith("callee modules.")
 
 
-def test_a_method_that_is_not_there_gets_the_hint_too(monkeypatch):
+def test_a_missing_method_gets_the_hint_too(monkeypatch):
     body, _ = dumps([Gone().method])
     monkeypatch.delattr(Gone, "method")
     with pytest.raises(AttributeError, match="RPC pickler does not serialize"):
         loads(body, [])
 
 
-def test_a_module_that_is_not_there_gets_the_hint(monkeypatch):
+def test_a_missing_module_gets_the_hint(monkeypatch):
     body, _ = dumps(Box)
     with pytest.raises(SerializationError, match=r"no_such.*\n? Default RPC pickler does not") as caught:
         loads(body.replace(__name__.encode(), b"no_such".ljust(len(__name__), b"_")), [])
     assert isinstance(caught.value, ImportError)
 
 
-def test_bodies_that_are_cut_or_garbled():
+def test_truncated_and_malformed_bodies():
     body, segments = dumps([torch.ones(2), "x" * 50])
     for length in range(len(body)):
         with pytest.raises(SerializationError):
@@ -364,7 +364,7 @@ def test_placeholders_mean_nothing_outside_of_a_message():
     assert segments
 
 
-def test_memory_lives_as_long_as_what_is_over_it():
+def test_memory_lives_as_long_as_tensors_over_it():
     class Memory(bytearray): ...
 
     body, segments = dumps([torch.ones(1000), {1}])

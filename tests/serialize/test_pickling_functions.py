@@ -1,4 +1,4 @@
-"""Functions and classes: by name if that can work, by value if not."""
+"""Functions and classes: sent by name if possible, otherwise by value."""
 
 import functools
 import sys
@@ -66,7 +66,7 @@ class Methods:
     ],
     ids=lambda function: function.__qualname__ if hasattr(function, "__qualname__") else "partial",
 )
-def test_what_has_a_name_is_the_very_same_there(function):
+def test_functions_with_a_name_arrive_as_the_same_object(function):
     assert pickle_pair({0: function, 1: {2}})[0] is function
     assert len(dumps(function)[0]) < 250
 

@@ -1,4 +1,4 @@
-"""Tensors anywhere in a pickled value: memory out of band, sharing kept, nothing more sent than is used."""
+"""Tensors in pickled values: out-of-band memory, sharing, no unused bytes."""
 
 import operator
 
@@ -14,12 +14,12 @@ from telegrad.serialize.tensors import DTYPE_OF_CODE
 
 
 def sent(value):
-    """Bytes of tensor memory in a message."""
+    """Return the bytes of tensor memory in a message."""
     return sum(nbytes for _, nbytes, _ in dumps(value)[1])
 
 
 def pair(value):
-    """Through pickle, with something beside it that only pickle takes."""
+    """Send a value together with an object that only pickle encodes."""
     return pickle_pair((value, {0}))[0]
 
 
@@ -36,7 +36,7 @@ def test_memory_is_out_of_band():
     assert [nbytes for _, nbytes, _ in segments] == [40_000]
 
 
-def test_views_share_at_the_other_end():
+def test_views_share_memory_on_the_receiver():
     base = torch.arange(10.0)
     a, b, c = pair([base, base[2:5], base.view(2, 5).t()])
     a[3] = 100
@@ -54,13 +54,13 @@ def test_overlapping_views_send_their_union_and_no_more():
     assert left.tolist() == [*range(100, 150), -1, *range(151, 200)]
 
 
-def test_views_far_apart_do_not_bring_what_lies_between():
+def test_views_far_apart_are_sent_without_the_memory_between():
     base = torch.arange(1_000_000.0)
     assert sent([base[:2], base[-2:]]) == 16
     assert [view.tolist() for view in pair([base[:2], base[-2:]])] == [[0, 1], [999_998, 999_999]]
 
 
-def test_columns_of_a_matrix_send_themselves():
+def test_columns_of_a_matrix_are_sent_alone():
     matrix = torch.arange(100_000.0).view(1000, 100)
     columns = [matrix[:, 3], matrix[:, 50], matrix[:, 3]]
     assert sent(columns[:2]) == 8000
@@ -151,7 +151,7 @@ def test_frozen_parameter_stays_frozen():
 
 
 class Scored(torch.Tensor):
-    """A subclass with something of its own."""
+    """Subclass with an attribute."""
 
 
 def test_subclasses():

@@ -1,4 +1,4 @@
-"""Tensors that require grad are told by the sender, and replaced all at once by the receiver, in one order."""
+"""Recorded tensors: listed by the sender, replaced in order by the receiver."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def send(value: Any, how: str, wrap: Any = None) -> tuple[list[Any], Any]:
-    """What is told of a value, and what arrives."""
+    """Return the tensors that the sender lists for a value, and the received value."""
     serializer = Serializer()
     if how == "codec":
         coded = serializer.codec.encode_recorded(value)
@@ -34,7 +34,7 @@ def send(value: Any, how: str, wrap: Any = None) -> tuple[list[Any], Any]:
 
 
 class Wrap:
-    """Notes what it is given, and gives copies in its place."""
+    """Wrapper that stores its arguments and returns copies."""
 
     def __init__(self) -> None:
         self.given: list[list[Tensor]] = []
@@ -46,7 +46,7 @@ class Wrap:
 
 
 @pytest.mark.parametrize("how", ["codec", "pickle"])
-def test_told_and_wrapped_in_one_order(how: str) -> None:
+def test_listed_and_wrapped_in_one_order(how: str) -> None:
     a, b, c, p = leaf(2), leaf(0, 3), leaf(4, 4)[:, 1], nn.Parameter(torch.ones(3))
     wrap = Wrap()
     told, arrived = send((a, torch.ones(2), {"b": [b, a]}, c, p), how, wrap)
@@ -65,7 +65,7 @@ def test_told_and_wrapped_in_one_order(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["codec", "pickle"])
-def test_without_any_nobody_is_asked(how: str) -> None:
+def test_wrapper_is_not_called_without_tensors_that_require_grad(how: str) -> None:
     wrap = Wrap()
     told, arrived = send((torch.ones(2), 1), how, wrap)
     assert told == wrap.given == []
@@ -73,14 +73,14 @@ def test_without_any_nobody_is_asked(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["codec", "pickle"])
-def test_what_is_told_arrives_as_a_leaf_where_nobody_records(how: str) -> None:
+def test_listed_tensors_arrive_as_leaves_without_a_wrapper(how: str) -> None:
     for value in (leaf(2), nn.Parameter(torch.ones(2)), leaf(2) * 2):
         _, arrived = send([value], how)
         assert arrived[0].is_leaf
         assert arrived[0].requires_grad
 
 
-def test_special_ones_are_pickled_by_themselves() -> None:
+def test_special_tensors_are_pickled_separately() -> None:
     sparse = torch.eye(2).to_sparse().requires_grad_()
     conjugate = torch.randn(2, dtype=torch.complex64, requires_grad=True).conj()
     dense = leaf(2)
@@ -95,7 +95,7 @@ def test_special_ones_are_pickled_by_themselves() -> None:
     assert torch.equal(two, dense)
     assert torch.equal(three, conjugate)
     _, arrived = send(Thing(sparse), "pickle")
-    assert arrived.values[0].requires_grad, "a leaf, where nobody records"
+    assert arrived.values[0].requires_grad, "a leaf, without a wrapper"
 
 
 def test_parameters_of_an_object_stay_parameters() -> None:
@@ -118,8 +118,8 @@ def test_recorded_ones_share_no_memory() -> None:
 
 
 @pytest.mark.parametrize("how", ["codec", "pickle"])
-def test_as_many_as_were_given_must_come_back(how: str) -> None:
-    with pytest.raises(ValueError, match=r"another number|zip\(\)|shorter"):
+def test_wrapper_must_return_as_many_tensors(how: str) -> None:
+    with pytest.raises(ValueError, match=r"different number|zip\(\)|shorter"):
         send((leaf(1), leaf(1)), how, lambda tensors: tensors[:1])
     with pytest.raises(KeyError, match="own"):
         send((leaf(1),), how, lambda _: {}["own"])

@@ -1,57 +1,23 @@
-"""The import law as data, and a reader of imports that judges any source text by it.
+"""Checker of import rules that import-linter cannot express.
 
-Two rules hold for Python (`breaches`), one for C++ (`core_breaches`):
+pyproject.toml has the contracts of import-linter. Two rules here are for Python (`breaches`), one for C++
+(`core_breaches`):
 
-1. Direction. Every part of the package (the first name below `telegrad`) may import only the parts in its row of
-   `MAY_IMPORT`. Parts in `PURE` import nothing else but the standard library, without its clocks, threads and I/O.
-2. Torch's own RPC. Only the compatibility shim may name `torch.distributed.rpc` and its kin. (Tests and benchmarks,
-   which compare the two, are not judged.)
-3. The core knows no PyTorch and no CUDA; its lower folders know no Python either.
+1. Only the parts in `NATIVE` import the compiled core.
+2. Only the compatibility shim imports `torch.distributed.rpc` and related modules. Tests and benchmarks compare with
+   torch, so they are exempt.
+3. The core does not include PyTorch or CUDA; its lower folders do not include Python either.
 
-An import counts wherever it stands: inside functions, under `TYPE_CHECKING`, in `importlib.import_module("...")`.
-Only the package itself (`telegrad/__init__.py`) may name its parts under `TYPE_CHECKING`: it imports them lazily.
+All imports count: inside functions, under `TYPE_CHECKING`, and in `importlib.import_module("...")`.
 """
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 ROOT = "telegrad"
-BASE = {"errors", "types", "options"}
-CALLS = BASE | {"wire", "protocols", "serialize", "worker"}
-# What users import; each stands on the worker and on those before it.
-PUBLIC = CALLS | {"rpc", "rref", "observe", "autograd", "optim", "nn"}
-
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": BASE,
-    "types": BASE,
-    "options": BASE,
-    "wire": BASE | {"wire"},
-    "protocols": {"errors", "types", "protocols"},
-    "serialize": BASE | {"wire", "serialize", "_core"},
-    "worker": CALLS | {"_core"},
-    "observe": CALLS | {"observe"},
-    "autograd": CALLS | {"observe", "autograd", "_core"},
-    "rref": CALLS | {"observe", "autograd", "rref"},
-    "rpc": CALLS | {"observe", "autograd", "rref", "rpc"},
-    "optim": PUBLIC - {"nn"},
-    "nn": PUBLIC - {"optim"},
-    "testing": PUBLIC | {"testing", "_core"},
-    "compat": PUBLIC | {"testing", "compat"},
-    "cli": PUBLIC | {"testing", "compat", "cli"},
-    "__main__": {"cli"},
-    # The package itself stays light, so that a pure part can be imported without torch.
-    ROOT: BASE,
-}
-ANYONE = {ROOT}  # `from telegrad import __version__`
-
-PURE = {"protocols"}
-IMPURE_STDLIB = {
-    *("asyncio", "concurrent", "contextvars", "datetime", "multiprocessing", "os", "queue", "random", "secrets"),
-    *("select", "selectors", "signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time", "_thread"),
-}
+NATIVE = {"serialize", "worker", "autograd", "testing"}
 
 TORCH_RPC = ("torch.distributed.rpc", "torch.distributed.autograd")
 TORCH_RPC_NATIVE = ("torch._C._distributed_rpc", "torch._C._distributed_autograd")
@@ -65,31 +31,18 @@ class Breach:
 
 
 def breaches(source: str, module: str, *, is_package: bool = False) -> list[Breach]:
-    """Every breach of rules 1 and 2 in one Python file; `module` is its dotted name, inside the package or not."""
+    """Return the breaches of rules 1 and 2 in one Python file.
+
+    `module` is its dotted name, inside the package or not.
+    """
     found = []
     part = part_of(module)
-    tree = ast.parse(source)
-    if part == ROOT and is_package:
-        tree.body = [node for node in tree.body if not for_type_checkers(node)]
-    for line, name in imports(tree, module if is_package else module.rpartition(".")[0]):
+    for line, name in imports(ast.parse(source), module if is_package else module.rpartition(".")[0]):
         if part != SHIM and any(within(name, bad) for bad in (*TORCH_RPC, *TORCH_RPC_NATIVE)):
             found.append(Breach(line, f"{module} names {name}; only telegrad.{SHIM} may"))
-        if part is None:
-            continue
-        target = part_of(name)
-        if target is None:
-            top = name.partition(".")[0]
-            if part in PURE and (top not in sys.stdlib_module_names or top in IMPURE_STDLIB):
-                found.append(Breach(line, f"{module} is pure, it must not import {name}"))
-        elif part not in MAY_IMPORT:
-            found.append(Breach(line, f"telegrad.{part} has no row in MAY_IMPORT"))
-        elif target not in MAY_IMPORT[part] | ANYONE:
-            found.append(Breach(line, f"{module} must not import telegrad.{target}"))
+        if part is not None and part not in NATIVE and within(name, f"{ROOT}._core"):
+            found.append(Breach(line, f"{module} must not import {ROOT}._core"))
     return found
-
-
-def for_type_checkers(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def within(name: str, package: str) -> bool:
@@ -97,17 +50,13 @@ def within(name: str, package: str) -> bool:
 
 
 def part_of(module: str) -> str | None:
-    """The part of the package that a module belongs to; None for modules of others."""
-    names = module.split(".")
-    if names[0] != ROOT:
-        return None
-    if len(names) == 1:
-        return ROOT
-    return names[1] if names[1] in MAY_IMPORT or names[1] == "_core" or names[1][0].islower() else ROOT
+    """Return the part of a module: its first name below `telegrad`, or None."""
+    root, _, rest = module.partition(".")
+    return rest.partition(".")[0] if root == ROOT else None
 
 
 def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything that a file imports, or reaches through a name that it imported."""
+    """Yield (line, dotted name) of all imports, and of attributes of imported names."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         match node:
@@ -127,7 +76,7 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
                 if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                     yield node.lineno, absolute(node.args[0].value, package)
     for node in ast.walk(tree):
-        # torch.distributed.rpc.x after `import torch`. Only torch's names are followed: ours must be imported anyway.
+        # torch.distributed.rpc.x after `import torch`. Telegrad's own modules must be imported anyway.
         if isinstance(node, ast.Attribute) and (name := dotted(node)):
             head, _, rest = name.partition(".")
             if within(bound.get(head, ""), "torch") and f"{bound[head]}.{rest}" in (*TORCH_RPC, *TORCH_RPC_NATIVE):
@@ -135,7 +84,10 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
 
 
 def absolute(name: str, package: str) -> str:
-    """A possibly relative name ('..wire', seen from package 'telegrad.worker') as a dotted name ('telegrad.wire')."""
+    """Return the absolute name of an import.
+
+    For example, '..wire' in package 'telegrad.worker' is 'telegrad.wire'.
+    """
     level = len(name) - len(name.lstrip("."))
     if level == 0:
         return name
@@ -161,7 +113,7 @@ UPWARD = re.compile(r"^(\.\./)*(bind|codec)/")
 
 
 def core_breaches(source: str, folder: str) -> list[Breach]:
-    """Every breach of rule 3 in one C++ file of csrc/<folder>."""
+    """Return the breaches of rule 3 in one C++ file of csrc/<folder>."""
     found = []
     for number, line in enumerate(source.splitlines(), 1):
         if not (include := INCLUDE.match(line)):

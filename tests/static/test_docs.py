@@ -1,4 +1,4 @@
-"""What the documents show works: Python compiles, shell parses, `make` targets exist, links lead somewhere."""
+"""Code blocks, `make` targets and links of the documents are valid."""
 
 import subprocess
 from pathlib import Path
@@ -14,7 +14,7 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
 
 
 def faults(text: str) -> list[str]:
-    """What is wrong with the code blocks of a document."""
+    """Return the errors in the code blocks of a document."""
     found = []
     for block in documents.split(text)[0]:
         if block.language in ("python", "py"):
@@ -34,7 +34,7 @@ def test_the_readme_is_among_them() -> None:
 
 
 @every_document
-def test_code_blocks_are_sound(document: Path) -> None:
+def test_code_blocks_compile(document: Path) -> None:
     assert faults(document.read_text()) == []
 
 
@@ -44,11 +44,11 @@ def test_make_targets_exist(document: Path) -> None:
 
 
 @every_document
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_have_targets(document: Path) -> None:
     assert documents.dead_links(document) == []
 
 
-def test_bad_blocks_are_seen() -> None:
+def test_bad_blocks_are_found() -> None:
     assert faults("x\n\n```python\nimport telegrad\ndef f(:\n```\n")[0].startswith("line 5:")
     assert faults("```sh\nif true; then\n```\n")
     assert faults("```python\nprint(1)\n```\n~~~sh\nmake test\n~~~\n```text\nif (\n```\n") == []
@@ -61,7 +61,7 @@ def test_make_goals_are_read() -> None:
     assert not documents.make_goals("`make no-such-target`") <= documents.make_targets(MAKEFILE)
 
 
-def test_dead_links_are_seen(tmp_path: Path) -> None:
+def test_dead_links_are_found(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# A `heading`, twice\n## A heading, twice\n")
     document = tmp_path / "document.md"
     document.write_text(

@@ -1,4 +1,4 @@
-"""The public names of telegrad.rpc have docstrings that can be worked with."""
+"""The public names of telegrad.rpc have complete docstrings."""
 
 import inspect
 import re
@@ -37,18 +37,18 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 
 def section(text: str, title: str) -> str:
-    """The lines of a section of a docstring; empty if it has none."""
+    """Return the lines of a section of a docstring; empty if it has none."""
     found = re.search(rf"^{title}:+\n((?:[ \t]+.*\n?|\n)*)", text, re.MULTILINE)
     return found[1] if found else ""
 
 
-def test_all_public_names_are_looked_at() -> None:
+def test_all_public_names_are_checked() -> None:
     names = {name for name, _ in FUNCTIONS}
     assert {"rpc.rpc_sync", "rpc.call", "rpc.wait_all", "RRef.to_here", "Worker.call", "CallFuture.then"} <= names
 
 
 @in_each
-def test_the_first_line_says_what_to_expect(name: str, function: Callable[..., Any]) -> None:
+def test_the_first_line_is_a_summary(name: str, function: Callable[..., Any]) -> None:
     lines = (inspect.getdoc(function) or "").splitlines()
     assert lines, "no docstring"
     assert len(lines[0]) <= FIRST_LINE
@@ -58,9 +58,9 @@ def test_the_first_line_says_what_to_expect(name: str, function: Callable[..., A
 
 
 @in_each
-def test_parameters_are_told(name: str, function: Callable[..., Any]) -> None:
+def test_parameters_are_described(name: str, function: Callable[..., Any]) -> None:
     text = inspect.getdoc(function) or ""
-    if re.search(r"`telegrad\.rpc\.\w+`", text.splitlines()[0]):  # which tells them
+    if re.search(r"`telegrad\.rpc\.\w+`", text.splitlines()[0]):  # that function describes them
         return
     told = section(text, "Args")
     missing = [p for p in parameters_of(function) if not re.search(rf"^ *(\w+, )*{p}(, \w+)*:", told, re.MULTILINE)]
@@ -68,7 +68,7 @@ def test_parameters_are_told(name: str, function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(rpc.__all__) - {"is_available"}))
-def test_what_programs_call_first_has_errors_and_an_example(name: str) -> None:
+def test_main_functions_have_errors_and_an_example(name: str) -> None:
     function = getattr(rpc, name)
     if not inspect.isfunction(function):
         return

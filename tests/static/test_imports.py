@@ -1,9 +1,11 @@
-"""The import law holds in the tree (import_law.py says what it is), and its checker sees what it should."""
+"""The rules of import_law.py hold in the tree, and its checker finds breaches."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from import_law import MAY_IMPORT, ROOT, breaches, core_breaches
+from import_law import ROOT, breaches, core_breaches
 
 REPO = Path(__file__).parents[2]
 SRC = REPO / "src"
@@ -14,7 +16,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_the_tree_keeps_the_law() -> None:
+def test_the_package_keeps_the_rules() -> None:
     files = [f for folder in ("src", "examples", "tools", "docs") for f in sorted((REPO / folder).rglob("*.py"))]
     assert any(f.is_relative_to(SRC) for f in files)
     found = [
@@ -25,7 +27,7 @@ def test_the_tree_keeps_the_law() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_core_keeps_the_law() -> None:
+def test_the_core_keeps_the_rules() -> None:
     files = sorted(f for f in (REPO / "csrc").rglob("*") if f.suffix in (".cc", ".h"))
     assert files
     found = [
@@ -36,42 +38,17 @@ def test_the_core_keeps_the_law() -> None:
     assert not found, "\n".join(found)
 
 
-def test_every_part_has_a_row() -> None:
-    parts = {p.stem for p in (SRC / ROOT).iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-    assert parts - {"__init__"} <= MAY_IMPORT.keys()
-
-
-def test_the_law_has_no_cycle() -> None:
-    """Each part can be peeled off once everything it may import is gone; the base tables count as one part."""
-    base = {"errors", "types", "options"}
-    left = {part: row - {part} - (base if part in base else set()) for part, row in MAY_IMPORT.items()}
-    while free := {part for part, row in left.items() if not row & left.keys()}:
-        left = {part: row for part, row in left.items() if part not in free}
-    assert not left
+def test_importing_the_package_loads_none_of_its_parts() -> None:
+    program = "import sys, telegrad; print(*sorted(m for m in sys.modules if m.split('.')[0] in ('telegrad', 'torch')))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert set(run.stdout.split()) <= {"telegrad", "telegrad.errors", "telegrad.options", "telegrad.types"}
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("telegrad.errors", "from telegrad import rpc"),
-        ("telegrad.errors", "from .wire import Tag"),
-        ("telegrad.wire.tags", "from ..worker import Worker"),
-        ("telegrad.wire.tags", "import telegrad.protocols.rref"),
         ("telegrad.rpc.api", "from telegrad._core import Engine"),
         ("telegrad.rpc.api", "from .. import _core"),
-        ("telegrad.rpc.api", "from ..compat import install"),
-        ("telegrad.worker.pool", "def f():\n    from telegrad.rpc import api"),
-        ("telegrad.worker.pool", "if TYPE_CHECKING:\n    from ..rpc.api import rpc_sync"),
-        ("telegrad.worker.pool", "import importlib\nimportlib.import_module('telegrad.rpc')"),
-        ("telegrad.worker.pool", "import importlib\nimportlib.import_module('..rpc', __package__)"),
-        ("telegrad.protocols.rref", "import torch"),
-        ("telegrad.protocols.rref", "import time"),
-        ("telegrad.protocols.rref", "from threading import Lock"),
-        ("telegrad.protocols.rref", "from telegrad.options import Options"),
-        ("telegrad.testing.cluster", "from telegrad.compat import install"),
-        ("telegrad.unheard_of", "from telegrad.errors import RpcError"),
-        ("telegrad", "from .rpc import rpc_sync"),
-        ("telegrad", "def __getattr__(name):\n    from telegrad import rpc\n    return rpc"),
         ("telegrad.worker.pool", "import torch.distributed.rpc"),
         ("telegrad.worker.pool", "import torch.distributed.rpc.api as api"),
         ("telegrad.worker.pool", "from torch.distributed import rpc"),
@@ -87,25 +64,23 @@ def test_the_law_has_no_cycle() -> None:
         ("examples.rl.main", "import torch.distributed.rpc as rpc"),
     ],
 )
-def test_a_breach_is_seen(module: str, source: str) -> None:
+def test_a_breach_is_found(module: str, source: str) -> None:
     assert len(breaches(source, module, is_package=module == ROOT)) == 1
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("telegrad.wire.tags", "from telegrad.errors import RpcError\nfrom . import limits"),
         (
             "telegrad.wire.tags",
             "from telegrad import __version__",
         ),
-        ("telegrad.protocols.rref", "import enum\nfrom dataclasses import dataclass\nfrom ..types import WorkerId"),
         ("telegrad.worker.pool", "import torch, threading\nfrom .. import _core\nfrom ..protocols import rref"),
         (
             "telegrad.rpc.api",
             "import torch.distributed as dist\nstore = dist.rendezvous('env://')\nautograd = torch.autograd",
         ),
-        ("telegrad.rpc.api", "from ..worker import Worker  # stands in for torch.distributed.rpc"),
+        ("telegrad.rpc.api", "from ..worker import Worker  # replaces torch.distributed.rpc"),
         (
             "telegrad.compat.rpc",
             "import torch.distributed.rpc\nfrom torch._C import _distributed_rpc\nfrom .. import rpc",
@@ -113,19 +88,8 @@ def test_a_breach_is_seen(module: str, source: str) -> None:
         ("examples.rl.main", "import telegrad.rpc as rpc\nfrom telegrad.cli import main"),
     ],
 )
-def test_what_is_lawful_passes(module: str, source: str) -> None:
+def test_allowed_imports_pass(module: str, source: str) -> None:
     assert breaches(source, module) == []
-
-
-def test_the_package_names_its_parts_for_type_checkers_only() -> None:
-    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from telegrad import rpc"
-    assert breaches(source, ROOT, is_package=True) == []
-    assert len(breaches(source, "telegrad.worker.pool")) == 1
-
-
-def test_a_package_is_its_own_parent() -> None:
-    assert breaches("from .api import rpc_sync", "telegrad.rpc", is_package=True) == []
-    assert len(breaches("from .api import rpc_sync", "telegrad.rpc")) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,5 +108,5 @@ def test_a_package_is_its_own_parent() -> None:
         ("core", "<vector>", True),
     ],
 )
-def test_includes_are_judged(folder: str, include: str, lawful: bool) -> None:
+def test_includes_are_checked(folder: str, include: str, lawful: bool) -> None:
     assert (core_breaches(f"// a comment\n#include {include}\n", folder) == []) is lawful

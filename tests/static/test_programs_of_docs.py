@@ -1,4 +1,4 @@
-"""The Python programs of the pages that a newcomer reads first run as they stand there."""
+"""The Python programs of the introductory pages run unchanged."""
 
 import socket
 import subprocess

@@ -8,7 +8,7 @@ import pytest
 
 PAGES = {page.stem: page for page in (documents.REPO / "docs" / "reference").glob("[a-z]*.md")}
 
-# Names whose modules the reference describes elsewhere, or which are torch's.
+# Names of torch, or of modules that the reference describes on another page.
 LEFT_OUT = {
     "rpc": {"BackendType", "api", "functions", "options"},
     "optim": {

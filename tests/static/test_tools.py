@@ -1,4 +1,4 @@
-"""The tools say in one line what the machine lacks."""
+"""The tools report in one line what the machine lacks."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_compiler_may_have_arguments(tmp_path: Path) -> None:
     ("compiler", "text"),
     [("no-such-compiler", "there is no 'no-such-compiler'"), ("launcher old", "'launcher old' (9.1.0) is too old")],
 )
-def test_compiler_that_will_not_do(tmp_path: Path, compiler: str, text: str) -> None:
+def test_unsuitable_compiler(tmp_path: Path, compiler: str, text: str) -> None:
     program(tmp_path / "launcher", 'exec "$@"\n')
     program(tmp_path / "old", 'test "$1" = -dumpfullversion && echo 9.1.0\n')
     said = compiler_is(compiler, str(tmp_path))
@@ -60,7 +60,7 @@ def test_tools_that_compile_look_for_a_compiler_first(tmp_path: Path, tool: str)
 
 
 def configured(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """CMake's configure step as `pip install` runs it, with some variables of the environment replaced."""
+    """Run CMake's configure step as `pip install` does, with a changed environment."""
     python = environment.pop("python", sys.executable)
     cmake = Path(sys.executable).with_name("cmake")
     return subprocess.run(

@@ -13,7 +13,7 @@ PROGRAM = str(Path(__file__).with_name("typed_program.py"))
 
 
 def checked(*command: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
-    # The interpreter's own folder goes first: pyright asks the `python` on PATH where packages are.
+    # The interpreter's own folder comes first: pyright asks the `python` on PATH for the location of packages.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         [sys.executable, "-m", *command, program],
@@ -34,7 +34,7 @@ def test_results_have_the_types_of_what_is_called(checker: tuple[str, ...], tmp_
     said = checked(*checker)
     assert said.returncode == 0, said.stdout + said.stderr
 
-    wrong = tmp_path / "wrong.py"  # the checkers do look at results
+    wrong = tmp_path / "wrong.py"  # the checkers must report wrong result types
     wrong.write_text("from telegrad import rpc\n\nx: str = rpc.rpc_sync('w1', len, ('abc',))\n")
     said = checked(*checker, program=str(wrong))
     assert said.returncode == 1, said.stdout + said.stderr

@@ -1,6 +1,6 @@
-"""What type checkers know of results: checked by mypy and pyright in test_typing.py, never run.
+"""Program that mypy and pyright check in test_typing.py; never run.
 
-A line that must be an error has a ``type: ignore``; both report one that is not needed.
+A line that must be an error has a ``type: ignore``. Both checkers report unused ones.
 """
 
 from collections.abc import Callable, Coroutine
@@ -15,7 +15,7 @@ from telegrad.rpc import CallFuture
 
 
 class Model(torch.nn.Module):
-    """What a program may refer to."""
+    """Module of a program, used in calls and references."""
 
     @staticmethod
     def load(path: str) -> "Model":

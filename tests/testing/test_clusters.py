@@ -1,4 +1,4 @@
-"""`telegrad.testing.cluster`: a group in one process, that ends with nothing left or says what is."""
+"""`telegrad.testing.cluster`: a group in one process without leaks."""
 
 import gc
 import multiprocessing
@@ -81,7 +81,7 @@ def test_dynamic_groups_grow() -> None:
 
 
 def test_they_speak_as_processes_do() -> None:
-    """What arrives is a copy."""
+    """Arguments and results are copies."""
     with cluster(2):
         sent = [torch.zeros(3), [1]]
         came = rpc.rpc_sync("w0", list, (sent,))
@@ -168,7 +168,7 @@ def test_ungraceful_ends_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_body_that_fails_is_what_is_heard_of() -> None:
-    """Though its group, which waits for a call, could not shut down gracefully, and though it leaves much."""
+    """The body's error is raised although its group cannot shut down gracefully."""
     gate, kept = Gate(), []
 
     def fail(group: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""`telegrad.testing`: what is left is found and named, and what is merely about to go is waited for."""
+"""`telegrad.testing`: leaks are found and named; pending work is waited for."""
 
 import gc
 import multiprocessing
@@ -22,7 +22,7 @@ LARGE = 1 << 18  # elements
 
 
 def left(worker: Any, **how: Any) -> str:
-    """What is said to be left."""
+    """Return the leaks that the error names."""
     with pytest.raises(LeakError) as caught:
         assert_nothing_left(worker, SHORT, **how)
     said, what = str(caught.value).split(" has left: ")
@@ -68,7 +68,7 @@ def test_creation_under_way(clean: Cluster) -> None:
     gate = Gate()
     rref = rpc.remote("w1", gate.enter)
     gate.wait_for()
-    assert "1 creations under way" in left(clean[0], references=False)
+    assert "1 pending creations" in left(clean[0], references=False)
     gate.open()
     rref.to_here()
 

@@ -1,4 +1,4 @@
-"""`telegrad.testing.processes`: results by rank; of each process that failed, died or hung, what is to be known."""
+"""`telegrad.testing.processes`: results by rank, and reports of failed processes."""
 
 import fcntl
 import gc
@@ -33,13 +33,13 @@ LONG = 20.0  # s; what takes nearly as long has hung
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> None:
-    """It is started by the first process, and stays."""
+    """Start the fork server, which starts with the first process and stays."""
     processes(1, rank_of, method=METHOD)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No child, descriptor or file is left by any of these, however it ended."""
+    """Check that a test leaves no child process, descriptor or file."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()
     before = Footprint.now()
@@ -53,7 +53,7 @@ def run(n: int, main: Callable[..., Any], *args: Any, timeout: float = LONG) -> 
 
 
 def failures(n: int, main: Callable[..., Any], *args: Any) -> dict[int, str]:
-    """What is said of each that failed."""
+    """Return the error's text of each failed process."""
     with Processes(n, main, *args, method=METHOD) as group:
         return failures_of(group, LONG)
 
@@ -67,7 +67,7 @@ def failures_of(group: Processes, timeout: float) -> dict[int, str]:
 
 
 def here(init_method: str) -> None:
-    """Tells the test that this process is where it wants it."""
+    """Report to the test that this process has arrived."""
     (Path(init_method.removeprefix("file://")).parent / f"here-{os.getpid()}").touch()
 
 
@@ -184,11 +184,11 @@ def test_result_that_cannot_be_sent() -> None:
 
 
 def test_result_that_cannot_be_read() -> None:
-    assert "returned what cannot be unpickled here: ValueError" in failures(1, only_there)[0]
+    assert "returned a value that cannot be unpickled here: ValueError" in failures(1, only_there)[0]
 
 
 def dies_at_exit(rank: int, n: int, init_method: str) -> int:
-    """As a library does whose threads outlive what they need."""
+    """Return, but end with code 9 at exit, as a faulty library may do."""
     multiprocessing.util.Finalize(None, os._exit, args=(9,), exitpriority=100)
     return rank
 
@@ -237,7 +237,7 @@ def test_hang_shows_the_stacks_of_all_threads_of_all_processes(tmp_path: Path) -
 
 
 def hang_in_a_call(rank: int, n: int, init_method: str) -> None:
-    """In the core, with a worker's threads beside it."""
+    """Hang in the core, with a worker's threads running alongside."""
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=rpc.Options(init_method=init_method))
     rpc.rpc_sync(f"w{(rank + 1) % n}", hang_here, (init_method,), timeout=0)
 
@@ -263,12 +263,12 @@ def test_hang_that_cannot_say_where_is_bounded_too(tmp_path: Path, monkeypatch: 
         start = time.monotonic()
         found = failures_of(group, SHORT)
         assert time.monotonic() - start < LONG
-    assert "no stacks: it is stopped" in found[0]
-    assert "no stacks: it is stopped" in found[1]
+    assert "no stacks: the process is stopped" in found[0]
+    assert "no stacks: the process is stopped" in found[1]
 
 
 class ComesLate:
-    """Keeps its process from coming to its function."""
+    """Object that keeps its process from reaching its function."""
 
     def __init__(self, where: Path) -> None:
         self._where = where
@@ -278,11 +278,13 @@ class ComesLate:
 
 
 def test_hang_before_its_function(tmp_path: Path) -> None:
-    """It is not ended by the signal that asks for its stacks."""
+    """The signal for the stacks does not end the process."""
     (tmp_path / "late").mkdir()
     with Processes(1, rank_of, ComesLate(tmp_path), method=METHOD) as group:
         all_here(tmp_path, 1)
-        assert failures_of(group, SHORT) == {0: "hung, with\nno stacks: it is stopped, or has not come to its function"}
+        assert failures_of(group, SHORT) == {
+            0: "hung, with\nno stacks: the process is stopped, or has not reached its function"
+        }
         os.kill(group.pids[0], 0)
     shutil.rmtree(tmp_path / "late")
 

@@ -1,4 +1,4 @@
-"""`telegrad.testing`: waiting for events, objects and gates that travel as themselves, functions at the same time."""
+"""`telegrad.testing`: waiting for events, local objects, concurrent functions."""
 
 import gc
 import pickle
@@ -12,7 +12,7 @@ import pytest
 from telegrad import rpc
 from telegrad.testing import Cluster, Gate, Local, eventually, run_all
 
-SHORT = 0.05  # s, of waiting in vain
+SHORT = 0.05  # s; limit of waits that time out
 LONG = 20.0  # s; what takes nearly as long has hung
 
 
@@ -66,7 +66,8 @@ def test_in_vain_shows_every_thread(stuck: threading.Thread) -> None:
         eventually(lambda: False, SHORT, "the impossible")
     assert SHORT <= time.monotonic() - start < LONG
     assert_shows(
-        str(caught.value), f"waited {SHORT:g} s in vain for the impossible", "the-stuck-one", "wait_where_it_is_seen",
+        str(caught.value), f"waited {SHORT:g} s without success for the impossible",
+        "the-stuck-one", "wait_where_it_is_seen",
         "MainThread", "test_in_vain_shows_every_thread",
     )  # fmt: skip
 
@@ -76,7 +77,7 @@ def never_true() -> bool:
 
 
 def test_in_vain_names_the_condition() -> None:
-    with pytest.raises(AssertionError, match="in vain for <function never_true"):
+    with pytest.raises(AssertionError, match="without success for <function never_true"):
         eventually(never_true, 0.0)
 
 
@@ -112,7 +113,7 @@ def test_locals_are_told_apart() -> None:
 def test_local_that_nobody_kept() -> None:
     data = pickle.dumps(Local(object()))
     gc.collect()
-    with pytest.raises(LookupError, match="nobody has kept it"):
+    with pytest.raises(LookupError, match="was not kept alive"):
         pickle.loads(data)
 
 
@@ -141,7 +142,7 @@ def test_gate_counts_who_enters(two: Cluster) -> None:
 
 
 def test_gate_that_nobody_opens() -> None:
-    with pytest.raises(TimeoutError, match="nobody opened the gate"):
+    with pytest.raises(TimeoutError, match="was not opened in time"):
         Gate().enter(timeout=SHORT)
 
 
@@ -150,7 +151,7 @@ def test_gate_that_nobody_enters(stuck: threading.Thread) -> None:
     gate.entered.release()
     with pytest.raises(AssertionError) as caught:
         gate.wait_for(2, SHORT)
-    assert_shows(str(caught.value), "1 of 2 came to the gate", "wait_where_it_is_seen")
+    assert_shows(str(caught.value), "1 of 2 arrived at the gate", "wait_where_it_is_seen")
 
 
 # ---- run_all

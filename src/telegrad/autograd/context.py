@@ -7,13 +7,32 @@ Data only. `recording.py` fills it while the forward pass runs; a `Pass` reads i
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import GradientEdge, Node
 
-    from telegrad.autograd.running import Running
+
+class ActivePass(Protocol):
+    """A backward pass at this worker (`running.py`)."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it expects nothing more."""
+
+    def messages(self, peer: int, messages: list[Any], answer: Callable[..., None] | None = None) -> None:
+        """Process messages of a peer, and answer with those for the peer."""
+
+    def arrived(self, profile: tuple[int, list[Any]]) -> None:
+        """Process what a message has for a profile."""
+
+    def peer_lost(self, peer: int, why: str) -> None:
+        """Process the loss of a worker."""
+
+    def abort(self, error: BaseException) -> None:
+        """End the pass with an error."""
 
 
 class Sent(NamedTuple):
@@ -24,8 +43,8 @@ class Sent(NamedTuple):
     peer: int
     """Worker id of the receiver; my own for a call to myself."""
     edges: tuple[GradientEdge | Tensor | None, ...]
-    """For each tensor of the message, in its order, the edge taken as it was sent, or a leaf itself, whose edge is made
-    when it is needed (`recording.edges_of`); None if it required no gradient."""
+    """For each tensor of the message, in its order, the edge taken as it was sent, or of a leaf the leaf itself; None
+    if it required no gradient."""
     owners: tuple[Node, ...] = ()
     """Nodes that keep the graph behind the edges alive: torch does not let the nodes of Python functions do it."""
 
@@ -38,9 +57,9 @@ class Received(NamedTuple):
     peer: int
     """Worker id of the sender; my own for a call to myself."""
     node: Node
-    """The recv: the node of the tensors made from the message. It is the graph's end here and mostly does not run
-    (see `taking.py`); the only edge it may have is to an anchor. It must keep its identity: hold the
-    very object that `tensor.grad_fn` gives."""
+    """The recv: the node of the tensors made from the message. The local graph ends there; only stages with parameters
+    under DistributedDataParallel run it (`grad_capture.py`). Its only edge leads to an anchor. It must keep its
+    identity: hold the very object that `tensor.grad_fn` returns."""
     outputs: int
     """How many gradients it reports: one per tensor of the message, in its order. Output k of `node` is tensor k;
     a tensor that requires no gradient has its place too (None is reported for it)."""
@@ -68,7 +87,7 @@ class Context:
         """By worker: how many requests I have sent it in this context. They are to be told when it ends."""
         self.heard: dict[int, int] = {}
         """By worker: how many requests have come from it in this context."""
-        self.passes: dict[tuple[int, int], Running] = {}
+        self.passes: dict[tuple[int, int], ActivePass] = {}
         """Backward passes, by (root, number among those of the root): what has not been forgotten here yet."""
         self.passes_over: dict[int, int] = {}
         """By root: all its passes with a lower number are over."""

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
 
-__all__ = ["accumulate_beside", "any_reduced", "are_reduced", "aside"]
+__all__ = ["accumulate_beside", "any_reduced", "aside"]
 
 _grad_lock = threading.RLock()
 _replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
@@ -49,13 +49,8 @@ if torch.distributed.is_available() and torch.distributed.is_initialized():
     del _found
 
 
-def any_reduced(leaves: Sequence[Any]) -> bool:
-    """Whether a reducer of DDP waits for the gradient of one of these leaves, given as nodes."""
-    return bool(_ever) and are_reduced([leaf.variable for leaf in leaves])
-
-
-def are_reduced(leaves: Sequence[Tensor]) -> bool:
-    """The same of leaves themselves."""
+def any_reduced(leaves: Sequence[Tensor]) -> bool:
+    """Return whether a reducer of DDP waits for the gradient of one of these leaves."""
     if not _ever:
         return False
     parameters = {id(leaf) for leaf in leaves}

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from telegrad.autograd.taking import taking
-
-if TYPE_CHECKING:
-    from telegrad.autograd.context import Received
-
-__all__ = ["run_engine", "run_to_the_ends"]
+__all__ = ["run_engine"]
 
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _bare_engine: Any = getattr(Variable, "_execution_engine", None)
@@ -46,37 +40,3 @@ def run_engine(
     else:
         found = torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
     return found
-
-
-def run_to_the_ends(
-    recvs: Sequence[Received], outputs: Sequence[Any], grads: list[Tensor], retain_graph: bool
-) -> Mapping[Any, Sequence[Tensor | None] | None]:
-    """Runs what leads to these recvs alone, past many nodes: the engine goes to the ends of the graph. If it were told
-    to stop at the recvs, it would look up for each node and edge whether they lead there, which takes a tenth of the
-    time of small nodes.
-
-    Not past Python's functions: those of reentrant checkpoints would train parameters beside the context, which the
-    engine refuses only where it is told where to stop. Not past nodes that lead nowhere either, which are not to run.
-
-    Args:
-        grads: emptied.
-
-    Returns:
-        For the node of each recv its gradients; None if it got nothing.
-    """
-    with taking(recvs) as call:
-        if outputs:
-            given = (call.gradient, *grads)
-            grads.clear()
-            _run_all((call.leaf, *outputs), given, retain_graph)
-        return call.found
-
-
-def _run_all(outputs: tuple[Any, ...], grads: tuple[Tensor, ...], retain_graph: bool) -> None:
-    """`torch.autograd.backward` without its checks."""
-    if _may_be_bare and not _log.isEnabledFor(logging.DEBUG):
-        _bare_engine.run_backward(outputs, grads, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
-    elif _engine is not None:
-        _engine(outputs, grads, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
-    else:
-        torch.autograd.backward(outputs, grads, retain_graph=retain_graph)

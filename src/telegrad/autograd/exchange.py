@@ -17,14 +17,14 @@ from typing import Any, cast
 from torch import Tensor
 
 from telegrad.autograd import profiled
-from telegrad.autograd.context import Context
+from telegrad.autograd.context import ActivePass, Context
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.running import Question, Running
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker.coroutines import holding_up
-from telegrad.worker.handlers import Asked
+from telegrad.worker.handlers import RequestInfo
 from telegrad.worker.left_out import error_of, too_large
 from telegrad.worker.native import NOT_PLAIN, Unusual
 from telegrad.worker.scope import current, remaining
@@ -102,7 +102,7 @@ class Passes:
             raise error
 
     def _wait(self, run: Running, timeout: int) -> None:
-        answer = self.worker.calls.plain.answer
+        answer = self.worker.calls.client.answer
         while not run.end.over:
             at = time.monotonic_ns()
             until = at + _LOOK
@@ -143,7 +143,7 @@ class Passes:
             body = (context.id, run.root, run.number, self._oldest(context, run.root, run.number), messages)
             question = Question()
             question.run, question.peer = run, peer
-            call = NOT_PLAIN if profile is not None else worker.calls.plain.ask(peer, body, timeout, question)
+            call = NOT_PLAIN if profile is not None else worker.calls.client.ask(peer, body, timeout, question)
             if call == NOT_PLAIN:
                 m = worker.messages.bare(peer, body)
                 if profile is not None:
@@ -220,7 +220,7 @@ class Passes:
         context = self._contexts.table.get(context_id)
         run = None if context is None else self._part_of(context, root, number, oldest, deadline)
         if run is None:
-            asked = Asked(peer, connection, call, _GRADIENTS, deadline)
+            asked = RequestInfo(peer, connection, call, deadline)
             if context is None:
                 self.worker.handlers.fail(asked, self._unknown(context_id))
             else:
@@ -229,8 +229,8 @@ class Passes:
         run.messages(peer, messages, partial(self._reply, peer, connection, call))
 
     def _reply(self, peer: int, connection: int, call: int, mine: list[Any], said: profiled.Profile | None) -> None:
-        if said is not None or not self.worker.plain.reply(connection, call, mine):
-            self._answer(Asked(peer, connection, call, _GRADIENTS, 0), mine, said)
+        if said is not None or not self.worker.server.reply(connection, call, mine):
+            self._answer(RequestInfo(peer, connection, call, 0), mine, said)
 
     def _unknown(self, context_id: int) -> TelegradError:
         return TelegradError(
@@ -249,12 +249,12 @@ class Passes:
         else:
             handlers.reply(asked, _GRADIENTS, message, 0)
 
-    def _part_of(self, context: Context, root: int, number: int, oldest: int, deadline: int) -> Running | None:
+    def _part_of(self, context: Context, root: int, number: int, oldest: int, deadline: int) -> ActivePass | None:
         """This worker's part in a pass; None: that pass is over."""
         with context.lock:
             if root == self.me:
                 return context.passes.get((root, number))
-            gone: list[Running] = []
+            gone: list[ActivePass] = []
             if oldest > context.passes_over.get(root, 0):
                 context.passes_over[root] = oldest
                 if context.passes:

@@ -10,8 +10,8 @@ come in order, as from the micro-batches of a pipeline, no more than one sum is 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
+from sys import getrefcount
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,25 +20,18 @@ from torch import Tensor
 from telegrad.autograd.ddp import accumulate_beside
 
 if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-
     from telegrad.autograd.context import Context
 
-__all__ = ["ALONE", "ALONE_IN_TUPLE", "Leaves", "land", "references", "total_of"]
+__all__ = ["ALONE", "ALONE_IN_TUPLE", "Leaves", "enter", "land", "total_of"]
 
 _use_count = getattr(Tensor, "_use_count", None)
 
 
-def references(thing: object) -> int:
-    """How many there are to a Python object, some of this call among them: compare with the two constants."""
-    return sys.getrefcount(thing)
-
-
 def _references_at_rest() -> tuple[int, int]:
-    """What `references` gives for what one variable holds, and for what a tuple holds and a loop looks at."""
+    """Return `getrefcount` of what one variable holds, and of what a tuple holds and a loop looks at."""
     alone = object()
     for inside in (object(),):
-        return references(alone), references(inside)
+        return getrefcount(alone), getrefcount(inside)
     raise AssertionError
 
 
@@ -48,9 +41,10 @@ ALONE, ALONE_IN_TUPLE = _references_at_rest()
 class _Sum:
     """Parts of one leaf's gradient."""
 
-    __slots__ = ("added", "early", "own", "total")
+    __slots__ = ("added", "early", "leaf", "own", "total")
 
-    def __init__(self) -> None:
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = leaf
         self.added = 0  # sources that are in `total`, the first so many
         self.total: Tensor | None = None
         self.own = False  # `total` was made here
@@ -65,57 +59,51 @@ class _Sum:
 
 
 class Leaves:
-    """The leaves' gradients of one pass.
+    """The gradients of leaves that several sources reach, in one pass.
 
     Args:
-        context: what they go to.
-        shared: leaf -> the sources (by bit, ascending) that reach it, if there are several.
+        context: Gets the sums.
+        shared: The id of a leaf -> the sources (by bit, ascending) that reach it.
     """
 
-    def __init__(self, context: Context, shared: Mapping[Node, Sequence[int]]) -> None:
+    __slots__ = ("_context", "_shared", "_sums")
+
+    def __init__(self, context: Context, shared: Mapping[int, Sequence[int]]) -> None:
         self._context = context
         self._shared = shared
-        self._sums: dict[Node, _Sum] = {}  # not complete yet
+        self._sums: dict[int, _Sum] = {}  # not complete yet
 
     @property
     def waiting(self) -> bool:
-        """Some leaf has parts, and not all."""
+        """Whether some leaf has parts, and not all."""
         return bool(self._sums)
 
-    def part(self, node: Node, source: int, grad: Tensor | None) -> None:
-        """What a source has for a shared leaf; each source, once; None: nothing."""
-        sources = self._shared[node]
-        found = self._sums.get(node)
+    def part(self, leaf: Tensor, source: int, grad: Tensor | None) -> None:
+        """Take the part of one source for a leaf; each source, once; None: nothing."""
+        sources = self._shared[id(leaf)]
+        found = self._sums.get(id(leaf))
         if found is None:
-            found = self._sums[node] = _Sum()
+            found = self._sums[id(leaf)] = _Sum(leaf)
         found.early[source] = grad
         while found.added < len(sources) and sources[found.added] in found.early:
             found.take(found.early.pop(sources[found.added]))
             found.added += 1
         if found.added == len(sources):
-            del self._sums[node]
-            self._whole(node, found)
+            del self._sums[id(leaf)]
+            self._whole(found)
 
     def finish(self) -> None:
-        """No more will come."""
+        """Add up what has come: no more will."""
         sums, self._sums = self._sums, {}
-        for node, found in sums.items():
+        for found in sums.values():
             for source in sorted(found.early):
                 found.take(found.early.pop(source))
-            self._whole(node, found)
+            self._whole(found)
 
-    def _whole(self, node: Node, found: _Sum) -> None:
+    def _whole(self, found: _Sum) -> None:
         total, found.total = found.total, None
         if total is not None:
-            self.land(node.variable, total, found.own)  # type: ignore[attr-defined]
-
-    def land(self, leaf: Tensor, grad: Tensor, alone: bool) -> None:
-        """Adds a whole gradient to the context. `alone`: nobody else in Python has this tensor."""
-        land(self._context, leaf, grad, alone)
-
-    def add(self, leaf: Tensor, grad: Tensor) -> None:
-        """Adds to the context what is its own."""
-        enter(self._context, leaf, grad)
+            land(self._context, found.leaf, total, found.own)
 
 
 def land(context: Context, leaf: Tensor, grad: Tensor, alone: bool) -> None:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.local import Local
-from telegrad.autograd.short import Answered, Asked, answer, begin
+from telegrad.autograd.stages import Stages
 from telegrad.errors import TEXT, RemoteError, WorkerLost, is_drop_in
 from telegrad.protocols.backward import Part
 from telegrad.protocols.backward_messages import (
+    FINAL,
     ROOT,
     Abort,
     Dropped,
@@ -28,6 +28,7 @@ from telegrad.protocols.backward_messages import (
     Finish,
     Finished,
     Gradients,
+    Layout,
     Lost,
     Mark,
     Marked,
@@ -35,6 +36,7 @@ from telegrad.protocols.backward_messages import (
     Report,
     Run,
     Send,
+    Token,
     TokenKind,
 )
 from telegrad.serialize.exceptions import pack_exception, unpack_exception
@@ -49,13 +51,16 @@ GRADIENTS, MARK, MARKED, FINISH, REPORT, FAILED, LOST, ABORT = range(8)
 
 
 Failure = tuple[int, bytes, str]  # worker id, packed exception, its text
-
-
-_NOTHING = Local(Context(0))  # what is held of the local graph on the short way
+_GRADIENT = int(TokenKind.GRADIENT)
 
 
 class Pass:
     """One worker's part in one call of `backward`.
+
+    Most workers have one stage to run, and send its gradients to one other worker, in most passes: a trainer that
+    computes its loss from the replies of a server; the server. On this *fast path* the schedule's messages are known
+    in advance, and the pass sends them without a schedule. On any other event, `_schedule` makes the schedule and has
+    it catch up.
 
     Its methods never block but for the local engine (and DDP's reductions in it), which runs hooks and functions of the
     user; none raises. They must be called one at a time; which thread does not matter. `send` and `finished` are called
@@ -73,13 +78,13 @@ class Pass:
         name_of: a worker's name by its id, for errors.
     """
 
-    _short: Asked | Answered | None = None  # what has been done on the short way
-    _short_over = False  # at the root: nothing else was to be done
     _cause: BaseException | None = None  # at the root: of the error that it raises, if it was its own
-    # On the long way:
     _part: Part | None = None
-    _local = _NOTHING
     _reported: dict[int, Sequence[Tensor | None]]  # recv -> gradients, from its stage to their sending
+    # Without a schedule:
+    _ran: int | None = None  # the source whose stage the fast path has run
+    _produced: tuple[tuple[Token, int], ...] = ()  # by this stage, each with the worker that is to process it
+    _ended = False  # at the root: nothing else was to be done
 
     def __init__(
         self,
@@ -98,27 +103,35 @@ class Pass:
         self._finished = finished
         self._name_of = name_of
         self._root = root_worker
+        self._stages = Stages(context)
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def start(self, roots: Sequence[Tensor], retain_graph: bool) -> None:
         """At the root: begins, with a gradient of one at each of the roots: real scalars that require grad."""
         try:
-            begun = begin(self._me.id, self._context, roots, retain_graph)
-            if begun is not None:
-                self._short, sends, tensors = begun
-                self._send((self._short.peer, (GRADIENTS, retain_graph, False, sends, tensors, None)))
+            stages = self._stages
+            stages.retain_graph = retain_graph
+            graph = stages.open(roots)
+            stages.add(ROOT, [torch.ones_like(root) for root in roots])
+            peer = graph.single_peer(self._me.id)
+            if peer is not None:
+                sends, tensors = self._run_fast(ROOT, graph.bits[ROOT], peer)
+                self._send((peer, (GRADIENTS, retain_graph, False, sends, tensors, None)))
                 return
         except BaseException as error:
             self._fail(error)
             return
-        self._guarded(self._start, roots, retain_graph)
+        self._guarded(self._start)
 
     def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
         """A message that `send` of the worker `peer` was given. Also after the end: some are late."""
         if self._part is None:
+            if self._ended:
+                return
             try:
-                if self._is_short(peer, message):
+                handle = self._finish_fast if self._root == self._me.id else self._answer_fast
+                if handle(peer, message):
                     return
             except BaseException as error:
                 self._fail(error, self._handle)
@@ -127,12 +140,12 @@ class Pass:
 
     def peer_lost(self, peer: int, why: str) -> None:
         """Worker `peer` is gone; tell it for every peer that is lost while the context lives."""
-        if not self._short_over:
+        if not self._ended:
             self._guarded(self._lost, peer, why)
 
     def abort(self, error: BaseException) -> None:
         """Ends the pass with this error, which at the root goes to `finished`: time is up, or the worker shuts down."""
-        if not self._short_over:
+        if not self._ended:
             self._guarded(self._abort, error)
 
     @property
@@ -146,12 +159,12 @@ class Pass:
     def over(self) -> bool:
         """At the root: `finished` was called. Elsewhere: it has failed; a part that went well waits for the root's
         word, which need not come."""
-        return self._short_over if self._part is None else self._part.over is not None
+        return self._ended if self._part is None else self._part.over is not None
 
     @property
     def busy(self) -> bool:
         """Something is held for it here: the local graph."""
-        return self._local.held or type(self._short) is Asked
+        return self._stages.graph is not None
 
     @property
     def idle(self) -> bool:
@@ -160,17 +173,17 @@ class Pass:
         if self._root == self._me.id:
             return self.over
         if self._part is None:
-            return type(self._short) is Answered
-        return self._part.over is not None or (self._part.complete and not self._local.held)
+            return self._ran is not None
+        return self._part.over is not None or (self._part.complete and not self.busy)
 
     def waiting_for(self) -> str:
         """At the root: what is outstanding, and where, for the error of a time-out."""
         words = {TokenKind.GRADIENT: "gradients", TokenKind.MARK: "marks"}
         found: dict[tuple[int, str], int] = {}
-        short, part = self._short, self._part
+        part = self._part
         if part is None:
-            if type(short) is Asked:
-                found[short.peer, words[TokenKind.GRADIENT]] = len(short.consumed)
+            if self._produced and not self._ended:
+                found[self._produced[0][1], words[TokenKind.GRADIENT]] = len(self._produced)
         elif part.ledger is not None and not self.over:
             for kind, number in part.ledger.outstanding:
                 what = words.get(TokenKind(kind), "its report")
@@ -182,69 +195,97 @@ class Pass:
         ]
         return "; ".join(rows) if rows else "nothing"
 
-    # ---- the short way -----------------------------------------------------------------------------------------------
+    # ---- the fast path -----------------------------------------------------------------------------------------------
 
-    def _is_short(self, peer: int, message: tuple[Any, ...]) -> bool:
-        """Takes a message up, if that is all that there is to do; else nothing has been done."""
-        if self._short_over:  # it is late
-            return True
-        short = self._short
-        kind = message[0]
-        if self._root == self._me.id:
-            if not isinstance(short, Asked):
+    def _run_fast(self, source: int, stage: int, peer: int) -> tuple[tuple[int, ...], list[Tensor | None]]:
+        """Run the stage of a source whose gradients all go to one worker.
+
+        Returns:
+            The messages that there are gradients for, and the gradients.
+        """
+        recvs, tensors = self._stages.run(stage)
+        sends: list[int] = []
+        produced: list[tuple[Token, int]] = []
+        for received in recvs:
+            sends.append(received.id)
+            produced.append(((_GRADIENT, received.id), peer))
+        self._produced = tuple(produced)
+        self._ran = source
+        return tuple(sends), tensors
+
+    def _finish_fast(self, peer: int, message: tuple[Any, ...]) -> bool:
+        """At the root: end the pass, if this message is the last; else do nothing and return False."""
+        sends: Sequence[int] = ()
+        tensors: list[Tensor | None] = []
+        if message[0] == GRADIENTS:
+            _, _, marked, sends, tensors, report = message
+            if marked or report is None:
                 return False
-            sends: Sequence[int] = ()
-            tensors: list[Tensor | None] = []
-            if kind == GRADIENTS:
-                _, _, marked, sends, tensors, report = message
-                if marked or report is None:
-                    return False
-            elif kind == REPORT:
-                report = message[1]
-            else:
+        elif message[0] == REPORT:
+            report = message[1]
+        else:
+            return False
+        stages = self._stages
+        graph = stages.graph
+        assert graph is not None
+        # The last message reports that all gradients which were sent have been consumed, that as many were produced as
+        # it brings, and that no work is left.
+        event, consumed, produced, blocked, deferred = report
+        if event != 1 or blocked or deferred or len(consumed) != len(self._produced) or len(produced) != len(sends):
+            return False
+        for token, awaited in zip(consumed, self._produced, strict=True):
+            if (token, peer) != awaited:
                 return False
-            if not short.is_last(peer, sends, report):
-                return False
-            short.finish(self._context, sends, tensors)
-            tensors.clear()
-            self._short = None
-            self._short_over = True
-            self._finished(None)
-            return True
-        if short is not None or kind != GRADIENTS or peer != self._root:
+        place = 0
+        for send in sends:
+            place = stages.add(send, tensors, place)
+        tensors.clear()  # they are in the stages now, and nobody else's
+        for send in sends:
+            stages.run(graph.bits[send])
+        stages.close()
+        self._ended = True
+        self._finished(None)
+        return True
+
+    def _answer_fast(self, peer: int, message: tuple[Any, ...]) -> bool:
+        """At another worker: run everything, if this message brings all gradients and everything goes back to its
+        sender; else run nothing and return False."""
+        if message[0] != GRADIENTS or peer != self._root:
             return False
         _, retain_graph, marked, sends, tensors, _ = message
-        if marked or len(sends) != 1:
+        stages = self._stages
+        if marked or len(sends) != 1 or not stages.open().leads_back(sends[0], peer):
             return False
-        answered = answer(self._context, peer, sends[0], tensors, retain_graph)
-        if answered is None:
-            return False
-        self._short, found, report = answered
-        if self._short.reported:
-            ids = tuple([number for number, _ in self._short.reported])
-            self._send((peer, (GRADIENTS, retain_graph, False, ids, found, report)))
+        stages.retain_graph = retain_graph
+        stages.add(sends[0], tensors)
+        tensors.clear()
+        back, found = self._run_fast(sends[0], FINAL, peer)
+        stages.close()
+        report = (1, ((_GRADIENT, sends[0]),), self._produced, False, False)
+        if back:
+            self._send((peer, (GRADIENTS, retain_graph, False, back, found, report)))
         else:
             self._send((peer, (REPORT, report)))
         return True
 
-    def _at_length(self) -> Part:
-        """The schedule, at the point which the short way has come to."""
+    # ---- the schedule ------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> Part:
+        """Return the schedule. The first call makes it, and has it catch up with the fast path."""
         part = self._part
         if part is None:
-            short, self._short = self._short, None
-            local = Local(self._context)
-            if isinstance(short, Answered):
-                local.close()
-                part = Part(self._me.id, self._root, short.layout, short.pending)
-                short.replay(part)
-            else:
-                part = Part(self._me.id, self._root, local.layout, local.pending)
-                if short is not None:
-                    short.replay(part, local)
-            self._part, self._local, self._reported = part, local, {}
+            stages, source = self._stages, self._ran
+            layout: Callable[[], Layout] = stages.layout
+            if source is not None and source != ROOT:  # all has run, and the graph has been released
+                recvs = tuple([(send, peer) for (_, send), peer in self._produced])
+                layout = partial(Layout, {source: 0}, (), recvs)
+            part = Part(self._me.id, self._root, layout, stages.pending)
+            if source is not None:
+                effects = part.start() if source == ROOT else part.handle(self._root, Gradients((source,), False))
+                if isinstance(effects[-1], Run):
+                    part.ran(effects[-1].stage)
+            self._part, self._reported = part, {}
         return part
-
-    # ---- the schedule ------------------------------------------------------------------------------------------------
 
     def _guarded(self, event: Callable[..., Sequence[Effect]], *args: Any) -> None:
         try:
@@ -255,7 +296,7 @@ class Pass:
 
     def _fail(self, error: BaseException, event: Any = None) -> None:
         try:
-            part = self._at_length()
+            part = self._schedule()
             self._carry_out(part.failed(self._failure(error, event)))
         except BaseException:
             logger.exception("backward pass %s: worker %s cannot tell that it failed", self.key, self._me.name)
@@ -263,32 +304,26 @@ class Pass:
 
     def _tidy(self) -> None:
         part = self._part
-        if self._local.held and part is not None and (part.over is not None or part.complete):
-            self._local.close()
+        if self.busy and part is not None and (part.over is not None or part.complete):
+            self._stages.close()
             self._reported.clear()
 
     def _lost(self, peer: int, why: str) -> Sequence[Effect]:
-        return self._at_length().lost(peer, (peer, why))
+        return self._schedule().lost(peer, (peer, why))
 
     def _abort(self, error: BaseException) -> Sequence[Effect]:
-        return self._at_length().abort(self._failure(error))
+        return self._schedule().abort(self._failure(error))
 
-    def _start(self, roots: Sequence[Tensor], retain_graph: bool) -> Sequence[Effect]:
-        part = self._at_length()
-        self._local.retain_graph = retain_graph
-        self._local.roots = [get_gradient_edge(root) for root in roots]
-        self._local.stages().add(ROOT, [torch.ones_like(root) for root in roots])
-        return part.start()
+    def _start(self) -> Sequence[Effect]:
+        return self._schedule().start()
 
     def _handle(self, peer: int, message: tuple[Any, ...]) -> Sequence[Effect]:
-        if type(self._short) is Asked and message[0] not in (FAILED, LOST):
-            self._short.was_in_vain()
-        part = self._at_length()
+        part = self._schedule()
         if message[0] == GRADIENTS:
             _, retain_graph, marked, sends, tensors, report = message
             if part.over is None:
-                self._local.retain_graph = retain_graph
-                stages = self._local.stages()
+                stages = self._stages
+                stages.retain_graph = retain_graph
                 place = 0
                 for send in sends:
                     place = stages.add(send, tensors, place)
@@ -311,16 +346,18 @@ class Pass:
                 logger.debug("backward pass %s: dropped by worker %s: %s", self.key, self._me.name, last.why)
 
     def _run(self, stage: int) -> Sequence[Effect]:
-        stages = self._local.stages()
-        reports = stages.run(stage)
+        stages = self._stages
+        recvs, tensors = stages.run(stage)
         self._reported.clear()
-        for received, grads in reports:
+        place = 0
+        for received in recvs:
+            grads = tensors[place : place + received.outputs]
+            place += received.outputs
             if received.peer == self._me.id:
                 stages.add(received.id, grads)
             else:
                 self._reported[received.id] = grads
-        del reports
-        return self._at_length().ran(stage)
+        return self._schedule().ran(stage)
 
     def _wire(self, message: Message) -> tuple[Any, ...]:
         if isinstance(message, Gradients):
@@ -328,7 +365,7 @@ class Pass:
             for send in message.sends:
                 tensors += self._reported.pop(send)
             report = message.report and tuple(message.report)
-            return GRADIENTS, self._local.retain_graph, message.marked, message.sends, tensors, report
+            return GRADIENTS, self._stages.retain_graph, message.marked, message.sends, tensors, report
         if isinstance(message, Report):
             return REPORT, tuple(message)
         if isinstance(message, Mark):

@@ -16,72 +16,86 @@ lead to it.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from telegrad.autograd.graph import LEAF, RECV, Cell, Crossing, LocalGraph, Walk, by_id, has_hooks
+from telegrad.autograd.graph import LEAF, RECV, Cell, Crossing, LocalGraph, Stage, by_id, has_hooks
 from telegrad.protocols.backward_messages import Group
 
 if TYPE_CHECKING:
+    from telegrad._core import Reach
     from telegrad.autograd.context import Received
 
 __all__ = ["plan"]
 
 
 def plan(graph: LocalGraph) -> None:
-    """Fills in the groups, cells and final stage of a graph that is no forest."""
-    _Planner(graph)
+    """Make the groups, cells and final stage of a graph whose sources are not disjoint, from its walk."""
+    reach, graph.met = graph.met, None
+    assert reach is not None
+    graph.groups, graph.recvs_of, graph.cells_of = [], [], []
+    graph.cell_of, graph.taint, graph.pairs, graph.hooked = {}, {}, {}, set()
+    graph.foreign, graph.shared, graph.stages = [], {}, []
+    graph.final = Stage(1 << 60, (), [], [], [], ())
+    _Planner(graph, reach)
 
 
 class _Planner:
     """Four passes over the nodes, in order: masks, needs, cells, crossings."""
 
-    def __init__(self, graph: LocalGraph) -> None:
+    def __init__(self, graph: LocalGraph, reach: Reach) -> None:
         self.graph = graph
-        self.walk = Walk(graph.sources.values())
-        self._masks()
-        if graph.groups:
-            self._cells(self._needs())
+        self.below = reach.below
+        self.nodes: list[Any] = reach.nodes
+        self.kinds: list[int] = reach.kinds
+        self.order: list[int] = reach.order()
+        self.groups: list[Group] = []
+        graph.groups = self.groups
+        recvs = self._masks([reach.starts(bit) for bit in range(len(graph.sources))])
+        if self.groups:
+            self._cells(self._needs(recvs))
             self._crossings()
-        graph.final.whole.extend([n for n, kind in zip(self.walk.nodes, self.walk.kinds, strict=True) if kind == LEAF])
+        graph.final.whole.extend([n for n, kind in zip(self.nodes, self.kinds, strict=True) if kind == LEAF])
 
-    def _masks(self) -> None:
-        """Pushes sources down, and groups the recvs."""
-        graph, walk = self.graph, self.walk
-        mask = [0] * len(walk.nodes)
-        for bit, edges in enumerate(graph.sources.values()):
-            for edge in edges:
-                if edge is not None:
-                    mask[walk.number_of[edge.node]] |= 1 << bit
-        below = walk.below
-        for here in walk.order:
+    def _masks(self, starts: list[list[int]]) -> list[list[int]]:
+        """Push sources down, and group the recvs. Return the numbers of each group's recvs."""
+        graph, nodes, below = self.graph, self.nodes, self.below
+        mask = [0] * len(nodes)
+        for bit, numbers in enumerate(starts):
+            for number in numbers:
+                if number >= 0:
+                    mask[number] |= 1 << bit
+        for here in self.order:
             reached = mask[here]
             for there in below(here):
                 if there >= 0:
                     mask[there] |= reached
-        by_mask: dict[int, list[Received]] = {}
-        for number, kind in enumerate(walk.kinds):
+        by_mask: dict[int, list[int]] = {}
+        for number, kind in enumerate(self.kinds):
             if kind == RECV:
-                received = graph.recvs.get(walk.nodes[number])
-                if received is None:
-                    graph.foreign.append((walk.nodes[number], mask[number]))
+                if nodes[number] in graph.recvs:
+                    by_mask.setdefault(mask[number], []).append(number)
                 else:
-                    by_mask.setdefault(mask[number], []).append(received)
+                    graph.foreign.append((nodes[number], mask[number]))
         full = (1 << len(graph.sources)) - 1
-        graph.final.recvs.extend(sorted(by_mask.pop(full, ()), key=by_id))
-        for group in sorted(by_mask, key=lambda m: (m.bit_count(), m)):
-            recvs = sorted(by_mask[group], key=by_id)
-            graph.groups.append(Group(group, tuple((r.id, r.peer) for r in recvs)))
+        graph.final.recvs.extend(self._recvs(by_mask.pop(full, [])))
+        masks = sorted(by_mask, key=lambda m: (m.bit_count(), m))
+        for group in masks:
+            recvs = self._recvs(by_mask[group])
+            self.groups.append(Group(group, tuple((r.id, r.peer) for r in recvs)))
             graph.recvs_of.append(recvs)
+        return [by_mask[group] for group in masks]
 
-    def _needs(self) -> list[int]:
-        """For each node the groups that it is an ancestor of, by bit."""
-        walk = self.walk
-        need = [0] * (len(walk.nodes) + 1)  # the last stands for nowhere
-        for group, recvs in enumerate(self.graph.recvs_of):
-            for received in recvs:
-                need[walk.number_of[received.node]] = 1 << group
-        below = walk.below
-        for here in reversed(walk.order):
+    def _recvs(self, numbers: list[int]) -> list[Received]:
+        return sorted([self.graph.recvs[self.nodes[number]] for number in numbers], key=by_id)
+
+    def _needs(self, recvs: list[list[int]]) -> list[int]:
+        """Return for each node the groups that it is an ancestor of, by bit."""
+        need = [0] * (len(self.nodes) + 1)  # the last stands for nowhere
+        for group, numbers in enumerate(recvs):
+            for number in numbers:
+                need[number] = 1 << group
+        below = self.below
+        for here in reversed(self.order):
             groups = 0
             for there in below(here):
                 groups |= need[there]
@@ -91,12 +105,12 @@ class _Planner:
     def _cells(self, need: list[int]) -> None:
         """Gives each node that a group needs its cell."""
         graph = self.graph
-        masks = [group.mask for group in graph.groups]
+        masks = [group.mask for group in self.groups]
         cells: dict[tuple[int, ...], Cell] = {}
         by_need: dict[int, Cell] = {}
         graph.cells_of = [[] for _ in masks]
-        self.cell: list[Cell | None] = [None] * len(self.walk.nodes)
-        for here, node in enumerate(self.walk.nodes):
+        self.cell: list[Cell | None] = [None] * len(self.nodes)
+        for here, node in enumerate(self.nodes):
             groups = need[here]
             if not groups:
                 continue
@@ -118,10 +132,10 @@ class _Planner:
 
     def _crossings(self) -> None:
         """Finds the edges that leave a cell, and by which of them each leaf can be reached."""
-        graph, walk, cells = self.graph, self.walk, self.cell
-        pairs, nodes, below, kinds = graph.pairs, walk.nodes, walk.below, walk.kinds
+        graph, cells = self.graph, self.cell
+        pairs, nodes, below, kinds = graph.pairs, self.nodes, self.below, self.kinds
         taint = [0] * len(nodes)
-        for here in walk.order:
+        for here in self.order:
             cell = cells[here]
             above = taint[here]
             if cell is None and not above:
@@ -141,8 +155,9 @@ class _Planner:
                         passed |= pairs.setdefault((cell, target), 1 << len(pairs))
                 if passed:
                     taint[there] |= passed
-        graph.taint = {nodes[n]: taint[n] for n, kind in enumerate(kinds) if kind == LEAF and taint[n]}
-        graph.hooked = {edge.target for cell in self.cells for edge in cell.leaves if has_hooks(edge.target)}
+        graph.taint = {id(nodes[n]): taint[n] for n, kind in enumerate(kinds) if kind == LEAF and taint[n]}
+        leaves: list[Any] = [edge.target for cell in self.cells for edge in cell.leaves]
+        graph.hooked = {id(leaf) for leaf in leaves if has_hooks(leaf)}
         self._rank()
 
     def _rank(self) -> None:

@@ -13,8 +13,8 @@ from torch.autograd.function import BackwardCFunction as FunctionNode
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Received, Sent
+from telegrad.autograd.grad_capture import deliver
 from telegrad.autograd.graph import mark_recv
-from telegrad.autograd.taking import take
 
 __all__ = ["NOT_BY_ITSELF", "RECV_NODE", "SEND_NODE", "Recv", "edge_of", "edges_of", "received", "sent"]
 
@@ -37,8 +37,8 @@ _anchor = torch.zeros((), requires_grad=True)
 class Recv(torch.autograd.Function):
     """Makes the tensors of one message: what they hold has come already, their gradients go back to the sender.
 
-    The node is a place to stop at, found by its identity; a backward pass mostly does not run it. Where it does (see
-    `taking.py`), the node hands its gradients on.
+    A backward pass stops at the node, which it finds by its identity. Only a pass with parameters under
+    DistributedDataParallel runs the node, which then delivers its gradients (`grad_capture.py`).
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        if not take(ctx, gradients):
+        if not deliver(ctx, gradients):
             raise RuntimeError(NOT_BY_ITSELF)
         return None, None
 

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from telegrad.worker.scope import Scope, current
 
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
-    from telegrad.autograd.exchange import Passes
     from telegrad.worker.profiling import Recording
 
 __all__ = ["End", "Question", "Running"]
@@ -56,6 +55,20 @@ class End:
             self._waiting.wait(nanoseconds / 1e9)
 
 
+class Messenger(Protocol):
+    """The passes of a worker, as far as one of them needs them (`exchange.py`)."""
+
+    me: int
+    worker: Any
+    working: set[Running]
+
+    def ask(self, run: Running, peer: int, messages: list[Any], profile: profiled.Profile | None) -> None:
+        """Send a peer messages of a pass."""
+
+    def answered(self, run: Running, peer: int, outcome: tuple[Any, ...]) -> None:
+        """Process the completion of such a request."""
+
+
 class Running:
     """One pass on this worker: at most one thread at a time is in it, and takes up what others bring meanwhile.
 
@@ -72,7 +85,7 @@ class Running:
         *("_events", "_pass", "_to_send", "_working"),
     )
 
-    def __init__(self, passes: Passes, context: Context, root: int, number: int, deadline: int) -> None:
+    def __init__(self, passes: Messenger, context: Context, root: int, number: int, deadline: int) -> None:
         self.context = context
         self.root = root
         self.number = number

@@ -13,7 +13,8 @@ from torch import Tensor
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.exchange import Passes
-from telegrad.autograd.versions import GATE, body, gate_of, handler_run
+from telegrad.autograd.gate import BodyGuard, HandlerGuard
+from telegrad.autograd.versions import PROTECTION, protection_of
 
 __all__ = ["Autograd"]
 
@@ -44,9 +45,9 @@ class Autograd:
     def _tell(self, peer: int, ended: tuple[int, int]) -> None:
         calls = self.worker.calls
         if calls.send_filter is None:
-            calls.plain.tell(peer, ended)
+            calls.client.tell(peer, ended)
         else:
-            calls.filtered("Cleanup", False, peer, partial(calls.plain.tell, peer, ended))
+            calls.filtered("Cleanup", False, peer, partial(calls.client.tell, peer, ended))
 
     def on_ended(self, peer: int, plain: Any) -> None:
         """A peer says that a context has ended."""
@@ -59,20 +60,20 @@ class Autograd:
 
     # ---- code that runs in a context
 
-    def running(self, context: Context) -> handler_run | None:
+    def running(self, context: Context) -> HandlerGuard | None:
         """Around the run of a handler; see `telegrad.autograd.versions`."""
-        gate = gate_of(self.worker)
-        return None if gate is None else handler_run(gate, context.id)
+        protection = protection_of(self.worker)
+        return None if protection is None else protection.handler_guard(context.id)
 
     @property
     def plain(self) -> bool:
         """Is there nothing around the run of a handler?"""
-        return GATE not in self.worker.extras
+        return PROTECTION not in self.worker.extras
 
-    def within(self, context: Context) -> body | None:
+    def within(self, context: Context) -> BodyGuard | None:
         """Around other code."""
-        gate = self.worker.extras.get(GATE)
-        return None if gate is None else body(gate, context.id)
+        protection = protection_of(self.worker)
+        return None if protection is None else protection.context_guard(context.id)
 
     @property
     def busy(self) -> bool:

@@ -12,12 +12,16 @@ Python function computes all.)
 
 A leaf's gradient is captured, and goes to `Leaves`. Parts of it that come from several stages are added up first; in
 the engine where it has tensor hooks, which must see the sum.
+
+The graph is walked when it is first needed, and released as soon as nothing more can come. The schedule and the pass
+both refer to the stages, which refer to neither: no cycle is left for the collector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +29,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.ddp import any_reduced, aside
-from telegrad.autograd.engine import run_engine, run_to_the_ends
-from telegrad.autograd.graph import ACCUMULATE, Cell, Foreign, LocalGraph, Stage, has_hooks
-from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, Leaves, references, total_of
-from telegrad.autograd.taking import taking
+from telegrad.autograd.engine import run_engine
+from telegrad.autograd.grad_capture import capture
+from telegrad.autograd.graph import Cell, Edges, Foreign, LocalGraph, Stage, by_id
+from telegrad.autograd.leaves import ALONE, ALONE_IN_TUPLE, Leaves, enter, land, total_of
+from telegrad.autograd.planning import plan
 from telegrad.protocols.backward import UnknownSend
-from telegrad.protocols.backward_messages import FINAL
+from telegrad.protocols.backward_messages import FINAL, ROOT, Layout
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -40,31 +45,122 @@ if TYPE_CHECKING:
 __all__ = ["Stages"]
 
 Label = tuple[int, ...]  # (0, bit of the source), or (1, rank of the cell, number of the crossing)
-Report = tuple["Received", Sequence[Tensor | None]]
-Waiting = list[tuple[GradientEdge, Tensor]]
+Waiting = tuple[list[Any], list[Tensor]]  # edges, and a gradient for each
+Reports = tuple[list["Received"], list[Tensor | None]]  # recvs, and one gradient for each of their tensors
 
 _python_function: type = torch.autograd.function.BackwardCFunction
+_new: Any = tuple.__new__  # an edge without its constructor's frame
+_REST = (None,) * (len(GradientEdge._fields) - 2)
 
 
 class Stages:
-    """The local graph of one pass at work. One thread at a time."""
+    """The local graph of one pass, at work. One thread at a time.
 
-    __slots__ = ("_arrived", "_crossed", "_done", "_entered", "_leaves", "graph", "retain_graph")
+    Args:
+        context: The record of the forward pass at this worker. Its `gradients` are added to.
 
-    def __init__(self, context: Context, graph: LocalGraph) -> None:
-        self.graph: LocalGraph = graph
+    Attributes:
+        graph: The graph, from its walk to the end of its use.
+        retain_graph: Whether torch is to keep the graph when it has run. Set it whenever a message has it: a mark may
+            come first.
+    """
+
+    __slots__ = (
+        *("_arrived", "_closed", "_context", "_crossed", "_done", "_entered", "_leaves", "_roots"),
+        *("graph", "retain_graph"),
+    )
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.graph: LocalGraph | None = None
         self.retain_graph: bool = False
-        self._leaves = Leaves(context, graph.shared)
+        self._closed = False
+        self._roots: Sequence[Tensor] = ()  # which keep the graph alive
+        self._leaves: Leaves | None = None  # those that several disjoint sources reach
         self._done: set[Cell] = set()
         self._arrived = 0
-        self._entered: dict[int, Waiting] = {}  # in a forest: bit of the source -> what came for it
-        # Else: cell (None: the final stage) -> edge -> [(label, gradient)]
-        self._crossed: dict[Cell | None, dict[tuple[Node, int], list[tuple[Label, Tensor]]]] = {}
+        self._entered: dict[int, Waiting] = {}  # disjoint sources: bit of the source -> what came for it
+        # Else: cell (None: the final stage) -> entry (id, input) -> its edge, and [(label, gradient)]
+        self._crossed: dict[Cell | None, dict[tuple[int, int], tuple[Any, list[tuple[Label, Tensor]]]]] = {}
+
+    def open(self, roots: Sequence[Tensor] = ()) -> LocalGraph:
+        """Return the graph, after walking it in the first call.
+
+        Args:
+            roots: At the root of the pass, what `backward` was called with.
+
+        Raises:
+            UnknownSend: The graph has been released.
+        """
+        if self.graph is not None:
+            return self.graph
+        if self._closed:
+            raise UnknownSend(-1, "had all the gradients that it can get")
+        context = self._context
+        with context.lock:
+            sends, receipts = list(context.sends.values()), list(context.receipts.values())
+        if len(sends) > 1:
+            sends.sort(key=by_id)
+        sources: list[tuple[int, Edges]] = []
+        if roots:
+            self._roots = roots
+            entries: list[Any] = []
+            for root in roots:
+                node = root.grad_fn
+                entries.append(root if node is None else _new(GradientEdge, (node, root.output_nr, *_REST)))
+            sources.append((ROOT, entries))
+        for sent in sends:
+            edges: Edges = sent.edges
+            for edge in edges:
+                if isinstance(edge, Tensor) and not edge.requires_grad:  # a leaf that did when it was sent
+                    edges = [None if isinstance(e, Tensor) and not e.requires_grad else e for e in edges]
+                    break
+            sources.append((sent.id, edges))
+        graph = LocalGraph(sources, receipts)
+        if not graph.is_disjoint:
+            plan(graph)
+        if graph.shared:
+            self._leaves = Leaves(context, graph.shared)
+        self.graph = graph
+        return graph
+
+    def close(self) -> None:
+        """Release the graph: nothing more can come."""
+        self._closed = True
+        self.graph = None
+        self._roots = ()
+        self._entered.clear()
+        self._crossed.clear()
+
+    def layout(self) -> Layout:
+        """Return the graph as the schedule needs it."""
+        return self.open().layout()
+
+    def pending(self) -> bool:
+        """Return whether gradients wait that only the final stage takes up."""
+        graph = self.graph
+        if graph is None:
+            return False
+        if graph.is_disjoint:
+            waiting = self._leaves is not None and self._leaves.waiting
+            return waiting or (len(graph.bits) == 1 and bool(self._entered))
+        return None in self._crossed
 
     def add(self, source: int, grads: Sequence[Tensor | None], place: int = 0) -> int:
-        """The gradients of a source have arrived, one for each of its edges, at `place` in `grads`. Returns the place
-        after them. Raises UnknownSend."""
-        graph = self.graph
+        """Take the gradients of a source, one for each of its edges.
+
+        Args:
+            source: Its id.
+            grads: The gradients.
+            place: Where those of the source begin in `grads`.
+
+        Returns:
+            The place after them.
+
+        Raises:
+            UnknownSend: There is no such source, or it had its gradient already.
+        """
+        graph = self.graph or self.open()
         edges = graph.sources.get(source)
         if edges is None:
             raise UnknownSend(source, "sent no tensors from here, or did so after backward began")
@@ -72,101 +168,95 @@ class Stages:
         if self._arrived >> bit & 1:
             raise UnknownSend(source, "had its gradient already")
         self._arrived |= 1 << bit
-        found: Waiting = []
+        outputs: list[Any] = []
+        given: list[Tensor] = []
         for edge in edges:
             grad = grads[place]
             place += 1
             if edge is not None and grad is not None:
-                found.append((edge, grad))
-        if graph.is_forest:
-            self._entered[bit] = found
+                outputs.append(edge)
+                given.append(grad)
+        if graph.is_disjoint:
+            self._entered[bit] = outputs, given
         else:
-            for edge, grad in found:
-                self._put(edge.node, edge.output_nr, (0, bit), grad)
+            for edge, grad in zip(outputs, given, strict=True):
+                self._put(edge, (0, bit), grad)
         return place
 
-    def skip(self, group: int) -> None:
-        """The stage of a group of a forest, or FINAL, has run elsewhere, and what its recvs report is known there."""
-        assert self.graph.is_forest
-        self._entered.pop(self.graph.stage(group, self._done).rank)
-
-    def pending(self) -> bool:
-        """Whether gradients wait that only the final stage takes up."""
-        graph = self.graph
-        if graph.is_forest:
-            return self._leaves.waiting or (len(graph.bits) == 1 and bool(self._entered))
-        return None in self._crossed
-
-    def run(self, group: int) -> list[Report]:
-        """Runs the stage of a group, or FINAL, and returns what its recvs report: an undefined gradient is None.
+    def run(self, group: int) -> Reports:
+        """Run the stage of a group, or FINAL, and return what its recvs report: an undefined gradient is None.
 
         Raises what hooks and functions raise, and Foreign.
         """
-        graph = self.graph
+        graph = self.graph or self.open()
         if graph.foreign and any(mask & self._arrived for _, mask in graph.foreign):
             raise Foreign(
                 "The gradient reaches a tensor that was received in another autograd context. Gradients do not"
                 " flow from one context into another: detach() the tensor, or fetch it again inside this context."
             )
-        stage = graph.stage(group, self._done)
-        if stage.cells:
+        if not graph.is_disjoint:
+            stage = graph.stage(group, self._done)
             self._done.update(stage.cells)
-            waiting = [item for cell in stage.cells for item in self._take(cell)]
-        elif group == FINAL and graph.is_forest and len(graph.bits) > 1:
-            self._leaves.finish()
-            return []
-        else:
-            waiting = self._entered.pop(stage.rank) if graph.is_forest else self._take(None)
-            if graph.only_recvs and graph.only_recvs >> stage.rank & 1:
-                return self._run_to_the_ends(stage, waiting)
+            outputs, grads = self._take(stage.cells or (None,))
             if group == FINAL and any_reduced(stage.whole):
-                return self._run_reduced(stage, waiting)
-        inputs: list[Any] = [
-            GradientEdge(received.node, place) for received in stage.recvs for place in range(received.outputs)
-        ]
-        recvs = len(inputs)
-        if not stage.crossings and _only_plain_leaves(waiting):
-            self._land_directly(stage, waiting)
-            return _reports(stage.recvs, (None,) * recvs)
-        whole = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
-        inputs += whole
-        inputs += [leaf.variable for leaf in stage.parts]  # type: ignore[attr-defined]
-        outputs = tuple([edge for edge, _ in waiting])
-        grads = tuple([grad for _, grad in waiting])
-        del waiting
+                return self._run_reduced(stage, outputs, grads)
+        elif group == FINAL and len(graph.bits) > 1:
+            if self._leaves is not None:
+                self._leaves.finish()
+            return [], []
+        else:
+            stage = graph.final if group == FINAL else graph.stages[group]
+            outputs, grads = self._entered.pop(stage.rank)
+        inputs: list[Any] = []
+        for received in stage.recvs:
+            node = received.node
+            for place in range(received.outputs):
+                inputs.append(_new(GradientEdge, (node, place, *_REST)))
+        reported = len(inputs)
+        if not stage.crossings:
+            for edge in outputs:
+                if type(edge) is GradientEdge or getattr(edge, "_backward_hooks", None):
+                    break
+            else:  # gradients that wait at leaves need no engine
+                self._land_directly(stage, outputs, grads)
+                return stage.recvs, [None] * reported
+        inputs += stage.whole
+        inputs += stage.parts
         if stage.crossings:
             found = self._run_crossing(stage, outputs, grads, inputs)
         else:
             found = self._engine_call(outputs, grads, inputs, self.retain_graph)
         del outputs, grads, inputs
-        reports = _reports(stage.recvs, found)
-        if whole:
-            land = self._leaves.land
-            for place in range(len(stage.whole)):
-                grad = found[recvs + place]
-                if grad is not None:
-                    alone = references(grad) <= ALONE_IN_TUPLE  # but for `found`
-                    land(whole[place], grad, alone)
-        for number, (leaf, grad) in enumerate(zip(stage.parts, found[recvs + len(whole) :], strict=True)):
-            if graph.is_forest:
+        place = reported
+        for leaf in stage.whole:
+            grad = found[place]
+            place += 1
+            if grad is not None:
+                alone = getrefcount(grad) <= ALONE_IN_TUPLE  # but for `found`
+                land(self._context, leaf, grad, alone)
+        for leaf in stage.parts:
+            grad = found[place]
+            if self._leaves is not None:
                 self._leaves.part(leaf, stage.rank, grad)
             elif grad is not None:
-                self._put(leaf, 0, (1, stage.rank, -1, number), grad)
-        return reports
+                self._put(leaf, (1, stage.rank, -1, place), grad)
+            place += 1
+        return stage.recvs, list(found[:reported])
 
     # ---- one engine call -------------------------------------------------------------------------------------------
 
     def _engine_call(
-        self, outputs: tuple[GradientEdge, ...], grads: tuple[Tensor, ...], inputs: list[Any], retain_graph: bool
+        self, outputs: list[Any], grads: list[Tensor], inputs: list[Any], retain_graph: bool
     ) -> tuple[Tensor | None, ...]:
+        """Run one call of torch's engine."""
         if not outputs or not inputs:  # all gradients undefined; or nothing wants one
             return (None,) * len(inputs)
-        return run_engine(outputs, grads, tuple(inputs), retain_graph)
+        return run_engine(tuple(outputs), tuple(grads), tuple(inputs), retain_graph)
 
     def _run_crossing(
-        self, stage: Stage, outputs: tuple[GradientEdge, ...], grads: tuple[Tensor, ...], inputs: list[Any]
+        self, stage: Stage, outputs: list[Any], grads: list[Tensor], inputs: list[Any]
     ) -> tuple[Tensor | None, ...]:
-        """One engine call of a stage with crossings, whose gradients are put where they lead."""
+        """Run the engine call of a stage with crossings, and put their gradients where they lead."""
         seen: dict[Node, tuple[Any, Any]] = {}
         nodes = dict.fromkeys(crossing.node for crossing in stage.crossings)
         again = any(not isinstance(node, _python_function) for node in nodes)
@@ -176,6 +266,8 @@ class Stages:
         finally:
             for hook in hooks:
                 hook.remove()
+        assert self.graph is not None
+        cell_of = self.graph.cell_of
         repeated: dict[Node, Any] = {}
         for number, (node, output, target, place) in enumerate(stage.crossings):
             if node not in seen:
@@ -188,74 +280,79 @@ class Stages:
                         result = node(*grad_outputs)  # type: ignore[operator]
                     repeated[node] = result if isinstance(result, tuple) else (result,)
                 grad = repeated[node][output]
-                if grad is not None and type(target) is ACCUMULATE:  # else the engine will do it
-                    leaf: Tensor = target.variable  # type: ignore[attr-defined]
-                    grad = grad.sum_to_size(leaf.shape).to(leaf.dtype)
+                if grad is not None and isinstance(target, Tensor):  # else the engine will do it
+                    grad = grad.sum_to_size(target.shape).to(target.dtype)
             if grad is not None:
-                self._put(target, place, (1, self.graph.cell_of[node].rank, number), grad)
+                edge = target if isinstance(target, Tensor) else GradientEdge(target, place)
+                self._put(edge, (1, cell_of[node].rank, number), grad)
         return found
 
-    def _put(self, node: Node, place: int, label: Label, grad: Tensor) -> None:
-        """Lets a gradient wait for the cell of its node."""
-        cell = self.graph.cell_of.get(node)
-        self._crossed.setdefault(cell, {}).setdefault((node, place), []).append((label, grad))
+    def _put(self, edge: Any, label: Label, grad: Tensor) -> None:
+        """Let a gradient wait for the cell of its node."""
+        assert self.graph is not None
+        if isinstance(edge, Tensor):
+            cell, entry = None, (id(edge), 0)
+        else:
+            cell, entry = self.graph.cell_of.get(edge.node), (id(edge.node), edge.output_nr)
+        self._crossed.setdefault(cell, {}).setdefault(entry, (edge, []))[1].append((label, grad))
 
-    def _take(self, cell: Cell | None) -> Waiting:
-        """What waits for a cell, in the order in which it is to be added up."""
-        found: Waiting = []
-        for (node, place), parts in self._crossed.pop(cell, {}).items():
-            parts.sort(key=_label)
-            edge = GradientEdge(node, place)
-            found += [(edge, grad) for _, grad in parts]
-        return found
+    def _take(self, cells: Sequence[Cell | None]) -> Waiting:
+        """Return what waits for some cells, in the order in which it is to be added up."""
+        outputs: list[Any] = []
+        grads: list[Tensor] = []
+        for cell in cells:
+            for edge, parts in self._crossed.pop(cell, {}).values():
+                parts.sort(key=_label)
+                outputs += [edge] * len(parts)
+                grads += [grad for _, grad in parts]
+        return outputs, grads
 
-    def _run_to_the_ends(self, stage: Stage, waiting: Waiting) -> list[Report]:
-        """The stage of a source that leads to recvs alone, past many nodes."""
-        outputs, grads = [edge for edge, _ in waiting], [grad for _, grad in waiting]
-        waiting.clear()
-        return _taken(stage.recvs, run_to_the_ends(stage.recvs, outputs, grads, self.retain_graph))
+    def _run_reduced(self, stage: Stage, outputs: list[Any], grads: list[Tensor]) -> Reports:
+        """Run the final stage where a reducer of DDP waits for some leaf: AccumulateGrad and the recvs' nodes run."""
+        nodes = [received.node for received in stage.recvs]
+        with capture(nodes) as call:
+            if outputs:
+                inputs: list[Any] = [call.leaf, *stage.whole, *[GradientEdge(node, 0) for node in nodes]]
+                with aside(stage.whole, partial(enter, self._context)):
+                    torch.autograd.backward(
+                        [call.leaf, *outputs], [call.gradient, *grads], retain_graph=self.retain_graph, inputs=inputs
+                    )
+            tensors: list[Tensor | None] = []
+            for received in stage.recvs:
+                tensors += call.captured[received.node] or (None,) * received.outputs
+            return stage.recvs, tensors
 
-    def _run_reduced(self, stage: Stage, waiting: Waiting) -> list[Report]:
-        """The final stage where DDP's reducer waits for some leaf: AccumulateGrad runs, and so do the recvs' nodes."""
-        leaves: list[Tensor] = [leaf.variable for leaf in stage.whole]  # type: ignore[attr-defined]
-        with taking(stage.recvs) as call:
-            if waiting:
-                outputs: list[Any] = [call.leaf, *[edge for edge, _ in waiting]]
-                grads = [call.gradient, *[grad for _, grad in waiting]]
-                inputs: list[Any] = [call.leaf, *leaves, *[GradientEdge(received.node, 0) for received in stage.recvs]]
-                with aside(leaves, self._leaves.add):
-                    torch.autograd.backward(outputs, grads, retain_graph=self.retain_graph, inputs=inputs)
-            return _taken(stage.recvs, call.found)
-
-    def _land_directly(self, stage: Stage, waiting: Waiting) -> None:
-        """Gradients that wait at leaves need no engine."""
-        leaves = self._leaves
+    def _land_directly(self, stage: Stage, outputs: list[Any], grads: list[Tensor]) -> None:
+        """Land gradients that wait at leaves. Empties `grads`: nothing here holds a gradient that the context gets."""
+        assert self.graph is not None
+        shared = self.graph.shared
         storages: set[int] = set()
-        given: dict[Node, Tensor] = {}
-        by_leaf: dict[Node, list[Tensor]] = {}
-        waiting.reverse()
-        while waiting:
-            edge, grad = waiting.pop()
-            by_leaf.setdefault(edge.node, []).append(grad)
-            del grad
-        for node, parts in by_leaf.items():
+        by_leaf: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        grads.reverse()
+        for leaf in outputs:
+            if id(leaf) in by_leaf:
+                by_leaf[id(leaf)][1].append(grads.pop())
+            else:
+                by_leaf[id(leaf)] = leaf, [grads.pop()]
+        several = len(outputs) > 1
+        given: dict[int, Tensor] = {}
+        for leaf, parts in by_leaf.values():
             if len(parts) > 1:
                 grad, alone = total_of(parts), True
             else:
                 grad = parts.pop()
-                alone = references(grad) <= ALONE
-                if alone and len(by_leaf) > 1 and grad.layout is torch.strided:
-                    # Tensors of one message may share their memory.
+                alone = getrefcount(grad) <= ALONE
+                if alone and several and grad.layout is torch.strided:  # tensors of one message may share their memory
                     storage = grad.untyped_storage().data_ptr()
                     alone = storage not in storages
                     storages.add(storage)
-            if node in self.graph.shared:
-                given[node] = grad
+            if id(leaf) in shared:
+                given[id(leaf)] = grad
             else:
-                leaves.land(node.variable, grad, alone)  # type: ignore[attr-defined]
-        if self.graph.is_forest:
-            for node in stage.parts:
-                leaves.part(node, stage.rank, given.get(node))
+                land(self._context, leaf, grad, alone)
+        if self._leaves is not None:
+            for leaf in stage.parts:
+                self._leaves.part(leaf, stage.rank, given.get(id(leaf)))
 
 
 def _see(seen: dict[Any, tuple[Any, Any]], node: Any, grad_inputs: Any, grad_outputs: Any) -> None:
@@ -264,20 +361,3 @@ def _see(seen: dict[Any, tuple[Any, Any]], node: Any, grad_inputs: Any, grad_out
 
 def _label(item: tuple[Label, Tensor]) -> Label:
     return item[0]
-
-
-def _only_plain_leaves(waiting: Waiting) -> bool:
-    return all(type(edge.node) is ACCUMULATE and not has_hooks(edge.node) for edge, _ in waiting)
-
-
-def _taken(recvs: Iterable[Received], found: Mapping[Any, Sequence[Tensor | None] | None]) -> list[Report]:
-    return [(received, found[received.node] or (None,) * received.outputs) for received in recvs]
-
-
-def _reports(recvs: Iterable[Received], found: Sequence[Tensor | None]) -> list[Report]:
-    reports: list[Report] = []
-    place = 0
-    for received in recvs:
-        reports.append((received, found[place : place + received.outputs]))
-        place += received.outputs
-    return reports

@@ -11,34 +11,33 @@ silently computes with the new values wherever an operation has saved the parame
   contexts to notice; the old memory is marked with the version at which it was retired (`put`), so that aliases of it
   are known to be whole. The mark is an attribute of the storage's Python object, which lives as long as the memory.
 
-All of it is switched on, together with the gate, by the first optimizer of a worker (`gate_for`); until then, and on
+All of it is switched on, together with the gate, by the first optimizer of a worker (`protect`); until then, and on
 workers without one, a context costs nothing here.
 """
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
-from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.autograd.graph import increment_version
 
-from telegrad.autograd.gate import StepGate
+from telegrad.autograd.gate import BodyGuard, HandlerGuard, StepGate, new_gate
 
 __all__ = [
-    "GATE",
+    "PROTECTION",
+    "Protection",
     "between_steps",
-    "body",
-    "gate_for",
-    "gate_of",
-    "handler_run",
     "is_shared",
+    "protect",
+    "protection_of",
     "put",
     "renew",
     "unprotected",
 ]
 
-GATE: Final = "autograd.gate"  # in a worker's extras
+PROTECTION: Final = "autograd.protection"  # in a worker's extras
 _RETIRED: Final = "_telegrad_retired"  # of a storage: the version of the parameter that it was under to the last
 
 MODIFIED: Final = (
@@ -91,8 +90,8 @@ def _check_retired(alias: torch.Tensor, version: int) -> None:
         raise RuntimeError(MODIFIED.format(alias.type(), list(alias.shape), alias._version, version))
 
 
-_hooks: Final = saved_tensors_hooks(_pack, _unpack)  # entered by many threads at once
-_hooks_shared: Final = saved_tensors_hooks(_pack_shared, _unpack)
+_HOOKS: Final = (_pack, _unpack)
+_HOOKS_SHARED: Final = (_pack_shared, _unpack)
 
 
 def put(parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -124,82 +123,59 @@ def renew(old: torch.Tensor) -> None:
 # ---- what code in a context runs in
 
 
-def gate_for(worker: Any) -> StepGate:
-    """The gate of a worker. The first call switches protection on there, for good."""
-    gate: StepGate = worker.extras.setdefault(GATE, StepGate())
-    return gate
+class Protection:
+    """The gate of a worker, and the saved-tensor hooks that code in its contexts runs under.
 
-
-def gate_of(worker: Any) -> StepGate | None:
-    """The gate of a worker; None if protection is off there, as nothing is stepped."""
-    gate: StepGate | None = worker.extras.get(GATE)
-    return gate
-
-
-class handler_run:  # a context manager, entered for every handler: a class is half the price of a generator
-    """Around the run of a handler in an autograd context, on the thread that runs it.
-
-    Args:
-        gate: that of the worker that it runs on.
-        context: the context's id.
+    Attributes:
+        gate: between handlers and steps.
+        copies_shared: parameters in memory that other processes share are stepped here, in place.
     """
 
-    __slots__ = ("_context", "_gate", "_hooks", "_number")
+    __slots__ = ("copies_shared", "gate")
 
-    def __init__(self, gate: StepGate, context: int) -> None:
-        self._gate = gate
-        self._context = context
+    def __init__(self) -> None:
+        self.gate: StepGate = new_gate()
+        self.copies_shared: bool = False
 
-    def __enter__(self) -> None:
-        gate = self._gate
-        self._number = gate.enter(self._context)
-        self._hooks = _hooks_shared if gate.copies_shared else _hooks
-        self._hooks.__enter__()
+    @property
+    def _hooks(self) -> tuple[object, object]:
+        return _HOOKS_SHARED if self.copies_shared else _HOOKS
 
-    def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__()
-        self._gate.leave(self._number)
+    def handler_guard(self, context: int) -> HandlerGuard:
+        """Return a context manager around the run of a handler, on the thread that runs it."""
+        return self.gate.handler(context, self._hooks)
 
+    def context_guard(self, context: int) -> BodyGuard:
+        """Return a context manager around other code that runs in a context: its body, ``with context():``, a step of a
+        coroutine, a callback.
 
-class body:
-    """Around other code that runs in a context: its body, ``with context():``, a step of a coroutine, a callback. As
-    `handler_run`, but steps do not wait for its end: it may last long, and it may itself make the steps. So two of its
-    operations may see a parameter before and after another trainer's step; gradients are those of what each used."""
-
-    __slots__ = ("_context", "_gate", "_hooks")
-
-    def __init__(self, gate: StepGate, context: int) -> None:
-        self._gate = gate
-        self._context = context
-
-    def __enter__(self) -> None:
-        gate = self._gate
-        gate.open_body(self._context)
-        self._hooks = _hooks_shared if gate.copies_shared else _hooks
-        self._hooks.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__()
-        self._gate.close_body(self._context)
+        Steps do not wait for its end: the code may last long, and may itself make the steps. So two of its operations
+        may see a parameter before and after another trainer's step; gradients are those of what each used.
+        """
+        return self.gate.body(context, self._hooks)
 
 
-@contextmanager
-def between_steps(worker: Any) -> Iterator[None]:
+def protect(worker: Any) -> Protection:
+    """Return the protection of a worker. The first call switches it on there, for good."""
+    protection: Protection = worker.extras.setdefault(PROTECTION, Protection())
+    return protection
+
+
+def protection_of(worker: Any) -> Protection | None:
+    """Return the protection of a worker; None if it is off there, as nothing is stepped."""
+    protection: Protection | None = worker.extras.get(PROTECTION)
+    return protection
+
+
+def between_steps(worker: Any) -> AbstractContextManager[None]:
     """Within, no step of an optimizer changes parameters of a worker, as in handlers that run in a context. Steps wait
     meanwhile; that of the own thread does not. Where nothing is stepped it costs nothing.
 
     Args:
         worker: the `telegrad.worker.Worker`.
     """
-    gate = gate_of(worker)
-    if gate is None:
-        yield
-        return
-    number = gate.enter(-next(_outsiders))
-    try:
-        yield
-    finally:
-        gate.leave(number)
+    protection = protection_of(worker)
+    return nullcontext() if protection is None else protection.gate.handler(-next(_outsiders))
 
 
 _outsiders = itertools.count(1)  # below 0 they are ids of no context

@@ -1,4 +1,7 @@
-"""The ``telegrad`` command. Standard library only: it has to start where nothing but Telegrad is installed."""
+"""The ``telegrad`` command.
+
+It uses only the standard library, because it has to start if no package but Telegrad is installed.
+"""
 
 import argparse
 import shlex
@@ -15,11 +18,13 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "env": (env.main, "print the environment in which Python programs run as under `run --drop-in`"),
     "run": (run.main, "run a program that was written for torch.distributed.rpc"),
 }
-"""Name, what runs it, what it does."""
+"""Name -> function, help text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. Without any words it prints the help.
+    """Run the command line and return the exit status.
+
+    Without arguments it prints the help.
 
     Args:
         arguments: the words after ``telegrad``; those of this process if not given.

@@ -12,13 +12,13 @@ __all__ = ["main"]
 
 DEFAULT = "parameter_server"
 NEEDED = {"gymnasium": "gymnasium", "matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
-"""Module, and the distribution that has it."""
+"""Module -> distribution that contains it."""
 
 EPILOG = """\
 examples:
   telegrad demo                            the default, parameter_server
   telegrad demo pipeline --stages 3
-  telegrad demo cartpole --smoke           a few episodes, to see within seconds that it works
+  telegrad demo cartpole --smoke           a few episodes, to check within seconds that it works
   telegrad demo pipeline --help            the options of that program
 
 Figures go to ./telegrad-demo, unless --out names another folder.
@@ -26,10 +26,12 @@ Figures go to ./telegrad-demo, unless --out names another folder.
 
 
 def main(words: Sequence[str]) -> int:
-    """Run an example in place of this process. Returns an exit status only if it cannot.
+    """Run an example instead of this process.
+
+    Return an exit status only on failure.
 
     Args:
-        words: what follows ``telegrad demo``: the name of an example, then its own options.
+        words: arguments after ``telegrad demo``: the name of an example, then its own options.
     """
     programs = _programs(_folder())
     names = "\n".join(f"  {name:26}{_summary(path)}" for name, path in programs.items())
@@ -55,7 +57,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _folder() -> Path:
-    """The folder of the examples: inside the package as installed, or beside `src` in a checkout."""
+    """Return the folder of the examples.
+
+    It is inside the installed package, or next to `src` in a checkout.
+    """
     package = Path(__file__).parents[1]
     installed, checkout = package / "examples", package.parents[1] / "examples"
     return installed if installed.is_dir() else checkout
@@ -67,6 +72,6 @@ def _programs(folder: Path) -> dict[str, Path]:
 
 
 def _summary(program: Path) -> str:
-    """The first sentence of the program's docstring."""
+    """Return the first line of the program's docstring, without its period."""
     doc = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
     return doc.partition("\n")[0].rstrip(".")

@@ -1,11 +1,11 @@
-"""The command line of ``python``: where its options end, and what it runs."""
+"""Parser of the command line of ``python``."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 __all__ = ["NotPython", "PythonLine", "read"]
 
-# Of CPython 3.11 to 3.14.
+# Options of CPython 3.11 to 3.14.
 _ALONE = frozenset("bBdEhiIOPqRsStuvVx?")
 _WITH_ARGUMENT = frozenset("WX")
 _LONG_ALONE = frozenset({"--help", "--help-all", "--help-env", "--help-xoptions", "--version"})
@@ -14,18 +14,18 @@ _RUNS = {"c": "CODE", "m": "MODULE"}  # the words after one of these and its arg
 
 
 class NotPython(ValueError):
-    """A word among the options that Python does not know, or an option without its argument."""
+    """Option that Python does not have, or that lacks its argument."""
 
 
 class PythonLine(NamedTuple):
-    """A command line, taken apart.
+    """Parsed command line.
 
     Attributes:
-        options: Python's own, before what it runs.
+        options: Python's own options, before the program.
         letters: the one-letter options among them.
-        others: the options that are not Python's and were asked for.
-        kind: what is run: ``"c"``, ``"m"``, ``"-"`` (standard input), ``"file"``, or ``""`` if nothing is named.
-        rest: what is run, and its arguments.
+        others: the given options that are in `others` of `read`.
+        kind: kind of program: ``"c"``, ``"m"``, ``"-"`` (standard input), ``"file"``, or ``""`` if there is none.
+        rest: the program and its arguments.
     """
 
     options: list[str]
@@ -36,11 +36,11 @@ class PythonLine(NamedTuple):
 
 
 def read(words: Sequence[str], others: Collection[str] = ()) -> PythonLine:
-    """Take apart the words after ``python``, as the interpreter does.
+    """Parse the words after ``python``, as the interpreter does.
 
     Args:
         words: the words.
-        others: further long options, without arguments, that may stand among Python's.
+        others: further long options, without arguments, that may appear among Python's.
 
     Raises:
         NotPython: an option that Python does not have, or one without its argument.

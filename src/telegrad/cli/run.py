@@ -1,4 +1,4 @@
-"""``telegrad run``: a program that was written for ``torch.distributed.rpc``, on Telegrad."""
+"""``telegrad run``: run a program written for ``torch.distributed.rpc``."""
 
 import argparse
 import os
@@ -14,12 +14,12 @@ from telegrad.cli.python_line import NotPython, PythonLine, read
 __all__ = ["main"]
 
 DESCRIPTION = """\
-Runs a program as `python` would, with Telegrad in the place of torch.distributed.rpc (and of .autograd,
+Runs a program as `python` would, with Telegrad instead of torch.distributed.rpc (and of .autograd,
 .optim.DistributedOptimizer and .nn.RemoteModule): in the program itself and in all Python processes that it starts,
-spawned or forked. The program is not changed, and does not notice.
+spawned or forked. The program needs no changes.
 
-After --drop-in stands what stands after `python`: options of Python (-u, -W, -X, -i, ...), then a program, -m MODULE,
--c CODE, or - for standard input, then the program's arguments. A name that is no file is a command on PATH.
+The words after --drop-in are those after `python`: options of Python (-u, -W, -X, -i, ...), then a program, -m MODULE,
+-c CODE, or - for standard input, then the program's arguments. A name that is not a file is a command on PATH.
 """
 
 EPILOG = """\
@@ -29,15 +29,15 @@ examples:
   telegrad run --drop-in torchrun --nproc-per-node 4 train.py
   torchrun --nproc-per-node 4 --no-python telegrad run --drop-in train.py
 
-Where another launcher starts Python, `telegrad env` prints the environment for it.
+If another launcher starts Python, `telegrad env` prints the environment for it.
 """
 
 
 def main(words: Sequence[str]) -> int:
-    """Become the program. Returns an exit status only if it cannot.
+    """Replace this process with the program. Return an exit status only on failure.
 
     Args:
-        words: what follows ``telegrad run``.
+        words: arguments after ``telegrad run``.
     """
     from telegrad.compat import child_environment
 
@@ -58,11 +58,11 @@ def main(words: Sequence[str]) -> int:
         return 0
     if "--drop-in" not in line.others:
         remedy = shlex.join(["telegrad", "run", "--drop-in", *words])
-        parser.error(f"say --drop-in, there is no other way to run a program yet: {remedy}")
+        parser.error(f"--drop-in is required, there is no other way to run a program yet: {remedy}")
     command = _command(parser, line)
     sys.stdout.flush()
-    # A fresh interpreter rather than this one: the program then has __main__, sys.argv, sys.path, signals and its exit
-    # status exactly as it would have without us.
+    # A fresh interpreter instead of this one: the program then has its usual __main__, sys.argv, sys.path, signals and
+    # exit status.
     try:
         os.execve(command[0], command, child_environment())
     except OSError as e:
@@ -70,9 +70,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _command(parser: argparse.ArgumentParser, line: PythonLine) -> list[str]:
-    """The words of the process that this one becomes; the first is a path."""
+    """Return the command line of the program; its first word is a path."""
     mine = read(sys.orig_argv[1:])
-    if mine.kind == "file":  # the options are those that the installer gave to the script `telegrad`
+    if mine.kind == "file":  # the options come from the installed script `telegrad`
         mine = read([])
     if {"E", "I", "S"} & (mine.letters | line.letters):
         parser.error(
@@ -91,7 +91,10 @@ def _command(parser: argparse.ArgumentParser, line: PythonLine) -> list[str]:
 
 
 def _is_for_python(path: Path) -> bool:
-    """Whether it is a program that Python runs: a folder with a `__main__.py`, or a file for no other interpreter."""
+    """Return whether Python runs the path.
+
+    That is so for a folder with a `__main__.py`, and for a file that names no other interpreter.
+    """
     if not path.is_file():  # a pipe's content can be read once
         return (path / "__main__.py").exists() if path.is_dir() else path.exists()
     with path.open("rb") as file:
@@ -100,8 +103,8 @@ def _is_for_python(path: Path) -> bool:
 
 
 def _find(name: str) -> str | None:
-    """The path of a command, if there is one."""
+    """Return the path of a command, or None."""
     if os.path.dirname(name) or Path(name).is_file():
         return name if Path(name).is_file() else None
-    # The environment of this interpreter comes first: its commands are those that find Telegrad.
+    # The scripts of this interpreter's environment come first: they can import Telegrad.
     return shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]))

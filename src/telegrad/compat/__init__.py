@@ -1,12 +1,12 @@
-"""The drop-in: programs written for ``torch.distributed.rpc`` run on Telegrad as they are.
+"""Drop-in: run programs written for ``torch.distributed.rpc`` on Telegrad.
 
-:func:`install` points torch's names at Telegrad's in this process: ``torch.distributed.rpc`` and
-``.autograd``, ``torch.distributed.optim.DistributedOptimizer`` and ``torch.distributed.nn.RemoteModule``,
-however they are imported afterwards. ``telegrad run --drop-in program.py`` does the same from
-outside, in every process that the program starts as well.
+:func:`install` redirects torch's names to Telegrad's in this process: ``torch.distributed.rpc`` and ``.autograd``,
+``torch.distributed.optim.DistributedOptimizer`` and ``torch.distributed.nn.RemoteModule``, however they are imported
+afterwards. ``telegrad run --drop-in program.py`` does the same from outside, also in every process that the program
+starts.
 
-The modules below this one are what torch's names point at: the public names are those of
-:mod:`telegrad.rpc`, the very same objects; the private ones that programs use are added.
+The modules below this one replace torch's. Their public names are the very objects of :mod:`telegrad.rpc`; the private
+names that programs use are added.
 """
 
 import importlib
@@ -25,11 +25,11 @@ _active: Redirect | None = None
 
 
 def install() -> None:
-    """Points torch's RPC modules at Telegrad's, in this process. Calling it again changes nothing.
+    """Redirect torch's RPC modules to Telegrad's, in this process.
 
-    A program that has imported torch's modules before keeps what it has, so call it first: before
-    ``import torch.distributed.rpc``. Processes that are forked have it too; processes that are
-    spawned have to call it themselves, or be started with :func:`child_environment`.
+    A second call changes nothing. A program that imported torch's modules earlier keeps its references to them, so call
+    this first: before ``import torch.distributed.rpc``. Forked processes inherit the redirect. Spawned processes have
+    to call this again, or be started with :func:`child_environment`.
 
     Raises:
         RuntimeError: torch's own RPC is running in this process.
@@ -42,7 +42,7 @@ def install() -> None:
         rpc = sys.modules.get("torch.distributed.rpc")
         if rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)():
             raise RuntimeError(
-                "torch.distributed.rpc is running in this process, so Telegrad cannot take its place."
+                "torch.distributed.rpc is running in this process, so Telegrad cannot replace it."
                 " Call telegrad.compat.install() before init_rpc, best before importing torch.distributed.rpc."
             )
         redirect = Redirect()
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives torch its modules back. For tests; what was imported in between stays what it is."""
+    """Restore torch's modules. For tests; names imported meanwhile stay redirected."""
     global _active
     with _lock:
         if _active is not None:
@@ -62,18 +62,19 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether torch's names point at Telegrad's in this process."""
+    """Return whether torch's names are redirected in this process."""
     return _active is not None
 
 
 def child_environment(environment: dict[str, str] | None = None) -> dict[str, str]:
-    """An environment in which every Python process installs the drop-in as soon as it imports torch.
+    """Return an environment that installs the drop-in in every Python process.
 
-    A folder with a ``sitecustomize`` module goes to the front of ``PYTHONPATH``; the one that it
-    hides, if there is one, is run all the same. A process that never imports torch pays nothing.
+    The drop-in is installed as soon as a process imports torch. A folder with a ``sitecustomize`` module is put at the
+    front of ``PYTHONPATH``. If it hides another ``sitecustomize``, that one still runs. A process that never imports
+    torch has no overhead.
 
     Args:
-        environment: what to start from; this process's own if not given. It is not changed.
+        environment: the environment to extend; by default that of this process. It is not changed.
     """
     result = dict(os.environ if environment is None else environment)
     rest = [p for p in result.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(_BOOTSTRAP)]

@@ -1,7 +1,7 @@
-"""The module that ``torch.distributed.autograd`` points at in a drop-in.
+"""Replacement of ``torch.distributed.autograd`` in a drop-in.
 
-It has the names of `telegrad.autograd` and torch's private ones. Importing it gives the nodes of received tensors the
-name that torch's have, which graph viewers and programs read: ``grad_fn.name()``, ``type(grad_fn).__name__``.
+It has the names of `telegrad.autograd` and torch's private ones. Importing it gives the nodes of received tensors
+torch's name, which graph viewers and programs read: ``grad_fn.name()``, ``type(grad_fn).__name__``.
 """
 
 from telegrad.autograd import DistAutogradContext, backward, context, get_gradients, is_available

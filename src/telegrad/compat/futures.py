@@ -1,9 +1,8 @@
-"""``torch.futures.wait_all`` as torch documents it, for Telegrad's futures as well.
+"""``torch.futures.wait_all`` as torch documents it, also for Telegrad's futures.
 
-It is to leave at the first error. Torch's own does so only for errors that its C++ code has set.
-A future that Python code fails (``set_exception``) is, to C++, one that has succeeded and raises
-when it is read, which is the only way to keep the exception's type; so torch's ``wait_all`` would
-wait for all the others before it raised.
+It returns at the first error. Torch's own does so only for errors set by C++ code. A future that Python code fails
+(``set_exception``) counts as successful in C++ and raises when it is read: this is the only way to keep the exception's
+type. So torch's ``wait_all`` would wait for all other futures before it raised.
 """
 
 from typing import Any
@@ -20,12 +19,15 @@ _torch_wait_all = torch.futures.wait_all
 
 
 def wait_all(futures: list[Future[Any]]) -> list[Any]:
-    """`telegrad.rpc.wait_all` for futures of which any is Telegrad's; torch's own for others."""
+    """Wait for all futures, as `telegrad.rpc.wait_all` does.
+
+    If none of the futures is Telegrad's, torch's own function waits.
+    """
     if not any(isinstance(future, CallFuture) for future in futures):
         return _torch_wait_all(futures)
     return waiting.wait_all(futures)
 
 
 def install_wait_all() -> None:
-    """Puts :func:`wait_all` in the place of torch's."""
+    """Replace torch's function with :func:`wait_all`."""
     torch.futures.wait_all = wait_all

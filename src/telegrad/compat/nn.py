@@ -1,8 +1,8 @@
-"""What ``torch.distributed.nn.api.remote_module`` points at in a drop-in.
+"""Replacement of ``torch.distributed.nn.api.remote_module`` in a drop-in.
 
-Programs written for torch may rely on what its `RemoteModule` refuses, and on what its objects hold once they have
-been sent; so this one refuses and holds the same. What a larger module asks of the modules that it is made of is
-answered, so that its own ``parameters()``, ``state_dict()`` and so on work where torch's fail.
+Programs written for torch may rely on what its `RemoteModule` refuses, and on the attributes of its objects after they
+were sent. This class refuses the same methods and has the same attributes. Queries of a containing module are
+supported, so its ``parameters()``, ``state_dict()`` and so on work where torch's fail.
 """
 
 import types
@@ -52,12 +52,12 @@ _REFUSED: Final = (
 
 
 def forward_async(self: "_RemoteModule", *args: Any, **kwargs: Any) -> Any:
-    """The module's `forward`, as a future."""
+    """Call the module's `forward`; return a future."""
     return _ours.RemoteModule.forward_async(self, *args, **kwargs)
 
 
 def forward(self: "_RemoteModule", *args: Any, **kwargs: Any) -> Any:
-    """The module's `forward`."""
+    """Call the module's `forward` and wait."""
     return _ours.RemoteModule.forward(self, *args, **kwargs)
 
 
@@ -65,14 +65,15 @@ _GENERATED: Final = [forward_async, forward]
 
 
 class _RemoteModule(_ours.RemoteModule):
-    """`telegrad.nn.RemoteModule`, as torch has it.
+    """Form of `telegrad.nn.RemoteModule` with torch's behavior.
 
     Args:
-        remote_device, module_cls, args, kwargs: as there.
-        _module_interface_cls: a TorchScript interface; the remote module is scripted then. This object is not.
+        remote_device, module_cls, args, kwargs: as of `telegrad.nn.RemoteModule`.
+        _module_interface_cls: a TorchScript interface, for which the remote module is scripted. This object is not.
     """
 
-    # One that has been sent has nothing of its own but what torch's has; the rest is as in a module without hooks.
+    # A received object only has the attributes of torch's pickled form. These class attributes make it a module without
+    # hooks.
     training = True
     for _name in _EMPTY:
         locals()[_name] = types.MappingProxyType({})
@@ -107,7 +108,7 @@ class _RemoteModule(_ours.RemoteModule):
     def init_from_module_rref(  # type: ignore[override]
         remote_device: str, module_rref: RRef[Any], _module_interface_cls: Any = None
     ) -> "RemoteModule":
-        """As `telegrad.nn.RemoteModule.init_from_module_rref`.
+        """Wrap an existing module, as `telegrad.nn.RemoteModule.init_from_module_rref`.
 
         As in torch, `remote_device` may name a worker that is not the module's. Calls go to the owner of the reference.
         """
@@ -118,7 +119,7 @@ class _RemoteModule(_ours.RemoteModule):
         return made
 
     def __getattr__(self, name: str) -> Any:
-        # As in torch, nothing of the remote module but what its RRef's proxies give.
+        # As in torch, attributes of the remote module are only available through its RRef's proxies.
         return nn.Module.__getattr__(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -132,10 +133,10 @@ class _RemoteModule(_ours.RemoteModule):
             " Python."
         )
 
-    # ---- refused to the program, answered to the module that this one is part of
+    # ---- refused when called by the program, supported when called by a containing module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise an error unless a containing module calls this."""
         if kwargs.get("destination") is None:
             _raise_not_supported("state_dict")
         return super().state_dict(*args, **kwargs)
@@ -143,7 +144,7 @@ class _RemoteModule(_ours.RemoteModule):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Refused."""
+        """Raise an error unless a containing module calls this."""
         if memo is None:
             _raise_not_supported("named_modules")
         answered: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
@@ -167,7 +168,10 @@ for _name in _REFUSED:
 
 
 class RemoteModule(_RemoteModule):
-    """A module on another worker; see `telegrad.nn.RemoteModule` for what it can do without torch's limits."""
+    """Module on another worker, with torch's limits.
+
+    See `telegrad.nn.RemoteModule` for the class without them.
+    """
 
     def __init__(
         self, remote_device: str, module_cls: Any, args: Any = None, kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The module that ``torch.distributed.optim.optimizer`` points at in a drop-in."""
+"""Replacement of ``torch.distributed.optim.optimizer`` in a drop-in."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["DistributedOptimizer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "functional_optim_map":  # torch's own, which takes long to import
+    if name == "functional_optim_map":  # torch's own, which is slow to import
         from torch.distributed.optim.utils import functional_optim_map
 
         return functional_optim_map
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _LocalOptimizer(LocalOptimizer):
-    """An owner's part of a distributed optimizer, made as torch's is."""
+    """An owner's part of a distributed optimizer, constructed as torch's is."""
 
     def __init__(
         self, optim_cls: Callable[..., Any], local_params_rref: Iterable[RRef[Any]], *args: Any, **kwargs: Any
@@ -47,7 +47,7 @@ _script_local_optimizer_step = _local_optimizer_step
 
 
 def _wait_for_all(rpc_futs: Sequence[Any]) -> list[Any]:
-    """Waits for all futures, then raises the last error if there was any."""
+    """Wait for all futures, then raise the last error if there was one."""
     results: list[Any] = []
     error = None
     for future in rpc_futs:

@@ -1,4 +1,7 @@
-"""Makes one module resolve to another: in ``sys.modules``, as an attribute, and for all that lies below it."""
+"""Redirect of imports from one module to another.
+
+It covers ``sys.modules``, the attribute of the parent module, and all submodules.
+"""
 
 import importlib
 import importlib.abc
@@ -19,14 +22,14 @@ MODULES: Final = {
     "torch._C._distributed_rpc": "telegrad.compat.rpc",
     "torch._C._distributed_autograd": "telegrad.compat.autograd",
 }
-"""Torch's modules, and what stands for each. What lies below one resolves below the other."""
+"""Torch's modules and their replacements. Submodules resolve to submodules of the replacement."""
 
 NAMES: Final = {
     ("torch.distributed.optim", "DistributedOptimizer"): "telegrad.compat.optim",
     ("torch.distributed.nn", "RemoteModule"): "telegrad.compat.nn",
     ("torch.nn.parallel.distributed", "RRef"): "telegrad.compat.rpc",
 }
-"""Names that other modules of torch took from those when they were imported, and where ours are."""
+"""Names that other modules of torch copied from those at import, and the modules that replace them."""
 
 _AT_ONCE: Final = ("torch.distributed.rpc", "torch._C._distributed_rpc", "torch._C._distributed_autograd")
 """Modules to replace even if torch has not loaded them: the import system looks up nothing below ``torch._C``."""
@@ -35,14 +38,17 @@ _ABSENT: Final = object()
 
 
 class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The redirect of one process; :meth:`stop` undoes what :meth:`start` did."""
+    """Redirect of one process; :meth:`stop` undoes :meth:`start`."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, ModuleType] = {}  # what was in sys.modules
-        self._attributes: list[tuple[ModuleType, str, Any]] = []  # what was there: module, name, value
+        self._modules: dict[str, ModuleType] = {}  # replaced entries of sys.modules
+        self._attributes: list[tuple[ModuleType, str, Any]] = []  # replaced attributes: module, name, value
 
     def start(self) -> None:
-        """Puts ours in the place of torch's. Imports what it needs first, so a failure changes nothing."""
+        """Replace torch's modules.
+
+        All replacements are imported first, so a failure changes nothing.
+        """
         ours = {
             name: importlib.import_module(target)
             for name, target in MODULES.items()
@@ -61,7 +67,7 @@ class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Puts torch's back."""
+        """Restore torch's modules."""
         sys.meta_path.remove(self)
         for name in [name for name in sys.modules if _root_of(name)]:
             del sys.modules[name]
@@ -76,7 +82,7 @@ class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._attributes.append((module, name, getattr(module, name, _ABSENT)))
         setattr(module, name, value)
 
-    # ---- what the import system calls, for what is not in sys.modules yet ----
+    # ---- called by the import system for modules that are not in sys.modules yet ----
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -95,7 +101,7 @@ class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system takes what stands in sys.modules afterwards, so the empty module that it made goes away.
+        # The import system returns the entry of sys.modules afterwards, so its empty module is discarded.
         name = module.__name__
         sys.modules[name] = importlib.import_module(str(_real_name(name)))
 

@@ -1,7 +1,7 @@
-"""Modules that live on other workers: the API of ``torch.distributed.nn``.
+"""Modules that reside on other workers: the API of ``torch.distributed.nn``.
 
-`RemoteModule` is Telegrad's own; the differentiable collectives that ``torch.distributed.nn`` offers beside it are
-torch's, loaded when they are first asked for.
+`RemoteModule` is Telegrad's own. The differentiable collectives of ``torch.distributed.nn`` are torch's, loaded at
+first use.
 """
 
 import importlib
@@ -25,7 +25,7 @@ __all__ = ["RemoteModule", "functional", *_COLLECTIVES]  # noqa: PLE0604  # stri
 
 
 def __getattr__(name: str) -> Any:
-    # Late: torch's package imports torch's own RPC as well, where that is not redirected.
+    # Late import: without a drop-in, torch's package imports torch's own RPC as well.
     if name == "functional" or name in _COLLECTIVES:
         functional = importlib.import_module("torch.distributed.nn.functional")
         return functional if name == "functional" else getattr(functional, name)

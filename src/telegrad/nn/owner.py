@@ -1,4 +1,7 @@
-"""What runs on the owner of a remote module. Each function takes a reference to the module, which is here."""
+"""Functions that run on the owner of a remote module.
+
+Each one takes a reference to the module, which this worker owns.
+"""
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -28,10 +31,10 @@ _CPU = torch.device("cpu")
 def make_module(
     module_cls: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: str, interface: Any = None
 ) -> nn.Module:
-    """Makes a module, on a device.
+    """Create a module on a device.
 
     Args:
-        interface: a TorchScript interface that it is to be scripted for; None leaves it as it is.
+        interface: a TorchScript interface for which to script the module; None leaves it unchanged.
     """
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
@@ -44,10 +47,10 @@ def make_module(
 
 
 def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs the module with its tensors moved to its device, and gives the results.
+    """Run the module with its tensors moved to its device, and return the results.
 
     Args:
-        keep: leave the results there (a device map lets them travel); else they are moved to the CPU.
+        keep: leave the results on the device (a device map covers it); otherwise move them to the CPU.
     """
     there = torch.device(device)
     result = module.local_value()(*moved(args, there), **moved(kwargs, there))
@@ -55,7 +58,7 @@ def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: An
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A value with all tensors in its tuples, lists and dicts on a device."""
+    """Return a value with all tensors in its tuples, lists and dicts on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -68,17 +71,17 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
-    """References to its parameters."""
+    """Return references to the module's parameters."""
     return [RRef(parameter) for parameter in module.local_value().parameters(recurse)]
 
 
 def submodule_of(module: RRef[nn.Module], target: str) -> RRef[nn.Module]:
-    """A reference to a module within it."""
+    """Return a reference to a submodule."""
     return RRef(module.local_value().get_submodule(target))
 
 
 def change(module: RRef[nn.Module], method: str, args: Any, kwargs: dict[str, Any]) -> str | None:
-    """Calls a method that changes it. Returns the device of its first parameter or buffer."""
+    """Call a method that changes the module; return the device of its first tensor."""
     value = module.local_value()
     getattr(value, method)(*args, **kwargs)
     first = next((t for tensors in (value.parameters(), value.buffers()) for t in tensors), None)
@@ -86,14 +89,14 @@ def change(module: RRef[nn.Module], method: str, args: Any, kwargs: dict[str, An
 
 
 def state_of(module: RRef[nn.Module], keep: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its state, all of one moment, and the state's metadata.
+    """Return the module's state at one moment, and the state's metadata.
 
     Args:
-        keep: leave tensors on their device; else they are moved to the CPU.
+        keep: leave tensors on their device; otherwise move them to the CPU.
     """
     with between_steps(module.worker):
         state = module.local_value().state_dict()
-        # Copies: what is sent leaves when this function has returned, and steps may come then.
+        # Copies: the result is sent after this function has returned, and a step may follow before that.
         plain = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
     return plain if keep else moved(plain, _CPU), {key: dict(v) for key, v in getattr(state, "_metadata", {}).items()}
 
@@ -101,14 +104,17 @@ def state_of(module: RRef[nn.Module], keep: bool) -> tuple[dict[str, Any], dict[
 def load_state(
     module: RRef[nn.Module], state: dict[str, Any], metadata: dict[str, Any] | None, assign: bool
 ) -> tuple[list[str], list[str], str]:
-    """Sets its state. Returns the keys that are missing, those that are unexpected, and what else went wrong."""
+    """Load a state.
+
+    Return the missing keys, the unexpected keys, and the text of other errors.
+    """
     value = module.local_value()
     given = _WithMetadata(state)
     if metadata is not None:
         given._metadata = metadata
     try:
         result = value.load_state_dict(given, strict=False, assign=assign)
-    except RuntimeError as e:  # all that fits has been loaded
+    except RuntimeError as e:  # all matching entries have been loaded
         return [], [], str(e)
     return list(result.missing_keys), list(result.unexpected_keys), ""
 
@@ -118,7 +124,7 @@ class _WithMetadata(dict[str, Any]):
 
 
 class Member(IntEnum):
-    """What a name is on a module."""
+    """Kind of a module's attribute."""
 
     MISSING = 0
     METHOD = 1
@@ -128,12 +134,12 @@ class Member(IntEnum):
 
 
 def read_member(module: RRef[nn.Module], name: str) -> tuple[int, Any]:
-    """What a name is on it, and its value if it is a plain one."""
+    """Return the kind of an attribute, and its value if it is a plain one."""
     value = module.local_value()
     try:
         member = getattr(value, name)
     except AttributeError:
-        if hasattr(type(value), name):  # a property that raised it
+        if hasattr(type(value), name):  # a property raised the error
             raise
         return Member.MISSING, type(value).__name__
     if isinstance(member, nn.Module):

@@ -1,4 +1,4 @@
-"""Where a remote module is to live: a worker and a device, named in one text."""
+"""Placement of a remote module: a worker and a device, in one text."""
 
 from typing import NamedTuple
 
@@ -13,20 +13,22 @@ _FORMS = (
 
 
 class Placement(NamedTuple):
-    """A worker, by name or rank, and a device of it."""
+    """Worker, by name or rank, and one of its devices."""
 
-    on: str | int | None  # None: the worker that asks
+    on: str | int | None  # None: the calling worker
     device: torch.device
 
 
 def placement_of(text: str | torch.device) -> Placement:
-    """Reads ``"worker/device"``, ``"rank:N/device"``, ``"worker"``, ``"rank:N"`` or ``"device"``. Without a device it
-    is the CPU; without a worker, the one that asks. A worker that is called like a device needs the long form.
+    """Parse a remote device.
+
+    The forms are ``"worker/device"``, ``"rank:N/device"``, ``"worker"``, ``"rank:N"`` and ``"device"``. The default
+    device is the CPU, the default worker is the calling one. A worker with the name of a device needs the long form.
 
     Raises:
-        ValueError: it is none of these.
-        RuntimeError: torch knows no such device.
-        TypeError: it is neither text nor a device.
+        ValueError: the text has none of these forms.
+        RuntimeError: torch does not know the device.
+        TypeError: the argument is neither text nor a device.
     """
     if isinstance(text, torch.device):
         return Placement(None, text)

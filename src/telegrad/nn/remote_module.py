@@ -1,4 +1,4 @@
-"""A module that lives on another worker, used as if it were here."""
+"""Module on another worker, used like a local one."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
@@ -27,7 +27,7 @@ _SENT = ("on", "device", "is_device_map_set", "is_scriptable", "training", "modu
 
 
 def refuse(name: str, why: str = "") -> NoReturn:
-    """Raises the known error.
+    """Raise torch's error for a method that remote modules do not support.
 
     Raises:
         ValueError: always.
@@ -36,7 +36,7 @@ def refuse(name: str, why: str = "") -> NoReturn:
 
 
 def _changing(name: str) -> Any:
-    """A method of modules that returns them."""
+    """Return a method that changes the remote module and returns this object."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._change(name, *args, **kwargs)
@@ -45,7 +45,7 @@ def _changing(name: str) -> Any:
 
 
 def _doing(name: str) -> Any:
-    """A method of modules that returns nothing."""
+    """Return a method that changes the remote module and returns nothing."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
         self._change(name, *args, **kwargs)
@@ -60,34 +60,37 @@ def _like_torchs(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class RemoteModule(nn.Module):
-    """A module that is made, lives and runs on another worker. Here it is an ``nn.Module`` without parameters of its
-    own, which can be part of a larger one; calling it runs the remote module and records for distributed autograd.
+    """Module that is created, resides and runs on another worker.
 
-    Any method of the remote module can be called on it. Those that torch defines for modules do what they do, over
-    there: `to`, `double`, `train`, `requires_grad_`, `apply` ... return this object; arguments are copied there. Hooks
-    that are registered here run here, around the call. Methods that would give out parameters, buffers or modules
-    raise ``ValueError``: `remote_parameters` gives references, `state_dict` copies, `get_submodule` remote modules.
+    Locally it is an ``nn.Module`` without its own parameters, which can be part of a larger module. Calling it runs the
+    remote module and records for distributed autograd.
 
-    It travels in remote calls, and refers to the same remote module there; hooks and attributes of the program's own
-    stay behind. Elsewhere it cannot be pickled.
+    Any method of the remote module can be called on it. Methods that torch defines for modules apply to the remote
+    module: `to`, `double`, `train`, `requires_grad_`, `apply` ... return this object; their arguments are copied to the
+    owner. Hooks registered on this object run locally, around the call. Methods that would return parameters, buffers
+    or modules raise ``ValueError``: `remote_parameters` returns references, `state_dict` copies, `get_submodule` remote
+    modules.
+
+    It can be sent in remote calls, and then refers to the same remote module. Hooks and the program's own attributes
+    are not sent. It cannot be pickled outside of calls.
 
     Args:
-        remote_device: ``"<worker>/<device>"``, ``"rank:<rank>/<device>"``, either without device (the CPU then), or
-            a device of this worker.
-        module_cls: what makes the module there: a class, or any other callable that can travel.
-        args, kwargs: its arguments, copied there.
+        remote_device: ``"<worker>/<device>"``, ``"rank:<rank>/<device>"``, either without a device (for the CPU), or a
+            device of this worker.
+        module_cls: creates the module on its worker: a class, or any other callable that can be serialized.
+        args, kwargs: its arguments, copied to the worker.
 
     Attributes:
         on: name or rank of the worker.
         device: the device, as text.
         is_device_map_set: whether calls between the two workers carry tensors of other devices than the CPU.
         is_scriptable: False; TorchScript cannot make remote calls through Telegrad.
-        training: what `train` and `eval` set last through this object.
+        training: the mode last set with `train` or `eval` through this object.
         module_rref: the reference to the module.
 
     Raises:
         AssertionError: this process has not joined a group.
-        ValueError, RuntimeError: remote_device is no place. What making the module raises comes with its first use.
+        ValueError, RuntimeError: remote_device is invalid. The first use raises errors of the module's constructor.
     """
 
     on: str | int
@@ -108,7 +111,7 @@ class RemoteModule(nn.Module):
         self._make(module_cls, args, kwargs, None)
 
     def _place(self, remote_device: str | torch.device, otherwise: str) -> None:
-        """Sets where the module is: on the worker `otherwise` if `remote_device` names none."""
+        """Set the module's location; `otherwise` is the default worker."""
         worker = _worker()
         place = placement_of(remote_device)
         self.on = otherwise if place.on is None else place.on
@@ -123,14 +126,14 @@ class RemoteModule(nn.Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str | torch.device, module_rref: RRef[Any]) -> Self:
-        """A remote module of a module that exists already, on any worker of the group.
+        """Return a remote module for a module that exists on any worker of the group.
 
         Args:
-            remote_device: where it is: as for the class, or a device alone: of the reference's owner. It is not moved.
-            module_rref: a reference to it.
+            remote_device: its location: as for the class, or only a device of the reference's owner. It is not moved.
+            module_rref: a reference to the module.
 
         Raises:
-            ValueError: remote_device names another worker than the reference's owner.
+            ValueError: remote_device names a worker other than the reference's owner.
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -147,16 +150,18 @@ class RemoteModule(nn.Module):
     # ---- running it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the remote module, its hooks included, and waits for what it returns.
+        """Run the remote module, including its hooks, and wait for the result.
 
         Raises:
-            what the module raises, or what making it raised.
+            errors of the module or of its constructor.
         """
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
-        """As `forward`, but returns the future of its result. (Hooks registered here are run by calling the module, not
-        by this.)"""
+        """Run the remote module and return the future of its result.
+
+        Hooks registered on this object do not run: only calling the object runs them.
+        """
         if torch.device(self.device).type in ("cpu", "meta"):
             future: CallFuture[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
             return future
@@ -169,11 +174,11 @@ class RemoteModule(nn.Module):
         return rpc.rpc_sync(self.module_rref.owner_id, function, (self.module_rref, *args))
 
     def __getattr__(self, name: str) -> Any:
-        """Any other attribute is that of the remote module: methods to be called, plain values as copies."""
+        """Return an attribute of the remote module: a method, or a copy of a value."""
         if name.startswith("__") or "module_rref" not in self.__dict__:
             return super().__getattr__(name)
         try:
-            return super().__getattr__(name)  # a module or parameter that was set here
+            return super().__getattr__(name)  # a module or parameter of this object
         except AttributeError:
             kind, value = self._sync(owner.read_member, name)
         if kind == Member.METHOD:
@@ -189,26 +194,28 @@ class RemoteModule(nn.Module):
     # ---- what it consists of
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to its parameters, in the order of ``parameters()``, for a `DistributedOptimizer`.
+        """Return references to the parameters, for a `DistributedOptimizer`.
+
+        They are in the order of ``parameters()``.
 
         Args:
-            recurse: those of its submodules too.
+            recurse: include parameters of submodules.
         """
         references: list[RRef[nn.Parameter]] = self._sync(owner.parameters_of, recurse)
         return references
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """The reference to the module."""
+        """Return the reference to the module."""
         return self.module_rref
 
     def get_submodule(self, target: str) -> "RemoteModule":
-        """A module within it, as a remote module.
+        """Return a submodule as a remote module.
 
         Args:
             target: its path, as for ``nn.Module.get_submodule``.
 
         Raises:
-            AttributeError: there is none.
+            AttributeError: there is no such submodule.
         """
         if not target:
             return self
@@ -219,24 +226,26 @@ class RemoteModule(nn.Module):
         return made
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Not those of the remote module: raises `ValueError`. (With ``recurse=False`` there are none: so a module
-        that this one is part of can collect its own.)"""
+        """Raise `ValueError`: the parameters are on another worker.
+
+        With ``recurse=False`` there are none, so that a containing module can collect its own.
+        """
         return self._nothing("parameters", recurse)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `parameters`."""
+        """Raise `ValueError` as `parameters` does."""
         return self._nothing("named_parameters", recurse)
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """As `parameters`."""
+        """Raise `ValueError` as `parameters` does."""
         return self._nothing("buffers", recurse)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `parameters`."""
+        """Raise `ValueError` as `parameters` does."""
         return self._nothing("named_buffers", recurse)
 
     @staticmethod
@@ -246,19 +255,19 @@ class RemoteModule(nn.Module):
         return iter(())
 
     def children(self) -> Iterator[nn.Module]:
-        """Not those of the remote module: raises `ValueError`."""
+        """Raise `ValueError`: the submodules are on another worker."""
         refuse("children", "``get_submodule`` gives remote modules.")
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As `children`."""
+        """Raise `ValueError` as `children` does."""
         refuse("named_children", "``get_submodule`` gives remote modules.")
 
     def get_parameter(self, target: str) -> NoReturn:
-        """Raises `ValueError`."""
+        """Raise `ValueError`: the parameter is on another worker."""
         refuse("get_parameter", "``remote_parameters`` gives references, ``state_dict`` copies.")
 
     def get_buffer(self, target: str) -> NoReturn:
-        """Raises `ValueError`."""
+        """Raise `ValueError`: the buffer is on another worker."""
         refuse("get_buffer", "``state_dict`` gives copies.")
 
     # ---- its state
@@ -267,7 +276,7 @@ class RemoteModule(nn.Module):
         state, metadata = self._sync(owner.state_of, self.is_device_map_set)
         destination.update({prefix + key: value for key, value in state.items()})
         if hasattr(destination, "_metadata"):
-            # As a module that is here would note it; and once more, for loading is not told what its submodules noted.
+            # The keys of a local module, and the whole once more: loading does not pass submodules' metadata on.
             noted = {prefix + key if key else prefix[:-1]: dict(value) for key, value in metadata.items()}
             noted.setdefault(prefix[:-1], {})[_METADATA] = metadata
             destination._metadata.update(noted)
@@ -300,13 +309,13 @@ class RemoteModule(nn.Module):
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the remote module's mode."""
+        """Set the remote module's mode."""
         self._change("train", mode)
         self.training = mode
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """What changes a module that this one is part of does not change the remote module."""
+        """Do nothing: changes of a containing module do not apply to the remote module."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -340,7 +349,7 @@ class RemoteModule(nn.Module):
     set_submodule: Any = _doing("set_submodule")
     set_extra_state: Any = _doing("set_extra_state")
 
-    # ---- travelling
+    # ---- serialization
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not being_written():
@@ -355,7 +364,7 @@ _KINDS = {Member.MODULE: "submodule", Member.TENSOR: "parameter or buffer"}
 
 
 class _Method:
-    """A method of a remote module: called, it runs there and returns what that returns."""
+    """Method of a remote module; a call runs on the owner and returns the result."""
 
     def __init__(self, module: RemoteModule, name: str) -> None:
         self._module = module
@@ -365,16 +374,16 @@ class _Method:
         return getattr(self._module.module_rref.rpc_sync(), self._name)(*args, **kwargs)
 
     def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
-        """As calling it, but returns a future."""
+        """Call the method; return a future."""
         future: CallFuture[Any] = getattr(self._module.module_rref.rpc_async(), self._name)(*args, **kwargs)
         return future
 
     async def call(self, *args: Any, **kwargs: Any) -> Any:
-        """As calling it, but a coroutine."""
+        """Call the method as a coroutine."""
         return await self.rpc_async(*args, **kwargs)
 
     def remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """As calling it, but the result stays there; returns a reference to it."""
+        """Call the method; the owner keeps the result. Return a reference to it."""
         result: RRef[Any] = getattr(self._module.module_rref.remote(), self._name)(*args, **kwargs)
         return result
 
@@ -383,7 +392,7 @@ class _Method:
 
 
 def arrived(cls: Any, *sent: Any) -> RemoteModule:
-    """Makes a remote module of what travelled."""
+    """Create a remote module from its serialized form."""
     made: RemoteModule = cls.__new__(cls)
     nn.Module.__init__(made)
     made.__dict__.update(zip(_SENT, sent, strict=True))

@@ -1,7 +1,7 @@
-"""Seeing into calls: what torch's profilers show of them, and of what they do on other workers.
+"""Profiles of calls: torch's profilers show them and their work on other workers.
 
 Importing `telegrad.rpc` is enough: ``torch.profiler.profile`` and ``torch.autograd.profiler_legacy.profile`` then show
-calls, and the operators that they run elsewhere, under torch's own names. See docs/profiling.md.
+calls, and the operators that they run on other workers, under torch's names. See docs/profiling.md.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,20 @@ name_next_call: Callable[[str], None] = profiler.name_next_call
 
 
 def remote_calls(profile: Any) -> list[RemoteCall]:
-    """The calls under a profiler whose callees have reported what they did, in the order in which they did so.
+    """Return a profiler's calls with reports, in the order of the reports.
 
     Args:
-        profile: a ``torch.profiler.profile`` or one of the profilers of ``torch.autograd``; of several cycles the last.
+        profile: a ``torch.profiler.profile`` or a profiler of ``torch.autograd``. Only its last cycle counts.
 
     Returns:
-        Names, times (ns since the epoch, by this machine's clock) and events.
+        Names, times (ns since the epoch, by the clock of this machine) and events.
     """
     session = session_of(profile)
     return [] if session is None else list(session.calls)
 
 
 def remote_events(profile: Any) -> list[Any]:
-    """What other workers did under a profiler that has ended: those of its events that are remote.
+    """Return the events of other workers under a profiler that has ended.
 
     Args:
         profile: as of `remote_calls`.

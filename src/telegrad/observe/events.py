@@ -1,4 +1,4 @@
-"""What a profile knows of one operator, in a form that travels: torch's own events cannot leave their process."""
+"""Profile events in a serializable form; torch's own cannot leave their process."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,21 +7,21 @@ from telegrad.observe.torchs import EventList, FunctionEvent
 
 __all__ = ["REMOTE_OP", "Event", "clock_offset", "combined"]
 
-REMOTE_OP = "#remote_op: "  # between the name of a call and that of what its callee did; torch's own
+REMOTE_OP = "#remote_op: "  # between the names of a call and of an event of its callee; as in torch
 _THREADS_OF_A_NODE = 1_000_000
 
 
 class Event(NamedTuple):
-    """One operator, or one call."""
+    """Event of one operator or one call."""
 
     name: str
-    node: int  # id of the worker that it ran on
+    node: int  # id of the worker on which it ran
     thread: int
     start: int  # ns since the epoch
     end: int
     is_async: bool = False
     scope: int = 0  # an at::RecordScope
-    shapes: Any = None  # of its tensors, where they were to be recorded
+    shapes: Any = None  # of its tensors, if recorded
     stack: Any = None
     cpu_memory: int = 0  # bytes
     device_memory: int = 0
@@ -30,7 +30,10 @@ class Event(NamedTuple):
 
     @classmethod
     def of(cls, event: Any, node: int, base: int) -> "Event":
-        """Of torch's event. `base` is the moment, in ns since the epoch, from which its times count."""
+        """Convert torch's event.
+
+        `base` is the start, in ns since the epoch, from which torch counts its times.
+        """
         return cls(
             event.name,
             node,
@@ -48,24 +51,27 @@ class Event(NamedTuple):
         )
 
     def seen_by_caller(self, call: str, offset: int) -> "Event":
-        """As what a callee did in a call, by the caller's clock."""
+        """Return the event as one of a call's callee, by the caller's clock."""
         return self._replace(name=f"{call}{REMOTE_OP}{self.name}", start=self.start - offset, end=self.end - offset)
 
     def as_function_event(self, base: int, here: int | None = None) -> Any:
-        """As torch's event, its times counted from `base`; remote unless it is of the worker `here`, and of no call."""
+        """Return torch's form of the event, with times counted from `base`.
+
+        The event is remote unless it is of the worker `here` and of no call.
+        """
         remote = self.node != here or REMOTE_OP in self.name
         event = FunctionEvent(
             id=0,
             node_id=self.node,
             name=self.name,
             trace_name=self.name,
-            # Threads of different workers have the same small numbers, and torch tells events apart by them.
+            # Threads of different workers have the same small numbers, and torch identifies events by them.
             thread=self.thread + (self.node + 1) * _THREADS_OF_A_NODE if remote else self.thread,
             start_us=(self.start - base) / 1000,
             end_us=(self.end - base) / 1000,
             input_shapes=self.shapes,
             stack=self.stack,
-            scope=0,  # a backward pass elsewhere has no forward operators here to be tied to
+            scope=0,  # a remote backward pass has no forward operators in this process
             cpu_memory_usage=self.cpu_memory,
             device_memory_usage=self.device_memory,
             is_async=self.is_async,
@@ -83,14 +89,14 @@ def _lists(shapes: Any) -> Any:
 
 
 def clock_offset(sent: int, received: int, replied: int, returned: int) -> int:
-    """By how many ns the callee's clock is ahead of the caller's.
+    """Return by how many ns the callee's clock is ahead of the caller's.
 
-    The two are taken as one clock (0) as far as what they say is possible: no message arrives before it was sent.
-    Otherwise the way there is taken to have been as long as the way back, as NTP does.
+    The clocks count as one (0) if their times are possible, that is, no message arrives before it was sent. Otherwise
+    both directions are assumed to take the same time, as in NTP.
 
     Args:
         sent, returned: by the caller's clock.
-        received, replied: by the callee's.
+        received, replied: by the callee's clock.
     """
     if sent <= received <= replied <= returned:
         return 0
@@ -98,13 +104,13 @@ def clock_offset(sent: int, received: int, replied: int, returned: int) -> int:
 
 
 def combined(local: Any, others: Iterable[Event], node: int, base: int) -> Any:
-    """A profile's events, those of other workers and threads among them, in the order of their beginnings.
+    """Return all events of a profile, including other workers', in order of start.
 
     Args:
-        local: torch's, with its tree of parents and children, which stays.
-        others: to be added, with a tree of their own.
+        local: torch's events, with their tree of parents and children, which is kept.
+        others: events to add, with their own tree.
         node: id of this worker.
-        base: ns since the epoch from which torch's times count.
+        base: start of torch's times in ns since the epoch.
     """
     options = {
         "use_device": local._use_device,

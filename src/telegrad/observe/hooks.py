@@ -1,7 +1,7 @@
-"""Where torch's profilers tell of their start and end, and show what other workers did.
+"""Hooks of torch's profilers: their start, their end, and their events.
 
-Torch has no place to register for this, so methods of its two profiler classes are wrapped; each wrapper calls what it
-wraps. A profiler under which no call is made shows what it would show without.
+Torch has no registration for this, so methods of its two profiler classes are wrapped. Each wrapper calls the original.
+A profiler without calls shows the same as without the wrappers.
 """
 
 import functools
@@ -20,7 +20,10 @@ _SESSION = "_telegrad_session"
 
 
 def session_of(profile: Any) -> Session | None:
-    """That of one of torch's profilers; None if it has not been started since Telegrad was imported."""
+    """Return the session of one of torch's profilers.
+
+    None if it has not been started since Telegrad was imported.
+    """
     session: Session | None = getattr(getattr(profile, "profiler", None) or profile, _SESSION, None)
     return session
 
@@ -83,7 +86,7 @@ def _export(self: Any, export: Callable[[], Any], path: Any, *_: Any) -> Any:
 
 
 def install() -> None:
-    """Wraps them."""
+    """Wrap the methods of torch's profilers."""
     _wrap(torchs.Kineto, "_start_trace", _start)
     _wrap(torchs.Kineto, "__exit__", _end)
     _wrap(torchs.Kineto, "_parse_kineto_results", _parse)

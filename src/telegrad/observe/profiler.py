@@ -1,4 +1,7 @@
-"""What the call path asks: who profiles, and what is to be recorded. One for the process, as torch's profilers are."""
+"""Profiler of the process, which the call path asks whether to record.
+
+There is one for the process, as torch's profilers are.
+"""
 
 import itertools
 import threading
@@ -12,24 +15,20 @@ from telegrad.observe.sessions import Session
 from telegrad.observe.spans import RecordedSpan, SessionSpan, Span, call_key, function_name
 from telegrad.worker import live_workers, profiling
 from telegrad.worker.calls import Calls
+from telegrad.worker.interceptors import PROFILER, switch
 from telegrad.worker.profiling import Asked, Report
-from telegrad.worker.scope import autocast_is_on
 
 __all__ = ["Profiler", "profiler"]
 
 
 class _Key(threading.local):
-    """The name that this thread has chosen for its next call."""
+    """Name that this thread has chosen for its next call."""
 
     chosen: str | None = None
 
 
-def _unusual() -> bool:
-    return autocast_is_on() or torchs.profiler_enabled() or profiling.recording.get() is not None
-
-
 class Profiler:
-    """See `telegrad.worker.profiling.Observer`."""
+    """Implementation of `telegrad.worker.profiling.Observer`."""
 
     def __init__(self) -> None:
         self.on: bool = False
@@ -37,9 +36,9 @@ class Profiler:
         self._lock = threading.Lock()
         self._active = 0  # sessions, recordings and servers' profiles
         self._sessions: list[Session] = []
-        self._servers: tuple[Any, ...] = ()  # profiles of all that this process answers
+        self._servers: tuple[Any, ...] = ()  # profiles of all requests of this process
         self._numbers = itertools.count(1)
-        self._spans: dict[int, Span] = {}  # those whose calls are under way, by number
+        self._spans: dict[int, Span] = {}  # of pending calls, by number
         self._key = _Key()
 
     # ---- the caller's side
@@ -53,7 +52,7 @@ class Profiler:
         asked: Asked | None = None
         if mode == "type":
             mode, function = "async", "_rref_typeof_on_owner"
-        elif mode != "to_here":  # a fetch runs nothing
+        elif mode != "to_here":  # a fetch runs no function
             options = session.options if session is not None else recording.options  # type: ignore[union-attr]
             asked = (next(self._numbers), int(options))
         key, self._key.chosen = self._key.chosen, None
@@ -80,11 +79,14 @@ class Profiler:
         self._spans.pop(asked[0], None)
 
     def range(self, name: str) -> AbstractContextManager[Any]:
-        """A part of what this thread does, under a name, where it is being profiled."""
+        """Label a section of this thread's work if it is being profiled."""
         return torchs.record_function(name) if torchs.profiler_enabled() else nullcontext()
 
     def beside(self, calls: Calls) -> Recording | None:
-        """Records what other threads do for this one, where it is being profiled; reported, it joins the profile."""
+        """Return a recording of other threads' work for this one, if it is profiled.
+
+        When the recording is reported, its events join the profile.
+        """
         inner = profiling.recording.get()
         session = self._session(False) if torchs.profiler_enabled() else None
         if session is None:
@@ -94,7 +96,7 @@ class Profiler:
         return Recording(self, session.node, None, session.options, session)
 
     def name_next_call(self, key: str) -> None:
-        """The next call that this thread makes under a profiler has this name there."""
+        """Set the profile's name for the next profiled call of this thread."""
         self._key.chosen = key
 
     # ---- the callee's side
@@ -107,7 +109,7 @@ class Profiler:
         return Recording(self, node, asked, options)
 
     def recorded(self, recording: Recording) -> None:
-        """One has ended."""
+        """Handle the end of a recording."""
         self._count(-1)
         if recording.session is not None:
             recording.session.add(recording.events)
@@ -115,20 +117,20 @@ class Profiler:
         self.served_by(recording.events)
 
     def served_by(self, events: list[Event]) -> None:
-        """A request, or a part of a backward pass, has been answered by this."""
+        """Add the events of a request, or of a part of a backward pass, to all servers."""
         for server in self._servers:
             server.took(events)
 
-    # ---- who profiles
+    # ---- active profilers
 
     def open(self, session: Session) -> None:
-        """A profiler of the program's has started in this thread."""
+        """Register a profiler that the program has started in this thread."""
         with self._lock:
             self._sessions.append(session)
         self._count(1)
 
     def close(self, session: Session) -> None:
-        """It has ended."""
+        """Remove a profiler that has ended."""
         with self._lock:
             if session.closed:
                 return
@@ -137,8 +139,11 @@ class Profiler:
         self._count(-1)
 
     def _session(self, or_latest: bool) -> Session | None:
-        """The one that this thread is being profiled for: its own; else the latest, if that is wanted, because torch
-        takes a profiler along to the threads of its engine."""
+        """Return the session for which this thread is being profiled.
+
+        By default it is the thread's own. With `or_latest` it may be the latest of the process: torch copies a profiler
+        to the threads of the autograd engine.
+        """
         me = threading.get_ident()
         sessions = self._sessions
         for session in reversed(sessions):
@@ -147,7 +152,7 @@ class Profiler:
         return sessions[-1] if or_latest and sessions else None
 
     def serve(self, server: Any) -> None:
-        """All requests that this process answers from now on are to be recorded, for a server's profile too."""
+        """Record all requests of this process from now on, for a server's profile."""
         with self._lock:
             self._servers = (*self._servers, server)
             self.serving = True
@@ -155,7 +160,7 @@ class Profiler:
         self._admit()
 
     def served(self, server: Any) -> None:
-        """No more for this one."""
+        """Stop recording for a server's profile."""
         with self._lock:
             if server not in self._servers:
                 return
@@ -167,13 +172,13 @@ class Profiler:
     @staticmethod
     def _admit() -> None:
         for worker in list(live_workers):
-            worker.handlers.admit_plain()
+            worker.handlers.admit()
 
     def _count(self, change: int) -> None:
         with self._lock:
             self._active += change
             self.on = self._active > 0
-            profiling.unusual = _unusual if self.on else autocast_is_on
+            switch(PROFILER, self if self.on else None)
 
 
 profiler: Profiler = Profiler()

@@ -1,7 +1,7 @@
-"""The called side: what runs for a request is recorded where it runs, and goes back with the reply.
+"""Recordings of requests on the callee, which returns them with the reply.
 
-Torch's legacy profiler does the recording. It is a thread's own and leaves other threads alone, so that many requests
-are recorded at once and none of them slows another; Kineto is one for the whole process.
+Torch's legacy profiler does the recording. It records a single thread and does not affect others, which allows many
+recordings at once. Kineto is one for the whole process.
 """
 
 import threading
@@ -21,7 +21,7 @@ __all__ = ["Option", "Recording", "go_on", "pause"]
 
 
 class Option(IntFlag):
-    """What a profiler is to note of each operator."""
+    """Options of a profiler: what to record of each operator."""
 
     SHAPES = 1
     MEMORY = 2
@@ -32,7 +32,7 @@ class Option(IntFlag):
 
     @classmethod
     def of(cls, profile: Any) -> "Option":
-        """What one of torch's profilers was asked to note."""
+        """Return the options of one of torch's profilers."""
         options = cls(0)
         for option, name in _ATTRIBUTES.items():
             if getattr(profile, name, False):
@@ -42,7 +42,7 @@ class Option(IntFlag):
         return options
 
     def config(self) -> Any:
-        """For torch's legacy profiler."""
+        """Return the configuration for torch's legacy profiler."""
         cuda = Option.CUDA in self and torch.cuda.is_available()
         state = torchs.ProfilerState.CUDA if cuda else torchs.ProfilerState.CPU
         chosen = [
@@ -61,7 +61,10 @@ _ATTRIBUTES = {
 
 
 class _Here(threading.local):
-    """The recordings that this thread is in, inner ones last: (recording, start of torch's profiler or None, token)."""
+    """Recordings that this thread has entered, the innermost last.
+
+    An entry is (recording, start of torch's profiler or None, token).
+    """
 
     def __init__(self) -> None:
         self.entered: list[tuple[Recording, int | None, Token[Any]]] = []
@@ -72,14 +75,16 @@ _here = _Here()
 
 
 class Recording:
-    """What is recorded of one request. A context manager: threads enter it while something runs for the request.
+    """Recording of one request; a context manager.
+
+    Threads enter it while they work for the request.
 
     Args:
-        profiler: that is told when it ends.
-        node: the id of the worker that answers.
-        asked: what the request says; None if only this process wants to know.
-        options: what to note.
-        session: of this process, that it is for; it is then of no request.
+        profiler: notified when the recording ends.
+        node: id of the callee.
+        asked: what the request asks to record; None if only this process records.
+        options: what to record of each operator.
+        session: the session of this process to which the recording belongs, if it belongs to no request.
     """
 
     def __init__(self, profiler: Any, node: int, asked: Asked | None, options: Option, session: Any = None) -> None:
@@ -103,7 +108,10 @@ class Recording:
             self._take(start)
 
     def drain(self) -> list[Any]:
-        """What has been recorded so far, also by this thread, if it is inside; it goes on. Servers' profiles get it."""
+        """Return the events recorded so far, and continue recording.
+
+        Events of this thread are included if it is inside. Servers' profiles get the events too.
+        """
         for place in self._leave():
             _, _, token = _here.entered[place]
             _here.entered[place] = (self, _start(self.options), token)
@@ -112,7 +120,10 @@ class Recording:
         return [tuple(event) for event in events]
 
     def _leave(self) -> list[int]:
-        """What this thread has done so far counts. Where it was inside, and is no longer recorded."""
+        """Add this thread's events so far, and stop its recording.
+
+        Return the positions at which this thread was recording.
+        """
         places = []
         for place, (recording, start, token) in enumerate(_here.entered):
             if recording is self and start is not None:
@@ -122,7 +133,7 @@ class Recording:
         return places
 
     def join(self, name: str, began: int, events: list[Any]) -> None:
-        """Other workers have done this for something of that name, which began at that time, in ns since the epoch."""
+        """Add events of other workers under a name that began at `began` (ns since epoch)."""
         if not events:
             return
         found = [Event(*event) for event in events]
@@ -131,7 +142,7 @@ class Recording:
         self.events += [event.seen_by_caller(name, offset) for event in found]
 
     def leave_beside(self) -> None:
-        """Whoever made it with `beside` needs it no longer."""
+        """End a recording made with `beside`."""
         if self.session is not None:
             self.report()
 
@@ -151,7 +162,10 @@ class Recording:
 
 
 def pause() -> None:
-    """A profiler of the program's own is about to begin in this thread, which can have only one."""
+    """Pause this thread's recording before a profiler of the program starts.
+
+    A thread can have only one profiler.
+    """
     paused: Recording | None = None
     if _here.entered:
         inner, start, token = _here.entered[-1]
@@ -163,7 +177,7 @@ def pause() -> None:
 
 
 def go_on() -> None:
-    """It has ended."""
+    """Resume the recording after the profiler of the program has ended."""
     paused = _here.paused.pop() if _here.paused else None
     if paused is not None and _here.entered and _here.entered[-1][0] is paused:
         recording, _, token = _here.entered[-1]
@@ -171,8 +185,10 @@ def go_on() -> None:
 
 
 def _start(options: Option) -> int | None:
-    """Switches torch's profiler on in this thread: when that was, in ns since the epoch. None: there is none, or it is
-    another's."""
+    """Start torch's profiler in this thread and return the time in ns since the epoch.
+
+    Return None if torch has no legacy profiler, or another profiler is active.
+    """
     if torchs.legacy is None or torchs.profiler_enabled():
         return None
     torchs.enable_legacy(options.config())
@@ -180,17 +196,17 @@ def _start(options: Option) -> int | None:
 
 
 def _stop(start: int, node: int) -> list[Event]:
-    """Switches it off, and says what it has seen."""
+    """Stop torch's profiler and return its events."""
     try:
         records = torchs.disable_legacy()
-    except RuntimeError:  # what ran here has switched it off, as a profiler of its own
+    except RuntimeError:  # the code that was run has stopped it, as its own profiler
         return []
     whole = [_without_strays(thread) for thread in records]
     return [Event.of(event, node, start) for event in torchs.legacy._parse_legacy_records(whole)]
 
 
 def _without_strays(records: list[Any]) -> list[Any]:
-    """Without the ends of ranges that had begun before."""
+    """Remove the ends of ranges that had begun before."""
     begun: set[Any] = set()
     kept = []
     for record in records:

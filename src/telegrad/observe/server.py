@@ -1,4 +1,4 @@
-"""Profiles of all that a process answers, whoever calls."""
+"""Profiles of all requests of a process."""
 
 import itertools
 import time
@@ -18,23 +18,25 @@ else:
 
 
 class ServerProfile(_Base):
-    """A profiler of every request that this process answers while it is on, on all threads and for all callers. Code
-    that runs outside of requests is not in it. Several may be on at once, one inside another or not.
+    """Profiler of every request of this process while it is active, for all callers.
+
+    It covers all threads that run requests, but no code outside of requests. Several may be active at once, nested or
+    not.
 
     Args: as of ``torch.autograd.profiler_legacy.profile``: enabled, use_cuda, record_shapes, with_flops,
         profile_memory, with_stack, with_modules.
 
     Attributes:
-        function_events: all events, an ``EventList``; from the end on.
-        process_global_function_events: a list of ``FunctionEvent`` for each request; from the end on.
+        function_events: all events, an ``EventList``; available after the end.
+        process_global_function_events: a list of ``FunctionEvent`` for each request; available after the end.
 
     Raises:
-        RuntimeError: torch no longer has its legacy profiler, which does the work; or it is entered again.
+        RuntimeError: torch no longer has its legacy profiler, which is required; or this is entered twice.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if Legacy is None:
-            raise RuntimeError("a profile of a server needs torch.autograd.profiler_legacy, which this torch has not.")
+            raise RuntimeError("a server profile needs torch.autograd.profiler_legacy, which this torch lacks.")
         self.entered: bool = False
         self.process_global_function_events: list[list[Any]]
         self.function_events: Any
@@ -43,11 +45,11 @@ class ServerProfile(_Base):
 
     @property
     def options(self) -> Option:
-        """What is noted."""
+        """Return what is recorded of each operator."""
         return Option.of(self)
 
     def took(self, events: list[Event]) -> None:
-        """A request has been answered."""
+        """Add the events of a finished request."""
         self._requests.append(events)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The calls that were made while one of torch's profilers was on."""
+"""Calls made while one of torch's profilers was active."""
 
 import os
 import threading
@@ -14,14 +14,14 @@ from telegrad.observe.spans import SEPARATOR, SessionSpan
 __all__ = ["RemoteCall", "Session"]
 
 
-_SLACK = 10_000_000  # ns by which Kineto's clock may differ from ours
+_SLACK = 10_000_000  # ns by which Kineto's clock may differ from time.time_ns
 
 
 class RemoteCall(NamedTuple):
-    """What is known of a call whose callee has reported. Times are in ns since the epoch, by the caller's clock."""
+    """Call with its callee's report. Times are ns since epoch by the caller's clock."""
 
     key: str
-    thread: int  # that made it: the system's number
+    thread: int  # native id of the calling thread
     sent: int
     node: int  # id of the callee
     name: str  # of the callee
@@ -31,12 +31,12 @@ class RemoteCall(NamedTuple):
 
 
 class Session:
-    """One of torch's profilers, from its start to its end.
+    """Run of one of torch's profilers, from start to end.
 
     Args:
-        options: what it was asked to note.
-        legacy: is it torch's legacy profiler, and not Kineto?
-        before: ns since the epoch when it had not started yet; the session is made when it has.
+        options: what it records of each operator.
+        legacy: whether it is torch's legacy profiler, not Kineto.
+        before: time before its start, in ns since the epoch. The session is created after the start.
     """
 
     def __init__(self, options: Option, legacy: bool, before: int) -> None:
@@ -44,27 +44,30 @@ class Session:
         self.legacy = legacy
         self.thread: int = threading.get_ident()
         self.process: int = os.getpid()
-        self.node: int = -1  # the id of the worker that made its calls
-        self.names: dict[int, str] = {}  # of workers that did something, by id
+        self.node: int = -1  # id of the worker that made its calls
+        self.names: dict[int, str] = {}  # names of workers with events, by id
         self._name_of: Callable[[int], str] = str
         self.calls: list[RemoteCall] = []
-        self.spans: list[SessionSpan] = []  # those that have ended
-        self.more: list[Event] = []  # for no single call: of backward passes, and of threads that torch does not see
+        self.spans: list[SessionSpan] = []  # spans that have ended
+        self.more: list[Event] = []  # events of no single call: backward passes and unprofiled threads
         self.closed: bool = False
         self._started = before, time.time_ns()
 
     def called_by(self, node: int, name_of: Callable[[int], str]) -> None:
-        """Which worker makes its calls."""
+        """Set the worker that makes its calls."""
         self.node = node
         self._name_of = name_of
 
     def close(self) -> None:
-        """The profiler has ended. It may live long; its worker need not."""
+        """Mark the profiler as ended.
+
+        It may outlive its worker, so it releases the worker.
+        """
         self.closed = True
         self._name_of = str
 
     def took(self, span: SessionSpan, received: int, replied: int, events: list[Event]) -> None:
-        """A callee's report has come. One that comes after the end is too late."""
+        """Add a callee's report, unless the profiler has ended."""
         if not self.closed:
             node, name = span.peer
             self.names[node] = name
@@ -74,7 +77,7 @@ class Session:
             )
 
     def add(self, events: list[Event]) -> None:
-        """Of this process and others, for no single call."""
+        """Add events of no single call, of this process and others."""
         if not self.closed:
             self._name(events)
             self.more += events
@@ -85,12 +88,12 @@ class Session:
                 self.names[event.node] = self._name_of(event.node)
 
     def ended(self, span: SessionSpan) -> None:
-        """So has a call."""
+        """Add a call that has ended."""
         if not self.closed:
             self.spans.append(span)
 
     def completed(self, events: Any) -> Any:
-        """The legacy profiler's events, with those of other workers."""
+        """Return the legacy profiler's events together with those of other workers."""
         self._name_node(events)
         for event in [event for event in events if event.name == SEPARATOR]:
             events.remove(event)
@@ -100,7 +103,10 @@ class Session:
         return combined(events, others, self.node, self._base(events)) if others else events
 
     def extended(self, events: list[Any], start: int) -> list[Any]:
-        """As `completed`, of Kineto's events, which torch has yet to order. `start` is about when it began to count."""
+        """Return Kineto's events, still unordered, with those of other workers.
+
+        `start` is the approximate time at which Kineto began to count.
+        """
         self._name_node(events)
         self._started = start - _SLACK, start + _SLACK
         base = self._base(events)
@@ -109,18 +115,21 @@ class Session:
         return events
 
     def others(self) -> list[Event]:
-        """What torch's profiler has not seen."""
+        """Return the events that torch's profiler did not record."""
         return [*self.more, *(event for call in self.calls for event in call.events)]
 
     def _name_node(self, events: list[Any]) -> None:
-        """Says of this process's events which worker they are of, as torch does."""
+        """Set the worker's id on this process's events, as torch does."""
         for event in events:
             if event.node_id == -1:
                 event.node_id = self.node
 
     def _base(self, events: list[Any]) -> int:
-        """The moment, in ns since the epoch, from which torch counts its times. Torch does not tell, but each call
-        began between two readings of the clock here; so no call seems to begin after what it made its callee do."""
+        """Return the start of torch's times, in ns since the epoch.
+
+        Torch does not report it. But each call began between two readings of the clock in this process, and these bound
+        the start. With the result no call seems to begin after the events of its callee.
+        """
         low, high = self._started
         found: dict[str, list[Any]] = defaultdict(list)
         for event in sorted(events, key=lambda event: event.time_range.start):

@@ -1,4 +1,4 @@
-"""The calling side: the time that a call takes, and what its callee reports of it."""
+"""Recorded calls on the caller: their duration and their callees' reports."""
 
 import threading
 import time
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = ["SEPARATOR", "RecordedSpan", "SessionSpan", "Span", "call_key", "function_name"]
 
-SEPARATOR = "telegrad::call"  # without it, the legacy profiler takes two calls of one name in a row for one
-_MODES_IN_ORDER = ("sync", "to_here")  # they end where they began, before anything else there
+SEPARATOR = "telegrad::call"  # without it, the legacy profiler merges two consecutive calls of one name
+_MODES_IN_ORDER = ("sync", "to_here")  # they end on the thread where they began, before later work
 
 
 def call_key(mode: str, function: str, source: str, destination: str) -> str:
-    """The name of a call in a profile; torch's own.
+    """Return the name of a call in a profile, as in torch.
 
     Args:
         mode: sync, async or remote; or to_here, which calls no function.
-        function: what is called.
+        function: name of the function.
         source, destination: names of workers.
     """
     if mode == "to_here":
@@ -36,7 +36,10 @@ def call_key(mode: str, function: str, source: str, destination: str) -> str:
 
 
 def function_name(function: Any) -> str:
-    """What a profile calls a function: operators and scripted functions have names of their own."""
+    """Return a function's name in profiles.
+
+    Operators and scripted functions have their own names.
+    """
     if isinstance(function, str):
         return function
     if isinstance(function, torch.jit.ScriptFunction):
@@ -45,13 +48,13 @@ def function_name(function: Any) -> str:
 
 
 class Span:
-    """One call.
+    """Span of one call.
 
     Args:
-        key: its name.
-        peer: the id and the name of the worker that is called.
+        key: name of the call.
+        peer: id and name of the callee.
         asked: what the callee is asked to record, if anything.
-        over: called when the call is; no report is taken any more.
+        over: called when the call has ended; later reports are ignored.
     """
 
     def __init__(self, key: str, peer: tuple[int, str], asked: Asked | None, over: Callable[[Asked], None]) -> None:
@@ -63,14 +66,14 @@ class Span:
         self._over = threading.Lock()
 
     def arrived(self, received: int, replied: int, events: list[Event]) -> None:
-        """The callee's report is here; times are by its clock."""
+        """Add the callee's report, with times by its clock."""
         now = time.time_ns()
         offset = clock_offset(self.start, received, replied, now)
         seen = [event.seen_by_caller(self.key, offset) for event in events]
         self._take(received - offset, replied - offset, seen)
 
     def end(self) -> None:
-        """The call is over. Called again, it does nothing."""
+        """End the span. A second call does nothing."""
         if self._over.acquire(blocking=False):
             if self.asked is not None:
                 self._tell(self.asked)
@@ -84,8 +87,10 @@ class Span:
 
 
 class RecordedSpan(Span):
-    """A call made for a request that is being recorded. It is noted here, and not by torch's profiler, which ends with
-    the function that made the call; the call may not."""
+    """Span of a call made for a request that is being recorded.
+
+    It is recorded here instead of in torch's profiler, which ends with the calling function; the call may end later.
+    """
 
     def __init__(self, recording: Recording, *about: Any) -> None:
         super().__init__(*about)
@@ -101,12 +106,12 @@ class RecordedSpan(Span):
 
 
 class SessionSpan(Span):
-    """A call made under one of torch's profilers, as a record of its own."""
+    """Span of a call under one of torch's profilers, as a separate record."""
 
     def __init__(self, session: "Session", mode: str, *about: Any) -> None:
         super().__init__(*about)
         self._session = session
-        self.thread: int = threading.get_native_id()  # the system's number
+        self.thread: int = threading.get_native_id()
         if session.legacy:
             with record_function(SEPARATOR):
                 pass
@@ -126,5 +131,5 @@ class SessionSpan(Span):
         if self._done is None:
             self._record.__exit__(None, None, None)
         else:
-            self._done.set_result(None)  # ends the record in the profiler's state, whichever thread this is
+            self._done.set_result(None)  # ends the record in the profiler's state, on any thread
         self._session.ended(self)

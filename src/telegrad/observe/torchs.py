@@ -1,4 +1,4 @@
-"""What is needed of torch's profilers and is not public, in one place."""
+"""Non-public names of torch's profilers that this package needs."""
 
 from collections.abc import Callable
 from typing import Any

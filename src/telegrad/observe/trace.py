@@ -1,6 +1,6 @@
-"""Chrome traces: Kineto writes those of its own process; the processes that it called are added here.
+"""Chrome traces: adds the called processes to those that Kineto writes.
 
-Each called worker becomes a process of the trace, and an arrow leads from every call to what its callee did.
+Each called worker becomes a process of the trace. An arrow leads from each call to the work of its callee.
 """
 
 import json
@@ -16,13 +16,16 @@ from telegrad.observe.sessions import RemoteCall, Session
 
 __all__ = ["add"]
 
-_HEAD = 1 << 20  # bytes of a file in which its list of events begins
+_HEAD = 1 << 20  # bytes from the start of a file in which its event list must begin
 _LIST = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
 
 
 def add(path: str | Path, session: Session) -> None:
-    """Adds to a trace that Kineto has written what other workers did meanwhile. Another kind of file stays as it is."""
+    """Add other workers' events to a trace that Kineto has written.
+
+    Another kind of file stays unchanged.
+    """
     head = _head_of(path)
     begin = _LIST.search(head)
     if begin is None:
@@ -48,14 +51,14 @@ def _head_of(path: str | Path) -> bytes:
 
 
 def _events(session: Session, base: int) -> Iterator[dict[str, Any]]:
-    """In Chrome's form: times in us since `base` ns."""
+    """Yield the events in Chrome's form, with times in us since `base` ns."""
 
     def us(ns: int) -> float:
         return (ns - base) / 1000
 
     for node, name in sorted(session.names.items()):
         if node == session.node and not any(call.node == node for call in session.calls):
-            continue  # Kineto has named it
+            continue  # Kineto has named this process
         about = {"ph": "M", "name": "process_name", "pid": _process(node), "tid": 0, "ts": 0}
         yield about | {"args": {"name": f"worker {name}"}}
     for number, call in enumerate(session.calls):
@@ -82,5 +85,8 @@ def _process(node: int) -> str:
 
 
 def _thread(call: RemoteCall) -> int:
-    """The callee's thread that ran the function; calls that ran nothing of torch's have a line of their own."""
+    """Return the callee's thread that ran the function.
+
+    Calls without torch operators have a separate line, 0.
+    """
     return next((event.thread for event in call.events if event.node == call.node and not event.is_async), 0)

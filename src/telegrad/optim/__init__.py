@@ -1,7 +1,7 @@
-"""Optimizers of parameters that lie on other workers: the API of ``torch.distributed.optim``.
+"""Optimizers of parameters on other workers: API of ``torch.distributed.optim``.
 
-`DistributedOptimizer` is Telegrad's own; everything else that ``torch.distributed.optim`` offers is torch's, loaded
-when it is first asked for.
+`DistributedOptimizer` is Telegrad's own. All other names of ``torch.distributed.optim`` are torch's, loaded at first
+use.
 """
 
 from typing import Any, Final
@@ -17,7 +17,7 @@ _TORCHS: Final = {
     "functional_optim_map": "torch.distributed.optim.utils",
     "register_functional_optim": "torch.distributed.optim.utils",
 }
-"""Names of torch's, and where they are."""
+"""Torch's names and their modules."""
 
 __all__ = [
     "DistributedOptimizer",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Late: torch's package imports torch's own RPC as well, where that is not redirected.
+    # Late import: without a drop-in, torch's package imports torch's own RPC as well.
     import importlib
 
     if name in _TORCHS:

@@ -1,4 +1,4 @@
-"""The optimizer of parameters on many workers."""
+"""Optimizer of parameters on many workers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,22 +16,22 @@ from telegrad.worker.scope import current, remaining
 
 __all__ = ["DistributedOptimizer"]
 
-# A group on its way to one owner: options, references, names.
+# A group sent to one owner: options, references, names.
 _Group = tuple[dict[str, Any], list[RRef[Any]], "list[str] | None"]
 
 
 class DistributedOptimizer:
-    """Steps parameters where they live, with the gradients of an autograd context.
+    """Optimizer that steps parameters on their workers with an autograd context.
 
-    Each owner of parameters gets an ordinary optimizer of its own. A step runs on all owners at the same time. Any
-    number of trainers may have optimizers of the same parameters, and step them while others run forward and backward
-    passes; ``docs/optim.md`` says what each of them sees.
+    Each owner of parameters gets its own ordinary optimizer. A step runs on all owners at the same time. Any number of
+    trainers may have optimizers of the same parameters, and step them while others run forward and backward passes;
+    ``docs/optim.md`` says what each of them sees.
 
     Args:
         optimizer_class: any class of ``torch.optim``, or another with its interface: called on each owner with that
             owner's parameters and the further arguments.
-        params_rref: `RRef`s to leaf tensors, here or on other workers; or pairs of a name and one; or groups, dicts
-            whose "params" are these and whose other items are options of the group.
+        params_rref: `RRef`s to leaf tensors on any worker; or pairs of a name and such an `RRef`; or groups: dicts with
+            these as "params" and with options of the group as other items.
         args, kwargs: further arguments of the class, sent to each owner.
 
     Attributes:
@@ -40,7 +40,7 @@ class DistributedOptimizer:
     Raises:
         RuntimeError: this process has not joined a group, or an owner is lost.
         TypeError: params_rref is none of the above.
-        what the class raises; of several owners, one exception of all the types, which is an `ExceptionGroup`.
+        errors of the class; those of several owners as one `ExceptionGroup` that is of all their types.
 
     Example::
 
@@ -67,23 +67,24 @@ class DistributedOptimizer:
         )
 
     def step(self, context_id: int) -> None:
-        """One step of all parameters that have a gradient in the context, on all owners at once; blocks until all have
-        stepped.
+        """Step all parameters that have a gradient in the context, on all owners at once.
+
+        Blocks until all owners have stepped.
 
         Args:
             context_id: an autograd context that is open on this worker.
 
         Raises:
             RuntimeError: "Could not find autograd context with id: ...", or an owner is lost.
-            what optimizers raise; of several owners, one exception of all the types, which is an `ExceptionGroup`. The
-                others have stepped.
+            errors of the optimizers; those of several owners as one `ExceptionGroup` that is of all their types. The
+                other owners have stepped.
         """
         _is_valid_context(context_id)
         worker = _worker()
         here = worker.info.id
         futures: list[tuple[int, Any]] = []
-        # This worker's own part comes last, as it occupies this thread, which so also has its own turn at the gate. If
-        # there is none, this thread waits for the last of the others itself: that is quicker than a future.
+        # This worker's own part comes last, because it runs on this thread; that also decides its turn at the step
+        # lock. Without an own part, this thread waits for the last of the other owners: this is faster than a future.
         ordered = sorted(self.remote_optimizers, key=lambda rref: rref.owner_id == here)
         with _outside_contexts():
             for rref in ordered[:-1]:
@@ -96,14 +97,16 @@ class DistributedOptimizer:
 def make_local_optimizer(
     optimizer_class: Any, groups: Sequence[_Group], grouped: bool, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> RRef[LocalOptimizer]:
-    """Runs on an owner: makes its part."""
+    """Create an owner's part, on the owner."""
     values = [(options, [rref.local_value() for rref in rrefs], names) for options, rrefs, names in groups]
     return RRef(LocalOptimizer(_worker(), optimizer_class, values, grouped, args, kwargs))
 
 
 def step_of(created_on: int, local_id: int, context_id: int) -> None:
-    """Runs on an owner: a step of the part that a reference names. The caller has that reference. (Plain numbers take
-    the short way of calls, which a reference would not.)"""
+    """Step the part of a reference, on its owner. The caller holds the reference.
+
+    The arguments are plain numbers because calls with a reference would take the slow path.
+    """
     worker = _worker()
     local: LocalOptimizer = worker.references.owned(RRefId(created_on, local_id)).get()
     timeout = remaining(worker.calls.default_timeout, current.get())
@@ -111,7 +114,7 @@ def step_of(created_on: int, local_id: int, context_id: int) -> None:
 
 
 class _Done:
-    """A step that this thread has made or waited for, with a future's `wait`."""
+    """Completed step of this thread, with a future's `wait`."""
 
     def __init__(self, worker: Worker, rref: RRef[LocalOptimizer], context_id: int) -> None:
         self._error: Exception | None = None
@@ -136,10 +139,10 @@ def _worker() -> Worker:
 
 
 def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Any]]) -> list[Any]:
-    """Waits for all.
+    """Wait for all futures and return their results.
 
     Raises:
-        what they raise.
+        errors of the futures, combined.
     """
     results, failures = [], []
     for owner, future in futures:
@@ -154,7 +157,7 @@ def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Any]]) 
 
 @contextmanager
 def _outside_contexts() -> Iterator[None]:
-    """Calls made within carry no context: they are not part of a forward pass."""
+    """Make calls without the current context: they belong to no forward pass."""
     scope = current.get()
     if scope is None or scope.autograd is None:
         yield
@@ -175,7 +178,7 @@ def _group(entry: Any) -> _Group:
 
 
 def _split(members: Sequence[Any]) -> tuple[list[RRef[Any]], list[str] | None]:
-    """References, and their names if they have any."""
+    """Return the references, and their names if they have any."""
     names: list[str] | None = None
     if members and isinstance(members[0], tuple):
         names = [name for name, _ in members]
@@ -190,7 +193,7 @@ def _split(members: Sequence[Any]) -> tuple[list[RRef[Any]], list[str] | None]:
 
 
 def _part_of(group: _Group, owner: int) -> _Group | None:
-    """Of a group, what one owner has; None if nothing."""
+    """Return one owner's part of a group; None if it has none."""
     options, rrefs, names = group
     mine = [index for index, rref in enumerate(rrefs) if rref.owner_id == owner]
     if not mine:

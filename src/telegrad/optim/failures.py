@@ -1,4 +1,4 @@
-"""What becomes of a program's exception handling when several workers fail at once."""
+"""Exception that combines the failures of several workers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +9,17 @@ __all__ = ["all_of"]
 
 
 def all_of(what: str, failures: Sequence[tuple[str, Exception]]) -> Exception:
-    """One exception for all of these: it is of the types of all of them, and an `ExceptionGroup` that holds them.
+    """Return one exception for all failures.
+
+    It is an `ExceptionGroup` of the given exceptions, and of all their types.
 
     Args:
         what: what failed, for the text.
-        failures: names of workers and what came from them; at least one.
+        failures: names of workers and their exceptions; at least one.
 
     Returns:
-        The exception itself if there is only one. Where types cannot be combined, as those of errors of the operating
-        system with others, it is the last one, with the others in its notes.
+        The exception itself if there is only one. If the types cannot be combined, such as OSError with others, the
+        last exception, with the others in its notes.
     """
     errors = [error for _, error in failures]
     last = errors[-1]
@@ -33,7 +35,7 @@ def all_of(what: str, failures: Sequence[tuple[str, Exception]]) -> Exception:
         for name, value in error.__dict__.items():
             if not name.startswith("_"):
                 group.__dict__[name] = value
-    if is_drop_in():  # whose texts hold the tracebacks
+    if is_drop_in():  # drop-in programs expect tracebacks in texts
         group.add_note(message + "".join(f"\n\n{name}: {error}" for name, error in failures))
     return group
 
@@ -49,7 +51,7 @@ def _group_class(kinds: tuple[type[Exception], ...]) -> Any:
     bases = [kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)]
     members: dict[str, Any] = {
         "__module__": __name__,
-        "__init__": lambda self, message, errors: None,  # those of the types take other arguments
+        "__init__": lambda self, message, errors: None,  # the types' own take other arguments
         "__str__": lambda self: "\n".join([self.message, *(str(error) for error in self.exceptions)]),
         "__reduce__": lambda self: (_again, (self.message, list(self.exceptions))),
         "derive": lambda self, errors: _again(self.message, list(errors)),

@@ -1,51 +1,51 @@
-"""A worker's part of a distributed optimizer: an ordinary optimizer over its parameters, and how its steps take effect.
+"""A worker's part of a distributed optimizer.
 
-The optimizer does not have the parameters themselves, but a *shadow* of each, a leaf of the same kind that is given
-memory for the time of a step:
+It is an ordinary optimizer over the worker's parameters. Instead of each parameter it has a *shadow* of it, a leaf of
+the same kind that has memory only during a step:
 
-- the parameter's own, if nothing else refers to that and no handler runs: the step then works in place, as a local one
-  does, and costs no copy;
-- else a copy, which takes the place of the parameter's memory afterwards; what has saved the old memory keeps it.
+- the parameter's own memory, if nothing else refers to it and no handler runs: the step then works in place without a
+  copy, as a local step does;
+- otherwise a copy, which replaces the parameter's memory after the step; saved tensors keep the old memory.
 
-So the parameter's `.grad` is never touched, an optimizer that fails half-way through leaves parameters with a copy as
-they were, and a step becomes visible all at once, while the worker's gate (`telegrad.autograd.gate`) is held. Only
-torch's own optimizers, whose code is known, work in place and behind the gate; others work on copies, in front of it.
+So the parameter's `.grad` never changes, and an optimizer that fails half-way leaves parameters with a copy unchanged.
+A step becomes visible all at once, under the worker's step lock (`telegrad.autograd.gate`). Only torch's own optimizers
+have known code: they work in place and under the lock. Others work on copies, before the lock is taken.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from telegrad.autograd import versions
-from telegrad.autograd.gate import StepGate
-from telegrad.autograd.versions import gate_for
+from telegrad.autograd.gate import StepGate, warn_if_overtaken
+from telegrad.autograd.versions import protect
 from telegrad.errors import NotInitialized
 from telegrad.optim.parameters import Managed, in_one_order, managed, taking_turns
 from telegrad.worker.default import current_worker
 
 __all__ = ["Group", "LocalOptimizer", "between_steps"]
 
-Group = tuple[dict[str, Any], list[Tensor], list[str] | None]  # options, parameters, and their names if there are any
+Group = tuple[dict[str, Any], list[Tensor], list[str] | None]  # options, parameters, and their names if any
 
 _NOT_A_LEAF = "can't optimize a non-leaf Tensor"
 
 
 class LocalOptimizer:
-    """The optimizer of one owner.
+    """Optimizer of one owner's parameters.
 
     Args:
         worker: the `telegrad.worker.Worker` that owns the parameters.
-        optimizer_class: what makes it: called with the shadows (a list, or a list of groups) and the arguments.
+        optimizer_class: creates the optimizer from the shadows (a list, or a list of groups) and the arguments.
         groups: the parameters, leaf tensors.
-        grouped: give the optimizer groups, not a list.
+        grouped: pass groups to the optimizer instead of a list.
         args, kwargs: its further arguments.
 
     Raises:
-        ValueError: one of the parameters is no leaf, or two share memory.
-        what the optimizer's constructor raises.
+        ValueError: one of the parameters is not a leaf, or two share memory.
+        errors of the optimizer's constructor.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class LocalOptimizer:
 
     @property
     def optim(self) -> Any:
-        """The optimizer, under torch's name for it."""
+        """Return the optimizer, under torch's name for it."""
         return self.optimizer
 
     def step(self, context: int, gradients: dict[Tensor, Tensor] | None = None, timeout: float = -1.0) -> None:
-        """One step.
+        """Step the parameters once.
 
         Args:
             context: id of the autograd context.
@@ -91,18 +91,18 @@ class LocalOptimizer:
 
         Raises:
             TimeoutError: another optimizer is still stepping one of the parameters.
-            what the optimizer raises.
+            errors of the optimizer.
         """
         if gradients is None:
             gradients = self._gradients(context)
         with taking_turns(self._in_turn, timeout), torch.inference_mode(False):
             try:
-                self._step(gate_for(self._worker), context, gradients)
+                self._step(protect(self._worker).gate, context, gradients)
             finally:
                 self._vacate()
 
     def _gradients(self, context: int) -> dict[Tensor, Tensor]:
-        """What the context has here; nothing if this worker took no part in it."""
+        """Return the context's gradients on this worker, which may have none."""
         found = self._worker.autograd.find(context)
         if found is None:
             return {}
@@ -118,7 +118,7 @@ class LocalOptimizer:
             if gradient is not None:
                 given.append((shadow, gradient))
             elif self._known:
-                continue  # it will not look at it
+                continue  # torch's optimizers skip shadows without a gradient
             if self._known and (one.shared or not one.in_use()):
                 in_place.append((one, shadow))
             else:
@@ -126,13 +126,14 @@ class LocalOptimizer:
                 on_copies.append((one, shadow))
         if not in_place:
             self._run(given)
-            with gate.step(context):
+            with gate.step(context) as step:
                 _put(on_copies)
+            warn_if_overtaken(step, context)
             return
-        with gate.step(context) as turn:
+        with gate.step(context) as step:
             written = []
             for one, shadow in in_place:
-                if one.shared or (turn.alone and turn.unwatched and not one.in_use()):
+                if one.shared or (step.unread and not one.in_use()):
                     shadow.data = one.parameter.data
                     written.append(one)
                 else:
@@ -144,6 +145,7 @@ class LocalOptimizer:
                 for one in written:
                     one.written()
             _put(on_copies)
+        warn_if_overtaken(step, context)
 
     def _run(self, given: list[tuple[Tensor, Tensor]]) -> None:
         for shadow, gradient in given:
@@ -151,20 +153,21 @@ class LocalOptimizer:
         self.optimizer.step()
 
     def _vacate(self) -> None:
-        """Between steps shadows have no memory, and keep no gradient alive."""
+        """Release the memory and the gradients of all shadows.
+
+        Shadows have neither between steps.
+        """
         for shadow, nothing in zip(self._shadows, self._vacant, strict=True):
             shadow.grad = None
             shadow.data = nothing
 
 
-@contextmanager
-def between_steps() -> Iterator[None]:
-    """Within, no step of a `DistributedOptimizer` changes parameters of this worker, as in handlers that run in a
-    context: for evaluation, or to read all parameters of one moment.
+def between_steps() -> AbstractContextManager[None]:
+    """Return a context manager that holds off steps of this worker's parameters.
 
-    Steps wait meanwhile, so keep it short. If the code within stands still for a second, or takes very long, a step
-    that has waited for it takes effect all the same (docs/optim.md). One made within, by the same thread, does not
-    wait.
+    It holds off every `DistributedOptimizer`, as handlers that run in a context do: for evaluation, or to read all
+    parameters at one moment. Steps wait meanwhile, so keep it short. A step that has waited for 20 s takes effect all
+    the same (docs/optim.md). A step within the block, on the same thread, does not wait.
 
     Raises:
         RuntimeError: this process has not joined a group.
@@ -172,8 +175,7 @@ def between_steps() -> Iterator[None]:
     worker = current_worker()
     if worker is None:
         raise NotInitialized
-    with versions.between_steps(worker):
-        yield
+    return versions.between_steps(worker)
 
 
 def _put(stepped: list[tuple[Managed, Tensor]]) -> None:
@@ -188,7 +190,7 @@ def _shadow(parameter: Tensor) -> Tensor:
         shadow = nn.Parameter(data, requires_grad=parameter.requires_grad)
     else:
         shadow = data.requires_grad_(parameter.requires_grad)
-    shadow.__dict__.update(parameter.__dict__)  # some optimizers look at what programs note on parameters
+    shadow.__dict__.update(parameter.__dict__)  # some optimizers read attributes that programs set on parameters
     return shadow
 
 
@@ -208,6 +210,6 @@ def _check(parameters: Sequence[Tensor]) -> None:
         if any(start < e and s < end and other is not parameter for s, e, other in others):
             raise ValueError(
                 f"two parameters, one of shape {list(parameter.shape)}, share memory. A step may move a parameter to"
-                " other memory, and they would part: use one nn.Parameter in both places."
+                " other memory, and they would no longer share it: use one nn.Parameter for both."
             )
         others.append((start, end, parameter))

@@ -1,4 +1,4 @@
-"""Parameters that optimizers of this worker step, and the memory that lies under them."""
+"""Parameters that optimizers of this worker step, and their memory."""
 
 import threading
 import weakref
@@ -9,22 +9,24 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import increment_version
 
-from telegrad.autograd.versions import gate_for, is_shared, put, renew
+from telegrad.autograd.versions import is_shared, protect, put, renew
 
 __all__ = ["Managed", "in_one_order", "managed", "taking_turns"]
 
-_KNOWN: Final = "optim.parameters"  # in a worker's extras
+_KNOWN: Final = "optim.parameters"  # key in a worker's extras
 
 _count_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Managed:
-    """One parameter, whichever optimizers step it. The attributes but for the first are guarded by `lock`.
+    """Parameter with its lock, shared by all optimizers that step it.
+
+    The lock guards all attributes except `parameter`.
 
     Attributes:
         parameter: a leaf tensor.
-        lock: held while it is stepped, by one optimizer at a time.
-        shared: its memory is shared with other processes, so it has to stay where it is.
+        lock: held while the parameter is stepped, by one optimizer at a time.
+        shared: whether other processes share its memory, so that it must not move.
     """
 
     __slots__ = ("__weakref__", "_spare", "lock", "parameter", "shared")
@@ -33,14 +35,17 @@ class Managed:
         self.parameter: torch.Tensor = parameter
         self.lock: threading.RLock = threading.RLock()
         self.shared: bool = is_shared(parameter)
-        self._spare: torch.Tensor | None = None  # memory that was under it before
+        self._spare: torch.Tensor | None = None  # its previous memory
 
     def in_use(self) -> bool:
-        """Does anything else refer to its memory: a graph that has saved it, a message that is being sent, a view?"""
+        """Return whether anything else refers to the parameter's memory.
+
+        That may be a graph that has saved it, a message being sent, or a view.
+        """
         return not _has_storage(self.parameter) or _in_use(self.parameter)
 
     def copy(self) -> torch.Tensor:
-        """Its values in other memory, warm where possible."""
+        """Return the values in other memory, which is reused if possible."""
         now = self.parameter.data
         spare, self._spare = self._spare, None
         if spare is None or _in_use(spare) or not _alike(spare, now):
@@ -49,7 +54,7 @@ class Managed:
         return spare.copy_(now)
 
     def put(self, new: torch.Tensor) -> None:
-        """Puts memory with new values under it; of a shared one, the values into its memory."""
+        """Replace the parameter's memory, or copy the values if the memory is shared."""
         if self.shared:
             with torch.no_grad():
                 self.parameter.copy_(new)
@@ -57,23 +62,25 @@ class Managed:
             self._spare = put(self.parameter, new)
 
     def written(self) -> None:
-        """Its memory was written to through another tensor."""
+        """Record that the memory was written to through another tensor."""
         increment_version(self.parameter)
         self._spare = None
 
 
 def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[Managed]:
-    """The records of these parameters of a worker, which share a record with other optimizers of the same ones. They
-    live as long as an optimizer holds them."""
+    """Return the records of a worker's parameters.
+
+    Optimizers of the same parameter share its record, which lives as long as one of them.
+    """
     known = worker.extras.setdefault(_KNOWN, weakref.WeakValueDictionary())
-    gate = gate_for(worker)
+    protection = protect(worker)
     result = []
     with _making:
         for parameter in parameters:
             one = known.get(id(parameter))
             if one is None:
                 one = known[id(parameter)] = Managed(parameter)
-                gate.copies_shared = gate.copies_shared or one.shared
+                protection.copies_shared = protection.copies_shared or one.shared
             result.append(one)
     return result
 
@@ -81,8 +88,8 @@ def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[Managed]:
 _making = threading.Lock()
 
 
-class taking_turns:  # a class is half the price of a generator
-    """Within, no other optimizer steps these parameters.
+class taking_turns:  # a class costs half of a generator
+    """Context manager in which no other optimizer steps the given parameters.
 
     Args:
         parameters: in the order of `in_one_order`.
@@ -116,7 +123,10 @@ class taking_turns:  # a class is half the price of a generator
 
 
 def in_one_order(parameters: Sequence[Managed]) -> list[Managed]:
-    """The order in which all optimizers take them, so that nobody waits in a circle."""
+    """Sort parameters into the order in which all optimizers lock them.
+
+    A common order prevents deadlocks.
+    """
     return sorted(set(parameters), key=id)
 
 
@@ -125,21 +135,23 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _in_use(tensor: torch.Tensor) -> bool:
-    """Does anything but this tensor refer to its memory?"""
-    if _count_uses is None:  # then nobody can tell
+    """Return whether anything but this tensor refers to its memory."""
+    if _count_uses is None:  # unknown, so assume the worst
         return True
     uses, references = _count(tensor)
     return uses > _ALONE[0] or references > _ALONE[1]
 
 
 def _count(tensor: torch.Tensor) -> tuple[int, int]:
-    """How much refers to a tensor's storage (tensors, and its Python object), and to that object, as a message that is
-    on its way does."""
+    """Return how many objects refer to a tensor's storage, and to its Python object.
+
+    Tensors and the Python object refer to the storage. A message being sent refers to the Python object.
+    """
     storage = tensor.untyped_storage()
     return _count_uses(storage._cdata) if _count_uses is not None else 0, getrefcount(storage)
 
 
-_ALONE: Final = _count(torch.empty(1))  # of a tensor that has its storage for itself
+_ALONE: Final = _count(torch.empty(1))  # counts of a tensor that is the only user of its storage
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,1 +1,4 @@
-"""Pure protocol machines: standard library only, no I/O, no clock, no threads (see README.md for the theory)."""
+"""Pure protocol machines: standard library only, no I/O, clock or threads.
+
+README.md in this folder has the theory.
+"""

@@ -1,34 +1,38 @@
-"""The schedule of one backward pass at one worker: a pure machine, `Part` (theory: README.md and docs/autograd.md).
+"""Schedule of one backward pass at one worker: the pure machine `Part`.
 
-A worker's local graph begins at *sources*, the sends recorded there (and at one worker the root, the call of
-`backward`), and ends at *recvs* and leaves. A gradient arrives at a source; the graph runs in *stages*; each recv
-reports one complete gradient to the worker that sent the message, where it arrives at that message's send.
+README.md and docs/autograd.md have the theory.
+
+A worker's local graph begins at *sources*: the sends recorded at this worker and, at the root worker, the call of
+`backward`. It ends at *recvs* and leaves. A gradient arrives at a source and the graph runs in *stages*. Each recv
+sends one complete gradient back to the sender of the message, where it arrives at that message's send.
 
 - A recv is complete when every source that reaches it has arrived, or is known never to arrive. Recvs with the same
-  sources are a *group*; a group runs as soon as it is complete. Which groups there are depends on the graph alone, not
-  on the order of arrival.
-- The *final* stage runs what leads to no group: when all sources have arrived, or when the root says that no more will.
-- A source that the roots do not reach never gets a gradient. A group that waits for one is *blocked*. When nothing else
-  moves, the root starts the *marking wave*: sends reached from it are marked, they mark what they reach, and when the
-  wave has ended, what is not marked is known never to arrive. Without blocked groups there is no wave.
+  sources are a *group*. A group runs as soon as it is complete. The groups depend on the graph alone, not on the order
+  of arrival.
+- The *final* stage runs all nodes that lead to no group. It runs when all sources have arrived, or when the root
+  reports that no more will arrive.
+- A source that the roots do not reach never gets a gradient. A group that waits for one is *blocked*. When no worker
+  can make progress, the root starts the *mark phase*. It marks the sends that it reaches, and these mark the sends that
+  they reach. When the mark phase has ended, unmarked sources are known never to arrive. Without blocked groups the mark
+  phase is skipped.
 
-**The end.** Whoever has processed a message reports to the root which tokens it consumed and which it produced, all of
-one event in one report (on a gradient to the root, where there is one). The root keeps produced minus consumed, begun
-with what it sent itself (`backward_root.Ledger`).
+**Termination.** A worker that has processed a message reports to the root which tokens it consumed and which it
+produced. One report covers one event; it travels with a gradient to the root if there is one. The root keeps produced
+minus consumed, starting with the messages that it sent (`backward_root.Ledger`).
 
-How to drive it. One thread at a time. Every method returns effects, to be carried out in order. After `Run` carry the
-stage out and call `ran`, or `failed`, before anything else; its gradients leave with the `Gradients` that `ran`
-returns. Any order of delivery is fine; a message arrives at most once, and is lost only with a worker, which `lost`
-tells.
+**Usage.** Call from one thread at a time. Every method returns effects, to be executed in order. After `Run`, run the
+stage and call `ran` or `failed` before any other method. The stage's gradients are sent with the `Gradients` that `ran`
+returns. Messages may arrive in any order. A message arrives at most once, and is lost only with its sender or receiver,
+which the caller reports with `lost`.
 
 Invariants, by name (checked by tests/protocols/backward_world.py after every step):
 
 - **E1** each stage runs at most once, and not before all sources that reach it have arrived or cannot arrive;
 - **E2** each source gets at most one gradient, and gets one if and only if the root reaches it;
 - **T1** `Finished` without error comes when no message is in flight, no stage is running, and none is left to run;
-- **T2** when nothing is left to happen, the root is `Finished`: never a hang, whoever died on the way;
-- **T3** the ledger's counts are produced minus consumed of the reports that came, each in {-1, 0, 1};
-- **L1** a worker that a live worker has sent to is watched by it until the pass is over there.
+- **T2** when no event is left, the root is `Finished`: no hang, whichever workers died during the pass;
+- **T3** the ledger's counts are produced minus consumed of the reports received, each in {-1, 0, 1};
+- **L1** a live worker watches each worker that it sent a message to until its own part of the pass has ended.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +68,7 @@ GRADIENT, MARK, MARKED, FINISH = map(int, TokenKind)
 
 
 class UnknownSend(LookupError):
-    """A gradient, or a mark, came for a send that the walk of the local graph did not see."""
+    """A gradient or a mark arrived for a send that is not in the local graph."""
 
     def __init__(self, send: int, why: str) -> None:
         super().__init__(f"message {send} has {why}")
@@ -72,10 +76,13 @@ class UnknownSend(LookupError):
 
 
 class Part:
-    """One worker's part in one pass.
+    """Schedule of one pass at one worker.
 
-    `layout`: called once, when the local graph is first needed. `pending`: whether gradients are left that only the
-    final stage would take up.
+    Args:
+        me: Id of this worker.
+        root: Id of the worker that called `backward`.
+        layout: Returns the local graph. Called once, when the graph is first needed.
+        pending: Returns whether gradients are left that only the final stage consumes.
     """
 
     __slots__ = (
@@ -89,22 +96,22 @@ class Part:
         self.me = me
         self.root = root
         self.over: Finished | Dropped | None = None
-        self.watched: set[int] = set()  # whom I have sent something to
+        self.watched: set[int] = set()  # workers that this worker has sent a message to
         self.ledger: Ledger | None = Ledger() if me == root else None
         self._make_layout = layout
         self._pending = pending
         self._layout: Layout | None = None
         self._arrived = 0  # sources, by bit
-        self._expected = 0  # sources that may still arrive, or have: all of them, or the marked ones once that is known
+        self._expected = 0  # sources that have arrived or may arrive: all, or after the mark phase the marked ones
         self._marked = 0
         self._wave_is_over = False
         self._finishing = False
         self._final_ran = False
         self._reached: list[list[int]] = []  # bit -> the groups that it reaches
         self._ready: list[int] = []  # a heap of groups
-        self._done: set[int] = set()  # groups that have run, or are ready
-        self._partly: set[int] = set()  # groups that wait for more
-        self._marks_sent: set[int] = set()  # groups (or FINAL) whose recvs the wave has passed
+        self._done: set[int] = set()  # groups that are ready or have run
+        self._partly: set[int] = set()  # groups with some sources arrived and some missing
+        self._marks_sent: set[int] = set()  # groups (or FINAL) with their recvs marked
         self._gone: dict[int, Any] = {}
         self._event = 0
         self._consumed: list[Token] = []  # in the running event
@@ -113,12 +120,16 @@ class Part:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def start(self) -> Sequence[Effect]:
-        """At the root: the gradients of the roots are in place."""
+        """Start the pass at the root; the gradients of the roots are in place."""
         self._arrive((ROOT,))
         return self._advance()
 
     def handle(self, sender: int, message: Message) -> Sequence[Effect]:
-        """A message from another worker's part. Raises UnknownSend (then call `failed`)."""
+        """Process a message from another worker's schedule.
+
+        Raises:
+            UnknownSend: The message names a send that is not in the local graph. Call `failed` next.
+        """
         if self.over is not None:
             return self._after_the_end(sender, message)
         if isinstance(message, Gradients):
@@ -150,8 +161,10 @@ class Part:
         return self.abort(message.why)  # Failed, Lost
 
     def ran(self, stage: int) -> Sequence[Effect]:
-        """The stage that `Run` asked for has run, and the gradients of its recvs are at hand; those of messages to
-        myself are in place at their sends already."""
+        """Record that the stage of the last `Run` has run.
+
+        The gradients of its recvs are available. Those of messages from this worker to itself are in place already.
+        """
         layout = self._layout
         assert layout is not None
         if stage == FINAL:
@@ -172,7 +185,7 @@ class Part:
         return self._advance(effects)
 
     def failed(self, why: Any) -> Sequence[Effect]:
-        """A stage, or anything else of my part, raised `why`."""
+        """Record that a stage, or another step at this worker, raised `why`."""
         if self.over is not None:
             return ()
         if self.me == self.root:
@@ -180,7 +193,10 @@ class Part:
         return [Send(self.root, Failed(why)), *self._end(Dropped(why))]
 
     def abort(self, why: Any) -> Sequence[Effect]:
-        """The pass is to end with `why` as its error; at another worker than the root, that is told."""
+        """End the pass with the error `why`.
+
+        A worker that is not the root notifies the root.
+        """
         if self.over is not None:
             return ()
         if self.ledger is None:
@@ -189,7 +205,10 @@ class Part:
         return [*(Send(peer, Abort(why)) for peer in sorted(everybody)), *self._end(Finished(why))]
 
     def lost(self, peer: int, why: Any) -> Sequence[Effect]:
-        """Worker `peer` is gone. `why` becomes the error of the pass, if `peer` took part."""
+        """Record the loss of worker `peer`.
+
+        If it took part, `why` becomes the error of the pass.
+        """
         self._gone[peer] = why
         if self.over is not None:
             return ()
@@ -203,7 +222,7 @@ class Part:
 
     @property
     def blocked(self) -> bool:
-        """Some recv has part of its gradient, and waits for a source that has not arrived."""
+        """Whether a recv has part of its gradient and waits for another source."""
         if self._partly:
             return True
         layout = self._layout
@@ -217,12 +236,12 @@ class Part:
 
     @property
     def deferred(self) -> bool:
-        """Gradients are left for the final stage."""
+        """Whether gradients are left for the final stage."""
         return bool(self._arrived) and not self._final_ran and self._pending()
 
     @property
     def complete(self) -> bool:
-        """All sources that will arrive have, and nothing is left to run."""
+        """Whether all sources that will arrive have arrived and no stage is left to run."""
         return bool(
             self._layout is not None
             and self._arrived
@@ -260,7 +279,7 @@ class Part:
                 self._look_at(self._reached[bit])
 
     def _look_at(self, groups: Iterable[int]) -> None:
-        """Some of their sources have arrived: which are complete?"""
+        """Move groups that are now complete to the ready heap."""
         layout = self._layout or self._learn_layout()
         waiting = self._expected & ~self._arrived
         for number in groups:
@@ -281,7 +300,10 @@ class Part:
             self._look_at(sorted(self._partly))
 
     def _advance(self, effects: Iterable[Effect] = ()) -> Sequence[Effect]:
-        """Goes on to the next stage, or closes the event. `effects`: what the last stage has sent."""
+        """Run the next stage, or close the event.
+
+        `effects` are the messages of the last stage.
+        """
         if self._ready:
             return [*effects, Run(heappop(self._ready))]
         layout = self._layout or self._learn_layout()
@@ -296,7 +318,7 @@ class Part:
         return self._close(effects)
 
     def _close(self, effects: Iterable[Effect]) -> Sequence[Effect]:
-        """The event is over: reports it."""
+        """Close the event and report it to the root."""
         self._event += 1
         report = Report(self._event, tuple(self._consumed), tuple(self._produced), self.blocked, self.deferred)
         self._consumed, self._produced = [], []
@@ -319,11 +341,12 @@ class Part:
         self.watched.add(peer)
         if peer not in self._gone:
             return [Send(peer, message)]
-        # Nobody would ever report it. The root sees that in its books, and `_judge` aborts.
+        # No worker will report this message as consumed. The root finds the lost worker in its ledger and `_judge`
+        # aborts.
         return [] if self.ledger is not None else [Send(self.root, Lost(peer, self._gone[peer]))]
 
     def _pass_marks(self, sends: Iterable[int]) -> list[Effect]:
-        """Marks these sources of mine, and what they reach."""
+        """Mark these sources of this worker and the sends that they reach."""
         layout = self._learn_layout()
         found: dict[int, list[int]] = {}
         todo = list(sends)
@@ -351,17 +374,20 @@ class Part:
 
     def _take_report(self, worker: int, report: Report) -> None:
         if self.ledger is None:
-            raise LookupError(f"worker {worker} takes worker {self.me} for the root of its pass, which is {self.root}")
+            raise LookupError(f"worker {worker} sent a report to worker {self.me}, but the root is worker {self.root}")
         self.ledger.enter(worker, report)
 
     def _judge(self) -> Sequence[Effect]:
-        """At the root, between events: is anything in flight? If not, what comes next?"""
+        """Begin the next phase, or finish, if no message is in flight.
+
+        At the root, between events.
+        """
         ledger = self.ledger
         assert ledger is not None
         if self.over is not None:
             return ()
         for peer, why in self._gone.items():
-            if peer in ledger.known or peer in self.watched:  # it was lost before I heard that it takes part
+            if peer in ledger.known or peer in self.watched:  # lost before the root knew that it takes part
                 return self.abort(why)
         if ledger.outstanding:
             return ()
@@ -371,7 +397,7 @@ class Part:
                 ledger.wave_begun = True
                 return self._close(self._pass_marks((ROOT,)))
             told = blocked & ledger.told
-            assert not told, f"workers {sorted(told)} are blocked though everything that will arrive has arrived"
+            assert not told, f"workers {sorted(told)} are blocked although all sources that will arrive have arrived"
             return self._tell(blocked, MARKED, Marked(), self._wave_ended)
         deferred = ledger.deferred()
         if deferred and not ledger.finishing:
@@ -401,7 +427,7 @@ class Part:
         return [how]
 
     def _after_the_end(self, sender: int, message: Message) -> Sequence[Effect]:
-        """At a root that aborted: those that are heard of only now must be told, too."""
+        """At a root that has aborted: notify the workers that it learns of only now."""
         ledger = self.ledger
         if ledger is None or not isinstance(self.over, Finished) or self.over.why is None:
             return ()

@@ -1,4 +1,4 @@
-"""The backward pass as data: what a worker's local graph looks like to the schedule, messages, reports and effects."""
+"""Data of the backward pass: local graph, messages, reports, effects."""
 
 from collections.abc import Mapping
 from enum import IntEnum
@@ -27,12 +27,12 @@ __all__ = [
     "TokenKind",
 ]
 
-ROOT = -1  # the source that `backward` itself is, among the sends of the worker that called it
-FINAL = -1  # the stage that comes last
+ROOT = -1  # source number of the call of `backward`, among the sends of the root worker
+FINAL = -1  # number of the last stage
 
 
 class Group(NamedTuple):
-    """Recvs that exactly the same sources reach, so that they are complete at the same moment."""
+    """Recvs that exactly the same sources reach; they complete at the same time."""
 
     mask: int  # of sources, by bit
     recvs: tuple[tuple[int, int], ...]  # (id of the message that was received, the worker that sent it)
@@ -42,72 +42,75 @@ class Layout(NamedTuple):
     """A worker's local graph, as far as the schedule needs it."""
 
     sources: Mapping[int, int]  # id of each send recorded here, or ROOT -> its bit number
-    groups: tuple[Group, ...]  # by number of sources, smaller sets first: a group's subsets stand before it
-    final: tuple[tuple[int, int], ...]  # the recvs that every source reaches; they are reported by the last stage
+    groups: tuple[Group, ...]  # by number of sources, smallest first: a group's subsets come before it
+    final: tuple[tuple[int, int], ...]  # the recvs that every source reaches; the last stage completes them
 
 
 # ---- messages and reports --------------------------------------------------------------------------------------------
 
 
 class TokenKind(IntEnum):
-    """What the root waits to see processed."""
+    """Kind of a message that the root waits to see processed."""
 
-    GRADIENT = 0  # number: the id of the send that the gradients are for
-    MARK = 1  # number: the id of the send that takes part
-    MARKED = 2  # number: the worker that is told
-    FINISH = 3  # number: the worker that is told
+    GRADIENT = 0  # number: id of the send that gets the gradients
+    MARK = 1  # number: id of the send that takes part
+    MARKED = 2  # number: worker that is notified
+    FINISH = 3  # number: worker that is notified
 
 
 Token = tuple[int, int]  # (TokenKind, number); exists at most once in a pass
 
 
 class Report(NamedTuple):
-    """What one event at one worker did, all of it."""
+    """Complete result of one event at one worker."""
 
-    event: int  # counts the worker's events: the state below is that of its latest report
+    event: int  # counts the worker's events; the state of the highest one is current
     consumed: tuple[Token, ...]
     produced: tuple[tuple[Token, int], ...]  # with the worker that is to process it
-    blocked: bool  # some recv has part of its gradient, and waits for a source that has not arrived
+    blocked: bool  # some recv has part of its gradient and waits for a source that has not arrived
     deferred: bool  # gradients are left for the last stage, which waits for sources that may never arrive
 
 
 class Gradients(NamedTuple):
-    """Sender of recvs -> the workers that sent them. (The glue adds the tensors.)"""
+    """Gradients of recvs, to the worker that sent these messages.
+
+    The caller adds the tensors.
+    """
 
     sends: tuple[int, ...]  # ids
-    marked: bool  # the marking wave is over, so whoever was not marked by now will not be
+    marked: bool  # the mark phase has ended: sends not marked yet stay unmarked
     report: Report | None = None  # only to the root
 
 
 class Mark(NamedTuple):
-    """These sends of yours will get a gradient."""
+    """Worker -> worker: these sends of the receiver will get a gradient."""
 
     sends: tuple[int, ...]
 
 
 class Marked(NamedTuple):
-    """Root -> a blocked worker: the marking wave is over."""
+    """Root -> blocked worker: the mark phase has ended."""
 
 
 class Finish(NamedTuple):
-    """Root -> a worker with deferred work: what has not arrived will not."""
+    """Root -> worker with deferred gradients: no further source will arrive."""
 
 
 class Failed(NamedTuple):
-    """Worker -> root: my part failed."""
+    """Worker -> root: the pass failed at this worker."""
 
-    why: Any  # the glue's own
+    why: Any  # the caller's error object
 
 
 class Lost(NamedTuple):
-    """Worker -> root: a worker that I sent something to is gone."""
+    """Worker -> root: a worker that the sender has sent a message to is lost."""
 
     peer: int
     why: Any
 
 
 class Abort(NamedTuple):
-    """Root -> everybody: drop it."""
+    """Root -> all workers: drop the pass."""
 
     why: Any
 
@@ -119,26 +122,31 @@ Message = Gradients | Mark | Marked | Finish | Report | Failed | Lost | Abort
 
 
 class Send(NamedTuple):
-    """Send it; never to oneself."""
+    """Send the message to another worker, never to this one."""
 
     to: int
     message: Message
 
 
 class Run(NamedTuple):
-    """Run this stage, a group's number or FINAL, then call `ran`, or `failed`. Always the last effect of a sequence."""
+    """Run this stage, then call `ran` or `failed`.
+
+    Always the last effect of a sequence.
+
+    `stage` is a group's number or FINAL.
+    """
 
     stage: int
 
 
 class Finished(NamedTuple):
-    """At the root: `backward` is done, or has failed."""
+    """At the root: `backward` has ended, with the error `why` if it failed."""
 
     why: Any = None
 
 
 class Dropped(NamedTuple):
-    """At another worker: the pass has come to a bad end; nothing of it is needed any more."""
+    """At another worker: the pass has failed and its state can be dropped."""
 
     why: Any
 

@@ -1,12 +1,14 @@
-"""What the root of a backward pass knows: the messages that are outstanding, and how each worker stands.
+"""Ledger of the root: outstanding messages and the latest state of each worker.
 
-The multiset `outstanding` is produced minus consumed, of all reports that have come. It is empty exactly when nothing
-is in flight and nobody is running. For suppose a message is in flight, or being processed. It was produced by an
-event. If the report of that event has come, the message is in the multiset, and nothing has taken it out. If not, then
-the message whose processing was that event has not been reported as consumed, because an event reports both at once;
-that message is either in the multiset, or its own producer's report has not come; and so on back to the root's own
-sends, which are entered as they are made. A message consumed before its production is heard of counts -1 for a while:
-then, too, the multiset is not empty.
+The multiset `outstanding` is produced minus consumed, over all reports received. It is empty exactly when no message is
+in flight and no stage is running. Proof: suppose a message is in flight or being processed. An event produced it.
+
+- If the report of that event has arrived, the message is in the multiset, and no report has removed it.
+- Otherwise the message that caused that event is not reported as consumed, because one report has both. That message is
+  in the multiset, or the report of its own producer is missing. The argument repeats back to the root's own sends,
+  which are entered when they are made.
+
+A message that is consumed before the report of its production arrives counts -1, so the multiset is not empty either.
 """
 
 from .backward_messages import Report, Token
@@ -15,15 +17,15 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """The root's books of one pass."""
+    """The root's counts of one pass."""
 
     __slots__ = ("_states", "finishing", "known", "outstanding", "told", "wave_begun", "where")
 
     def __init__(self) -> None:
         self.outstanding: dict[Token, int] = {}  # never 0
         self.where: dict[Token, int] = {}  # token -> the worker that is to process it
-        self.known: set[int] = set()  # who takes part: who reported, and to whom anybody sent
-        self.told: set[int] = set()  # who has heard that the marking wave is over, or that the end has come
+        self.known: set[int] = set()  # participants: workers that reported, and receivers of reported messages
+        self.told: set[int] = set()  # workers notified that the mark phase has ended, or to finish
         self.wave_begun: bool = False
         self.finishing: bool = False
         self._states: dict[int, Report] = {}  # worker -> its latest report

@@ -1,12 +1,14 @@
-"""Who is in the group: joining, leaving, dying and coming back, as one pure `GroupView` per worker.
+"""Membership of the group: join, leave, loss and return of workers.
 
-A member is a name, an id and an incarnation, which counts how often this id was taken. A group is static (every member
-states the same world size, ids 0 to size - 1, nobody joins late) or dynamic (members come and go). A record that does
-not fit is refused with `MembershipError`, and the view stays as it was.
+Each worker has one pure `GroupView`. A member is a name, an id and an incarnation, which counts the processes that have
+used this id. A group is static or dynamic. In a static group every member states the same world size, has an id below
+it, and none joins late. In a dynamic group members join and leave. A record that does not fit raises `MembershipError`
+and leaves the view unchanged.
 
-A worker that died may come back under its name and id with a higher incarnation, in a static group too. It may even be
-back before its death was noticed: the old incarnation is then `Lost` and the new one `Joined`, in this order. Only the
-glue can tell that from a second worker started by mistake, by trying whether the first one still answers.
+A worker that died may return under its name and id with a higher incarnation, in a static group too. It may return
+before its loss was detected: then the old incarnation is `Lost` and the new one `Joined`, in this order. The machine
+cannot distinguish this from a second worker started by mistake. The caller can, by checking whether the first worker
+still replies.
 """
 
 import re
@@ -21,7 +23,7 @@ class Member(NamedTuple):
     id: int
     incarnation: int = 0
     world_size: int | None = None  # None: joined as a member of a dynamic group
-    process: str = ""  # anything that no two processes share
+    process: str = ""  # unique per process
 
 
 class Joined(NamedTuple):
@@ -29,7 +31,7 @@ class Joined(NamedTuple):
 
 
 class Left(NamedTuple):
-    """In good order: nothing of it is still to come."""
+    """The member left after its shutdown and sends no more messages."""
 
     member: Member
 
@@ -43,11 +45,17 @@ Event = Joined | Left | Lost
 
 
 class MembershipError(RuntimeError):
-    """A worker cannot be a member of this group; the text says why, and what stands against it."""
+    """A worker cannot be a member of this group; the text gives the conflict."""
 
 
 class GroupView:
-    """The members that one worker knows of. `world_size` None: a dynamic group. Changes are returned as events."""
+    """The members of the group as one worker knows them.
+
+    Changes are returned as events.
+
+    Args:
+        world_size: Number of members of a static group; None for a dynamic group.
+    """
 
     def __init__(self, world_size: int | None = None) -> None:
         self.world_size: int | None = world_size or None
@@ -61,18 +69,24 @@ class GroupView:
 
     @property
     def complete(self) -> bool:
-        """A static group has all its members; a dynamic one is never short of any."""
+        """Whether a static group has all its members. A dynamic group is always complete."""
         return self.world_size is None or len(self.members) == self.world_size
 
     def missing(self) -> list[int]:
-        """The ids of a static group that are not taken."""
+        """Return the unused ids of a static group."""
         return [number for number in range(self.world_size or 0) if number not in self.members]
 
     def join(self, member: Member, replaces: bool = False) -> list[Event]:
-        """A member announces itself. Repeated announcements, and those of incarnations that are gone, change nothing.
+        """Add a member that announces itself.
 
-        replaces: the incarnation that has its place now is known not to answer any more.
-        Raises MembershipError.
+        Repeated announcements, and those of incarnations that have left or died, change nothing.
+
+        Args:
+            member: The new member.
+            replaces: The incarnation that has this id now is known not to reply any more.
+
+        Raises:
+            MembershipError: The member does not fit into the group.
         """
         known = self.members.get(member.id)
         if known == member or member.incarnation <= self._gone.get(member.id, -1):
@@ -89,24 +103,31 @@ class GroupView:
         return events
 
     def leave(self, number: int, incarnation: int) -> list[Event]:
-        """A member said goodbye."""
+        """Remove a member that has left after its shutdown."""
         member = self._remove(number, incarnation)
         return [] if member is None else [Left(member)]
 
     def lost(self, number: int, incarnation: int, why: str) -> list[Event]:
-        """A member died. Nothing happens if it is gone already, or if a later incarnation took its place."""
+        """Remove a member that died.
+
+        No effect if it has left already or a later incarnation has its id.
+        """
         member = self._remove(number, incarnation)
         return [] if member is None else [Lost(member, why)]
 
     def free_id(self) -> int:
-        """The lowest id nobody has, for a member of a dynamic group that has no say in it. Raises MembershipError."""
+        """Return the lowest unused id, for a member that did not choose one.
+
+        Raises:
+            MembershipError: All ids are in use.
+        """
         for number in range(MAX_ID + 1):
             if number not in self.members:
                 return number
         raise MembershipError(f"RPC group is full: it has {MAX_ID + 1} workers.")
 
     def next_incarnation(self, number: int) -> int:
-        """What the next worker with this id should call itself."""
+        """Return the incarnation of the next process with this id."""
         known = self.members.get(number)
         return max(self._gone.get(number, -1), -1 if known is None else known.incarnation) + 1
 

@@ -1,18 +1,21 @@
-"""Lifetime of remote references: one `RRefTable` per worker, pure and single-threaded (theory: README.md).
+"""Lifetime of remote references: one pure `RRefTable` per worker.
 
-How to drive it. Hold one lock around every call. Each method returns effects, a possibly empty sequence to carry out in
-order; `Send`s go to the peer's `handle`. Any order of delivery is fine, also between one pair of workers; messages must
-arrive at most once, and be lost only together with their sender or receiver, which `peer_lost` reports.
+README.md has the theory.
 
-- A Python RRef object is one handle. It notes `generation` when it is made; its finalizer appends (id, generation) to a
-  deque, and somebody drains that into `drop`.
-- Every ticket of a message that arrives is `receive`d, or `discard`ed where nobody will unpack it (a late reply, an
-  undecodable body). Every ticket of a message that could not leave is `unshare`d. Nothing else may happen to a ticket.
-- A call through a CONFIRMED reference needs no ticket for it if the caller keeps its handle until the reply is there.
-  In every other state send one: it makes the owner wait for a creation that the call has overtaken.
-- Call `flush` when idle or about to sleep, whenever `needs_flush`.
-- A worker that was lost may return under its old id: `peer_joined`. From `peer_lost` on nothing of the old incarnation
-  may reach the machine, and each side must have been told of the loss before the two talk again.
+**Usage.** Hold one lock around every call. Each method returns effects, a possibly empty sequence to execute in order.
+The message of a `Send` goes to `handle` of the peer's table. Messages may arrive in any order, also between one pair of
+workers. They must arrive at most once, and be lost only with their sender or receiver, which `peer_lost` reports.
+
+- A Python RRef object is one handle. It stores `generation` when it is created. Its finalizer appends (id, generation)
+  to a deque, and a thread of the worker drains the deque into `drop`.
+- For each ticket in a message that arrives, call `receive`, or `discard` if the message will not be unpacked (a late
+  reply, an undecodable body). For each ticket in a message that could not be sent, call `unshare`. Each ticket ends in
+  exactly one of these calls.
+- A call through a CONFIRMED reference needs no ticket if the caller keeps its handle until the reply has arrived. In
+  every other state a ticket is needed: it makes the owner wait for a creation that the call has overtaken.
+- Call `flush` when idle or before sleeping, if `needs_flush`.
+- A lost worker may return under its old id (`peer_joined`). After `peer_lost`, no message of the old incarnation may
+  reach the table, and both sides must know of the loss before they exchange messages again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,30 +76,35 @@ NOT_HELD = "this worker holds no reference to it"
 
 
 class Leak(NamedTuple):
-    """An owner entry that other workers still count on."""
+    """An owner entry of which other workers still hold tokens."""
 
     rref: RRefId
     tokens: dict[int, int]  # user worker -> tokens; a copy
 
 
 class RRefStats(NamedTuple):
-    """A snapshot of one table. All zero (`strays` apart, after losses) when nothing is referred to any more."""
+    """Snapshot of one table.
+
+    Without references all fields are zero, except `strays` after losses.
+    """
 
     owners: int  # entries of references owned here
-    expected: int  # of these, placeholders whose creation has not arrived
+    expected: int  # of these, placeholders that wait for their creation
     forks: int  # tokens that other workers hold of them
-    users: int  # entries of references owned elsewhere
-    pending_users: int  # of these, waiting for the owner's word: CREATING, FORKING, or FAILED by a time-out
-    handles: int  # local handles, of both sorts
-    pins: int  # tickets sent to be accepted
+    users: int  # entries of references owned by other workers
+    pending_users: int  # of these, waiting for the owner's reply: CREATING, FORKING, or FAILED by a timeout
+    handles: int  # local handles of owner and user entries
+    pins: int  # tickets sent and not yet accepted
     queued: int  # accepts and releases waiting for `flush`
-    strays: int  # messages and drops that referred to nothing, since the start; a bug unless peers were lost
+    strays: int  # messages and drops without an entry, since the start; a bug unless peers were lost
 
 
 class RRefTable:
     """The references that one worker owns and uses.
 
-    `batch`: as many accepts and releases collected for one peer leave without waiting for `flush`.
+    Args:
+        me: Id of this worker.
+        batch: Number of accepts and releases for one peer that are sent without waiting for `flush`.
     """
 
     __slots__ = ("_out", "_owners", "_users", "generation", "me")
@@ -106,20 +114,23 @@ class RRefTable:
         self._out = Outbox(batch)
         self._owners = Owners(me, self._out)
         self._users = Users(me, self._out)
-        self.generation: int = 0  # of the handles made now; release_all ends one
+        self.generation: int = 0  # of handles created now; release_all increments it
 
     # ---- creation -------------------------------------------------------------------------------------------------
 
     def own(self, rref: RRefId) -> Sequence[Effect]:
-        """`RRef(value)`: a READY reference of my own, one local handle."""
+        """Create an owned READY reference with one local handle: `RRef(value)`."""
         self._owners.create(rref, OwnerState.READY)
         return self._out.take()
 
     def begin_create(self, rref: RRefId, owner: int) -> Sequence[Effect]:
-        """`remote()`, before its message leaves: one local handle, CREATING.
+        """Begin a `remote()` before its message is sent: CREATING, with one local handle.
 
-        With `owner` == me the owner's entry is made at once; go on with `value_ready` or `value_failed`, not `created`.
-        Raises RRefProtocolError if the id is in use.
+        If this worker is the owner, the owner's entry is created at once: `value_ready` or `value_failed` follows, not
+        `created`.
+
+        Raises:
+            RRefProtocolError: The id is in use.
         """
         if owner == self.me:
             self._owners.create(rref, OwnerState.CREATING)
@@ -128,46 +139,72 @@ class RRefTable:
         return self._out.take() if self._out.effects else NOTHING
 
     def created(self, rref: RRefId) -> Sequence[Effect]:
-        """The owner has confirmed my creation (its `accept_create` ran), be it after a time-out."""
+        """Record that the owner has confirmed a creation of this worker.
+
+        The owner confirms after `accept_create`. The confirmation may arrive after a timeout.
+        """
         self._users.created(rref)
         return self._out.take() if self._out.effects else NOTHING
 
     def create_failed(self, rref: RRefId, why: str, may_exist: bool) -> Sequence[Effect]:
-        """My creation failed for its users here; `Failed` follows unless it is known to exist.
+        """Record that a creation failed for its users at this worker.
 
-        may_exist=True: the owner may carry it out yet (a time-out). `created` must still be called when its word comes,
-        or this again with False. may_exist=False: it never left, or the owner refused it before `accept_create`.
+        `Failed` follows unless the reference is known to exist.
+
+        Args:
+            rref: The reference.
+            why: Reason, for error texts.
+            may_exist: True after a timeout: the owner may still run the creation. When the owner replies, call
+                `created`, or this method again with False. False if the request was not sent, or the owner rejected it
+                before `accept_create`.
         """
         self._users.create_failed(rref, why, may_exist)
         return self._out.take()
 
     def accept_create(self, rref: RRefId, creator: int) -> Sequence[Effect]:
-        """Owner: a creation arrived and its function will run. Answer the creator once this returned, or later."""
+        """At the owner: accept a creation; its function will run.
+
+        Reply to the creator after this returns.
+        """
         self._owners.accept_create(rref, creator)
         return self._out.take() if self._out.effects else NOTHING
 
     def value_ready(self, rref: RRefId) -> Sequence[Effect]:
-        """Owner: the function returned; put the value in place first, `Delete` may follow at once."""
+        """At the owner: record that the function returned.
+
+        Store the value first, `Delete` may follow at once.
+        """
         self._owners.finish(rref, OwnerState.READY)
         return self._out.take() if self._out.effects else NOTHING
 
     def value_failed(self, rref: RRefId) -> Sequence[Effect]:
-        """Owner: the function raised; the exception is kept and freed like a value."""
+        """At the owner: record that the function raised.
+
+        The exception is kept and freed like a value.
+        """
         self._owners.finish(rref, OwnerState.FAILED)
         return self._out.take()
 
     # ---- handles --------------------------------------------------------------------------------------------------
 
     def adopt(self, rref: RRefId) -> Sequence[Effect]:
-        """One more local handle to a reference this worker holds. Raises UnusableRRefError if it holds none."""
+        """Add a local handle to a reference that this worker holds.
+
+        Raises:
+            UnusableRRefError: This worker does not hold the reference.
+        """
         self._entry(rref).handles += 1
         return self._out.take()
 
     def drop(self, rref: RRefId, generation: int | None = None) -> Sequence[Effect]:
-        """One local handle is gone. Never raises, since nobody could catch what a finalizer's drop raises.
+        """Drop one local handle.
 
-        `generation`: the table's when the handle was made; None means the present one, which is right as long as
-        `release_all` is not used.
+        Never raises, because no code can catch an exception of a finalizer.
+
+        Args:
+            rref: The reference.
+            generation: The table's generation when the handle was created; None for the current one, which is correct
+                if `release_all` is not used.
         """
         owner = self._owners.entries.get(rref)
         if owner is not None and owner.handles:
@@ -181,10 +218,10 @@ class RRefTable:
         return self._out.take() if self._out.effects else NOTHING
 
     def release_all(self) -> Sequence[Effect]:
-        """Shutdown: drops every user handle there is and starts a new generation.
+        """Drop every user handle at shutdown and start a new generation.
 
-        The old handles' own drops, which finalizers may bring at any later time or never, count for nothing. Handles to
-        what this worker owns are not touched.
+        Later drops of the old handles, by their finalizers, have no effect. Handles to references that this worker owns
+        do not change.
         """
         self.generation += 1
         for rref, entry in list(self._users.entries.items()):
@@ -196,9 +233,12 @@ class RRefTable:
     # ---- tickets --------------------------------------------------------------------------------------------------
 
     def share(self, rref: RRefId, to: int) -> Ticket:
-        """A ticket to put into a message to `to`, made while a local handle exists. Has no effects.
+        """Create a ticket for a message to `to`, while a local handle exists.
 
-        Raises UnusableRRefError for a reference that is not held here, or FAILED or LOST here as a user.
+        Returns no effects.
+
+        Raises:
+            UnusableRRefError: This worker does not hold the reference, or uses it and it is FAILED or LOST.
         """
         user = self._users.entries.get(rref)
         if user is not None:
@@ -209,7 +249,10 @@ class RRefTable:
         return self._owners.grant(rref, owner, to)
 
     def unshare(self, ticket: Ticket, to: int) -> Sequence[Effect]:
-        """The message with this ticket never left for `to`. Once per ticket; harmless if `to` was lost meanwhile."""
+        """Take back the ticket of a message that was not sent.
+
+        Once per ticket; allowed after the loss of `to`.
+        """
         if ticket.kind == GRANT:
             self._owners.ungrant(ticket, to)
         elif ticket.transfer:
@@ -219,7 +262,10 @@ class RRefTable:
         return self._out.take()
 
     def receive(self, ticket: Ticket, sender: int) -> Sequence[Effect]:
-        """A ticket arrived: there is one new local handle, whatever its state (`state_of` tells). Never raises."""
+        """Add a local handle for a ticket that arrived.
+
+        `state_of` returns its state. Never raises.
+        """
         rref, owner, kind, transfer = ticket
         if kind == FORK:
             self._users.receive_fork(rref, owner, sender, transfer)
@@ -232,13 +278,13 @@ class RRefTable:
         return self._out.take()
 
     def discard(self, ticket: Ticket, sender: int) -> Sequence[Effect]:
-        """A ticket arrived in a message that nobody will unpack: the reference is received and dropped."""
+        """Receive and drop a ticket of a message that will not be unpacked."""
         return (*self.receive(ticket, sender), *self.drop(ticket.rref))
 
     # ---- peers ----------------------------------------------------------------------------------------------------
 
     def handle(self, sender: int, message: Message) -> Sequence[Effect]:
-        """A message from `sender`'s machine."""
+        """Process a message from the table of `sender`."""
         if isinstance(message, Release):
             for rref, tokens in message.items:
                 self._owners.on_release(sender, rref, tokens)
@@ -256,7 +302,10 @@ class RRefTable:
         return self._out.take()
 
     def peer_lost(self, worker: int, why: str) -> Sequence[Effect]:
-        """`worker` is dead for me. Its tokens and pins go; what it owned, or was yet to create here, is LOST."""
+        """Drop the tokens and pins of a lost worker.
+
+        References that it owned, and placeholders of its creations, become LOST.
+        """
         if worker not in self._out.lost:
             self._out.forget(worker, why)
             self._owners.peer_lost(worker, why)
@@ -264,12 +313,15 @@ class RRefTable:
         return self._out.take()
 
     def peer_joined(self, worker: int) -> Sequence[Effect]:
-        """A new incarnation of a lost worker is there. Nothing that the old one had comes back."""
+        """Allow messages to a new incarnation of a lost worker.
+
+        State of the old one is not restored.
+        """
         self._out.lost.pop(worker, None)
         return self._out.take()
 
     def flush(self) -> Sequence[Effect]:
-        """Sends what was batched."""
+        """Return the batched accepts and releases as messages to send."""
         self._out.flush()
         return self._out.take()
 
@@ -279,23 +331,32 @@ class RRefTable:
 
     @property
     def batched(self) -> Mapping[int, object]:
-        """Empty unless `needs_flush`; always the same object, for who asks often."""
+        """The batches per peer; empty unless `needs_flush`.
+
+        Always the same object, so callers may keep it.
+        """
         return self._out.batched
 
     # ---- questions ------------------------------------------------------------------------------------------------
 
     def state_of(self, rref: RRefId) -> OwnerState | UserState | None:
-        """UserState if another worker owns it, OwnerState if I do, None if this worker knows nothing of it."""
+        """Return the state of the reference, or None if the table has no entry of it.
+
+        It is an OwnerState if this worker owns the reference, else a UserState.
+        """
         entry = self._users.entries.get(rref) or self._owners.entries.get(rref)
         return None if entry is None else entry.state
 
     def failure_of(self, rref: RRefId) -> tuple[str, bool] | None:
-        """(why, lost) of an entry that has `Failed`, else None. An owner's FAILED is a value, not a failure here."""
+        """Return (why, lost) of an entry that has `Failed`, else None.
+
+        FAILED at the owner is not a failure in this sense: the entry has an exception as its value.
+        """
         entry = self._users.entries.get(rref) or self._owners.entries.get(rref)
         return None if entry is None else entry.failure
 
     def leaks(self) -> list[Leak]:
-        """What other workers still hold of mine, in the order of creation."""
+        """Return owned references that other workers hold, in the order of creation."""
         return [Leak(rref, dict(entry.tokens)) for rref, entry in self._owners.entries.items() if entry.tokens]
 
     def stats(self) -> RRefStats:

@@ -1,9 +1,9 @@
-"""Vocabulary of the RRef protocol: ids, tickets, messages, effects, states.
+"""Data of the RRef protocol: ids, tickets, messages, effects, states.
 
-Everything here is plain data. What goes over the wire is `Ticket` (inside a user's message, but in its header, so that
-it can be honoured without unpickling anything) and the messages of `Message`. `Effect` is what a machine asks its glue
-to do. They are named tuples: cheap to build, and easy for a codec to write field by field. Two kinds with equal fields
-compare equal as tuples, so tell them apart by type.
+A `Ticket` travels in the metadata of a call, so that the receiver can process it without unpickling. The types of
+`Message` are messages of their own. An `Effect` is what the table asks its caller to do. All are named tuples: cheap to
+create, and a codec writes them field by field. Two types with equal fields compare equal as tuples, so distinguish them
+by type.
 """
 
 from enum import IntEnum
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class RRefId(NamedTuple):
-    """Names one remote reference in the whole group, for ever.
+    """Unique id of one remote reference in the group.
 
-    The creator chooses `local_id`; it must never use one twice, nor one that an earlier incarnation of the same worker
-    id may have used (start each incarnation at `incarnation << 32`, say).
+    The creator chooses `local_id`. It must not reuse one, nor one of an earlier incarnation of the same worker id. For
+    example, each incarnation starts at `incarnation << 32`.
     """
 
     created_on: int  # worker id of the creator, which need not be the owner
@@ -22,16 +22,19 @@ class RRefId(NamedTuple):
 
 
 class TicketKind(IntEnum):
-    """Who hands a reference to whom, which decides how the owner's count is kept right."""
+    """Roles of sender and receiver of a reference. They decide how it is counted."""
 
     GRANT = 0  # owner -> user: the owner has counted a token for the receiver already
     RETURN = 1  # user -> owner: the sender keeps its token until the owner accepts
     FORK = 2  # user -> another user: the sender keeps its token until the receiver has one of its own
-    SELF = 3  # to oneself: the present entry is kept until the ticket is received
+    SELF = 3  # worker -> itself: the present entry is kept until the ticket is received
 
 
 class Ticket(NamedTuple):
-    """A reference on its way inside a message. Each one is received, discarded or unshared exactly once."""
+    """A reference inside a message.
+
+    Each ticket is received, discarded or unshared exactly once.
+    """
 
     rref: RRefId
     owner: int
@@ -43,40 +46,43 @@ class Ticket(NamedTuple):
 
 
 class Add(NamedTuple):
-    """User -> owner: count one token for me. Answered by `Added`, always."""
+    """User -> owner: count one token for the sender. The owner always replies `Added`."""
 
     rref: RRefId
 
 
 class Added(NamedTuple):
-    """Owner -> user: one token is counted for you (though the value may have failed: ask for it and you will hear)."""
+    """Owner -> user: one token is counted for the receiver.
+
+    The value may have failed all the same; a request for the value reports that.
+    """
 
     rref: RRefId
 
 
 class Accept(NamedTuple):
-    """Receiver of RETURN and FORK tickets -> their sender: your pins may go."""
+    """Receiver of RETURN and FORK tickets -> sender: these pins may be dropped."""
 
     transfers: tuple[int, ...]
 
 
 class Release(NamedTuple):
-    """User -> owner: take so many tokens off my count."""
+    """User -> owner: subtract the given number of tokens from the sender's count."""
 
     items: tuple[tuple[RRefId, int], ...]
 
 
 class Expect(NamedTuple):
-    """Owner -> creator: somebody referred to this, but I have not seen its creation. Will it come?
+    """Owner -> creator: a reference is in use, but its creation has not arrived.
 
-    Answered by silence while the creation is under way, else (at once, or once it has failed) by `Abandon`.
+    The creator does not reply while the creation is in progress. Otherwise, or once it has failed, it sends `Abandon`.
     """
 
     rref: RRefId
 
 
 class Abandon(NamedTuple):
-    """Creator -> owner: no creation of this reference is on its way to you, and none ever will be."""
+    """Creator -> owner: the reference is not being created and will not be."""
 
     rref: RRefId
     why: str
@@ -84,7 +90,7 @@ class Abandon(NamedTuple):
 
 Message = Add | Added | Accept | Release | Expect | Abandon
 
-# ---- effects: what the glue must do, in this order ----------------------------------------------------------------
+# ---- effects: what the caller must do, in this order --------------------------------------------------------------
 
 
 class Send(NamedTuple):
@@ -93,19 +99,25 @@ class Send(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """The owner's entry is gone: free the value if there is one, and fail whoever still waits for it."""
+    """The owner's entry has ended.
+
+    Free the value, if any, and fail the requests that still wait for it.
+    """
 
     rref: RRefId
 
 
 class Confirmed(NamedTuple):
-    """This user's entry, which was CREATING or FORKING, now holds a token of its own."""
+    """The user entry, which was CREATING or FORKING, now holds a token of its own."""
 
     rref: RRefId
 
 
 class Failed(NamedTuple):
-    """The local entry has become unusable for good: FAILED at a user, LOST at a user or at the owner."""
+    """The local entry is permanently unusable.
+
+    Its state is FAILED at a user, LOST at a user or at the owner.
+    """
 
     rref: RRefId
     why: str
@@ -118,11 +130,11 @@ Effect = Send | Delete | Confirmed | Failed
 
 
 class OwnerState(IntEnum):
-    EXPECTED = 0  # a placeholder: referred to before its creation arrived
-    CREATING = 1  # its function runs; the entry cannot end
+    EXPECTED = 0  # placeholder: a reference arrived before the creation
+    CREATING = 1  # the function runs; the entry cannot end
     READY = 2  # holds a value
     FAILED = 3  # holds an exception, shared and counted like a value
-    LOST = 4  # a tombstone with references to it: deleted, or its creation will never come
+    LOST = 4  # tombstone with references to it: deleted, or the creation will never arrive
 
 
 class UserState(IntEnum):
@@ -134,7 +146,7 @@ class UserState(IntEnum):
 
 
 class UnusableRRefError(RuntimeError):
-    """`share` of a reference that is FAILED or LOST here, or that this worker does not hold."""
+    """The reference is FAILED or LOST at this worker, or this worker does not hold it."""
 
     def __init__(self, rref: RRefId, why: str, lost: bool) -> None:
         super().__init__(f"RRef {rref.created_on}:{rref.local_id} cannot be used: {why}")
@@ -144,4 +156,4 @@ class UnusableRRefError(RuntimeError):
 
 
 class RRefProtocolError(RuntimeError):
-    """The glue called the machine against its contract (an id used twice, a value set twice)."""
+    """The caller violated the table's contract: an id used twice, a value set twice."""

@@ -1,8 +1,8 @@
-"""What one worker's RRef machine has to say: effects for the glue, and batches of accepts and releases per peer.
+"""Outbox of one RRef table: effects for the caller, and batches per peer.
 
-Accepts and releases only ever let memory go, so nobody waits for them and they may travel together, late. Adds and
-their answers are waited for and leave at once. A peer that was lost is never written to (guarantee G3): every message
-passes through `send`, `accept` or `release` here, and they see to it.
+Accepts and releases only free memory. No worker waits for them, so they are sent late and in batches. `Add` and `Added`
+have a waiting peer and are sent at once. No message goes to a lost peer (guarantee G3): `send`, `accept` and `release`
+are the only ways to send, and they check it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,14 @@ class Outbox:
         self._batches = {}
         self._limit = limit
         self.lost: dict[int, str] = {}  # worker -> why; until it joins again
-        self.epochs: dict[int, int] = {}  # worker -> how often it was lost: tells stale tickets from fresh ones
-        self.strays: int = 0  # messages or drops that referred to nothing; 0 unless peers were lost
+        self.epochs: dict[int, int] = {}  # worker -> number of losses; distinguishes stale tickets from current ones
+        self.strays: int = 0  # messages or drops without an entry; 0 unless peers were lost
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
 
     def take(self) -> Sequence[Effect]:
-        """The effects since the last call, oldest first."""
+        """Return the effects since the last call, oldest first."""
         effects = self.effects
         if not effects:
             return NOTHING
@@ -76,7 +76,7 @@ class Outbox:
 
     @property
     def batched(self) -> Mapping[int, object]:
-        """What waits for `flush`, by peer; always the same object."""
+        """The batches that wait for `flush`, by peer. Always the same object."""
         return self._batches
 
     def flush(self) -> None:

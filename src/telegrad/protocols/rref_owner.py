@@ -1,11 +1,11 @@
-"""The owner's half of the RRef protocol: one entry per reference whose value lives here.
+"""Owner part of the RRef protocol: one entry per reference that this worker owns.
 
     EXPECTED --accept_create--> CREATING --value_ready--> READY
         |                           `------value_failed--> FAILED
-        `--Abandon, or the creator is lost--> LOST (--accept_create--> CREATING, if the creator was back after all)
+        `--Abandon, or the creator is lost--> LOST (--accept_create--> CREATING, if the creator had returned)
 
 An entry ends, with `Delete`, as soon as no worker holds a token of it, no local handle is left and its function does
-not run (invariant O1). An entry is made by its creation, or by the first reference to it if that comes first.
+not run (invariant O1). The creation makes the entry, or the first reference to it if that arrives earlier.
 """
 
 from .rref_messages import (
@@ -39,7 +39,7 @@ class OwnerEntry:
 
 
 class Owners:
-    """All owner entries of one worker. Methods leave their effects in the outbox."""
+    """Owner entries of one worker. Methods leave their effects in the outbox."""
 
     __slots__ = ("_me", "_out", "entries")
 
@@ -51,7 +51,10 @@ class Owners:
     # ---- creation -------------------------------------------------------------------------------------------------
 
     def create(self, rref: RRefId, state: OwnerState) -> None:
-        """A reference of my own with one local handle: READY (`RRef(value)`) or CREATING (remote to self)."""
+        """Create an owned reference with one local handle.
+
+        Its state is READY for `RRef(value)`, and CREATING for `remote()` to this worker itself.
+        """
         if rref in self.entries:
             raise RRefProtocolError(f"{rref} exists already")
         self.entries[rref] = OwnerEntry(state, handles=1)
@@ -63,7 +66,8 @@ class Owners:
         elif entry.state is EXPECTED:
             entry.state = CREATING
         elif entry.failure is not None and entry.failure[1]:
-            # The first reference came before I heard that a lost creator is back, so I took it for a dead one's.
+            # The first reference arrived before this worker knew of the creator's return, and was attributed to the
+            # lost incarnation.
             entry.state = CREATING
             entry.failure = None
         else:
@@ -86,9 +90,12 @@ class Owners:
             self._settle(rref, entry)
 
     def grant(self, rref: RRefId, entry: OwnerEntry, to: int) -> Ticket:
-        """Counts the token before the ticket leaves, so a Release can never arrive ahead of what it releases (O3)."""
+        """Count a token and return its ticket.
+
+        The token is counted before the ticket is sent, so a Release never arrives before its token is counted (O3).
+        """
         if to == self._me:
-            entry.handles += 1  # the receiver's, made ahead
+            entry.handles += 1  # the handle of the receiver, counted in advance
             return Ticket(rref, to, SELF, 0)
         if to in self._out.lost:
             return Ticket(rref, self._me, GRANT, -1)  # will not be delivered, so there is nothing to count
@@ -96,7 +103,8 @@ class Owners:
         return Ticket(rref, self._me, GRANT, self._out.epochs.get(to, 0))
 
     def ungrant(self, ticket: Ticket, to: int) -> None:
-        # A peer that was lost since has lost its tokens too; its next incarnation's are none of this ticket's business.
+        # A peer that was lost since then has no tokens left, and the ticket must not touch those of its next
+        # incarnation.
         if ticket.transfer == self._out.epochs.get(to, 0) and to not in self._out.lost:
             self.on_release(to, ticket.rref, 1)
 
@@ -142,10 +150,11 @@ class Owners:
     # ---- rules ----------------------------------------------------------------------------------------------------
 
     def _expect(self, rref: RRefId) -> OwnerEntry:
-        """Somebody refers to what I do not know: its creation is still to come, or it was deleted after a loss.
+        """Make a placeholder for an unknown reference.
 
-        Without losses it is always the former (a parent outlives its child's Add, G2). Only the creator can tell, so
-        it is asked; I need no memory of what I deleted.
+        The reference is not created yet, or was deleted after a loss. Without losses it is always the former, because a
+        parent outlives its child's Add (G2). Only the creator knows, so the owner asks it (`Expect`) and keeps no
+        record of deleted references.
         """
         entry = self.entries[rref] = OwnerEntry(EXPECTED, handles=0)
         creator = rref.created_on

@@ -1,12 +1,12 @@
-"""The user's half of the RRef protocol: one entry per reference that this worker holds and another worker owns.
+"""User part of the RRef protocol: an entry per reference of another worker.
 
     begin_create --> CREATING --created--> CONFIRMED          receive(FORK) --> FORKING --Added--> CONFIRMED
                          `----create_failed--> FAILED         receive(GRANT) --> CONFIRMED
     any, when the owner is lost --> LOST                      receive(GRANT) makes CREATING and FORKING CONFIRMED too
 
 An entry counts its local `handles`, its `pins` (tickets sent and not yet accepted) and the `tokens` that the owner has
-counted for this worker. FAILED and LOST are final for the entry. It ends, giving all tokens back, once handles and pins
-are zero and no answer of the owner is awaited (invariant U1).
+counted for this worker. FAILED and LOST are final for the entry. Once handles and pins are zero and no reply of the
+owner is pending (invariant U1), the entry ends and releases all tokens.
 """
 
 from .rref_messages import (
@@ -27,7 +27,7 @@ from .rref_outbox import Outbox
 CREATING, FORKING, CONFIRMED, FAILED, LOST = UserState
 RETURN, FORK = TicketKind.RETURN, TicketKind.FORK
 
-NOT_CREATING = "its creator has no creation of it under way"
+NOT_CREATING = "its creator has no creation of it in progress"
 
 
 class UserEntry:
@@ -39,15 +39,15 @@ class UserEntry:
         self.handles: int = handles
         self.pins: int = 0
         self.tokens: int = 0
-        self.creating: bool = False  # the owner may yet confirm the creation (also after a time-out made this FAILED)
-        self.adding: bool = False  # an Add is at the owner
-        self.asked: bool = False  # the owner asked (Expect) whether the creation will come
-        self.parents: list[tuple[int, int]] = []  # (sender, transfer) to accept once I hold a token
+        self.creating: bool = False  # the owner may still confirm the creation (also FAILED after a timeout)
+        self.adding: bool = False  # an Add without its Added
+        self.asked: bool = False  # the owner has asked (Expect) for the creation
+        self.parents: list[tuple[int, int]] = []  # (sender, transfer) to accept once this worker holds a token
         self.failure: tuple[str, bool] | None = None  # (why, lost) when FAILED or LOST
 
 
 class Users:
-    """All user entries of one worker. Methods leave their effects in the outbox."""
+    """User entries of one worker. Methods leave their effects in the outbox."""
 
     __slots__ = ("_me", "_next_transfer", "_out", "entries", "transfers")
 
@@ -56,7 +56,7 @@ class Users:
         self._out = out
         self._next_transfer = 1
         self.entries: dict[RRefId, UserEntry] = {}
-        self.transfers: dict[int, tuple[RRefId, int]] = {}  # pin -> (what, to whom)
+        self.transfers: dict[int, tuple[RRefId, int]] = {}  # pin -> (reference, receiver)
 
     # ---- creation -------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Users:
         if kind is None:
             kind = RETURN if to == owner else FORK
         if to in self._out.lost:
-            return Ticket(rref, owner, kind, 0)  # will not be delivered, so nobody would ever accept it
+            return Ticket(rref, owner, kind, 0)  # will not be delivered, so it would never be accepted
         transfer = self._next_transfer
         self._next_transfer = transfer + 1
         self.transfers[transfer] = (rref, to)
@@ -112,7 +112,7 @@ class Users:
         return Ticket(rref, owner, kind, transfer)
 
     def unpin(self, transfer: int, to: int) -> None:
-        """`to` has accepted the transfer, or it never left."""
+        """Drop the pin of a transfer that `to` has accepted, or that was not sent."""
         what = self.transfers.get(transfer)
         if what is None or what[1] != to:
             if transfer:  # 0 was never a pin
@@ -147,7 +147,7 @@ class Users:
             if entry.state is FORKING:
                 entry.parents.append((sender, transfer))
                 return
-        # CONFIRMED has a token, CREATING has one to come, and FAILED and LOST have no use for one: the sender may go.
+        # CONFIRMED has a token, CREATING will get one, FAILED and LOST need none: the sender may drop its pin.
         self._out.accept(sender, transfer)
 
     def receive_self(self, rref: RRefId, transfer: int) -> None:
@@ -175,7 +175,7 @@ class Users:
     def peer_lost(self, peer: int, why: str) -> None:
         orphans = {rref for rref, entry in self.entries.items() if entry.owner == peer}
         for transfer, (rref, to) in list(self.transfers.items()):
-            if to == peer or (rref in orphans and to != self._me):  # a SELF ticket will be received all the same
+            if to == peer or (rref in orphans and to != self._me):  # a SELF ticket will still be received
                 del self.transfers[transfer]
                 self.entries[rref].pins -= 1
         for rref, entry in list(self.entries.items()):
@@ -188,7 +188,7 @@ class Users:
     # ---- rules ----------------------------------------------------------------------------------------------------
 
     def _gain(self, rref: RRefId, entry: UserEntry) -> None:
-        """The owner has counted one more token for me."""
+        """Record that the owner has counted one more token for this worker."""
         entry.tokens += 1
         if entry.state is CREATING or entry.state is FORKING:
             entry.state = CONFIRMED
@@ -200,7 +200,7 @@ class Users:
     def _lose(self, rref: RRefId, entry: UserEntry, why: str) -> None:
         entry.creating = entry.adding = False
         entry.tokens = 0
-        self._accept_parents(entry)  # they may not have heard of the loss
+        self._accept_parents(entry)  # they may not know of the loss yet
         if entry.failure is None:
             entry.state = LOST
             entry.failure = (why, True)
@@ -213,7 +213,7 @@ class Users:
 
     def _settle(self, rref: RRefId, entry: UserEntry) -> None:
         if entry.handles or entry.pins or entry.creating or entry.adding:
-            return  # also if it has failed: whoever looks at the owner sees the value as long as somebody names it
+            return  # also if it has failed: the owner keeps the value as long as a worker references it
         if entry.tokens:
             self._out.release(entry.owner, rref, entry.tokens)
         del self.entries[rref]

@@ -1,13 +1,15 @@
-"""Graceful shutdown: when has everybody come, and when is all work of the group done? One `Drain` per worker, pure.
+"""Graceful shutdown: one pure `Drain` per worker detects the end of all work.
 
-The live worker with the lowest id leads. Whoever shuts down tells it (`Ready`); once all live workers have, it asks for
-everyone's counters in rounds. All work is done when nothing is pending anywhere and each worker has handled what each
-other one sent it, in two rounds in a row with the very same counters. Given exact counters one such round would do: a
-call that one report counts and another misses would have to be made up for by an earlier one, without end. The second
-makes up for counters that are not read at one instant. Counts are compared per pair of live workers, so a worker that
-died with calls in flight falsifies nothing. If the leader dies, the next one starts afresh.
+The live worker with the lowest id leads. A worker that shuts down notifies the leader (`Ready`). Once all live workers
+have done so, the leader collects the counters of all workers in rounds. A round is balanced if no worker has pending
+work and all calls between workers are handled. Two consecutive balanced rounds with equal counters end the shutdown.
 
-There is no clock here: the glue paces rounds (`Pause`) and says when time is up (`expire`).
+With exact counters one balanced round is enough: a call that one report counts and another misses would need an earlier
+unbalanced call, and so on without end. The second round covers counters that are not read at one instant. Counts are
+compared per pair of live workers, so calls in flight from a dead worker do not matter. If the leader dies, the next
+leader starts from the beginning.
+
+The machine has no clock: the caller paces the rounds (`Pause`) and reports the deadline (`expire`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,19 +17,22 @@ from typing import NamedTuple
 
 
 class Counters(NamedTuple):
-    """What one worker knows, read at one moment. Calls to oneself count like others."""
+    """Counters of one worker, read at one moment.
+
+    Calls of a worker to itself count like others.
+    """
 
     sent: Mapping[int, int]  # worker -> calls sent to it
-    handled: Mapping[int, int]  # worker -> calls from it whose handler has ended and whose reply has left
-    pending: int  # handlers running or queued, own calls without a reply, and whatever else must end first
+    handled: Mapping[int, int]  # worker -> calls from it with the handler ended and the reply sent
+    pending: int  # handlers running or queued, own calls without a reply, and other work that must end first
 
 
 class Ready(NamedTuple):
-    """Member -> leader: I have begun to shut down."""
+    """Member -> leader: the sender has begun to shut down."""
 
 
 class Ask(NamedTuple):
-    """Leader -> member: your counters, please."""
+    """Leader -> member: request for the member's counters."""
 
     round: int
 
@@ -38,14 +43,19 @@ class Report(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Leader -> member: all work is done. `lost`: who died on the way, and was left out; `left`: who went before."""
+    """Leader -> member: all work has ended.
+
+    Args:
+        lost: Workers that died during the shutdown, and were left out.
+        left: Workers that left before.
+    """
 
     lost: tuple[int, ...]
     left: tuple[int, ...] = ()
 
 
 class Who(NamedTuple):
-    """Member -> leader: my time is up; whom are we waiting for?"""
+    """Member -> leader: the deadline has passed; request for the missing workers."""
 
 
 class Missing(NamedTuple):
@@ -61,25 +71,32 @@ class Send(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Read the counters now, and call `counted` with both numbers."""
+    """Read the counters now and call `counted` with both numbers."""
 
     asker: int
     round: int
 
 
 class Pause(NamedTuple):
-    """Work is still going on: call `resume` in a while."""
+    """Work is still in progress: call `resume` after a delay."""
 
 
 class Done(NamedTuple):
-    """All work of the group is done; go. `lost`: who died on the way; `left`: who went before. All hear the same."""
+    """Completion of the group's work: the worker may exit.
+
+    All workers get the same lists.
+
+    Args:
+        lost: Workers that died during the shutdown.
+        left: Workers that left before.
+    """
 
     lost: tuple[int, ...]
     left: tuple[int, ...] = ()
 
 
 class GaveUp(NamedTuple):
-    """Time is up; `missing` did not come, or did not answer."""
+    """The deadline has passed; `missing` did not begin to shut down, or did not reply."""
 
     missing: tuple[int, ...]
 
@@ -88,7 +105,10 @@ Effect = Send | Count | Pause | Done | GaveUp
 
 
 class Drain:
-    """The shutdown of one worker. Make it with the group, since others may be ready first."""
+    """Shutdown state of one worker.
+
+    Created when the worker joins, as other workers may be ready first.
+    """
 
     def __init__(self, me: int, members: Iterable[int]) -> None:
         self.me = me
@@ -101,42 +121,48 @@ class Drain:
         self._round = 0
         self._reports: dict[int, Counters] = {}
         self._before: dict[int, Counters] | None = None  # the last round's reports, if they were balanced
-        self._running = False  # a round is out
+        self._running = False  # a round is in progress
         self._time_is_up = False
-        self._told: tuple[int, ...] = ()  # what a leader said was missing
+        self._told: tuple[int, ...] = ()  # missing workers as reported by a leader
 
     @property
     def leader(self) -> int:
         return min(self.live)
 
     def missing(self) -> tuple[int, ...]:
-        """At the leader: who has not begun to shut down, or else has not answered this round."""
+        """Return, at the leader, the workers that it waits for.
+
+        These are the workers that have not begun to shut down or, if all have, those that have not replied this round.
+        """
         return tuple(sorted(self.live - self._ready or self.live - self._reports.keys()))
 
     def arrive(self) -> list[Effect]:
-        """This worker begins to shut down."""
+        """Begin the shutdown of this worker."""
         self.arrived = True
         self._ready.add(self.me)
         return self._advance() if self.leader == self.me else [Send(self.leader, Ready())]
 
     def counted(self, asker: int, round: int, counters: Counters) -> list[Effect]:
-        """The answer to `Count`."""
+        """Pass the counters that `Count` asked for."""
         report = Report(round, counters)
         if asker == self.me:
             return self.handle(asker, report)
         return [Send(asker, report)] if asker in self.live else []
 
     def resume(self) -> list[Effect]:
-        """The answer to `Pause`."""
+        """Continue after `Pause`."""
         return self._advance()
 
     def expire(self) -> list[Effect]:
-        """Time is up. Twice, a little later, if the first call did not bring `GaveUp`: then the leader is silent."""
+        """Record that the deadline has passed.
+
+        If the first call does not lead to `GaveUp`, call again after a grace period: the leader does not reply.
+        """
         if self.over is not None:
             return []
         if self.leader == self.me:
             missing = self.missing()
-            others = sorted(self._ready & self.live - {self.me})  # it leaves, so they cannot ask it later
+            others = sorted(self._ready & self.live - {self.me})  # the leader exits, so they cannot ask it later
             return [*(Send(to, Missing(missing)) for to in others), *self._end(GaveUp(missing))]
         if self._time_is_up:
             return self._end(GaveUp(self._told or (self.leader,)))
@@ -144,9 +170,9 @@ class Drain:
         return [Send(self.leader, Who())]
 
     def handle(self, sender: int, message: Message) -> list[Effect]:
-        """A message from another worker's `Drain`."""
+        """Process a message from another worker's `Drain`."""
         if isinstance(message, (Ready, Ask)) and isinstance(self.over, Done):
-            return [Send(sender, Finished(*self.over))]  # the leader died before it could tell everybody
+            return [Send(sender, Finished(*self.over))]  # the leader died before it notified all workers
         if isinstance(message, Ready):
             self._ready.add(sender)
             return self._advance()
@@ -157,7 +183,7 @@ class Drain:
                 self._reports[sender] = message.counters
             return self._judge()
         if isinstance(message, Finished):
-            # Whoever took me for the leader already has lost the one that told me.
+            # Workers that treat this worker as the leader have lost the sender already: forward the message.
             waiting = sorted(self._ready & self.live - {self.me, sender})
             return [*(Send(to, message) for to in waiting), *self._end(Done(*message))]
         if isinstance(message, Who):
@@ -166,7 +192,7 @@ class Drain:
         return self._end(GaveUp(message.workers)) if self._time_is_up else []
 
     def peer_gone(self, worker: int, orderly: bool = False) -> list[Effect]:
-        """`worker` died, or (orderly) left after its own shutdown. It is waited for no longer."""
+        """Stop waiting for `worker`, which died or (orderly) left after its own shutdown."""
         if worker not in self.live:
             return []
         led = self.leader == worker
@@ -190,7 +216,7 @@ class Drain:
     # ---- the leader's part ----------------------------------------------------------------------------------------
 
     def _advance(self) -> list[Effect]:
-        """Begins a round if it is time for one."""
+        """Begin a round if all live workers are ready and none is in progress."""
         if self.over is not None or self._running or self.leader != self.me or not self.live <= self._ready:
             return []
         self._round += 1
@@ -219,7 +245,7 @@ class Drain:
 
 
 def balanced(reports: Mapping[int, Counters]) -> bool:
-    """Nothing is pending, and each live worker has handled what each live worker sent it."""
+    """Return whether no work is pending and all calls of live workers are handled."""
     return not any(counters.pending for counters in reports.values()) and all(
         sender.sent.get(b, 0) == receiver.handled.get(a, 0)
         for a, sender in reports.items()

@@ -1,6 +1,6 @@
 """Remote calls and remote references: the API of ``torch.distributed.rpc``.
 
-A program written for that package runs with ``import telegrad.rpc as rpc`` in place of its import.
+A program written for that package runs with ``import telegrad.rpc as rpc`` instead of its import.
 """
 
 import telegrad.observe  # noqa: F401  # shows calls in profiles
@@ -55,6 +55,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "BackendType":  # made anew when a backend is registered
+    if name == "BackendType":  # replaced when a backend is registered
         return backend_registry.BackendType
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

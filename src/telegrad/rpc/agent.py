@@ -1,4 +1,4 @@
-"""The worker as programs see it that reach for torch's agent object."""
+"""Worker under the interface of torch's agent object."""
 
 from typing import Any
 
@@ -7,14 +7,16 @@ from telegrad.worker import Worker
 
 __all__ = ["Agent", "gil_profiling"]
 
-gil_profiling: list[bool] = [False]  # kept for programs that switch it on; nothing here ever waits for long
+gil_profiling: list[bool] = [False]  # kept for programs that set it; waits are not measured
 
 
 class Agent:
-    """What `telegrad.compat.rpc` calls ``TensorPipeAgent``.
+    """Worker under the interface of torch's ``TensorPipeAgent``.
+
+    `telegrad.compat.rpc` exports this class under torch's name.
 
     Attributes:
-        worker: the worker it stands for.
+        worker: the wrapped worker.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -22,30 +24,33 @@ class Agent:
 
     @property
     def is_static_group(self) -> bool:
-        """Do all members join at the start?"""
+        """Return whether all members join at the start."""
         return self.worker.static
 
     @property
     def store(self) -> Any:
-        """The c10d store by which the group met."""
+        """Return the c10d store that the group used for its rendezvous."""
         return self.worker.store
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
-        """This worker's info, or another's by name or id.
+        """Return the info of a worker, by default of this one.
+
+        Args:
+            worker: a worker's name, id or info.
 
         Raises:
-            RuntimeError: there is no such worker.
+            RuntimeError: the group has no such worker.
         """
         return self.worker.info if worker is None else self.worker.info_of(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Those of all workers of the group."""
+        """Return the infos of all workers of the group."""
         return self.worker.infos()
 
     def get_metrics(self) -> dict[str, str]:
-        """Counts of this moment, as strings, under torch's names.
+        """Return the current counts as strings, under torch's names.
 
-        Active calls of the server are those that run and, as in torch, those whose result comes later (the async ones).
+        Active calls of the server are the running handlers and, as in torch, the calls with a deferred result (async).
         """
         stats = self.worker.engine.stats()
         asynchronous = self.worker.handlers.async_calls
@@ -61,19 +66,19 @@ class Agent:
         return {key: str(value) for key, value in metrics.items()}
 
     def get_debug_info(self) -> dict[str, str]:
-        """The metrics, and the number of requests that wait for a thread."""
+        """Return the metrics and the number of requests that wait for a thread."""
         return {**self.get_metrics(), "agent.num_pending_requests": str(self.worker.engine.stats()["queued_requests"])}
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Waits until this worker has nothing left to do."""
+        """Wait until this worker has no work left."""
         self.worker.drain(timeout)
 
     def sync(self) -> None:
-        """As `join`; kept for programs that call it."""
+        """Wait as `join` does; kept for programs that call it."""
         self.worker.drain(0)
 
     def shutdown(self) -> None:
-        """Leaves the group at once."""
+        """Leave the group at once."""
         self.worker.close()
 
     def _get_device_map(self, _: WorkerInfo) -> dict[Any, Any]:

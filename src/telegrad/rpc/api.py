@@ -1,7 +1,7 @@
-"""The group and its end: what `telegrad.rpc` offers, besides calls, once a worker has joined.
+"""Functions of `telegrad.rpc` apart from calls: workers, gathering, shutdown.
 
-Names with an underscore are torch's private ones. They are here, and looked up here at every use, because programs and
-torch's own tests replace them in this module; which is why it is longer than our files are.
+Names with an underscore are torch's private ones. Programs and torch's own tests replace them in this module, so they
+are defined here and looked up here at every use.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
 from telegrad.worker.budget import Budget
-from telegrad.worker.calls import Calls
 from telegrad.worker.default import current_worker, open_worker, set_default_worker
+from telegrad.worker.interceptors import PICKLER, switch
 from telegrad.worker.membership import leave_dynamic
 from telegrad.worker.messages import Messages
 from telegrad.worker.scope import current
@@ -68,7 +68,7 @@ _RELEASE_TIMEOUT = timedelta(seconds=100)
 
 
 def _get_current_rpc_agent() -> Any:
-    """The agent of the current worker, else of the process's default one."""
+    """Return the agent of the current worker, by default of the process's worker."""
     worker = current_worker()
     if worker is not None and (_agent is None or getattr(_agent, "worker", None) is not worker):
         return Agent(worker)
@@ -107,7 +107,7 @@ def _start_agent(store: Any, name: str, rank: int, world_size: int | None, optio
 
 
 def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function raise the known error in a process that has not joined a group."""
+    """Wrap a function so that it raises `NotInitialized` outside of a group."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -128,8 +128,8 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
         The WorkerInfo, which every call takes as ``to``.
 
     Raises:
-        RuntimeError: this process has not joined a group (`NotInitialized`), or there is no such worker
-            (`UnknownWorker`, whose text lists those that there are).
+        RuntimeError: this process has not joined a group (`NotInitialized`), or the group has no such worker
+            (`UnknownWorker`; the text lists the workers of the group).
 
     Example::
 
@@ -144,7 +144,7 @@ def get_rpc_timeout() -> float:
     """Return the default timeout of this worker's calls.
 
     Returns:
-        Seconds; 0 is no limit. It is ``rpc_timeout`` of the options that the worker joined with.
+        Seconds; 0 is no limit. The value is ``rpc_timeout`` of the options with which the worker joined.
 
     Raises:
         RuntimeError: this process has not joined a group (`NotInitialized`).
@@ -160,7 +160,7 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float | timedelta) -> None:
-    """Changes it for the calls that follow."""
+    """Set the default timeout of the calls that follow."""
     value = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
     _worker().calls.default_timeout = nanoseconds(value)
 
@@ -174,15 +174,15 @@ def _to_worker_info(to: object) -> WorkerInfo:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Pickles calls with a pickler of the program's own."""
+    """Pickle calls with the given pickler."""
     global _default_pickler
     _default_pickler = rpc_pickler
-    Calls.custom_pickler = (rpc_pickler, PythonUDF)
+    switch(PICKLER, (rpc_pickler, PythonUDF))
     try:
         yield
     finally:
         _default_pickler = _internal_rpc_pickler
-        Calls.custom_pickler = None
+        switch(PICKLER, None)
 
 
 # ---- the group
@@ -199,15 +199,15 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 
 
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-    """Everybody's object, on every worker, by worker name.
+    """Return the objects of all workers by worker name, on every worker.
 
     Args:
-        obj: this worker's.
-        worker_names: who takes part; all by default.
-        timeout: seconds; -1 is the default for the calls and none for waiting, 0 none.
+        obj: this worker's object.
+        worker_names: the workers that take part; all by default.
+        timeout: seconds; 0 is no limit; -1 is the default timeout for the calls and no limit for the wait.
 
     Raises:
-        RuntimeError: some did not come in time, or are lost; the text names them.
+        RuntimeError: some workers did not take part in time, or are lost; the text names them.
     """
     worker = _worker()
     names = set(worker_names) if worker_names else {i.name for i in worker.infos() if i.id not in worker.gone}
@@ -215,17 +215,17 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
 
 
 def _barrier(worker_names: set[str]) -> None:
-    """Waits until all these workers are here. A failure is only logged, as in torch."""
+    """Wait until all these workers have called this. Log a failure, as torch does."""
     try:
         _all_gather(None, set(worker_names))
-    except LeftAfterGathering:  # everybody has been here
+    except LeftAfterGathering:  # all workers have reached the barrier
         logger.debug("Some workers left right after a barrier", exc_info=True)
     except RuntimeError:
         logger.exception("Failed to complete barrier")
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Waits until all workers shut down."""
+    """Wait until all workers shut down."""
     try:
         _all_gather(None, timeout=timeout)
     except LostWhileGathering:
@@ -241,19 +241,19 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the group, and end all threads and connections.
 
-    `init_rpc` may be called again afterwards. References to other workers' values are given up, so using one raises;
-    received tensors stay valid.
+    `init_rpc` may be called again afterwards. References to other workers' values are released, so using one raises.
+    Received tensors stay valid.
 
     Args:
-        graceful: wait until all workers of the group have called this and all their work is done. Workers that have
-            died are not waited for. With False other workers' calls to this one fail.
-        timeout: seconds to wait, for everything that this waits for together; 0 is the worker's option
-            ``shutdown_timeout``, which is no limit by default.
+        graceful: wait until all workers of the group have called this and all their work is done. Lost workers are not
+            waited for. With False, calls of other workers to this one fail.
+        timeout: limit in seconds for all waits together; 0 is the worker's option ``shutdown_timeout``, which is no
+            limit by default.
 
     Raises:
-        RuntimeError: this process has not joined (`NotInitialized`); or, after it has left all the same, some workers
-            did not come in time (`ShutdownTimeout`, whose text names them); or it is a graceful one in a handler, and
-            nothing has been done.
+        RuntimeError: this process has not joined (`NotInitialized`); or some workers did not shut down in time
+            (`ShutdownTimeout`; the text names them), and the worker has left all the same; or a handler has called
+            this with ``graceful``, in which case nothing is done.
 
     Example::
 
@@ -274,12 +274,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         else:
             agent.shutdown()
     finally:
-        if _agent is agent:  # and not the next one: another thread may have ended this one, and joined anew
+        if _agent is agent:  # another thread may have shut this agent down and joined again
             _reset_current_rpc_agent()
 
 
 def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
-    """`shutdown` of any worker. A second one waits for the first."""
+    """Shut down the given worker. A second call waits for the first."""
     _refuse_in_handlers(graceful)
     with worker.ending if graceful else contextlib.nullcontext():
         if worker.closed:
@@ -292,9 +292,9 @@ def _refuse_in_handlers(graceful: bool) -> None:
     scope = current.get()
     if graceful and scope is not None and (scope.request or scope.connection):
         raise TelegradError(
-            "shutdown() was called in a handler, or in a callback that one has added, for which it"
-            " would wait itself. Call it where the worker was made, or"
-            " leave at once by shutdown(graceful=False)."
+            "shutdown() was called in a handler, or in a callback added by one: it would wait for its own caller."
+            " Call it where the worker was created, or"
+            " leave at once with shutdown(graceful=False)."
         )
 
 
@@ -303,12 +303,12 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
     try:
         if graceful and worker.static:
             budget = Budget(timeout)
-            # All who live are here, and agree on who does not. A gathering alone could not tell.
+            # All live workers are here and agree on the lost ones. A gathering alone cannot establish that.
             worker.finish(timeout, last=False)
             try:
                 _wait_all_workers(min(timeout, budget.left()))
             except LostWhileGathering:
-                logger.info("worker %s goes on shutting down without the workers that it lost", worker.info.name)
+                logger.info("worker %s continues its shutdown without the lost workers", worker.info.name)
             left = budget.left()
             _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
             worker.finish(budget.left(), last=True)
@@ -327,7 +327,10 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = _RELEASE_TIMEOUT) -> None:
-    """Gives up all references to other workers' values, and waits until others have done so with this one's."""
+    """Release all references to other workers' values.
+
+    Also wait until the other workers have released theirs to this worker's values. Log a warning after `timeout`.
+    """
     worker = _worker()
     if not worker.references.release_all(timeout.total_seconds()):
         logger.warning("Timed out waiting for pending UserRRefs to be confirmed by owner and parent.")
@@ -343,7 +346,7 @@ def _destroy_rref_context(ignore_leak: bool, worker: Worker | None = None) -> No
 
 
 def _cleanup_python_rpc_handler() -> None:
-    """Nothing is left to clean up; kept for programs that call it."""
+    """Do nothing; kept for programs that call it."""
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
@@ -358,7 +361,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Makes the agent's debug info report the time spent waiting for the GIL."""
+    """Add the GIL's wait time, which is always 0, to the agent's debug info."""
     from telegrad.rpc import agent
 
     agent.gil_profiling[0] = flag
@@ -373,7 +376,7 @@ def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, bl
 
 
 def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
-    """Torch's maker of RRef methods; kept for programs that import it."""
+    """Return a method of RRef; kept for programs that import torch's function."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(RRef, self), method_name)(*args, **kwargs)
@@ -383,7 +386,7 @@ def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any
 
 
 def new_method(*_: Any) -> None:
-    raise TelegradError("new_method is a left-over of torch's module, and does nothing.")
+    raise TelegradError("new_method only exists for compatibility with torch's module, and does nothing.")
 
 
 os.register_at_fork(after_in_child=_reset_current_rpc_agent)  # the worker stays with the parent

@@ -1,7 +1,7 @@
 """The backends that ``init_rpc`` can start, by name.
 
-Telegrad has one of its own, under the name that programs ask for: ``TENSORPIPE``. Others are
-registered by tests (the faulty agent) and by programs that bring one.
+Telegrad has one backend, under the name that programs ask for: ``TENSORPIPE``. Tests (the faulty agent) and programs
+register others.
 """
 
 import enum
@@ -23,13 +23,13 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """What a member of :data:`BackendType` stands for."""
+    """Handlers of a member of :data:`BackendType`."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
 
 
-_backend_type_doc = "The backends that there are; :func:`register_backend` adds one."
+_backend_type_doc = "Registered backends; :func:`register_backend` adds one."
 
 
 def _backend_type_repr(member: Any) -> str:
@@ -47,7 +47,7 @@ BackendType: Any = _make_enum({})
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Tell whether there is a backend of a name.
+    """Return whether a backend of this name is registered.
 
     Args:
         backend_name: the name.
@@ -56,9 +56,9 @@ def backend_registered(backend_name: str) -> bool:
 
 
 def is_backend(candidate: object) -> bool:
-    """Tell whether an object is a member of :data:`BackendType`.
+    """Return whether an object is a member of :data:`BackendType`.
 
-    Members of what that was before more backends were registered count as well.
+    Members of earlier versions of the enumeration, before more backends were registered, count as well.
 
     Args:
         candidate: any object.
@@ -79,12 +79,12 @@ def register_backend(
 ) -> Any:
     """Add a backend.
 
-    :data:`BackendType` is a new enumeration afterwards; members of the old one stay good.
+    :data:`BackendType` is a new enumeration afterwards. Members of the old one stay valid.
 
     Args:
-        backend_name: its name.
-        construct_rpc_backend_options_handler: called with ``rpc_timeout`` and ``init_method`` and whatever else
-            :func:`construct_rpc_backend_options` was given; returns the options.
+        backend_name: name of the backend.
+        construct_rpc_backend_options_handler: called with ``rpc_timeout``, ``init_method`` and the other arguments of
+            :func:`construct_rpc_backend_options`; returns the options.
         init_backend_handler: called with ``store``, ``name``, ``rank``, ``world_size`` and
             ``rpc_backend_options``; returns the agent.
 
@@ -92,7 +92,7 @@ def register_backend(
         The new member of :data:`BackendType`.
 
     Raises:
-        RuntimeError: there is one of that name.
+        RuntimeError: a backend of that name is registered already.
     """
     global BackendType
     if backend_registered(backend_name):
@@ -108,16 +108,16 @@ def construct_rpc_backend_options(
     init_method: str = constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """Make the options object of a backend.
+    """Create the options object of a backend.
 
     Args:
         backend: a member of :data:`BackendType`.
-        rpc_timeout: seconds that a call may take where none are given with it.
-        init_method: where the workers meet.
-        kwargs: what else that backend knows.
+        rpc_timeout: default timeout of calls, in seconds.
+        init_method: address of the rendezvous.
+        kwargs: further options of the backend.
 
     Returns:
-        What `init_rpc` takes as ``rpc_backend_options``.
+        The options, for ``rpc_backend_options`` of `init_rpc`.
     """
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
@@ -131,7 +131,7 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
             ``rpc_backend_options``.
 
     Returns:
-        The agent that the handler makes.
+        The agent that the handler returns.
     """
     return backend.value.init_backend_handler(*args, **kwargs)
 

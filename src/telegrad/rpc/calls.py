@@ -1,7 +1,7 @@
-"""Calls of functions on other workers: `rpc_sync`, `rpc_async`, `call` and `remote`.
+"""Remote function calls: `rpc_sync`, `rpc_async`, `call` and `remote`.
 
-Type checkers know the result's type by the callable's return type. The overloads tell handlers whose result comes later
-(``async def``, `async_execution`) from the others: their caller gets the value, not the coroutine or future.
+Type checkers derive the result's type from the callable's return type. The overloads distinguish handlers with a
+deferred result (``async def``, `async_execution`): their caller gets the value, not the coroutine or future.
 """
 
 import contextlib
@@ -14,10 +14,9 @@ import torch
 from telegrad.errors import NotInitialized, TelegradError
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rref import RRef
-from telegrad.rref.create import create, create_directly
+from telegrad.rref.create import create
 from telegrad.serialize.tracebacks import without_own_frames
 from telegrad.types import To
-from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.default import current_worker, open_worker
 from telegrad.worker.future import CallFuture, Deferred
 
@@ -34,7 +33,7 @@ Kwargs: TypeAlias = dict[str, Any] | None
 NOT_CALLABLE = "function should be callable."
 
 _thread_local_var = threading.local()
-_collecting: set[int] = set()  # threads within _wait_all: a look at a thread's own variable costs more than most calls
+_collecting: set[int] = set()  # ids of threads within _wait_all; a set, because reading a thread-local costs more
 
 
 @overload
@@ -56,20 +55,20 @@ def rpc_sync(
 
     Args:
         to: a worker: its name, id or WorkerInfo. It may be this one.
-        func: anything callable: functions, classes, methods, torch operators, scripted functions, lambdas. Its result
-            is awaited there if it is an ``async def`` or under `telegrad.rpc.functions.async_execution`.
+        func: any callable: function, class, method, torch operator, scripted function or lambda. The callee awaits the
+            result of an ``async def`` and of functions under `telegrad.rpc.functions.async_execution`.
         args: its positional arguments, a tuple or list.
         kwargs: its keyword arguments.
-        timeout: seconds; -1 is the worker's default, 0 no limit. Calls that ``func`` makes in turn end by then as well.
+        timeout: seconds; -1 is the worker's default, 0 no limit. Nested calls of ``func`` end by the same deadline.
 
     Returns:
-        The result; tensors are copies, which the caller owns.
+        The result; its tensors are copies, which the caller owns.
 
     Raises:
-        RuntimeError: there is no such worker, it is lost, or the time is over (`UnknownWorker`, `WorkerLost`,
+        RuntimeError: there is no such worker, it is lost, or the timeout has expired (`UnknownWorker`, `WorkerLost`,
             `RpcTimeout`); or this process has not joined a group (`NotInitialized`).
-        SerializationError: an argument or the result cannot travel.
-        what ``func`` raised: as an exception that is of the original type and of RemoteError.
+        SerializationError: an argument or the result cannot be serialized.
+        exceptions of ``func``: of their original type and of RemoteError.
 
     Example::
 
@@ -103,19 +102,19 @@ def rpc_async(
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture[Any]:
-    """Start ``func(*args, **kwargs)`` on another worker; return its future.
+    """Start ``func(*args, **kwargs)`` on another worker and return its future.
 
-    The request has left when this returns, so the arguments may be changed then.
+    The request has been sent when this returns, so the arguments may be changed afterwards.
 
     Args:
         to, func, args, kwargs, timeout: as of `rpc_sync`.
 
     Returns:
-        A ``torch.futures.Future`` that can also be awaited. A failure that the program never looks at is logged.
+        A ``torch.futures.Future`` that can also be awaited. A failure that the program never reads is logged.
 
     Raises:
         RuntimeError: there is no such worker, or this process has not joined a group. The future raises the rest.
-        SerializationError: an argument cannot travel.
+        SerializationError: an argument cannot be serialized.
 
     Example::
 
@@ -154,15 +153,15 @@ async def call(
     """Run ``func(*args, **kwargs)`` on another worker and await the result.
 
     This is `rpc_async` as a coroutine, for ``asyncio.create_task``, ``TaskGroup``, ``gather`` and ``wait_for``. Like
-    any coroutine it starts when it is awaited or made a task; from then on it goes on without a thread of its own.
-    Canceling the task ends the wait, not the function, whose result or error is dropped. Give a ``timeout`` where the
-    callee is to know of a deadline.
+    any coroutine, it starts when it is awaited or made a task; from then on it needs no thread. Canceling the task ends
+    the wait, not the function; its result or error is dropped. Pass a ``timeout`` if the callee should know the
+    deadline.
 
     Args:
         to, func, args, kwargs, timeout: as of `rpc_sync`.
 
     Returns:
-        The result; tensors are copies, which the caller owns.
+        The result; its tensors are copies, which the caller owns.
 
     Raises:
         as `rpc_sync`, when awaited.
@@ -198,19 +197,19 @@ def remote(
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on another worker, which keeps the result.
 
-    Returns at once; the reference may be used and sent on before there is a value.
+    Return at once. The reference may be used and sent on before the value exists.
 
     Args:
-        to, func, args, kwargs: as of `rpc_sync`. A class makes an object there.
-        timeout: seconds for ``func`` to return; -1 is the worker's default, 0 no limit.
+        to, func, args, kwargs: as of `rpc_sync`. A class creates an object on that worker.
+        timeout: limit in seconds for ``func``; -1 is the worker's default, 0 no limit.
 
     Returns:
-        A reference to the result, which its owner, that worker, keeps as long as any worker refers to it.
+        A reference to the result. That worker owns the result, and keeps it as long as any worker refers to it.
 
     Raises:
-        RuntimeError: there is no such worker, or this process has not joined a group. What becomes of the call itself
-            is raised where the reference is used.
-        SerializationError: an argument cannot travel.
+        RuntimeError: there is no such worker, or this process has not joined a group. Using the reference raises the
+            errors of the call itself.
+        SerializationError: an argument cannot be serialized.
 
     Example::
 
@@ -221,16 +220,11 @@ def remote(
         raise TypeError(NOT_CALLABLE)
     try:
         worker = open_worker()
-        owner, local_id = worker.info_of(to).id, worker.references.new_id()
-        handle = None
-        if timeout == UNSET_RPC_TIMEOUT:
-            handle = create_directly(worker, owner, local_id, func, args, kwargs)
-        if handle is None:
-            args, kwargs = checked_arguments(args, kwargs)
-            handle = create(worker, owner, local_id, func, args, kwargs, worker.calls.timeout(timeout))
+        calls = worker.calls
+        within = calls.default_timeout if timeout == UNSET_RPC_TIMEOUT else calls.timeout(timeout)
+        return create(worker, worker.info_of(to).id, func, args, kwargs, within)
     except Exception as error:
         raise without_own_frames(error)
-    return handle
 
 
 def _not_in_scripts() -> NoReturn:
@@ -245,14 +239,14 @@ for _function in (rpc_sync, rpc_async, remote):
 
 
 def collect(futures: list[CallFuture[Any]]) -> None:
-    """Have these waited for at the end of `_wait_all`, if this thread is within one."""
+    """Register futures for the wait at the end of `_wait_all`, if in one."""
     if _collecting and threading.get_ident() in _collecting:
         _thread_local_var.future_list.extend(futures)
 
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait at the end for all calls that were begun with `rpc_async` within."""
+    """Wait at the end for all `rpc_async` calls started inside the block."""
     _thread_local_var.future_list = []
     _collecting.add(threading.get_ident())
     try:

@@ -17,10 +17,10 @@ DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 """Seconds that a graceful shutdown waits for the others; 0 is no limit."""
 
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
-"""Of the process group that torch's backend makes. Telegrad makes none; the name is kept for programs that read it."""
+"""Timeout of the process group of torch's backend. Kept for programs that read it: Telegrad creates none."""
 
 UNSET_RPC_TIMEOUT: float = -1.0
-"""As a call's time-out: take the worker's default."""
+"""Timeout of a call that stands for the worker's default."""
 
 # Torch's private names for the same values.
 _DEFAULT_INIT_METHOD = DEFAULT_INIT_METHOD

@@ -1,4 +1,4 @@
-"""The decorator for functions whose result comes later."""
+"""Decorator for functions with a deferred result."""
 
 import functools
 from collections.abc import Callable
@@ -14,22 +14,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 def async_execution(fn: F) -> F:
     """Mark a function that returns a ``torch.futures.Future`` of its result.
 
-    When such a function is called remotely, the reply is sent when that future completes, and the
-    thread that ran the function is free in the meantime. The caller sees nothing of it: it gets
-    the value. Works on functions, methods, static and class methods (above or below
-    ``@staticmethod`` and ``@classmethod``), and on scripted functions if it is the outermost
-    decorator; through ``rpc_sync``, ``rpc_async``, ``remote`` and the proxies of an ``RRef``.
+    The reply of a remote call is sent when that future completes. The thread that ran the function is free in the
+    meantime. The caller gets the value, not the future. Works on functions, methods, static and class methods (above or
+    below ``@staticmethod`` and ``@classmethod``), and on scripted functions if it is the outermost decorator; through
+    ``rpc_sync``, ``rpc_async``, ``remote`` and the proxies of an ``RRef``.
 
     Args:
-        fn: a function that returns a :class:`torch.futures.Future`. A remote call of it fails
-            with a ``RuntimeError`` if it returns something else.
+        fn: a function that returns a :class:`torch.futures.Future`. Its remote call fails with a ``RuntimeError`` if
+            it returns anything else.
 
     Returns:
-        The function, marked; called directly it returns the future as before. To type checkers a remote call of it
-        has the type of the future's value.
+        The marked function; a direct call returns the future as before. For type checkers, a remote call of it has the
+        type of the future's value.
 
     Raises:
-        nothing here; the error of a future is the error of the call.
+        no errors; the error of the future is the error of the call.
 
     Example::
 
@@ -47,11 +46,11 @@ def async_execution(fn: F) -> F:
         return fn(*args, **kwargs)
 
     if isinstance(fn, torch.jit.ScriptFunction):
-        # It does not know its own name, by which the other end has to find this wrapper.
+        # A scripted function lacks the name by which the callee has to find this wrapper.
         module, _, name = fn.qualified_name.removeprefix("__torch__.").rpartition(".")
         wrapper.__module__, wrapper.__name__, wrapper.__qualname__ = module or "__main__", name, name
 
-    # Bound methods, static and class methods pass attribute look-ups on to the function, so whoever
-    # makes the call finds this however the function was reached.
+    # Bound, static and class methods forward attribute look-ups to the function, so the callee finds this attribute on
+    # each of them.
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]

@@ -1,6 +1,7 @@
-"""What all workers of a group do together, by calls among them: gather, barrier, and the end.
+"""Operations of all workers of a group together: gather, barrier, shutdown.
 
-As in torch, the worker with the smallest name leads: it collects from all and sends the whole to all.
+As in torch, the worker with the smallest name is the leader: it collects a value from each worker and sends all values
+to each.
 """
 
 import threading
@@ -14,37 +15,38 @@ from telegrad.wire import Flag
 from telegrad.worker import Worker
 from telegrad.worker.multicast import call_many
 from telegrad.worker.scope import current
+from telegrad.worker.waits import wait_for
 
 __all__ = ["AllGatherStates", "Gathering", "LeftAfterGathering", "LostWhileGathering", "gather", "gathering_of"]
 
 
 class _Ended(TelegradError):
-    """Somebody who was needed will not come."""
+    """Required worker that will not take part."""
 
 
 class LostWhileGathering(_Ended):
-    """A worker that was needed died."""
+    """Required worker that died."""
 
 
 class LeftWhileGathering(_Ended):
-    """A worker that was needed left, as after a time-out of its own."""
+    """Required worker that left, for example after its own timeout."""
 
 
 class LeftAfterGathering(TelegradError):
-    """All had come, but some left before they had answered that they know."""
+    """Loss of workers after all took part, but before all confirmed the result."""
 
 
 class AllGatherStates:
-    """One gathering under way, on one worker."""
+    """State of one gathering in progress, on one worker."""
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal: threading.Event = threading.Event()
-        self.failure: TelegradError | None = None  # what the leader says has ended it
+        self.failure: TelegradError | None = None  # the error with which the leader ended it
 
 
 class Gathering:
-    """The gatherings of one worker, by sequence id."""
+    """Gatherings of one worker, by sequence id."""
 
     def __init__(self) -> None:
         self.lock: threading.RLock = threading.RLock()
@@ -52,7 +54,7 @@ class Gathering:
         self.states: dict[str, AllGatherStates] = {}
 
     def next_id(self, names: set[str]) -> str:
-        """Counts up for each set of workers, so all of them come to the same id."""
+        """Return the next id for a set of workers; the same on all of them."""
         joined = "".join(sorted(names))
         with self.lock:
             number = self.sequences.get(joined, 0)
@@ -64,7 +66,7 @@ class Gathering:
             return self.states.setdefault(sequence_id, AllGatherStates())
 
     def collect(self, sequence_id: str, name: str, value: Any, names: set[str]) -> None:
-        """The leader has another worker's part."""
+        """Add the value of a worker, on the leader."""
         with self.lock:
             state = self.state(sequence_id)
             if name in state.gathered_objects:
@@ -74,7 +76,7 @@ class Gathering:
                 state.proceed_signal.set()
 
     def proceed(self, sequence_id: str, values: dict[str, Any]) -> None:
-        """A follower has the whole."""
+        """Store the values of all workers and end the wait, on a follower."""
         state = self.state(sequence_id)
         if state.proceed_signal.is_set():
             raise TelegradError(f"Termination signal sequence id {sequence_id} got set twice.")
@@ -82,7 +84,7 @@ class Gathering:
         state.proceed_signal.set()
 
     def fail(self, sequence_id: str, failure: TelegradError) -> None:
-        """A follower hears that there will be no whole."""
+        """End the wait with the leader's failure, on a follower."""
         state = self.state(sequence_id)
         state.failure = failure
         state.proceed_signal.set()
@@ -93,7 +95,7 @@ class Gathering:
 
 
 def gathering_of(worker: Worker) -> Gathering:
-    """The worker's gatherings."""
+    """Return the gatherings of a worker."""
     found: Gathering = worker.extras.setdefault("gathering", Gathering())
     return found
 
@@ -106,10 +108,18 @@ def gather(
     gather_to_leader: Callable[..., None],
     broadcast: Callable[..., None],
 ) -> dict[str, Any]:
-    """`telegrad.rpc.api._all_gather`, with the functions that run on the leader and on the followers.
+    """Gather as `telegrad.rpc.api._all_gather` does.
+
+    Args:
+        worker: this worker.
+        value: its value.
+        names: the workers that take part.
+        timeout: seconds; 0 is no limit; -1 is the default timeout for the calls and no limit for the wait.
+        gather_to_leader: runs on the leader, with the value of each follower.
+        broadcast: runs on each follower, with all values.
 
     Raises:
-        TelegradError: some did not come in time, or are lost.
+        TelegradError: some workers did not take part in time, or are lost.
     """
     gathering = gathering_of(worker)
     leader = min(names)
@@ -160,9 +170,11 @@ def gather(
 
 
 def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: str, patience: float | None) -> None:
-    """Waits for the signal. From the leader all must come that a follower waits for, and from everybody what the leader
-    does: of those who have gone nothing comes, so their end ends the waiting. (A follower cannot tell by the end of
-    another one, which may have had its answer already.)"""
+    """Wait until all values have arrived.
+
+    The leader needs all workers, a follower only the leader. The loss of a needed worker ends the wait. A follower must
+    ignore the loss of another follower, which may have had its reply already.
+    """
     needed = names if leader == worker.info.name else {leader}
 
     def look() -> None:
@@ -171,9 +183,9 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
 
     with worker.on_loss(look):
         look()
-        if not state.proceed_signal.is_set():  # the end of a link is what tells
+        if not state.proceed_signal.is_set():  # without a link, the loss of a worker stays unnoticed
             worker.greet(info.id for info in worker.infos() if info.name in needed - {worker.info.name})
-        arrived = state.proceed_signal.wait(patience)
+        arrived = wait_for(state.proceed_signal, patience)
     if set(state.gathered_objects) >= names:
         return
     if state.failure is not None:
@@ -182,7 +194,7 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
     left = worker.left_names() & lost
     if left:
         raise LeftWhileGathering(
-            f"workers {', '.join(sorted(left))} left before the whole group had gathered; their own error says why"
+            f"workers {', '.join(sorted(left))} left before the whole group had gathered; see their errors"
         )
     if lost:
         raise LostWhileGathering(f"workers {', '.join(sorted(lost))} were lost while the group gathered")
@@ -192,7 +204,7 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
 
 
 def _tell_followers(worker: Worker, sequence_id: str, names: set[str], failure: "_Ended", timeout: float) -> None:
-    """The leader waits no longer, so the others need not either. It does not wait for them."""
+    """Send the leader's failure to the followers without waiting for replies."""
     there = names - worker.lost_names()
     for info in worker.infos():
         if info.name in there:
@@ -201,12 +213,12 @@ def _tell_followers(worker: Worker, sequence_id: str, names: set[str], failure: 
 
 
 def _look_at(told: Any) -> None:
-    with suppress(RuntimeError):  # it has gone itself
+    with suppress(RuntimeError):  # the follower is lost itself
         told.value()
 
 
 def _hear_of_failure(sequence_id: str, kind: str, text: str) -> None:
-    """Runs on the followers."""
+    """Run on the followers: end their wait with the leader's failure."""
     scope = current.get()
     assert scope is not None
     failures = {each.__name__: each for each in (LostWhileGathering, LeftWhileGathering)}

@@ -1,8 +1,7 @@
-"""The pickler of ``torch.distributed.rpc.internal``, for programs that use or extend it.
+"""Pickler of ``torch.distributed.rpc.internal``, which programs use or extend.
 
-Calls normally go through :mod:`telegrad.serialize`. This pickler has the form that torch's has
-(plain bytes and a table of tensors), because programs derive from it, register reducers with it,
-and put their own in its place with ``rpc.api._use_rpc_pickler``.
+Calls normally go through :mod:`telegrad.serialize`. This pickler has torch's form (plain bytes and a table of tensors),
+because programs derive from it, register reducers with it, and replace it with ``rpc.api._use_rpc_pickler``.
 """
 
 import copyreg
@@ -18,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad.observe import call_key
+from telegrad.rref import RRef
+from telegrad.worker.default import open_worker
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
-_thread_local_tensor_tables = threading.local()  # .send_tables, .recv_tables: of the message that the thread pickles
+_thread_local_tensor_tables = threading.local()  # .send_tables, .recv_tables of the message being pickled
 _pickler = pickle.Pickler
 _unpickler = pickle.Unpickler
 
@@ -31,7 +32,7 @@ _NOT_FOUND = """ Default RPC pickler does not serialize
 
 
 class RPCExecMode(Enum):
-    """In which way a function is called remotely."""
+    """Kind of remote call."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -40,7 +41,7 @@ class RPCExecMode(Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A call as it is pickled."""
+    """Call in the form in which it is pickled."""
 
     func: Any
     args: Any
@@ -48,7 +49,10 @@ class PythonUDF(NamedTuple):
 
 
 class RemoteException(NamedTuple):
-    """An exception as torch sends it. Telegrad sends more, see :mod:`telegrad.serialize.exceptions`."""
+    """Exception in torch's form.
+
+    Telegrad's own calls send more, see :mod:`telegrad.serialize.exceptions`.
+    """
 
     msg: str
     exception_type: type[BaseException]
@@ -56,7 +60,7 @@ class RemoteException(NamedTuple):
 
 @contextmanager
 def _table(name: str, content: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Makes a table the current one of this thread; pickling within pickling gets one of its own."""
+    """Make a table the thread's current one. Nested pickling gets its own table."""
     outer = getattr(_thread_local_tensor_tables, name, None)
     setattr(_thread_local_tensor_tables, name, content)
     try:
@@ -66,7 +70,10 @@ def _table(name: str, content: list[torch.Tensor]) -> Iterator[list[torch.Tensor
 
 
 class _InternalRPCPickler:
-    """Pickles to bytes and a list of tensors. Subclasses may override the reducers and both public methods."""
+    """Pickler to bytes and a list of tensors.
+
+    Subclasses may override the reducers and both public methods.
+    """
 
     def __init__(self) -> None:
         self._dispatch_table: dict[type, Callable[..., Any]] = dict(copyreg.dispatch_table)
@@ -74,7 +81,7 @@ class _InternalRPCPickler:
         self._class_reducer_dict: dict[type, Callable[..., Any]] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Callable[..., Any]) -> None:
-        """Pickles objects of a class (not of its subclasses) by this reducer. The first one registered stays."""
+        """Register a reducer for a class, without its subclasses. The first one wins."""
         self._class_reducer_dict.setdefault(obj_class, reducer)
 
     @classmethod
@@ -89,9 +96,7 @@ class _InternalRPCPickler:
 
     @classmethod
     def _py_rref_receiver(cls, rref_fork_data: Any) -> Any:
-        from telegrad.rpc.api import PyRRef
-
-        return PyRRef._deserialize(rref_fork_data)
+        return RRef._deserialize(rref_fork_data)
 
     def _py_rref_reducer(self, py_rref: Any) -> tuple[Any, ...]:
         return _InternalRPCPickler._py_rref_receiver, (py_rref._serialize(),)
@@ -109,10 +114,8 @@ class _InternalRPCPickler:
         return _InternalRPCPickler._script_module_receiver, (f.getvalue(),)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """Bytes, and the tensors that they refer to by index."""
-        from telegrad.rpc.api import PyRRef, RRef
-
-        table = {**self._dispatch_table, PyRRef: self._py_rref_reducer, RRef: self._rref_reducer}
+        """Return the object as bytes, and the tensors that they refer to by index."""
+        table: dict[type, Callable[..., Any]] = {**self._dispatch_table, RRef: self._rref_reducer}
         if isinstance(obj, torch.jit.ScriptModule):
             table[type(obj)] = self._script_module_reducer
         f = io.BytesIO()
@@ -123,7 +126,10 @@ class _InternalRPCPickler:
         return f.getvalue(), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        """The object again. If a function or class is not found, an ``AttributeError`` is *returned*, as in torch."""
+        """Return the object.
+
+        If a function or class is not found, an ``AttributeError`` is *returned*, as in torch.
+        """
         with _table("recv_tables", tensor_table):
             try:
                 return _unpickler(io.BytesIO(binary_data)).load()
@@ -137,38 +143,37 @@ _internal_rpc_pickler = _InternalRPCPickler()
 
 
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickles with the default pickler."""
+    """Pickle with the default pickler."""
     return _internal_rpc_pickler.serialize(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-    """Unpickles with the default pickler."""
+    """Unpickle with the default pickler."""
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """The name under which a call appears in a profile."""
+    """Return the name under which a call appears in a profile."""
     return call_key(exec_type.value, func_name, current_worker_name, dst_worker_name)
 
 
 def _run_function(python_udf: Any) -> Any:
-    """Runs a call that has been unpickled; what it raises is returned as a `RemoteException`. For programs that ship
-    pickled calls by means of their own: Telegrad's calls do not go through it."""
-    from telegrad.rpc import api
+    """Run an unpickled call; return an exception as a `RemoteException`.
 
+    For programs that send pickled calls by their own means. Telegrad's calls do not use it.
+    """
     try:
         if isinstance(python_udf, AttributeError):
             raise python_udf
         return python_udf.func(*python_udf.args, **python_udf.kwargs)
     except Exception as e:
-        where = api._get_current_rpc_agent().get_worker_info()
-        return RemoteException(f"On {where}:\n{e!r}\n{traceback.format_exc()}", type(e))
+        return RemoteException(f"On {open_worker().info}:\n{e!r}\n{traceback.format_exc()}", type(e))
 
 
 def _handle_exception(result: Any) -> None:
-    """Raises the exception that `_run_function` has returned, if it has returned one."""
+    """Raise the exception that `_run_function` returned, if there is one."""
     if not isinstance(result, RemoteException):
         return
     try:

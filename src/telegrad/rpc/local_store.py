@@ -1,14 +1,13 @@
-"""A second door to the group's store, for workers of the store's own host.
+"""Access to the group's store over a Unix socket, for workers on the store's host.
 
-Rank 0 hosts a `TCPStore`. Whoever connects to that has it look up the names of both ends' addresses, which takes as
-long as the resolver does: milliseconds each time, and seconds where it drops questions that come all at once, as
-those of a group that starts do. So the host keeps a Unix socket beside the port of the store (`Door`), and workers
-of the same host (`LocalStore`) send what they want of the store there. All is in the one store behind it, so
-workers of other hosts, who take the port, see the same.
+Rank 0 hosts a `TCPStore`. For each connection, that store resolves the names of both addresses. This takes
+milliseconds, and seconds if the resolver drops queries that arrive in a burst, as those of a starting group do. So the
+host also listens on a Unix socket (`Door`), and workers of the same host (`LocalStore`) send their requests to that.
+All data is in the one store behind it, so workers of other hosts, which connect to the port, see the same keys.
 
-The socket's name is an abstract one made of the port, which only one process of a network namespace can have; each end
-makes sure that the other belongs to the same user. Messages are a byte that says what it is, and fields with their
-lengths before them.
+The socket has an abstract name made from the port, which only one process of a network namespace can bind. Each end
+checks that the other belongs to the same user. A message is a byte for its kind, followed by fields with length
+prefixes.
 """
 
 import logging
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-__all__ = ["Door", "LocalStore"]
+__all__ = ["Door", "LocalStore", "ask_to_give_way"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -38,9 +37,10 @@ _CREDENTIALS = struct.Struct("3i")
 _MOST = 1 << 28  # bytes of a message
 _HELLO = b"telegrad store 1"
 _OK, _FAILED = 0, 1
-_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _MULTI_GET, _MULTI_SET, _APPEND = range(9)
-# Between two looks for keys that workers of other hosts have written; it grows while nothing comes.
+_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _MULTI_GET, _MULTI_SET, _APPEND, _GIVE_WAY = range(10)
+# Interval of checks for keys written by workers of other hosts. It grows while none arrives.
 _SOONEST, _LATEST = 0.002, 0.05  # s
+_PATIENCE = 1.0  # s for a reply to a request for the port
 
 
 def _name_of(port: int) -> str:
@@ -70,26 +70,26 @@ def _is_same_user(s: socket.socket) -> bool:
 
 
 class _Guest:
-    """A worker at the door."""
+    """Session of one client."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
         self.received = bytearray()
         self.unsent = b""
-        self.waiting: tuple[set[str], Callable[[], bytes]] | None = None  # keys that are missing, and then the answer
+        self.waiting: tuple[set[str], Callable[[], bytes]] | None = None  # missing keys, and the reply once they exist
 
 
-_ending: dict[int, threading.Thread] = {}  # of doors that have been left, by port
+_ending: dict[int, threading.Thread] = {}  # threads of servers that are closing, by port
 
 
 class Door:
-    """The host's side: takes up what workers of this host want of a store, on a thread of its own.
+    """Server of a store for the clients of this host, with its own thread.
 
     Args:
-        port: of the store.
+        port: of the store behind it.
 
     Raises:
-        OSError: a process of this host has the door of this port already.
+        OSError: a process of this host has bound the socket of this port already.
     """
 
     def __init__(self, port: int) -> None:
@@ -109,18 +109,26 @@ class Door:
         self._guests: set[_Guest] = set()
         self._thread: threading.Thread | None = None
         self._store: Any = None
+        self._give_way: Callable[[], bool] = lambda: False
         self._look_again = _SOONEST
-        self._short = False  # of descriptors, and it has been said
+        self._short = False  # out of file descriptors, and logged
         self._left = False
 
-    def open(self, store: Any) -> None:
-        """From now on, whoever is at the door is served."""
+    def open(self, store: Any, give_way: Callable[[], bool] | None = None) -> None:
+        """Start serving clients.
+
+        Args:
+            store: the store behind the server.
+            give_way: called when another process asks for the port; returns whether it can have it.
+        """
         self._store = store
+        if give_way is not None:
+            self._give_way = give_way
         self._thread = threading.Thread(target=self._serve, name="telegrad-store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Sends everybody away. The store is not touched."""
+        """Close all sessions and wait for the thread. The store stays open."""
         self._wake.close()
         if self._thread is not None:
             self._thread.join()
@@ -128,17 +136,19 @@ class Door:
             self._release()
 
     def leave(self) -> None:
-        """Stops accepting; the thread closes all sessions, and ends. Waits for nothing, and logs nothing: for
-        finalizers."""
+        """Stop accepting; the thread closes all sessions and ends.
+
+        Neither blocks nor logs, so finalizers may call it.
+        """
         if self._thread is not None:
             _ending[self._port] = self._thread
         self._left = True
-        with suppress(OSError):  # the thread has ended, with all of it
+        with suppress(OSError):  # the thread has ended and closed its sockets
             self._listening.shutdown(socket.SHUT_RDWR)
         self._wake.close()
 
     def abandon(self) -> None:
-        """In a forked child, which has no thread: lets go of the parent's sockets without a word."""
+        """Close the parent's sockets in a forked child, which has no thread."""
         for s in (self._listening, self._wake, self._woken, *(guest.link for guest in list(self._guests))):
             s.close()
 
@@ -178,9 +188,9 @@ class Door:
                 if self._left:
                     return
                 if not self._short:
-                    logger.warning("the store of the group cannot take up another worker of this host: %s", e)
+                    logger.warning("the group's store cannot accept another worker of this host: %s", e)
                 self._short = True
-                time.sleep(_LATEST)  # whoever is at the door stays there
+                time.sleep(_LATEST)  # the connections stay in the backlog
                 return
             self._short = False
             if not _is_same_user(link):
@@ -193,7 +203,7 @@ class Door:
             self._answer(selector, guest, _message(_OK, [_HELLO]))
 
     def _attend(self, selector: selectors.BaseSelector, guest: _Guest, events: int) -> None:
-        """A guest has said something, can take more of its answer, or has gone."""
+        """Handle a session's event: data, room for a reply, or end of connection."""
         if events & selectors.EVENT_WRITE:
             self._answer(selector, guest, b"")
             return
@@ -222,7 +232,7 @@ class Door:
         touched: Sequence[str] = ()
         try:
             answer, touched = self._carry_out(guest, body[0], _fields(body))
-        except Exception as e:  # the store's own, or nonsense: it is the guest's
+        except Exception as e:  # an error of the store, or a malformed request: reply with it
             answer = _message(_FAILED, [str(e).encode()])
         if answer is not None:
             self._answer(selector, guest, answer)
@@ -230,7 +240,7 @@ class Door:
             self._look(selector, set(touched))
 
     def _carry_out(self, guest: _Guest, kind: int, fields: list[bytes]) -> tuple[bytes | None, Sequence[str]]:
-        """The answer, unless it has to wait; and the keys that have been written."""
+        """Return the reply, or None if it has to wait, and the written keys."""
         store = self._store
         keys = [field.decode() for field in (fields if kind in (_CHECK, _WAIT, _MULTI_GET) else fields[:1])]
         if kind == _SET:
@@ -247,6 +257,8 @@ class Door:
             keys = [field.decode() for field in fields[::2]]
             store.multi_set(keys, fields[1::2])
             return _message(_OK, []), keys
+        if kind == _GIVE_WAY:
+            return _message(_OK, [b"1" if self._give_way() else b""]), ()
         if kind == _CHECK:
             return _message(_OK, [b"1" if store.check(keys) else b""]), ()
         answers: dict[int, Callable[[], bytes]] = {
@@ -258,14 +270,14 @@ class Door:
         if store.check(keys):
             return answer(), ()
         missing = {key for key in keys if not store.check([key])} if len(keys) > 1 else set(keys)
-        if not missing:  # they have come meanwhile
+        if not missing:  # they were written in the meantime
             return answer(), ()
         guest.waiting = missing, answer
         self._look_again = _SOONEST
         return None, ()
 
     def _look(self, selector: selectors.BaseSelector, written: set[str] | None = None) -> None:
-        """Answers who has waited for keys that are there now: these, or any."""
+        """Reply to sessions that wait for keys which exist now: the written ones, or any."""
         here: dict[str, bool] = {}
         for guest in list(self._guests):
             if guest.waiting is None or (written is not None and not guest.waiting[0] & written):
@@ -308,25 +320,25 @@ class Door:
 
 
 class LocalStore(_Store):
-    """A store through the door of its host, for one process; a c10d ``Store`` like any other.
+    """Client of the store on this host; a c10d ``Store`` for one process.
 
     Args:
-        host: what the store's host is called.
+        host: name of the store's host.
         port: of the store.
-        timeout: how long to wait for keys, and for the host to answer at all.
+        timeout: limit of waits for keys and for replies of the host.
 
     Raises:
-        ConnectionRefusedError: nobody of this user has a door at this port.
-        ConnectionError: whoever had it has gone.
+        ConnectionRefusedError: no process of this user serves a store for this port.
+        ConnectionError: the host closed the connection.
     """
 
-    timeout: timedelta  # torch's, which its stub lacks
+    timeout: timedelta  # an attribute of torch's class that its stub lacks
 
     def __init__(self, host: str, port: int, timeout: timedelta) -> None:
         super().__init__()
         self.host: str = host
         self.port: int = port
-        self.behind: Any = None  # what the host itself keeps for as long as it uses this
+        self.behind: Any = None  # the host's object that must live as long as this client
         self.set_timeout(timeout)
         self._lock = threading.Lock()
         self._link: socket.socket | None = self._connect()
@@ -337,9 +349,9 @@ class LocalStore(_Store):
             link.settimeout(self.timeout.total_seconds())
             link.connect(_name_of(self.port))
             if not _is_same_user(link):
-                raise ConnectionRefusedError("the door of the store belongs to another user")
+                raise ConnectionRefusedError("the Unix socket of the store belongs to another user")
             if _fields(_receive(link)) != [_HELLO]:
-                raise ConnectionRefusedError("the door of the store speaks another language")
+                raise ConnectionRefusedError("the Unix socket of the store has another protocol")
         except BaseException:
             link.close()
             raise
@@ -350,14 +362,14 @@ class LocalStore(_Store):
             try:
                 if self._link is None:
                     self._link = self._connect()
-                link, self._link = self._link, None  # what goes wrong leaves half a conversation behind
+                link, self._link = self._link, None  # an error leaves the connection within a message
                 link.settimeout((timeout or self.timeout).total_seconds())
                 link.sendall(_message(kind, fields))
                 body = _receive(link)
             except TimeoutError as e:
-                raise dist.DistStoreError("the store has waited for keys in vain") from e
+                raise dist.DistStoreError("the store timed out waiting for keys") from e
             except OSError as e:
-                raise dist.DistNetworkError(f"the host of the group's store has gone: {e}") from e
+                raise dist.DistNetworkError(f"the host of the group's store closed the connection: {e}") from e
             self._link = link
         answer = _fields(body)
         if body[0] != _OK:
@@ -396,12 +408,18 @@ class LocalStore(_Store):
         return True
 
 
+def ask_to_give_way(port: int) -> None:
+    """Ask the process that serves a port to end its store if its group is over."""
+    with suppress(OSError, RuntimeError):  # it belongs to another user, or is closing
+        LocalStore("localhost", port, timedelta(seconds=_PATIENCE))._ask(_GIVE_WAY)
+
+
 def _bytes(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def _receive(link: socket.socket) -> bytes:
-    """The next message, whole. The socket's time-out is for all of it."""
+    """Return the next message. The socket's timeout applies to all of it."""
     timeout = link.gettimeout()
     until = None if timeout is None else time.monotonic() + timeout
     received = bytearray()
@@ -411,7 +429,7 @@ def _receive(link: socket.socket) -> bytes:
             link.settimeout(max(until - time.monotonic(), 1e-3))
         more = link.recv(min(1 << 16, wanted - len(received)))
         if not more:
-            raise ConnectionResetError("it has closed the door")
+            raise ConnectionResetError("the connection was closed")
         received += more
         if wanted == _LENGTH.size == len(received):
             wanted += _LENGTH.unpack(received)[0]

@@ -1,4 +1,4 @@
-"""Tensors that are made where they are to go: in memory that two workers share."""
+"""Tensors allocated in memory that two workers share."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from telegrad.worker.scope import current
 
 __all__ = ["empty"]
 
-_LEAST = 32 << 10  # bytes; to borrow for less takes as long as to copy it
+_LEAST = 32 << 10  # bytes; copying less is as fast as allocating shared memory for it
 
 
 def empty(
@@ -22,22 +22,22 @@ def empty(
 ) -> torch.Tensor:
     """Make an uninitialized tensor in memory that this worker shares with another.
 
-    Built for results of handlers: write to it in place (``out=``, ``copy_``, slices), and return it, or a contiguous
-    part of it. If nothing else refers to its memory then, the caller gets that memory, and nothing is copied.
+    For results of handlers: write to it in place (``out=``, ``copy_``, slices), and return it, or a contiguous part of
+    it. If nothing else refers to its memory by then, the caller gets that memory without a copy.
 
-    It is an ordinary tensor in every other way, and nobody else sees what is written to it. What somebody here still
-    refers to when it is sent (the handler's worker keeps it, the tensor is an argument of a call, a part of it is sent
-    beside another part), what goes to another worker than ``to``, or what was there when the process forked, is copied
-    as always. So is a result that comes later, of a future or a coroutine.
+    In every other way it is an ordinary tensor, and no other worker sees what is written to it. It is copied as usual
+    if this process still refers to it when it is sent: the handler's worker keeps it, it is an argument of a call, or a
+    part of it is sent alongside another part. It is also copied if it goes to a worker other than ``to``, if the
+    process has forked since, or if the result is deferred (of a future or a coroutine).
 
-    Where there is no such memory, it is ordinary memory, and everything works the same: the other worker is on another
-    host, is reached by sockets, or has had no large tensor from this one yet; as much as ``shared_memory_bytes`` is in
-    use; or the tensor has less than 32 KiB, or is quantized.
+    Without such memory the tensor is in ordinary memory, and everything works the same. That is so if the other worker
+    is on another host, is reached by sockets, or has had no large tensor from this one yet; if ``shared_memory_bytes``
+    are in use; or if the tensor has less than 32 KiB or is quantized.
 
     Args:
         size: of each dimension, as for ``torch.empty``: integers, or one sequence of them.
-        to: the worker that the tensor is to go to: its name, id or WorkerInfo. By default whoever made the request that
-            is being handled; outside of one the tensor is in ordinary memory, so that a handler can be called directly.
+        to: the worker that will get the tensor: its name, id or WorkerInfo. By default the caller of the request being
+            handled. Outside of a handler the tensor is in ordinary memory, so that a handler can be called directly.
         dtype: torch's default type if not given.
 
     Returns:
@@ -65,7 +65,7 @@ def empty(
     scope = current.get()
     connection = scope.connection if scope is not None and scope.worker is worker else 0
     nbytes = shape.numel() * dtype.itemsize
-    # Other types, and sizes that make no sense, are torch's business.
+    # Torch handles other types, and reports invalid sizes.
     plain = dtype in CODE_OF_DTYPE and min(shape, default=0) >= 0
     if worker is not None and (connection or peer >= 0) and plain:
         most = worker.options.shared_memory_bytes

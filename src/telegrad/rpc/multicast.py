@@ -1,4 +1,4 @@
-"""One call for several workers."""
+"""Calls of a function on several workers at once."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
@@ -36,21 +36,21 @@ def multicast(
 ) -> list[CallFuture[Any]]:
     """Start ``func(*args, **kwargs)`` on several workers at once.
 
-    The results are those of ``rpc_async`` for each of them, but the arguments are serialized once. Large tensors (from
-    256 KiB) are stored once for all workers of this host, which map the same memory, so each costs no further copy.
-    Every worker still gets tensors of its own, which it may write to in place unseen by the others. A slow or failed
-    worker affects its own future alone.
+    The results are those of ``rpc_async`` for each worker, but the arguments are serialized once. Tensors of 256 KiB or
+    more are stored once for all workers of this host, which map the same memory, so each further worker costs no copy.
+    Every worker still gets its own tensors, and its writes to them are invisible to the others. A slow or failed worker
+    affects only its own future.
 
     Args:
-        to: the workers: names, ids or WorkerInfos, in any order, this one among them if need be. May be empty.
-        func, args, kwargs, timeout: as of `rpc_async`; everything may be changed as soon as this returns.
+        to: the workers: names, ids or WorkerInfos, in any order. May contain this worker, and may be empty.
+        func, args, kwargs, timeout: as of `rpc_async`; all may be changed as soon as this returns.
 
     Returns:
         The futures of the results, in the order of ``to``.
 
     Raises:
-        RuntimeError: one of the workers does not exist (then none is called), or this one has not joined a group.
-        SerializationError: an argument cannot travel.
+        RuntimeError: one of the workers does not exist (then no worker is called), or this one has not joined a group.
+        SerializationError: an argument cannot be serialized.
 
     Example::
 
@@ -65,7 +65,8 @@ def multicast(
         raise NotInitialized
     calls = worker.calls
     ns = calls.timeout(timeout)
-    peers = [worker._peer(each) for each in to]
+    worker.require_open()
+    peers = [worker.info_of(each).id for each in to]
     args, kwargs = checked_arguments(args, kwargs)
     futures = call_many(calls, peers, func, tuple(args), dict(kwargs), ns)
     collect(futures)

@@ -1,4 +1,4 @@
-"""The options of ``torch.distributed.rpc``, as programs written for it pass them."""
+"""Options of ``torch.distributed.rpc``, as programs written for it pass them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -21,8 +21,8 @@ DeviceMap = dict[torch.device, torch.device]
 
 _is_tensorpipe_available = True
 
-# torch's own names. They choose nothing (Telegrad picks the transport of each pair by probing), but programs
-# pass them to work around defects of the original, so they are checked as there and kept.
+# Torch's own names. They have no effect (Telegrad probes for the transport of each pair), but programs pass them to
+# work around defects of the original. So they are checked as in torch, and kept.
 _TENSORPIPE_TRANSPORTS: Final = ("uv", "shm", "ibv")
 _TENSORPIPE_CHANNELS: Final = ("basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
 
@@ -34,7 +34,7 @@ def _check_names(kind: str, names: Sequence[str] | None, known: Iterable[str]) -
 
 
 def _device(device: Any) -> torch.device:
-    # An index alone means CUDA here, and has to on a machine without any, where torch.device(0) fails.
+    # An index alone means CUDA, also on a machine without CUDA, where torch.device(0) fails.
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
@@ -64,7 +64,7 @@ def _to_device_list(devices: Iterable[DeviceType]) -> list[torch.device]:
 
 
 class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
-    """Torch's base of the options: the values as they are kept, by position."""
+    """Torch's base class of the options: the stored values, by position."""
 
     def __init__(
         self,
@@ -88,19 +88,21 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
 
 
 class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
-    """The options of torch's only backend, accepted as they are there. All attributes can be set.
+    """Options of torch's only backend, accepted as in torch.
+
+    All attributes can be set.
 
     Args:
-        num_worker_threads: how many requests run at once.
-        rpc_timeout: seconds that a call may take where none are given with it; 0 for no limit.
-        init_method: where the workers meet.
-        device_maps: worker name to a map from devices here to devices there, one to one.
+        num_worker_threads: number of requests that run at once.
+        rpc_timeout: default timeout of calls in seconds; 0 is no limit.
+        init_method: address of the rendezvous.
+        device_maps: worker name to a map from devices of this worker to devices of that one, one to one.
         devices: the CUDA devices that this worker uses; by default those of the maps.
 
     Raises:
         TypeError: a value of the wrong kind.
         ValueError: a map that is not one to one, or a device that is not a CUDA device.
-        RuntimeError: a negative time-out, no threads, or a transport or channel that torch does not know.
+        RuntimeError: a negative timeout, no threads, or a transport or channel that torch does not know.
     """
 
     def __init__(
@@ -125,14 +127,16 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         )
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Adds to the map from devices here to devices of the worker ``to``. May be called again and again.
+        """Add to the map from this worker's devices to those of the worker ``to``.
+
+        May be called repeatedly.
 
         Args:
             to: the worker's name.
-            device_map: device here to device there, one to one; a device is an index, a string or a torch.device.
+            device_map: device of this worker to device of that one; a device is an index, a string or a torch.device.
 
         Raises:
-            ValueError: two devices are mapped to one, or one that is mapped already to another.
+            ValueError: two devices are mapped to one, or one device to two.
         """
         new = _to_device_map(device_map)
         old = self.device_maps.setdefault(to, {})
@@ -144,7 +148,7 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         old.update(new)
 
     def set_devices(self, devices: Iterable[DeviceType]) -> None:
-        """Sets the CUDA devices that this worker uses.
+        """Set the CUDA devices that this worker uses.
 
         Raises:
             ValueError: one of them is not a CUDA device.

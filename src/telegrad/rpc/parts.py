@@ -1,4 +1,7 @@
-"""Which part of a store belongs to a group, where several use the store, one after the other or at once."""
+"""Parts of a store, one for each group that uses it.
+
+Several groups may use a store, one after the other or at once.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -10,14 +13,17 @@ import torch.distributed as dist
 from telegrad.errors import TelegradError
 from telegrad.worker import rendezvous
 
-__all__ = ["ATTEMPT", "Part", "part_of"]
+__all__ = ["ATTEMPT", "Part", "prefix_of"]
 
 ATTEMPT = "attempt"
 """The key under which rank 0 announces an attempt of a run, see `telegrad.rpc.attempts`."""
 
 
 class Part(dist.PrefixStore):  # type: ignore[name-defined,misc]
-    """A part of a store, which keeps the whole: that may be written in Python, and torch's keeps only its C++ side."""
+    """Part of a store, which keeps the whole store alive.
+
+    The whole may be implemented in Python, and torch's class only keeps its C++ side.
+    """
 
     def __init__(self, prefix: str, whole: Any) -> None:
         super().__init__(prefix, whole)
@@ -25,9 +31,9 @@ class Part(dist.PrefixStore):  # type: ignore[name-defined,misc]
 
 
 class _Numbers:
-    """Static groups are told apart by the order in which a process joins them.
+    """Numbers of static groups, in the order in which a process joins them.
 
-    Several workers of a process that join at the same time, at one place, each with a rank of its own, join one group.
+    Several workers of a process that join at the same time, at one place, with different ranks, join one group.
     """
 
     def __init__(self) -> None:
@@ -37,7 +43,10 @@ class _Numbers:
 
     @contextmanager
     def joining(self, place: str, world_size: int, rank: int) -> Iterator[int]:
-        """The number of the group that a worker joins meanwhile. A group is complete when the first has joined."""
+        """Yield the number of the group that a worker joins in the block.
+
+        The group counts as complete when its first worker has joined.
+        """
         key = place, world_size
         with self._lock:
             group = self._joining.get(key)
@@ -57,27 +66,28 @@ _numbers = _Numbers()
 
 
 @contextmanager
-def part_of(store: Any, place: str, world_size: int | None, rank: int) -> Iterator[Any]:
-    """The part of a store in which a worker of this process meets the others of its group.
+def prefix_of(store: Any, place: str, world_size: int | None, rank: int) -> Iterator[str]:
+    """Yield the prefix of a store's part that a worker of this process joins.
 
-    Of groups whose members come and go there is one on a store, since a worker that comes back
-    must find those that stayed, however often each joined.
+    A store has one dynamic group: a worker that comes back must find the remaining members, however often each joined.
 
     Args:
-        place: what the program calls the store.
-        world_size: None or 0 if members come and go.
+        store: the store.
+        place: the program's name of the store.
+        world_size: None or 0 for a dynamic group.
+        rank: of the worker.
 
     Raises:
-        TelegradError: a group of the other kind is there.
+        TelegradError: the store already has a group of the other kind.
     """
     dynamic = Part("rpc_dynamic", store)
     if not world_size:
         next_one = Part(f"rpc_prefix_{_numbers.next}", store)
         if rendezvous.is_static(next_one) or next_one.check([ATTEMPT]):
             raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
-        yield dynamic
+        yield "rpc_dynamic"
         return
     if rendezvous.has_members(dynamic):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
     with _numbers.joining(place, world_size, rank) as number:
-        yield Part(f"rpc_prefix_{number}", store)
+        yield f"rpc_prefix_{number}"

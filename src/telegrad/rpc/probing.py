@@ -1,4 +1,4 @@
-"""What listens at the port of a store: a store, another program, or nothing."""
+"""Check of what listens at a store's port: a store, another program, or nothing."""
 
 import secrets
 import socket
@@ -10,25 +10,25 @@ from telegrad.errors import TelegradError
 
 __all__ = ["plain", "probe"]
 
-# What torch's clients of a store say first: VALIDATE with its magic number, and PING, which is answered by the number.
+# First message of torch's store clients: VALIDATE with its magic number, and PING. The store replies with the number.
 _VALIDATE, _PING, _MAGIC = 0, 13, 0x3C85F7CE
 _HELLO = struct.Struct("<BIBI")
 _NUMBER = struct.Struct("<I")
-_PATIENCE = 5.0  # s for one probe at most; a store that is busy may need it
-_HINT_AFTER = 1.0  # s: what waits for a line gets one
-_SHOWN = 60  # bytes of a strange answer
+_PATIENCE = 5.0  # s for one probe at most; a busy store may need as long
+_HINT_AFTER = 1.0  # s until a line is sent, for servers that wait for one
+_SHOWN = 60  # bytes of another program's reply
 
 
 def plain(host: str) -> Any:
-    """For `socket`, which imports tables of Unicode to look a string up, but not for bytes."""
+    """Return the host as bytes, for which `socket` imports no Unicode tables."""
     return host.encode() if host.isascii() else host
 
 
 def probe(host: str, port: int, timeout: float) -> str:
-    """Ask whether a store listens there.
+    """Check whether a store listens at an address.
 
     Returns:
-        "" if one does, else what was met.
+        "" if one does, else the reason.
 
     Raises:
         TelegradError: another program listens there.
@@ -47,21 +47,21 @@ def probe(host: str, port: int, timeout: float) -> str:
     if answer == _NUMBER.pack(number):
         return ""
     if not answer:
-        return "something listens there, but does not answer as a store does"
+        return "the port is open, but its program does not reply as a store does"
     other = "an HTTP server" if answer.startswith(b"HTTP/") or b"<!doctype" in answer.lower() else "another program"
     raise TelegradError(
-        f"what listens at {host}:{port} is not the store of a group, but {other}: it answers {answer!r}."
+        f"the program at {host}:{port} is not the store of a group, but {other}: it replies {answer!r}."
         " Give the group (MASTER_PORT, or init_method) a port that is free on the host of rank 0."
     )
 
 
 def _answer(link: socket.socket, until: float) -> bytes:
-    """What the other side says; b"" if nothing until its time is up, or it hangs up."""
+    """Return the peer's reply; b"" if there is none in time or the peer hangs up."""
     link.settimeout(min(_HINT_AFTER, max(until - time.monotonic(), 0.001)))
     try:
         said = link.recv(_SHOWN)
     except TimeoutError:
-        # A store would have answered. A server of lines, HTTP for one, has not seen the end of one.
+        # A store would have replied. A line-based server such as HTTP still waits for the end of a line.
         link.settimeout(max(until - time.monotonic(), 0.001))
         link.sendall(b"\r\n\r\n")
         try:

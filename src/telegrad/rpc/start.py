@@ -11,9 +11,10 @@ from telegrad.rpc import api, backend_registry, stores
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.attempts import Attempts
 from telegrad.rpc.calls import Args, Kwargs
+from telegrad.rpc.joining import join_at
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
-from telegrad.rpc.parts import part_of
+from telegrad.rpc.parts import Part, prefix_of
 from telegrad.rref import RRef
 from telegrad.types import To, WorkerInfo
 from telegrad.worker import Worker as _Worker
@@ -29,14 +30,14 @@ T = TypeVar("T")
 
 _LAYERS = Layers(RRef, Autograd)
 drop_in: list[bool] = [False]
-"""Whether this process is a drop-in: then a rank alone comes from the environment, as in torch."""
+"""Whether this process runs as a drop-in. Then a missing rank comes from the environment on its own, as in torch."""
 
 
 def is_available() -> bool:
-    """Tell whether this package can be used.
+    """Return whether this package can be used.
 
     Returns:
-        True, always; ``torch.distributed.rpc`` has the name.
+        Always True; exists because ``torch.distributed.rpc`` has it.
     """
     return True
 
@@ -50,26 +51,25 @@ def init_rpc(
     *,
     store: Any = None,
 ) -> None:
-    """Join a group, and make this process ready to call and to be called.
+    """Join a group, and make this process ready to make and to serve calls.
 
     Blocks until all workers of the group have joined. The process leaves with `shutdown`.
 
     Args:
-        name: of this worker, unique in the group: letters, digits, ``_``, ``-`` and ``:``, under 128 of them.
-        backend: a member of ``backend_registry.BackendType``; there is no need to give one.
-        rank: of this worker, unique, from 0. May be left to the environment (RANK) with ``env://``. A worker of a
-            dynamic group that has none gets the lowest that is free; whoever of those gets the port of ``tcp://`` or
-            ``env://`` first hosts the store. With torch's own options it must have one, as in torch.
-        world_size: how many workers there will be. If neither it nor the rank is given, both come from RANK and
-            WORLD_SIZE with ``env://``, where a launcher like torchrun has set them; ``Options`` has
-            ``ranks_from_environment`` to switch that off. Without a world size the group is dynamic: workers come
-            and go.
+        name: of this worker, unique in the group: letters, digits, ``_``, ``-`` and ``:``, fewer than 128 of them.
+        backend: a member of ``backend_registry.BackendType``; usually omitted.
+        rank: of this worker, unique, from 0. With ``env://`` it may come from the environment (RANK). A worker of a
+            dynamic group without a rank gets the lowest free one; the first such worker to bind the port of ``tcp://``
+            or ``env://`` hosts the store. With torch's own options a rank is required, as in torch.
+        world_size: number of workers. If neither it nor the rank is given, both come from RANK and WORLD_SIZE with
+            ``env://``, if a launcher like torchrun has set them; ``ranks_from_environment`` of ``Options`` switches
+            that off. Without a world size the group is dynamic: workers join and leave at any time.
         rpc_backend_options: ``telegrad.rpc.Options``, or torch's ``TensorPipeRpcBackendOptions``.
         store: a c10d store to meet at, instead of ``init_method``.
 
     Raises:
-        RuntimeError: this process has joined already, a name or rank is taken, the numbers of workers differ, or
-            some did not come within ``rpc_timeout``.
+        RuntimeError: this process has joined already, a name or rank is taken, the numbers of workers differ, or some
+            workers did not join within ``rpc_timeout``.
         ValueError: the rank is missing.
         TypeError: an argument is of the wrong kind.
 
@@ -89,11 +89,16 @@ def init_rpc(
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     if not (as_torch or drop_in[0]) and store is None and rank < 0 and world_size is None:
         rank, world_size = stores.ranks_of_launcher(as_options(rpc_backend_options))
-    place = rpc_backend_options.init_method if store is None else f"store {id(store)}"
+    options = rpc_backend_options
+
+    def begin(part: Part, rank: int, world_size: int | None) -> None:
+        _init_rpc_backend(backend, part, name, rank, world_size, options)
+
     if store is None:
-        store, rank, world_size = stores.meet(name, rpc_backend_options, rank, world_size, ranks_needed=as_torch)
-    with part_of(store, place, world_size, rank) as part:
-        _init_rpc_backend(backend, part, name, rank, world_size, rpc_backend_options)
+        join_at(name, options, rank, world_size, begin, ranks_needed=as_torch)
+        return
+    with prefix_of(store, f"store {id(store)}", world_size, rank) as prefix:
+        begin(Part(prefix, store), rank, world_size)
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:
@@ -103,7 +108,7 @@ def _infer_backend(options: RpcBackendOptions | None) -> Any:
     for candidate in backend_registry.BackendType:
         try:
             example = backend_registry.construct_rpc_backend_options(candidate)
-        except Exception:  # a backend whose options cannot be made without arguments
+        except Exception:  # the backend's options need arguments
             logger.debug("backend %s makes no default options", candidate, exc_info=True)
             continue
         if isinstance(options, type(example)):
@@ -137,21 +142,21 @@ def _init_rpc_backend(
 
 
 def start_agent(store: Any, name: str, rank: int, world_size: int | None, options: Any) -> Agent:
-    """Joins the group on this store (the handler of the backend)."""
+    """Join the group on this store. Handler of the backend."""
     return Agent(join(store, name, rank, world_size, options))
 
 
 def join(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
 ) -> _Worker:
-    """Makes the worker, and waits for the others of a static group."""
+    """Create the worker, and wait for the other workers of a static group."""
     options, mine = as_options(rpc_backend_options), devices.devices_of(rpc_backend_options)
     static = bool(world_size)
     if static and rank < 0:
         raise ValueError(f"rank parameter missing: worker {name} was given a world_size of {world_size} but no rank.")
     if static and rank >= (world_size or 0):
         raise ValueError(f"worker {name} has rank {rank}, but ranks go from 0 to {(world_size or 0) - 1}.")
-    WorkerInfo(name, max(rank, 0))  # checks the name before anything happens
+    WorkerInfo(name, max(rank, 0))  # checks the name first
     timeout = stores.patience(options)
     if not static:
         group = rendezvous.agree(store, options.group_secret(), False, 0)
@@ -178,7 +183,7 @@ def _join_static(
     mine: devices.Devices,
     timeout: float,
 ) -> _Worker:
-    """Joins the latest attempt to be a static group."""
+    """Join the latest attempt of a static group."""
     store = attempts.part()
     try:
         group = rendezvous.agree(store, options.group_secret(), True, world_size)
@@ -209,10 +214,10 @@ def _join_static(
 
 
 class Worker:
-    """A worker as an object, for several workers or groups in one process.
+    """Worker as an object, for several workers or groups in one process.
 
-    Making it joins the group, as `init_rpc` does for the process's default worker. Within ``with worker:`` the
-    functions of `telegrad.rpc` go through this worker; its methods do so everywhere, from any thread.
+    Creating it joins the group, as `init_rpc` does for the process's default worker. Within ``with worker:`` the
+    functions of `telegrad.rpc` use this worker. Its methods always do, from any thread.
 
     Args:
         name, rank, world_size, store: as for `init_rpc`.
@@ -244,10 +249,13 @@ class Worker:
         if store is not None:
             self._worker = join(store, name, rank, world_size, options)
         else:
-            place = as_options(options).init_method
-            store, rank, world_size = stores.meet(name, as_options(options), rank, world_size)
-            with part_of(store, place, world_size, rank) as part:
-                self._worker = join(part, name, rank, world_size, options)
+            self._worker = join_at(
+                name,
+                as_options(options),
+                rank,
+                world_size,
+                lambda part, rank, world_size: join(part, name, rank, world_size, options),
+            )
         self.info: WorkerInfo = self._worker.info
 
     def __enter__(self) -> "Worker":
@@ -272,7 +280,7 @@ class Worker:
     def rpc_sync(
         self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> Any:
-        """Call a worker and wait: `telegrad.rpc.rpc_sync` through this worker."""
+        """Call a worker and wait, as `telegrad.rpc.rpc_sync` through this worker."""
         with self._worker:
             return api.rpc_sync(to, func, args, kwargs, timeout)
 
@@ -288,7 +296,7 @@ class Worker:
     def rpc_async(
         self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> CallFuture[Any]:
-        """Call a worker: `telegrad.rpc.rpc_async` through this worker."""
+        """Call a worker, as `telegrad.rpc.rpc_async` through this worker."""
         with self._worker:
             return api.rpc_async(to, func, args, kwargs, timeout)
 
@@ -304,7 +312,7 @@ class Worker:
     async def call(
         self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> Any:
-        """Call a worker and await it: `telegrad.rpc.call` through this worker."""
+        """Call a worker and await it, as `telegrad.rpc.call` through this worker."""
         return await self.rpc_async(to, func, args, kwargs, timeout)
 
     @overload
@@ -329,7 +337,7 @@ class Worker:
         kwargs: Kwargs = None,
         timeout: float = -1.0,
     ) -> list[CallFuture[Any]]:
-        """Call several workers: `telegrad.rpc.multicast` through this worker."""
+        """Call several workers, as `telegrad.rpc.multicast` through this worker."""
         with self._worker:
             return multicast(to, func, args, kwargs, timeout)
 
@@ -345,12 +353,12 @@ class Worker:
     def remote(
         self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> RRef[Any]:
-        """Make a value elsewhere: `telegrad.rpc.remote` through this worker."""
+        """Create a value on a worker, as `telegrad.rpc.remote` through this worker."""
         with self._worker:
             return api.remote(to, func, args, kwargs, timeout)
 
     def rref(self, value: T) -> RRef[T]:
-        """Make a reference to a value of this worker, which owns it.
+        """Create a reference to a value of this worker, which owns it.
 
         Args:
             value: anything; it is not copied.
@@ -359,7 +367,7 @@ class Worker:
             return RRef(value)
 
     def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
-        """Look up a worker, by default this one: `telegrad.rpc.get_worker_info`."""
+        """Look up a worker, by default this one, like `telegrad.rpc.get_worker_info`."""
         return self.info if worker_name is None else self._worker.info_of(worker_name)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
@@ -367,9 +375,9 @@ class Worker:
         return self._worker.infos()
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
-        """Leave the group: `telegrad.rpc.shutdown` of this worker.
+        """Leave the group, as `telegrad.rpc.shutdown` of this worker.
 
-        Calling it again does nothing, but wait for the first one where another thread is at it.
+        A further call does nothing, except that it waits for one in progress on another thread.
         """
         if self._worker.closed:
             self._worker.close()

@@ -4,7 +4,6 @@ import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 from telegrad.errors import RpcTimeout, TelegradError
-from telegrad.wire import Tag
 from telegrad.worker import current
 from telegrad.worker.calls import complete
 from telegrad.worker.future import NO_DEVICES, CallFuture
@@ -32,7 +31,7 @@ async def arrival(rref: "RRef[T]") -> T:
     value: T
     if rref.owner_id != worker.info.id:
         try:
-            value = await rref._ask(Tag.FETCH, _DEFAULT, "to_here", mode="to_here")
+            value = await rref._ask(None, _DEFAULT)
         except TelegradError as error:
             raise rref._told(error)
         rref._exists = True

@@ -25,7 +25,7 @@ def run_backward(rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None
             )
         calls = rref.checked().calls
         arguments = (rref, context_id, retain_graph)
-        calls.call(rref.owner_id, run_backward, arguments, {}, calls.default_timeout)
+        calls.client.call(rref.owner_id, run_backward, arguments, {}, calls.default_timeout)
         return
     root = rref.local_value()
     if not isinstance(root, torch.Tensor):

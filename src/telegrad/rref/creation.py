@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import torch
+
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
-from telegrad.worker.calls import complete, sent
+from telegrad.worker.calls import complete
 from telegrad.worker.failures import Failure
 from telegrad.worker.future import NO_DEVICES, CallFuture
 from telegrad.worker.profiling import Span
@@ -31,8 +33,8 @@ class Creation:
     """
 
     __slots__ = (
-        "_call", "_calls", "_future", "_read", "_request", "_span", "_uncompleted", "_worker", "early", "ended",
-        "failure", "rref",
+        "_call", "_calls", "_delayed", "_future", "_read", "_request", "_scripted", "_span", "_uncompleted", "_worker",
+        "early", "ended", "failure", "rref",
     )  # fmt: skip
 
     def __init__(self, worker: Worker, request: tuple[int, Any, int]) -> None:
@@ -40,7 +42,7 @@ class Creation:
         self._request: Any = request
         self.rref: RRefId | None = None  # what is created
         self.early: tuple[BaseException | None, bool] | None = None  # for `over`, from before that was known
-        self._calls: Any = None  # as of a CallFuture: set by who sends the request
+        self._calls: Any = worker.calls
         self._call = 0
         self.ended: bool = False  # its call
         self._read = False  # the reference has been used
@@ -48,6 +50,8 @@ class Creation:
         self._future: CreationFuture | None = None  # once somebody has asked for it,
         self._uncompleted: CreationFuture | None = None  # and until it is completed
         self._span: Span | None = None
+        self._scripted = False
+        self._delayed: CallFuture[None] | None = None
 
     def __call__(self, outcome: tuple[Any, ...]) -> None:
         """The outcome of the call, as `Engine.next` gives it. Runs nobody's callbacks, but has the pool do so."""
@@ -62,7 +66,7 @@ class Creation:
                 self.over(None)
             return
         try:
-            self._worker.calls.result(outcome, sent(self._request))
+            self._worker.calls.result(outcome, self._request)
         except BaseException as e:
             self.over(e.with_traceback(None))
             if is_interrupt(e):  # the creation had to end first
@@ -93,6 +97,37 @@ class Creation:
         elif error is not None and not isinstance(error, WorkerLost):  # a loss itself tells the protocol
             references.create_failed(rref, error, may_exist=False)
         references.creation_over(self, error is None)
+
+    # ---- past the interceptors
+
+    def attach(self, span: Span) -> None:
+        """Have a profile's record of the call end with it."""
+        self._span = span
+
+    def delayed(self, scripted: bool) -> CallFuture[None]:
+        """A future of the call, for a fault injector."""
+        self._scripted = scripted
+        future: CallFuture[None] = CallFuture(NO_DEVICES)
+        future._calls, future._request = self._calls, self._request
+        future._read = True  # the creation tells who uses the reference
+        self._delayed = future
+
+        def over(_: Any) -> None:
+            self.over(future.failure())
+            self.complete()
+
+        torch.futures.Future.add_done_callback(future, over)
+        return future
+
+    def watched(self, handle: Any) -> None:
+        """Note in the reference what interceptors found."""
+        if self._span is not None:
+            handle._profiling = self.future()
+        if self._delayed is not None:
+            handle._scripted = self._scripted
+            if not handle.is_owner():
+                created, rref = self._worker.references.created, handle.id
+                self._delayed._late = lambda: created(rref)
 
     @property
     def made_class(self) -> type | None:
@@ -155,6 +190,7 @@ class CreationFuture(CallFuture[Any]):
         failure = self.creation.failure
         return super()._failed(error) if failure is None else failure
 
-    def _end(self, outcome: tuple[Any, ...]) -> None:
+    def __call__(self, outcome: tuple[Any, ...]) -> None:
+        """The outcome, in the thread that waits for it."""
         self.creation.end(outcome)
         self.creation.complete()

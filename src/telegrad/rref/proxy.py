@@ -9,8 +9,7 @@ import torch
 
 from telegrad.errors import TelegradError, is_drop_in
 from telegrad.rref.description import known_class
-from telegrad.wire import Tag
-from telegrad.worker.uses import NOT_MADE, read_with, run_method
+from telegrad.worker.methods import read_with
 
 if TYPE_CHECKING:
     from telegrad.rref.rref import RRef
@@ -24,7 +23,6 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 _KINDS = {"rpc_sync": "sync", "rpc_async": "async", "call": "call", "remote": "remote"}
-_NO_KWARGS: dict[str, Any] = {}
 
 
 class RRefProxy(Generic[R_co]):
@@ -111,20 +109,11 @@ def _check_method(kind: type, name: str) -> None:
 
 
 def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
-    worker = rref.checked()
-    calls = worker.calls
+    calls = rref.checked().calls
     timeout = calls.default_timeout if seconds == UNSET else calls.timeout(seconds)
-    if rref._exists and rref.owner_id != worker.info.id:
-        created_on, local_id = rref.id
-        use = (created_on, local_id, name, args, kwargs)
-        try:
-            result = calls.call(rref.owner_id, run_method, use, _NO_KWARGS, timeout, name)
-        except TelegradError as error:
-            raise rref._told(error)
-        if result is not NOT_MADE:
-            return result
+    introduce = not rref._exists and rref.is_unknown()
     try:
-        result = calls.sync(_request(rref, name, timeout, args, kwargs, "sync"))
+        result = calls.client.call(rref.owner_id, name, args, kwargs, timeout, rref, introduce)
     except TelegradError as error:
         rref._exists |= isinstance(error, AttributeError)  # of the value, or of what its method does
         raise rref._told(error)
@@ -134,7 +123,11 @@ def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs:
 
 def _async(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> "CallFuture[Any]":
     calls = rref.checked().calls
-    return calls.start(_request(rref, name, calls.timeout(seconds), args, kwargs, "async"))
+    introduce = not rref._exists and rref.is_unknown()
+    future: CallFuture[Any] = calls.client.start(
+        rref.owner_id, name, args, kwargs, calls.timeout(seconds), rref, introduce
+    )
+    return future
 
 
 async def _call(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +135,7 @@ async def _call(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **k
 
 
 def _remote(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> "RRef[Any]":
-    from telegrad.rref.create import create_by_method
+    from telegrad.rref.create import create
 
     timeout = rref.checked().calls.timeout(seconds)
     start = time.monotonic_ns()
@@ -155,11 +148,7 @@ def _remote(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwarg
             getattr(kind, name)
         if timeout:
             timeout = max(timeout - (time.monotonic_ns() - start), 1)
-    return create_by_method(rref, name, args, kwargs, timeout)
+    return create(rref.worker, rref.owner_id, name, args, kwargs, timeout, rref)
 
 
 _CALLS: dict[str, Callable[..., Any]] = {"sync": _sync, "async": _async, "call": _call, "remote": _remote}
-
-
-def _request(rref: "RRef[Any]", name: str, timeout: int, args: Any, kwargs: Any, mode: str) -> Any:
-    return rref._request(Tag.METHOD, timeout, name, method=name, body=(args, kwargs), mode=mode)

@@ -24,13 +24,12 @@ from telegrad.rref.description import describe
 from telegrad.rref.proxy import UNSET, RRefProxy
 from telegrad.serialize.tracebacks import without_own_frames
 from telegrad.types import WorkerInfo
-from telegrad.wire import Flag, Tag
 from telegrad.worker import Worker, current
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.default import current_worker
 from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.methods import read_attribute
 from telegrad.worker.scope import remaining
-from telegrad.worker.uses import NOT_MADE, fetch, read_attribute
 
 __all__ = ["RRef"]
 
@@ -182,13 +181,9 @@ class RRef(Generic[T]):
                 return self._local(within)
             except Exception as error:
                 raise without_own_frames(error)
-        fetched: Any = NOT_MADE
-        created_on, local_id = self.id
+        introduce = self._creation is None and not references.confirmed(self.id)
         try:
-            if self._creation is not None or references.confirmed(self.id):
-                fetched = calls.call(self.owner_id, fetch, (created_on, local_id), _NO_KWARGS, within, "to_here")
-            if fetched is NOT_MADE:
-                fetched = self._ask(Tag.FETCH, timeout, "to_here", mode="to_here").wait()
+            fetched = calls.client.call(self.owner_id, None, (), _NO_KWARGS, within, self, introduce)
         except TelegradError as error:
             raise self._told(error)
         self._exists = True
@@ -347,22 +342,17 @@ class RRef(Generic[T]):
 
     # ---- for telegrad and its drop-in
 
-    def _ask(self, tag: Tag, timeout: float, what: str, **more: Any) -> CallFuture[Any]:
-        """Asks the owner about the value."""
-        calls = self._worker.calls
-        return calls.start(self._request(tag, calls.timeout(timeout), what, **more))
+    def is_unknown(self) -> bool:
+        """Tell whether requests about this reference have to introduce it to its owner."""
+        return not self._worker.references.confirmed(self.id)
 
-    def _request(self, tag: Tag, timeout: int, what: str, **more: Any) -> Any:
-        """A request to the owner about this reference."""
-        worker = self._worker
-        references = worker.references
-        ticket = None
-        if self.is_owner() or not references.confirmed(self.id):
-            # The owner may not know this reference yet: it travels along. Else it is enough that it lives.
-            ticket = references.share(self.id, self.owner_id, self.owner_id)
-        return worker.calls.about(
-            self.owner_id, tag, self.id, ticket, timeout, self, what, scripted=self._scripted, **more
+    def _ask(self, function: Any, timeout: float) -> CallFuture[Any]:
+        """Ask the owner for the value, or for what a function makes of it."""
+        calls = self._worker.calls
+        future: CallFuture[Any] = calls.client.start(
+            self.owner_id, function, (), _NO_KWARGS, calls.timeout(timeout), self, self.is_unknown()
         )
+        return future
 
     def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> Any:
         """The value's type; asked for once. With ``blocking=False`` a future of it."""
@@ -375,8 +365,7 @@ class RRef(Generic[T]):
                 except Exception as e:
                     future.set_exception(e.with_traceback(None))
             else:
-                internal = int(Flag.INTERNAL)
-                future = self._ask(Tag.TYPE, timeout, "the type of a value", flags=internal, mode="type")
+                future = self._ask(type, timeout)
             self._type = future
             mine = weakref.ref(self)
 

@@ -1,1 +1,1 @@
-"""Values on their way between workers: pickling, tensors out of band, function names, exceptions."""
+"""Serialization: pickling, out-of-band tensors, function names, exceptions."""

@@ -1,10 +1,10 @@
-"""Functions and classes that the other end cannot import, and so get their code sent along.
+"""Pickling by value of functions and classes that the receiver cannot import.
 
-By reference (module and name) is the rule, as in pickle: it is short, and the function that runs is the receiver's own.
-By value, which is cloudpickle's work, is for those that have no name to be found under: lambdas, closures, local
-classes, what was defined in a notebook or at a prompt, and modules registered with
-`cloudpickle.register_pickle_by_value`. Functions of a script's `__main__` go by reference: the other processes run
-the same script.
+By default a function is sent by reference (module and name), as in pickle: the message is short, and the receiver runs
+its own definition. cloudpickle sends by value functions and classes that cannot be found by name: lambdas, closures,
+local classes, definitions of a notebook or an interactive session, and modules registered with
+`cloudpickle.register_pickle_by_value`. Functions of a script's `__main__` are sent by reference, because the other
+processes run the same script.
 """
 
 import copyreg
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from cloudpickle.cloudpickle import list_registry_pickle_by_value
 
-# What a function's code is made of (cells, code objects, properties, ...). Not methods: cloudpickle would send the
-# functions of class methods by value where a reference does.
+# Parts of a function's code: cells, code objects, properties and so on. Methods are excluded: cloudpickle would send
+# the functions of class methods by value even if a reference is enough.
 _PARTS = {kind: reduce for kind, reduce in cloudpickle.Pickler.dispatch_table.items() if kind is not MethodType}
 
 
@@ -30,16 +30,16 @@ else:
 
 
 class ByValuePickler(_Pickler):
-    """A pickler (protocol 5) that sends by value what cannot be found by name."""
+    """Pickler (protocol 5) that sends by value what cannot be found by name."""
 
     def __init__(self, file: io.BytesIO, buffer_callback: Callable[[Any], object] | None = None) -> None:
-        # Made anew each time, since users may register reducers at any moment; the C pickler is quick at a plain dict.
-        # It looks for the table when it is initialized, and at no other time.
+        # Built for each pickler, because programs may register reducers at any time. A plain dict is the fastest for
+        # the C pickler, which reads the attribute only while it is initialized.
         self.dispatch_table: dict[Any, Any] = {**_PARTS, **copyreg.dispatch_table}
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
 
     def dump(self, obj: object) -> None:
-        pickle.Pickler.dump(self, obj)  # cloudpickle's own makes another error of RecursionError
+        pickle.Pickler.dump(self, obj)  # cloudpickle's `dump` replaces RecursionError by another error
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType | type) and not is_found_by_name(obj):
@@ -48,20 +48,23 @@ class ByValuePickler(_Pickler):
 
 
 def is_found_by_name(obj: Any) -> bool:
-    """Whether module and qualified name of a function or class lead to it, in this process and in others."""
+    """Return whether a function or class is found by module and qualified name.
+
+    The answer holds for this process and for others that import the module.
+    """
     module_name = obj.__module__
     if not is_importable(module_name):
         return False
     found: Any = sys.modules[module_name]
     for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)  # "<locals>" and "<lambda>" lead nowhere
+        found = getattr(found, name, None)  # None for "<locals>" and "<lambda>"
         if found is None:
             return False
     return found is obj
 
 
 def is_importable(module_name: str) -> bool:
-    """Whether what a module of this process defines is found by other processes too."""
+    """Return whether other processes can import the definitions of a module."""
     module = sys.modules.get(module_name)
     if module is None or (module_name == "__main__" and _is_at_a_prompt(module)):
         return False
@@ -69,7 +72,10 @@ def is_importable(module_name: str) -> bool:
 
 
 def _is_at_a_prompt(main: object) -> bool:
-    """Whether `__main__` is a notebook or an interactive session, whose definitions no other process can import."""
+    """Return whether `__main__` is a notebook or an interactive session.
+
+    Other processes cannot import its definitions.
+    """
     return hasattr(sys, "ps1") and not hasattr(main, "__file__")
 
 

@@ -1,24 +1,28 @@
-"""Which part of a value cannot be pickled: a message says where, not only that."""
+"""Search for the part of a value that cannot be pickled, for error messages."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 
-# The search runs after a failure and pickles parts again; on huge values it settles for the part it has reached.
+# The search pickles parts of the value again. On huge values it stops at these limits and returns the part it has
+# reached.
 MOST_ATTEMPTS = 1000
 MOST_STEPS = 30
 
 
 def find_culprit(root: object, path: str, can_pickle: Callable[[object], bool]) -> tuple[str, object]:
-    """The deepest part of `root` that fails by itself, and the way to it as one would write it in Python.
+    """Find the deepest part of `root` that cannot be pickled.
 
     Args:
-        root: a value that cannot be pickled.
-        path: what to call it.
-        can_pickle: tries one value; must not raise.
+        root: A value that cannot be pickled.
+        path: Name of the value in the returned path.
+        can_pickle: Returns whether one value can be pickled. Must not raise.
+
+    Returns:
+        The path to the part as a Python expression, and the part.
     """
     attempts = 0
     seen: set[int] = set()
-    while id(root) not in seen and len(seen) < MOST_STEPS:  # a circle fails at every turn
+    while id(root) not in seen and len(seen) < MOST_STEPS:  # a cycle would never end
         seen.add(id(root))
         for step, part in _parts(root):
             attempts += 1

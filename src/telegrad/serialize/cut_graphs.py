@@ -1,7 +1,7 @@
-"""One warning for programs that would train nothing: gradients that end at a tensor from another worker.
+"""Warning about gradients that end at a tensor received from another worker.
 
-Outside of an autograd context a tensor that requires grad arrives as a leaf. If it was made by a graph on the sender,
-`loss.backward()` fills the leaf's `.grad` here and never reaches that graph.
+Outside of an autograd context a tensor that requires grad arrives as a leaf. If a graph on the sender made it,
+`loss.backward()` fills the leaf's `.grad` on the receiver and never reaches that graph. So the sender trains nothing.
 """
 
 import os
@@ -17,27 +17,27 @@ __all__ = ["is_watched", "watch_cut"]
 
 TEXT = (
     "The gradient of a tensor that came from another worker has ended here, in its .grad: it was received outside of an"
-    " autograd context, so the graph that made it on the other worker gets no gradient, and nothing is trained there."
+    " autograd context, so the graph that made it on the other worker gets no gradient, and that worker trains nothing."
     " Make the call in `with telegrad.autograd.context() as context_id:` and call"
     " `telegrad.autograd.backward(context_id, [loss])`. If the gradient is meant to stay here, send a detached tensor."
-    " (This is said once in a process.)"
+    " (This warning is shown once per process.)"
 )
 
 _said = False
 
 
 def watch_cut(tensor: torch.Tensor) -> None:
-    """Has the first gradient that any such tensor of this process gets warn.
+    """Warn when a received leaf gets its first gradient, once per process.
 
     Args:
-        tensor: a leaf that requires grad, which had a graph on its sender.
+        tensor: A leaf that requires grad and that had a graph on its sender.
     """
     if not _said:
         tensor.register_post_accumulate_grad_hook(_warn)  # type: ignore[no-untyped-call]
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """Whether a leaf is one that another worker sent without its graph."""
+    """Return whether another worker sent this leaf without its graph."""
     hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return hooks is not None and _warn in hooks.values()
 
@@ -53,7 +53,7 @@ _LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in
 
 
 def _depth_of_program() -> int:
-    """Frames from `_warn` to the program's own, as `warnings.warn` counts them."""
+    """Return the frames from `_warn` to the program's code, for `stacklevel`."""
     depth = 1
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

@@ -1,9 +1,9 @@
-"""Exceptions on their way from the worker that raised them to the caller.
+"""Serialization of exceptions that a remote function raised.
 
-A message has the exception itself, if it can be pickled, and its type, text and traceback as text. The caller makes
-the exception again, of a class that is both the original type and a :class:`~telegrad.errors.RemoteError`: programs
-that catch ``RuntimeError`` and programs that catch ``KeyError`` both work. A class that the caller cannot import
-(local, of a notebook) travels by value, as functions do.
+A message has the pickled exception, if it can be pickled, and its type, text and traceback as text. The caller rebuilds
+the exception with a class that is both the original type and a :class:`~telegrad.errors.RemoteError`. So both
+``except KeyError`` and ``except RuntimeError`` catch a remote ``KeyError``. A class that the caller cannot import (a
+local class, or one of a notebook) is sent by value, like functions.
 """
 
 import copyreg
@@ -32,7 +32,7 @@ __all__ = ["describe_exception", "pack_exception", "unpack_exception"]
 
 
 class _Packed(NamedTuple):
-    """What is sent."""
+    """The fields of the message."""
 
     worker: str
     worker_id: int
@@ -40,30 +40,33 @@ class _Packed(NamedTuple):
     shown: str  # repr()
     message: str  # str()
     traceback: str
-    pickled: bytes | None  # (maker, args) or (maker, args, state), as __reduce_ex__ gives them
-    why_not: str  # why it, or its state, could not be pickled
-    by_value: bytes | None = None  # the same with its class, for callers whose __main__ is another script
+    pickled: bytes | None  # (maker, args) or (maker, args, state), as returned by __reduce_ex__
+    why_not: str  # why the exception, or its state, could not be pickled
+    by_value: bytes | None = None  # `pickled` with the class by value, for callers with another script as __main__
 
 
-# An escape as repr() writes them, but for quotes.
+# Escape sequences of repr(), except for quotes.
 _ESCAPE = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
 
 
 def _unescaped(text: str) -> str:
-    """Undoes repr()'s escapes and nothing else, so line breaks are line breaks and other letters stay whole."""
+    """Undo the escape sequences of repr() and nothing else."""
     return _ESCAPE.sub(lambda m: m[0].encode("ascii").decode("unicode_escape"), text)
 
 
 if TYPE_CHECKING:  # cloudpickle has no types
     from pickle import Pickler as _ByValuePickler
 else:
-    from cloudpickle import Pickler as _ByValuePickler  # by value is its way with __main__
+    from cloudpickle import Pickler as _ByValuePickler  # pickles classes of __main__ by value
 
 _ORIGIN = "_telegrad_origin"
 
 
 def describe_exception(exc: BaseException, worker: WorkerInfo) -> str:
-    """The text that torch prints on the worker that raised it, and gives to the caller as ``str()``."""
+    """Return torch's text of an exception.
+
+    Torch prints it on the worker that raised the exception, and returns it as ``str()`` on the caller.
+    """
     return _text(worker.name, worker.id, show_exception(exc), traceback_of(exc))
 
 
@@ -72,16 +75,16 @@ def _text(worker: str, worker_id: int, shown: str, trace: str) -> str:
 
 
 def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
-    """Makes bytes of an exception. Never raises.
+    """Serialize an exception. Never raises.
 
     Args:
-        exc: what user code raised. Called while its traceback is still attached.
-        worker_info: the worker on which it was raised.
+        exc: The exception that user code raised, with its traceback still attached.
+        worker_info: The worker that raised it.
     """
     name, worker_id = worker_info.name, worker_info.id
     shown, trace = show_exception(exc), traceback_of(exc)
     origin = exc.__dict__.get(_ORIGIN)
-    if isinstance(exc, RemoteError) and isinstance(origin, _Packed):  # a third worker's goes on as what it was there
+    if isinstance(exc, RemoteError) and isinstance(origin, _Packed):  # from a third worker: forward the original
         packed = origin._replace(worker=name, worker_id=worker_id, shown=shown, traceback=trace)
     elif isinstance(exc, Exception):
         packed = _Packed(name, worker_id, type_name(type(exc)), shown, text_of(exc), trace, *_pickled(exc))
@@ -92,11 +95,11 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
     return pickle.dumps(tuple(packed), protocol=5)
 
 
-_NOT_RAISED_AGAIN = " cannot be raised at a distance"
+_NOT_RAISED_AGAIN = " cannot be raised on another worker"
 
 
 def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
-    """The last three fields."""
+    """Return the last three fields of `_Packed`."""
     try:
         reduce = copyreg.dispatch_table.get(type(exc))
         parts: Any = exc.__reduce_ex__(5) if reduce is None else reduce(exc)
@@ -108,7 +111,7 @@ def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
             if len(parts) == 2:
                 raise
             return _dumped(parts[:2]), _could_not(e), _by_value(type(exc), parts[:2])
-    except BaseException as e:  # the same
+    except BaseException as e:  # user code
         return None, _could_not(e), None
 
 
@@ -125,12 +128,12 @@ def _by_value(kind: type, parts: tuple[Any, ...]) -> bytes | None:
         file = _LimitedFile()
         _ClassPickler(file, protocol=5).dump(parts)
         return file.getvalue()
-    except BaseException:  # user code, or much of it: then it travels by name alone
+    except BaseException:  # user code, or too large: the class is sent by name only
         return None
 
 
 class _ClassPickler(_ByValuePickler):
-    """Pickles a class of `__main__` with its methods, but not the data that these refer to."""
+    """Pickler of a class of `__main__` with its methods, but without large data."""
 
     def reducer_override(self, obj: Any) -> Any:
         nbytes = getattr(obj, "nbytes", 0)  # of tensors and arrays
@@ -140,7 +143,7 @@ class _ClassPickler(_ByValuePickler):
 
 
 class _LimitedFile(io.BytesIO):
-    """Takes no more than a class."""
+    """Buffer that raises if it exceeds the size limit of a class."""
 
     def write(self, data: Any) -> int:
         if self.tell() + memoryview(data).nbytes > _LARGEST_CLASS:
@@ -152,7 +155,7 @@ _LARGEST_CLASS = 16 << 10  # bytes
 
 
 def _could_not(e: BaseException) -> str:
-    return f"could not be pickled there ({type(e).__name__}: {text_of(e)})"
+    return f"could not be pickled by the callee ({type(e).__name__}: {text_of(e)})"
 
 
 def _itself(exc: Exception) -> Exception:
@@ -160,17 +163,21 @@ def _itself(exc: Exception) -> Exception:
 
 
 def unpack_exception(data: bytes) -> BaseException:
-    """Makes the exception again, with the remote traceback as its ``__cause__``. Never raises on what
-    :func:`pack_exception` made, except for a KeyboardInterrupt of this process.
+    """Rebuild an exception, with the remote traceback as its ``__cause__``.
+
+    Never raises for the output of :func:`pack_exception`, except a KeyboardInterrupt of this process.
+
+    Args:
+        data: The output of :func:`pack_exception`.
 
     Returns:
-        An exception that is a :class:`~telegrad.errors.RemoteError`, and of the original type as well if that could
-        be made again. ``raise`` it as it is, or give it to ``Future.set_exception``.
+        An exception that is a :class:`~telegrad.errors.RemoteError`, and also of the original type if that could be
+        rebuilt. ``raise`` it as is, or pass it to ``Future.set_exception``.
     """
     packed = _Packed(*pickle.loads(data))
     exc, note, text = _made_again(packed)
     exc.__dict__.pop(TRACEBACK, None)
-    facts = exc.__dict__  # written to directly: the class may refuse to set attributes
+    facts = exc.__dict__  # written directly, because the class may not allow setting attributes
     facts |= {
         "worker": packed.worker,
         "worker_id": packed.worker_id,
@@ -187,9 +194,9 @@ def unpack_exception(data: bytes) -> BaseException:
 
 
 def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
-    """The exception, a note for its reader, and torch's text for it."""
+    """Return the rebuilt exception, a note for the user, and torch's text for it."""
     text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
-    without = f"Its attributes have stayed behind: they {packed.why_not}." if packed.why_not else ""
+    without = f"Its attributes were not sent: they {packed.why_not}." if packed.why_not else ""
     try:
         return _of_parts(packed, _remote_class), without, text
     except BaseException as e:  # user code: constructors and __setstate__
@@ -198,7 +205,7 @@ def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
         why = packed.why_not or f"{type(e).__name__}: {text_of(e)}"
     try:
         exc = _of_parts(packed, _without_constructor)
-    except BaseException as e:  # the same
+    except BaseException as e:  # user code
         if is_interrupt(e):
             raise
         torchs = (
@@ -228,14 +235,19 @@ def _parts(packed: _Packed) -> tuple[Any, ...]:
 
 
 def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
-    """The exception, made of the parts that were sent: classes of exceptions are called as `maker_of` gives them."""
+    """Rebuild the exception from its parts.
+
+    Args:
+        packed: The message.
+        maker_of: Returns what to call instead of an exception class.
+    """
     maker, args, *state = _parts(packed)
     if isinstance(maker, type) and issubclass(maker, Exception):
         maker = maker_of(maker)
     exc = maker(*args)
-    if isinstance(exc, Exception) and not isinstance(exc, RemoteError):  # a function has made it, not its class
+    if isinstance(exc, Exception) and not isinstance(exc, RemoteError):  # made by a function instead of its class
         exc.__class__ = _remote_class(type(exc))  # type: ignore[arg-type]  # types are hashable
-    if not isinstance(exc, RemoteError):  # whatever a __reduce__ made instead
+    if not isinstance(exc, RemoteError):  # __reduce__ made another object
         raise TypeError(f"what {packed.type_name} pickles as{_NOT_RAISED_AGAIN}")
     if state and state[0] is not None:
         _restore(exc, state[0])
@@ -245,15 +257,18 @@ def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> R
 def _restore(exc: RemoteError, state: Any) -> None:
     try:
         exc.__setstate__(state)
-    except AttributeError:  # its class refuses to set attributes
+    except AttributeError:  # the class does not allow setting attributes
         if not isinstance(state, dict):
             raise
         exc.__dict__.update(state)
 
 
 def _without_constructor(original: type[Exception]) -> Callable[..., RemoteError]:
-    """Makes an exception of args that its constructor does not take: ``__init__(self, a, b)`` that gives one text to
-    ``super().__init__``, say. Its attributes come with its ``__dict__``."""
+    """Return a function that makes an exception without calling its constructor.
+
+    Needed if the constructor does not accept the exception's ``args``, for example ``__init__(self, a, b)`` that passes
+    one text to ``super().__init__``. The attributes are restored with ``__dict__``.
+    """
     made = _remote_class(original)  # type: ignore[arg-type]  # types are hashable
 
     def make(*args: Any) -> RemoteError:
@@ -266,10 +281,10 @@ def _without_constructor(original: type[Exception]) -> Callable[..., RemoteError
 
 @functools.lru_cache(maxsize=256)
 def _remote_class(original: type[Exception]) -> type[RemoteError]:
-    """The class that is both ``original`` and a RemoteError.
+    """Return the class that is both ``original`` and a RemoteError.
 
-    The original comes first among its bases, so that its constructor, attributes and methods are
-    in force; only how it is shown and pickled is the RemoteError's.
+    The original is the first base, so its constructor, attributes and methods apply. Only ``__str__`` and pickling are
+    those of RemoteError.
     """
     members = {
         "__module__": RemoteError.__module__,
@@ -287,7 +302,7 @@ def _remote_class(original: type[Exception]) -> type[RemoteError]:
 
 
 def _message_of(original: type[Exception], exc: RemoteError) -> str:
-    """``str()`` as the original has it; where that fails, as it was shown there."""
+    """Return ``str()`` of the original, or its remote ``repr`` if that fails."""
     try:
         return original.__str__(exc)
     except Exception:
@@ -295,7 +310,7 @@ def _message_of(original: type[Exception], exc: RemoteError) -> str:
 
 
 def _reduce(exc: RemoteError, _protocol: object) -> tuple[Any, ...]:
-    """Its class has no name to be found by, so what travels on is what came."""
+    """Pickle an exception as its message, because its class cannot be found by name."""
     origin = exc.__dict__.get(_ORIGIN)
     if origin is None:
         raise pickle.PicklingError(f"this {type(exc).__qualname__} was not raised by a remote call")

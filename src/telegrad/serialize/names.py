@@ -1,8 +1,8 @@
 """Functions by name.
 
-A function that can be found by its module and name travels as that name, and the name only once per connection (the
-core gives it a small id). Both ends look it up anew at every call, so that a function that is replaced in its module
-(in a notebook, or by a test's patch) is replaced for callers as well, as with pickle.
+A function that can be found by its module and name is sent as that name. The core assigns it a small id, so the name is
+sent once per connection. Caller and callee resolve the name at every call. So a function that is replaced in its module
+(in a notebook, or patched by a test) is replaced for remote calls as well, as with pickle.
 """
 
 import functools
@@ -21,39 +21,39 @@ from telegrad.serialize.by_value import is_importable
 __all__ = ["BY_VALUE", "NameTable", "NotByName", "resolve", "resolver"]
 
 _BY_PATH = b"G"  # module and dotted name
-_BY_PICKLE = b"P"  # what pickle makes of it; for torch's builtins, which have odd homes
-BY_VALUE = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES  # the registry itself: a look at it costs nothing
+_BY_PICKLE = b"P"  # the pickled function; for torch's builtins, which are not found in their modules
+BY_VALUE = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES  # the registry itself: checking it is cheap
 _METHOD = b"M"  # the name of a method, for calls on a reference
 
 
 class NotByName(LookupError):
-    """The function cannot be found by name; it has to travel by value or not at all."""
+    """The function cannot be found by name; it can only be sent by value."""
 
 
 class _Known(NamedTuple):
     number: int
     text: bytes
-    home: dict[str, Any] | None  # where to check that it still stands under its name
+    home: dict[str, Any] | None  # namespace in which to check that the name still refers to the function
     module: str
     name: str
     path: str
 
 
 class NameTable:
-    """Gives names and numbers to the functions that one worker calls elsewhere. Thread-safe."""
+    """Names and numbers of the functions that one worker calls on others. Thread-safe."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, _Known] = {}  # the core looks there, too (csrc/bind/direct.h)
-        self._holders: dict[bytes, Any] = {}  # who stands under each name, last we knew
-        self._methods: dict[str, tuple[int, bytes]] = {}
+        self.known: dict[Any, _Known] = {}  # also read by the core (csrc/bind/prepare.h)
+        self._holders: dict[bytes, Any] = {}  # name -> the function that last had it
+        self.methods: dict[str, tuple[int, bytes]] = {}
         self._lock = threading.Lock()
         self._next = 1
 
     def find(self, function: Any) -> tuple[int, bytes]:
-        """The number and text of a function's name.
+        """Return the number and text of a function's name.
 
         Raises:
-            NotByName: it has none, or another object stands under it.
+            NotByName: The function has no name, or the name refers to another object.
         """
         try:
             known = self.known.get(function)
@@ -70,11 +70,11 @@ class NameTable:
         return known.number, known.text
 
     def method(self, name: str) -> tuple[int, bytes]:
-        """The number and text of a method's name."""
-        found = self._methods.get(name)
+        """Return the number and text of a method's name."""
+        found = self.methods.get(name)
         if found is None:
             with self._lock:
-                found = self._methods.setdefault(name, (self._next, _METHOD + name.encode()))
+                found = self.methods.setdefault(name, (self._next, _METHOD + name.encode()))
                 self._next += 1
         return found
 
@@ -83,8 +83,8 @@ class NameTable:
         with self._lock:
             known = self.known.get(function)
             if known is None:
-                # A name that has changed its meaning, as a notebook's cell does when it is run again, keeps its number;
-                # the function that had it is let go.
+                # A name that refers to a new function, such as after a notebook's cell runs again, keeps its number.
+                # The table drops its reference to the previous function.
                 before = self.known.pop(self._holders.get(text), None)
                 number = self._next if before is None else before.number
                 self._next += before is None
@@ -111,7 +111,7 @@ def _name_of(function: Any) -> tuple[dict[str, Any] | None, str, str, bytes]:
     elif kind is BuiltinFunctionType:
         owner = function.__self__
         if not isinstance(owner, (ModuleType, type, type(None))):
-            raise NotByName  # a method of some object, such as [].append: the object has to travel
+            raise NotByName  # a method of an object, such as [].append: the object must be sent
         return None, "", "", _BY_PICKLE + _pickled(function)
     else:
         raise NotByName
@@ -129,18 +129,21 @@ def _pickled(function: Any) -> bytes:
 
 
 def resolve(text: bytes) -> Any:
-    """The function of a name, or for a method's name the string.
+    """Return the function of a name; for a method's name, the string.
 
     Raises:
-        AttributeError, ModuleNotFoundError, ...: it is not here.
+        AttributeError: The module does not have the name.
+        ModuleNotFoundError: The module does not exist in this process. Importing it may raise other errors.
     """
     return resolver(text)()
 
 
 def resolver(text: bytes) -> Callable[[], Any]:
-    """What finds it, anew at every call.
+    """Return a function that resolves the name at every call.
 
-    Raises: as `resolve`.
+    Raises:
+        AttributeError: As for `resolve`.
+        ModuleNotFoundError: As for `resolve`.
     """
     found = _resolvers.get(text)
     if found is None:
@@ -168,7 +171,7 @@ def _resolver(text: bytes) -> Callable[[], Any]:
     def look_up() -> Any:
         try:
             found = modules[module_name].__dict__[first]
-        except KeyError:  # a module's __getattr__, or the clear error
+        except KeyError:  # the module may have a __getattr__; otherwise getattr raises a clear error
             found = getattr(importlib.import_module(module_name), first)
         for name in others:
             found = getattr(found, name)

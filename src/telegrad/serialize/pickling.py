@@ -1,20 +1,21 @@
-"""The fallback for everything that the codec does not take: pickle protocol 5, with tensors out of band.
+"""Pickle protocol 5 with out-of-band tensors, the fallback of the codec.
 
 A body is
 
-    the pickled value | the pickled tables | u64 length of the first
+    the pickled value | the pickled tables | u64 length of the pickled value
 
-In the pickled value a tensor is a call of `_tensor(index)` and an object of a registered type a call of
-`_extension(index)`; the tables say what they are. `Unpickler.find_class` binds the two names to the message being
-read, so that nothing is kept in globals or threads and messages may nest. As in the codec, objects of registered types
-are packed last, when the rest is known to be picklable: packing may have effects, such as handing out a reference.
+In the pickled value a tensor is a call of `_tensor(index)`, and an object of a registered type is a call of
+`_extension(index)`. The tables describe both. `Unpickler.find_class` binds the two names to the current message, so
+there is no global or thread-local state and messages may nest. As in the codec, objects of registered types are packed
+last, when the rest is known to be picklable, because packing may have effects, such as creating a ticket of a
+reference.
 
-Segments are the islands of tensor memory (see `telegrad.serialize.sharing`), then the buffers that objects such as
-numpy arrays give to pickle.
+The segments are the islands of tensor memory (see `telegrad.serialize.sharing`), followed by the buffers that objects
+such as numpy arrays pass to pickle.
 
-In a recorded message the tensors that require grad can be replaced by others, all at once, before anything is unpickled
-that holds them. Those that are more than elements in memory (sparse ones, say), and bare parameters, are therefore
-pickled by themselves; they have the negative indices.
+In a recorded message all tensors that require grad are replaced by others at once, before objects that hold them are
+unpickled. Tensors that are more than elements in memory (sparse ones, for example) and bare parameters are therefore
+pickled separately; they have negative indices.
 """
 
 import io
@@ -41,10 +42,10 @@ from telegrad.serialize.torch_types import (
 
 __all__ = ["Extension", "Serializer", "dumps", "loads"]
 
-# Smaller buffers are not worth a segment of their own.
+# Bytes. Smaller buffers are cheaper inside the pickle than as segments.
 SMALLEST_SEGMENT = 1024
 
-# torch's own words, line breaks and all: programs look for parts of them.
+# torch's text, including its line breaks: programs search for parts of it.
 NOT_FOUND_HINT = """ Default RPC pickler does not serialize
             function code. Ensure that UDFs are defined on both caller and
             callee modules."""
@@ -56,7 +57,7 @@ Wrap: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Extension(NamedTuple):
-    """A type that travels as a plain value: None, numbers, str, bytes, tuples, lists, dicts."""
+    """A type sent as a plain value: None, numbers, str, bytes, tuples, lists, dicts."""
 
     code: int
     pack: Callable[[Any], Any]
@@ -64,21 +65,21 @@ class Extension(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What stands behind the pickled value."""
+    """The tables after the pickled value."""
 
     places: list[Place]
     tensor_segments: int
     extensions: list[tuple[int, bytes]]  # code, pickled packed value
-    specials: Sequence[bytes] = ()  # recorded tensors that are pickled by themselves, without their requiring grad
+    specials: Sequence[bytes] = ()  # recorded tensors that are pickled separately, without requires_grad
 
 
 class Serializer:
-    """The codec and pickle of one worker, and the types that both know in a way of their own.
+    """The codec and pickle of one worker, with its registered types.
 
-    Thread-safe once the types are registered, and re-entrant: pickling one message may pickle another.
+    Thread-safe once the types are registered, and reentrant: pickling one message may pickle another.
 
     Args:
-        max_depth: how deep containers may be nested before the codec leaves them to pickle.
+        max_depth: Maximum nesting of containers for the codec. Deeper values are pickled.
     """
 
     def __init__(self, max_depth: int = 64) -> None:
@@ -88,42 +89,48 @@ class Serializer:
         self.reducers: dict[type, Callable[[Any], Any]] = {}
 
     def register(self, kind: type, code: int, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
-        """Lets objects of exactly `kind` travel as `pack(object)` and arrive as `unpack(value)`.
+        """Register how objects of exactly `kind` are packed and unpacked.
 
-        `pack` is called once for each object of a message, and only when the rest of the message can be sent.
+        `pack` is called once for each object of a message, and only if the rest of the message can be sent.
+
+        Args:
+            kind: The type.
+            code: Number of the type in messages.
+            pack: Returns a plain value for an object.
+            unpack: Returns an object for a plain value.
 
         Raises:
-            ValueError: the type or the code is taken, or the codec has its own way with the type.
+            ValueError: The type or the code is in use, or the codec encodes the type itself.
         """
         self.codec.register(kind, code, pack, unpack)
         self.extensions[kind] = self.extension_of_code[code] = Extension(code, pack, unpack)
 
     def register_reducer(self, kind: type, reduce: Callable[[Any], Any]) -> None:
-        """Lets pickle reduce objects of exactly `kind` by `reduce(object)`, in messages of this worker only.
+        """Register a reducer of objects of exactly `kind`, for this worker's messages.
 
-        The first registration of a type stands. (For all of a process there is `copyreg.pickle`.)
+        The first registration of a type wins. `copyreg.pickle` registers a reducer for the whole process.
         """
         self.reducers.setdefault(kind, reduce)
 
     def dumps(
         self, value: object, name: str | tuple[str, ...] = "value", recorded: list[torch.Tensor] | None = None
     ) -> tuple[bytes, list[Segment]]:
-        """Pickles `value`.
+        """Pickle `value`.
 
         Args:
-            value: what to send.
-            name: what an error calls it; of a tuple, what it calls each part.
-            recorded: gets the tensors that require grad, in the order in which `loads` wraps them. Parameters are
-                among them where nothing but tuples, lists and dicts is around them; a tensor of a subclass is
-                among them as a plain one.
+            value: The value to send.
+            name: Name of the value in error texts; for a tuple, the names of its items.
+            recorded: Gets the tensors that require grad, in the order in which `loads` wraps them. Parameters are
+                included if only tuples, lists and dicts contain them. A tensor of a subclass is included as a plain
+                tensor.
 
         Returns:
-            The body, and the segments as (address, size in bytes, owner); a segment must not be read after its owner
+            The body, and the segments as (address, size in bytes, owner). A segment must not be read after its owner
             is dropped.
 
         Raises:
-            SerializationError: something in `value` cannot be pickled; the text says what and where. It is also of
-                the type that pickle raised, such as TypeError. What the value's own methods raise is passed on.
+            SerializationError: Part of `value` cannot be pickled; the text names it. The error is also of the type
+                that pickle raised, such as TypeError. Exceptions of the value's own methods are passed on.
         """
         message = _Outgoing(self)
         if recorded is not None:
@@ -143,15 +150,17 @@ class Serializer:
         return body.getvalue(), segments + message.buffers
 
     def loads(self, body: bytes | bytearray | memoryview, segments: Sequence[Buffer], wrap: Wrap | None = None) -> Any:
-        """What `dumps` was given. Segments are writable buffers that become the memory of tensors and arrays.
+        """Unpickle the output of `dumps`.
 
         Args:
-            wrap: gets the tensors that require grad, made as if they did not, all at once (if there are any); what it
-                returns, as many again, stands in their place.
+            body: The body.
+            segments: Writable buffers, which become the memory of tensors and arrays.
+            wrap: Called once with all tensors that require grad (if any), made without requires_grad. Returns as many
+                tensors, which replace them.
 
         Raises:
-            SerializationError: the body is not what `dumps` makes, or it names a function or class that does not
-                exist here (then also an AttributeError or ImportError). What the value's own methods raise is passed
+            SerializationError: The body is malformed, or it names a function or class that does not exist in this
+                process (then also an AttributeError or ImportError). Exceptions of the value's own methods are passed
                 on.
         """
         with memoryview(body) as view:
@@ -162,7 +171,7 @@ class Serializer:
             return message.load(value)
 
     def dumps_with_tensors(self, value: object) -> tuple[bytes, list[torch.Tensor]]:
-        """As `dumps`, but with the tensors themselves in place of their memory, and nothing else out of band."""
+        """Pickle `value`; only its tensors are out of band, as objects."""
         message = _Outgoing(self, out_of_band=False)
         body = io.BytesIO()
         message.pickle_value(value, "value", body)
@@ -172,14 +181,14 @@ class Serializer:
         return body.getvalue(), message.tensors
 
     def loads_with_tensors(self, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-        """What `dumps_with_tensors` was given."""
+        """Unpickle the output of `dumps_with_tensors`."""
         with memoryview(body) as view:
             value, tables = _split(view)
             return _Incoming(self, tables, (), tensors).load(value)
 
 
 class _Outgoing:
-    """One message while it is pickled: what its picklers have met that goes beside the pickle."""
+    """State of a message while it is pickled, with its out-of-band objects."""
 
     def __init__(self, serializer: Serializer, *, out_of_band: bool = True) -> None:
         self.serializer = serializer
@@ -219,7 +228,7 @@ class _Outgoing:
         return rows
 
     def special(self, obj: Any) -> int | None:
-        """The index of a tensor that is recorded and pickled by itself; None: it is not."""
+        """Return the index of a tensor that is pickled separately, else None."""
         if self.specials is None or not obj.requires_grad:
             return None
         if type(obj) is not torch.Tensor and id(obj) not in self.bare:
@@ -228,14 +237,14 @@ class _Outgoing:
         return -len(self.specials)
 
     def extend(self, obj: object) -> int:
-        """Notes an object of a registered type. Its number is the same whichever of the message's picklers meets it."""
+        """Add an object of a registered type and return its number in the message."""
         number = self.number_extended.setdefault(id(obj), len(self.extended))
         if number == len(self.extended):
             self.extended.append(obj)
         return number
 
     def _keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """True lets pickle copy the buffer into its own bytes."""
+        """Keep a buffer as a segment; return True to copy it into the body instead."""
         address, nbytes = _core.buffer_address(buffer)
         if nbytes < SMALLEST_SEGMENT:
             return True
@@ -260,7 +269,7 @@ class _Outgoing:
 
 
 class Pickler(ByValuePickler):
-    """Pickles one value of a message."""
+    """Pickler of one value of a message."""
 
     def __init__(
         self, message: _Outgoing, file: io.BytesIO, keep_buffer: Callable[[pickle.PickleBuffer], bool] | None
@@ -293,7 +302,7 @@ class Pickler(ByValuePickler):
 
 
 class _Incoming:
-    """One message while it is unpickled."""
+    """State of a message while it is unpickled."""
 
     def __init__(
         self,
@@ -316,7 +325,7 @@ class _Incoming:
         self.unpacked: dict[int, object] = {}
 
     def take_recorded(self, wrap: Wrap | None) -> None:
-        """Makes those that are pickled by themselves, and replaces all; without `wrap` they are leaves."""
+        """Unpickle the separate tensors (leaves if no `wrap`); let `wrap` replace all."""
         specials = [Unpickler(self, memoryview(row), ()).load() for row in self.tables.specials]
         self.tensors += reversed(specials)
         if wrap is None:
@@ -337,21 +346,21 @@ class _Incoming:
                 raise
             raise _also(type(error))(f"{error}{NOT_FOUND_HINT}") from error
         except (pickle.UnpicklingError, EOFError) as error:
-            raise SerializationError(f"a message that cannot be unpickled: {error}") from error
+            raise SerializationError(f"a message cannot be unpickled: {error}") from error
 
     def extension(self, index: int) -> object:
-        """Unpacked when first asked for, so that packed values may hold each other."""
+        """Return an object, unpacked on first use, so packed values may hold each other."""
         if index not in self.unpacked:
             code, packed = self.packed[index]
             extension = self.serializer.extension_of_code.get(code)
             if extension is None:
-                raise SerializationError(f"a message has an object of type {code}, which is not known here")
+                raise SerializationError(f"a message has an object of type {code}, which is not registered here")
             self.unpacked[index] = extension.unpack(Unpickler(self, memoryview(packed), ()).load())
         return self.unpacked[index]
 
 
 class Unpickler(pickle.Unpickler):
-    """Unpickles one value of a message."""
+    """Unpickler of one value of a message."""
 
     def __init__(self, message: _Incoming, data: memoryview, buffers: Sequence[Buffer]) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
@@ -370,7 +379,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def bare_parameters(value: object) -> frozenset[int]:
-    """Ids of the parameters in a value that are reached through nothing but tuples, lists and dicts."""
+    """Return the ids of parameters that only tuples, lists and dicts contain."""
     found: set[int] = set()
     seen: set[int] = set()
     left: list[Any] = [value]
@@ -394,31 +403,31 @@ def _extension(index: int) -> NoReturn:
 
 
 def _split(body: memoryview) -> tuple[memoryview, Tables]:
-    """The pickled value, and the tables."""
+    """Return the pickled value and the tables of a body."""
     try:
         (length,) = LENGTH.unpack_from(body, len(body) - LENGTH.size)
         tables = Tables(*pickle.loads(body[length : len(body) - LENGTH.size]))
     except (struct.error, pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
-        raise SerializationError("a message that is cut or garbled") from error
+        raise SerializationError("a message is truncated or malformed") from error
     return body[:length], tables
 
 
 def _also(kind: type[Exception]) -> type[SerializationError]:
-    """SerializationError that is also `kind`, for programs that catch what pickle raises."""
+    """Return a SerializationError that is also `kind`, which pickle has raised."""
     if issubclass(kind, SerializationError):
         return kind
     if kind not in _both:
         try:
             members = {"__module__": SerializationError.__module__, "__reduce__": _reduce_both}
             both = type("SerializationError", (SerializationError, kind), members)
-        except TypeError:  # two layouts that cannot be one
+        except TypeError:  # the instance layouts conflict
             both = SerializationError
         _both[kind] = both
     return _both[kind]
 
 
 def _reduce_both(error: SerializationError) -> tuple[Any, ...]:
-    """Its class has no name to be found by."""
+    """Reduce the error to its original type; its own class cannot be found by name."""
     return _both_again, (type(error).__bases__[1], error.args)
 
 
@@ -431,10 +440,10 @@ _default = Serializer()
 
 
 def dumps(value: object, name: str = "value") -> tuple[bytes, list[Segment]]:
-    """`Serializer.dumps` with no registered types."""
+    """Pickle a value as `Serializer.dumps` does, without registered types."""
     return _default.dumps(value, name)
 
 
 def loads(body: bytes | bytearray | memoryview, segments: Sequence[Buffer]) -> Any:
-    """`Serializer.loads` with no registered types."""
+    """Unpickle a value as `Serializer.loads` does, without registered types."""
     return _default.loads(body, segments)

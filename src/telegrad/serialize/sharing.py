@@ -1,8 +1,8 @@
-"""The memory of all tensors of one message: what is sent of it, and tensors over what was received.
+"""Segments of the tensors of one message, with storage aliasing preserved.
 
-Tensors that share memory share it at the other end too, and a view does not bring its whole base along. So the tensors
-of each storage are put into *islands*: intervals of memory that touch no other. An island is one segment; islands of
-one storage need not stay together, for nothing that is done to one can be seen in another.
+Tensors that share memory on the sender share it on the receiver too, and a view is sent without the rest of its base.
+For this the tensors of each storage are grouped into *islands*: disjoint intervals of memory. An island is one segment.
+Islands of one storage may be sent separately, because writes to one are not visible in another.
 """
 
 from collections import defaultdict
@@ -24,38 +24,41 @@ from telegrad.serialize.tensors import (
 Segment: TypeAlias = tuple[int, int, object]  # address, size in bytes, owner of the memory
 
 NO_MEMORY = -1
-# Offsets inside an island are multiples of each tensor's element size if it begins at a multiple of the largest.
+# Bytes. If an island begins at a multiple of this, offsets in it are multiples of each tensor's element size.
 LARGEST_ELEMENT = 16
 
 
 class Place(NamedTuple):
-    """One tensor, as it is described to the other end."""
+    """Description of one tensor for the receiver."""
 
     dtype_code: int
     requires_grad: bool
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
-    segment: int  # which of the message's tensor segments, or NO_MEMORY
-    offset: int  # of the first element in it, in elements
-    graph_cut: bool = False  # it requires grad, and its graph stays with the sender, since the message is not recorded
+    segment: int  # index of the tensor segment in the message, or NO_MEMORY
+    offset: int  # of the first element in the segment, in elements
+    graph_cut: bool = False  # it requires grad and its graph is not sent, because the message is not recorded
 
 
 class _Member(NamedTuple):
-    """One tensor of an island."""
+    """Tensor of an island."""
 
     begin: int  # address of the first element
     end: int  # address past the last one
-    number: int  # among the message's tensors
+    number: int  # index among the message's tensors
     tensor: torch.Tensor
 
 
 def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[list[Place], list[Segment]]:
-    """Says where each tensor is to be found in which segments.
+    """Assign each tensor to a segment.
 
     Args:
-        tensors: plain ones, see `telegrad.serialize.tensors.is_plain`.
-        recorded: those that require grad get a segment each. They arrive as results of one autograd function, which
-            would not know that writing to one of them changes another.
+        tensors: Plain tensors, see `telegrad.serialize.tensors.is_plain`.
+        recorded: Tensors that require grad get a segment each. They arrive as outputs of one autograd function, which
+            cannot detect that writing to one of them changes another.
+
+    Returns:
+        A place for each tensor, and the segments.
     """
     places: dict[int, Place] = {}
     segments: list[Segment] = []
@@ -76,12 +79,15 @@ def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[l
 
 
 def restore(places: Sequence[Place], segments: Sequence[Buffer], *, recorded: bool = False) -> list[torch.Tensor]:
-    """The tensors that `place` was given, over `segments`.
+    """Make the tensors that were passed to `place`, with `segments` as their memory.
 
     Args:
-        recorded: none of them requires grad yet.
+        places: One place for each tensor.
+        segments: Writable buffers.
+        recorded: Make all tensors without requires_grad.
 
-    Raises TypeError if this torch does not know an element type.
+    Raises:
+        TypeError: This version of torch does not have an element type.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     tensors = []
@@ -128,7 +134,7 @@ def _send_island(island: list[_Member], base: int, places: dict[int, Place], seg
     begin = base + (island[0].begin - base) // LARGEST_ELEMENT * LARGEST_ELEMENT
     nbytes = max(member.end for member in island) - begin
     useful = sum(member.tensor.nbytes for member in island)
-    if nbytes > 2 * useful and not _share_elements(island):  # columns of a matrix, say
+    if nbytes > 2 * useful and not _share_elements(island):  # for example columns of a matrix
         for member in island:
             _send_alone([member], places, segments)
         return
@@ -139,7 +145,7 @@ def _send_island(island: list[_Member], base: int, places: dict[int, Place], seg
 
 
 def _send_alone(island: list[_Member], places: dict[int, Place], segments: list[Segment]) -> None:
-    """One tensor, or several with exactly the same elements in the same order."""
+    """Add a segment for one tensor, or for several with the same elements in order."""
     described = encode_tensor(island[0].tensor)
     assert described is not None, "only plain tensors get here"
     _, _, _, strides, address, nbytes, owner = described
@@ -149,10 +155,13 @@ def _send_alone(island: list[_Member], places: dict[int, Place], segments: list[
 
 
 def _share_elements(island: list[_Member]) -> bool:
-    """Whether some byte belongs to two of the tensors; their intervals overlap, but their elements need not."""
+    """Return whether some byte belongs to two of the tensors.
+
+    The intervals of the tensors overlap, but their elements may be disjoint.
+    """
     sizes = {member.tensor.element_size() for member in island}
     if len(sizes) > 1:
-        return True  # not worth finding out
+        return True  # assumed: comparing elements of different sizes is not worth the cost
     addresses = []
     for member in island:
         offsets = torch.zeros(1, dtype=torch.int64)

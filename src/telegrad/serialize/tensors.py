@@ -1,7 +1,7 @@
-"""Tensors in and out of the codec through torch's public API, and the codec itself.
+"""Encoding and decoding of tensors for the codec through torch's public API.
 
-Where torch offers its C function table (`torch.Tensor.__dlpack_c_exchange_api__`), the compiled codec uses that and
-comes here only for what the table cannot say; on an older torch every tensor passes through here.
+If torch provides its C function table (`torch.Tensor.__dlpack_c_exchange_api__`), the compiled codec uses it, and calls
+this module only for tensors that the table does not support. On an older torch this module handles every tensor.
 """
 
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ import torch
 from telegrad import _core
 from telegrad.serialize.cut_graphs import is_watched, watch_cut
 
-Buffer: TypeAlias = Any  # what has a writable buffer; collections.abc has a name for it from Python 3.12 on
+Buffer: TypeAlias = Any  # object with a writable buffer; from Python 3.12 on this is collections.abc.Buffer
 
 # dtype code, requires_grad, shape, strides in elements, address, size in bytes, owner of the memory
 Described: TypeAlias = tuple[int, bool, tuple[int, ...], tuple[int, ...], int, int, object]
@@ -25,11 +25,11 @@ CODE_OF_DTYPE: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPE_OF
 
 
 SMALL_SPAN = 8 << 10
-"""Up to so many bytes a tensor full of holes is sent with them, as in torch, which keeps its strides."""
+"""Bytes up to which a non-dense tensor is sent with its gaps, which keeps its strides, as in torch."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is nothing but elements in CPU memory, of a type that may stand on the wire."""
+    """Return whether `tensor` is only elements in CPU memory, of a type with a code."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -42,17 +42,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
-    """Bytes from the first element to past the last one."""
+    """Return the bytes from the first element to past the last one."""
     if 0 in shape:
         return 0
     return (sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1) * itemsize
 
 
 def encode_tensor(tensor: torch.Tensor) -> Described | None:
-    """What the codec writes about `tensor`, and where its memory is; None if it is not plain.
+    """Return the description and the memory of `tensor`; None if it is not plain.
 
-    A tensor whose elements lie scattered over more than twice their own size (and more than SMALL_SPAN) is copied
-    densely first.
+    If the elements span more than twice their own size, and more than SMALL_SPAN, the tensor is copied densely first.
     """
     if not is_plain(tensor):
         return None
@@ -65,14 +64,19 @@ def encode_tensor(tensor: torch.Tensor) -> Described | None:
         strides = dense.stride()
         nbytes = dense.numel() * itemsize
     code = CODE_OF_DTYPE[tensor.dtype]
-    # The storage, not the tensor, owns the memory: it survives `tensor.data = other` while the message is on its way.
+    # The owner is the storage, not the tensor: it survives `tensor.data = other` while the message is in flight.
     return code, tensor.requires_grad, shape, strides, dense.data_ptr(), nbytes, dense.untyped_storage()
 
 
 def decode_tensor(meta: Meta, segment: Buffer | None) -> torch.Tensor:
-    """A tensor whose memory is `segment`, an object with a writable buffer; None for a tensor without elements.
+    """Make a tensor over the memory of a segment.
 
-    Raises TypeError if this torch does not know the element type.
+    Args:
+        meta: Description of the tensor.
+        segment: Object with a writable buffer; None for a tensor without elements.
+
+    Raises:
+        TypeError: This version of torch does not have the element type.
     """
     code, requires_grad, shape, strides = meta
     dtype = DTYPE_OF_CODE.get(code)
@@ -86,16 +90,16 @@ def decode_tensor(meta: Meta, segment: Buffer | None) -> torch.Tensor:
 
 
 def storage_over(segment: Buffer) -> torch.UntypedStorage:
-    """A storage whose memory is `segment`, which it keeps alive."""
+    """Make a storage over the memory of `segment`, which it keeps alive."""
     # frombuffer keeps the object but not its exported buffer; a memoryview keeps both.
     return torch.frombuffer(memoryview(segment), dtype=torch.uint8).untyped_storage()
 
 
 def make_codec(max_depth: int = 64) -> _core.Codec:
-    """A codec for this process's torch.
+    """Make a codec for the torch of this process.
 
     Args:
-        max_depth: how deep containers may be nested; deeper ones are left to pickle.
+        max_depth: Maximum nesting of containers. Deeper values are pickled.
     """
     return _core.Codec(
         torch.Tensor,

@@ -1,4 +1,4 @@
-"""How things of torch's that pickle does badly, or not at all, are reduced."""
+"""Reducers of torch objects that pickle does not support, or supports badly."""
 
 import importlib
 import io
@@ -21,11 +21,14 @@ CPU_ONLY = (
 
 
 def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
-    """A tensor that is more than elements in CPU memory. Its dense parts are tensors again, and travel as such."""
+    """Reduce a tensor that is more than elements in CPU memory.
+
+    Its dense parts are plain tensors, which are sent out of band.
+    """
     if tensor.device.type not in ("cpu", "meta"):
         raise DeviceNotMapped(CPU_ONLY.format(tensor.device))
     if tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_conj() or tensor.is_neg()):
-        # Lazy conjugation and negation are carried out; values are what a message is about.
+        # Materialize lazy conjugation and negation.
         plain = tensor.detach().resolve_conj().resolve_neg()
         return (_require_grad, (plain,)) if tensor.requires_grad else (_as_is, (plain,))
     if tensor.layout is torch.strided and tensor.device.type == "cpu" and not (tensor.is_nested or tensor.is_quantized):
@@ -41,7 +44,7 @@ def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
 
 
 def is_plain_subclass(tensor: torch.Tensor) -> bool:
-    """Whether it requires grad, and is no more than a tensor under another class, with attributes."""
+    """Return whether a tensor requires grad and its subclass only adds attributes."""
     kind = type(tensor)
     return (
         tensor.requires_grad
@@ -55,14 +58,17 @@ def is_plain_subclass(tensor: torch.Tensor) -> bool:
 
 
 def reduce_subclass(tensor: torch.Tensor) -> Reduced:
-    """As a tensor, for which gradients come back, and its class. Torch's own reduction would make a leaf of it."""
+    """Reduce to a plain tensor, which gets gradients, and the class.
+
+    Torch's own reduction would make it a leaf.
+    """
     with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         plain = tensor.as_subclass(torch.Tensor)
     return _as_subclass, (plain, type(tensor), dict(tensor.__dict__))
 
 
 def _reduce_by_bytes(tensor: torch.Tensor) -> Reduced:
-    """An element type that has no code on the wire, such as torch.uint4: as a view of bytes."""
+    """Reduce a tensor to a view of bytes: for element types without a code."""
     storage, item = tensor.untyped_storage(), tensor.element_size()
     shape, strides = tuple(tensor.shape), tensor.stride()
     nbytes = span_of(shape, strides, item)
@@ -71,7 +77,10 @@ def _reduce_by_bytes(tensor: torch.Tensor) -> Reduced:
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> Reduced:
-    """Not by torch's own reduction: what that rebuilds is kept in a list for torch.load to check, so never freed."""
+    """Reduce a sparse tensor to its dense parts.
+
+    Tensors rebuilt by torch's own reduction are never freed: torch keeps them in a list that torch.load checks.
+    """
     if tensor.layout is torch.sparse_coo:
         return _sparse_coo, (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -87,7 +96,10 @@ _SCHEMES = (*_PER_TENSOR, torch.per_channel_affine, torch.per_channel_symmetric)
 
 
 def _reduce_quantized(tensor: torch.Tensor) -> Reduced:
-    """Not by torch's own reduction, which warns at the receiver of a class that torch itself puts there."""
+    """Reduce a quantized tensor to its integers and scales.
+
+    Torch's own reduction would warn on the receiver about a deprecated class that torch itself uses.
+    """
     if tensor.qscheme() in _PER_TENSOR:
         return torch._make_per_tensor_quantized_tensor, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
     scales, zeros, axis = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis()
@@ -95,14 +107,17 @@ def _reduce_quantized(tensor: torch.Tensor) -> Reduced:
 
 
 def reduce_untyped_storage(storage: torch.UntypedStorage) -> Reduced:
-    """As the tensor of its bytes, so that it travels out of band and stays shared with the tensors over it."""
+    """Reduce a storage to a tensor of its bytes.
+
+    So it is sent out of band and stays shared with the tensors that use it.
+    """
     if storage.device.type != "cpu":
         raise DeviceNotMapped(CPU_ONLY.format(storage.device))
     return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(storage),)
 
 
 def reduce_typed_storage(storage: torch.TypedStorage) -> Reduced:
-    # Not .untyped(), which would warn the user of a class that torch itself puts here.
+    # Not .untyped(), which would warn the user about a deprecated class that torch itself uses.
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 
@@ -113,19 +128,19 @@ def reduce_script_module(module: torch.jit.ScriptModule) -> Reduced:
 
 
 def reduce_script_function(function: Any) -> Reduced:
-    """By name; the receiver compiles its own."""
+    """Reduce a scripted function to its name; the receiver compiles its own."""
     _, *names, name = function.qualified_name.split(".")  # __torch__.package.module.function
     module_name = ".".join(names) or "__main__"
     if _find(module_name, name) is not function:
         raise SerializationError(
-            f"cannot pickle the scripted function {function.qualified_name}: it is not to be found in module"
-            f" {module_name}. Define scripted functions at the top level of a module that both ends import."
+            f"cannot pickle the scripted function {function.qualified_name}: module {module_name} does not have it."
+            " Define scripted functions at the top level of a module that caller and callee import."
         )
     return _find, (module_name, name)
 
 
 def reduce_operator(operator: Any) -> Reduced:
-    """``torch.ops.aten.mul`` or ``torch.ops.aten.mul.Tensor``, which pickle cannot do: by name."""
+    """Reduce an operator, such as ``torch.ops.aten.mul.Tensor``, to its name."""
     if isinstance(operator, torch._ops.OpOverload):
         return getattr, (operator.overloadpacket, operator._overloadname)
     return _operator, (operator._qualified_op_name,)

@@ -1,4 +1,7 @@
-"""Exceptions that are kept and raised again, and their tracebacks as users see them: without Telegrad's own frames."""
+"""Tracebacks of exceptions that are stored, sent or raised again.
+
+Users see tracebacks without Telegrad's own frames.
+"""
 
 import copy
 import os
@@ -30,18 +33,18 @@ __all__ = [
 E = TypeVar("E", bound=BaseException)
 
 TRACEBACK = "_telegrad_traceback"
-"""The attribute of an exception that has let go of its frames: its traceback as text."""
+"""Attribute of an exception without its frames: the traceback as text."""
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process, as text. It is the ``__cause__`` of the exceptions that come from there."""
+    """Traceback of another process, as text.
+
+    It is the ``__cause__`` of exceptions raised in that process.
+    """
 
     def __str__(self) -> str:
         worker, worker_id, trace = self.args
         return f'on worker {worker} (rank {worker_id})\n"""\n{trace}"""'
-
-
-# An escape as repr() writes them, but for quotes.
 
 
 def type_name(kind: type[BaseException]) -> str:
@@ -49,15 +52,15 @@ def type_name(kind: type[BaseException]) -> str:
 
 
 def show_exception(exc: BaseException) -> str:
-    """``repr(exc)``, also where that fails."""
+    """Return ``repr(exc)``, or a replacement if that raises."""
     try:
         return repr(exc)
     except BaseException as e:  # user code; its SystemExit must not end this thread
-        return f"<{type_name(type(exc))}, whose repr() raised {type(e).__name__}>"
+        return f"<{type_name(type(exc))}: its repr() raised {type(e).__name__}>"
 
 
 def text_of(exc: BaseException) -> str:
-    """``str(exc)``, also where that fails."""
+    """Return ``str(exc)``, or `show_exception` if that raises."""
     try:
         return str(exc)
     except BaseException:  # as in show_exception
@@ -65,14 +68,20 @@ def text_of(exc: BaseException) -> str:
 
 
 def is_interrupt(exc: BaseException) -> bool:
-    """Tell whether a signal handler may have raised the exception: then the calling thread, the main one, must raise
-    it. Elsewhere user code has raised it, such as SystemExit while a value was unpickled."""
+    """Return whether a signal handler may have raised the exception.
+
+    Then the calling thread, which is the main thread, must raise it. In other threads user code has raised it, such as
+    SystemExit while a value was unpickled.
+    """
     return not isinstance(exc, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
-    """Keeps an exception's traceback as text only. For one that is to be raised again, maybe much later: its frames
-    would keep all variables of the failed call alive."""
+    """Replace an exception's traceback by its text.
+
+    Called before an exception is stored to be raised again. The frames would keep all variables of the failed call
+    alive.
+    """
     text = exc.__dict__[TRACEBACK] = traceback_of(exc)
     if exc.__cause__ is None:
         set_cause(exc, RemoteTraceback(worker.name, worker.id, text))
@@ -80,17 +89,17 @@ def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
 
 
 def set_cause(exc: BaseException, cause: BaseException | None) -> None:
-    """Set the cause, also where the class refuses to set attributes, as a frozen dataclass does."""
+    """Set the cause, also on a class that forbids setting attributes."""
     BaseException.__setattr__(exc, "__cause__", cause)
 
 
 def has_let_go_of_frames(exc: BaseException) -> bool:
-    """Whether an exception is raised again, after `let_go_of_frames`."""
+    """Return whether `let_go_of_frames` has replaced the traceback of an exception."""
     return TRACEBACK in exc.__dict__
 
 
 def forget_frames(exc: BaseException) -> None:
-    """Takes the tracebacks of an exception and of those that led to it."""
+    """Remove the tracebacks of an exception and of its causes and contexts."""
     todo: list[BaseException | None] = [exc]
     seen: set[int] = set()
     while todo:
@@ -102,20 +111,22 @@ def forget_frames(exc: BaseException) -> None:
 
 
 def afresh(exc: BaseException) -> BaseException:
-    """A copy of an exception that is kept and may be raised often. Raising it itself would hang the frames of whoever
-    asks, with all their variables, on what keeps it."""
+    """Return a copy of a stored exception, to be raised.
+
+    Raising the stored exception itself would add the frames of each caller to it and keep their variables alive.
+    """
     try:
         again = copy.copy(exc)
         if type(again) is not type(exc):
-            raise TypeError(f"a copy of {type_name(type(exc))} is something else")
-    except Exception:  # its class cannot be made from its args
+            raise TypeError(f"a copy of {type_name(type(exc))} has another type")
+    except Exception:  # the class cannot be made from the args
         return exc.with_traceback(None)
-    set_cause(again, again.__cause__ or exc.__cause__)  # which also hides the context
+    set_cause(again, again.__cause__ or exc.__cause__)  # setting a cause also hides the context
     return again
 
 
 def traceback_of(exc: BaseException) -> str:
-    """The traceback as Python prints it, without Telegrad's own frames before the user's first one."""
+    """Return the traceback as Python prints it, without Telegrad's own frames."""
     kept = exc.__dict__.get(TRACEBACK)
     if isinstance(kept, str):
         return kept
@@ -137,8 +148,10 @@ def _is_own(file: str) -> bool:
 
 
 def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) -> None:
-    """Leaves the user's frames in each stack. Those of Telegrad stay where there are no others, and at the end of a
-    stack whose error is none of Telegrad's: there is the defect."""
+    """Remove Telegrad's frames from each stack that has frames of the user.
+
+    Telegrad's frames at the end of a stack stay if the error is not a TelegradError: they show a defect of Telegrad.
+    """
     todo: list[tuple[BaseException | None, traceback.TracebackException | None]] = [(exc, trace)]
     seen: set[int] = set()
     while todo:
@@ -155,8 +168,10 @@ def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) ->
 
 
 def without_own_frames(exc: E) -> E:
-    """The exception, to be raised again where the program has called Telegrad: its traceback goes no deeper, unless
-    code of the program's own was called there."""
+    """Return the exception without Telegrad's frames, to be raised to the program.
+
+    If Telegrad called code of the program, the traceback stays as is.
+    """
     trace = exc.__traceback__
     while trace is not None and _is_own(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

@@ -1,10 +1,10 @@
-"""For tests of programs that use Telegrad: whole groups in one process, groups of processes, and checks for leaks.
+"""Helpers for tests of programs that use Telegrad.
 
-- `cluster`: a group of workers in this process, in milliseconds.
-- `processes`: the same function in several processes, with a deadline that leaves stacks instead of a hang.
+- `cluster`: a group of workers in this process, started in milliseconds.
+- `processes`: the same function in several processes, with a deadline that reports stacks instead of a hang.
 - `Local`, `Gate`, `eventually`: tests that wait on events, never on sleep.
-- `gradcheck`: a model spread over workers against itself in one process.
-- `assert_nothing_left`, `Footprint`: nothing is left behind.
+- `gradcheck`: compares a model spread over workers with the same model in one process.
+- `assert_nothing_left`, `Footprint`: checks for leaks.
 """
 
 from telegrad.testing.clusters import Cluster, cluster

@@ -1,4 +1,4 @@
-"""Whole groups in one process, for tests that take milliseconds."""
+"""Groups of workers in one process, for tests that take milliseconds."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,17 +17,18 @@ __all__ = ["Cluster", "cluster"]
 
 T = TypeVar("T")
 
-_BEYOND_TIMEOUT = 15.0  # s that a shutdown which has given up may take to end: last words, handlers that still run
+_BEYOND_TIMEOUT = 15.0  # s for a timed-out shutdown to end: final messages, handlers that still run
 
 
 class Cluster:
-    """The workers of a group in this process, in the order of their ranks: ``c[0]``, ``len(c)``, ``for worker in c``.
+    """Workers of a group in this process, in the order of their ranks.
 
-    They speak to each other as processes would: through sockets, with everything pickled. Made by `cluster`.
+    Supports ``c[0]``, ``len(c)`` and ``for worker in c``. The workers communicate as processes do: through sockets,
+    with everything pickled. Created by `cluster`.
 
     Attributes:
         workers: those that have not been shut down through this object.
-        store: where they met.
+        store: the store of their rendezvous.
     """
 
     def __init__(self, workers: list[Worker], store: Any) -> None:
@@ -44,17 +45,17 @@ class Cluster:
         return self.workers[index]
 
     def on_each(self, function: Callable[[int], T], timeout: float = 60.0) -> list[T]:
-        """Runs a function as it would run in each process of a program: at the same time, for each worker.
+        """Run a function for each worker at the same time, as in separate processes.
 
         Args:
-            function: gets the worker's rank; that worker is the current one meanwhile.
-            timeout: seconds, for all.
+            function: called with the worker's rank, with that worker as the current one.
+            timeout: limit in seconds for all together.
 
         Returns:
             The results in the order of ranks.
 
         Raises:
-            what the function raised; AssertionError: it did not end in time.
+            errors of the function; AssertionError: it did not end in time.
         """
 
         def on(worker: Worker) -> Callable[[], T]:
@@ -67,20 +68,20 @@ class Cluster:
         return run_all([on(worker) for worker in self.workers], timeout)
 
     def shutdown(self, timeout: float = 20.0) -> None:
-        """Shuts all down gracefully, at the same time, and forgets them.
+        """Shut down all workers gracefully, at the same time, and drop them.
 
         Args:
-            timeout: seconds that they may wait for work under way; more than 0.
+            timeout: limit in seconds of their wait for pending work; more than 0.
 
         Raises:
-            RuntimeError: what a shutdown raises.
+            RuntimeError: a shutdown failed.
         """
         workers, self.workers = self.workers, []
         limit = 2 * timeout + _BEYOND_TIMEOUT
         run_all([lambda worker=worker: worker.shutdown(timeout=timeout) for worker in workers], limit)  # type: ignore[misc]
 
     def close(self) -> None:
-        """Ends all at once, as if they had died in an orderly way, and forgets them."""
+        """Shut down all workers at once without waiting for their work, and drop them."""
         workers, self.workers = self.workers, []
         for worker in workers:
             worker.shutdown(graceful=False)
@@ -98,28 +99,30 @@ def cluster(
     graceful: bool = True,
     check: bool = True,
 ) -> Iterator[Cluster]:
-    """A group of workers in this process. They are shut down at the end, gracefully if the body did not raise.
+    """Run a group of workers in this process.
+
+    The workers are shut down at the end, gracefully if the body did not raise.
 
     Args:
-        n: how many.
+        n: number of workers.
         options: of all of them.
-        names: of the worker with a rank, which stands in the braces.
-        store: where they meet; by default one of their own.
-        dynamic: join one after the other, as a group whose members come and go.
-        current: rank of the worker that `telegrad.rpc` uses within; None for none.
-        graceful: False ends them without waiting for work that is under way.
-        check: look for leaks at the end: work that has not ended, threads, child processes and file descriptors. In a
-            process with other workers only work.
+        names: name of a worker; the braces stand for its rank.
+        store: store of their rendezvous; by default a new one.
+        dynamic: join one after the other, as a dynamic group.
+        current: rank of the worker that `telegrad.rpc` uses in the body; None for none.
+        graceful: False ends them without waiting for pending work.
+        check: check for leaks at the end: pending work, threads, child processes and file descriptors. In a process
+            with other workers, only check for pending work.
 
     Raises:
-        LeakError: something was left; only if the body did not raise.
+        LeakError: something leaked; only if the body did not raise.
 
     Example::
 
         with cluster(2):
             assert rpc.rpc_sync("w1", max, (1, 2)) == 2
     """
-    # With others about, theirs cannot be told apart.
+    # With other workers in the process, their resources cannot be distinguished from those of the group.
     alone = all(worker.closed for worker in live_workers)
     before = Footprint.now() if check and alone else None
     store = HashStore() if store is None else store

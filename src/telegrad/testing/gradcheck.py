@@ -1,7 +1,7 @@
-"""Is a model that is spread over workers the same function, with the same gradients, as in one process?
+"""Comparison of a model spread over workers with the same model in one process.
 
-The oracle for distributed autograd: the local run of the same model. On integer-valued float64 the order of sums does
-not matter, so there the two have to agree bit for bit.
+The local run of the model is the oracle for distributed autograd: outputs and gradients have to agree. On
+integer-valued float64 tensors the order of sums does not matter, so there they have to agree bit for bit.
 """
 
 import copy
@@ -27,11 +27,17 @@ Values = dict[str, Tensor | None]
 
 
 class GradcheckError(AssertionError):
-    """The distributed run differs from the local one, or from another distributed one. Says where and by how much."""
+    """Difference of the distributed run from the local one or from another.
+
+    The text has its location and size.
+    """
 
 
 class RemotePart(nn.Module):
-    """Stands for a part of a model that lives on another worker. It has no parameters of its own."""
+    """Substitute for a part of a model that resides on another worker.
+
+    It has no parameters.
+    """
 
     def __init__(self, part: RRef[nn.Module], call: Call) -> None:
         super().__init__()
@@ -39,7 +45,7 @@ class RemotePart(nn.Module):
         self.call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the part where it lives."""
+        """Run the part on its worker."""
         return self.call(self.part, args, kwargs)
 
 
@@ -54,34 +60,35 @@ def gradcheck(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> bool:
-    """Compares a model, its parts placed on workers, with itself in one process: outputs, and the gradients of every
-    parameter and input.
+    """Compare a model placed on workers with itself in one process.
 
-    The distributed model is run twice, and both runs have to agree bit for bit. Neither may touch ``.grad``. The model
+    Compares the outputs and the gradients of every parameter and input.
+
+    The distributed model is run twice, and both runs have to agree bit for bit. Neither may change ``.grad``. The model
     itself is not changed: each run has a copy.
 
     Args:
-        model: deterministic; its parts are pickled to their workers. Parts on different workers cannot share a
-            parameter: each has a copy then, and the sum of the copies' gradients is compared.
-        placement: path of a submodule (as in ``model.get_submodule``; "" is the model as a whole) to the name of the
-            worker that runs it. A part may contain other parts. What is not named runs in the caller.
-        inputs: what the model is called with. Floating-point tensors that require gradients are compared.
-        call: how a part is called, given its reference, args and kwargs: by default ``rref.rpc_sync().forward``. It
-            travels with the parts.
-        loss: of the output, a scalar; by default a sum over all its tensors, weighted by small integers.
-        exact: compare bit for bit. None: if everything, inputs, parameters and results, is integer-valued float64.
-        rtol, atol: else, as for `torch.testing.assert_close`; by default what it takes for the dtype. A gradient that
+        model: deterministic; its parts are pickled and sent to their workers. If parts on different workers share a
+            parameter, each has a copy, and the sum of the copies' gradients is compared.
+        placement: path of a submodule (as in ``model.get_submodule``; "" is the whole model) to the name of the worker
+            that runs it. A part may contain other parts. Submodules that are not named run in the caller.
+        inputs: arguments of the model. Gradients of floating-point tensors that require them are compared.
+        call: calls a part, given its reference, args and kwargs; by default ``rref.rpc_sync().forward``. It is sent
+            along with the parts.
+        loss: scalar function of the output; by default a sum over all its tensors, weighted by small integers.
+        exact: compare bit for bit. None: do so if all inputs, parameters and results are integer-valued float64.
+        rtol, atol: otherwise, as for `torch.testing.assert_close`; by default its values for the dtype. A gradient that
             is missing on one side equals zeros on the other.
 
     Returns:
         True.
 
     Raises:
-        GradcheckError: there is a difference.
+        GradcheckError: the runs differ.
         ValueError: a path or worker of the placement does not exist, or nothing requires a gradient.
 
     If the calling code belongs to a group (``init_rpc``), the placement names workers of it. Otherwise a group of the
-    workers that it names is made in this process, with the caller besides, and checked for leaks at the end.
+    named workers and the caller is created in this process, and checked for leaks at the end.
 
     Example::
 
@@ -113,7 +120,7 @@ def _call_and_wait(part: RRef[nn.Module], args: tuple[Any, ...], kwargs: dict[st
     return part.rpc_sync().forward(*args, **kwargs)
 
 
-# ---- the two ways to run a model; each gives what is compared, by name
+# ---- the two ways to run a model; each returns the values to compare, by name
 
 
 def _run_local(model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor] | None) -> Values:
@@ -143,7 +150,7 @@ def _run_distributed(
     model = copy.deepcopy(model)
     inputs = _copied(inputs)
     parts = []
-    for path in sorted(placement, key=lambda path: -len(path.split(".")) if path else 1):  # inner ones first
+    for path in sorted(placement, key=lambda path: -len(path.split(".")) if path else 1):  # inner parts first
         part = model.get_submodule(path)
         rref = rpc.remote(placement[path], _keep, args=(part,))
         parts.append((path, rref))
@@ -160,7 +167,7 @@ def _run_distributed(
     for tensor in _tensors(inputs):
         if tensor.grad is not None:
             raise GradcheckError(
-                "the distributed run has put a gradient into .grad of an input; it belongs into the context"
+                "the distributed run has put a gradient into .grad of an input; it belongs in the context"
             )
     for name, grad in by_name.items():
         key = f"the gradient of parameter {first_names[name]}"
@@ -182,13 +189,13 @@ def _gradients_of(model: nn.Module, context: int) -> Values:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise GradcheckError(
-                f"the distributed run has put a gradient into .grad of {name}; it belongs into the context"
+                f"the distributed run has put a gradient into .grad of {name}; it belongs in the context"
             )
     return {name: grads.get(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _replaced(model: nn.Module, part: nn.Module, by: nn.Module) -> nn.Module:
-    """The model with a part replaced wherever it stands."""
+    """Return the model with all occurrences of a part replaced."""
     if model is part:
         return by
     for module in list(model.modules()):
@@ -199,7 +206,7 @@ def _replaced(model: nn.Module, part: nn.Module, by: nn.Module) -> nn.Module:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter the first one that it has."""
+    """Return the first name of each parameter, by each of its names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -223,7 +230,7 @@ def _copied(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers, in order."""
+    """Yield the tensors in nested containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -244,8 +251,10 @@ def _named_inputs(inputs: Sequence[Any], grads: Mapping[int, Tensor | None]) -> 
 
 
 def _scalar(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """What is differentiated. The weights tell entries apart: with ones, a gradient that went to the wrong one could
-    stay unseen."""
+    """Return the scalar to differentiate.
+
+    The weights distinguish entries: with ones, a gradient of the wrong entry could go unnoticed.
+    """
     if loss is not None:
         return loss(output)
     total: Tensor | None = None

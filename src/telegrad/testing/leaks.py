@@ -1,4 +1,4 @@
-"""What a worker, or a process, has left behind."""
+"""Checks for leaks of a worker or a process."""
 
 import gc
 import os
@@ -19,29 +19,30 @@ _FD_FOLDER = Path("/proc/self/fd")
 _BEFORE_COLLECTING = 0.1  # s
 _THREADS_OF_TELEGRAD = "telegrad-"
 
-# Of `RRefStats`: what must be zero when nobody refers to anything, and what must be zero in any case.
+# Fields of `RRefStats` that must be zero without any references, and those that must be zero in any case.
 _ALL_GONE = ("owners", "forks", "users", "handles")
 _ALL_QUIET = ("expected", "pending_users", "pins", "queued", "strays")
 
 
 class LeakError(AssertionError):
-    """Something is left that should be gone."""
+    """Resource that was not released."""
 
 
 def assert_nothing_left(worker: Worker | WorkerCore, timeout: float = 5.0, *, references: bool = True) -> None:
-    """Checks that a worker of this process has nothing to do and nothing to keep.
+    """Check that a worker of this process has no pending work and no leaks.
 
-    No calls or requests under way, no message of the reference protocol outstanding, no autograd context open; with
-    ``references`` also no references to or from it, and no received tensors still in use: drop those that the test
-    holds first. A worker that has been shut down must also have no threads left, nor contexts that were not left.
+    There are no pending calls or requests, no outstanding messages of the reference protocol and no open autograd
+    context. With ``references`` there are also no references to or from the worker, and no received tensors in use:
+    delete those of the test first. A worker that has been shut down must also have no threads, and no contexts that
+    were never exited.
 
     Args:
-        worker: one of this process, in use or shut down.
-        timeout: seconds that what is under way may take to end.
-        references: also look for references and tensors that are merely alive.
+        worker: a worker of this process, running or shut down.
+        timeout: limit in seconds for pending work to end.
+        references: also check for references and tensors that are merely alive.
 
     Raises:
-        LeakError: says what is left.
+        LeakError: something leaked, which the text names.
     """
     core = worker._worker if isinstance(worker, Worker) else worker
     for patience in (min(timeout, _BEFORE_COLLECTING), timeout):
@@ -49,8 +50,9 @@ def assert_nothing_left(worker: Worker | WorkerCore, timeout: float = 5.0, *, re
             eventually(lambda: not _left(core, references), patience)
             return
         except AssertionError:
-            gc.collect()  # a circle of an exception and its traceback may hold what is in question
-    raise LeakError(f"worker {core.info.name} has left: {', '.join(_left(core, references)) or 'too late, nothing'}")
+            gc.collect()  # a reference cycle of an exception and its traceback may keep it alive
+    left = ", ".join(_left(core, references)) or "nothing after the timeout"
+    raise LeakError(f"worker {core.info.name} has left: {left}")
 
 
 def _left(core: WorkerCore, references: bool) -> list[str]:
@@ -60,11 +62,11 @@ def _left(core: WorkerCore, references: bool) -> list[str]:
     watched = () if core.closed else _ALL_QUIET + (_ALL_GONE if references else ())
     counts |= {f"{key} of references": getattr(table, key) for key in watched}
     counts["values"] = len(core.references.values) if references or core.closed else 0
-    counts["creations under way"] = core.references.pending_creations
+    counts["pending creations"] = core.references.pending_creations
     counts |= cast("Autograd", core.autograd).left()
     if references:
         counts["buffers in use"] = stats["live_blocks"]
-        counts["buffers that several workers have"] = stats["common_pieces"]
+        counts["multicast buffers"] = stats["common_pieces"]
     if core.closed:
         counts["threads"] = sum(t.name.startswith(f"telegrad-{core.info.name}-") for t in core.pool.threads())
     return [f"{count} {key}" for key, count in counts.items() if count]
@@ -72,11 +74,11 @@ def _left(core: WorkerCore, references: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What this process holds at one moment: take one before, and `assert_not_grown` after.
+    """Resources of this process at one moment; compare with `assert_not_grown`.
 
     Attributes:
         fds: open file descriptors.
-        threads: those of Telegrad.
+        threads: Telegrad's threads.
         children: live child processes of `multiprocessing`, by pid.
     """
 
@@ -86,7 +88,7 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Self:
-        """Of this moment."""
+        """Return the current resources."""
         return cls(
             _open_fds(),
             frozenset(t for t in threading.enumerate() if t.name.startswith(_THREADS_OF_TELEGRAD)),
@@ -94,14 +96,14 @@ class Footprint:
         )
 
     def assert_not_grown(self, timeout: float = 5.0, *, fds: bool = True) -> None:
-        """Checks that there are no more descriptors, threads and children than then.
+        """Check that no descriptors, threads or child processes were added since.
 
         Args:
-            timeout: seconds that threads and children may take to end.
-            fds: look at descriptors too.
+            timeout: limit in seconds for threads and child processes to end.
+            fds: also check descriptors.
 
         Raises:
-            LeakError: says what there is more.
+            LeakError: the process has more, which the text names.
         """
         for patience in (min(timeout, _BEFORE_COLLECTING), timeout):
             try:
@@ -123,7 +125,7 @@ class Footprint:
 
 
 def _open_fds() -> frozenset[int]:
-    # The folder itself is open while it is read, but not any more when its entries are looked at.
+    # The listed folder's own descriptor is closed again when its entry is checked.
     return frozenset(int(name) for name in os.listdir(_FD_FOLDER) if os.path.lexists(_FD_FOLDER / name))
 
 

@@ -1,4 +1,4 @@
-"""Groups of processes, for tests of what one process cannot show: death, forks, imports, ports."""
+"""Groups of processes for tests: death, forks, imports, ports."""
 
 import faulthandler
 import multiprocessing
@@ -17,16 +17,18 @@ from typing import Any, Self
 
 __all__ = ["ProcessError", "Processes", "processes"]
 
-_STACKS = signal.SIGUSR1  # makes a child write its stacks
-_LISTENS = b"!"  # what it writes first of all where its stacks go
-_STACKS_BEGIN = 5.0  # s until the first of them must be here; it takes milliseconds, but the machine may be busy
-_STACKS_END = 0.5  # s of silence after which they are taken to be complete
-_GOODBYE = 10.0  # s that a child may take to end after its result is here
-_AFTER_FAILURE = 5.0  # s that the others may still take: those who wait for it would fill the report with time-outs
+_STACKS = signal.SIGUSR1  # signal for a child to write its stacks
+_LISTENS = b"!"  # first message of a child on the connection for its stacks
+_STACKS_BEGIN = 5.0  # s until the first output; it takes milliseconds, unless the machine is busy
+_STACKS_END = 0.5  # s without output after which the stacks count as complete
+_GOODBYE = 10.0  # s for a child to end after its result has arrived
+_AFTER_FAILURE = 5.0  # s for the other processes: those that wait for the failed one would only report timeouts
 
 
 class ProcessError(AssertionError):
-    """A process failed, died, or did not end in time. The text has each one's traceback or stacks.
+    """Process that failed, died, or did not end in time.
+
+    The text has the traceback or the stacks of each process.
 
     Attributes:
         failures: text by rank.
@@ -44,28 +46,28 @@ def processes(
     method: str = "spawn",
     timeout: float = 60.0,
 ) -> list[Any]:
-    """Runs ``main(rank, n, init_method, *args)`` in n processes.
+    """Run ``main(rank, n, init_method, *args)`` in n processes.
 
     Args:
-        n: how many.
-        main: a function that can be pickled (unless forked). ``init_method`` is one that nobody else uses.
-        method: how they are started: "spawn", "fork" or "forkserver".
-        timeout: seconds, for all of them together.
+        n: number of processes.
+        main: a function that can be pickled (unless forked). Its ``init_method`` is unique.
+        method: start method: "spawn", "fork" or "forkserver".
+        timeout: limit in seconds for all of them together.
 
     Returns:
-        What each returned, in the order of ranks.
+        The return values, in the order of ranks.
 
     Raises:
-        ProcessError: some failed; all have been ended. One that hung is shown with the stacks of all its threads.
+        ProcessError: some processes failed; all have been ended. The text has the stacks of hung processes.
     """
     with Processes(n, main, *args, method=method) as group:
         return group.results(timeout)
 
 
 class Processes:
-    """Running processes, for tests that kill some of them; see `processes` for the arguments.
+    """Running processes, for tests that kill some of them.
 
-    A context manager: at the end all are killed, by their ids.
+    See `processes` for the arguments. At the end of the context manager all processes are killed, by their ids.
     """
 
     def __init__(self, n: int, main: Callable[..., Any], *args: Any, method: str = "spawn") -> None:
@@ -79,7 +81,7 @@ class Processes:
         try:
             for rank in range(n):
                 self._start(main, (rank, n, init_method, *args))
-        except BaseException:  # `main` cannot be pickled, say
+        except BaseException:  # for example, `main` cannot be pickled
             self.__exit__(None, None, None)
             raise
 
@@ -95,7 +97,7 @@ class Processes:
             child.start()
             self._children.append(child)
         finally:
-            send_result.close()  # ours: the child's is the only one left, so its death is seen
+            send_result.close()  # only the child's end is left, so its death ends the connection
             send_stacks.close()
 
     def __enter__(self) -> Self:
@@ -113,20 +115,20 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids, by rank."""
+        """Process ids, by rank."""
         return [child.pid or 0 for child in self._children]
 
     def kill(self, rank: int) -> None:
-        """Ends one with SIGKILL, and waits until it is gone."""
+        """Kill a process with SIGKILL, and wait until it has ended."""
         self._children[rank].kill()
         self._children[rank].join()
 
     def results(self, timeout: float = 60.0, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Waits for what they return.
+        """Wait for the return values.
 
         Args:
-            timeout: seconds, for all of them together.
-            ranks: of whom; all by default.
+            timeout: limit in seconds for all of them together.
+            ranks: the processes to wait for; all by default.
 
         Raises:
             ProcessError: as `processes`.
@@ -159,26 +161,29 @@ class Processes:
         return [results[rank] for rank in wanted]
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
-        """What a process has to say: (True, its result) or (False, what went wrong)."""
+        """Return (True, the result) of a process, or (False, the error's text)."""
         try:
             outcome: tuple[bool, Any] = self._results[rank].recv()
-        except (EOFError, OSError):  # before a word of it, or in the midst of one
+        except (EOFError, OSError):  # before or within its message
             self._children[rank].join(_GOODBYE)
             return False, f"died with exit code {self._children[rank].exitcode}"
         except Exception as e:
-            return False, f"returned what cannot be unpickled here: {e!r}"
+            return False, f"returned a value that cannot be unpickled here: {e!r}"
         return outcome
 
     def _listens(self, rank: int) -> bool:
-        """Has it said that it writes its stacks when it is told to? The signal would end it before."""
+        """Return whether a process is ready for the signal to write its stacks.
+
+        Before that, the signal would end it.
+        """
         fd = self._stacks[rank].fileno()
         if rank not in self._listening and select.select([fd], [], [], 0.0)[0] and os.read(fd, len(_LISTENS)):
             self._listening.add(rank)
         return rank in self._listening
 
     def _stacks_of(self, ranks: Sequence[int], what: str) -> dict[int, str]:
-        """Where the threads of some processes are, by rank, after `what`."""
-        for rank in ranks:  # all at once, so that all together take no longer than one
+        """Return the stacks of some processes by rank, with `what` as first line."""
+        for rank in ranks:  # signal all first, so that they write at the same time
             pid = self._children[rank].pid
             if pid is not None and self._listens(rank) and self._children[rank].is_alive():
                 os.kill(pid, _STACKS)
@@ -186,12 +191,15 @@ class Processes:
         texts = {}
         for rank in ranks:
             text = _read_stacks(self._stacks[rank].fileno(), begin) if rank in self._listening else ""
-            texts[rank] = f"{what}\n{text or 'no stacks: it is stopped, or has not come to its function'}"
+            texts[rank] = f"{what}\n{text or 'no stacks: the process is stopped, or has not reached its function'}"
         return texts
 
 
 def _read_stacks(fd: int, begin: float) -> str:
-    """What comes until there is silence; it must have begun by then."""
+    """Read until there is no output for a while.
+
+    Returns "" if none begins before `begin`.
+    """
     text = b""
     while select.select([fd], [], [], _STACKS_END if text else max(0.0, begin - time.monotonic()))[0]:
         part = os.read(fd, 1 << 16)
@@ -202,7 +210,7 @@ def _read_stacks(fd: int, begin: float) -> str:
 
 
 def _child(send_result: Connection, send_stacks: Connection, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # A descriptor that stays open to the very end, when Python's own threads may be what hangs.
+    # This descriptor stays open to the very end: Python's own threads may be the ones that hang.
     faulthandler.register(_STACKS, file=os.dup(send_stacks.fileno()), all_threads=True)
     os.write(send_stacks.fileno(), _LISTENS)
     try:

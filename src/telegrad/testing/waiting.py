@@ -1,8 +1,8 @@
 """Waiting for events in tests.
 
-In a group within one process, what is sent is still pickled: an Event among the arguments of a call cannot travel,
-and a list that a handler appends to is a copy. `Local` lets the object itself through, and `Gate` is the event that
-most tests want: somebody is here, and may go on.
+Calls within one process still pickle their arguments: an Event among them cannot be serialized, and a list that a
+handler appends to is a copy. `Local` passes the object itself. `Gate` is the event that most tests need: a handler has
+started, and may continue.
 """
 
 import itertools
@@ -24,28 +24,30 @@ _LONGEST_PAUSE = 0.02  # s
 
 
 def eventually(condition: Callable[[], object], timeout: float = DEFAULT_TIMEOUT, what: str = "") -> None:
-    """Returns when the condition is true. For what nobody announces, such as a count; events have their own `wait`.
+    """Wait until the condition is true.
+
+    For conditions without an event, such as a count; events have their own `wait`.
 
     Args:
-        condition: asked again and again, so it should be quick.
-        timeout: seconds.
-        what: is waited for, for the message.
+        condition: evaluated repeatedly, so it should be fast.
+        timeout: limit in seconds.
+        what: name of the condition, for the message.
 
     Raises:
-        AssertionError: the condition did not come true in time; the text has the stacks of all threads.
+        AssertionError: the condition did not become true in time; the text has the stacks of all threads.
     """
     deadline = time.monotonic() + timeout
     never = threading.Event()
     pause = _FIRST_PAUSE
     while not condition():
         if time.monotonic() >= deadline:
-            raise AssertionError(f"waited {timeout:g} s in vain for {what or condition}\n{stacks()}")
+            raise AssertionError(f"waited {timeout:g} s without success for {what or condition}\n{stacks()}")
         never.wait(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def stacks() -> str:
-    """Where every thread of this process is."""
+    """Return the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
@@ -58,9 +60,9 @@ _locals: "weakref.WeakValueDictionary[int, Local[Any]]" = weakref.WeakValueDicti
 
 
 class Local(Generic[T]):
-    """Carries an object through remote calls within this process as it is: ``Local(x).value is x`` at the other end.
+    """Wrapper that passes an object itself through calls within this process.
 
-    Must be kept alive by whoever made it for as long as it may arrive somewhere.
+    ``Local(x).value is x`` on the callee. The creator must keep the wrapper alive until it has arrived.
 
     Args:
         value: anything.
@@ -78,12 +80,14 @@ class Local(Generic[T]):
 def _local(key: int) -> Local[Any]:
     found = _locals.get(key)
     if found is None:
-        raise LookupError(f"Local {key} is not of this process, or nobody has kept it")
+        raise LookupError(f"Local {key} belongs to another process, or was not kept alive")
     return found
 
 
 class Gate:
-    """Where handlers wait until a test lets them go on. Travels as itself within this process.
+    """Barrier at which handlers wait until a test opens it.
+
+    Calls within this process pass the object itself.
 
     Example::
 
@@ -100,36 +104,36 @@ class Gate:
         self._self = Local(self)
 
     def enter(self, value: Any = None, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """Announces itself, and waits until the gate is open.
+        """Signal the arrival, and wait until the gate is open.
 
         Args:
-            value: is returned.
-            timeout: seconds.
+            value: returned when the gate is open.
+            timeout: limit in seconds.
 
         Raises:
-            TimeoutError: nobody opened the gate.
+            TimeoutError: the gate was not opened in time.
         """
         self.entered.release()
         if not self._opened.wait(timeout):
-            raise TimeoutError("nobody opened the gate")
+            raise TimeoutError("the gate was not opened in time")
         return value
 
     def wait_for(self, count: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Waits until as many have entered (and were not waited for before).
+        """Wait for the given number of arrivals not yet waited for.
 
         Raises:
-            AssertionError: they did not come; the text has the stacks of all threads.
+            AssertionError: they did not arrive; the text has the stacks of all threads.
         """
         for number in range(count):
             if not self.entered.acquire(timeout=timeout):
-                raise AssertionError(f"{number} of {count} came to the gate\n{stacks()}")
+                raise AssertionError(f"{number} of {count} arrived at the gate\n{stacks()}")
 
     def open(self) -> None:
-        """Lets everybody through, from now on."""
+        """Open the gate for good."""
         self._opened.set()
 
     def is_open(self) -> bool:
-        """Has it been opened?"""
+        """Return whether the gate is open."""
         return self._opened.is_set()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -141,17 +145,17 @@ def _value_of(local: Local[T]) -> T:
 
 
 def run_all(functions: Iterable[Callable[[], T]], timeout: float = 60.0) -> list[T]:
-    """Runs functions at the same time, each in a thread of its own.
+    """Run functions at the same time, each in its own thread.
 
     Args:
-        timeout: seconds, for all of them together.
+        timeout: limit in seconds for all of them together.
 
     Returns:
         Their results, in order.
 
     Raises:
         AssertionError: some did not end in time; the text has the stacks of all threads.
-        what the first function that failed raised; the others have ended by then.
+        the error of the first function that failed; the others have ended by then.
     """
     todo = list(functions)
     results: list[Any] = [None] * len(todo)

@@ -1,4 +1,4 @@
-"""What stands in a message's header: tags and flags, one table each."""
+"""Tables of the tags and flags in a message's header."""
 
 from telegrad.wire.tags import ALWAYS_TAKEN, BodyKind, Flag, LeftOut, Status, Tag
 

@@ -1,7 +1,7 @@
-"""Every kind of message that workers exchange, and what its flags mean.
+"""Tags and flags of the messages that workers exchange.
 
-A message has a tag, flags, perhaps an interned name, a body and segments (docs/protocol.md gives the layout). Tags and
-the flags below bit 13 are ours; bits 13 to 15 belong to the core (csrc/core/message.h), which reads bit 2, too.
+A message has a tag, flags, optionally an interned name, a body and segments (docs/protocol.md has the layout). Python
+defines the tags and the flags below bit 13. The core defines bits 13 to 15 (csrc/core/message.h) and also reads bit 2.
 """
 
 from enum import IntEnum, IntFlag
@@ -9,66 +9,67 @@ from enum import IntEnum, IntFlag
 __all__ = ["ALWAYS_TAKEN", "BodyKind", "Flag", "LeftOut", "Status", "Tag"]
 
 
-ALWAYS_TAKEN = 64 << 10  # bytes of a message that every worker takes, whatever its options (csrc/core/limits.h)
+ALWAYS_TAKEN = 64 << 10  # bytes; every worker accepts messages of this size, whatever its options (csrc/core/limits.h)
 
 
 class Tag(IntEnum):
-    """What a message asks for, or is."""
+    """Operation that a request asks for, or kind of a reply or one-way message."""
 
     # Requests
-    CALL = 1  # run the named function: body is (args, kwargs), or (function, args, kwargs) without a name
-    CREATE = 2  # the same, and keep the result as the reference that the preamble names
-    METHOD = 3  # run the named method of the value that the preamble's reference names: body is (args, kwargs)
-    FETCH = 4  # send the value that the preamble's reference names; no body
-    TYPE = 5  # send its type; no body
-    CREATE_METHOD = 6  # as METHOD, of the value that the first ticket names, and keep the result as CREATE does
+    CALL = 1  # run a function: body is ([function,] args, kwargs[, keep as][, receiver]), see KEEP_AS and RECEIVER
     GRADIENTS = 7  # messages of a backward pass
-    MAKE = 8  # as CREATE, without a preamble: body is (args, kwargs, local id), plain values
 
     # Replies
     VALUE = 16  # body is the result
     ERROR = 17  # body is a packed exception
-    CREATED = 18  # body is the reference's id: its value, or the exception instead, is in place
+    CREATED = 18  # body is the reference's id: the owner has its value, or an exception instead
 
     # One-way
     REFERENCES = 32  # body is a message of the reference protocol
     SHUTDOWN = 33  # body is a message of the shutdown protocol
-    CONTEXT_ENDED = 35  # body is (id of the autograd context, how many requests the sender made in it)
-    GREETING = 34  # nothing: from now on there is a link, so the end of either end is seen
+    CONTEXT_ENDED = 35  # body is (id of the autograd context, number of requests that the sender made in it)
+    GREETING = 34  # no body: opens a connection, so that each worker detects the loss of the other
 
 
 class Flag(IntFlag):
-    """How to read the message and in which state to run what it asks for."""
+    """Encoding of the message, and torch state in which the callee runs the request."""
 
     BODY = 0b11  # a BodyKind
-    PREAMBLE = 1 << 2  # the last segment is a Preamble, coded as plain values
-    NO_GRAD = 1 << 3  # the caller had switched gradients off
+    PREAMBLE = 1 << 2  # the last segment is a Preamble, codec-encoded
+    NO_GRAD = 1 << 3  # gradients were disabled at the caller
     INFERENCE = 1 << 4  # the caller was in inference mode
-    INTERNAL = 1 << 5  # not the program's own call: not counted as work that a shutdown waits for
-    FAILED = 1 << 6  # of CREATED: it is the exception that is in place
+    INTERNAL = 1 << 5  # not a call of the program: a shutdown does not wait for it
+    FAILED = 1 << 6  # of CREATED: the owner has an exception instead of the value
+    KEEP_AS = 1 << 7  # of CALL: keep the result as the caller's reference with this local id
+    # Of CALL: run it on the value of this reference. Without a name the reply is the value itself. A method's name runs
+    # that method; a function's name runs that function, with the value as its first argument.
+    RECEIVER = 1 << 8
 
-    LEFT_OUT = 1 << 13  # core: the content is not there; the body is a LeftOut and a text, the only segment a preamble
-    MAY_LINGER = 1 << 14  # core: a reply to be looked at, a request to be sent, even if the caller has given up
-    NESTED = 1 << 15  # core: made from inside a handler
+    LEFT_OUT = 1 << 13  # core: the content was left out; the body is a LeftOut and a text, the only segment a preamble
+    MAY_LINGER = 1 << 14  # core: deliver the request, or read the reply, even if the caller has given up
+    NESTED = 1 << 15  # core: made inside a handler
 
 
 class BodyKind(IntEnum):
-    """How a body is coded."""
+    """Encoding of a body."""
 
-    CODEC = 0  # compact plain values (csrc/codec)
+    CODEC = 0  # plain values and tensors (csrc/codec)
     PICKLE = 1  # pickle protocol 5 with tensors out of band (telegrad.serialize.pickling)
-    CUSTOM = 2  # a pickler of the program's own, see rpc.api._use_rpc_pickler
+    CUSTOM = 2  # a pickler of the program, see rpc.api._use_rpc_pickler
 
 
 class LeftOut(IntEnum):
-    """Why the content of a message is not there: the first byte of its body (csrc/core/left_out.h)."""
+    """Reason for leaving out the content of a message (csrc/core/left_out.h).
 
-    TOO_LARGE = ord("L")  # over its receiver's limits
-    NO_MEMORY = ord("M")  # its receiver had no memory for it
+    It is the first byte of the body.
+    """
+
+    TOO_LARGE = ord("L")  # over the receiver's limits
+    NO_MEMORY = ord("M")  # the receiver had no memory for it
 
 
 class Status(IntEnum):
-    """What became of a call (csrc/core/calls.h)."""
+    """Completion status of a call (csrc/core/calls.h)."""
 
     PENDING = 0
     REPLIED = 1

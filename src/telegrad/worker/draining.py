@@ -21,6 +21,7 @@ from telegrad.protocols.shutdown import (
     Send,
     Who,
 )
+from telegrad.worker.waits import wait_for
 
 __all__ = ["Draining"]
 
@@ -72,7 +73,7 @@ class Draining:
         look for a new leader among those who left.
         """
         self._step(self._machine.arrive)
-        if not self._over.wait(timeout or None):
+        if not wait_for(self._over, timeout or None):
             self._step(self._machine.expire)
             if not self._over.wait(_LAST_WORD):
                 self._step(self._machine.expire)

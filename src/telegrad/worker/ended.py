@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 from telegrad import _core
 from telegrad.errors import NotInitialized
 
-__all__ = ["AnyEngine", "AnyPlainCalls", "AnyPlainPool", "EndedEngine"]
+__all__ = ["AnyClient", "AnyEngine", "AnyServer", "EndedEngine"]
 
 _UNDER_WAY = (
     "pending_calls",
@@ -29,7 +29,7 @@ _MEMORY = ("live_blocks", "live_bytes", "cached_blocks", "cached_bytes")
 
 
 class EndedEngine:
-    """The methods of `_core.Engine`, and of `_core.PlainCalls` and `_core.PlainPool`, which have it: those that need it
+    """The methods of `_core.Engine`, and of `_core.Client` and `_core.Server`, which have it: those that need it
     raise `NotInitialized`, the others do nothing.
 
     Args:
@@ -46,16 +46,15 @@ class EndedEngine:
 
     # ---- what cannot be done any more
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotInitialized
 
     call: Callable[..., NoReturn] = _refuse
-    call_directly: Callable[..., NoReturn] = _refuse
     start: Callable[..., NoReturn] = _refuse
-    start_directly: Callable[..., NoReturn] = _refuse
+    create: Callable[..., NoReturn] = _refuse
+    call_request: Callable[..., NoReturn] = _refuse
+    start_request: Callable[..., NoReturn] = _refuse
     start_many: Callable[..., NoReturn] = _refuse
-    make: Callable[..., NoReturn] = _refuse
-    make_directly: Callable[..., NoReturn] = _refuse
     ask: Callable[..., NoReturn] = _refuse
     answer: Callable[..., NoReturn] = _refuse
     wait: Callable[..., NoReturn] = _refuse
@@ -68,9 +67,9 @@ class EndedEngine:
     def _ignore(self, *_: Any) -> None:
         """Nothing is left to do."""
 
+    record_all: Callable[..., None] = _ignore
     next: Callable[..., None] = _ignore
-    open: Callable[..., None] = _ignore
-    close: Callable[..., None] = _ignore
+    resume: Callable[..., None] = _ignore
     reply: Callable[..., None] = _ignore
     nudge: Callable[..., None] = _ignore
     stop: Callable[..., None] = _ignore
@@ -101,5 +100,5 @@ class EndedEngine:
 
 
 AnyEngine: TypeAlias = _core.Engine | EndedEngine
-AnyPlainCalls: TypeAlias = _core.PlainCalls | EndedEngine
-AnyPlainPool: TypeAlias = _core.PlainPool | EndedEngine
+AnyClient: TypeAlias = _core.Client | EndedEngine
+AnyServer: TypeAlias = _core.Server | EndedEngine

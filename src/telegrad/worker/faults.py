@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import RpcTimeout, TelegradError
-from telegrad.wire import Tag
 from telegrad.worker.future import NO_DEVICES, CallFuture
 
 if TYPE_CHECKING:
@@ -19,32 +18,38 @@ class DroppedMessage(TelegradError):
     """A fault injector has dropped a message instead of sending it."""
 
 
-def start(calls: "Calls", r: "Request", future: CallFuture[Any]) -> None:
-    """As `Calls.send`."""
+def start(calls: "Calls", request: "Request", target: Any) -> None:
+    """As `Calls.send`, past the fault injector.
+
+    Args:
+        target: a future, or a creation, which gives one for this.
+    """
     assert calls.send_filter is not None
     assert calls.delay is not None
-    kinds = {Tag.CREATE: "remote", Tag.CREATE_METHOD: "remote", Tag.FETCH: "fetch"}
+    future: CallFuture[Any] = target if isinstance(target, CallFuture) else target.delayed(request.scripted)
     try:
-        seconds = calls.send_filter(kinds.get(Tag(r.tag), "call"), r.scripted, r.peer, 0)
+        seconds = calls.send_filter(request.kind, request.scripted, request.peer, 0)
     except DroppedMessage as e:
-        calls.messages.take_back(r.peer, r.message)
+        calls.messages.take_back(request.peer, request.message)
         future.set_exception(e)
         return
     if not seconds:
-        calls.send(r, future)
+        calls.client.start_request(request, future)
         return
 
     def send_late() -> None:
         try:
-            calls.send(r._replace(timeout=0), inner)
+            calls.client.start_request(request._replace(timeout=0), inner)
         except Exception as e:
             inner.set_exception(e)
 
     inner: CallFuture[Any] = CallFuture(NO_DEVICES)
+    inner._calls, inner._request = calls, (request.peer, request.label, 0)
     inner.add_done_callback(lambda done: _settle(future, done))
-    if r.timeout:
-        late = RpcTimeout(r.timeout / 1e9, calls.name_of_request(r), "delayed")
-        calls.delay(r.timeout / 1e9, lambda: _fail(future, late))
+    if request.timeout:
+        what = f"{request.label} on {calls.name_of(request.peer)}"
+        late = RpcTimeout(request.timeout / 1e9, what, "delayed")
+        calls.delay(request.timeout / 1e9, lambda: _fail(future, late))
     calls.delay(seconds, send_late)
 
 

@@ -77,27 +77,28 @@ class CallFuture(torch.futures.Future[T]):
 
     def _drive(self) -> None:
         """Polls the network until the outcome is here, or the pool's."""
-        calls = getattr(self, "_calls", None)
-        if calls is None:
+        call = getattr(self, "_call", 0)
+        if not call:  # it is no call's, or a fault injector holds the call back
             return
-        engine = calls.engine
+        client = self._calls.client
         try:
-            outcome = engine.wait(self._call, 0)
-        except NotInitialized:  # the worker has been closed meanwhile, and has nobody left to bring an outcome
-            outcome = None
+            client.wait(self, call, 0)
+        except NotInitialized:  # the worker has been closed meanwhile, and has no thread left to bring an outcome
             if not self.done():
                 raise
         except BaseException:  # a signal handler's
-            came_meanwhile = engine.wait(self._call, 1)
-            if came_meanwhile is not None:
-                self._end(came_meanwhile)
+            if not self.done():
+                client.wait(self, call, 1)
             raise
-        if outcome is not None:
-            self._end(outcome)
 
-    def _end(self, outcome: tuple[Any, ...]) -> None:
-        """The waiting thread has the outcome."""
-        self._calls.finish(self, outcome)
+    def attach(self, span: profiling.Span) -> None:
+        """Have a profile's record of the call end with it.
+
+        Args:
+            span: the record.
+        """
+        self._span = span
+        super().add_done_callback(lambda _: span.end())
 
     def failure(self) -> BaseException | None:
         """Return the exception that it ended with, if any. Does not count as reading it."""

@@ -7,7 +7,6 @@ from telegrad.protocols.rref import RRefId
 from telegrad.wire import Flag, Tag
 from telegrad.worker import lifecycle
 from telegrad.worker.failures import tell_unread
-from telegrad.worker.scope import current
 
 if TYPE_CHECKING:
     from telegrad.worker.worker import Worker
@@ -41,18 +40,9 @@ class Incoming:
             logger.error("worker %s sent a one-way message of unknown tag %d", worker.name_of(peer), tag)
 
     def on_outcome(self, item: tuple[Any, ...]) -> None:
-        """What became of an asynchronous call, where it is not a plain value."""
+        """A reply that no part of this worker waits for any more, but that brought something: take it up."""
         worker = self._worker
-        _, _, future, outcome = item
-        if future is not None:
-            current.set(worker.callback_scope)
-            if callable(future):  # a part of Telegrad
-                future(outcome)
-                return
-            worker.calls.finish(future, outcome)
-            return
-        # A reply that nobody waits for any more, but that brought something: take it up, and let it go.
-        _, tag, flags, body, segments, peer, _ = outcome
+        _, tag, flags, body, segments, peer, _ = item[3]
         worker.messages.preamble(peer, flags, segments)
         if tag == Tag.CREATED and not flags & Flag.LEFT_OUT:
             worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.PREAMBLE, body, segments, [])))

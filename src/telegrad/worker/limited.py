@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from telegrad.worker.waits import wait_for
+
 __all__ = ["Limited", "StoreSilent", "within"]
 
 T = TypeVar("T")
@@ -38,7 +40,7 @@ def within(seconds: float, operation: Callable[[], T]) -> T:
         over.set()
 
     threading.Thread(target=run, name="telegrad-store-use", daemon=True).start()
-    if not over.wait(seconds):
+    if not wait_for(over, seconds):
         raise StoreSilent(f"the host of the group's store has not answered within {seconds:.3g} s")
     if failure:
         raise failure[0]

@@ -17,7 +17,7 @@ from telegrad.worker.limited import Limited, StoreSilent
 from telegrad.worker.recorder import Layers
 from telegrad.worker.rendezvous import Group, Member, StoreGone
 from telegrad.worker.scope import current
-from telegrad.worker.waits import Wait
+from telegrad.worker.waits import Wait, wait_for
 from telegrad.worker.worker import Worker
 
 __all__ = ["join_dynamic", "leave_dynamic"]
@@ -78,7 +78,7 @@ def _await(told: CallFuture[Any], name: str, member: Member) -> None:
     answered = threading.Event()
     told.add_done_callback(lambda _: answered.set())
     wait = Wait(name, math.inf)  # the call has a time-out
-    while not answered.wait(min(wait.pause(), threading.TIMEOUT_MAX)):
+    while not wait_for(answered, wait.pause()):
         wait.step(lambda: (f"{member.name} (rank {member.id}) to take it up", "no answer"))
     told.wait()
 

@@ -55,6 +55,14 @@ class Written(NamedTuple):
     recorded: Sequence[Any]  # the tensors in it that require grad, if it is made in an autograd context
 
 
+class Addressed(NamedTuple):
+    """What a message to several peers says to one of them alone."""
+
+    preamble: bytes
+    tickets: tuple[Ticket, ...]
+    recorded: tuple[Any, int] | None  # as of `Encoded`
+
+
 class Preamble(NamedTuple):
     """What stands in front of a body; empty for nearly all calls."""
 
@@ -236,9 +244,9 @@ class Messages:
 
     def address(
         self, peer: int, written: Written, autocast: tuple[tuple[str, str], ...] | None, context: Any
-    ) -> bytes | None:
-        """What is said to one of them alone, the preamble, or None if there is nothing to say; the tickets and what is
-        recorded are made for it.
+    ) -> Addressed | None:
+        """What is said to one of them alone, or None if there is nothing to say; the tickets and what is recorded are
+        made for it.
 
         Raises:
             RRefError, OwnerLost: a reference cannot travel there.
@@ -254,7 +262,9 @@ class Messages:
             raise
         if not tickets and autocast is None and message is None:
             return None
-        return self._preamble(tickets, None, autocast, None if message is None else context.id, message or 0, None)
+        context_id = None if message is None else context.id
+        preamble = self._preamble(tickets, None, autocast, context_id, message or 0, None)
+        return Addressed(preamble, tuple(tickets), None if message is None else (context, message))
 
     def bare(self, peer: int, value: Any) -> Encoded:
         """As `encode`, of what is most often plain, and has nothing to do with the program's calls."""
@@ -301,7 +311,7 @@ class Messages:
                 self._unshare(ticket, peer)
         _passing.tickets = None if keep is None else [keep]
 
-    def take_back(self, peer: int, message: Encoded) -> None:
+    def take_back(self, peer: int, message: Encoded | Addressed) -> None:
         """The message did not leave."""
         for ticket in message.tickets:
             self._unshare(ticket, peer)

@@ -7,9 +7,10 @@ from typing import Any
 from telegrad.errors import NotInitialized
 from telegrad.serialize.names import NotByName
 from telegrad.wire import Flag, Tag
-from telegrad.worker import profiling
 from telegrad.worker.calls import Calls
 from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.interceptors import active
+from telegrad.worker.messages import Addressed
 from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 
 __all__ = ["call_many"]
@@ -38,13 +39,9 @@ def call_many(
         SerializationError: an argument cannot travel.
         NotInitialized: the worker is closed.
     """
-    watched = calls.send_filter is not None or calls.custom_pickler is not None or profiling.observer.on
-    if watched or len(peers) < 2:  # each goes by itself
-        mode = "" if flags & _INTERNAL else "async"
-        return [
-            calls.start(calls.function_call(peer, function, args, kwargs, timeout, flags=flags, mode=mode))
-            for peer in peers
-        ]
+    if active or len(peers) < 2:  # each goes by itself
+        start = calls.client.start
+        return [start(peer, function, args, kwargs, timeout, None, False, bool(flags & _INTERNAL)) for peer in peers]
     scope = current.get()
     context = None if scope is None or flags & _INTERNAL else scope.autograd
     timeout = remaining(timeout, scope)
@@ -60,31 +57,36 @@ def call_many(
 
     flags |= caller_flags() | written.flags
     futures: list[CallFuture[Any]] = []
-    spoken_to: list[tuple[int, CallFuture[Any], bytes]] = []  # alone, besides
+    spoken_to: list[tuple[int, CallFuture[Any], Addressed]] = []  # alone, besides
     others: list[tuple[int, CallFuture[Any], None]] = []
-    for peer in peers:
-        future: CallFuture[Any] = CallFuture(NO_DEVICES)
-        future._calls = calls
-        future._request = (peer, function, timeout)
-        futures.append(future)
-        try:
-            preamble = calls.messages.address(peer, written, autocast, context)
-        except Exception as e:  # a reference cannot travel there
-            future.set_exception(e)
-        else:
-            if preamble is None:
-                others.append((peer, future, None))
+    try:
+        for peer in peers:
+            future: CallFuture[Any] = CallFuture(NO_DEVICES)
+            future._calls = calls
+            future._request = (peer, function, timeout)
+            futures.append(future)
+            try:
+                alone = calls.messages.address(peer, written, autocast, context)
+            except Exception as e:  # a reference cannot travel there
+                future.set_exception(e)
             else:
-                spoken_to.append((peer, future, preamble))
+                if alone is None:
+                    others.append((peer, future, None))
+                else:
+                    spoken_to.append((peer, future, alone))
+    except BaseException:  # a signal handler's: none of them leaves
+        for peer, _, alone in spoken_to:
+            calls.messages.take_back(peer, alone)
+        raise
     for requests in (spoken_to, others):  # one of them is empty, unless an autograd context has ended meanwhile
         if not requests:
             continue
-        to, theirs, preambles = (list(column) for column in zip(*requests, strict=True))
-        alone = requests is spoken_to
-        said = (_PREAMBLE | _MAY_LINGER if written.handles or context is not None else _PREAMBLE) if alone else 0
+        to, theirs = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
+        preambles = [alone.preamble for _, _, alone in requests if alone is not None]
+        said = (_PREAMBLE | _MAY_LINGER if written.handles or context is not None else _PREAMBLE) if preambles else 0
         ids = calls.engine.start_many(
             to, _CALL, flags | said, number, text, written.body, written.segments,
-            preambles if alone else None, timeout, scope is not None and scope.nested,
+            preambles or None, timeout, scope is not None and scope.nested,
             _get_running_loop() is not None, theirs,
         )  # fmt: skip
         for future, call in zip(theirs, ids, strict=True):

@@ -1,28 +1,66 @@
-"""The native engine of a worker, and the native half of its thread pool, told what they need of Python."""
+"""The native parts of a worker: the engine, the client and the server, and what they need of Python."""
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
 
 from telegrad import _core
+from telegrad.errors import NotInitialized
 from telegrad.options import Options
-from telegrad.serialize.names import resolver
+from telegrad.serialize.names import BY_VALUE, resolver
 from telegrad.types import WorkerInfo
-from telegrad.wire import Flag, Tag
-from telegrad.worker.calls import NOT_PLAIN_REPLY, complete
-from telegrad.worker.handlers import NOT_PLAIN_REQUEST
+from telegrad.worker.arguments import checked_arguments
+from telegrad.worker.callables import as_torch_says, find_function
+from telegrad.worker.calls import CallForm
+from telegrad.worker.coroutines import holding_up
+from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.handlers import RequestInfo
+from telegrad.worker.interceptors import active
+from telegrad.worker.methods import method_of
 from telegrad.worker.rendezvous import Group
-from telegrad.worker.scope import Scope, clean_state, current
-from telegrad.worker.uses import fetch
+from telegrad.worker.scope import Scope, autocast_is_on, caller_flags, clean_state, current
 
-__all__ = ["NOT_PLAIN", "Unusual", "make_engine", "make_plain_pool"]
+__all__ = ["ENVIRONMENT", "NOT_PLAIN", "Unusual", "make_engine", "make_server"]
 
-NOT_PLAIN: int = _core.PlainCalls.NOT_PLAIN  # see there
+NOT_PLAIN: int = _core.Client.NOT_PLAIN  # see there
 Unusual: type[_core.Unusual] = _core.Unusual
 
 _SECOND = 1_000_000_000
 
 
+class Environment(NamedTuple):
+    """What the native client and server need of the process."""
+
+    current: Any = current
+    info_type: type = WorkerInfo
+    form_type: type = CallForm
+    future_type: type = CallFuture
+    no_devices: Any = NO_DEVICES
+    by_value: Any = BY_VALUE
+    interceptors: Any = active
+    is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+    is_autocast_enabled: Callable[[], bool] = autocast_is_on
+    running_loop: Callable[[], Any] = asyncio._get_running_loop
+    caller_flags: Callable[[], int] = caller_flags
+    checked_arguments: Callable[[Any, Any], Any] = checked_arguments
+    blocking: Callable[[], Any] = holding_up
+    not_initialized: type = NotInitialized
+    # of the native server
+    request_info: type = RequestInfo
+    clean_state: Callable[[], None] = clean_state
+    resolver: Callable[[bytes], Any] = resolver
+    find_function: Callable[[bytes], Any] = find_function
+    method_of: Callable[[Any, str], Any] = method_of
+    as_torch_says: Callable[..., Any] = as_torch_says
+
+
+ENVIRONMENT = Environment()
+
+
 def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Options) -> _core.Engine:
-    """One that listens nowhere yet and knows nobody."""
+    """Make an engine that listens nowhere and knows no peer."""
     return _core.Engine(
         id=info.id,
         name=info.name,
@@ -43,34 +81,17 @@ def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Optio
     )
 
 
-def make_plain_pool(worker: Any, callback_scope: Scope) -> _core.PlainPool:
-    """What the pool threads of a worker wait on, which has its calls and handlers already."""
-    return _core.PlainPool(
-        engine=worker.engine,
-        codec=worker.messages.serializer.codec,
-        recorder=worker.autograd,
-        call=Tag.CALL,
-        value=Tag.VALUE,
-        make=Tag.MAKE,
-        created=Tag.CREATED,
-        gradients=Tag.GRADIENTS,
-        ended=Tag.CONTEXT_ENDED,
-        may_linger=Flag.MAY_LINGER,
-        request_flags=NOT_PLAIN_REQUEST,
-        reply_flags=NOT_PLAIN_REPLY,
-        preamble=Flag.PREAMBLE,
-        worker=worker,
-        scope_type=Scope,
-        current=current,
-        callback_scope=callback_scope,
-        resolver=resolver,
-        clean_state=clean_state,
-        make_value=worker.handlers.make,
-        answer=worker.handlers.answer,
-        complete=complete,
-        fail=worker.calls.fail,
-        on_gradients=worker.autograd.on_gradients,
-        on_ended=worker.autograd.on_ended,
-        fetch=fetch,
-        values=worker.references.values,
+def make_server(worker: Any, callback_scope: Scope) -> _core.Server:
+    """Make what the pool threads of a worker wait on, which has its calls and handlers already."""
+    codec = worker.messages.serializer.codec
+    return _core.Server(
+        worker.engine,
+        codec,
+        worker.autograd,
+        worker.calls,
+        worker.handlers,
+        ENVIRONMENT,
+        worker,
+        Scope,
+        callback_scope,
     )

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from telegrad.serialize.tracebacks import afresh
+from telegrad.worker.waits import wait_for
 
 __all__ = ["OwnedValue"]
 
@@ -17,13 +18,12 @@ class OwnedValue:
         lock: the worker's, of its references. It guards `settle` and `park`; the others may be called by anyone.
     """
 
-    __slots__ = ("_lock", "_parked", "error", "ready", "scripted", "value")
+    __slots__ = ("_lock", "_parked", "error", "ready", "value")
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self.value: Any = None
         self.error: BaseException | None = None
         self.ready: bool = False  # the last to be set
-        self.scripted: bool = False
         self._lock = lock
         self._parked: list[Callable[[], None]] | None = None
 
@@ -51,7 +51,7 @@ class OwnedValue:
         with self._lock:
             if not self.park(there.set):
                 return True
-        return there.wait(timeout)
+        return wait_for(there, timeout)
 
     def get(self) -> Any:
         """The value; blocks until it is there, and raises what making it raised."""

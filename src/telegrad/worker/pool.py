@@ -9,14 +9,14 @@ from typing import Any
 
 from telegrad import _core
 from telegrad.worker import lifetimes
-from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
+from telegrad.worker.ended import AnyEngine, AnyServer, EndedEngine
 from telegrad.worker.scope import clean_state
 
 __all__ = ["ThreadPool"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-REQUEST, ONEWAY, OUTCOME, EVENT, RETIRE, AGAIN = range(6)
+ONEWAY, OUTCOME, EVENT, RETIRE, AGAIN = range(1, 6)  # csrc/core/item.h; the server has requests, 0
 
 
 class ThreadPool:
@@ -24,7 +24,7 @@ class ThreadPool:
 
     Args:
         engine: whose work it does.
-        plain: what does the plain part of it.
+        server: serves the requests of it.
         name: of its threads.
         handle: called with each item of `Engine.next`, by the item's kind. May raise: that is logged.
     """
@@ -32,12 +32,12 @@ class ThreadPool:
     def __init__(
         self,
         engine: AnyEngine,
-        plain: AnyPlainPool,
+        server: AnyServer,
         name: str,
         handle: dict[int, Callable[[tuple[Any, ...]], None]],
     ) -> None:
         self._engine = engine
-        self._plain = plain
+        self._server = server
         self._name = name
         self._handle = handle
         self._lock = threading.Lock()
@@ -76,11 +76,11 @@ class ThreadPool:
             job(*arguments)
 
     def _serve(self, me: _core.PoolThread) -> None:
-        plain, handle = self._plain, self._handle
+        server, handle = self._server, self._handle
         try:
             while True:
                 try:
-                    item = plain.next(me)
+                    item = server.next(me, self._start_another)
                     if item is None:
                         if lifetimes.forked:
                             lifetimes.leave_child(None)
@@ -88,8 +88,6 @@ class ThreadPool:
                     kind = item[0]
                     if kind == AGAIN:
                         continue
-                    if item[1]:
-                        self._start_another()
                     if kind == RETIRE:
                         return
                     handle[kind](item)
@@ -100,7 +98,7 @@ class ThreadPool:
                 item = None  # what it holds must not outlive it while this thread waits
                 clean_state()  # nor what callbacks and finalizers have switched
         finally:
-            del plain  # a traceback that somebody keeps keeps this frame
+            del server  # a traceback that somebody keeps keeps this frame
             _core.release()
             with self._lock:
                 self._threads.discard(threading.current_thread())
@@ -147,5 +145,5 @@ class ThreadPool:
 
     def end(self, ended: EndedEngine) -> None:
         """Forgets what was submitted and has not been run, and lets go of the engine."""
-        self._engine = self._plain = ended
+        self._engine = self._server = ended
         self._jobs = deque(maxlen=0)

@@ -1,7 +1,7 @@
 """Where a profiler looks into calls.
 
-Worker code knows no profiler. `telegrad.observe` puts one here and switches it on while somebody profiles. Switched
-off, it costs a plain call nothing: the call asks `unusual`, which is then torch's look at autocast and nothing else.
+Worker code knows no profiler. `telegrad.observe` puts one here, and makes it an interceptor of calls
+(telegrad.worker.interceptors) while a profile is recorded. Otherwise it costs a call nothing.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from telegrad.worker.scope import autocast_is_on
 
 if TYPE_CHECKING:
     from telegrad.worker.calls import Calls
@@ -99,7 +97,6 @@ class _Nobody:
 
 
 observer: Any = _Nobody()  # an Observer; asked for more than `on` and `serving` only where these, or a message, say so
-unusual: Callable[[], bool] = autocast_is_on  # may a call of this thread be more than a plain one?
 recording: ContextVar[Recording | None] = ContextVar("telegrad_recording", default=None)
 
 

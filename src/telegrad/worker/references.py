@@ -32,6 +32,7 @@ from telegrad.protocols.rref import (
 from telegrad.serialize.tracebacks import text_of
 from telegrad.worker.owned import OwnedValue
 from telegrad.worker.reference_messages import as_plain, from_plain
+from telegrad.worker.waits import SLICE
 
 __all__ = ["AnyCreation", "References", "rref_id"]
 
@@ -373,7 +374,7 @@ class References:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._changed.wait(left)
+                self._changed.wait(min(left, SLICE))
         return True
 
     def _busy(self) -> bool:

@@ -10,7 +10,6 @@ from torch.futures import Future
 
 from telegrad.errors import NotInitialized
 from telegrad.serialize.tracebacks import without_own_frames
-from telegrad.worker.calls import complete
 from telegrad.worker.coroutines import holding_up
 from telegrad.worker.future import CallFuture
 
@@ -82,7 +81,7 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
     if len(ids) < len(futures):
         return False
     try:
-        failed = calls.plain.collect(futures, ids, values, complete, _end, _tell_when_done)
+        failed = calls.client.collect(futures, ids, values, _tell_when_done)
     except NotInitialized:  # the worker has been closed meanwhile: its futures have ended, or will not
         return True
     if failed is False:
@@ -92,20 +91,10 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
     return True
 
 
-def _end(future: CallFuture[Any], outcome: tuple[Any, ...] | None, error: BaseException | None) -> bool:
-    """Ends a future whose call has not brought a plain value, or one that cannot be read. Has it failed?"""
-    if error is None:
-        assert outcome is not None
-        future._end(outcome)
-    else:
-        future._calls.fail(future, error)
-    return future.failure() is not None
-
-
 def _tell_when_done(future: CallFuture[Any]) -> None:
     """Another thread has the outcome of its call in hand."""
     calls = future._calls
-    _add_done_callback(future, lambda _: calls.plain.tell_collectors())
+    _add_done_callback(future, lambda _: calls.client.tell_collectors())
 
 
 def _first_failure(futures: list[Future[Any]]) -> Future[Any] | None:

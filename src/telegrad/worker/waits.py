@@ -1,6 +1,8 @@
 """Waits for other workers: how long one may take, what the log tells of it, and what has to be done meanwhile."""
 
 import logging
+import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -8,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["StoreGone", "Wait", "base_of", "place_of", "wait_for_keys"]
+__all__ = ["SLICE", "StoreGone", "Wait", "base_of", "place_of", "wait_for", "wait_for_keys"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -16,6 +18,7 @@ StoreGone: type[RuntimeError] = dist.DistNetworkError
 """What using a store raises whose host has gone."""
 
 FIRST, EVERY = 5.0, 30.0  # s until the log tells of a wait, and until it does so again
+SLICE = 1.0  # s of a wait that signals may end, between two looks for them
 _SOONEST, _LATEST = 0.0005, 0.1  # s between two looks at a store that cannot be waited for
 
 # Signals would have to wait as well, and torch logs each wait at a TCPStore that ends.
@@ -76,6 +79,25 @@ class Wait:
             now - self._begun,
             f"; last: {last}" if last else "",
         )
+
+
+def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
+    """Wait for an event, until a signal handler raises at most, as that of Ctrl+C does.
+
+    Python's own wait overlooks a signal that the kernel gives to another thread, or that comes just before the wait:
+    handlers run in the main thread, after the wait.
+
+    Args:
+        timeout: in seconds; None is no limit.
+
+    Returns:
+        False if the event has not come when the time is up.
+    """
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    while not event.wait(max(min(until - time.monotonic(), SLICE), 0.0)):
+        if time.monotonic() >= until:
+            return False
+    return True
 
 
 def base_of(store: Any) -> Any:

@@ -23,27 +23,25 @@ from telegrad.options import Options
 from telegrad.protocols.rref import Ticket
 from telegrad.protocols.shutdown import GaveUp
 from telegrad.types import WorkerInfo
-from telegrad.wire import Flag, Tag
+from telegrad.wire import Tag
 from telegrad.worker import addresses, lifecycle, lifetimes, rendezvous
-from telegrad.worker.arguments import checked_arguments
 from telegrad.worker.budget import Budget
 from telegrad.worker.calls import Calls
 from telegrad.worker.coroutines import EventLoop
 from telegrad.worker.draining import Draining
-from telegrad.worker.ended import AnyEngine, AnyPlainPool, EndedEngine
+from telegrad.worker.ended import AnyEngine, AnyServer, EndedEngine
 from telegrad.worker.failures import tell_unread
 from telegrad.worker.future import CallFuture
 from telegrad.worker.handlers import Handlers
 from telegrad.worker.incoming import Incoming
 from telegrad.worker.messages import Messages
-from telegrad.worker.native import make_engine, make_plain_pool
-from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, REQUEST, ThreadPool
+from telegrad.worker.native import ENVIRONMENT, make_engine, make_server
+from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, ThreadPool
 from telegrad.worker.recorder import Layers, Recorder
 from telegrad.worker.references import References
 from telegrad.worker.rendezvous import Group, Member
 from telegrad.worker.scope import Scope, current
 from telegrad.worker.timers import Timers
-from telegrad.worker.uses import NOT_MADE
 
 __all__ = ["Worker"]
 
@@ -135,14 +133,24 @@ class Worker:
             self.autograd,
             self.name_of,
         )
-        self.calls: Calls = Calls(self.engine, self.messages, self.name_of, info.id, self._infos, options.rpc_timeout)
+        self.calls: Calls = Calls(
+            self.engine,
+            self.messages,
+            self.info_of,
+            self.name_of,
+            info.id,
+            self._infos,
+            options.rpc_timeout,
+            ENVIRONMENT,
+        )
         self.timers: Timers = Timers(f"telegrad-{info.name}-timers")
         self.loop: EventLoop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
         self.handlers: Handlers = Handlers(
             self, info, self.engine, self.messages, self.references, self.loop, options.remote_error_number()
         )
         self.callback_scope: Scope = Scope(self, 0, True)
-        self.plain: AnyPlainPool = make_plain_pool(self, self.callback_scope)
+        self.server: AnyServer = make_server(self, self.callback_scope)
+        self.handlers.admit()
         self.calls.delay = self.timers.later
         # The group ends in two stages: all work is done, then all references are given up.
         self.stages: tuple[Draining, ...] = tuple(
@@ -154,10 +162,9 @@ class Worker:
         self.incoming: Incoming = Incoming(self)
         self.pool: ThreadPool = ThreadPool(
             self.engine,
-            self.plain,
+            self.server,
             info.name,
             {
-                REQUEST: self.handlers.handle,
                 ONEWAY: self.incoming.on_oneway,
                 OUTCOME: self.incoming.on_outcome,
                 EVENT: self.incoming.on_event,
@@ -272,33 +279,25 @@ class Worker:
     def rpc_sync(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
         """See `telegrad.rpc.rpc_sync`."""
         calls = self.calls
-        direct = timeout == -1.0 and not self.closed
-        if direct and (value := calls.call_directly(to, func, args, kwargs)) is not NOT_MADE:
-            return value
-        args, kwargs = checked_arguments(args, kwargs)
-        return calls.call(self._peer(to), func, args, kwargs, calls.timeout(timeout))
+        within = calls.default_timeout if timeout == -1.0 else calls.timeout(timeout)
+        return calls.client.call(to, func, args, kwargs, within)
 
     def rpc_async(
         self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0
     ) -> CallFuture[Any]:
         """See `telegrad.rpc.rpc_async`."""
         calls = self.calls
-        direct = timeout == -1.0 and not self.closed
-        if direct and (future := calls.start_directly(to, func, args, kwargs)) is not None:
-            return future
-        args, kwargs = checked_arguments(args, kwargs)
-        return calls.call_async(self._peer(to), func, args, kwargs, calls.timeout(timeout))
-
-    def _peer(self, to: object) -> int:
-        if self.closed:
-            raise NotInitialized
-        return self.info_of(to).id
+        within = calls.default_timeout if timeout == -1.0 else calls.timeout(timeout)
+        future: CallFuture[Any] = calls.client.start(to, func, args, kwargs, within)
+        return future
 
     def internal(self, to: int, func: Any, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
         """A call of Telegrad's own, which a shutdown does not wait for."""
         calls = self.calls
-        flags = int(Flag.INTERNAL)
-        return calls.start(calls.function_call(to, func, tuple(args), {}, calls.timeout(timeout), flags=flags))
+        future: CallFuture[Any] = calls.client.start(
+            to, func, tuple(args), {}, calls.timeout(timeout), None, False, True
+        )
+        return future
 
     def __enter__(self) -> "Worker":
         """Makes it the current worker of this context: calls of `telegrad.rpc` go through it."""
@@ -457,6 +456,7 @@ class Worker:
                 level = logging.INFO if interrupted else logging.WARNING
                 logger.log(level, "worker %s shut down while a handler still ran; it was left behind", self.info.name)
         finally:
+            self.calls.send_filter = None
             self.autograd.close()
             self.references.close()
             assert isinstance(self.engine, _core.Engine)
@@ -482,7 +482,7 @@ class Worker:
 
     def _replace_engine(self, ended: EndedEngine) -> None:
         """Lets go of the engine: it ends with the last thread that is inside one of its methods."""
-        self.engine = self.plain = self.calls.engine = self.calls.plain = self.handlers.engine = ended
+        self.engine = self.server = self.calls.engine = self.calls.client = self.handlers.engine = ended
         self.pool.end(ended)
 
     @property

@@ -1,4 +1,4 @@
-"""A program written for torch.distributed.rpc. It knows nothing of Telegrad, and runs on torch itself as well.
+"""A program written for torch.distributed.rpc, which runs on torch as well.
 
 It uses what real programs use together: see the assertions. Prints which RPC it ran on, once for each worker.
 """

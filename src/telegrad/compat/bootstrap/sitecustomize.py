@@ -1,8 +1,8 @@
-"""Run by every Python process that has this folder on PYTHONPATH (see telegrad.compat.child_environment).
+"""Hook of every Python process that has this folder on PYTHONPATH.
 
-It costs nothing until torch is imported; then Telegrad takes the place of torch's RPC modules,
-before the importing program sees them. It stays with what every interpreter has, and does no
-harm in one that has no Telegrad: PYTHONPATH reaches them all.
+See telegrad.compat.child_environment. It has no effect until torch is imported. Then Telegrad replaces torch's RPC
+modules before the importing program sees them. PYTHONPATH reaches every interpreter, so this module uses only the
+standard library and does no harm in an interpreter without Telegrad.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 class _WhenTorchIsImported:
-    """Finds torch as it would be found, and sees to the drop-in as soon as it is loaded."""
+    """Finder that loads torch as usual and then installs the drop-in."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":

@@ -1,8 +1,8 @@
-"""What ``torch.distributed.rpc`` points at in a drop-in.
+"""Replacement of ``torch.distributed.rpc`` in a drop-in.
 
-The public names are those of :mod:`telegrad.rpc`, the very same objects, and so are the submodules
-(what a program patches in ``torch.distributed.rpc.api`` it patches in ``telegrad.rpc.api``). Added
-are the names of torch, most of them private, that programs and torch's own tests use.
+The public names are the very objects of :mod:`telegrad.rpc`, and so are the submodules: a patch of
+``torch.distributed.rpc.api`` is a patch of ``telegrad.rpc.api``. Added are torch's names, most of them private, that
+programs and torch's own tests use.
 """
 
 import importlib
@@ -60,14 +60,14 @@ _ADDED: Final[dict[str, tuple[ModuleType, str]]] = {
     "_is_tensorpipe_available": (options, "_is_tensorpipe_available"),
     "logger": (api, "logger"),
 }
-"""Torch's names, and where ours are. They are looked up at each use: some change, and programs patch them."""
+"""Torch's names and their replacements, looked up at each use: some change, and programs patch them."""
 
 _SUBMODULES: Final = ("rref_proxy", "server_process_global_profiler")
-"""Those that torch's package has loaded by itself, and ours loads when they are asked for."""
+"""Submodules that torch's package loads at import, and this one at first use."""
 
 __all__ = sorted({*_public.__all__, *(name for name in _ADDED if name[0] != "_")})  # noqa: PLE0605  # a list, in the end
 
-globals().pop("BackendType", None)  # the one of the moment, which `import *` took
+globals().pop("BackendType", None)  # `import *` copied a version that may be replaced
 
 for _module in (api, backend_registry, constants, functions, internal, options):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
@@ -85,21 +85,21 @@ def __getattr__(name: str) -> Any:
 
 
 class RemoteProfilerManager:
-    """Torch's way to name a call in a profile."""
+    """Torch's interface to name a call in a profile."""
 
     @staticmethod
     def set_current_profiling_key(key: str) -> None:
-        """The next call that this thread makes under a profiler has this name there."""
+        """Set the profile's name for the next profiled call of this thread."""
         _observe.name_next_call(key)
 
 
 def rpc_init(name: str, *args: Any, **kwargs: Any) -> None:
-    """What ``init_rpc`` was called when RPC was young; takes the same arguments."""
+    """Call ``init_rpc`` under its former name, with the same arguments."""
     init_rpc(name, *args, **kwargs)
 
 
 def _get_debug_info() -> dict[str, str | int]:
-    """All counts that there are, under torch's names.
+    """Return all counts, under torch's names.
 
     Raises:
         NotInitialized: this process has not joined a group.
@@ -118,7 +118,7 @@ _disable_jit_rref_pickle = _enable_jit_rref_pickle
 
 
 def _finalize_shutdown() -> None:
-    """The last step of torch's shutdown: leaves the group at once."""
+    """Leave the group at once, as the last step of torch's shutdown does."""
     try:
         api._destroy_rref_context(api._ignore_rref_leak)
     finally:
@@ -135,7 +135,7 @@ _ATTACHED: Final[dict[ModuleType, tuple[Any, ...]]] = {
     backend_registry: (_utils._group_membership_management, _utils._update_group_membership),
     internal: (api._get_current_rpc_agent,),
 }
-"""What only programs use of the modules that stand for torch's, by torch's names."""
+"""Objects that only programs use, attached to the modules that replace torch's."""
 
 for _module, _attached in _ATTACHED.items():
     for _one in _attached:

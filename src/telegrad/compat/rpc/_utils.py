@@ -1,4 +1,4 @@
-"""Torch's module of helpers for groups whose members come and go."""
+"""Torch's module of helpers for dynamic groups."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -10,9 +10,9 @@ logger = logging.getLogger("telegrad")
 
 
 def _group_membership_management(store: Any, name: str, is_join: bool) -> AbstractContextManager[None]:
-    """Nobody else joins or leaves meanwhile."""
+    """Lock the membership of the group: no other worker joins or leaves in the block."""
     return rendezvous.membership(store, name, is_join)
 
 
 def _update_group_membership(*_: object) -> NoReturn:
-    raise NotImplementedError("Telegrad's workers tell each other who joins and leaves; nothing else can.")
+    raise NotImplementedError("Telegrad's workers manage their group; its members cannot be set.")

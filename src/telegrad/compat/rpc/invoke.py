@@ -1,7 +1,8 @@
-"""The functions below torch's `rpc_sync`, `rpc_async` and `remote`, for programs that call them.
+"""Functions below torch's `rpc_sync`, `rpc_async` and `remote`.
 
-In torch each is a function of the C++ core, for one kind of callable: an operator by name, a pickled Python call, a
-scripted function by name. Here they are calls like any other, so a profile and an autograd context see them as well.
+They are for programs that call them. In torch each is a function of the C++ core for one kind of callable: an operator
+by name, a pickled Python call, a scripted function by name. Here they are ordinary calls, which profiles and autograd
+contexts record as well.
 """
 
 import operator
@@ -37,7 +38,7 @@ def _invoke_rpc(
     kwargs: Any = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture[Any]:
-    """As `rpc_async`, but `_wait_all` does not wait for it; `rpc_type` is what a profile calls it."""
+    """Call as `rpc_async` does, but outside of `_wait_all`; profile as `rpc_type`."""
     if not callable(func):
         raise TypeError(NOT_CALLABLE)
     worker = api._worker()
@@ -50,7 +51,7 @@ def _invoke_rpc(
 def _invoke_rpc_builtin(
     dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: Any, **kwargs: Any
 ) -> CallFuture[Any]:
-    """Calls an operator of torch by its name, such as ``aten::add``."""
+    """Call an operator of torch by its name, such as ``aten::add``."""
     _operator(opName)
     return api._worker().rpc_async(dst, run_operator, (opName, args, kwargs), None, rpcTimeoutSeconds)
 
@@ -58,7 +59,7 @@ def _invoke_rpc_builtin(
 def _invoke_remote_builtin(
     dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """As `_invoke_rpc_builtin`; the result stays there."""
+    """Call as `_invoke_rpc_builtin` does; the callee keeps the result."""
     _operator(opName)
     return api.remote(dst, run_operator, (opName, args, kwargs), None, rpcTimeoutSeconds)
 
@@ -70,9 +71,9 @@ def _invoke_rpc_python_udf(
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
 ) -> CallFuture[Any]:
-    """Calls what ``internal.serialize(PythonUDF(func, args, kwargs))`` has pickled.
+    """Run a call pickled by ``internal.serialize(PythonUDF(func, args, kwargs))``.
 
-    It cannot hold references: outside of a message they are not pickled.
+    The call cannot contain references: they can only be pickled within a message.
     """
     run = _RUN_PICKLED[isAsyncExecution]
     return api._worker().rpc_async(dst, run, (pickledPythonUDF, list(tensors)), None, rpcTimeoutSeconds)
@@ -85,7 +86,7 @@ def _invoke_remote_python_udf(
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
 ) -> RRef[Any]:
-    """As `_invoke_rpc_python_udf`; the result stays there."""
+    """Call as `_invoke_rpc_python_udf` does; the callee keeps the result."""
     run = _RUN_PICKLED[isAsyncExecution]
     return api.remote(dst, run, (pickledPythonUDF, list(tensors)), None, rpcTimeoutSeconds)
 
@@ -98,10 +99,12 @@ def _invoke_rpc_torchscript(
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
 ) -> CallFuture[Any]:
-    """Calls a scripted function by its qualified name. As in torch, this worker must have it too.
+    """Call a scripted function by its qualified name.
+
+    As in torch, this worker must have the function too.
 
     Raises:
-        RuntimeError: it has none of that name.
+        RuntimeError: this worker has no function of that name.
     """
     _scripted(qualifiedNameStr)
     arguments = (qualifiedNameStr, argsTuple, kwargsDict)
@@ -117,22 +120,22 @@ def _invoke_remote_torchscript(
     *args: Any,
     **kwargs: Any,
 ) -> RRef[Any]:
-    """As `_invoke_rpc_torchscript`; the result stays there."""
+    """Call as `_invoke_rpc_torchscript` does; the callee keeps the result."""
     _scripted(qualifiedNameStr)
     arguments = (qualifiedNameStr, args, kwargs)
     return api.remote(dstWorkerName, _RUN_SCRIPTED[isAsyncExecution], arguments, None, rpcTimeoutSeconds)
 
 
-# ---- what runs on the callee
+# ---- functions that run on the callee
 
 
 def run_operator(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator of torch."""
+    """Run an operator of torch."""
     return _operator(name)(*args, **kwargs)
 
 
 def run_pickled(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Runs a call that the default pickler has pickled."""
+    """Run a call that the default pickler has pickled."""
     call = internal.deserialize(pickled, tensors)
     if isinstance(call, AttributeError):
         raise call
@@ -141,18 +144,18 @@ def run_pickled(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
 
 @functions.async_execution
 def run_pickled_async(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
-    """As `run_pickled`, of a function that returns a future."""
+    """Run a pickled call of a function that returns a future."""
     return run_pickled(pickled, tensors)
 
 
 def run_scripted(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a scripted function."""
+    """Run a scripted function."""
     return _scripted(name)(*args, **kwargs)
 
 
 @functions.async_execution
 def run_scripted_async(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `run_scripted`, of a function that returns a future."""
+    """Run a scripted function that returns a future."""
     return run_scripted(name, args, kwargs)
 
 

@@ -1,5 +1,7 @@
-"""Torch's module of the proxies of references. They are Telegrad's own; its functions are kept for programs that call
-them."""
+"""Torch's module of RRef proxies.
+
+The proxies are Telegrad's own. The functions are kept for programs that call them.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Torch's module of the profiler of all threads that run requests."""
+"""Torch's module of the profiler of all request threads."""
 
 from telegrad.observe import ServerProfile as _server_process_global_profile
 

@@ -1,6 +1,6 @@
-"""The faulty agent of torch's own tests: real messages are lost or late, by torch's names for them.
+"""Faulty agent of torch's tests: loses and delays messages.
 
-Importing this registers the backend ``FAULTY_TENSORPIPE``, as importing torch's does.
+The messages have torch's names. Importing this module registers the backend ``FAULTY_TENSORPIPE``, as in torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_ava
 
 
 def is_available() -> bool:
-    """Whether there is a faulty agent."""
+    """Return whether a faulty agent is available."""
     return True
 
 
@@ -22,15 +22,15 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     """Options of the faulty agent.
 
     Args:
-        num_worker_threads: how many requests run at once.
-        rpc_timeout: seconds that a call may take where none are given with it.
-        init_method: where the workers meet.
-        messages_to_fail: torch's names of the messages that are lost.
-        messages_to_delay: torch's names of messages, and by how many seconds each is late.
-        num_fail_sends: how often a message that is sent again when it was lost is lost.
+        num_worker_threads: number of requests that run at once.
+        rpc_timeout: default timeout of calls in seconds.
+        init_method: address of the rendezvous.
+        messages_to_fail: torch's names of the messages to lose.
+        messages_to_delay: torch's names of the messages to delay, with the delay of each in seconds.
+        num_fail_sends: number of times that a message which is sent again gets lost.
 
     Raises:
-        ValueError: a name that torch does not have.
+        ValueError: a name is not one of torch's messages.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self.messages_to_fail = list(messages_to_fail)
         self.messages_to_delay = dict(messages_to_delay or {})
         self.num_fail_sends = num_fail_sends
-        self.faults()  # are the names known?
+        self.faults()  # checks the names
 
     def faults(self) -> Faults:
-        """What does it."""
+        """Return the send filter that causes the faults."""
         return Faults(self.messages_to_fail, self.messages_to_delay, self.num_fail_sends)
 
 
 class FaultyTensorPipeAgent(Agent):
-    """Torch's name for the agent; only its class differs from any other."""
+    """Worker of the backend ``FAULTY_TENSORPIPE``, as any other but for its class."""
 
 
 from telegrad.compat.rpc._testing import faulty_agent_backend_registry  # noqa: E402, F401  # it needs these classes

@@ -1,4 +1,4 @@
-"""Which messages are lost or late, by torch's names for them."""
+"""Faults of messages, by torch's names."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ _ALWAYS: Final = sys.maxsize
 
 
 class Kind(NamedTuple):
-    """What plays the part of one of torch's messages."""
+    """Telegrad's counterpart of one of torch's messages."""
 
     name: str
-    scripted: bool  # torch tells calls of builtin and scripted functions from those of Python functions
-    resent: bool  # torch sends it again when it is lost
+    scripted: bool  # torch has separate messages for builtin and scripted functions
+    resent: bool  # torch sends it again after a loss
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -34,15 +34,15 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 class Faults:
-    """What happens to the messages of one worker: its ``send_filter``.
+    """Send filter of a worker that loses and delays messages.
 
     Args:
-        fail: torch's names of the messages that are lost.
-        delay: torch's names of messages, and by how many seconds each is late.
-        failures: how often each one that is sent again is lost before it gets through; the others are lost each time.
+        fail: torch's names of the messages to lose.
+        delay: torch's names of the messages to delay, with the delay of each in seconds.
+        failures: number of losses of a message that is sent again before it arrives; other messages are always lost.
 
     Raises:
-        ValueError: a name that is not in the table.
+        ValueError: a name is not in the table.
     """
 
     def __init__(self, fail: Sequence[str], delay: Mapping[str, float], failures: int) -> None:
@@ -54,14 +54,14 @@ class Faults:
         self._lost = {kind[:2]: failures if kind.resent else _ALWAYS for kind in lost}
 
     def __call__(self, kind: str, scripted: bool, peer: int, attempt: int = 0) -> float | None:
-        """Asked before each message leaves: by how many seconds is it late?
+        """Return the delay of a message in seconds, before it is sent.
 
         Args:
-            attempt: how often this message has been lost before.
+            attempt: number of earlier losses of this message.
 
         Raises:
-            DroppedMessage: it is lost.
+            DroppedMessage: the message is lost.
         """
         if attempt < self._lost.get((kind, scripted), 0):
-            raise DroppedMessage(f"a message ({kind}) to worker {peer} was lost on purpose, as rpc._testing was told")
+            raise DroppedMessage(f"a message ({kind}) to worker {peer} was lost on purpose (rpc._testing)")
         return self._delay.get((kind, scripted))

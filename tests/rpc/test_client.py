@@ -1,5 +1,5 @@
-"""Calls that the program makes outside of any request and of any worker's context: the core itself finds the worker and
-the function's name, and leaves to Python what takes more than a look."""
+"""Calls through the native client: it resolves the worker and the function's name, and has Python encode what the codec
+cannot encode."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ import torch
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker
 from telegrad.testing import Cluster, assert_nothing_left, cluster
-from telegrad.worker.calls import Calls
+from telegrad.worker import interceptors, profiling
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:
@@ -51,20 +51,19 @@ def start(request: pytest.FixtureRequest, w0: Any) -> Any:
 
 
 @pytest.fixture
-def only_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails a test in which Python looks, as it does at the first call of a function."""
+def only_native(w0: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in which Python encodes a call."""
 
     def refuse(*_: Any) -> None:
-        raise AssertionError("Python has looked")
+        raise AssertionError("Python has encoded a message")
 
-    monkeypatch.setattr(Calls, "call", refuse)
-    monkeypatch.setattr(Calls, "call_async", refuse)
+    monkeypatch.setattr(w0.messages, "encode", refuse)
 
 
 @pytest.mark.parametrize("to", ["w1", 1, rpc.WorkerInfo("w1", 1)])
 def test_workers(start: Any, to: Any, request: pytest.FixtureRequest) -> None:
     assert start(to, who) == "w1"
-    request.getfixturevalue("only_direct")
+    request.getfixturevalue("only_native")
     assert start(to, who) == "w1"
 
 
@@ -105,7 +104,7 @@ def test_what_is_no_worker(start: Any, to: Any) -> None:
 )
 def test_forms_of_arguments(start: Any, args: Any, kwargs: Any, expected: Any, request: pytest.FixtureRequest) -> None:
     start("w1", echo)
-    request.getfixturevalue("only_direct")
+    request.getfixturevalue("only_native")
     assert start("w1", echo, args, kwargs) == expected
 
 
@@ -211,9 +210,25 @@ def test_a_pickler_of_the_programs_own_sees_every_call(start: Any, monkeypatch: 
     def refuse(*_: Any) -> None:
         raise ValueError("the pickler was asked")
 
-    monkeypatch.setattr(Calls, "custom_pickler", (None, refuse))
+    monkeypatch.setitem(interceptors.active, interceptors.PICKLER, (None, refuse))
     with pytest.raises(ValueError, match="the pickler was asked"):
         start("w1", who)
+
+
+def test_a_profiler_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    class Observer:
+        on = serving = False
+
+        def begin(self, _: Any, __: int, mode: str, function: Any) -> None:
+            seen.append((mode, function))
+
+    monkeypatch.setattr(profiling, "observer", Observer())
+    monkeypatch.setitem(interceptors.active, interceptors.PROFILER, True)
+    assert start("w1", who) == "w1"
+    assert [function for _, function in seen] == [who]
+    assert seen[0][0] in ("sync", "async")
 
 
 OPEN = threading.Event()

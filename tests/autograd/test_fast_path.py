@@ -1,6 +1,6 @@
-"""The short way of a pass says what the schedule would, to the letter, and goes on at length where it has to."""
+"""The fast path of a pass says what the schedule would, and makes the schedule where it has to."""
 
-import threading
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from simulation import Group
 from test_fuzz import Oops
 from torch import Tensor
 
-from telegrad.autograd import passes, reaching, short
+from telegrad.autograd.graph import LocalGraph
+from telegrad.autograd.passes import Pass
 from telegrad.errors import RemoteError, WorkerLost
-from telegrad.protocols.backward_messages import ROOT
 
 SEEDS = 500
-FEW, MANY = reaching._LARGE - 100, reaching._LARGE + 100  # nodes
+MOST_FUNCTIONS = 43  # on both workers
 
 
 def leaf(*shape: int) -> Tensor:
@@ -33,25 +33,24 @@ def called(group: Group, x: Tensor, weight: Tensor, by: int = 0, of: int = 1) ->
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What has been done on the short way, and how often."""
+    """What has been done on the fast path, and how often it was left."""
     seen: Counter[str] = Counter()
-    monkeypatch.setattr(reaching.vain.here, "passes", 0)
 
-    def count(owner: Any, name: str, what: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
+    def count(name: str, at_root: str, elsewhere: str = "") -> None:
+        original: Callable[..., Any] = getattr(Pass, name)
 
-        def counting(*args: Any) -> Any:
-            result = original(*args)
-            seen[what] += result is not None or name in ("finish", "replay")
+        def counting(self: Pass, *args: Any) -> Any:
+            is_new = self._part is None and (name != "_schedule" or self._ran is not None)
+            result = original(self, *args)
+            if result and is_new:
+                seen[at_root if self._root == self._me.id else elsewhere] += 1
             return result
 
-        monkeypatch.setattr(owner, name, counting)
+        monkeypatch.setattr(Pass, name, counting)
 
-    count(passes, "begin", "begun")
-    count(passes, "answer", "answered")
-    count(short.Asked, "finish", "finished")
-    count(short.Asked, "replay", "left by the root")
-    count(short.Answered, "replay", "left by another")
+    count("_run_fast", "begun", "answered")
+    count("_finish_fast", "finished")
+    count("_schedule", "root catches up", "other catches up")
     return seen
 
 
@@ -75,11 +74,11 @@ def test_it_says_what_the_schedule_would(monkeypatch: pytest.MonkeyPatch, taken:
         size = 3 + seed % 6
         found = talk(Program(seed, size), seed, monkeypatch)
         with monkeypatch.context() as patch:
-            patch.setattr(passes, "begin", lambda *_: None)
-            patch.setattr(passes, "answer", lambda *_: None)
+            patch.setattr(LocalGraph, "single_peer", lambda *_: None)
+            patch.setattr(LocalGraph, "leads_back", lambda *_: False)
             expected = talk(Program(seed, size), seed, monkeypatch)
         assert found == expected, f"seed {seed}"
-    assert min(taken[what] for what in ("begun", "answered", "finished", "left by the root")) >= 5, taken
+    assert min(taken[what] for what in ("begun", "answered", "finished", "root catches up")) >= 5, taken
 
 
 # ---- where it ends
@@ -94,7 +93,26 @@ def test_a_call_takes_it(taken: Counter[str]) -> None:
     assert all(not part.busy and part.idle for part in group.passes.values())
 
 
-def long_way(y: Tensor, nodes: int) -> Tensor:
+def test_how_many_python_functions_it_takes() -> None:
+    """A small pass spends most of its time in code that has left the caches."""
+    group, x, w = Group(2, 0), leaf(), leaf()
+    loss = called(group, x, w).sum()
+    group.backward(0, [loss], retain_graph=True)  # what happens only once has happened
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "/telegrad/autograd/" in frame.f_code.co_filename:
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        group.backward(0, [loss])
+    finally:
+        sys.setprofile(None)
+    assert len(entered) <= MOST_FUNCTIONS, entered
+
+
+def chain(y: Tensor, nodes: int) -> Tensor:
     for _ in range(nodes):
         y = y * 1.0
     return y
@@ -102,76 +120,54 @@ def long_way(y: Tensor, nodes: int) -> Tensor:
 
 def test_large_graphs_take_it_too(taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
-    y = long_way(called(group, x, w), 2000)
+    y = chain(called(group, x, w), 2000)
     group.backward(0, [y.sum()])
     assert torch.equal(group.contexts[0].gradients[x], w)
     assert taken == {"begun": 1, "answered": 1, "finished": 1}
     node, held = y.grad_fn, 0
     for _ in range(2000):
         assert node is not None
-        held += "telegrad" in node.metadata  # what it leads to, so that the graph is freed step by step (see deep.py)
+        held += (
+            "telegrad" in node.metadata
+        )  # what it leads to, so that the graph is freed step by step (see deep_graph.py)
         (node, _), *_ = node.next_functions
     assert 10 < held < 100
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many nodes each try of the short way at the root has walked past."""
-    found: list[int] = []
-    monkeypatch.setattr(passes, "answer", lambda *_: None)  # all workers are in one thread here
-    of = reaching.Reaching.of
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[LocalGraph]:
+    """All graphs that have been walked."""
+    found: list[LocalGraph] = []
+    walk = LocalGraph._walk
 
-    def count(self: reaching.Reaching, source: int, starts: list[Any]) -> Any:
-        result = of(self, source, starts)
-        if source == ROOT:
-            found.append(self.walked)
-        return result
+    def count(self: LocalGraph, *args: Any) -> bool:
+        found.append(self)
+        return walk(self, *args)
 
-    monkeypatch.setattr(reaching.Reaching, "of", count)
+    monkeypatch.setattr(LocalGraph, "_walk", count)
     return found
 
 
-@pytest.mark.parametrize(("nodes", "tries"), [(FEW, 2 + reaching._SKIPPED), (MANY, 2)])
-def test_large_graphs_are_not_walked_in_vain_again_and_again(
-    taken: Counter[str], walks: list[int], nodes: int, tries: int
-) -> None:
-    def one_pass(nodes: int) -> Tensor:
-        group, x, w = Group(2, 0), leaf(), leaf()
-        twice = x * 2
-        there, again = group.transfer(0, 1, [twice])[0], group.transfer(0, 1, [twice * 2])[0]  # they lead to one node
-        (back,) = group.transfer(1, 0, [there * w + again * w])
-        group.backward(0, [long_way(back, nodes).sum()])
-        return group.contexts[0].gradients[x] - 6 * w
-
-    for _ in range(2 + reaching._SKIPPED):
-        assert torch.allclose(one_pass(nodes), torch.zeros(3, dtype=torch.float64), atol=1e-12)
-    assert taken["begun"] == 0
-    assert len(walks) == tries
-    assert min(walks) >= nodes
-
-
-def test_where_the_root_goes_on_at_length_is_a_walk_in_vain_too(taken: Counter[str], walks: list[int]) -> None:
-    def one_pass(nodes: int) -> None:
-        group, x, y, w = Group(3, 0), leaf(), leaf(), leaf()
-        (there,) = group.transfer(0, 1, [x])
-        (further,) = group.transfer(0, 2, [y])
-        (across,) = group.transfer(2, 1, [further * w])
-        (back,) = group.transfer(1, 0, [there * across])
-        thread = threading.Thread(target=group.settle)
-        number = group.begin(0, [long_way(back, nodes).sum()])
-        thread.start()  # messages may come to another thread than the one that calls backward
-        thread.join()
-        group.result(number)
-        assert torch.allclose(group.contexts[0].gradients[x], y * w)
-
-    for _ in range(2 + reaching._SKIPPED):
-        one_pass(MANY)
-    assert taken["begun"] == taken["left by the root"] == 2
-    assert len(walks) == 2
-    assert min(walks) >= MANY
+def test_graphs_are_walked_once_on_either_path(taken: Counter[str], walks: list[LocalGraph]) -> None:
+    group, x, y, w = Group(3, 0), leaf(), leaf(), leaf()
+    (there,) = group.transfer(0, 1, [x])
+    (further,) = group.transfer(0, 2, [y])
+    (across,) = group.transfer(2, 1, [further * w])
+    (back,) = group.transfer(1, 0, [there * across])
+    group.backward(0, [back.sum()])
+    assert taken["begun"] == taken["root catches up"] == 1
+    assert len(walks) == 3
+    twice = x * 2
+    group = Group(2, 0)
+    there, again = group.transfer(0, 1, [twice])[0], group.transfer(0, 1, [twice * 2])[0]  # they meet at one node
+    (back,) = group.transfer(1, 0, [there * w + again * w])
+    group.backward(0, [back.sum()])
+    assert taken["begun"] == 1
+    assert len(walks) == 3 + 2
+    assert torch.allclose(group.contexts[0].gradients[x], 6 * w)
 
 
-def test_a_pass_that_fails_has_not_been_walked_in_vain(taken: Counter[str], walks: list[int]) -> None:
+def test_a_pass_that_fails_does_not_keep_later_ones_from_it(taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
 
     def fail(_: Tensor) -> None:
@@ -183,13 +179,12 @@ def test_a_pass_that_fails_has_not_been_walked_in_vain(taken: Counter[str], walk
         hook.remove()
         hook = at.register_hook(fail)
         with pytest.raises(failure):
-            group.backward(0, [long_way(back, MANY).sum()], retain_graph=True)
+            group.backward(0, [back.sum()], retain_graph=True)
     hook.remove()
-    assert taken["left by the root"] == 2
-    group.backward(0, [long_way(back, MANY).sum()])
+    assert taken["root catches up"] == 2
+    group.backward(0, [back.sum()])
     assert taken["finished"] == 1
     assert torch.equal(group.contexts[0].gradients[x], w)
-    assert len(walks) == 3
 
 
 def test_parameters_that_are_far_away_take_it(taken: Counter[str]) -> None:
@@ -201,7 +196,7 @@ def test_parameters_that_are_far_away_take_it(taken: Counter[str]) -> None:
     assert torch.equal(group.contexts[1].gradients[w], torch.full_like(w, 2))
 
 
-def test_the_root_goes_on_at_length_when_a_third_worker_has_a_gradient_for_it(taken: Counter[str]) -> None:
+def test_the_root_makes_the_schedule_when_a_third_worker_has_a_gradient_for_it(taken: Counter[str]) -> None:
     group, x, y = Group(3, 0), leaf(), leaf()
     (there,) = group.transfer(0, 1, [x])
     (further,) = group.transfer(1, 2, [there * 2])
@@ -209,9 +204,21 @@ def test_the_root_goes_on_at_length_when_a_third_worker_has_a_gradient_for_it(ta
     (near,) = group.transfer(2, 1, [further * mine])
     (back,) = group.transfer(1, 0, [near])
     group.backward(0, [back.sum()])
-    assert taken["begun"] == taken["left by the root"] == 1
+    assert taken["begun"] == taken["root catches up"] == 1
     assert torch.allclose(group.contexts[0].gradients[x], 6 * y)
     assert torch.allclose(group.contexts[0].gradients[y], 6 * x)
+
+
+def test_a_root_that_has_more_to_send_makes_the_schedule(taken: Counter[str]) -> None:
+    """What it sent leads to what it received of a third worker."""
+    group, y, w = Group(3, 0), leaf(), leaf()
+    (h,) = group.transfer(2, 0, [y * 2])
+    (there,) = group.transfer(0, 1, [h * 2])
+    (back,) = group.transfer(1, 0, [there * w])
+    group.backward(0, [back.sum()])
+    assert taken == {"answered": 2}
+    assert torch.equal(group.contexts[2].gradients[y], 4 * w)
+    assert torch.equal(group.contexts[1].gradients[w], 4 * y)
 
 
 def test_marks_pass_a_worker_that_has_answered(taken: Counter[str]) -> None:
@@ -222,7 +229,7 @@ def test_marks_pass_a_worker_that_has_answered(taken: Counter[str]) -> None:
     (back,) = group.transfer(1, 0, [there * w])
     group.backward(0, [back.sum()])
     assert taken["answered"] == 1
-    assert taken["left by another"] == 1
+    assert taken["other catches up"] == 1
     assert group.passes[1, 1].idle
     assert torch.equal(group.contexts[2].gradients[y], 4 * w)
 
@@ -267,7 +274,7 @@ def test_a_leaf_that_requires_no_gradient_by_now_gets_none(taken: Counter[str], 
     group.backward(0, [back.sum()])
     assert not group.contexts[0].gradients
     assert torch.equal(group.contexts[1].gradients[w], x)
-    assert taken == {"begun": 0, "answered": 1}
+    assert taken == {"begun": 1, "answered": 1, "finished": 1}
 
 
 @pytest.mark.parametrize("delivered", [0, 1])
@@ -289,7 +296,7 @@ def test_a_root_that_dies_is_nobody_waited_for(taken: Counter[str]) -> None:
     group.deliver()
     group.kill(0)
     group.notice(1, 0)
-    assert taken["left by another"] == 1
+    assert taken["other catches up"] == 1
     assert group.passes[1, 1].over
     assert not group.passes[1, 1].busy
 
@@ -302,7 +309,7 @@ def test_a_second_gradient_for_one_message_fails_the_pass(taken: Counter[str]) -
     group.settle()
     with pytest.raises(RemoteError, match="had all the gradients that it can get"):
         group.result(number)
-    assert taken["left by another"] == 1
+    assert taken["other catches up"] == 1
 
 
 def test_what_the_root_waits_for() -> None:

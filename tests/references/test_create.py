@@ -1,4 +1,4 @@
-"""References that the program makes outside of any request: the request leaves before they are counted here."""
+"""Creation of references: the request leaves before they are counted on their creator."""
 
 import asyncio
 from collections.abc import Iterator
@@ -64,29 +64,28 @@ def w0(group: Cluster) -> Iterator[Any]:
 
 
 @pytest.fixture
-def only_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails a test in which a reference is made in another way."""
+def slow(w0: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that Python has encoded."""
+    encoded: list[Any] = []
+    encode = w0.messages.encode
 
-    def refuse(*_: Any) -> None:
-        raise AssertionError("made in another way")
+    def note(*args: Any, **named: Any) -> Any:
+        if len(args) > 2:  # else a reply, or a message of the reference protocol
+            encoded.append(args)
+        return encode(*args, **named)
 
-    monkeypatch.setattr(rpc.calls, "create", refuse)
+    monkeypatch.setattr(w0.messages, "encode", note)
+    return encoded
 
 
 @pytest.fixture
-def other_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What has been made in another way."""
-    made = []
-
-    def note(*args: Any) -> Any:
-        made.append(args[3])
-        return create.create(*args)
-
-    monkeypatch.setattr(rpc.calls, "create", note)
-    return made
+def only_native(slow: list[Any]) -> Iterator[None]:
+    """Fails a test in which Python has encoded a request."""
+    yield
+    assert not slow
 
 
-@pytest.mark.usefixtures("w0", "only_direct")
+@pytest.mark.usefixtures("w0", "only_native")
 @pytest.mark.parametrize("to", ["w1", 1, rpc.WorkerInfo("w1", 1)])
 def test_values(to: Any) -> None:
     rref = rpc.remote(to, echo, (1, "a"), {"b": None})
@@ -97,7 +96,7 @@ def test_values(to: Any) -> None:
     assert rpc.remote(to, echo, [torch.ones(3)]).to_here()[0][0].sum() == 3
 
 
-@pytest.mark.usefixtures("w0", "only_direct")
+@pytest.mark.usefixtures("w0", "only_native")
 def test_values_are_freed() -> None:
     rpc.rpc_sync("w1", make, ("known",))
     rref = rpc.remote("w1", make, ("direct",))
@@ -106,7 +105,7 @@ def test_values_are_freed() -> None:
     assert freed("direct").wait(PATIENCE)
 
 
-@pytest.mark.usefixtures("only_direct")
+@pytest.mark.usefixtures("only_native")
 def test_many_that_are_let_go_of_at_once(w0: Any, group: Cluster) -> None:
     for number in range(500):
         rpc.remote("w1", echo, (number,))
@@ -124,22 +123,25 @@ def test_failures() -> None:
 
 
 @pytest.mark.usefixtures("w0")
-def test_what_takes_more_than_a_look(other_ways: list[Any]) -> None:
-    assert rpc.remote("w0", echo, (1,)).to_here() == ((1,), {})  # here
-    assert rpc.remote("w1", echo, (2,), timeout=30).to_here() == ((2,), {})
-    assert rpc.remote("w1", echo, (Odd(),)).to_here() == ((Odd(),), {})
-    assert rpc.remote("w1", lambda: 3).to_here() == 3
+def test_what_python_encodes(slow: list[Any]) -> None:
+    def encoded_for(make_rref: Any) -> tuple[Any, int]:
+        before = len(slow)
+        return make_rref().to_here(), len(slow) - before
+
+    assert encoded_for(lambda: rpc.remote("w0", echo, (1,))) == (((1,), {}), 0)
+    assert encoded_for(lambda: rpc.remote("w1", echo, (2,), timeout=30)) == (((2,), {}), 0)
+    assert encoded_for(lambda: rpc.remote("w1", echo, (Odd(),))) == (((Odd(),), {}), 1)
+    assert encoded_for(lambda: rpc.remote("w1", lambda: 3)) == (3, 1)
     with torch.no_grad():
-        assert rpc.remote("w1", torch.is_grad_enabled).to_here() is False
+        assert encoded_for(lambda: rpc.remote("w1", torch.is_grad_enabled)) == (False, 1)
     assert rpc.rpc_sync("w1", make_here, (4,)) == ((4,), {})
-    assert len(other_ways) == 5 + 1
     with pytest.raises(UnknownWorker):
         rpc.remote("w7", echo)
     with pytest.raises(TypeError):
         rpc.remote("w1", 7)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("timeout", [rpc.constants.UNSET_RPC_TIMEOUT, 30], ids=["directly", "with a time-out"])
+@pytest.mark.parametrize("timeout", [rpc.constants.UNSET_RPC_TIMEOUT, 30], ids=["default timeout", "with a timeout"])
 @pytest.mark.parametrize("to", ["w1", "w0"], ids=["there", "here"])
 def test_what_cannot_be_looked_for(w0: Any, to: str, timeout: float) -> None:
     """Nothing is sent, and nothing stays counted that a shutdown would wait for."""
@@ -148,18 +150,7 @@ def test_what_cannot_be_looked_for(w0: Any, to: str, timeout: float) -> None:
     assert w0.references.pending_creations == 0
 
 
-def test_a_short_default_time_out(w0: Any, other_ways: list[Any]) -> None:
-    """A call that could end before its reference is counted."""
-    calls, long = w0.calls, w0.calls.default_timeout
-    calls.default_timeout = 900_000_000
-    try:
-        assert rpc.remote("w1", echo, (1,)).to_here() == ((1,), {})
-        assert len(other_ways) == 1
-    finally:
-        calls.default_timeout = long
-
-
-@pytest.mark.usefixtures("w0", "only_direct")
+@pytest.mark.usefixtures("w0", "only_native")
 def test_in_an_event_loop() -> None:
     async def main() -> Any:
         return rpc.remote("w1", echo, (1,))
@@ -175,7 +166,7 @@ def ended_early(worker: Any, function: Any, *args: Any) -> tuple[Creation, int]:
     creation, local_id = Creation(worker, (1, function, 0)), worker.references.new_id()
     worker.rpc_sync("w1", echo)
     worker.calls.names.find(function)
-    assert worker.calls.plain.make_directly(1, function, args, {}, local_id, 0, creation)
+    worker.calls.client.create(1, function, args, {}, 0, local_id, creation)
     eventually(lambda: creation.early is not None)
     assert not creation.done()
     assert worker.references.pending_creations == 0
@@ -184,7 +175,7 @@ def ended_early(worker: Any, function: Any, *args: Any) -> tuple[Creation, int]:
 
 def test_success(w0: Any, group: Cluster) -> None:
     creation, local_id = ended_early(w0, echo, 1)
-    handle = create._begun(w0, 1, local_id, creation)
+    handle = create._register(w0, 1, local_id, creation)
     assert creation.done()
     assert handle.confirmed_by_owner()
     assert handle.to_here() == ((1,), {})
@@ -196,7 +187,7 @@ def test_success(w0: Any, group: Cluster) -> None:
 
 def test_an_exception_kept_there(w0: Any) -> None:
     creation, local_id = ended_early(w0, fail, "early")
-    handle = create._begun(w0, 1, local_id, creation)
+    handle = create._register(w0, 1, local_id, creation)
     assert creation.failure is not None
     with pytest.raises(LookupError, match="early"):
         handle.to_here()
@@ -208,7 +199,7 @@ def test_failure(w0: Any, error: Any) -> None:
     creation = Creation(w0, (1, echo, 0))
     creation.over(error)
     assert creation.failure is None
-    handle = create._begun(w0, 1, w0.references.new_id(), creation)
+    handle = create._register(w0, 1, w0.references.new_id(), creation)
     assert creation.done()
     assert creation.failure is not None
     assert w0.references.pending_creations == 0
@@ -222,17 +213,17 @@ def test_failure(w0: Any, error: Any) -> None:
 
 
 class Interrupted:
-    """Plain calls in which a signal handler raises, once the call is under way."""
+    """A client in which a signal handler raises, once the call is under way."""
 
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
+    def __init__(self, client: Any) -> None:
+        self.client = client
 
-    def make_directly(self, *args: Any) -> int:
-        assert self.plain.make_directly(*args)
+    def create(self, *args: Any) -> None:
+        self.client.create(*args)
         raise KeyboardInterrupt
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.plain, name)
+        return getattr(self.client, name)
 
 
 class Unhashable:
@@ -249,23 +240,21 @@ class Unhashable:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_program_before_the_request_leaves_counts_nothing(
-    w0: Any, only_direct: None, kind: type[BaseException]
-) -> None:
+def test_what_ends_the_program_before_the_request_leaves_counts_nothing(w0: Any, kind: type[BaseException]) -> None:
     with pytest.raises(kind, match="while hashing"):
         rpc.remote("w1", Unhashable(kind))
     assert w0.references.pending_creations == 0
 
 
 def test_a_signal_leaves_nothing(w0: Any, group: Cluster) -> None:
-    plain, owner = w0.calls.plain, group[1]._worker.references
+    client, owner = w0.calls.client, group[1]._worker.references
     rpc.rpc_sync("w1", make, ("known",))
-    w0.calls.plain = Interrupted(plain)
+    w0.calls.client = Interrupted(client)
     try:
         with pytest.raises(KeyboardInterrupt):
             rpc.remote("w1", make, ("interrupted",))
     finally:
-        w0.calls.plain = plain
+        w0.calls.client = client
     assert started("interrupted").wait(PATIENCE)
     assert freed("interrupted").wait(PATIENCE)
     eventually(lambda: w0.references.pending_creations == 0 and owner.stats().owners == 0)
@@ -275,7 +264,7 @@ def test_after_the_end() -> None:
     with cluster(2, current=None) as group:
         worker: Any = group[0]._worker
         worker.rpc_sync("w1", echo)
-    assert create.create_directly(worker, 0, 0, echo, (), {}) is None
-    with pytest.raises(NotInitialized):
-        create.create_directly(worker, 1, 1, echo, (), {})
+    for owner in range(2):
+        with pytest.raises(NotInitialized):
+            create.create(worker, owner, echo, (), {}, 0)
     assert worker.references.pending_creations == 0

@@ -8,28 +8,28 @@ import torch
 from things import PATIENCE, fail, fail_when_open, freed, make, make_when_open, ping, started
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from telegrad.errors import RRefError
+from telegrad.errors import RpcTimeout, RRefError
 from telegrad.protocols.rref import RRefId
 from telegrad.rpc import RRef, rpc_async
 from telegrad.rpc.functions import async_execution
-from telegrad.rref import create
+from telegrad.rref.creation import Creation
 from telegrad.testing import Cluster, Gate, eventually
-from telegrad.wire import Status, Tag
-from telegrad.worker.uses import fetch
+from telegrad.wire import Flag, Status, Tag
 
 
 @pytest.fixture
-def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Creations that took it."""
-    taken: list[Any] = []
-    send = create._send
+def slow(w: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that Python has encoded."""
+    encoded: list[Any] = []
+    encode = w[0]._worker.messages.encode
 
-    def note(handle: Any, *more: Any) -> None:
-        taken.append(handle.id)
-        send(handle, *more)
+    def note(*args: Any, **named: Any) -> Any:
+        if len(args) > 2:  # else a reply, or a message of the reference protocol
+            encoded.append(args)
+        return encode(*args, **named)
 
-    monkeypatch.setattr(create, "_send", note)
-    return taken
+    monkeypatch.setattr(w[0]._worker.messages, "encode", note)
+    return encoded
 
 
 def double(x: Any) -> Any:
@@ -59,7 +59,7 @@ def later(x: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "args", "kwargs", "value", "short"),
+    ("function", "args", "kwargs", "value", "native"),
     [
         (double, (21,), {}, 42, True),
         (both, (1, "a"), {"b": [2.5, None]}, ((1, "a"), {"b": [2.5, None]}), True),
@@ -70,13 +70,11 @@ def later(x: int) -> Any:
     ],
     ids=["int", "keywords", "coroutine", "async_execution", "pickled argument", "lambda"],
 )
-def test_values(
-    w: Cluster, long_way: list[Any], function: Any, args: Any, kwargs: Any, value: Any, short: bool
-) -> None:
+def test_values(w: Cluster, slow: list[Any], function: Any, args: Any, kwargs: Any, value: Any, native: bool) -> None:
     rref = w[0].remote("w1", function, args, kwargs)
     assert rref.to_here() == value
     assert rref.confirmed_by_owner()
-    assert (rref.id in long_way) is not short
+    assert (not slow) is native
 
 
 def test_made_once_fetched_often_and_freed(w: Cluster) -> None:
@@ -122,28 +120,29 @@ def test_failures_are_raised_where_the_value_is_fetched(w: Cluster) -> None:
 def test_a_fetch_that_overtakes_its_creation_waits_for_it(w: Cluster) -> None:
     """Two threads of the owner may take them up in either order."""
     references = w[0]._worker.references
-    creation = create.Creation(w[0]._worker, (1, double, 0))
+    creation = Creation(w[0]._worker, (1, double, 0))
     rref = references.begin_create(1, references.new_id(), creation)
-    fetched = w[0].rpc_async("w1", fetch, (*rref,))
+    handle: Any = RRef.of(w[0]._worker, rref, 1)
+    handle._creation = creation
+    fetched = w[0]._worker.calls.client.start(1, None, (), {}, 0, handle)
     assert w[0].rpc_sync("w1", ping) == "pong"
     eventually(lambda: w[1]._worker.references.stats().expected == 1, what="the owner to expect the creation")
     assert not fetched.done()
-    handle: Any = RRef.of(w[0]._worker, rref, 1)
-    assert create._sent_short(w[0]._worker, handle, creation, double, (4,), {}, 0)
+    w[0]._worker.calls.client.create(1, double, (4,), {}, 0, rref.local_id, creation)
     assert fetched.wait() == 8
     eventually(lambda: w[1]._worker.references.stats().handles == 0)
 
 
 def test_a_fetch_of_what_was_never_created(w: Cluster) -> None:
     me = w[0]._worker.references
-    with pytest.raises(RRefError):
-        w[0].rpc_sync("w1", fetch, (*RRefId(0, me.new_id()),))
+    made_up = RRef.of(w[0]._worker, RRefId(0, me.new_id()), 1)
+    with pytest.raises((RRefError, RpcTimeout)):
+        w[0]._worker.calls.client.call(1, None, (), {}, 0, made_up)
     eventually(lambda: w[1]._worker.references.stats().expected == 0)
 
 
-@pytest.mark.parametrize("way", ["core", "python"])
 @pytest.mark.parametrize("body", [b"\xff", ((1,), {}), "twice"], ids=["garbage", "too little", "an id in use"])
-def test_creations_that_make_no_sense_are_answered(w: Cluster, body: Any, way: str) -> None:
+def test_creations_that_make_no_sense_are_answered(w: Cluster, body: Any) -> None:
     me, owner = w[0]._worker, w[1]._worker
     number, text = me.calls.names.find(double)
     if body == "twice":
@@ -152,13 +151,8 @@ def test_creations_that_make_no_sense_are_answered(w: Cluster, body: Any, way: s
         body = ((1,), {}, rref.id.local_id)
         owner.references.values[rref.id].ready = False  # the owner takes a ready one for a lost creator's
     coded = body if type(body) is bytes else me.messages.encode(1, body).body
-    plain: Any = owner.plain
-    if way == "python":
-        plain.close()
-    try:
-        outcome: Any = me.engine.call(1, int(Tag.MAKE), 0, number, text, coded, None, int(PATIENCE * 1e9), False, None)
-    finally:
-        plain.open()
+    flags, timeout = int(Flag.KEEP_AS), int(PATIENCE * 1e9)
+    outcome: Any = me.engine.call(1, int(Tag.CALL), flags, number, text, coded, None, timeout, False, None)
     assert outcome[0] == Status.REPLIED
     assert outcome[1] == Tag.ERROR
     assert w[0].rpc_sync("w1", ping) == "pong"
@@ -173,11 +167,11 @@ class NoMemory(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_an_argument_that_cannot_be_coded_leaves_nothing_pending(w: Cluster, long_way: list[Any]) -> None:
+def test_an_argument_that_cannot_be_coded_leaves_nothing_pending(w: Cluster, slow: list[Any]) -> None:
     holes = torch.zeros(100, 1000)[:, 0]  # which are not sent: it is copied first
     rref = w[0].remote("w1", both, (holes,))
     assert torch.equal(rref.to_here()[0][0], holes)
-    assert not long_way
+    assert not slow
     with NoMemory(), pytest.raises(MemoryError):
         w[0].remote("w1", both, (holes,))
     eventually(lambda: w[0]._worker.references.pending_creations == 0)

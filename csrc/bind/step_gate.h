@@ -1,0 +1,11 @@
+// The gate between the steps of optimizers and the handlers that read their parameters. See autograd/gate.py.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace telegrad::bind {
+
+/// `StepGate` and the context managers that it hands out.
+void init_step_gate(nanobind::module_& m);
+
+}  // namespace telegrad::bind

@@ -1,0 +1,89 @@
+"""Identify the engine call in which a recv's node runs, so that the call gets the gradients of that node.
+
+Only a stage with parameters under DistributedDataParallel runs recv nodes (see `ddp.py`). Another call may reach the
+same node at the same time: a call of another thread, or one that a hook of the program makes. The engine gives each
+call an id, which is visible only to code inside the call. That code is the hook of a leaf, a further root of the call.
+The engine runs the nodes of leaves first (on the CPU, where received tensors reside).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["EngineCall", "capture", "deliver"]
+
+Gradients: TypeAlias = Sequence[Tensor | None]
+Captured: TypeAlias = dict[Any, Gradients | None]
+
+_current_call: Any = torch._C._current_graph_task_id
+_active_calls: dict[int, Captured] = {}  # id of an engine call -> gradients of its recv nodes
+
+
+class EngineCall:
+    """An engine call that captures the gradients of recv nodes.
+
+    Args:
+        nodes: The recv nodes that the call runs.
+
+    Attributes:
+        leaf: A further root for the call.
+        gradient: The gradient of `leaf`.
+        captured: Node of a recv -> its gradients; None if it got none.
+    """
+
+    __slots__ = ("captured", "gradient", "ids", "leaf")
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        self.captured: Captured = dict.fromkeys(nodes)
+        self.ids: list[int] = []
+        with torch.inference_mode(False):
+            self.leaf: Tensor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+            self.gradient: Tensor = self.leaf.detach()
+        self.leaf.register_hook(partial(_register, self.ids, self.captured))  # type: ignore[no-untyped-call]
+
+
+def _register(ids: list[int], captured: Captured, _: Tensor) -> None:
+    number = _current_call()
+    ids.append(number)
+    _active_calls[number] = captured
+
+
+@contextmanager
+def capture(nodes: Sequence[Any]) -> Iterator[EngineCall]:
+    """Prepare one engine call that runs these recv nodes.
+
+    Args:
+        nodes: The recv nodes.
+
+    Yields:
+        The call: its `leaf` and `gradient` are to be given to the engine with the other roots.
+    """
+    for node in nodes:
+        node.materialize_grads = False  # an undefined gradient stays None
+    call = EngineCall(nodes)
+    try:
+        yield call
+    finally:
+        for number in call.ids:
+            _active_calls.pop(number, None)
+
+
+def deliver(node: Any, gradients: Gradients) -> bool:
+    """Hand the gradients of a recv's node to the engine call that runs it.
+
+    Args:
+        node: The node.
+        gradients: One for each of its outputs.
+
+    Returns:
+        Whether the call is one that captures the gradients of this node.
+    """
+    captured = _active_calls.get(_current_call())
+    if captured is None or node not in captured:
+        return False
+    captured[node] = gradients
+    return True

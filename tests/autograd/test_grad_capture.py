@@ -1,0 +1,91 @@
+"""Recv nodes that run deliver their gradients to the engine call that was prepared for them, and to no other call."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from simulation import Group
+from torch import Tensor
+
+from telegrad.autograd import grad_capture
+from telegrad.autograd.grad_capture import capture
+
+
+@pytest.fixture(autouse=True)
+def none_active() -> Iterator[None]:
+    yield
+    assert not grad_capture._active_calls
+
+
+def received() -> Tensor:
+    return Group(2, 0).transfer(0, 1, [torch.rand(3, requires_grad=True)])[0]
+
+
+def run(call: grad_capture.EngineCall, root: Tensor) -> None:
+    torch.autograd.backward([call.leaf, root.sum()], [call.gradient, torch.ones(())])
+
+
+def test_a_call_gets_the_gradients_of_its_nodes() -> None:
+    there, unreached = received(), received()
+    with capture([there.grad_fn, unreached.grad_fn]) as call:
+        run(call, there * 2)
+        ((gradient,), none) = call.captured.values()
+    assert torch.equal(gradient, torch.full((3,), 2.0))
+    assert none is None
+
+
+def test_a_node_that_a_call_does_not_expect_is_refused() -> None:
+    there = received()
+    with capture([]) as call:
+        with pytest.raises(RuntimeError, match="goes on at another worker"):
+            run(call, there)
+        assert not call.captured
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_plain_backward_in_a_hook_is_refused_and_captures_nothing(reached: bool) -> None:
+    there, other = received(), received()
+    errors: list[RuntimeError] = []
+
+    def stray(_: Tensor) -> None:
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="goes on at another worker") as info:
+            ((there if reached else other) * 7).sum().backward()
+        errors.append(info.value)
+
+    middle = there * 1
+    middle.register_hook(stray)
+    with capture([there.grad_fn, other.grad_fn]) as call:
+        run(call, middle * 2)
+        assert len(errors) == 1
+        assert torch.equal(call.captured[there.grad_fn][0], torch.full((3,), 2.0))  # type: ignore[index]
+        assert call.captured[other.grad_fn] is None
+
+
+def test_a_call_in_a_hook_of_another_over_the_same_node_gets_its_own() -> None:
+    there = received()
+    inner: list[Any] = []
+
+    def nested(_: Tensor) -> None:
+        with torch.enable_grad(), capture([there.grad_fn]) as call:
+            run(call, there * 5)
+            inner.append(call.captured[there.grad_fn])
+
+    middle = there * 1
+    middle.register_hook(nested)
+    with capture([there.grad_fn]) as call:
+        run(call, middle * 2)
+        assert torch.equal(call.captured[there.grad_fn][0], torch.full((3,), 2.0))  # type: ignore[index]
+    assert torch.equal(inner[0][0], torch.full((3,), 5.0))
+
+
+def test_it_works_wherever_it_is_made() -> None:
+    there = received()
+    with ExitStack() as stack:
+        for mode in (torch.inference_mode(), torch.no_grad(), torch.device("meta")):
+            stack.enter_context(mode)
+        call = stack.enter_context(capture([there.grad_fn]))
+        assert not call.leaf.is_inference()
+        assert call.leaf.requires_grad
+        assert call.leaf.device.type == "cpu"

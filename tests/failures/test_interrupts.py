@@ -1,0 +1,114 @@
+"""Signals that the main thread has to notice by itself: the kernel gave them to another thread."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from telegrad import rpc
+from telegrad.testing import Gate, eventually
+from telegrad.worker import worker as worker_module
+from telegrad.worker.limited import within
+from telegrad.worker.waits import wait_for
+
+PATIENCE = 20.0  # s
+
+
+def codes(thread: int) -> list[CodeType]:
+    """What a thread runs, the innermost function first."""
+    frame: FrameType | None = sys._current_frames()[thread]
+    found = []
+    while frame is not None:
+        found.append(frame.f_code)
+        frame = frame.f_back
+    return found
+
+
+def waits(thread: int) -> bool:
+    """Is a thread inside of `wait_for`, and within that in Python's own wait?"""
+    running = codes(thread)
+    return running[0] is threading.Condition.wait.__code__ and wait_for.__code__ in running
+
+
+@contextmanager
+def interrupted_elsewhere(release: Callable[[], None]) -> Iterator[None]:
+    """Interrupts the main thread's wait by a signal that another thread takes; releases it when it has ended."""
+    main = threading.main_thread().ident
+    assert main is not None
+    failures: list[BaseException] = []
+
+    def interrupt() -> None:
+        try:
+            eventually(lambda: waits(main), PATIENCE)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            eventually(lambda: wait_for.__code__ not in codes(main), PATIENCE, "the main thread notices")
+        except BaseException as e:
+            failures.append(e)
+        finally:
+            release()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("timeout", [None, 2 * PATIENCE])
+def test_a_wait_for_an_event(timeout: float | None) -> None:
+    event = threading.Event()
+    with interrupted_elsewhere(event.set):
+        wait_for(event, timeout)
+
+
+def test_what_a_wait_returns() -> None:
+    event = threading.Event()
+    assert not wait_for(event, 0)
+    assert not wait_for(event, 0.01)
+    event.set()
+    assert wait_for(event)
+    assert wait_for(event, 0)
+
+
+def test_a_use_of_a_store_that_is_silent() -> None:
+    event = threading.Event()
+    with interrupted_elsewhere(event.set):
+        within(2 * PATIENCE, event.wait)
+
+
+def enter(gate: Gate) -> None:
+    gate.enter(timeout=2 * PATIENCE)
+
+
+def test_a_graceful_shutdown_with_a_handler_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_JOIN_TIMEOUT", 0.0)
+    gate = Gate()
+    worker = rpc.Worker("alone", 0, 1, store=HashStore())
+    running = worker.rpc_async("alone", enter, (gate,))
+    gate.wait_for()
+    with interrupted_elsewhere(gate.open):
+        worker.shutdown()
+    assert worker._worker.closed
+    with pytest.raises(RuntimeError):
+        running.wait()
+
+
+def test_a_value_that_is_being_made() -> None:
+    gate = Gate()
+    with rpc.Worker("alone", 0, 1, store=HashStore()) as worker:
+        made = worker.remote("alone", enter, (gate,))
+        gate.wait_for()
+        with interrupted_elsewhere(gate.open):
+            made.to_here()
+        assert made.to_here() is None
+        del made
+        worker.shutdown()
