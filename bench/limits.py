@@ -24,7 +24,7 @@ def call_of(value: object, take: Take) -> list[float]:
     It is the sum of four medians, each measured alone in one process: the round trip, the Python call, encoding and
     decoding in both directions.
     """
-    from telegrad.serialize.tensors import make_codec
+    from telegrad.serialize.tensor_layout import make_codec
 
     codec = make_codec()
     call, reply = codec.encode(((value,), {})), codec.encode(value)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn, optim
 
-from telegrad.autograd.versions import protect
+from telegrad.autograd.consistency.saved_tensors import protect
 from telegrad.optim.local import LocalOptimizer
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {

@@ -16,7 +16,7 @@ nb::object decode_body(const codec::Codec& codec, Incoming& message, const nb::o
 /// Completes calls of one worker. All with the GIL held.
 class Completions {
  public:
-  /// `calls`: telegrad.worker.calls.Calls. `future_type`: CallFuture.
+  /// `calls`: telegrad.worker.calls.client.Calls. `future_type`: CallFuture.
   Completions(const codec::Codec& codec, const AutogradHooks& autograd, nb::handle calls, nb::object future_type);
 
   /// The value of a call, or what it raised. `context`: the caller's autograd context, or None; `label`: the function,

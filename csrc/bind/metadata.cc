@@ -8,7 +8,7 @@
 namespace telegrad::bind {
 namespace {
 
-/// The fields of the metadata, as in telegrad.worker.messages.
+/// The fields of the metadata, as in telegrad.worker.calls.messages.
 enum Field : Py_ssize_t { kTickets, kTarget, kAutocast, kContext, kMessage, kProfile, kFields };
 
 bool is_none(PyObject* metadata, Field field) { return PyTuple_GET_ITEM(metadata, field) == Py_None; }

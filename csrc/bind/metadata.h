@@ -1,5 +1,5 @@
 // The metadata of messages of an autograd context. It names the context and the id under which both ends record the
-// message's tensors that require grad. Python records them (telegrad.worker.recorder).
+// message's tensors that require grad. Python records them (telegrad.worker.autograd_hooks).
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -10,7 +10,7 @@
 namespace telegrad::bind {
 namespace {
 
-/// The fields of telegrad.serialize.names._Known, and of telegrad.worker.scope.Scope.
+/// The fields of telegrad.serialize.function_names._Known, and of telegrad.worker.scope.Scope.
 enum KnownField : Py_ssize_t { kNumber, kText, kHome, kModule, kName, kPath, kKnownFields };
 enum ScopeField : Py_ssize_t { kWorker, kDeadline, kNested, kRequest, kAutograd, kConnection };
 

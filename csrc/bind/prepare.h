@@ -32,7 +32,7 @@ struct CallForm {
 struct PreparedCall {
   std::int32_t peer = -1;
   std::unique_ptr<Outgoing> message;  // null where an interceptor sends `request`
-  nb::object request;                 // telegrad.worker.calls.Request, where Python encoded it
+  nb::object request;                 // telegrad.worker.calls.client.Request, where Python encoded it
   nb::object keep;                    // kept alive until the reply, or not valid
   nb::object context = nb::none();    // the caller's autograd context
   nb::object label;                   // the function, or what errors call it
@@ -46,7 +46,7 @@ std::unique_ptr<Outgoing> compose_request(nb::handle request);
 
 class Preparer {
  public:
-  /// `calls`: telegrad.worker.calls.Calls. `environment`: telegrad.worker.native.Environment.
+  /// `calls`: telegrad.worker.calls.client.Calls. `environment`: telegrad.worker.native.Environment.
   Preparer(const codec::Codec& codec, const AutogradHooks& autograd, std::int32_t id, nb::handle calls,
            nb::handle environment);
 
@@ -85,12 +85,12 @@ class Preparer {
   nb::object calls_;
   nb::object encode_slow_, find_peer_, find_name_;  // methods of it
   nb::object peers_;                                // dict: WorkerInfo by name and by id
-  nb::object functions_;                            // dict: function -> _Known, see telegrad.serialize.names
+  nb::object functions_;                            // dict: function -> _Known, see telegrad.serialize.function_names
   nb::object methods_;                              // dict: its name -> (number, text)
   nb::object current_;                              // the ContextVar of the scope, see telegrad.worker.scope
   nb::object info_type_, form_type_, future_type_, no_devices_;
   nb::object by_value_;      // set: modules that travel by value
-  nb::object interceptors_;  // dict: those of this process, see telegrad.worker.interceptors
+  nb::object interceptors_;  // dict: those of this process, see telegrad.worker.calls.interceptors
   nb::object is_grad_enabled_, is_autocast_enabled_, running_loop_;
   nb::object caller_flags_, checked_arguments_;
   const nb::object id_, calls_name_, request_name_, call_name_;  // names of attributes

@@ -18,7 +18,7 @@ using namespace nanobind::literals;
 namespace telegrad::bind {
 namespace {
 
-constexpr int kInner = 0, kLeaf = 1;  // as in telegrad.autograd.graph; any other kind is a recv
+constexpr int kInner = 0, kLeaf = 1;  // as in telegrad.autograd.graph.local_graph; any other kind is a recv
 constexpr std::int32_t kNone = -1;
 constexpr int kFew = 8;  // nodes of a type for which a lookup of its getter does not pay
 
@@ -303,7 +303,7 @@ void init_reach(nb::module_& m) {
       .def(
           nb::init<nb::dict, nb::object>(), "kinds"_a, "guard_type"_a.none() = nb::none(),
           "`kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which\n"
-          "several sources may share, 2 for other ends. `guard_type` is `telegrad.autograd.deep_graph.RecursionGuard`.")
+          "several sources may share, 2 for other ends. `guard_type` is `telegrad.autograd.graph.deep_graph.RecursionGuard`.")
       .def(
           "walk", &Reach::walk, "edges"_a,
           "Walk from the next source. Each edge is a tuple that begins with a node, a leaf's tensor, or None.\n"

@@ -16,7 +16,7 @@
 
 namespace telegrad::bind {
 
-/// Methods of telegrad.worker.handlers.Handlers, and functions of the environment (telegrad.worker.native).
+/// Methods of telegrad.worker.serving.handlers.Handlers, and functions of the environment (telegrad.worker.native).
 struct ServerCallbacks {
   ServerCallbacks() = default;
   ServerCallbacks(nb::handle handlers, nb::handle environment)
@@ -57,10 +57,10 @@ struct ServerCallbacks {
   nb::object reply;             // reply_slow(info, [result])
   nb::object reply_when_done;   // reply_when_done(info, slow, result, function)
   nb::object reply_error;       // reply_error(info, error)
-  nb::object values;            // dict: OwnedValue by the two numbers of a reference, see telegrad.worker.owned
+  nb::object values;            // dict: OwnedValue by the two numbers of a reference, see telegrad.worker.refs.owned_value
   nb::object on_gradients;      // on_gradients(peer, connection, call, deadline, messages)
   nb::object on_context_ended;  // on_context_ended(peer, (context id, requests))
-  nb::object info_type;         // telegrad.worker.handlers.RequestInfo
+  nb::object info_type;         // telegrad.worker.serving.handlers.RequestInfo
   nb::object clean_state;
   nb::object resolver;       // resolver(name) -> function() -> the function
   nb::object find_function;  // find_function(name) -> the function, or raises with a hint

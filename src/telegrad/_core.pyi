@@ -229,7 +229,7 @@ class Reach:
     def __init__(self, kinds: dict[Any, Any], guard_type: object | None = None) -> None:
         """
         `kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which
-        several sources may share, 2 for other ends. `guard_type` is `telegrad.autograd.deep_graph.RecursionGuard`.
+        several sources may share, 2 for other ends. `guard_type` is `telegrad.autograd.graph.deep_graph.RecursionGuard`.
         """
 
     def walk(self, edges: object) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from telegrad.autograd import recording
 from telegrad.autograd.context import Context
-from telegrad.autograd.passes import Pass
+from telegrad.autograd.passes.backward_pass import Pass
 from telegrad.types import WorkerInfo
 
 PLAIN = (int, bytes, str, bool, type(None))

@@ -12,8 +12,8 @@ from simulation import Group
 from test_fuzz import Oops
 from torch import Tensor
 
-from telegrad.autograd.graph import LocalGraph
-from telegrad.autograd.passes import Pass
+from telegrad.autograd.graph.local_graph import LocalGraph
+from telegrad.autograd.passes.backward_pass import Pass
 from telegrad.errors import RemoteError, WorkerLost
 
 SEEDS = 500

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.autograd.gate import StepGate, new_gate, warn_if_overtaken
+from telegrad.autograd.consistency.step_gate import StepGate, new_gate, warn_if_overtaken
 from telegrad.testing import Gate, eventually, run_all
 
 PATIENCE = 10.0

@@ -9,8 +9,8 @@ import torch
 from simulation import Group
 from torch import Tensor
 
-from telegrad.autograd import grad_capture
-from telegrad.autograd.grad_capture import capture
+from telegrad.autograd.execution import grad_capture
+from telegrad.autograd.execution.grad_capture import capture
 
 
 @pytest.fixture(autouse=True)

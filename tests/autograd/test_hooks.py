@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
-from telegrad.autograd import ddp, leaves
+from telegrad.autograd import ddp
 from telegrad.autograd.context import Context
+from telegrad.autograd.execution import leaves
 from telegrad.testing import Cluster, eventually
 
 

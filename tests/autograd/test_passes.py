@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.stages import Stages
+from telegrad.autograd.execution.stages import Stages
 
 
 def leaf(*shape: int) -> Tensor:
@@ -331,7 +331,7 @@ def test_graphs_deeper_than_torch_can_free(path: str) -> None:
         sys.path.insert(0, sys.argv[1])
         import torch
         from simulation import Group
-        from telegrad.autograd.graph import LocalGraph
+        from telegrad.autograd.graph.local_graph import LocalGraph
         if sys.argv[2] == "schedule":
             LocalGraph.single_peer = LocalGraph.leads_back = lambda *_: None
         threading.stack_size(1 << 20)

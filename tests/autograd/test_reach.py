@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from telegrad._core import Reach
-from telegrad.autograd.deep_graph import FIRST, RecursionGuard
-from telegrad.autograd.graph import INNER, LEAF, RECV, kinds
+from telegrad.autograd.graph.deep_graph import FIRST, RecursionGuard
+from telegrad.autograd.graph.local_graph import INNER, LEAF, RECV, kinds
 
 
 def node_of(x: Tensor) -> Any:

@@ -17,7 +17,8 @@ from telegrad import autograd, rpc
 from telegrad.autograd.context import Context
 from telegrad.autograd.recording import edge_of, edges_of
 from telegrad.testing import Cluster
-from telegrad.worker import current, handlers
+from telegrad.worker import current
+from telegrad.worker.serving import handlers
 
 
 @pytest.fixture
@@ -375,7 +376,7 @@ def make_unsendable(x: Tensor) -> Any:
 
 
 def test_what_is_lost_on_purpose_is_not_recorded(four: Cluster, context: Context) -> None:
-    from telegrad.worker.faults import DroppedMessage
+    from telegrad.worker.calls.faults import DroppedMessage
 
     def lose(kind: str, *_: Any) -> None:
         raise DroppedMessage(kind)

@@ -10,7 +10,7 @@ from test_running import leaf, nothing_left, scalar, table
 from torch import Tensor
 
 from telegrad import autograd, rpc
-from telegrad.autograd.passes import ABORT
+from telegrad.autograd.passes.backward_pass import ABORT
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
 from telegrad.testing import Cluster, LeakError, assert_nothing_left, cluster, eventually
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from telegrad.autograd import versions
-from telegrad.autograd.versions import Protection, put, renew
+from telegrad.autograd.consistency import saved_tensors
+from telegrad.autograd.consistency.saved_tensors import Protection, put, renew
 
 
 class OneWorker:
@@ -175,8 +175,8 @@ def test_second_derivatives(protection: Protection) -> None:
 
 def test_a_worker_without_an_optimizer_pays_nothing() -> None:
     idle = OneWorker()
-    assert versions.protection_of(idle) is None
-    with versions.between_steps(idle):
+    assert saved_tensors.protection_of(idle) is None
+    with saved_tensors.between_steps(idle):
         pass
     assert not idle.extras
 
@@ -188,7 +188,7 @@ def test_functional_transforms_want_to_be_unprotected(protection: Protection) ->
     with protection.handler_guard(1):
         with pytest.raises(RuntimeError, match="saved tensor hooks"):
             slope()
-        with versions.unprotected():
+        with saved_tensors.unprotected():
             assert torch.equal(slope(), 2 * X)
         w = nn.Parameter(W.clone())
         y = (w * w).sum()

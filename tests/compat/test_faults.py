@@ -10,7 +10,7 @@ from telegrad.compat.rpc._testing.faults import KINDS, Faults
 from telegrad.protocols.rref import Accept, Add, Release
 from telegrad.rpc import RRef, backend_registry
 from telegrad.testing import cluster
-from telegrad.worker.faults import DroppedMessage
+from telegrad.worker.calls.faults import DroppedMessage
 
 
 def test_calls_are_lost_each_time() -> None:

@@ -15,9 +15,9 @@ from telegrad.compat.redirect import MODULES
 
 _TYPING = "a type variable"
 _LEFTOVER = "left over from a loop at the end of torch's module"
-_GATHERING = "gatherings belong to a worker here: telegrad.rpc.group"
+_GATHERING = "gatherings belong to a worker here: telegrad.rpc.collectives"
 _PROFILED = "calls are shown in profiles by telegrad.observe, not by their callers"
-_MAPS = "device maps are checked and exchanged by telegrad.worker.devices"
+_MAPS = "device maps are checked and exchanged by telegrad.group.device_maps"
 _SCRIPT = "TorchScript makes no remote calls here, so no remote module and no optimizer is scripted for them"
 _SERVER = "takes the C++ state of a profiler: _server_process_global_profile is there"
 _COUNTED = "groups are counted by telegrad.rpc.start"

@@ -8,7 +8,7 @@ import torch
 from torch.futures import Future
 
 from telegrad.compat.futures import wait_all
-from telegrad.worker.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 
 
 def done(value: Any) -> CallFuture:

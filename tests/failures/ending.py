@@ -19,7 +19,7 @@ import torch
 from telegrad import autograd, rpc
 from telegrad.testing import eventually
 from telegrad.testing.clusters import HashStore
-from telegrad.worker import lifetimes
+from telegrad.worker import process_hooks
 from telegrad.worker import worker as worker_module
 
 THREADS = 8
@@ -94,7 +94,7 @@ class Slow:
 
 def timed_out_at_the_end(w0: rpc.Worker) -> None:
     """The call of a thread ends when the interpreter does, since no worker is closed before."""
-    atexit.unregister(lifetimes._end)
+    atexit.unregister(process_hooks._end)
     w0.rpc_sync("w1", time.sleep, (3600,), timeout=0.5)
 
 

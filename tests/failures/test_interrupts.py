@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
+from telegrad.group.store_waits import within
 from telegrad.testing import Gate, eventually
+from telegrad.waits import wait_for
 from telegrad.worker import worker as worker_module
-from telegrad.worker.limited import within
-from telegrad.worker.waits import wait_for
 
 PATIENCE = 20.0  # s
 

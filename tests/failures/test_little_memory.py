@@ -17,7 +17,7 @@ from telegrad.autograd import context
 from telegrad.errors import ReceiverOutOfMemory
 from telegrad.rpc import Options, RRef
 from telegrad.testing import assert_nothing_left, eventually, processes
-from telegrad.worker.default import current_worker
+from telegrad.worker.default_worker import current_worker
 
 LARGE = 72 << 20  # bytes
 MARGIN = 48 << 20

@@ -16,16 +16,16 @@ import pytest
 from actors import PATIENCE, Actor, actors, call, failure, free_port, hang, shut_all_down
 
 from telegrad import rpc
+from telegrad.group import addresses
 from telegrad.rpc import Options
 from telegrad.testing import Cluster, cluster, eventually, run_all
-from telegrad.worker import addresses
 
 ALL = Options(transports=("shm", "unix", "tcp"))
 PROGRAM = """
 import logging, sys, threading, time
 import torch
 from telegrad import rpc
-from telegrad.worker.default import current_worker
+from telegrad.worker.default_worker import current_worker
 
 def is_busy():
     return current_worker().engine.stats()["running_requests"] > 1

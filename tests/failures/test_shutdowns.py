@@ -13,10 +13,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, ShutdownTimeout, TelegradError, WorkerLost
+from telegrad.group import rendezvous
 from telegrad.rpc import Options
 from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
-from telegrad.worker import rendezvous
-from telegrad.worker.budget import Budget
+from telegrad.timeouts import SharedDeadline
 from telegrad.worker.scope import current
 
 SOON = 0.2  # s; of shutdowns that are meant to give up
@@ -63,7 +63,7 @@ def test_one_limit_for_all_that_a_shutdown_waits_for(monkeypatch: pytest.MonkeyP
         limits.append(timeout)
         return True
 
-    monkeypatch.setattr("telegrad.worker.references.References.release_all", release_all)
+    monkeypatch.setattr("telegrad.worker.refs.references.References.release_all", release_all)
     with cluster(2) as w:
         w.shutdown(timeout=5)
     assert len(limits) == 2
@@ -80,9 +80,9 @@ def test_a_member_that_leaves_waits_for_others_no_longer_than_its_limit() -> Non
 
 def test_steps_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("telegrad.worker.budget.time.monotonic", lambda: now)
-    assert Budget(0).left() == 0
-    short, long = Budget(0.5), Budget(60)
+    monkeypatch.setattr("telegrad.timeouts.time.monotonic", lambda: now)
+    assert SharedDeadline(0).left() == 0
+    short, long = SharedDeadline(0.5), SharedDeadline(60)
     assert (short.left(), long.left()) == (1, 60)
     now = 159.8
     assert long.left() == 1  # it begins late, and has a second all the same

@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch.distributed as dist
 
+from telegrad.group import addresses
 from telegrad.options import Options
 from telegrad.rpc import Worker
-from telegrad.worker import addresses
 
 ELSEWHERE = "192.0.2.1"  # of a network reserved for documentation
 

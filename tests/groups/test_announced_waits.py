@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,11 @@ import pytest
 import torch.distributed as dist
 from actors import free_port
 
-from telegrad import rpc
+from telegrad import rpc, waits
 from telegrad.errors import TelegradError
-from telegrad.rpc import Options, Worker, hosting, probing, stores
+from telegrad.group import hosting, probing, rendezvous, stores
+from telegrad.rpc import Options, Worker
 from telegrad.testing import Gate, cluster, eventually
-from telegrad.worker import rendezvous, waits
 
 SHORT = 0.3  # s
 
@@ -254,7 +255,7 @@ def test_few_questions_find_the_few_who_are_missing() -> None:
 
 def test_lock_of_a_dynamic_group(said: Callable[[], list[str]]) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    store.set_timeout(waits.timedelta(seconds=SHORT))
+    store.set_timeout(timedelta(seconds=SHORT))
     with (
         rendezvous.membership(store, "slow", joining=True),
         pytest.raises(TelegradError, match="the group's lock back"),
@@ -283,8 +284,8 @@ def test_member_that_is_busy(said: Callable[[], list[str]]) -> None:
 PROGRAM = """
 import sys
 from telegrad import rpc
-from telegrad.rpc import attempts
-from telegrad.worker import waits
+from telegrad.group import attempts
+from telegrad import waits
 waits.FIRST, attempts._SELDOM = 0.0, 60.0  # nothing but the signal ends a pause
 rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=rpc.Options(init_method=sys.argv[1], rpc_timeout=50))
 """

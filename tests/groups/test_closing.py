@@ -18,7 +18,7 @@ from telegrad.options import Options
 from telegrad.protocols.rref import RRefId
 from telegrad.testing import Cluster, Footprint, Gate, Local, assert_nothing_left, cluster, eventually, run_all
 from telegrad.worker import worker as worker_module
-from telegrad.worker.ended import EndedEngine
+from telegrad.worker.closed import EndedEngine
 
 PATIENCE = 20.0  # s
 LARGE = 1 << 18  # elements; in memory of the pool, not of malloc

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.rpc.backend_registry import _validate_device_maps
 
 from telegrad.errors import DeviceNotMapped
+from telegrad.group.device_maps import Devices, check
 from telegrad.rpc import TensorPipeRpcBackendOptions, Worker
 from telegrad.serialize.torch_types import CPU_ONLY
 from telegrad.testing import cluster
-from telegrad.worker.devices import Devices, check
 
 C0, C1, CPU = "cuda:0", "cuda:1", "cpu"
 

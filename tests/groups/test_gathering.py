@@ -10,7 +10,7 @@ import pytest
 from telegrad.errors import TelegradError
 from telegrad.rpc import Worker
 from telegrad.rpc.api import _all_gather
-from telegrad.rpc.group import LeftWhileGathering, LostWhileGathering, gathering_of
+from telegrad.rpc.collectives import LeftWhileGathering, LostWhileGathering, gathering_of
 from telegrad.testing import Cluster, cluster, eventually, run_all
 
 PATIENCE = 20.0  # s

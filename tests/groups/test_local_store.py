@@ -13,11 +13,12 @@ import torch.distributed as dist
 from actors import PATIENCE, Actor, actors, call_many, free_port, join, shut_all_down, state
 
 from telegrad import rpc
-from telegrad.rpc import Options, hosting, probing, stores
-from telegrad.rpc.local_store import Door, LocalStore, ask_to_give_way
+from telegrad.group import hosting, probing, stores
+from telegrad.group.rendezvous import StoreGone
+from telegrad.group.unix_store import Door, LocalStore, ask_to_give_way
+from telegrad.rpc import Options
 from telegrad.testing import eventually
-from telegrad.worker.rendezvous import StoreGone
-from telegrad.worker.waits import Wait
+from telegrad.waits import Wait
 
 LONG = timedelta(seconds=PATIENCE)
 BLINK = timedelta(seconds=0.05)

@@ -8,8 +8,9 @@ import pytest
 from actors import free_port
 
 from telegrad.errors import TelegradError
-from telegrad.rpc import Options, Worker, hosting, stores
-from telegrad.rpc.parts import _Numbers, _numbers
+from telegrad.group import hosting, stores
+from telegrad.group.store_parts import _Numbers, _numbers
+from telegrad.rpc import Options, Worker
 from telegrad.testing import run_all
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from actors import PATIENCE, actors, free_port, state
 
 from telegrad.errors import ShutdownTimeout
+from telegrad.group import rendezvous
+from telegrad.group.store_waits import Limited, StoreSilent, within
 from telegrad.rpc import Worker
 from telegrad.testing import cluster, run_all
-from telegrad.worker import rendezvous
-from telegrad.worker.limited import Limited, StoreSilent, within
 
 SOON = 0.3  # s
 END = 10.0  # s

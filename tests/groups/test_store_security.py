@@ -15,10 +15,10 @@ from actors import free_port
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
-from telegrad.rpc import Options, Worker, hosting, stores
+from telegrad.group import hosting, rendezvous, stores
+from telegrad.group.records import Group, Member, member_of, record_of
+from telegrad.rpc import Options, Worker
 from telegrad.testing import cluster, run_all
-from telegrad.worker import rendezvous
-from telegrad.worker.records import Group, Member, member_of, record_of
 
 GIVEN = Options(secret="correct horse", rpc_timeout=30)
 LONG = timedelta(seconds=30)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.group import addresses
 from telegrad.options import TRANSPORTS, Options
 from telegrad.testing import Cluster, Footprint, assert_nothing_left, cluster
-from telegrad.worker import addresses
 
 LARGE = 100_000  # floats; sent in shared memory if the pair has some
 

@@ -11,7 +11,8 @@ from actors import PATIENCE, Actor, actors, call_many, free_port
 
 from telegrad import rpc
 from telegrad.errors import UnknownWorker
-from telegrad.rpc import Options, hosting, stores
+from telegrad.group import hosting, stores
+from telegrad.rpc import Options
 
 # ---- steps
 

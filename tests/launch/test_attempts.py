@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
+from telegrad.group.attempts import Attempts, Superseded
 from telegrad.rpc import Options, Worker
-from telegrad.rpc.attempts import Attempts, Superseded
 from telegrad.testing import run_all
 
 PATIENCE = Options(rpc_timeout=30)

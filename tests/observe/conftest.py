@@ -8,7 +8,8 @@ import torch
 from torch.autograd import profiler_legacy
 
 from telegrad.testing import Cluster, cluster, eventually
-from telegrad.worker import handlers, interceptors, profiling
+from telegrad.worker.calls import interceptors, tracing
+from telegrad.worker.serving import handlers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,10 +23,10 @@ def three() -> Iterator[Cluster]:
 def off_again() -> Iterator[None]:
     """Check that no profiler is active after a test, and calls use the fast path."""
     yield
-    eventually(lambda: not profiling.observer.on)
-    assert not profiling.observer.serving
+    eventually(lambda: not tracing.observer.on)
+    assert not tracing.observer.serving
     assert not interceptors.active
-    assert not profiling.observer._spans
+    assert not tracing.observer._spans
 
 
 @pytest.fixture(params=["kineto", "legacy"])

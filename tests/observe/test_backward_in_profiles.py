@@ -12,7 +12,7 @@ from torch.autograd import profiler_legacy
 
 from telegrad import autograd, observe, rpc
 from telegrad.testing import Cluster, run_all
-from telegrad.worker import profiling
+from telegrad.worker.calls import tracing
 
 BACKWARD = "torch::distributed::autograd::backward"
 RECV = "torch::distributed::autograd::RecvRpcBackward"
@@ -79,7 +79,7 @@ def test_what_other_threads_do_for_this_one_joins_its_profile(profile: Any, thre
     """A pool thread that handles a reply of the pass is recorded."""
     calls = three[0]._worker.calls
     with profile() as prof:
-        beside = profiling.observer.beside(calls)
+        beside = tracing.observer.beside(calls)
 
         def help_out() -> None:
             with beside:
@@ -95,7 +95,7 @@ def test_what_other_threads_do_for_this_one_joins_its_profile(profile: Any, thre
 
 
 def test_a_recording_goes_on_after_it_was_drained_inside_a_range() -> None:
-    recording = profiling.observer.record(7, (0, 0))
+    recording = tracing.observer.record(7, (0, 0))
     with recording, torch.profiler.record_function("open"):
         torch.mul(torch.ones(2), torch.ones(2))
         first = [event[0] for event in recording.drain()]
@@ -109,7 +109,7 @@ def test_a_recording_goes_on_after_it_was_drained_inside_a_range() -> None:
 def test_nobody_records_beside_a_thread_that_is_not_profiled(three: Cluster) -> None:
     with profiler_legacy.profile():
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(profiling.observer.beside(three[0]._worker.calls)))
+        thread = threading.Thread(target=lambda: found.append(tracing.observer.beside(three[0]._worker.calls)))
         thread.start()
         thread.join(10)
     assert found == [None]

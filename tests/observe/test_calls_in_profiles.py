@@ -12,7 +12,7 @@ from torch.autograd import profiler_legacy
 from telegrad import observe, rpc
 from telegrad.errors import NotInitialized
 from telegrad.testing import Cluster, Gate, run_all
-from telegrad.worker import profiling
+from telegrad.worker.calls import tracing
 
 X = torch.ones(2)
 
@@ -113,7 +113,7 @@ def test_a_call_that_is_not_sent_leaves_no_span_open(
         monkeypatch.setattr(calls, "client", _Closed(calls.client))
         with pytest.raises(NotInitialized):
             rpc.rpc_async("w1", double, (X,))
-    assert not profiling.observer._spans
+    assert not tracing.observer._spans
 
 
 def test_a_call_that_times_out_is_shown_and_its_late_report_concerns_nobody(profile: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from telegrad.autograd.versions import protect
+from telegrad.autograd.consistency.saved_tensors import protect
 from telegrad.optim.local import LocalOptimizer
 from telegrad.testing import Gate, run_all
 

@@ -13,7 +13,7 @@ from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker, WorkerLos
 from telegrad.rref import create
 from telegrad.rref.creation import Creation
 from telegrad.testing import Cluster, assert_nothing_left, cluster, eventually
-from telegrad.worker.default import set_default_worker
+from telegrad.worker.default_worker import set_default_worker
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from telegrad import rpc
 from telegrad.testing import Gate, Local, eventually
-from telegrad.worker import waiting
+from telegrad.worker.calls import wait_all
 
 
 def echo(x: Any = 1) -> Any:
@@ -54,7 +54,7 @@ def until_it_collects(thread: threading.Thread) -> None:
 
     def collects() -> bool:
         frame = sys._current_frames().get(thread.ident or 0)
-        return frame is not None and frame.f_code is waiting._collect.__code__
+        return frame is not None and frame.f_code is wait_all._collect.__code__
 
     eventually(collects)
 
@@ -64,7 +64,7 @@ def until_it_waits(thread: threading.Thread) -> None:
 
     def waits() -> bool:
         frame = sys._current_frames().get(thread.ident or 0)
-        while frame is not None and frame.f_code is not waiting._wait_all.__code__:
+        while frame is not None and frame.f_code is not wait_all._wait_all.__code__:
             frame = frame.f_back
         return frame is not None
 

@@ -17,7 +17,7 @@ from telegrad import rpc
 from telegrad.errors import RemoteError, SerializationError
 from telegrad.options import Options
 from telegrad.testing import cluster
-from telegrad.worker import handlers
+from telegrad.worker.serving import handlers
 
 pytestmark = [pytest.mark.usefixtures("two", "quiet"), pytest.mark.filterwarnings("error")]
 

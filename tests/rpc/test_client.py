@@ -13,7 +13,7 @@ import torch
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker
 from telegrad.testing import Cluster, assert_nothing_left, cluster
-from telegrad.worker import interceptors, profiling
+from telegrad.worker.calls import interceptors, tracing
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def test_a_profiler_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch)
         def begin(self, _: Any, __: int, mode: str, function: Any) -> None:
             seen.append((mode, function))
 
-    monkeypatch.setattr(profiling, "observer", Observer())
+    monkeypatch.setattr(tracing, "observer", Observer())
     monkeypatch.setitem(interceptors.active, interceptors.PROFILER, True)
     assert start("w1", who) == "w1"
     assert [function for _, function in seen] == [who]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
-from telegrad.autograd.versions import protect
+from telegrad.autograd.consistency.saved_tensors import protect
 from telegrad.testing import Cluster, Gate, assert_nothing_left, eventually
 
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -13,7 +13,7 @@ from many import call, echo, fail, held, unpickled, until_it_collects
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, WorkerLost
 from telegrad.testing import Gate, Local, cluster, eventually
-from telegrad.worker.calls import Calls
+from telegrad.worker.calls.client import Calls
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("error")]
 

@@ -12,7 +12,7 @@ from telegrad import autograd, rpc
 from telegrad.errors import RpcTimeout
 from telegrad.options import Options
 from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster
-from telegrad.worker.messages import Messages
+from telegrad.worker.calls.messages import Messages
 
 SOON = 0.05  # s
 WINDOW = 1 << 16  # bytes

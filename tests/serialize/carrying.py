@@ -11,7 +11,7 @@ import torch
 
 from telegrad import _core
 from telegrad.serialize.pickling import Serializer
-from telegrad.serialize.tensors import decode_tensor, encode_tensor
+from telegrad.serialize.tensor_layout import decode_tensor, encode_tensor
 
 
 def received(nbytes):

@@ -2,7 +2,7 @@ import pytest
 from carrying import slow_codec
 from hypothesis import settings
 
-from telegrad.serialize.tensors import make_codec
+from telegrad.serialize.tensor_layout import make_codec
 
 # The same examples in every run, so a failure is caused by the change. --hypothesis-seed searches for new examples.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -9,7 +9,7 @@ from carrying import codec_pair, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.serialize.tensors import make_codec
+from telegrad.serialize.tensor_layout import make_codec
 
 CODEC = make_codec()
 

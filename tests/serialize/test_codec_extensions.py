@@ -6,7 +6,7 @@ import pytest
 import torch
 from carrying import codec_pair
 
-from telegrad.serialize.tensors import make_codec
+from telegrad.serialize.tensor_layout import make_codec
 
 
 class Ref:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_codec import values
 
 from telegrad import _core
-from telegrad.serialize.tensors import make_codec
+from telegrad.serialize.tensor_layout import make_codec
 
 
 class Ref:

@@ -10,7 +10,7 @@ from carrying import carry_segments, codec_pair, received, same, slow_codec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.serialize.tensors import DTYPE_OF_CODE, make_codec
+from telegrad.serialize.tensor_layout import DTYPE_OF_CODE, make_codec
 
 DTYPES = list(DTYPE_OF_CODE.values())
 

@@ -18,8 +18,7 @@ from telegrad.errors import RemoteError, RpcTimeout, TelegradError, WorkerLost
 from telegrad.serialize.exceptions import describe_exception, pack_exception, unpack_exception
 from telegrad.serialize.tracebacks import RemoteTraceback, afresh, let_go_of_frames, traceback_of, without_own_frames
 from telegrad.types import WorkerInfo
-from telegrad.worker.callables import run
-from telegrad.worker.methods import method_of
+from telegrad.worker.calls.callables import method_of, run
 
 HERE = WorkerInfo("w1", 1)
 FURTHER = WorkerInfo("w2", 2)

@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 import torch
 
-from telegrad.serialize.names import NameTable, NotByName, resolve
+from telegrad.serialize.function_names import NameTable, NotByName, resolve
 from telegrad.testing import run_all
 
 

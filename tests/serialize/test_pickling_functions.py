@@ -9,7 +9,7 @@ import pytest
 import torch
 from carrying import pickle_pair
 
-from telegrad.serialize.by_value import is_found_by_name
+from telegrad.serialize.pickle_by_value import is_found_by_name
 from telegrad.serialize.pickling import dumps, loads
 
 COUNTER = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from telegrad.errors import SerializationError
 from telegrad.serialize.pickling import dumps
-from telegrad.serialize.tensors import DTYPE_OF_CODE
+from telegrad.serialize.tensor_layout import DTYPE_OF_CODE
 
 
 def sent(value):

@@ -7,14 +7,15 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from telegrad.autograd import profiled
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import ID_BITS
+from telegrad.autograd.passes import profile as profiled
 from telegrad.autograd.recording import SEND_NODE, edges_of
 from telegrad.autograd.service import Autograd
 from telegrad.errors import NotInitialized, TelegradError
-from telegrad.worker import Scope, Worker, current, profiling
-from telegrad.worker.default import current_worker
+from telegrad.worker import Scope, Worker, current
+from telegrad.worker.calls import tracing
+from telegrad.worker.default_worker import current_worker
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
@@ -98,7 +99,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     for number, root in enumerate(roots):
         if not root.requires_grad or root.grad_fn is None or root.numel() != 1:
             _refuse(number, root)
-    if profiling.observer.on:
+    if tracing.observer.on:
         with profiled.whole():
             service.backward(found, list(roots), retain_graph)
     else:

@@ -13,8 +13,8 @@ from torch.autograd.function import BackwardCFunction as FunctionNode
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Received, Sent
-from telegrad.autograd.grad_capture import deliver
-from telegrad.autograd.graph import mark_recv
+from telegrad.autograd.execution.grad_capture import deliver
+from telegrad.autograd.graph.local_graph import mark_recv
 
 __all__ = ["NOT_BY_ITSELF", "RECV_NODE", "SEND_NODE", "Recv", "edge_of", "edges_of", "received", "sent"]
 

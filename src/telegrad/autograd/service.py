@@ -1,7 +1,7 @@
 """Distributed autograd of one worker: its contexts, and the backward passes that run in them.
 
-What the worker calls (`telegrad.worker.recorder.Recorder`) ends up here. Messages: the word that a context has ended is
-sent one way; the messages of a pass are requests, see `telegrad.autograd.exchange`.
+What the worker calls (`telegrad.worker.autograd_hooks.Recorder`) ends up here. Messages: the word that a context has ended is
+sent one way; the messages of a pass are requests, see `telegrad.autograd.passes.manager`.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from telegrad.autograd.consistency.saved_tensors import PROTECTION, protection_of
+from telegrad.autograd.consistency.step_gate import BodyGuard, HandlerGuard
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.exchange import Passes
-from telegrad.autograd.gate import BodyGuard, HandlerGuard
-from telegrad.autograd.versions import PROTECTION, protection_of
+from telegrad.autograd.passes.manager import Passes
 
 __all__ = ["Autograd"]
 
@@ -61,7 +61,7 @@ class Autograd:
     # ---- code that runs in a context
 
     def running(self, context: Context) -> HandlerGuard | None:
-        """Around the run of a handler; see `telegrad.autograd.versions`."""
+        """Around the run of a handler; see `telegrad.autograd.consistency.saved_tensors`."""
         protection = protection_of(self.worker)
         return None if protection is None else protection.handler_guard(context.id)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch.futures
 from torch.futures import Future
 
-from telegrad.worker import waiting
-from telegrad.worker.future import CallFuture
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.wait_all import wait_all as _wait_all
 
 __all__ = ["install_wait_all", "wait_all"]
 
@@ -25,7 +25,7 @@ def wait_all(futures: list[Future[Any]]) -> list[Any]:
     """
     if not any(isinstance(future, CallFuture) for future in futures):
         return _torch_wait_all(futures)
-    return waiting.wait_all(futures)
+    return _wait_all(futures)
 
 
 def install_wait_all() -> None:

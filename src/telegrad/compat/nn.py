@@ -16,7 +16,7 @@ from telegrad.nn import owner
 from telegrad.nn import remote_module as _ours
 from telegrad.rpc.internal import _internal_rpc_pickler  # noqa: F401  # as in torch's module
 from telegrad.rref import RRef
-from telegrad.worker.messages import being_written
+from telegrad.worker.calls.messages import being_written
 
 __all__ = ["RemoteModule"]
 

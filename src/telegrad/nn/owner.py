@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telegrad.autograd.versions import between_steps
+from telegrad.autograd.consistency.saved_tensors import between_steps
 from telegrad.rref import RRef
 
 __all__ = [

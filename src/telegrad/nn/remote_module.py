@@ -12,10 +12,10 @@ from telegrad.nn.owner import Member
 from telegrad.nn.placement import placement_of
 from telegrad.rref import RRef
 from telegrad.worker import Worker
-from telegrad.worker.arguments import checked_arguments
-from telegrad.worker.default import current_worker
-from telegrad.worker.future import CallFuture
-from telegrad.worker.messages import being_written
+from telegrad.worker.calls.callables import checked_arguments
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.messages import being_written
+from telegrad.worker.default_worker import current_worker
 
 __all__ = ["PICKLE", "RemoteModule", "refuse"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from telegrad.observe.torchs import EventList, FunctionEvent
+from telegrad.observe.torch_profiler import EventList, FunctionEvent
 
 __all__ = ["REMOTE_OP", "Event", "clock_offset", "combined"]
 

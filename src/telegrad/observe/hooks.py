@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.observe import recording, torchs, trace
+from telegrad.observe import recording, torch_profiler, trace
 from telegrad.observe.profiler import profiler
 from telegrad.observe.recording import Option
 from telegrad.observe.sessions import Session
@@ -46,7 +46,7 @@ def _start(self: Any, start: Callable[[], Any], *_: Any) -> Any:
     except BaseException:
         recording.go_on()
         raise
-    session = Session(Option.of(self), not isinstance(self, torchs.Kineto), before)
+    session = Session(Option.of(self), not isinstance(self, torch_profiler.Kineto), before)
     profiler.open(session)
     setattr(self, _SESSION, session)
     return result
@@ -87,10 +87,10 @@ def _export(self: Any, export: Callable[[], Any], path: Any, *_: Any) -> Any:
 
 def install() -> None:
     """Wrap the methods of torch's profilers."""
-    _wrap(torchs.Kineto, "_start_trace", _start)
-    _wrap(torchs.Kineto, "__exit__", _end)
-    _wrap(torchs.Kineto, "_parse_kineto_results", _parse)
-    _wrap(torchs.Kineto, "export_chrome_trace", _export)
-    if torchs.legacy is not None:
-        _wrap(torchs.Legacy, "_start_trace", _start)
-        _wrap(torchs.Legacy, "__exit__", _end_legacy)
+    _wrap(torch_profiler.Kineto, "_start_trace", _start)
+    _wrap(torch_profiler.Kineto, "__exit__", _end)
+    _wrap(torch_profiler.Kineto, "_parse_kineto_results", _parse)
+    _wrap(torch_profiler.Kineto, "export_chrome_trace", _export)
+    if torch_profiler.legacy is not None:
+        _wrap(torch_profiler.Legacy, "_start_trace", _start)
+        _wrap(torch_profiler.Legacy, "__exit__", _end_legacy)

@@ -8,15 +8,16 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from telegrad.observe import torchs
+from telegrad.observe import torch_profiler
 from telegrad.observe.events import Event
 from telegrad.observe.recording import Option, Recording
 from telegrad.observe.sessions import Session
 from telegrad.observe.spans import RecordedSpan, SessionSpan, Span, call_key, function_name
-from telegrad.worker import live_workers, profiling
-from telegrad.worker.calls import Calls
-from telegrad.worker.interceptors import PROFILER, switch
-from telegrad.worker.profiling import Asked, Report
+from telegrad.worker import live_workers
+from telegrad.worker.calls import tracing
+from telegrad.worker.calls.client import Calls
+from telegrad.worker.calls.interceptors import PROFILER, switch
+from telegrad.worker.calls.tracing import Asked, Report
 
 __all__ = ["Profiler", "profiler"]
 
@@ -28,7 +29,7 @@ class _Key(threading.local):
 
 
 class Profiler:
-    """Implementation of `telegrad.worker.profiling.Observer`."""
+    """Implementation of `telegrad.worker.calls.tracing.Observer`."""
 
     def __init__(self) -> None:
         self.on: bool = False
@@ -44,8 +45,8 @@ class Profiler:
     # ---- the caller's side
 
     def begin(self, calls: Calls, peer: int, mode: str, function: Any) -> Span | None:
-        recording = profiling.recording.get()
-        session = self._session(recording is None) if torchs.profiler_enabled() else None
+        recording = tracing.recording.get()
+        session = self._session(recording is None) if torch_profiler.profiler_enabled() else None
         if session is None and not isinstance(recording, Recording):
             return None
         to = calls.name_of(peer)
@@ -80,15 +81,15 @@ class Profiler:
 
     def range(self, name: str) -> AbstractContextManager[Any]:
         """Label a section of this thread's work if it is being profiled."""
-        return torchs.record_function(name) if torchs.profiler_enabled() else nullcontext()
+        return torch_profiler.record_function(name) if torch_profiler.profiler_enabled() else nullcontext()
 
     def beside(self, calls: Calls) -> Recording | None:
         """Return a recording of other threads' work for this one, if it is profiled.
 
         When the recording is reported, its events join the profile.
         """
-        inner = profiling.recording.get()
-        session = self._session(False) if torchs.profiler_enabled() else None
+        inner = tracing.recording.get()
+        session = self._session(False) if torch_profiler.profiler_enabled() else None
         if session is None:
             return inner if isinstance(inner, Recording) else None
         session.called_by(calls.me, calls.name_of)
@@ -182,4 +183,4 @@ class Profiler:
 
 
 profiler: Profiler = Profiler()
-profiling.observer = profiler
+tracing.observer = profiler

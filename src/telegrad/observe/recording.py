@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from telegrad.observe import torchs
+from telegrad.observe import torch_profiler
 from telegrad.observe.events import Event, clock_offset
-from telegrad.worker import profiling
-from telegrad.worker.profiling import Asked, Report
+from telegrad.worker.calls import tracing
+from telegrad.worker.calls.tracing import Asked, Report
 
 __all__ = ["Option", "Recording", "go_on", "pause"]
 
@@ -44,11 +44,11 @@ class Option(IntFlag):
     def config(self) -> Any:
         """Return the configuration for torch's legacy profiler."""
         cuda = Option.CUDA in self and torch.cuda.is_available()
-        state = torchs.ProfilerState.CUDA if cuda else torchs.ProfilerState.CPU
+        state = torch_profiler.ProfilerState.CUDA if cuda else torch_profiler.ProfilerState.CPU
         chosen = [
             option in self for option in (Option.SHAPES, Option.MEMORY, Option.STACK, Option.FLOPS, Option.MODULES)
         ]
-        return torchs.ProfilerConfig(state, *chosen, torch._C._profiler._ExperimentalConfig())
+        return torch_profiler.ProfilerConfig(state, *chosen, torch._C._profiler._ExperimentalConfig())
 
 
 _ATTRIBUTES = {
@@ -99,11 +99,11 @@ class Recording:
 
     def __enter__(self) -> None:
         start = None if self._ended else _start(self.options)
-        _here.entered.append((self, start, profiling.recording.set(self)))
+        _here.entered.append((self, start, tracing.recording.set(self)))
 
     def __exit__(self, *error: object) -> None:
         _, start, token = _here.entered.pop()
-        profiling.recording.reset(token)
+        tracing.recording.reset(token)
         if start is not None:
             self._take(start)
 
@@ -189,20 +189,20 @@ def _start(options: Option) -> int | None:
 
     Return None if torch has no legacy profiler, or another profiler is active.
     """
-    if torchs.legacy is None or torchs.profiler_enabled():
+    if torch_profiler.legacy is None or torch_profiler.profiler_enabled():
         return None
-    torchs.enable_legacy(options.config())
+    torch_profiler.enable_legacy(options.config())
     return time.time_ns()
 
 
 def _stop(start: int, node: int) -> list[Event]:
     """Stop torch's profiler and return its events."""
     try:
-        records = torchs.disable_legacy()
+        records = torch_profiler.disable_legacy()
     except RuntimeError:  # the code that was run has stopped it, as its own profiler
         return []
     whole = [_without_strays(thread) for thread in records]
-    return [Event.of(event, node, start) for event in torchs.legacy._parse_legacy_records(whole)]
+    return [Event.of(event, node, start) for event in torch_profiler.legacy._parse_legacy_records(whole)]
 
 
 def _without_strays(records: list[Any]) -> list[Any]:

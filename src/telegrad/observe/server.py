@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from telegrad.observe.events import Event
 from telegrad.observe.profiler import profiler
 from telegrad.observe.recording import Option
-from telegrad.observe.torchs import EventList, Legacy
+from telegrad.observe.torch_profiler import EventList, Legacy
 
 __all__ = ["ServerProfile"]
 

@@ -9,9 +9,9 @@ import torch
 
 from telegrad.observe.events import Event, clock_offset
 from telegrad.observe.recording import Recording
-from telegrad.observe.torchs import record_function
-from telegrad.worker.callables import find_builtin, name_of
-from telegrad.worker.profiling import Asked
+from telegrad.observe.torch_profiler import record_function
+from telegrad.worker.calls.callables import find_builtin, name_of
+from telegrad.worker.calls.tracing import Asked
 
 if TYPE_CHECKING:
     from telegrad.observe.sessions import Session

@@ -6,7 +6,7 @@ use.
 
 from typing import Any, Final
 
-from telegrad.autograd.versions import unprotected
+from telegrad.autograd.consistency.saved_tensors import unprotected
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.local import between_steps
 

@@ -11,7 +11,7 @@ from telegrad.optim.local import LocalOptimizer
 from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
 from telegrad.worker import Worker
-from telegrad.worker.default import current_worker
+from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import current, remaining
 
 __all__ = ["DistributedOptimizer"]

@@ -8,7 +8,7 @@ the same kind that has memory only during a step:
 - otherwise a copy, which replaces the parameter's memory after the step; saved tensors keep the old memory.
 
 So the parameter's `.grad` never changes, and an optimizer that fails half-way leaves parameters with a copy unchanged.
-A step becomes visible all at once, under the worker's step lock (`telegrad.autograd.gate`). Only torch's own optimizers
+A step becomes visible all at once, under the worker's step lock (`telegrad.autograd.consistency.step_gate`). Only torch's own optimizers
 have known code: they work in place and under the lock. Others work on copies, before the lock is taken.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telegrad.autograd import versions
-from telegrad.autograd.gate import StepGate, warn_if_overtaken
-from telegrad.autograd.versions import protect
+from telegrad.autograd.consistency import saved_tensors
+from telegrad.autograd.consistency.saved_tensors import protect
+from telegrad.autograd.consistency.step_gate import StepGate, warn_if_overtaken
 from telegrad.errors import NotInitialized
 from telegrad.optim.parameters import Managed, in_one_order, managed, taking_turns
-from telegrad.worker.default import current_worker
+from telegrad.worker.default_worker import current_worker
 
 __all__ = ["Group", "LocalOptimizer", "between_steps"]
 
@@ -175,7 +175,7 @@ def between_steps() -> AbstractContextManager[None]:
     worker = current_worker()
     if worker is None:
         raise NotInitialized
-    return versions.between_steps(worker)
+    return saved_tensors.between_steps(worker)
 
 
 def _put(stepped: list[tuple[Managed, Tensor]]) -> None:

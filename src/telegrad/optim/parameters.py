@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import increment_version
 
-from telegrad.autograd.versions import is_shared, protect, put, renew
+from telegrad.autograd.consistency.saved_tensors import is_shared, protect, put, renew
 
 __all__ = ["Managed", "in_one_order", "managed", "taking_turns"]
 

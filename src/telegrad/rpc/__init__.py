@@ -21,8 +21,8 @@ from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.start import Worker, init_rpc, is_available
 from telegrad.types import WorkerInfo
-from telegrad.worker.future import CallFuture
-from telegrad.worker.waiting import wait_all
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.wait_all import wait_all
 
 __all__ = [
     "AllGatherStates",

@@ -23,19 +23,18 @@ from telegrad.rpc.calls import (
     rpc_async,
     rpc_sync,
 )
+from telegrad.rpc.collectives import AllGatherStates, LeftAfterGathering, LostWhileGathering, gather, gathering_of
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from telegrad.rpc.group import AllGatherStates, LeftAfterGathering, LostWhileGathering, gather, gathering_of
 from telegrad.rpc.internal import PythonUDF, _internal_rpc_pickler
 from telegrad.rref import RRef
+from telegrad.timeouts import SharedDeadline, nanoseconds
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
-from telegrad.worker.budget import Budget
-from telegrad.worker.default import current_worker, open_worker, set_default_worker
-from telegrad.worker.interceptors import PICKLER, switch
+from telegrad.worker.calls.interceptors import PICKLER, switch
+from telegrad.worker.calls.messages import Messages
+from telegrad.worker.default_worker import current_worker, open_worker, set_default_worker
 from telegrad.worker.membership import leave_dynamic
-from telegrad.worker.messages import Messages
 from telegrad.worker.scope import current
-from telegrad.worker.timeouts import nanoseconds
 
 __all__ = [
     "AllGatherStates",
@@ -302,7 +301,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
     interrupted = False
     try:
         if graceful and worker.static:
-            budget = Budget(timeout)
+            budget = SharedDeadline(timeout)
             # All live workers are here and agree on the lost ones. A gathering alone cannot establish that.
             worker.finish(timeout, last=False)
             try:
@@ -313,7 +312,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
             worker.finish(budget.left(), last=True)
         elif graceful:
-            budget = Budget(timeout or _LEAVE_TIMEOUT)
+            budget = SharedDeadline(timeout or _LEAVE_TIMEOUT)
             leave_dynamic(worker, budget)
             worker.references.release_all(min(budget.left(), 10.0))
     except KeyboardInterrupt:

@@ -17,8 +17,8 @@ from telegrad.rref import RRef
 from telegrad.rref.create import create
 from telegrad.serialize.tracebacks import without_own_frames
 from telegrad.types import To
-from telegrad.worker.default import current_worker, open_worker
-from telegrad.worker.future import CallFuture, Deferred
+from telegrad.worker.calls.future import CallFuture, Deferred
+from telegrad.worker.default_worker import current_worker, open_worker
 
 __all__ = ["NOT_CALLABLE", "Args", "Kwargs", "call", "collect", "remote", "rpc_async", "rpc_sync"]
 

@@ -18,7 +18,7 @@ import torch
 
 from telegrad.observe import call_key
 from telegrad.rref import RRef
-from telegrad.worker.default import open_worker
+from telegrad.worker.default_worker import open_worker
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from telegrad.errors import NotInitialized
-from telegrad.serialize.tensors import CODE_OF_DTYPE, storage_over
+from telegrad.serialize.tensor_layout import CODE_OF_DTYPE, storage_over
 from telegrad.types import WorkerInfo
-from telegrad.worker.default import current_worker
+from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import current
 
 __all__ = ["empty"]

@@ -7,10 +7,10 @@ from telegrad.errors import NotInitialized
 from telegrad.rpc.calls import NOT_CALLABLE, Args, Kwargs, collect
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.types import To
-from telegrad.worker.arguments import checked_arguments
-from telegrad.worker.default import current_worker
-from telegrad.worker.future import CallFuture, Deferred
-from telegrad.worker.multicast import call_many
+from telegrad.worker.calls.callables import checked_arguments
+from telegrad.worker.calls.future import CallFuture, Deferred
+from telegrad.worker.calls.multicast import call_many
+from telegrad.worker.default_worker import current_worker
 
 __all__ = ["multicast"]
 

@@ -6,21 +6,22 @@ from typing import Any, TypeVar, overload
 
 from telegrad.autograd.service import Autograd
 from telegrad.errors import TelegradError
+from telegrad.group import addresses, device_maps, rendezvous, stores
+from telegrad.group.attempts import Attempts
+from telegrad.group.joining import join_at
+from telegrad.group.store_parts import Part, prefix_of
 from telegrad.options import Options, RpcBackendOptions, as_options
-from telegrad.rpc import api, backend_registry, stores
+from telegrad.rpc import api, backend_registry
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.attempts import Attempts
 from telegrad.rpc.calls import Args, Kwargs
-from telegrad.rpc.joining import join_at
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
-from telegrad.rpc.parts import Part, prefix_of
 from telegrad.rref import RRef
 from telegrad.types import To, WorkerInfo
 from telegrad.worker import Worker as _Worker
-from telegrad.worker import addresses, devices, lifecycle, membership, rendezvous
-from telegrad.worker.future import CallFuture, Deferred
-from telegrad.worker.recorder import Layers
+from telegrad.worker import lifecycle_log, membership
+from telegrad.worker.autograd_hooks import Layers
+from telegrad.worker.calls.future import CallFuture, Deferred
 
 __all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
 
@@ -150,7 +151,7 @@ def join(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
 ) -> _Worker:
     """Create the worker, and wait for the other workers of a static group."""
-    options, mine = as_options(rpc_backend_options), devices.devices_of(rpc_backend_options)
+    options, mine = as_options(rpc_backend_options), device_maps.devices_of(rpc_backend_options)
     static = bool(world_size)
     if static and rank < 0:
         raise ValueError(f"rank parameter missing: worker {name} was given a world_size of {world_size} but no rank.")
@@ -160,10 +161,10 @@ def join(
     timeout = stores.patience(options)
     if not static:
         group = rendezvous.agree(store, options.group_secret(), False, 0)
-        devices.check({name: mine}, False)
+        device_maps.check({name: mine}, False)
         store_at = addresses.store_host(options.init_method, store)
         worker = membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
-        lifecycle.joined(worker)
+        lifecycle_log.joined(worker)
         return worker
     attempts = Attempts(store, name, rank, timeout)
     while True:
@@ -180,7 +181,7 @@ def _join_static(
     rank: int,
     world_size: int,
     options: Options,
-    mine: devices.Devices,
+    mine: device_maps.Devices,
     timeout: float,
 ) -> _Worker:
     """Join the latest attempt of a static group."""
@@ -200,7 +201,7 @@ def _join_static(
     try:
         member = worker.member._replace(devices=tuple(mine))
         members = rendezvous.gather_static(store, member, group, world_size, attempts.wait(timeout))
-        devices.check({member.name: devices.Devices(*member.devices) for member in members}, True)
+        device_maps.check({member.name: device_maps.Devices(*member.devices) for member in members}, True)
         for member in members:
             worker.add_member(member)
         worker.expect([member.id for member in members if member.id != rank])
@@ -209,7 +210,7 @@ def _join_static(
         worker.close()
         raise
     worker.store = store
-    lifecycle.joined(worker)
+    lifecycle_log.joined(worker)
     return worker
 
 

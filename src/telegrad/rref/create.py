@@ -6,7 +6,7 @@ from telegrad.errors import NotInitialized
 from telegrad.rref.creation import Creation
 from telegrad.rref.rref import RRef
 from telegrad.worker import Worker
-from telegrad.worker.interceptors import active
+from telegrad.worker.calls.interceptors import active
 
 __all__ = ["create"]
 

@@ -9,10 +9,10 @@ from telegrad.protocols.rref import RRefId
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
-from telegrad.worker.calls import complete
-from telegrad.worker.failures import Failure
-from telegrad.worker.future import NO_DEVICES, CallFuture
-from telegrad.worker.profiling import Span
+from telegrad.worker.calls.client import complete
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.tracing import Span
+from telegrad.worker.unread_failures import Failure
 
 __all__ = ["Creation", "CreationFuture"]
 

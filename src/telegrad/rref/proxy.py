@@ -9,11 +9,11 @@ import torch
 
 from telegrad.errors import TelegradError, is_drop_in
 from telegrad.rref.description import known_class
-from telegrad.worker.methods import read_with
+from telegrad.worker.calls.callables import read_with
 
 if TYPE_CHECKING:
     from telegrad.rref.rref import RRef
-    from telegrad.worker.future import CallFuture
+    from telegrad.worker.calls.future import CallFuture
 
 __all__ = ["UNSET", "RRefProxy"]
 

@@ -17,7 +17,7 @@ from telegrad.errors import (
     WorkerLost,
 )
 from telegrad.protocols.rref import RRefId
-from telegrad.rref.arrival import arrival
+from telegrad.rref.awaiting import arrival
 from telegrad.rref.backward import run_backward
 from telegrad.rref.creation import Creation
 from telegrad.rref.description import describe
@@ -25,11 +25,11 @@ from telegrad.rref.proxy import UNSET, RRefProxy
 from telegrad.serialize.tracebacks import without_own_frames
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker, current
-from telegrad.worker.coroutines import holding_up
-from telegrad.worker.default import current_worker
-from telegrad.worker.future import NO_DEVICES, CallFuture
-from telegrad.worker.methods import read_attribute
+from telegrad.worker.calls.callables import read_attribute
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import remaining
+from telegrad.worker.serving.event_loop import holding_up
 
 __all__ = ["RRef"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import TEXT, RemoteError, is_drop_in
-from telegrad.serialize.by_value import ByValuePickler
+from telegrad.serialize.pickle_by_value import ByValuePickler
 from telegrad.serialize.tracebacks import (
     TRACEBACK,
     RemoteTraceback,

@@ -10,7 +10,7 @@ there is no global or thread-local state and messages may nest. As in the codec,
 last, when the rest is known to be picklable, because packing may have effects, such as creating a ticket of a
 reference.
 
-The segments are the islands of tensor memory (see `telegrad.serialize.sharing`), followed by the buffers that objects
+The segments are the islands of tensor memory (see `telegrad.serialize.storage_aliasing`), followed by the buffers that objects
 such as numpy arrays pass to pickle.
 
 In a recorded message all tensors that require grad are replaced by others at once, before objects that hold them are
@@ -28,10 +28,10 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import SerializationError
-from telegrad.serialize.by_value import ByValuePickler
-from telegrad.serialize.culprits import find_culprit
-from telegrad.serialize.sharing import Place, Segment, place, restore
-from telegrad.serialize.tensors import Buffer, is_plain, make_codec
+from telegrad.serialize.pickle_by_value import ByValuePickler
+from telegrad.serialize.pickle_errors import find_culprit
+from telegrad.serialize.storage_aliasing import Place, Segment, place, restore
+from telegrad.serialize.tensor_layout import Buffer, is_plain, make_codec
 from telegrad.serialize.torch_types import (
     REDUCERS,
     is_plain_subclass,

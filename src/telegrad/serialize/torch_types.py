@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from telegrad.errors import DeviceNotMapped, SerializationError
-from telegrad.serialize.tensors import span_of
+from telegrad.serialize.tensor_layout import span_of
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from telegrad import autograd, rpc
 from telegrad.rref import RRef
 from telegrad.testing.clusters import cluster
-from telegrad.worker.default import current_worker
+from telegrad.worker.default_worker import current_worker
 
 __all__ = ["GradcheckError", "RemotePart", "gradcheck"]
 

@@ -7,17 +7,17 @@ import threading
 from typing import Any
 
 from telegrad.errors import WorkerLost
+from telegrad.group import rendezvous
+from telegrad.group.rendezvous import Group, Member, StoreGone
+from telegrad.group.store_waits import Limited, StoreSilent
 from telegrad.options import Options
 from telegrad.protocols import membership as protocol
+from telegrad.timeouts import SharedDeadline
 from telegrad.types import WorkerInfo
-from telegrad.worker import rendezvous
-from telegrad.worker.budget import Budget
-from telegrad.worker.future import CallFuture
-from telegrad.worker.limited import Limited, StoreSilent
-from telegrad.worker.recorder import Layers
-from telegrad.worker.rendezvous import Group, Member, StoreGone
+from telegrad.waits import Wait, wait_for
+from telegrad.worker.autograd_hooks import Layers
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.scope import current
-from telegrad.worker.waits import Wait, wait_for
 from telegrad.worker.worker import Worker
 
 __all__ = ["join_dynamic", "leave_dynamic"]
@@ -118,7 +118,7 @@ def _are_you_there() -> None:
     """Runs on a member whose name or rank another one wants."""
 
 
-def leave_dynamic(worker: Worker, budget: Budget) -> None:
+def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
     """Has the others make no more calls to this worker, ends what is under way, and parts from them. Nobody joins or
     leaves meanwhile."""
     parted = False
@@ -140,7 +140,7 @@ def leave_dynamic(worker: Worker, budget: Budget) -> None:
             _part(worker, worker.member_ids(), budget)
 
 
-def _part(worker: Worker, members: set[int], budget: Budget) -> None:
+def _part(worker: Worker, members: set[int], budget: SharedDeadline) -> None:
     _tell(worker, members, _leaving, budget.left())
     worker.drain(budget.left())
     _tell(worker, members, _left, budget.left())

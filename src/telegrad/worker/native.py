@@ -8,19 +8,17 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import NotInitialized
+from telegrad.group.rendezvous import Group
 from telegrad.options import Options
-from telegrad.serialize.names import BY_VALUE, resolver
+from telegrad.serialize.function_names import BY_VALUE, resolver
 from telegrad.types import WorkerInfo
-from telegrad.worker.arguments import checked_arguments
-from telegrad.worker.callables import as_torch_says, find_function
-from telegrad.worker.calls import CallForm
-from telegrad.worker.coroutines import holding_up
-from telegrad.worker.future import NO_DEVICES, CallFuture
-from telegrad.worker.handlers import RequestInfo
-from telegrad.worker.interceptors import active
-from telegrad.worker.methods import method_of
-from telegrad.worker.rendezvous import Group
+from telegrad.worker.calls.callables import as_torch_says, checked_arguments, find_function, method_of
+from telegrad.worker.calls.client import CallForm
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.interceptors import active
 from telegrad.worker.scope import Scope, autocast_is_on, caller_flags, clean_state, current
+from telegrad.worker.serving.event_loop import holding_up
+from telegrad.worker.serving.handlers import RequestInfo
 
 __all__ = ["ENVIRONMENT", "NOT_PLAIN", "Unusual", "make_engine", "make_server"]
 

@@ -19,29 +19,30 @@ from typing import Any
 
 from telegrad import _core
 from telegrad.errors import NotInitialized, RRefError, ShutdownTimeout, UnknownWorker
+from telegrad.group import addresses, rendezvous
+from telegrad.group.rendezvous import Group, Member
 from telegrad.options import Options
 from telegrad.protocols.rref import Ticket
 from telegrad.protocols.shutdown import GaveUp
+from telegrad.timeouts import SharedDeadline
 from telegrad.types import WorkerInfo
 from telegrad.wire import Tag
-from telegrad.worker import addresses, lifecycle, lifetimes, rendezvous
-from telegrad.worker.budget import Budget
-from telegrad.worker.calls import Calls
-from telegrad.worker.coroutines import EventLoop
-from telegrad.worker.draining import Draining
-from telegrad.worker.ended import AnyEngine, AnyServer, EndedEngine
-from telegrad.worker.failures import tell_unread
-from telegrad.worker.future import CallFuture
-from telegrad.worker.handlers import Handlers
-from telegrad.worker.incoming import Incoming
-from telegrad.worker.messages import Messages
+from telegrad.worker import lifecycle_log, process_hooks
+from telegrad.worker.autograd_hooks import Layers, Recorder
+from telegrad.worker.calls.client import Calls
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.messages import Messages
+from telegrad.worker.closed import AnyEngine, AnyServer, EndedEngine
 from telegrad.worker.native import ENVIRONMENT, make_engine, make_server
-from telegrad.worker.pool import EVENT, ONEWAY, OUTCOME, ThreadPool
-from telegrad.worker.recorder import Layers, Recorder
-from telegrad.worker.references import References
-from telegrad.worker.rendezvous import Group, Member
+from telegrad.worker.refs.references import References
 from telegrad.worker.scope import Scope, current
+from telegrad.worker.serving.dispatch import Incoming
+from telegrad.worker.serving.event_loop import EventLoop
+from telegrad.worker.serving.handlers import Handlers
+from telegrad.worker.serving.thread_pool import EVENT, ONEWAY, OUTCOME, ThreadPool
+from telegrad.worker.shutdown_barrier import Draining
 from telegrad.worker.timers import Timers
+from telegrad.worker.unread_failures import tell_unread
 
 __all__ = ["Worker"]
 
@@ -171,7 +172,7 @@ class Worker:
             },
         )
         self.pool.start()
-        lifetimes.remember(self)
+        process_hooks.remember(self)
 
     def __repr__(self) -> str:
         return f"Worker(name={self.info.name!r}, id={self.info.id}, group of {len(self.infos())})"
@@ -217,7 +218,7 @@ class Worker:
         self.engine.part_from(worker_id, why)
         self.references.peer_lost(worker_id, why)
         self.autograd.peer_lost(worker_id, why)
-        lifecycle.peer_left(self, worker_id, why)
+        lifecycle_log.peer_left(self, worker_id, why)
         self.left.add(worker_id)
         self.lost[worker_id] = why
         for listener in list(self.loss_listeners):
@@ -394,7 +395,7 @@ class Worker:
             ShutdownTimeout: some did not come in time, or gave up and left.
         """
         self.finishing = last
-        budget = Budget(timeout)
+        budget = SharedDeadline(timeout)
         end = self.stages[last].run(timeout, last)
         if self.closed:
             raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut the worker down meanwhile.)")
@@ -407,7 +408,7 @@ class Worker:
         self.gone.update(end.lost, end.left)
         for worker in end.lost if last else ():
             if worker not in self.lost:
-                lifecycle.lost(self, worker, "others noticed; this worker had no connection to it")
+                lifecycle_log.lost(self, worker, "others noticed; this worker had no connection to it")
 
     def drain(self, timeout: float) -> bool:
         """Waits until no call of this worker is under way and no request runs here. False: not in `timeout` seconds
@@ -463,10 +464,10 @@ class Worker:
             self._replace_engine(EndedEngine(self.engine))
             self.store = None  # its host may end
             _core.release()
-            lifetimes.live_workers.discard(self)
+            process_hooks.live_workers.discard(self)
             tell_unread()
             if self.joined:
-                lifecycle.left(self)
+                lifecycle_log.left(self)
 
     def abandon(self) -> AnyEngine:
         """In a forked child: here the worker, which is the parent's, is as good as closed. Returns the parent's engine,

@@ -4,7 +4,7 @@ import logging
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-from telegrad.worker import rendezvous
+from telegrad.group import rendezvous
 
 logger = logging.getLogger("telegrad")
 

@@ -17,7 +17,7 @@ from telegrad.rpc.calls import NOT_CALLABLE
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
-from telegrad.worker.future import CallFuture
+from telegrad.worker.calls.future import CallFuture
 
 __all__ = [
     "_invoke_remote_builtin",

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from telegrad.worker.faults import DroppedMessage
+from telegrad.worker.calls.faults import DroppedMessage
 
 __all__ = ["KINDS", "Faults", "Kind"]
 

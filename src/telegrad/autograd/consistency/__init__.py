@@ -1,0 +1,1 @@
+"""Protection of saved tensors from optimizer steps of other trainers."""

@@ -1,0 +1,245 @@
+"""The local graph of one pass at one worker, walked once: what each source leads to, and the stages in which it runs.
+
+A source is a send recorded at this worker, or the root (`ROOT`, the call of `backward`). Each has the edges where its
+gradients enter. The walk goes from all sources to leaves and recvs, in time linear in nodes and edges.
+
+**Disjoint sources.** Most often no two sources reach the same node, except leaves: one source and nothing else; the
+replies of a server; the micro-batches of a pipeline. Then each source is a stage of its own, which runs all that the
+source reaches when its gradients have arrived. A leaf that several sources reach is captured by each stage, and the
+parts are added up (`leaves.py`). Where sources meet, `planning.py` makes the stages of what the walk has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from telegrad._core import Reach
+from telegrad.autograd.ddp import any_reduced
+from telegrad.autograd.graph.deep_graph import RecursionGuard
+from telegrad.errors import TelegradError
+from telegrad.protocols.backward_messages import FINAL, Group, Layout
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge, Node
+
+    from telegrad.autograd.context import Received
+
+__all__ = ["LEAF", "RECV", "Cell", "Crossing", "Edges", "Foreign", "LocalGraph", "Stage", "by_id", "has_hooks", "kinds"]
+
+INNER, LEAF, RECV = range(3)
+_with_leaf = torch.empty(1, requires_grad=True).expand(1).grad_fn
+assert _with_leaf is not None
+_ACCUMULATE: type = type(_with_leaf.next_functions[0][0])
+del _with_leaf
+
+_recv_types: set[type] = set()
+
+
+class _Kinds(dict[type, int]):
+    """Type of node -> its kind."""
+
+    def __missing__(self, kind: type) -> int:
+        found = INNER
+        if kind is _ACCUMULATE:
+            found = LEAF
+        elif issubclass(kind, BackwardCFunction):
+            found = INNER if _recv_types.isdisjoint(kind.__mro__) else RECV
+        if len(self) < 10_000:  # every autograd.Function has a type of its own, and programs make them in functions
+            self[kind] = found
+        return found
+
+
+kinds: _Kinds = _Kinds()
+
+
+def mark_recv(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Declares that nodes of this Function are recvs. (A decorator of the class.)"""
+    _recv_types.add(function._backward_cls)  # the class of its nodes
+    kinds.clear()
+    return function
+
+
+def has_hooks(leaf: Tensor) -> bool:
+    """Return whether a leaf has tensor hooks, which must see the whole gradient."""
+    return bool(getattr(leaf, "_backward_hooks", None))
+
+
+class Foreign(TelegradError):
+    """A gradient reached a tensor that was received in another context."""
+
+
+class Crossing(NamedTuple):
+    """An edge from a stage to a node that runs later, or to a leaf that is not captured."""
+
+    node: Node  # in the stage
+    output: int  # of its gradients
+    target: Node | Tensor  # a leaf's tensor
+    input: int  # of the target
+
+
+class Cell:
+    """Nodes that are always run by the same stage (see planning.py)."""
+
+    __slots__ = ("crossings", "key", "leaves", "number", "rank")
+
+    def __init__(self, key: tuple[int, ...], number: int) -> None:
+        self.key: tuple[int, ...] = key
+        self.number: int = number
+        self.rank: int = 0  # its place in the order in which sums are made; a cell leads only to cells of higher rank
+        self.crossings: dict[Cell | None, list[Crossing]] = {}  # to nodes and recvs of that cell; None: the final stage
+        self.leaves: list[Crossing] = []  # to leaves
+
+
+class Stage(NamedTuple):
+    """The nodes that one engine call runs."""
+
+    rank: int  # of sums
+    cells: Sequence[Cell]  # none where sources are disjoint, and in the final stage
+    recvs: list[Received]
+    whole: list[Tensor]  # leaves to capture whose gradient is whole
+    parts: list[Tensor]  # leaves to capture, of whose gradient this is a part
+    crossings: Sequence[Crossing]
+
+
+_new: Any = tuple.__new__  # a stage without its constructor's frame
+_NO_STAGE = Stage(1 << 60, (), [], [], [], ())  # the final stage of several disjoint sources
+Edges = Sequence["GradientEdge | Tensor | None"]  # of a leaf, its tensor
+
+
+class LocalGraph:
+    """The graph below some sources, and its stages.
+
+    Args:
+        sources: The id and the edges of each source, ROOT first if it is among them, then by id.
+        receipts: The messages received in the context.
+
+    Attributes:
+        met: The walk, if the sources are not disjoint: `planning.plan` is to make the stages from it.
+        foreign: Recvs of other contexts, each with the sources that reach it.
+        shared: The id of a leaf -> the sources that reach it, by bit, if there are several. Disjoint sources only.
+    """
+
+    __slots__ = (
+        *("bits", "cell_of", "cells_of", "final", "foreign", "groups", "hooked", "is_disjoint", "met"),
+        *("pairs", "recvs", "recvs_of", "shared", "sources", "stages", "taint"),
+    )
+    # Where sources meet, by planning.py:
+    recvs_of: list[list[Received]]  # group -> recvs
+    cells_of: list[list[Cell]]  # group -> the cells that it runs, if they have not run
+    cell_of: dict[Any, Cell]  # nodes and recvs of other stages than the final one
+    taint: dict[int, int]  # id of a leaf -> the pairs of cells whose crossings lead to it
+    pairs: dict[tuple[Cell, Cell | None], int]  # -> bit in `taint`
+    hooked: set[int]  # ids of leaves with hooks
+
+    def __init__(self, sources: Sequence[tuple[int, Edges]], receipts: Iterable[Received]) -> None:
+        self.sources: dict[int, Edges] = dict(sources)
+        self.bits: dict[int, int] = dict(zip(self.sources, range(len(sources)), strict=True))
+        self.recvs: dict[Any, Received] = {}
+        for received in receipts:
+            self.recvs[received.node] = received
+        self.groups: list[Group] | None = None  # if they have been needed
+        self.final: Stage = _NO_STAGE
+        self.foreign: list[tuple[Any, int]] = []
+        self.shared: dict[int, list[int]] = {}
+        self.stages: list[Stage] = []  # of disjoint sources, by bit
+        reach = Reach(kinds, RecursionGuard)
+        try:
+            self.is_disjoint: bool = self._walk(reach)
+        finally:
+            guard: Any = reach.guard
+            if guard is not None:
+                guard.close()
+        self.met: Reach | None = None if self.is_disjoint else reach
+
+    def _walk(self, reach: Reach) -> bool:
+        """Walk from all sources, and return whether they are disjoint, and no leaf needs the final stage."""
+        recvs, stages = self.recvs, self.stages
+        simple = True
+        reached: list[Tensor] = []
+        for bit, edges in enumerate(self.sources.values()):
+            leaves, ends, shared = reach.walk(edges)
+            found: list[Received] = []
+            for node in ends:
+                received = recvs.get(node)
+                if received is None:
+                    self.foreign.append((node, 1 << bit))
+                else:
+                    found.append(received)
+            if len(found) > 1:
+                found.sort(key=by_id)
+            stages.append(_new(Stage, (bit, (), found, leaves, [], ())))
+            for leaf, before in shared:
+                self.shared.setdefault(id(leaf), [before]).append(bit)
+                simple = simple and not has_hooks(leaf)
+            reached += leaves
+        if reach.sources_meet or not simple or any_reduced(reached):
+            return False
+        if len(stages) == 1:  # then it comes last, too
+            self.final = stages[0]
+        elif self.shared:
+            for stage in stages:
+                stage.parts.extend([leaf for leaf in stage.whole if id(leaf) in self.shared])
+                stage.whole[:] = [leaf for leaf in stage.whole if id(leaf) not in self.shared]
+        return True
+
+    def layout(self) -> Layout:
+        """Return the graph as the schedule needs it."""
+        if self.groups is None:
+            stages = self.stages if len(self.stages) > 1 else ()
+            self.groups = [Group(1 << stage.rank, _pairs(stage.recvs)) for stage in stages]
+        return Layout(self.bits, tuple(self.groups), _pairs(self.final.recvs))
+
+    def single_peer(self, me: int) -> int | None:
+        """Return the one other worker that gets gradients, if the root leads to it and what was sent leads to leaves,
+        each message to its own; else None."""
+        if not self.is_disjoint or self.shared:
+            return None
+        root, *others = self.stages
+        peers = set(map(_peer_of, root.recvs))
+        if len(peers) != 1 or me in peers:
+            return None
+        for stage in others:
+            if stage.recvs:
+                return None
+        return peers.pop()
+
+    def leads_back(self, source: int, peer: int) -> bool:
+        """Return whether a source is the only one, and leads to leaves and to recvs from one worker."""
+        return len(self.bits) == 1 and source in self.bits and {peer}.issuperset(map(_peer_of, self.final.recvs))
+
+    def stage(self, group: int, done: Set[Cell]) -> Stage:
+        """Return the stage of a group, or FINAL, of sources that meet, when the cells `done` have run."""
+        if group == FINAL:
+            return self.final
+        cells = [cell for cell in self.cells_of[group] if cell not in done]
+        cells.sort(key=attrgetter("rank"))
+        crossings: list[Crossing] = []
+        active = 0
+        for cell in cells:
+            for target, edges in cell.crossings.items():
+                if target not in cells:
+                    crossings += edges
+                    active |= self.pairs[cell, target]
+        leaves: dict[int, Any] = {}
+        for cell in cells:
+            for edge in cell.leaves:
+                leaf = id(edge.target)
+                if leaf in self.hooked or self.taint.get(leaf, 0) & active:
+                    crossings.append(edge)
+                else:
+                    leaves[leaf] = edge.target
+        return Stage(cells[-1].rank, cells, self.recvs_of[group], [], list(leaves.values()), crossings)
+
+
+by_id: attrgetter[int] = attrgetter("id")
+_peer_of: attrgetter[int] = attrgetter("peer")
+
+
+def _pairs(recvs: Sequence[Received]) -> tuple[tuple[int, int], ...]:
+    return tuple([(received.id, received.peer) for received in recvs])

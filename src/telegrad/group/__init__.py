@@ -1,0 +1,1 @@
+"""How the workers of a group meet: addresses, stores, rendezvous."""

@@ -1,0 +1,221 @@
+"""Store that rank 0 of a static group hosts, with its Unix socket server.
+
+The Unix socket serves the workers of the same host. The store stays with the process after the group has ended, for the
+next group at the same port. It ends when the process joins another group as a client, or at another port, or when
+another process of this host asks for the port.
+"""
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import time
+import weakref
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from telegrad.errors import TelegradError
+from telegrad.group.addresses import is_loopback
+from telegrad.group.probing import plain, probe
+from telegrad.group.unix_store import Door, LocalStore, ask_to_give_way
+
+__all__ = ["Place", "TCPStore", "as_host", "host_store", "is_address", "is_own", "latest", "listen"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
+
+TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+latest: list[Any] = []
+"""Store objects of the last static group, kept alive for the next one."""
+_HANDOVER = 3.0  # s for the previous group to end, once rank 0 of the next one wants its port
+_SOONEST, _LATEST = 0.001, 0.05  # s between two attempts
+_PROBE_PATIENCE = 2.0  # s
+
+
+class Place(NamedTuple):
+    """Address at which a static group meets."""
+
+    host: str
+    port: int
+    rank: int
+    libuv: bool
+    hosted: bool = False  # by torchrun's agent
+
+    @property
+    def at(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class _PortIsTaken(TelegradError):
+    """Port taken by the store of another group."""
+
+
+class _Host:
+    """Store that this process hosts at a port as rank 0, with its Unix socket server.
+
+    The store and the server end with this object.
+
+    Raises:
+        TelegradError: another program has the port; `_PortIsTaken`: the store of another group has it.
+    """
+
+    def __init__(self, place: Place, timeout: timedelta) -> None:
+        door, no_door = None, ""
+        try:
+            door = Door(place.port)  # first: a client that finds the port open relies on the server
+        except OSError as e:
+            no_door = str(e)
+        try:
+            # No socket means that a store has the port (perhaps one of this process), or that the address is not of
+            # this machine. Torch's store then reports the error, or listens on all addresses.
+            self.store = host_store(place, timeout, listen(place.host, place.port))
+        except BaseException as e:
+            if door is not None:
+                door.close()
+            if isinstance(e, RuntimeError) and "EADDRINUSE" in str(e):
+                raise _port_is_taken(place) from None
+            raise
+        self.door = door
+        self._users: weakref.WeakSet[LocalStore] = weakref.WeakSet()  # stores of this process's workers of rank 0
+        if door is None:
+            logger.info("workers of this host will reach the group's store by its port alone: %s", no_door)
+            return
+        me = weakref.ref(self)
+        door.open(self.store, lambda: (host := me()) is not None and host._give_way())
+        weakref.finalize(self, door.leave)
+
+    def store_for(self, place: Place, timeout: timedelta) -> Any:
+        """Return the store for a worker. The host lives at least as long as it."""
+        if self.door is None:
+            return self.store
+        store = LocalStore(place.host, place.port, timeout)
+        store.behind = self
+        self._users.add(store)
+        return store
+
+    def _give_way(self) -> bool:
+        """Give up the port to another process, unless a worker still uses the store."""
+        if self._users:
+            return False
+        latest[:] = [each for each in latest if each is not self]
+        return True
+
+
+def _port_is_taken(place: Place) -> TelegradError:
+    """Return the error of rank 0 for a port that is taken.
+
+    Raises:
+        TelegradError: the port is taken by another program, which the text names.
+    """
+    met = probe(place.host, place.port, _PROBE_PATIENCE)
+    other, kind = ("another program", TelegradError) if met else ("the store of another group", _PortIsTaken)
+    return kind(
+        f"rank 0 cannot host the group's store at {place.host}:{place.port}: {other} has the port (EADDRINUSE)."
+        " Give the group (MASTER_PORT, or init_method) a port that is free on the host of rank 0."
+    )
+
+
+_hosts: "weakref.WeakValueDictionary[int, _Host]" = weakref.WeakValueDictionary()  # by port
+
+
+def _forget_in_child() -> None:
+    """Drop all hosts in a forked child, which must not hold its parent's sockets."""
+    for host in list(_hosts.values()):
+        if host.door is not None:
+            host.door.abandon()
+    _hosts.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def as_host(place: Place, timeout: timedelta) -> Any:
+    """Return the store and serve it to the workers of this host as well.
+
+    Reuses the store that this process hosted for its last group at the same port.
+
+    Raises:
+        TelegradError: the port is taken and did not become free in time.
+    """
+    host = _hosts.get(place.port)
+    if host is None:
+        latest.clear()
+        host = _hosts[place.port] = _new_host(place, timeout)
+    store = host.store_for(place, timeout)
+    latest[:] = [host]
+    return store
+
+
+def _new_host(place: Place, timeout: timedelta) -> _Host:
+    """Host a store, and ask another process that still has the port to give it up."""
+    until = time.monotonic() + min(_HANDOVER, timeout.total_seconds())
+    pause = _SOONEST
+    while True:
+        try:
+            return _Host(place, timeout)
+        except _PortIsTaken:
+            if time.monotonic() >= until:
+                raise
+        ask_to_give_way(place.port)
+        time.sleep(pause)
+        pause = min(2 * pause, _LATEST)
+
+
+def host_store(place: Place, timeout: timedelta, listening: socket.socket | None) -> Any:
+    with listening or nullcontext():
+        store = TCPStore(
+            place.host,
+            place.port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # a process group of this process may meet here as well
+            master_listen_fd=None if listening is None else listening.fileno(),
+            use_libuv=place.libuv,
+        )
+        if listening is not None:
+            listening.detach()  # the store closes it
+    return store
+
+
+def is_address(host: str) -> bool:
+    try:
+        return not ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_unspecified
+    except ValueError:
+        return False
+
+
+def is_own(family: int, address: tuple[Any, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
+
+
+def listen(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on a port of this machine.
+
+    Returns None if the host is another machine, or the port is taken. The socket listens at the given address. For a
+    name except localhost it listens on all addresses: the name may resolve to another address on other machines.
+    """
+    found = socket.getaddrinfo(plain(host), port, type=socket.SOCK_STREAM)
+    # localhost resolves to IPv4 and IPv6; 127.0.0.1 to IPv4 alone.
+    for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+        if not is_own(family, address):
+            continue
+        try:
+            if is_loopback(host) or is_address(host):
+                return socket.create_server((str(address[0]), port), family=family)
+            both = socket.has_dualstack_ipv6()
+            anywhere = socket.AF_INET6 if both else family
+            return socket.create_server(("", port), family=anywhere, dualstack_ipv6=both)
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                return None
+            raise RuntimeError(f"the group's store cannot be hosted at {host}:{port}: {e}") from e
+    return None

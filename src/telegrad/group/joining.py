@@ -1,0 +1,71 @@
+"""Join a group at the address in its options.
+
+The store of the previous group may still exist at that address.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+from telegrad.group import stores
+from telegrad.group.store_parts import Part, prefix_of
+from telegrad.group.store_waits import StoreGone
+from telegrad.options import RpcBackendOptions
+
+__all__ = ["join_at"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
+
+T = TypeVar("T")
+
+_PAUSE = 0.005  # s until the next attempt to find a store, after one has closed
+
+
+def join_at(
+    name: str,
+    options: RpcBackendOptions,
+    rank: int,
+    world_size: int | None,
+    join: Callable[[Part, int, int | None], T],
+    ranks_needed: bool = False,
+) -> T:
+    """Join a group at the store that the options name.
+
+    A client may find the store of the previous group while its host closes it. It then looks for the store again.
+
+    Args:
+        name, rank, world_size, ranks_needed: as for `stores.meet`.
+        join: joins in a part of the store, with the rank and the world size that the address may have added. It is
+            called again if the store closes in the meantime.
+
+    Returns:
+        The result of `join`.
+
+    Raises:
+        ValueError, RuntimeError: as of `stores.meet` and `join`.
+    """
+    until = time.monotonic() + stores.patience(options)
+    limit: float | None = None
+    gone: RuntimeError | None = None
+    prefix = ""
+    with ExitStack() as joining:
+        while True:
+            try:
+                store, its_rank, its_size = stores.meet(name, options, rank, world_size, ranks_needed, limit)
+            except StoreGone as too_late:
+                if gone is None:
+                    raise
+                raise too_late from gone
+            try:
+                if not prefix:  # the group keeps its prefix, at whichever store it meets
+                    prefix = joining.enter_context(prefix_of(store, options.init_method, its_size, its_rank))
+                return join(Part(prefix, store), its_rank, its_size)
+            except StoreGone as e:
+                limit = round(until - time.monotonic(), 2)
+                if limit <= 0 or not stores.is_guest(options, rank, world_size):
+                    raise
+                logger.info("%s (rank %d) tries to find the group's store again: %s", name, its_rank, e)
+                gone = e.with_traceback(None)  # the traceback refers to the store
+            time.sleep(_PAUSE)

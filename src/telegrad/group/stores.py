@@ -1,0 +1,314 @@
+"""Store at which the workers of a group meet, at the address in their options.
+
+A static group meets at the address of torch's rendezvous, so that it shares MASTER_PORT with ``init_process_group``. So
+does a worker of a dynamic group that has a rank. A worker without a rank cannot derive whether it hosts the store: the
+first worker to bind the port is the host. Its store lives as long as its process.
+
+Workers of a static group on the store's host reach it through a Unix socket (`local_store`) instead of the port.
+"""
+
+import logging
+import os
+import socket
+import time
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+
+from telegrad.group.addresses import is_loopback
+from telegrad.group.file_store import make_private
+from telegrad.group.hosting import Place, TCPStore, as_host, host_store, is_address, is_own, latest, listen
+from telegrad.group.probing import plain, probe
+from telegrad.group.store_waits import StoreSilent, within
+from telegrad.group.unix_store import LocalStore
+from telegrad.options import Options, RpcBackendOptions, as_options
+from telegrad.timeouts import FOREVER
+from telegrad.waits import Wait
+
+__all__ = ["is_guest", "meet", "patience"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
+
+_rendezvous: list[Any] = []  # kept alive: some stores close with their iterator
+_hosted: list[Any] = []  # stores of this process that others may still use after its worker has left
+_SOONEST, _LATEST = 0.001, 0.05  # s between two checks for a host that has not started yet,
+_SLOWLY = 1.0  # and between two queries for its name
+_SLOW_RESOLVER = 5.0  # s for one such query
+
+
+def patience(options: RpcBackendOptions) -> float:
+    """Return the timeout of the rendezvous in seconds: that of a call, if limited."""
+    return options.rpc_timeout if 0 < options.rpc_timeout < FOREVER else 300.0
+
+
+def ranks_of_launcher(options: Options) -> tuple[int, int | None]:
+    """Return the rank and the world size set by a launcher like torchrun.
+
+    Returns:
+        Rank and world size; -1 and None if no launcher has set them.
+
+    Raises:
+        ValueError: they are not numbers.
+    """
+    if not options.ranks_from_environment or urlparse(options.init_method).scheme != "env":
+        return -1, None
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if not rank or not world_size:
+        return -1, None
+    try:
+        return int(rank), int(world_size)
+    except ValueError:
+        raise ValueError(f"RANK={rank} and WORLD_SIZE={world_size} should be numbers") from None
+
+
+def meet(
+    name: str,
+    options: RpcBackendOptions,
+    rank: int,
+    world_size: int | None,
+    ranks_needed: bool = False,
+    limit: float | None = None,
+) -> tuple[Any, int, int | None]:
+    """Return the store that the options name.
+
+    Args:
+        name: of the worker, for log lines during the wait.
+        ranks_needed: a worker of a dynamic group must have a rank too, as with torch's own options.
+        limit: limit in seconds for the store's host to start; by default that of `patience`.
+
+    Returns:
+        The store, with the rank and the world size that the environment may have added.
+
+    Raises:
+        ValueError: the address is incomplete, or has a rank or a world size, or the rank of a static group is missing.
+        RuntimeError: the store cannot be reached or created.
+    """
+    timeout = timedelta(seconds=patience(options))
+    if {"rank", "world_size"} & set(parse_qs(urlparse(options.init_method).query)):
+        raise ValueError(
+            f"init_method {options.init_method} has a rank or a world size. Give them as the arguments rank and"
+            " world_size instead."
+        )
+    if rank >= 0 or not (world_size or ranks_needed):
+        make_private(options.init_method)
+    ranked = bool(world_size) or ranks_needed or rank >= 0 or _ranked_by_environment(options)
+    place = _place(options.init_method, rank) if ranked else None
+    who = name if place is None else f"{name} (rank {place.rank})"
+    wait = Wait(who, timeout.total_seconds() if limit is None else limit)
+    if place is not None and world_size:
+        rank = place.rank
+        here = _is_here(place, wait)
+        store = as_host(place, timeout) if rank == 0 and not place.hosted else _as_guest(place, here, wait)
+    elif place is not None:
+        store = _tcp_store(place, wait) if place.rank == 0 else _by_port(place, wait)
+    elif world_size:
+        meeting = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
+        _rendezvous[:] = [meeting]
+        store, rank, world_size = next(meeting)
+    else:
+        store = None if ranked else _without_rank(options, wait)
+        if store is None:
+            from torch.distributed.rendezvous import _create_store_from_options
+
+            store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
+    store.set_timeout(timeout)
+    return store, rank, world_size
+
+
+def is_guest(options: RpcBackendOptions, rank: int, world_size: int | None) -> bool:
+    """Return whether a static group's worker uses the store that rank 0 hosts."""
+    place = _place(options.init_method, rank) if world_size else None
+    return place is not None and place.rank > 0 and not place.hosted
+
+
+def _place(init_method: str, rank: int) -> Place | None:
+    """Return the address to meet at, if one of the workers hosts a store there.
+
+    Returns None if that is not so, or if the address is incomplete: then torch reports the error.
+    """
+    url = urlparse(init_method)
+    query = parse_qs(url.query)
+    try:
+        if url.scheme == "tcp":
+            host, port = url.hostname, url.port
+        elif url.scheme == "env":
+            host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", ""))
+            rank = int(os.environ.get("RANK", "-1")) if rank < 0 else rank
+        else:
+            return None
+    except ValueError:
+        return None
+    if not host or not port or rank < 0:
+        return None
+    # As in torch: under an agent no worker hosts a store, at any address.
+    return Place(host, port, rank, _libuv(query), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+
+def _libuv(query: dict[str, list[str]]) -> bool:
+    return query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[-1] == "1"
+
+
+def _as_guest(place: Place, here: bool, wait: Wait) -> Any:
+    """Return the store that rank 0 hosts, once it does.
+
+    The worker uses the Unix socket if it is on the same host, otherwise the port.
+    """
+    latest.clear()
+    store = _through_door(place, wait) if here else None
+    if store is None:
+        store = _by_port(place, wait)
+    latest[:] = [store]
+    return store
+
+
+def _awaited(place: Place, last: str) -> tuple[str, str]:
+    """Describe the wait, for `Wait.step`."""
+    host = "the agent" if place.hosted else "rank 0" if place.rank >= 0 else "the group"
+    return f"{host}'s store at {place.at}", last
+
+
+def _too_late(place: Place, wait: Wait, last: str) -> RuntimeError:
+    host = "rank 0, which hosts it," if place.rank >= 0 else "its host"
+    error: RuntimeError = dist.DistNetworkError(
+        f"no store at {place.at} within {wait.timeout:g} s: {host} did not start in time. Is it started, with this"
+        f" address? The last attempt met: {last}."
+    )
+    return error
+
+
+def _by_port(place: Place, wait: Wait) -> Any:
+    """Return the store at a port, once there is one.
+
+    Raises:
+        DistNetworkError: there is none within the time of `wait`.
+        TelegradError: another program has the port.
+    """
+    pause = _SOONEST
+    while last := probe(place.host, place.port, wait.left or 0.001):
+        if not wait.left:
+            raise _too_late(place, wait, last)
+        wait.step(lambda last=last: _awaited(place, last))  # type: ignore[misc]
+        time.sleep(min(pause, wait.pause()))
+        pause = min(2 * pause, _LATEST)
+    timeout = timedelta(seconds=wait.timeout)
+    return TCPStore(
+        place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False, use_libuv=place.libuv
+    )
+
+
+def _through_door(place: Place, wait: Wait) -> LocalStore | None:
+    """Wait for the host's Unix socket; None if the local host has none.
+
+    Raises:
+        DistNetworkError: there is no host within the time of `wait`.
+        TelegradError: another program has the port.
+    """
+    pause = _SOONEST
+    while True:
+        last = ""
+        for a_store_listens in (False, True):
+            try:
+                return LocalStore(place.host, place.port, timedelta(seconds=wait.timeout))
+            except ConnectionRefusedError:
+                if a_store_listens:
+                    return None
+            except OSError as e:  # the host of a previous group, which is closing
+                last = str(e)
+                break
+            last = probe(place.host, place.port, wait.left or 0.001)
+            if last:
+                break
+        if not wait.left:
+            raise _too_late(place, wait, last)
+        wait.step(lambda last=last: _awaited(place, last))  # type: ignore[misc]
+        time.sleep(min(pause, wait.pause()))
+        pause = min(2 * pause, _LATEST)
+
+
+def _is_here(place: Place, wait: Wait) -> bool:
+    """Return whether the address is of this machine.
+
+    Waits until the name can be resolved; in a new container this may take a while.
+
+    Raises:
+        RuntimeError: the name cannot be resolved within the time of `wait`.
+    """
+    if is_loopback(place.host):
+        return True
+    pause = _SOONEST
+    while True:
+        try:
+            ask = partial(socket.getaddrinfo, plain(place.host), 0, type=socket.SOCK_STREAM)
+            # A signal cannot interrupt a query to the resolver.
+            found = ask() if is_address(place.host) else within(min(wait.left or 0.001, _SLOW_RESOLVER), ask)
+            return any(is_own(family, address) for family, _, _, _, address in found)
+        except StoreSilent:
+            last = "no answer"
+        except OSError as e:
+            last = e.strerror or str(e)
+        if not wait.left:
+            raise RuntimeError(
+                f"the host {place.host} of the group's store cannot be resolved: {last}."
+                " Check MASTER_ADDR, or init_method."
+            )
+        wait.step(lambda last=last: (f"the address of {place.host}, the store's host", last))  # type: ignore[misc]
+        time.sleep(min(pause, wait.pause()))
+        pause = min(2 * pause, _SLOWLY)
+
+
+def _without_rank(options: RpcBackendOptions, wait: Wait) -> Any:
+    """Return the store for a worker without a rank; None to leave it to torch."""
+    init_method = options.init_method
+    url = urlparse(init_method)
+    query = parse_qs(url.query)
+    if url.scheme == "file":
+        if not url.path:
+            raise ValueError(f"init_method {init_method} names no file. Write file:///path/to/a/file.")
+        return dist.FileStore(url.path, -1)  # type: ignore[attr-defined]
+    if url.scheme == "tcp":
+        if not url.hostname or url.port is None:
+            raise ValueError(f"init_method {init_method} lacks a host or a port. Write tcp://host:port.")
+        host, port = url.hostname, url.port
+    elif url.scheme == "env":
+        host, port = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))
+    else:
+        return None
+    return _tcp_store(Place(host, port, -1, _libuv(query), _agent_hosts(host, port)), wait)
+
+
+def _ranked_by_environment(options: RpcBackendOptions) -> bool:
+    if urlparse(options.init_method).scheme != "env" or not {"RANK", "WORLD_SIZE"} & set(os.environ):
+        return False
+    return as_options(options).ranks_from_environment
+
+
+def _from_environment(variable: str) -> str:
+    value = os.environ.get(variable)
+    if not value:
+        raise ValueError(
+            f"Error initializing torch.distributed using env:// rendezvous: environment variable {variable} expected,"
+            " but not set"
+        )
+    return value
+
+
+def _tcp_store(place: Place, wait: Wait) -> Any:
+    """Host the store if this machine is the host and the port is free; else connect."""
+    # torchrun's agent hosts the store of its workers.
+    listening = listen(place.host, place.port) if _is_here(place, wait) and not place.hosted else None
+    if listening is None:
+        return _by_port(place, wait)
+    logger.info("%s hosts the store of a new group at %s: there was none", wait.who, place.at)
+    store = host_store(place, timedelta(seconds=wait.timeout), listening)
+    _hosted.append(store)
+    return store
+
+
+def _agent_hosts(host: str, port: int) -> bool:
+    """Return whether torchrun's agent hosts the store for its workers."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    return (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))

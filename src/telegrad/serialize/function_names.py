@@ -1,0 +1,181 @@
+"""Functions by name.
+
+A function that can be found by its module and name is sent as that name. The core assigns it a small id, so the name is
+sent once per connection. Caller and callee resolve the name at every call. So a function that is replaced in its module
+(in a notebook, or patched by a test) is replaced for remote calls as well, as with pickle.
+"""
+
+import functools
+import importlib
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from telegrad.serialize.pickle_by_value import is_importable
+
+__all__ = ["BY_VALUE", "NameTable", "NotByName", "resolve", "resolver"]
+
+_BY_PATH = b"G"  # module and dotted name
+_BY_PICKLE = b"P"  # the pickled function; for torch's builtins, which are not found in their modules
+BY_VALUE = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES  # the registry itself: checking it is cheap
+_METHOD = b"M"  # the name of a method, for calls on a reference
+
+
+class NotByName(LookupError):
+    """The function cannot be found by name; it can only be sent by value."""
+
+
+class _Known(NamedTuple):
+    number: int
+    text: bytes
+    home: dict[str, Any] | None  # namespace in which to check that the name still refers to the function
+    module: str
+    name: str
+    path: str
+
+
+class NameTable:
+    """Names and numbers of the functions that one worker calls on others. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, _Known] = {}  # also read by the core (csrc/bind/prepare.h)
+        self._holders: dict[bytes, Any] = {}  # name -> the function that last had it
+        self.methods: dict[str, tuple[int, bytes]] = {}
+        self._lock = threading.Lock()
+        self._next = 1
+
+    def find(self, function: Any) -> tuple[int, bytes]:
+        """Return the number and text of a function's name.
+
+        Raises:
+            NotByName: The function has no name, or the name refers to another object.
+        """
+        try:
+            known = self.known.get(function)
+        except TypeError:  # not hashable
+            raise NotByName from None
+        if known is None:
+            known = self._learn(function)
+        home = known.home
+        if home is not None:
+            if home.get(known.name) is not function and not _stands(function, home, known.path):
+                raise NotByName
+            if BY_VALUE and not is_importable(known.module):
+                raise NotByName
+        return known.number, known.text
+
+    def method(self, name: str) -> tuple[int, bytes]:
+        """Return the number and text of a method's name."""
+        found = self.methods.get(name)
+        if found is None:
+            with self._lock:
+                found = self.methods.setdefault(name, (self._next, _METHOD + name.encode()))
+                self._next += 1
+        return found
+
+    def _learn(self, function: Any) -> _Known:
+        home, module, path, text = _name_of(function)
+        with self._lock:
+            known = self.known.get(function)
+            if known is None:
+                # A name that refers to a new function, such as after a notebook's cell runs again, keeps its number.
+                # The table drops its reference to the previous function.
+                before = self.known.pop(self._holders.get(text), None)
+                number = self._next if before is None else before.number
+                self._next += before is None
+                known = _Known(number, text, home, module, path.rpartition(".")[2], path)
+                self.known[function] = known
+                self._holders[text] = function
+        return known
+
+
+def _stands(function: Any, home: dict[str, Any], path: str) -> bool:
+    try:
+        found = functools.reduce(getattr, path.split(".")[1:], home[path.split(".", maxsplit=1)[0]])
+    except (AttributeError, KeyError):
+        return False
+    return found is function or (type(found) is MethodType and found == function)
+
+
+def _name_of(function: Any) -> tuple[dict[str, Any] | None, str, str, bytes]:
+    kind = type(function)
+    if kind is FunctionType or isinstance(function, type):
+        module, path = function.__module__, function.__qualname__
+    elif kind is MethodType and isinstance(function.__self__, type):  # a class method
+        module, path = function.__self__.__module__, f"{function.__self__.__qualname__}.{function.__name__}"
+    elif kind is BuiltinFunctionType:
+        owner = function.__self__
+        if not isinstance(owner, (ModuleType, type, type(None))):
+            raise NotByName  # a method of an object, such as [].append: the object must be sent
+        return None, "", "", _BY_PICKLE + _pickled(function)
+    else:
+        raise NotByName
+    home = getattr(sys.modules.get(module), "__dict__", None)
+    if home is None or "<" in path or not _stands(function, home, path) or not is_importable(module):
+        raise NotByName
+    return home, module, path, _BY_PATH + f"{module}\0{path}".encode()
+
+
+def _pickled(function: Any) -> bytes:
+    try:
+        return pickle.dumps(function, protocol=5)
+    except Exception:
+        raise NotByName from None
+
+
+def resolve(text: bytes) -> Any:
+    """Return the function of a name; for a method's name, the string.
+
+    Raises:
+        AttributeError: The module does not have the name.
+        ModuleNotFoundError: The module does not exist in this process. Importing it may raise other errors.
+    """
+    return resolver(text)()
+
+
+def resolver(text: bytes) -> Callable[[], Any]:
+    """Return a function that resolves the name at every call.
+
+    Raises:
+        AttributeError: As for `resolve`.
+        ModuleNotFoundError: As for `resolve`.
+    """
+    found = _resolvers.get(text)
+    if found is None:
+        found = _resolvers[text] = _resolver(text)
+    return found
+
+
+_resolvers: dict[bytes, Callable[[], Any]] = {}
+
+
+def _resolver(text: bytes) -> Callable[[], Any]:
+    kind, rest = text[:1], text[1:]
+    if kind == _METHOD:
+        name = rest.decode()
+        return lambda: name
+    if kind == _BY_PICKLE:
+        function = pickle.loads(rest)
+        return lambda: function
+    module_name, _, path = rest.decode().partition("\0")
+    if module_name not in sys.modules:
+        importlib.import_module(module_name)
+    modules = sys.modules
+    first, *others = path.split(".")
+
+    def look_up() -> Any:
+        try:
+            found = modules[module_name].__dict__[first]
+        except KeyError:  # the module may have a __getattr__; otherwise getattr raises a clear error
+            found = getattr(importlib.import_module(module_name), first)
+        for name in others:
+            found = getattr(found, name)
+        return found
+
+    look_up()
+    return look_up

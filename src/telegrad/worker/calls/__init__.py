@@ -1,0 +1,1 @@
+"""The caller's side: encode, send, and complete calls."""

@@ -1,0 +1,293 @@
+"""The calling side: what the native client (csrc/bind/client.cc) leaves to Python.
+
+The client resolves, encodes, sends and completes a call. What the codec cannot encode or decode, it has encoded by
+`Calls.encode_slow` and decoded by `Calls.result`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from telegrad import _core
+from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
+from telegrad.protocols.rref import RRefId
+from telegrad.serialize.exceptions import unpack_exception
+from telegrad.serialize.function_names import NameTable, NotByName
+from telegrad.serialize.tracebacks import is_interrupt
+from telegrad.timeouts import nanoseconds
+from telegrad.types import WorkerInfo
+from telegrad.wire import Flag, Status, Tag
+from telegrad.worker.calls import faults, tracing
+from telegrad.worker.calls.callables import is_scripted, name_of
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.interceptors import PICKLER, PROFILER, active, switch
+from telegrad.worker.calls.messages import NO_PREAMBLE, Encoded, Messages
+from telegrad.worker.calls.omission import error_of, too_large
+from telegrad.worker.closed import AnyClient, AnyEngine
+from telegrad.worker.scope import caller_flags, caller_state
+
+__all__ = ["CallForm", "Calls", "Request", "complete"]
+
+_VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
+_REPLIED = int(Status.REPLIED)
+_PREAMBLE, _LEFT_OUT = int(Flag.PREAMBLE), int(Flag.LEFT_OUT)
+_INTERNAL, _MAY_LINGER = int(Flag.INTERNAL), int(Flag.MAY_LINGER)
+_KEEP_AS, _RECEIVER = int(Flag.KEEP_AS), int(Flag.RECEIVER)
+_PARTS: tuple[str, ...] = ("args", "kwargs")
+_PARTS_BY_VALUE = ("the function", *_PARTS)
+
+
+# torch.futures.Future's own only calls it.
+complete: Callable[[torch.futures.Future[Any], Any], None] = torch._C.Future.set_result
+
+
+class CallForm(NamedTuple):
+    """A call that the native client cannot encode, resolved as far as it can be."""
+
+    peer: int
+    function: Any  # with a receiver: None for its value, the name of a method, or a function of the value
+    args: Any
+    kwargs: Any
+    timeout: int  # ns; 0: none
+    nested: bool
+    context: Any  # the caller's autograd context
+    mode: str  # as a profile calls it: sync, async or remote; empty for what no profile shows
+    name: tuple[int, bytes] | None  # of the function; None: it travels by value
+    receiver: Any  # an RRef
+    introduce: bool  # the owner may not know the receiver
+    keep_as: int | None  # the local id of the reference to create
+    internal: bool
+
+
+class Request(NamedTuple):
+    """A request ready to leave."""
+
+    peer: int
+    name: tuple[int, bytes] | None
+    message: Encoded
+    timeout: int  # ns; 0: none
+    nested: bool
+    keep: Any  # kept alive until the reply is here
+    label: str  # what errors call it: "f", or "to_here"
+    keep_as: int | None
+    kind: str  # as a fault injector calls it: call, remote or fetch
+    scripted: bool
+    span: tracing.Span | None = None  # of it in a profile
+
+
+class Calls:
+    """Makes the calls of one worker.
+
+    Args:
+        engine: the native engine; the worker puts another object in its place when it closes.
+        messages: writes and reads messages.
+        info_of: finds a worker by its name, id or info, or raises.
+        name_of: a worker's name by its id.
+        me: the id of the worker itself.
+        infos: the workers by name and by id; the worker changes it.
+        default_timeout: seconds; 0: none.
+        environment: what the native client needs of the process.
+    """
+
+    def __init__(
+        self,
+        engine: AnyEngine,
+        messages: Messages,
+        info_of: Callable[[object], WorkerInfo],
+        name_of: Callable[[int], str],
+        me: int,
+        infos: dict[str | int, WorkerInfo],
+        default_timeout: float,
+        environment: Any,
+    ) -> None:
+        self.engine = engine
+        self.messages = messages
+        self.name_of = name_of
+        self.me = me
+        self.peers: dict[str | int, WorkerInfo] = infos
+        self.default_timeout: int = nanoseconds(default_timeout)  # the program may change it
+        self.names: NameTable = NameTable()
+        self.set_result: Callable[[torch.futures.Future[Any], Any], None] = complete
+        self.delay: Callable[[float, Callable[[], object]], None] | None = None
+        self._send_filter: faults.Filter | None = None
+        self._info_of = info_of
+        self.client: AnyClient = _core.Client(engine, messages.serializer.codec, messages.recorder, self, environment)
+
+    @property
+    def send_filter(self) -> "faults.Filter | None":
+        """The fault injector that messages pass."""
+        return self._send_filter
+
+    @send_filter.setter
+    def send_filter(self, send_filter: "faults.Filter | None") -> None:
+        self._send_filter = send_filter
+        switch(("faults", id(self)), send_filter)
+
+    def timeout(self, seconds: float) -> int:
+        """A timeout as given to the API, in ns: -1 is the default, 0 none, another negative one has passed."""
+        if seconds == -1:
+            return self.default_timeout
+        return nanoseconds(seconds)
+
+    # ---- what the native client asks for
+
+    def find_peer(self, to: object) -> int:
+        """The id of a worker that the client does not find.
+
+        Raises:
+            ValueError, UnknownWorker: there is none.
+        """
+        return self._info_of(to).id
+
+    def find_name(self, function: Any) -> tuple[int, bytes] | None:
+        """The number and text of a function's name, or a method's; None if it has none."""
+        if isinstance(function, str):
+            return self.names.method(function)
+        try:
+            return self.names.find(function)
+        except NotByName:
+            return None
+
+    def encode_slow(self, call: CallForm) -> Request:
+        """Encode a call that the codec alone cannot encode.
+
+        Raises:
+            what pickling the arguments raises; nothing is counted then.
+        """
+        peer, receiver, function = call.peer, call.receiver, call.function
+        flags = _INTERNAL if call.internal or function is type else 0
+        ticket = pickler = keep = target = None
+        name, parts = call.name, _PARTS
+        body: Any = (call.args, call.kwargs)
+        if receiver is None:
+            label = name_of(function)  # before anything is counted: it may be a __repr__ of the program's
+            custom = active.get(PICKLER)
+            if custom is not None and not call.internal:
+                name, pickler, body = None, custom[0], custom[1](function, call.args, call.kwargs)
+            elif name is None:
+                parts, body = _PARTS_BY_VALUE, (function, *body)
+        else:
+            label = "to_here" if function is None else "the type of a value" if function is type else function
+            keep = receiver
+        if call.keep_as is not None:
+            flags |= _KEEP_AS | _MAY_LINGER  # it leaves even if it times out first: others may know of the reference
+            target = RRefId(self.me, call.keep_as)  # in the metadata, too: the body may not be decoded there
+            if pickler is None:
+                parts, body = (*parts, "the local id"), (*body, call.keep_as)
+        if receiver is not None:
+            flags |= _RECEIVER
+            parts, body = (*parts, "the receiver"), (*body, tuple(receiver.id))
+        if receiver is not None and (target is not None or receiver.is_unknown()):
+            ticket = receiver.worker.references.share(receiver.id, peer, peer)
+            keep = None
+        span = None  # begun after what may raise: `encode` ends it if it fails
+        if call.mode and PROFILER in active:
+            mode = call.mode
+            if receiver is not None:
+                mode = "to_here" if function is None else "type" if function is type else mode
+            span = tracing.observer.begin(self, peer, mode, function if receiver is None else label)
+        context = None if flags & _INTERNAL else call.context
+        message = self.messages.encode(
+            peer, body, target, caller_state(), ticket, pickler, parts, context, context is not None, span
+        )
+        flags |= message.flags | caller_flags()
+        scripted = False
+        if self._send_filter is not None:
+            scripted = is_scripted(function) if receiver is None else receiver._scripted
+        kind = "remote" if target is not None else "fetch" if function is None else "call"
+        return Request(
+            peer, name, message._replace(flags=flags), call.timeout, call.nested, keep, label, call.keep_as,
+            kind, scripted, span,
+        )  # fmt: skip
+
+    # ---- past the interceptors
+
+    def send(self, request: Request, target: Any) -> None:
+        """Send a request whose outcome is for a future or a creation."""
+        if request.span is not None:
+            target.attach(request.span)
+        try:
+            if self._send_filter is None:
+                self.client.start_request(request, target)
+            else:
+                faults.start(self, request, target)
+        except BaseException:
+            if request.span is not None:
+                request.span.end()
+            raise
+
+    def send_and_wait(self, request: Request) -> Any:
+        """Send a request and wait for its value."""
+        try:
+            if self._send_filter is None:
+                return self.client.call_request(request)
+            future: CallFuture[Any] = CallFuture(NO_DEVICES)
+            future._calls, future._request = self, (request.peer, request.label, request.timeout)
+            faults.start(self, request, future)
+            return future.wait()
+        finally:
+            if request.span is not None:
+                request.span.end()
+
+    def filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object]) -> None:
+        """Sends a one-way message, past a fault injector if there is one."""
+        if self._send_filter is None:
+            send()
+        else:
+            faults.send(self, kind, scripted, peer, send)
+
+    # ---- what comes back
+
+    def finish(self, future: CallFuture[Any], outcome: tuple[Any, ...]) -> None:
+        """Completes a future with what became of its call."""
+        try:
+            value = self.result(outcome, future._request)
+        except BaseException as e:
+            if future._span is not None:
+                future._span.end()
+            self.fail(future, e)
+        else:
+            if future._span is not None:
+                future._span.end()  # before whoever waits goes on
+            complete(future, value)
+
+    @staticmethod
+    def fail(future: CallFuture[Any], error: BaseException) -> None:
+        """Completes a future whose value could not be read."""
+        future.set_exception(error.with_traceback(None))  # its frames have the future
+        if is_interrupt(error):  # the future had to end first
+            raise error
+
+    def result(self, outcome: tuple[Any, ...], call: tuple[int, Any, int]) -> Any:
+        """The value that a call's outcome holds, or the exception.
+
+        Args:
+            outcome: as the engine gives it.
+            call: (peer, the function or what errors call it, timeout in ns).
+        """
+        status, tag, flags, body, segments, _, why = outcome
+        peer, label, timeout = call
+        if status == _REPLIED:
+            messages = self.messages
+            preamble = messages.preamble(peer, flags, segments) if flags & _PREAMBLE else NO_PREAMBLE
+            if preamble.profile is not None:
+                tracing.observer.arrived(preamble.profile)
+            if tag == _VALUE and not flags & _LEFT_OUT:
+                return messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
+        what = f"{label if isinstance(label, str) else name_of(label)} on {self.name_of(peer)}"
+        if status == _REPLIED:
+            if flags & _LEFT_OUT:
+                raise error_of(body, f"the result of {what}" if tag == _VALUE else what)
+            if tag == _ERROR:
+                raise unpack_exception(body)
+            if tag == _CREATED:
+                return None
+            raise TelegradError(f"{self.name_of(peer)} answered {what} with a message of unknown tag {tag}")
+        if status == Status.TIMED_OUT:
+            raise RpcTimeout(timeout / 1e9, what)
+        if status == Status.STOPPED:
+            raise NotInitialized(f"{NotInitialized.CALL} ({what} was under way when this worker shut down.)")
+        if status == Status.TOO_LARGE:
+            raise too_large(what, why)
+        raise WorkerLost(self.name_of(peer), why or "no connection")

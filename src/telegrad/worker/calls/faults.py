@@ -1,0 +1,90 @@
+"""Sending past a fault injector: messages that are dropped or delayed on purpose (rpc._testing)."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+
+if TYPE_CHECKING:
+    from telegrad.worker.calls.client import Calls, Request
+
+__all__ = ["DroppedMessage", "Filter", "send", "start"]
+
+Filter = Callable[[str, bool, int, int], float | None]  # see telegrad.compat.rpc._testing.faults.Faults
+
+
+class DroppedMessage(TelegradError):
+    """A fault injector has dropped a message instead of sending it."""
+
+
+def start(calls: "Calls", request: "Request", target: Any) -> None:
+    """As `Calls.send`, past the fault injector.
+
+    Args:
+        target: a future, or a creation, which gives one for this.
+    """
+    assert calls.send_filter is not None
+    assert calls.delay is not None
+    future: CallFuture[Any] = target if isinstance(target, CallFuture) else target.delayed(request.scripted)
+    try:
+        seconds = calls.send_filter(request.kind, request.scripted, request.peer, 0)
+    except DroppedMessage as e:
+        calls.messages.take_back(request.peer, request.message)
+        future.set_exception(e)
+        return
+    if not seconds:
+        calls.client.start_request(request, future)
+        return
+
+    def send_late() -> None:
+        try:
+            calls.client.start_request(request._replace(timeout=0), inner)
+        except Exception as e:
+            inner.set_exception(e)
+
+    inner: CallFuture[Any] = CallFuture(NO_DEVICES)
+    inner._calls, inner._request = calls, (request.peer, request.label, 0)
+    inner.add_done_callback(lambda done: _settle(future, done))
+    if request.timeout:
+        what = f"{request.label} on {calls.name_of(request.peer)}"
+        late = RpcTimeout(request.timeout / 1e9, what, "delayed")
+        calls.delay(request.timeout / 1e9, lambda: _fail(future, late))
+    calls.delay(seconds, send_late)
+
+
+def send(
+    calls: "Calls", kind: str, scripted: bool, peer: int, send_now: Callable[[], object], attempt: int = 0
+) -> None:
+    """Sends a message that must arrive: if it is dropped it is sent again, each time later than the last."""
+    if calls.send_filter is None or calls.delay is None:
+        send_now()
+        return
+    try:
+        seconds = calls.send_filter(kind, scripted, peer, attempt)
+    except DroppedMessage:
+        calls.delay(0.01 * 2**attempt, lambda: send(calls, kind, scripted, peer, send_now, attempt + 1))
+        return
+    if seconds:
+        calls.delay(seconds, send_now)
+    else:
+        send_now()
+
+
+def _settle(future: CallFuture[Any], done: Any) -> None:
+    """What became of a delayed call, for the future that its caller has, which may have timed out."""
+    try:
+        value = done.value()
+    except Exception as e:
+        if not future.done():
+            future.set_exception(e)
+    else:
+        if not future.done():
+            future.set_result(value)
+        elif future._late is not None:
+            future._late()
+
+
+def _fail(future: CallFuture[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,131 @@
+"""Waiting for many futures at once."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch.futures import Future
+
+from telegrad.errors import NotInitialized
+from telegrad.serialize.tracebacks import without_own_frames
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.serving.event_loop import holding_up
+
+__all__ = ["wait_all"]
+
+T = TypeVar("T")
+
+_NOT_HERE = object()
+_add_done_callback = torch._C.Future.add_done_callback  # what is none of the program's callbacks
+
+
+@overload
+def wait_all(futures: Sequence[Future[T]]) -> list[T]: ...
+@overload
+def wait_all(futures: Sequence[Future[Any]]) -> list[Any]: ...
+
+
+def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+    """Wait for all of these futures, or for the first that fails.
+
+    The thread that waits drives the network, as in a future's own ``wait``: what comes of the calls needs no hop
+    between threads. Where one of them has callbacks it only waits: those may wait for others of these futures, and so
+    run on threads of their worker's pool.
+
+    Args:
+        futures: any of Telegrad's and of torch's, mixed. May be empty.
+
+    Returns:
+        Their values, in their order.
+
+    Raises:
+        what the first future that failed raises; the others are not waited for.
+
+    Example::
+
+        losses = rpc.wait_all([rpc.rpc_async(name, evaluate) for name in workers])
+    """
+    given = list(futures)
+    try:
+        if asyncio._get_running_loop() is None:
+            return _wait_all(given)
+        with holding_up():
+            return _wait_all(given)
+    except Exception as error:
+        raise without_own_frames(error)
+
+
+def _wait_all(futures: list[Future[Any]]) -> list[Any]:
+    values = [_NOT_HERE] * len(futures)
+    if not _collect(futures, values):
+        failed = _first_failure(futures)
+        if failed is not None:
+            failed.wait()
+    return [future.wait() if value is _NOT_HERE else value for future, value in zip(futures, values, strict=True)]
+
+
+def _collect(futures: list[Any], values: list[Any]) -> bool:
+    """Has the outcomes of calls brought to this thread, if all are calls of one worker, without callbacks, and puts
+    plain values into the list. False: they are not, or one has failed already."""
+    try:
+        calls = futures[0]._calls
+        ids = [
+            f._call
+            for f in futures
+            if type(f) is CallFuture and f._calls is calls and f._failure is None and not f._has_callbacks
+        ]
+    except (AttributeError, IndexError):
+        return False
+    if len(ids) < len(futures):
+        return False
+    try:
+        failed = calls.client.collect(futures, ids, values, _tell_when_done)
+    except NotInitialized:  # the worker has been closed meanwhile: its futures have ended, or will not
+        return True
+    if failed is False:
+        return False
+    if failed is not None:
+        failed.wait()
+    return True
+
+
+def _tell_when_done(future: CallFuture[Any]) -> None:
+    """Another thread has the outcome of its call in hand."""
+    calls = future._calls
+    _add_done_callback(future, lambda _: calls.client.tell_collectors())
+
+
+def _first_failure(futures: list[Future[Any]]) -> Future[Any] | None:
+    """Waits until one has failed, which it returns, or all have succeeded."""
+    if not futures:
+        return None
+    decided: Future[Future[Any] | None] = Future()
+    lock = threading.Lock()
+    left = len(futures)
+
+    def completed(future: Future[Any]) -> None:
+        nonlocal left
+        outcome = future if _has_failed(future) else None
+        with lock:
+            if left <= 0:
+                return  # decided already
+            left = 0 if outcome is not None else left - 1
+            if left:
+                return
+        decided.set_result(outcome)
+
+    for future in futures:
+        _add_done_callback(future, lambda _, future=future: completed(future))
+    return decided.wait()
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    if isinstance(future, CallFuture):
+        return future.failure() is not None
+    try:
+        future.value()
+    except BaseException:
+        return True
+    return False

@@ -1,0 +1,69 @@
+"""The life of a worker in the log: it joined, is connected, lost another, left.
+
+One line for each of these on each worker, through the logger `telegrad`: at INFO, and at WARNING for a loss.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+from telegrad.group.addresses import candidates
+
+if TYPE_CHECKING:
+    from telegrad.worker.worker import Worker
+
+__all__ = ["connected", "joined", "left", "lost", "peer_left"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
+
+
+def joined(worker: "Worker") -> None:
+    """The worker is a member of its group."""
+    worker.joined = True
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    others = len(worker.member_ids())
+    group = f"of {others + 1}" if worker.static else f"of a dynamic group, beside {others} others"
+    at = ", ".join(a if a.startswith("tcp:") else a.partition(":")[0] for a in worker.member.addresses)
+    logger.info("worker %s joined as rank %d %s; it listens on %s", worker.info.name, worker.info.id, group, at)
+
+
+def connected(worker: "Worker", peer: int, text: str) -> None:
+    """There is a first link to a peer. `text`: its name, "to" or "from", and the address (`Engine::opened`)."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    name, direction, address = text.split(" ", 2)
+    transport, _, place = address.partition(":")
+    where = f", {direction} {place}" if transport == "tcp" and place else ""
+    why = _why_not_faster(worker, peer, name, transport)
+    logger.info("worker %s is connected to %s over %s%s%s", worker.info.name, name, transport, where, why)
+
+
+def _why_not_faster(worker: "Worker", peer: int, name: str, transport: str) -> str:
+    """The reason why no transport is used that stands before this one in the worker's options."""
+    mine = worker.options.transports
+    better = mine[: mine.index(transport)] if transport in mine else ()
+    member = worker.member_of(peer)
+    if not better or member is None:
+        return ""
+    same_host = member.host == worker.host
+    if candidates(member.addresses, same_host, better):
+        return f" (not {' or '.join(better)}: the attempt failed; the worker that connected logs why)"
+    if not same_host and candidates(member.addresses, True, better):
+        return f" (not {' or '.join(better)}: {name} is on another host, or in another network namespace)"
+    return f" (not {' or '.join(better)}: {name} does not listen there, by its option transports)"
+
+
+def lost(worker: "Worker", peer: int, why: str) -> None:
+    """A peer is gone without a goodbye. A worker says so once, however many calls to the peer fail afterwards."""
+    level = logging.DEBUG if peer in worker.lost else logging.WARNING
+    logger.log(level, "worker %s is lost to %s: %s", worker.name_of(peer), worker.info.name, why)
+
+
+def peer_left(worker: "Worker", peer: int, why: str) -> None:
+    """A peer is gone, and has said so, or the members have agreed on it."""
+    logger.info("worker %s is gone from the group of %s: %s", worker.name_of(peer), worker.info.name, why)
+
+
+def left(worker: "Worker") -> None:
+    """The worker is no member any more."""
+    logger.info("worker %s left its group", worker.info.name)

@@ -1,0 +1,62 @@
+"""A value that other workers refer to, on the worker that owns it."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from telegrad.serialize.tracebacks import afresh
+from telegrad.waits import wait_for
+
+__all__ = ["OwnedValue"]
+
+
+class OwnedValue:
+    """A value that this worker owns, or will when the function that makes it has returned.
+
+    Args:
+        lock: the worker's, of its references. It guards `settle` and `park`; the others may be called by anyone.
+    """
+
+    __slots__ = ("_lock", "_parked", "error", "ready", "value")
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.ready: bool = False  # the last to be set
+        self._lock = lock
+        self._parked: list[Callable[[], None]] | None = None
+
+    def settle(self, value: Any, error: BaseException | None) -> Sequence[Callable[[], None]]:
+        """The value is there (or will never be). Returns what was parked, to be run without the lock."""
+        self.value, self.error = value, error
+        self.ready = True
+        parked, self._parked = self._parked, None
+        return parked or ()
+
+    def park(self, resume: Callable[[], None]) -> bool:
+        """Runs `resume` when the value is there. False: it is there already, so it was not kept."""
+        if self.ready:
+            return False
+        if self._parked is None:
+            self._parked = []
+        self._parked.append(resume)
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until the value is there. False: not within `timeout` seconds."""
+        if self.ready:
+            return True
+        there = threading.Event()
+        with self._lock:
+            if not self.park(there.set):
+                return True
+        return wait_for(there, timeout)
+
+    def get(self) -> Any:
+        """The value; blocks until it is there, and raises what making it raised."""
+        self.wait()
+        error = self.error
+        if error is None:
+            return self.value
+        raise afresh(error)

@@ -1,0 +1,1 @@
+"""The callee's side: threads, the event loop, and the handlers of requests."""

@@ -1,0 +1,79 @@
+"""What reaches a worker besides requests: messages that are not answered, outcomes of calls, news of peers."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from telegrad.protocols.rref import RRefId
+from telegrad.wire import Flag, Tag
+from telegrad.worker import lifecycle_log
+from telegrad.worker.unread_failures import tell_unread
+
+if TYPE_CHECKING:
+    from telegrad.worker.worker import Worker
+
+__all__ = ["Incoming"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
+
+PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK, CONNECTED = range(6)  # csrc/core/item.h
+
+
+class Incoming:
+    """Hands each item of `Engine.next` that is not a request to the part of the worker that it is for."""
+
+    def __init__(self, worker: "Worker") -> None:
+        self._worker = worker
+
+    def on_oneway(self, item: tuple[Any, ...]) -> None:
+        """A message that is not answered."""
+        worker = self._worker
+        _, _, peer, _, _, tag, flags, _, body, segments, _ = item
+        if tag == Tag.REFERENCES:
+            worker.references.on_message(peer, worker.messages.decode(flags, body, segments, []))
+        elif tag == Tag.SHUTDOWN:
+            worker.ready.wait()  # one that has joined already may be done already, too
+            stage, plain = worker.messages.decode(flags, body, segments, [])
+            worker.stages[stage].on_message(peer, plain)
+        elif tag == Tag.CONTEXT_ENDED:
+            worker.autograd.on_ended(peer, worker.messages.decode(flags, body, segments, []))
+        elif tag != Tag.GREETING:
+            logger.error("worker %s sent a one-way message of unknown tag %d", worker.name_of(peer), tag)
+
+    def on_outcome(self, item: tuple[Any, ...]) -> None:
+        """A reply that no part of this worker waits for any more, but that brought something: take it up."""
+        worker = self._worker
+        _, tag, flags, body, segments, peer, _ = item[3]
+        worker.messages.preamble(peer, flags, segments)
+        if tag == Tag.CREATED and not flags & Flag.LEFT_OUT:
+            worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.PREAMBLE, body, segments, [])))
+
+    def on_event(self, item: tuple[Any, ...]) -> None:
+        """News of a peer, or the pool's own work."""
+        worker = self._worker
+        _, _, event, peer, _, text = item
+        if event == NUDGE:
+            worker.references.collect()
+            tell_unread()
+            worker.pool.run_jobs()
+        elif event in (PEER_LOST, PEER_LEFT):
+            if event == PEER_LOST:
+                lifecycle_log.lost(worker, peer, text)
+            else:
+                lifecycle_log.peer_left(worker, peer, text)
+                worker.left.add(peer)
+            worker.lost[peer] = text
+            if not (worker.finishing and event == PEER_LEFT):  # then what it still holds is a leak to report
+                worker.references.peer_lost(peer, text)
+            worker.autograd.peer_lost(peer, text)
+            for stage in worker.stages:
+                stage.peer_gone(peer, event == PEER_LEFT)
+            for listener in list(worker.loss_listeners):
+                listener()
+        elif event == PEER_BACK:
+            worker.lost.pop(peer, None)
+            worker.left.discard(peer)
+            worker.references.peer_joined(peer)
+        elif event == CONNECTED:
+            lifecycle_log.connected(worker, peer, text)
+        else:
+            logger.warning("%s: %s", worker.info.name, text)

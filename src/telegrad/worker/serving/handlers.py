@@ -1,0 +1,345 @@
+"""The serving side: what the native server (csrc/bind/server.cc) leaves to Python.
+
+The server decodes, runs and answers a request. Python has a part in it where the codec cannot decode or encode, where
+the caller's state has to be entered, and where a result or an error has to wait.
+"""
+
+import logging
+import sys
+from contextlib import ExitStack
+from types import CoroutineType
+from typing import Any, NamedTuple
+
+import torch
+
+from telegrad.errors import MessageTooLarge, SerializationError, is_drop_in
+from telegrad.protocols.rref import RRefId, Ticket, TicketKind
+from telegrad.serialize.exceptions import describe_exception, pack_exception
+from telegrad.serialize.tracebacks import has_let_go_of_frames, let_go_of_frames, show_exception, traceback_of
+from telegrad.types import WorkerInfo
+from telegrad.wire import ALWAYS_TAKEN, BodyKind, Flag, Tag
+from telegrad.worker import process_hooks
+from telegrad.worker.calls import tracing
+from telegrad.worker.calls.messages import NO_FORK, Encoded, Messages, Preamble
+from telegrad.worker.calls.omission import error_of
+from telegrad.worker.closed import AnyEngine
+from telegrad.worker.refs.references import References, rref_id
+from telegrad.worker.scope import clean_state, current, handler_state
+from telegrad.worker.serving.event_loop import EventLoop
+
+__all__ = ["Handlers", "RequestInfo", "SlowRequest"]
+
+remote_logger: logging.Logger = logging.getLogger("telegrad.remote")
+
+_CALL, _GRADIENTS = int(Tag.CALL), int(Tag.GRADIENTS)
+_VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
+_STATE, _LEFT_OUT, _KEEP_AS = int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
+_BODY, _CUSTOM = int(Flag.BODY), int(BodyKind.CUSTOM)
+_MAY_LINGER, _FAILED = int(Flag.MAY_LINGER), int(Flag.FAILED)
+
+NOT_A_FUTURE = (
+    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
+)
+
+
+class RequestInfo(NamedTuple):
+    """A request, as far as it is needed to answer it."""
+
+    peer: int
+    connection: int
+    call: int
+    deadline: int
+    target: Any = None  # the reference that it creates, (created on, local id)
+    context: Any = None  # the autograd context in which its tensors and those of the reply are recorded
+    recording: tracing.Recording | None = None  # of what runs for it
+
+
+class SlowRequest:
+    """Python's part in a request that the codec alone cannot decode."""
+
+    def __init__(
+        self, handlers: "Handlers", info: RequestInfo, flags: int, body: Any, segments: Any, preamble: Preamble
+    ) -> None:
+        self.info: RequestInfo = info
+        self.context: Any = preamble.context
+        self.target: Any = info.target
+        self.has_references: bool = bool(preamble.handles)
+        self.recording: tracing.Recording | None = info.recording
+        self.flags = flags
+        self.has_state: bool = bool(flags & _STATE)
+        self.preamble = preamble
+        self._handlers = handlers
+        self._body = body
+        self._segments = segments
+        self._guard = ExitStack()
+        self._state = ExitStack()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Is it profiled? Then its reply has a report."""
+        return self.recording is not None
+
+    def creates(self, target: Any) -> None:
+        """It creates a reference, as only its body says."""
+        self.target = target
+        self.info = self.info._replace(target=target)
+
+    def enter(self) -> None:
+        """Enter the autograd context's guard and the caller's state of torch."""
+        guard = None if self.context is None else self._handlers.worker.autograd.running(self.context)
+        if guard is not None:
+            self._guard.enter_context(guard)
+        if self.flags & _STATE or self.preamble.autocast:
+            self._state.enter_context(handler_state(self.flags, self.preamble.autocast))
+
+    def decode(self) -> Any:
+        """The body: ([function,] args, kwargs[, local id to keep the result as][, receiver])."""
+        flags, preamble = self.flags, self.preamble
+        body = self._handlers.messages.decode(flags, self._body, self._segments, preamble.handles, preamble.wrap)
+        self._segments.clear()  # the arguments alone have it: a result that is one of them goes home as it is
+        if flags & _BODY == _CUSTOM and self.target is not None:
+            return (*body, self.target[1])
+        return body
+
+    def leave_state(self) -> None:
+        """Leave the caller's state of torch."""
+        self._state.close()
+
+    def leave(self) -> None:
+        """Leave everything."""
+        self._state.close()
+        self._guard.close()
+
+
+class Handlers:
+    """Answers the requests that reach one worker.
+
+    Args:
+        error_level: of the log lines about what user code raises.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        me: WorkerInfo,
+        engine: AnyEngine,
+        messages: Messages,
+        references: References,
+        loop: EventLoop,
+        error_level: int,
+    ) -> None:
+        self.worker = worker
+        self.engine = engine
+        self.messages = messages
+        self.values: dict[RRefId, Any] = references.values
+        self.on_gradients: Any = worker.autograd.on_gradients
+        self.on_context_ended: Any = worker.autograd.on_ended
+        self.wait_ready: Any = worker.ready.wait
+        self._me = me
+        self._references = references
+        self._loop = loop
+        self._error_level = error_level
+        self._later: set[tuple[int, int]] = set()  # requests whose function has returned before its result is there
+
+    @property
+    def async_calls(self) -> int:
+        """The number of requests whose result comes later: coroutines, and functions that returned a future."""
+        return len(self._later)
+
+    def admit(self) -> None:
+        """Have requests recorded, or not, for the profile of a server."""
+        self.worker.server.record_all(tracing.observer.serving)
+
+    # ---- requests
+
+    def prepare(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> SlowRequest | None:
+        """Read the metadata of a request. None: it has been answered, or will be."""
+        if flags & _LEFT_OUT:
+            self._refuse(info, tag, flags, body, segments)
+            return None
+        if tag == _GRADIENTS:
+            self.worker.autograd.on_request(info, flags, body, segments)
+            clean_state()
+            return None
+        if tag != _CALL:
+            raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
+        preamble = self.messages.preamble(info.peer, flags, segments, request=True)
+        target = preamble.target
+        if target is not None:
+            if not flags & _KEEP_AS:
+                raise SerializationError("a request names a reference to create, and is to create none")
+            target = self.accept(info.peer, target.local_id)
+        recording = None
+        if preamble.profile is not None or tracing.observer.serving:
+            recording = tracing.observer.record(self._me.id, preamble.profile)
+        context = None if flags & _STATE else preamble.context
+        info = info._replace(target=target, context=context, recording=recording)
+        return SlowRequest(self, info, flags, body, segments, preamble)
+
+    def _refuse(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> None:
+        """Answers a request that came without its content, and takes up what its preamble says all the same."""
+        try:
+            target = self.messages.preamble(info.peer, flags, segments, request=tag != _GRADIENTS).target
+            if flags & _KEEP_AS and target is not None:
+                target = self.accept(info.peer, target.local_id)
+                self._settle_creation(info._replace(target=target), None, error_of(body, f"the creation of {target}"))
+                return
+        except Exception as e:
+            self.fail(info, e)
+            return
+        self.reply(info, _ERROR, Encoded(_LEFT_OUT, bytes(body), None, ()), 0)
+
+    def accept(self, peer: int, local_id: Any) -> RRefId:
+        """Begin the creation of a reference. A peer creates only its own."""
+        if type(local_id) is not int:
+            raise SerializationError("a request is to create a reference, and does not say which")
+        rref = rref_id((peer, local_id))
+        self._references.accept_create(rref, peer)
+        return rref
+
+    def settle(self, target: RRefId, value: Any) -> None:
+        """Keep the value that a creation has made."""
+        self._references.settle(target, value, None)
+
+    def park(self, request: Any, slow: SlowRequest | None, receiver: Any, fetches: bool, peer: int) -> bool:
+        """Have a request resumed when what it needs is there, and keep no thread until then.
+
+        Args:
+            request: the server's.
+            slow: Python's part in it, whose references have to be confirmed if there is no receiver.
+            receiver: the reference whose value it needs.
+            fetches: it is for the value itself. Then its creation may still be on its way, and is waited for.
+            peer: the caller.
+
+        Returns:
+            False if all is there.
+        """
+        references = self._references
+        if receiver is None:
+            assert slow is not None
+            handles = slow.preamble.handles
+            return references.when_confirmed(
+                [h.id for h in handles], lambda: self._loop.pool(self._resume, request, handles)
+            )
+        rref = RRefId(*receiver)
+        handles = []
+        if fetches and not references.knows(rref):  # until its creation comes, this stands for it
+            handles = references.receive([Ticket(rref, self._me.id, TicketKind.RETURN, 0)], [NO_FORK], peer)
+        return references.park(rref, lambda: self._loop.pool(self._resume, request, handles))
+
+    def _resume(self, request: Any, _: Any) -> None:
+        self.worker.server.resume(request)
+
+    def value_of(self, receiver: Any) -> Any:
+        """The value of a reference, or what making it raised."""
+        return self._references.owned(RRefId(*receiver)).get()
+
+    # ---- results
+
+    def reply_when_done(self, info: RequestInfo, slow: SlowRequest | None, result: Any, function: Any) -> None:
+        """Answer with what a coroutine returns, or a future holds, when it is there."""
+        if process_hooks.forked:
+            process_hooks.leave_child(None)
+        key = (info.connection, info.call)
+        if type(result) is CoroutineType:
+            self._later.add(key)
+            flags, autocast = (0, None) if slow is None else (slow.flags, slow.preamble.autocast)
+            self._loop.run(
+                result, current.get(), flags, autocast, info.recording,
+                lambda value, error: self._settle_later(info, value, error),
+            )  # fmt: skip
+            return
+        if not isinstance(result, torch._C.Future):
+            kind = type(result)
+            raise RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
+        self._later.add(key)
+        result.add_done_callback(lambda done: self._complete(info, done))
+
+    def _complete(self, info: RequestInfo, done: Any) -> None:
+        try:
+            value = done.value()
+        except BaseException as e:  # user code may have put a SystemExit there
+            self._settle_later(info, None, e)
+        else:
+            self._settle_later(info, value, None)
+
+    def _settle_later(self, info: RequestInfo, value: Any, error: BaseException | None) -> None:
+        self._later.discard((info.connection, info.call))
+        if error is not None:
+            self.reply_error(info, error)
+        else:
+            self.reply_slow(info, [value])
+
+    def reply_slow(self, info: RequestInfo, made: list[Any]) -> None:
+        """Answer with a result in a list, which is emptied: what is in lent memory must be the message's alone when it
+        leaves."""
+        if process_hooks.forked:
+            process_hooks.leave_child(None)
+        value = made.pop()
+        if info.target is not None:
+            self._settle_creation(info, value, None)
+            return
+        try:
+            message = self.messages.encode(info.peer, value, context=info.context)
+        except BaseException as e:  # what pickling it raises, SystemExit too: the caller must hear
+            self._report(info, e)
+            self.fail(info, e)
+        else:
+            del value
+            self.reply(info, _VALUE, message, 0)
+
+    def reply_error(self, info: RequestInfo, error: BaseException) -> None:
+        """Answer with what the function has raised, or what stood against running it."""
+        if process_hooks.forked:
+            process_hooks.leave_child(error)
+        self._report(info, error)
+        if info.target is not None:
+            self._settle_creation(info, None, error)
+        else:
+            self.fail(info, error)
+
+    def _settle_creation(self, info: RequestInfo, value: Any, error: BaseException | None) -> None:
+        """The value of a reference is there, or an exception in its place."""
+        if error is not None:
+            let_go_of_frames(error, self._me)
+        self._references.settle(info.target, value, error)
+        flags = _MAY_LINGER if error is None else _MAY_LINGER | _FAILED
+        self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(info.target)), flags)
+
+    def _report(self, info: RequestInfo, error: BaseException) -> None:
+        """Says on this worker too what its user code raised: in the log, or as torch does, which prints it. Once: a
+        reference's failure is not logged again when it is used."""
+        if has_let_go_of_frames(error):
+            return
+        if is_drop_in():
+            try:
+                print(describe_exception(error, self._me), file=sys.stderr)
+            except (OSError, ValueError):  # a closed one: the caller must hear all the same
+                pass
+        elif remote_logger.isEnabledFor(self._error_level):
+            caller = self.worker.name_of(info.peer)
+            remote_logger.log(
+                self._error_level, "a call from %s raised %s\n%s", caller, show_exception(error), traceback_of(error)
+            )
+
+    def fail(self, info: RequestInfo, error: BaseException) -> None:
+        """Answers with an exception."""
+        packed = pack_exception(error, self._me)
+        if len(packed) > ALWAYS_TAKEN and len(packed) > (limit := self.engine.largest_body(info.connection)):
+            packed = pack_exception(
+                MessageTooLarge(
+                    f"{type(error).__qualname__} was raised on worker {self._me.name}, and is too large to be sent: it"
+                    f" has {len(packed)} bytes, and the caller's option max_header_bytes allows {limit}."
+                ),
+                self._me,
+            )
+        self.reply(info, _ERROR, Encoded(0, packed, None, ()), 0)
+        BaseException.with_traceback(error, None)  # keeping the exception must not keep the request and its arguments
+
+    def reply(self, info: RequestInfo, tag: int, message: Encoded, flags: int) -> None:
+        """Answers."""
+        if info.recording is not None:
+            report = info.recording.report()
+            if report is not None:
+                message = self.messages.with_report(message, report)
+        self.engine.reply(info.connection, info.call, tag, message.flags | flags, message.body, message.segments)

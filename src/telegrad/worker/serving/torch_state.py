@@ -1,0 +1,109 @@
+"""Torch's state of a coroutine, which shares its thread with others.
+
+Torch keeps grad mode, inference mode, autocast and saved-tensor hooks per thread. A coroutine that enters one of them
+and then awaits would leave it to whoever runs next, and find another's when it goes on. So each step of it is run
+inside its own state, which is noted when the step ends, and the thread's is put back.
+"""
+
+from typing import Any, Self
+
+import torch
+
+from telegrad.wire import Flag
+from telegrad.worker.calls.tracing import Recording
+from telegrad.worker.scope import AUTOCAST_DEVICES, Scope, autocast_of
+
+__all__ = ["StepState"]
+
+_hooks_api = torch._C._autograd
+_push_hooks, _pop_hooks = _hooks_api._push_saved_tensors_default_hooks, _hooks_api._pop_saved_tensors_default_hooks
+_top_hooks: Any = getattr(_hooks_api, "_top_saved_tensors_default_hooks", lambda _: None)  # without it they stay
+
+_Autocast = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # by device; are casts of weights kept?
+
+
+def _autocast() -> _Autocast:
+    devices = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES)
+    return devices, torch.is_autocast_cache_enabled()
+
+
+def _set_autocast(state: _Autocast) -> None:
+    devices, cache = state
+    torch.set_autocast_cache_enabled(cache)
+    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, devices, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def _take_hooks(below: int) -> list[Any]:
+    """Takes the saved-tensor hooks of this thread off but for the lowest; returns them, the lowest first."""
+    taken: list[Any] = []
+    while (hooks := _top_hooks(False)) is not None:
+        taken.insert(0, hooks)
+        _pop_hooks()
+    for pack, unpack in taken[:below]:
+        _push_hooks(pack, unpack)
+    return taken[below:]
+
+
+class StepState:
+    """The state of one coroutine; a context manager around each of its steps.
+
+    Args:
+        flags: of the request, for the state that it begins in.
+        autocast: the caller's (device, dtype) pairs.
+        scope: of the request. If it is part of an autograd context, each step runs as code of that.
+        recording: what records each step, if the caller is being profiled.
+    """
+
+    def __init__(
+        self,
+        flags: int,
+        autocast: tuple[tuple[str, str], ...] | None,
+        scope: Scope | None = None,
+        recording: Recording | None = None,
+    ) -> None:
+        self._scope = scope if scope is not None and scope.autograd is not None else None
+        self._hooks: list[Any] = []
+        self._recording = recording
+        self._inference = bool(flags & Flag.INFERENCE)
+        self._grad = not flags & (Flag.NO_GRAD | Flag.INFERENCE)
+        on, cache = autocast_of(autocast)
+        devices = tuple(
+            (True, on[device]) if device in on else (False, torch.get_autocast_dtype(device))
+            for device in AUTOCAST_DEVICES
+        )
+        self._autocast: _Autocast = (devices, cache)
+        self._threads: list[tuple[Any, Any, _Autocast]] = []
+
+    def __enter__(self) -> Self:
+        within = None if self._scope is None else self._scope.worker.autograd.within(self._scope.autograd)
+        if within is not None:
+            within.__enter__()
+        for pack, unpack in self._hooks:
+            _push_hooks(pack, unpack)
+        before = _autocast()
+        guard = torch.inference_mode(self._inference)
+        guard.__enter__()  # notes the thread's grad mode as well
+        self._threads.append((within, guard, before))
+        torch.set_grad_enabled(self._grad)
+        if self._autocast != before:
+            _set_autocast(self._autocast)
+        if self._recording is not None:
+            self._recording.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
+        self._inference = torch.is_inference_mode_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = _autocast()
+        within, guard, before = self._threads.pop()
+        if self._autocast != before:
+            _set_autocast(before)
+            torch.clear_autocast_cache()  # casts of weights that may have changed by the next step
+        guard.__exit__(None, None, None)
+        self._hooks = _take_hooks(0 if within is None else 1)
+        if within is not None:
+            within.__exit__(None, None, None)
