@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.testing import Cluster, assert_nothing_left, cluster
+from telegrad.testing import Cluster, assert_quiescent, cluster
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def clean(two: Cluster) -> Iterator[Cluster]:
     """`two`, checked for what this test leaves behind."""
     yield two
     for worker in two:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 @pytest.fixture

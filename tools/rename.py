@@ -105,13 +105,16 @@ def rename(table: str) -> None:
 
 def replaced(file: Path, text: str, rows: dict[str, str]) -> str:
     """Replace identifiers. Plain English words are replaced where they are names, not in comments and prose."""
-    words = {old: new for old, new in rows.items() if old.isalpha() and old.islower()}
+    words = {old: new for old, new in rows.items() if old.isalpha() and old in (old.lower(), old.capitalize())}
     others = {old: new for old, new in rows.items() if old not in words}
     if others:
-        pattern = re.compile(r"(?<![\w$])(" + "|".join(map(re.escape, sorted(others, key=len, reverse=True))) + r")(?!\w)")
+        longest_first = sorted(others, key=len, reverse=True)
+        pattern = re.compile(r"(?<![\w$])(" + "|".join(map(re.escape, longest_first)) + r")(?!\w)")
         text = pattern.sub(lambda m: others[m[1]], text)
-    if not words or file.suffix != ".py":
+    if not words:
         return text
+    if file.suffix != ".py":
+        return re.sub(r"`(\w+)(?=[`(.])", lambda m: "`" + words.get(m[1], m[1]), text)
     lines = text.splitlines(keepends=True)
     found = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

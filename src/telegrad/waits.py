@@ -29,10 +29,10 @@ class Wait:
         self.timeout = timeout
         self._look = look
         self._every = every
-        self._begun = time.monotonic()
-        self._until = self._begun + timeout
-        self._next_look = self._begun + every
-        self._next_line = self._begun + FIRST
+        self._mark_sent = time.monotonic()
+        self._until = self._mark_sent + timeout
+        self._next_look = self._mark_sent + every
+        self._next_line = self._mark_sent + FIRST
 
     @property
     def left(self) -> float:
@@ -65,7 +65,7 @@ class Wait:
             "%s is waiting for %s since %.3g s%s",
             self.who,
             others,
-            now - self._begun,
+            now - self._mark_sent,
             f"; last: {last}" if last else "",
         )
 

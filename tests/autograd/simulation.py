@@ -1,7 +1,7 @@
 """Workers in one process that record sends and run real passes, over a network that delivers in any order.
 
-`Group` does what a worker's glue does around `Pass`, so that the passes can be tried without one: tensors are copied
-from worker to worker, messages wait in one list, and `deliver` takes them in the order that its random numbers say.
+`Group` does what a worker does around `BackwardPass`, so that passes run without workers: tensors are copied from
+worker to worker, messages wait in one list, and `deliver` takes them in the order that its random numbers say.
 When no message is left and `backward` has not returned, it hangs: that is an error here.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from telegrad.autograd import recording
 from telegrad.autograd.context import Context
-from telegrad.autograd.passes.backward_pass import Pass
+from telegrad.autograd.passes.backward_pass import BackwardPass
 from telegrad.types import WorkerInfo
 
 PLAIN = (int, bytes, str, bool, type(None))
@@ -41,7 +41,7 @@ class Group:
         self.size = size
         self.rng = random.Random(f"network {seed}")
         self.contexts = [Context(id=7) for _ in range(size)]
-        self.passes: dict[tuple[int, int], Pass] = {}  # (worker, number)
+        self.passes: dict[tuple[int, int], BackwardPass] = {}  # (worker, number)
         self.net: list[tuple[int, int, int, Any]] = []  # (number, from, to, message)
         self.sent = [0] * size
         self.numbers = 0
@@ -69,7 +69,7 @@ class Group:
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
 
-    def pass_of(self, worker: int, number: int, root: int) -> Pass:
+    def pass_of(self, worker: int, number: int, root: int) -> BackwardPass:
         made = self.passes.get((worker, number))
         if made is None:
 
@@ -82,7 +82,7 @@ class Group:
                 if to not in self.dead:
                     self.net.append((number, worker, to, copied(message) if self.copies else message))
 
-            made = self.passes[worker, number] = Pass(
+            made = self.passes[worker, number] = BackwardPass(
                 WorkerInfo(f"w{worker}", worker),
                 self.contexts[worker],
                 number,

@@ -13,7 +13,7 @@ from test_fuzz import Oops
 from torch import Tensor
 
 from telegrad.autograd.graph.local_graph import LocalGraph
-from telegrad.autograd.passes.backward_pass import Pass
+from telegrad.autograd.passes.backward_pass import BackwardPass
 from telegrad.errors import RemoteError, WorkerLost
 
 SEEDS = 500
@@ -37,16 +37,16 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     seen: Counter[str] = Counter()
 
     def count(name: str, at_root: str, elsewhere: str = "") -> None:
-        original: Callable[..., Any] = getattr(Pass, name)
+        original: Callable[..., Any] = getattr(BackwardPass, name)
 
-        def counting(self: Pass, *args: Any) -> Any:
+        def counting(self: BackwardPass, *args: Any) -> Any:
             is_new = self._part is None and (name != "_schedule" or self._ran is not None)
             result = original(self, *args)
             if result and is_new:
                 seen[at_root if self._root == self._me.id else elsewhere] += 1
             return result
 
-        monkeypatch.setattr(Pass, name, counting)
+        monkeypatch.setattr(BackwardPass, name, counting)
 
     count("_run_fast", "begun", "answered")
     count("_finish_fast", "finished")

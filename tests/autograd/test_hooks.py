@@ -104,19 +104,19 @@ def test_passes_of_one_context_take_turns_at_a_leaf_with_hooks() -> None:
     context, x = Context(1), leaf()
     seen: list[Tensor | None] = []
 
-    def land() -> None:
-        leaves.land(context, x, torch.ones(3), False)
+    def accumulate() -> None:
+        leaves.accumulate(context, x, torch.ones(3), False)
 
-    second = threading.Thread(target=land)
+    second = threading.Thread(target=accumulate)
 
     def note(x: Tensor) -> None:
         seen.append(x.grad)
         if len(seen) == 1:
             second.start()
-            eventually(lambda: is_in(second, ddp.accumulate_beside.__code__))
+            eventually(lambda: is_in(second, ddp.run_accumulate_grad.__code__))
 
     x.register_post_accumulate_grad_hook(note)
-    land()
+    accumulate()
     second.join()
     assert torch.equal(context.gradients[x], torch.full((3,), 2.0))
     assert seen[1] is context.gradients[x]

@@ -52,15 +52,15 @@ class Node:
         self.next_functions = tuple([(there, 0) for there in nexts])
 
 
-class End(Node):
+class PassResult(Node):
     """Where a walk ends."""
 
 
-KINDS = {Node: INNER, End: RECV}
+KINDS = {Node: INNER, PassResult: RECV}
 
 
 def test_where_sources_meet_all_nodes_and_edges_are_kept() -> None:
-    end, other = End(), End()
+    end, other = PassResult(), PassResult()
     common = Node(end)
     first, second = Node(None, common), Node(Node(other), common, other)
     reach = Reach(KINDS)
@@ -82,7 +82,7 @@ def test_where_sources_meet_all_nodes_and_edges_are_kept() -> None:
 
 
 def test_a_recv_that_two_sources_reach_is_a_meeting() -> None:
-    end = End()
+    end = PassResult()
     reach = Reach(KINDS)
     assert reach.walk([(Node(end), 0)]) == ([], [end], [])
     assert reach.walk([(end, 0)]) == ([], [], [])
@@ -92,12 +92,12 @@ def test_a_recv_that_two_sources_reach_is_a_meeting() -> None:
 def test_many_types_that_take_turns() -> None:
     """More than the walk knows at a time."""
     types = [type(f"Node{number}", (Node,), {}) for number in range(200)]
-    end: Any = End()
+    end: Any = PassResult()
     start = end
     for _ in range(20):
         for one in types:
             start = one(start)
-    reach = Reach({**dict.fromkeys(types, INNER), End: RECV})
+    reach = Reach({**dict.fromkeys(types, INNER), PassResult: RECV})
     assert reach.walk([(start, 0)]) == ([], [end], [])
     assert len(reach.order()) == 4000
 

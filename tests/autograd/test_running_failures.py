@@ -12,7 +12,7 @@ from torch import Tensor
 from telegrad import autograd, rpc
 from telegrad.autograd.passes.backward_pass import ABORT
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
-from telegrad.testing import Cluster, LeakError, assert_nothing_left, cluster, eventually
+from telegrad.testing import Cluster, LeakError, assert_quiescent, cluster, eventually
 
 __all__ = ["nothing_left"]  # a fixture of every test
 
@@ -286,7 +286,7 @@ def test_a_context_that_is_not_left_is_a_leak() -> None:
         core = group[0]._worker
         opened = autograd.api._new_context()
         with pytest.raises(LeakError, match="1 autograd contexts"):
-            assert_nothing_left(core, 0.1)
+            assert_quiescent(core, 0.1)
         del opened
     with pytest.raises(LeakError, match="1 autograd contexts that were not left before the end"):
-        assert_nothing_left(core, 0.1)
+        assert_quiescent(core, 0.1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from telegrad.autograd.consistency import saved_tensors
-from telegrad.autograd.consistency.saved_tensors import Protection, put, renew
+from telegrad.autograd.consistency.saved_tensors import Protection, reuse_storage, swap_storage
 
 
 class OneWorker:
@@ -57,10 +57,10 @@ def test_gradients_are_those_of_the_values_used(
     with protection.handler_guard(1):
         y = use(w).sum()
     for _ in range(moves):
-        put(w, w.data * 2 + 1)
+        swap_storage(w, w.data * 2 + 1)
     (got,) = torch.autograd.grad(y, [w], retain_graph=True)
     assert torch.equal(got, gradient(use, W))
-    put(w, w.data * 2 + 1)
+    swap_storage(w, w.data * 2 + 1)
     (again,) = torch.autograd.grad(y, [w])
     assert torch.equal(again, got)
 
@@ -78,10 +78,10 @@ def test_two_contexts_over_two_values(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
     with protection.handler_guard(1):
         y1 = USES["matmul"](w).sum()
-    put(w, W + 1)
+    swap_storage(w, W + 1)
     with protection.handler_guard(2):
         y2 = USES["matmul"](w).sum()
-    put(w, W + 2)
+    swap_storage(w, W + 2)
     assert torch.equal(torch.autograd.grad(y2, [w])[0], gradient(USES["matmul"], W + 1))
     assert torch.equal(torch.autograd.grad(y1, [w])[0], gradient(USES["matmul"], W))
 
@@ -102,7 +102,7 @@ def test_one_before_the_memory_was_replaced_raises_too(protection: Protection) -
         y = USES["itself"](w).sum()
     with torch.no_grad():
         w.add_(1)
-    put(w, W)
+    swap_storage(w, W)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y, [w])
 
@@ -111,7 +111,7 @@ def test_one_afterwards_does_not(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
     with protection.handler_guard(1):
         y = USES["itself"](w).sum()
-    put(w, W + 1)
+    swap_storage(w, W + 1)
     with torch.no_grad():
         w.add_(1)
     assert torch.equal(torch.autograd.grad(y, [w])[0], gradient(USES["itself"], W))
@@ -131,16 +131,16 @@ def test_a_graph_outside_of_contexts_notices() -> None:
     w = nn.Parameter(W.clone())
     for use in (USES["itself"], USES["matmul"]):
         y = use(w).sum()
-        put(w, W + 1)
+        swap_storage(w, W + 1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
 
 
 def test_memory_that_is_used_again_is_checked_again(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
-    old = put(w, W + 1)
-    renew(old)
-    put(w, old)
+    old = swap_storage(w, W + 1)
+    reuse_storage(old)
+    swap_storage(w, old)
     with protection.handler_guard(1):
         y = USES["itself"](w).sum()
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_second_derivatives(protection: Protection) -> None:
     with protection.handler_guard(1):
         (first,) = torch.autograd.grad((w**3).sum(), [w], create_graph=True)
         y = first.sum()
-    put(w, W * 5)
+    swap_storage(w, W * 5)
     (second,) = torch.autograd.grad(y, [w])
     assert torch.allclose(second, 6 * W)
 
@@ -192,7 +192,7 @@ def test_functional_transforms_want_to_be_unprotected(protection: Protection) ->
             assert torch.equal(slope(), 2 * X)
         w = nn.Parameter(W.clone())
         y = (w * w).sum()
-    put(w, W + 1)
+    swap_storage(w, W + 1)
     assert torch.equal(torch.autograd.grad(y, [w])[0], 2 * W)
 
 

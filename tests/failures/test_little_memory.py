@@ -16,7 +16,7 @@ from telegrad import rpc
 from telegrad.autograd import context
 from telegrad.errors import ReceiverOutOfMemory
 from telegrad.rpc import Options, RRef
-from telegrad.testing import assert_nothing_left, eventually, processes
+from telegrad.testing import assert_quiescent, eventually, processes
 from telegrad.worker.default_worker import current_worker
 
 LARGE = 72 << 20  # bytes
@@ -144,7 +144,7 @@ def _check_calls() -> None:
         assert call.wait() == "undisturbed"
         assert not worker.lost
         del held, call
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
         rpc.rpc_sync("w1", nothing_left)
 
 

@@ -11,7 +11,7 @@ from telegrad import rpc
 from telegrad.autograd import backward, context, get_gradients
 from telegrad.errors import MessageTooLarge, RemoteError
 from telegrad.rpc import Options, RRef
-from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster
+from telegrad.testing import Cluster, Gate, assert_quiescent, cluster
 
 TENSORS = 1 << 20  # max_message_bytes
 HEADER = 1 << 17  # max_header_bytes
@@ -43,7 +43,7 @@ def to(group: tuple[Cluster, str], caplog: pytest.LogCaptureFixture) -> Iterator
     assert not [record for record in caplog.records if "is lost" in record.getMessage()]
     del held, call
     for worker in workers:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 def ones(elements: int) -> Tensor:

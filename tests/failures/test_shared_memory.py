@@ -11,7 +11,7 @@ import torch
 from actors import PATIENCE, Actor, actors, begin_calls, call, failures_of_calls, hang, state
 
 from telegrad import rpc
-from telegrad.testing import Footprint, eventually
+from telegrad.testing import ResourceSnapshot, eventually
 
 N = 1_000_000  # floats
 HELD = 20
@@ -39,7 +39,7 @@ def wait_until_not_shared(before: int) -> None:
 
 
 def look() -> None:
-    state["before"] = shared_bytes(), len(Footprint.now().fds)
+    state["before"] = shared_bytes(), len(ResourceSnapshot.now().fds)
 
 
 def share(to: str) -> int:
@@ -66,7 +66,7 @@ def let_go() -> None:
     gc.collect()
     shared, descriptors = state["before"]
     wait_until_not_shared(shared)
-    eventually(lambda: len(Footprint.now().fds) <= descriptors, PATIENCE)
+    eventually(lambda: len(ResourceSnapshot.now().fds) <= descriptors, PATIENCE)
 
 
 def refuse_descriptors() -> None:

@@ -16,9 +16,9 @@ from telegrad import rpc
 from telegrad.errors import NotInitialized, RRefDeleted
 from telegrad.options import Options
 from telegrad.protocols.rref import RRefId
-from telegrad.testing import Cluster, Footprint, Gate, Local, assert_nothing_left, cluster, eventually, run_all
+from telegrad.testing import Cluster, Gate, Local, ResourceSnapshot, assert_quiescent, cluster, eventually, run_all
 from telegrad.worker import worker as worker_module
-from telegrad.worker.closed import EndedEngine
+from telegrad.worker.closed import ClosedEngine
 
 PATIENCE = 20.0  # s
 LARGE = 1 << 18  # elements; in memory of the pool, not of malloc
@@ -42,7 +42,7 @@ def nothing_is_left() -> Iterator[None]:
     with cluster(2):
         rpc.rpc_sync("w1", torch.ones, (LARGE,))  # creates what a process has only once
     gc.collect()
-    before, engines = Footprint.now(), timekeepers()
+    before, engines = ResourceSnapshot.now(), timekeepers()
     yield
     before.assert_not_grown()
     assert timekeepers() == engines
@@ -93,7 +93,7 @@ class Kept:
 
 def assert_native_is_gone(kept: Kept) -> None:
     for core in kept.cores:
-        assert isinstance(core.engine, EndedEngine)
+        assert isinstance(core.engine, ClosedEngine)
         assert core.engine is core.server is core.calls.engine is core.calls.client is core.handlers.engine
         assert core.engine.stats()["connections"] == 0
 
@@ -103,7 +103,7 @@ def assert_native_is_gone(kept: Kept) -> None:
 
 @pytest.mark.parametrize("graceful", [True, False])
 def test_what_is_kept_keeps_nothing_open(graceful: bool) -> None:
-    before, engines = Footprint.now(), timekeepers()
+    before, engines = ResourceSnapshot.now(), timekeepers()
     with cluster(2, graceful=graceful, check=False) as group:
         assert timekeepers() == engines + 2
         kept = Kept(group)
@@ -116,11 +116,11 @@ def test_what_is_kept_keeps_nothing_open(graceful: bool) -> None:
 def test_it_needs_no_cycle_collector() -> None:
     gc.disable()
     try:
-        before, engines = len(Footprint.now().fds), timekeepers()
+        before, engines = len(ResourceSnapshot.now().fds), timekeepers()
         with cluster(2, check=False) as group:
             kept = Kept(group)
         assert timekeepers() == engines
-        assert len(Footprint.now().fds) == before
+        assert len(ResourceSnapshot.now().fds) == before
     finally:
         gc.enable()
     assert kept.received[0] == 1
@@ -144,7 +144,7 @@ def test_received_tensors_live_on() -> None:
     stats = core.engine.stats()
     assert stats["live_blocks"] == stats["cached_blocks"] == 0
     assert stats["pool_misses"] > 0
-    assert_nothing_left(core)
+    assert_quiescent(core)
 
 
 class Later:
@@ -252,7 +252,7 @@ def test_references_may_go_later() -> None:
     del rref
     assert isinstance(lone, RRefId)
     assert not core.references.dropped
-    core.references.let_go(lone, 0)
+    core.references.release_handle(lone, 0)
     core.references.collect()
     assert not core.references.dropped
 
@@ -287,7 +287,7 @@ def test_callers_under_way_hear_of_it(how: str) -> None:
 
         *said, _ = run_all([call, call, call, close])
         assert all("under way when this worker shut down" in text for text in said)
-        assert isinstance(core.engine, EndedEngine)
+        assert isinstance(core.engine, ClosedEngine)
 
 
 def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         gate.wait_for()
     with pytest.raises(NotInitialized):
         future.wait()
-    assert isinstance(core.engine, EndedEngine)
+    assert isinstance(core.engine, ClosedEngine)
     gate.open()
     eventually(lambda: not core.pool.threads() and timekeepers() == engines, PATIENCE)
 
@@ -342,7 +342,7 @@ def test_handler_that_closes_its_worker() -> None:
         with pytest.raises(RuntimeError):
             group[0].rpc_sync("w1", close_my_worker)
         eventually(lambda: not core.pool.threads() and timekeepers() == engines + 1, PATIENCE)
-        assert isinstance(core.engine, EndedEngine)
+        assert isinstance(core.engine, ClosedEngine)
 
 
 def close_under_callers() -> None:
@@ -405,16 +405,16 @@ def test_it_has_every_method_of_an_engine() -> None:
         methods = {name for native in natives for name in dir(native) if callable(getattr(native, name))}
         methods = {name for name in methods if not name.startswith("_")}
         stats = core.engine.stats()
-        copied = EndedEngine(core.engine)
+        copied = ClosedEngine(core.engine)
         natives.clear()
-    assert {name for name in dir(EndedEngine) if not name.startswith("_")} == methods
-    assert EndedEngine(None).stats() == dict.fromkeys(stats, 0)
+    assert {name for name in dir(ClosedEngine) if not name.startswith("_")} == methods
+    assert ClosedEngine(None).stats() == dict.fromkeys(stats, 0)
     assert copied.stats().keys() == stats.keys()
     assert copied.stats()["sent_messages"] == stats["sent_messages"]
 
 
 def test_what_it_refuses_and_what_it_ignores() -> None:
-    ended = EndedEngine(None)
+    ended = ClosedEngine(None)
     for refused in (ended.call, ended.start, ended.wait, ended.listen, ended.set_peer):
         with pytest.raises(NotInitialized, match="RPC has not been initialized"):
             refused(1, 2, 3)

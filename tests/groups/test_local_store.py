@@ -15,7 +15,7 @@ from actors import PATIENCE, Actor, actors, call_many, free_port, join, shut_all
 from telegrad import rpc
 from telegrad.group import hosting, probing, stores
 from telegrad.group.rendezvous import StoreGone
-from telegrad.group.unix_store import Door, LocalStore, ask_to_give_way
+from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
 from telegrad.rpc import Options
 from telegrad.testing import eventually
 from telegrad.waits import Wait
@@ -34,7 +34,7 @@ def behind() -> Any:
 def port(behind: Any) -> Iterator[int]:
     """Run a server, and return its port."""
     number = free_port()
-    door = Door(number)
+    door = UnixStoreServer(number)
     door.open(behind)
     yield number
     door.close()
@@ -130,9 +130,9 @@ def test_a_door_that_closes_sends_everybody_away(behind: Any) -> None:
     number = free_port()
     with pytest.raises(ConnectionRefusedError):
         LocalStore("localhost", number, LONG)
-    door = Door(number)
+    door = UnixStoreServer(number)
     with pytest.raises(OSError, match="in use"):
-        Door(number)
+        UnixStoreServer(number)
     door.open(behind)
     store = LocalStore("localhost", number, LONG)
     ended = []
@@ -148,19 +148,19 @@ def test_a_door_that_closes_sends_everybody_away(behind: Any) -> None:
     assert ended == [True]
     with pytest.raises(StoreGone):
         store.get("nothing")
-    Door(number).close()
+    UnixStoreServer(number).close()
 
 
 def test_a_door_that_is_left_lets_nobody_in_and_makes_room(behind: Any, caplog: pytest.LogCaptureFixture) -> None:
     number = free_port()
     for _ in range(20):
-        door = Door(number)
+        door = UnixStoreServer(number)
         door.open(behind)
         LocalStore("localhost", number, LONG).set("key", "value")
         door.leave()
         with pytest.raises(ConnectionRefusedError):
             LocalStore("localhost", number, LONG)
-    Door(number).close()
+    UnixStoreServer(number).close()
     assert not caplog.records
 
 
@@ -280,20 +280,20 @@ def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
 def test_a_store_gives_way_once_nobody_of_its_process_uses_it() -> None:
     port = free_port()
     store = hosting.as_host(hosting.Place("127.0.0.1", port, 0, True), LONG)
-    ask_to_give_way(port)
+    request_release(port)
     store.set("key", "1")
     assert has(port, "key")
     del store
     assert has(port, "key")
-    ask_to_give_way(port)
+    request_release(port)
     eventually(lambda: "refused" in probing.probe("127.0.0.1", port, PATIENCE))
-    ask_to_give_way(port)
+    request_release(port)
 
 
 def test_one_process_may_be_host_and_guest() -> None:
     port = free_port()
     store = hosting.as_host(hosting.Place("127.0.0.1", port, 0, True), LONG)
-    again = stores._as_guest(hosting.Place("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE))
+    again = stores._as_client(hosting.Place("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE))
     store.set("key", "1")
     assert again.get("key") == b"1"
     del store, again

@@ -14,7 +14,7 @@ from actors import PATIENCE, actors, free_port, state
 
 from telegrad.errors import ShutdownTimeout
 from telegrad.group import rendezvous
-from telegrad.group.store_waits import Limited, StoreSilent, within
+from telegrad.group.store_waits import BoundedStore, StoreUnresponsive, within
 from telegrad.rpc import Worker
 from telegrad.testing import cluster, run_all
 
@@ -85,13 +85,13 @@ def test_operations_within_a_time() -> None:
         with pytest.raises(KeyError, match="as it is"):
             within(seconds, fails)
     never = threading.Event()
-    with pytest.raises(StoreSilent, match=r"has not answered within 0\.01 s"):
+    with pytest.raises(StoreUnresponsive, match=r"has not answered within 0\.01 s"):
         within(0.01, never.wait)
     never.set()
 
 
 def test_limited_store_is_the_store() -> None:
-    store = Limited(dist.HashStore(), lambda: END)  # type: ignore[attr-defined]
+    store = BoundedStore(dist.HashStore(), lambda: END)  # type: ignore[attr-defined]
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert store.timeout == timedelta(minutes=5)

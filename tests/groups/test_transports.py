@@ -13,7 +13,7 @@ import torch
 from telegrad import rpc
 from telegrad.group import addresses
 from telegrad.options import TRANSPORTS, Options
-from telegrad.testing import Cluster, Footprint, assert_nothing_left, cluster
+from telegrad.testing import Cluster, ResourceSnapshot, assert_quiescent, cluster
 
 LARGE = 100_000  # floats; sent in shared memory if the pair has some
 
@@ -56,7 +56,7 @@ def test_both_ends_own_their_tensors(two: Cluster) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_tensors_outlive_their_workers(transport: str) -> None:
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     with cluster(2, Options(transports=(transport,)), check=False) as group:
         kept = [group[0].rpc_sync("w1", torch.full, ((LARGE,), float(i))) for i in range(6)]
         core = group[0]._worker
@@ -66,7 +66,7 @@ def test_tensors_outlive_their_workers(transport: str) -> None:
         assert torch.equal(y, torch.full((LARGE,), number + 1.0))
     assert core.engine.stats()["live_blocks"] == 6
     del kept, y
-    assert_nothing_left(core)
+    assert_quiescent(core)
 
 
 def test_more_is_held_than_may_be_shared() -> None:

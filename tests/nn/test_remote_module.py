@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule, owner
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, assert_nothing_left, cluster, run_all
+from telegrad.testing import Cluster, assert_quiescent, cluster, run_all
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_one_that_goes(three: Cluster) -> None:
     assert rpc.rpc_sync("w2", use, (module, X))[2] == "w1"
     del module, layer
     for worker in three:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 def test_repr(net: RemoteModule) -> None:

@@ -14,7 +14,7 @@ import telegrad.optim
 from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, assert_nothing_left, cluster, eventually
+from telegrad.testing import Cluster, assert_quiescent, cluster, eventually
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_an_optimizer_that_goes_leaves_nothing(w: Cluster) -> None:
     train_step(of, DistributedOptimizer(optim.Adam, weights(of)))
     del of
     for worker in w:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
         gc.collect()  # a handler's frames may hold the last of them in a circle
         eventually(lambda worker=worker: not worker._worker.extras.get("optim.parameters"))  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer, between_steps
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster, eventually, run_all
+from telegrad.testing import Cluster, Gate, assert_quiescent, cluster, eventually, run_all
 
 PATIENCE = 10.0
 
@@ -78,7 +78,7 @@ def passed_on(_: Any) -> RRef[Any]:
 def test_four_trainers(w: Cluster) -> None:
     train_all(w, 40)
     for worker in w:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_four_trainers(w: Cluster) -> None:
 def test_four_trainers_for_long(w: Cluster) -> None:
     train_all(w, 1000)
     for worker in w:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 # ---- what is promised, one by one

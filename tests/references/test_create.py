@@ -11,8 +11,8 @@ from things import PATIENCE, fail, freed, make, ping, started
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker, WorkerLost
 from telegrad.rref import create
-from telegrad.rref.creation import Creation
-from telegrad.testing import Cluster, assert_nothing_left, cluster, eventually
+from telegrad.rref.creation import PendingCreation
+from telegrad.testing import Cluster, assert_quiescent, cluster, eventually
 from telegrad.worker.default_worker import set_default_worker
 
 
@@ -60,7 +60,7 @@ def w0(group: Cluster) -> Iterator[Any]:
     finally:
         set_default_worker(None)
     for one in group:
-        assert_nothing_left(one)
+        assert_quiescent(one)
 
 
 @pytest.fixture
@@ -161,9 +161,9 @@ def test_in_an_event_loop() -> None:
 # ---- calls that end before their reference is counted
 
 
-def ended_early(worker: Any, function: Any, *args: Any) -> tuple[Creation, int]:
+def ended_early(worker: Any, function: Any, *args: Any) -> tuple[PendingCreation, int]:
     """A creation whose outcome is there, and its local id."""
-    creation, local_id = Creation(worker, (1, function, 0)), worker.references.new_id()
+    creation, local_id = PendingCreation(worker, (1, function, 0)), worker.references.new_id()
     worker.rpc_sync("w1", echo)
     worker.calls.names.find(function)
     worker.calls.client.create(1, function, args, {}, 0, local_id, creation)
@@ -196,7 +196,7 @@ def test_an_exception_kept_there(w0: Any) -> None:
 
 @pytest.mark.parametrize("error", [RpcTimeout(1.0, "echo", "not sent"), WorkerLost("w1", "gone")], ids=["time", "loss"])
 def test_failure(w0: Any, error: Any) -> None:
-    creation = Creation(w0, (1, echo, 0))
+    creation = PendingCreation(w0, (1, echo, 0))
     creation.over(error)
     assert creation.failure is None
     handle = create._register(w0, 1, w0.references.new_id(), creation)

@@ -12,7 +12,7 @@ from telegrad.errors import RpcTimeout, RRefError
 from telegrad.protocols.rref import RRefId
 from telegrad.rpc import RRef, rpc_async
 from telegrad.rpc.functions import async_execution
-from telegrad.rref.creation import Creation
+from telegrad.rref.creation import PendingCreation
 from telegrad.testing import Cluster, Gate, eventually
 from telegrad.wire import Flag, Status, Tag
 
@@ -120,7 +120,7 @@ def test_failures_are_raised_where_the_value_is_fetched(w: Cluster) -> None:
 def test_a_fetch_that_overtakes_its_creation_waits_for_it(w: Cluster) -> None:
     """Two threads of the owner may take them up in either order."""
     references = w[0]._worker.references
-    creation = Creation(w[0]._worker, (1, double, 0))
+    creation = PendingCreation(w[0]._worker, (1, double, 0))
     rref = references.begin_create(1, references.new_id(), creation)
     handle: Any = RRef.of(w[0]._worker, rref, 1)
     handle._creation = creation

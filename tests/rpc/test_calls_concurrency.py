@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from telegrad import _core, rpc
-from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster, eventually, run_all
+from telegrad.testing import Cluster, Gate, assert_quiescent, cluster, eventually, run_all
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
 
@@ -127,7 +127,7 @@ def test_all_to_all(four: Cluster) -> None:
 
     four.on_each(calls)
     for worker in four:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 def tree(depth: int, width: int) -> int:
@@ -230,7 +230,7 @@ def test_a_hundred_thousand_calls_in_flight(window: int) -> None:
             assert future.wait() == i
         del futures, future
         for worker in group:
-            assert_nothing_left(worker)
+            assert_quiescent(worker)
 
 
 def test_ten_thousand_calls_in_flight_from_a_handler(clean: Cluster) -> None:
@@ -259,7 +259,7 @@ def test_a_hundred_thousand_calls_leave_memory_flat() -> None:
         assert after[1] <= before[1]
         assert after[2] <= before[2] + len(group)  # a thread for a moment of waiting, at most
         for worker in group:
-            assert_nothing_left(worker)
+            assert_quiescent(worker)
 
 
 def resident() -> int:

@@ -10,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized
-from telegrad.testing import Footprint, cluster, run_all
+from telegrad.testing import ResourceSnapshot, cluster, run_all
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
 
@@ -85,7 +85,7 @@ def test_threads_and_contexts_have_their_own_current_worker() -> None:
 
 
 def test_the_same_group_again_and_again() -> None:
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     for _ in range(5):
         with cluster(2):
             assert rpc.rpc_sync("w1", torch.add, (torch.ones(1), 1)).item() == 2
@@ -155,7 +155,7 @@ def init_alone(name: str = "alone", tmp: str = "") -> None:
 
 
 def test_init_call_shutdown_and_again() -> None:
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     for number in range(3):
         init_alone(f"alone{number}")
         assert rpc.rpc_sync(f"alone{number}", me) == f"alone{number}"

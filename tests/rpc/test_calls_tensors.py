@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster
+from telegrad.testing import Cluster, Gate, assert_quiescent, cluster
 
 pytestmark = [
     pytest.mark.usefixtures("clean", "quiet"),
@@ -285,8 +285,8 @@ def test_buffers_go_back_when_their_tensors_die(two: Cluster) -> None:
     assert two[0]._worker.engine.stats()["live_blocks"] == 1
     assert part.sum() == 0
     del part
-    assert_nothing_left(two[0])
-    assert_nothing_left(two[1])
+    assert_quiescent(two[0])
+    assert_quiescent(two[1])
 
 
 def test_storages_travel() -> None:

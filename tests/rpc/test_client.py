@@ -12,7 +12,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker
-from telegrad.testing import Cluster, assert_nothing_left, cluster
+from telegrad.testing import Cluster, assert_quiescent, cluster
 from telegrad.worker.calls import interceptors, tracing
 
 
@@ -39,7 +39,7 @@ def group() -> Iterator[Cluster]:
 def w0(group: Cluster) -> Iterator[Any]:
     yield group[0]._worker  # a Worker's own methods make it the current one, which is a context
     for worker in group:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -11,7 +11,7 @@ from mapped import Kept, place
 
 from telegrad import rpc
 from telegrad.options import Options
-from telegrad.testing import Footprint, Processes, assert_nothing_left, cluster, eventually
+from telegrad.testing import Processes, ResourceSnapshot, assert_quiescent, cluster, eventually
 
 N = 300_000  # floats, 1.2 MB
 
@@ -267,7 +267,7 @@ def test_calls_to_oneself() -> None:
 
 
 def test_nothing_is_left() -> None:
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     with cluster(2, Options(transports=("shm",)), check=False) as group:
         warm_up()
         core = group[1]._worker
@@ -277,7 +277,7 @@ def test_nothing_is_left() -> None:
     assert (made["kept"] == 2.0).all()
     assert (kept == 1.0).all()
     made.clear()
-    assert_nothing_left(core)
+    assert_quiescent(core)
     del kept
     before.assert_not_grown()
 

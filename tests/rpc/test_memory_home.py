@@ -13,7 +13,7 @@ from mapped import Kept, place
 from telegrad import rpc
 from telegrad.autograd import backward, context, get_gradients
 from telegrad.options import Options
-from telegrad.testing import Footprint, Processes, assert_nothing_left, cluster, eventually
+from telegrad.testing import Processes, ResourceSnapshot, assert_quiescent, cluster, eventually
 
 N = 300_000  # floats, 1.2 MB
 
@@ -327,7 +327,7 @@ def test_many_threads(two: Any) -> None:
 
 
 def test_nothing_is_left() -> None:
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     with cluster(2, Options(transports=("shm",)), check=False) as group:
         warm_up()
         core = group[0]._worker
@@ -338,7 +338,7 @@ def test_nothing_is_left() -> None:
     assert (kept == 3.0).all()
     del kept
     seen.clear()
-    assert_nothing_left(core)
+    assert_quiescent(core)
     before.assert_not_grown()
 
 

@@ -12,7 +12,7 @@ from mapped import place
 
 from telegrad import autograd, rpc
 from telegrad.options import TRANSPORTS, Options
-from telegrad.testing import Cluster, Footprint, Gate, Processes, assert_nothing_left, cluster, eventually
+from telegrad.testing import Cluster, Gate, Processes, ResourceSnapshot, assert_quiescent, cluster, eventually
 
 N = 300_000  # floats, 1.2 MB: stored once where memory is shared
 
@@ -89,7 +89,7 @@ def test_all_of_it_is_given_back(shared: Cluster) -> None:
     seen.clear()
     eventually(lambda: engine.stats()["common_pieces"] == 0)
     for worker in shared:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 @pytest.mark.usefixtures("shared")
@@ -247,7 +247,7 @@ def test_references_travel_with_tickets_of_their_own(any_four: Cluster) -> None:
             assert torch.equal(got, torch.full((2,), 7.0))
     del mine, theirs, got
     for worker in any_four:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 def first_of(xs: Any) -> Any:
@@ -268,7 +268,7 @@ def test_gradients_come_back_from_all(any_four: Cluster) -> None:
     with autograd.context() as context_id:
         assert values(rpc.multicast((1, 2), echo, (1,))) == [1, 1]
     for worker in any_four:
-        assert_nothing_left(worker, references=False)
+        assert_quiescent(worker, references=False)
 
 
 def state() -> tuple[bool, bool]:
@@ -329,7 +329,7 @@ def test_more_is_held_than_may_be_shared() -> None:
 
 
 def test_tensors_outlive_their_worker() -> None:
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     with cluster(3, Options(transports=("shm",)), check=False):
         x = torch.ones(N)
         eventually(lambda: len(set(values(rpc.multicast((1, 2), where, (x,))))) == 1)

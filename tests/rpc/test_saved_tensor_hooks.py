@@ -9,7 +9,7 @@ from torch import Tensor
 
 from telegrad import autograd, rpc
 from telegrad.autograd.consistency.saved_tensors import protect
-from telegrad.testing import Cluster, Gate, assert_nothing_left, eventually
+from telegrad.testing import Cluster, Gate, assert_quiescent, eventually
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -77,7 +77,7 @@ def test_where_parameters_are_stepped_code_in_contexts_is_hooked_and_nothing_els
     eventually(lambda: gate.handlers == 0)  # the answer leaves before the handler is out of the gate
     del first
     for worker in two:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 def squared(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from telegrad import autograd, rpc
 from telegrad.errors import RpcTimeout
 from telegrad.options import Options
-from telegrad.testing import Cluster, Gate, assert_nothing_left, cluster
+from telegrad.testing import Cluster, Gate, assert_quiescent, cluster
 from telegrad.worker.calls.messages import Messages
 
 SOON = 0.05  # s
@@ -34,7 +34,7 @@ def group() -> Iterator[Cluster]:
     with cluster(3, Options(num_worker_threads=1, request_window_bytes=WINDOW)) as workers:
         yield workers
         for worker in workers:
-            assert_nothing_left(worker)
+            assert_quiescent(worker)
 
 
 class Shut:
@@ -70,7 +70,7 @@ def test_references(group: Cluster, way: Any) -> None:
         way("w1", size, (LARGE, rref))
     del rref
     for worker in group:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 @way
@@ -82,7 +82,7 @@ def test_autograd_contexts(group: Cluster, way: Any, plain: bool) -> None:
         with Shut(), pytest.raises(RpcTimeout):
             way("w1", size, (x,) if plain else (x, {"a set"}))
     for worker in group:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 class Stop(BaseException):

@@ -16,7 +16,7 @@ from torch.futures import Future, collect_all, wait_all
 
 from telegrad.errors import RemoteError, RpcTimeout, TelegradError, WorkerLost
 from telegrad.serialize.exceptions import describe_exception, pack_exception, unpack_exception
-from telegrad.serialize.tracebacks import RemoteTraceback, afresh, let_go_of_frames, traceback_of, without_own_frames
+from telegrad.serialize.tracebacks import RemoteTraceback, clear_frames, clone_exception, strip_own_frames, traceback_of
 from telegrad.types import WorkerInfo
 from telegrad.worker.calls.callables import method_of, run
 
@@ -329,9 +329,9 @@ def test_exceptions_that_forbid_setting_attributes(error: Exception) -> None:
     try:
         raise error
     except Exception as e:
-        let_go_of_frames(e, HERE)
+        clear_frames(e, HERE)
     assert error.__traceback__ is None
-    assert isinstance(afresh(error).__cause__, RemoteTraceback)
+    assert isinstance(clone_exception(error).__cause__, RemoteTraceback)
 
 
 def test_frames_of_grouped_exceptions_are_released() -> None:
@@ -340,7 +340,7 @@ def test_frames_of_grouped_exceptions_are_released() -> None:
     except ZeroDivisionError as e:
         part = e
     group = ExceptionGroup("several", [part])
-    let_go_of_frames(group, HERE)
+    clear_frames(group, HERE)
     assert part.__traceback__ is None
 
 
@@ -388,8 +388,8 @@ def test_exceptions_raised_again_have_own_frames_only_above_frames_of_the_user()
     with pytest.raises(AttributeError) as caught:
         method_of(None, "missing")
     own = caught.value.with_traceback(caught.tb.tb_next)
-    assert without_own_frames(own).__traceback__ is None
+    assert strip_own_frames(own).__traceback__ is None
     with pytest.raises(ZeroDivisionError) as caught_below:
         run(divide, (1,), {})
     below = caught_below.value.with_traceback(caught_below.tb.tb_next)
-    assert without_own_frames(below).__traceback__ is not None
+    assert strip_own_frames(below).__traceback__ is not None

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, UnknownWorker, WorkerLost
-from telegrad.testing import Cluster, Footprint, Gate, LeakError, Local, cluster, eventually
+from telegrad.testing import Cluster, Gate, LeakError, Local, ResourceSnapshot, cluster, eventually
 from telegrad.worker import live_workers
 from telegrad.worker import worker as worker_module
 
@@ -27,7 +27,7 @@ LONG = 20.0  # s; what takes nearly as long has hung
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     gc.collect()
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     yield
     before.assert_not_grown()
     assert not [worker for worker in live_workers if not worker.closed]
@@ -215,7 +215,7 @@ def test_a_shutdown_in_vain_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leak that will not go need not be waited for."""
-    monkeypatch.setattr(Footprint, "assert_not_grown", partialmethod(Footprint.assert_not_grown, SHORT))
+    monkeypatch.setattr(ResourceSnapshot, "assert_not_grown", partialmethod(ResourceSnapshot.assert_not_grown, SHORT))
 
 
 def test_what_the_body_keeps_is_no_leak() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Footprint, Gate, LeakError, assert_nothing_left, cluster
+from telegrad.testing import Cluster, Gate, LeakError, ResourceSnapshot, assert_quiescent, cluster
 from telegrad.worker import worker as worker_module
 
 SHORT = 0.05  # s, that a leak may take to go, since it will not
@@ -24,7 +24,7 @@ LARGE = 1 << 18  # elements
 def left(worker: Any, **how: Any) -> str:
     """Return the leaks that the error names."""
     with pytest.raises(LeakError) as caught:
-        assert_nothing_left(worker, SHORT, **how)
+        assert_quiescent(worker, SHORT, **how)
     said, what = str(caught.value).split(" has left: ")
     assert said == f"worker {worker.info.name}"
     return what
@@ -36,8 +36,8 @@ def left(worker: Any, **how: Any) -> str:
 def test_idle_worker_has_nothing_left(clean: Cluster) -> None:
     assert rpc.rpc_sync("w1", abs, (-1,)) == 1
     for worker in clean:
-        assert_nothing_left(worker)
-        assert_nothing_left(worker._worker)
+        assert_quiescent(worker)
+        assert_quiescent(worker._worker)
 
 
 def test_work_under_way(clean: Cluster) -> None:
@@ -58,10 +58,10 @@ def test_references(clean: Cluster) -> None:
     assert "1 owners of references" in owned
     assert "1 values" in owned
     for worker in clean:
-        assert_nothing_left(worker, references=False)
+        assert_quiescent(worker, references=False)
     del rref
     for worker in clean:
-        assert_nothing_left(worker)
+        assert_quiescent(worker)
 
 
 def test_creation_under_way(clean: Cluster) -> None:
@@ -76,7 +76,7 @@ def test_creation_under_way(clean: Cluster) -> None:
 def test_received_tensors(clean: Cluster) -> None:
     tensors = rpc.rpc_sync("w1", torch.ones, (LARGE,)), rpc.rpc_sync("w1", torch.ones, (LARGE,))
     assert left(clean[0]) == "2 buffers in use"
-    assert_nothing_left(clean[0], references=False)
+    assert_quiescent(clean[0], references=False)
     del tensors
 
 
@@ -86,7 +86,7 @@ def test_what_ends_in_time_is_waited_for(clean: Cluster, monkeypatch: pytest.Mon
     gate.wait_for()
     collect = gc.collect
     monkeypatch.setattr(gc, "collect", lambda: gate.open() or collect())  # the check has seen the call by then
-    assert_nothing_left(clean[0])
+    assert_quiescent(clean[0])
     monkeypatch.undo()
     future.wait()
 
@@ -97,7 +97,7 @@ def test_a_circle_is_not_a_leak(clean: Cluster) -> None:
         circle: list[Any] = [rpc.rpc_sync("w1", torch.ones, (LARGE,))]
         circle.append(circle)
         del circle
-        assert_nothing_left(clean[0])
+        assert_quiescent(clean[0])
     finally:
         gc.enable()
 
@@ -109,22 +109,22 @@ def test_closed_worker_has_nothing_left() -> None:
     with cluster(2) as group:
         worker, rref = group[0], rpc.remote("w1", dict)
         rref.to_here()
-    assert_nothing_left(worker)
+    assert_quiescent(worker)
 
 
 def test_tensors_that_outlive_their_worker() -> None:
     with cluster(2) as group:
         worker, tensor = group[0], rpc.rpc_sync("w1", torch.ones, (LARGE,))
     assert left(worker) == "1 buffers in use"
-    assert_nothing_left(worker, references=False)
+    assert_quiescent(worker, references=False)
     del tensor
-    assert_nothing_left(worker)
+    assert_quiescent(worker)
 
 
 def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_JOIN_TIMEOUT", 0.0)
     gate = Gate()
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     with cluster(2, graceful=False, check=False) as group:
         worker = group[1]
         future = rpc.rpc_async("w1", gate.enter)
@@ -133,7 +133,7 @@ def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LeakError, match="threads telegrad-w1-"):
         before.assert_not_grown(SHORT)
     gate.open()
-    assert_nothing_left(worker, references=False)
+    assert_quiescent(worker, references=False)
     before.assert_not_grown()
     with pytest.raises(RuntimeError):
         future.wait()
@@ -142,7 +142,7 @@ def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the process
 
 
-def grown(before: Footprint, **how: Any) -> str:
+def grown(before: ResourceSnapshot, **how: Any) -> str:
     with pytest.raises(LeakError) as caught:
         before.assert_not_grown(SHORT, **how)
     said = str(caught.value)
@@ -151,15 +151,15 @@ def grown(before: Footprint, **how: Any) -> str:
 
 
 @pytest.fixture
-def before() -> Iterator[Footprint]:
+def before() -> Iterator[ResourceSnapshot]:
     """The footprint that the test begins, and must end with."""
     gc.collect()
-    footprint = Footprint.now()
+    footprint = ResourceSnapshot.now()
     yield footprint
     footprint.assert_not_grown()
 
 
-def test_descriptors_are_named(before: Footprint, tmp_path: Path) -> None:
+def test_descriptors_are_named(before: ResourceSnapshot, tmp_path: Path) -> None:
     before.assert_not_grown(0.0)
     fds = sorted(os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY) for name in ("one", "two"))
     assert grown(before) == "descriptors " + ", ".join(f"{fd} ({os.readlink(f'/proc/self/fd/{fd}')})" for fd in fds)
@@ -168,20 +168,20 @@ def test_descriptors_are_named(before: Footprint, tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_what_is_counted_is_what_is_open(before: Footprint) -> None:
+def test_what_is_counted_is_what_is_open(before: ResourceSnapshot) -> None:
     """Not the folder that was open while they were counted."""
     assert all(os.path.lexists(f"/proc/self/fd/{fd}") for fd in before.fds)
 
 
 def test_fewer_is_no_leak(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w") as file:
-        before = Footprint.now()
+        before = ResourceSnapshot.now()
         assert file.fileno() in before.fds
     before.assert_not_grown(0.0)
 
 
 @pytest.mark.parametrize("name", ["telegrad-of-a-test", "of-somebody-else"])
-def test_threads_of_telegrad_are_named(before: Footprint, name: str) -> None:
+def test_threads_of_telegrad_are_named(before: ResourceSnapshot, name: str) -> None:
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait, name=name)
     thread.start()
@@ -193,7 +193,7 @@ def test_threads_of_telegrad_are_named(before: Footprint, name: str) -> None:
     thread.join()
 
 
-def test_threads_that_end_in_time_are_waited_for(before: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_end_in_time_are_waited_for(before: ResourceSnapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait, name="telegrad-of-a-test")
     thread.start()
@@ -206,7 +206,7 @@ def test_threads_that_end_in_time_are_waited_for(before: Footprint, monkeypatch:
 def test_children_are_named() -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     child = context.Process(target=theirs.recv)  # ends with a word
     child.start()
     assert f"child processes {child.pid}" in grown(before)
@@ -219,7 +219,7 @@ def test_children_are_named() -> None:
     before.assert_not_grown()
 
 
-def test_all_that_has_grown_is_said(before: Footprint, tmp_path: Path) -> None:
+def test_all_that_has_grown_is_said(before: ResourceSnapshot, tmp_path: Path) -> None:
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait, name="telegrad-of-a-test")
     thread.start()

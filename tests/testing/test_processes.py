@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Footprint, ProcessError, Processes, eventually, processes, run_all
+from telegrad.testing import ProcessError, Processes, ResourceSnapshot, eventually, processes, run_all
 
 kit = sys.modules[processes.__module__]
 
@@ -42,7 +42,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     """Check that a test leaves no child process, descriptor or file."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     yield
     before.assert_not_grown()
     assert not list(tmp_path.iterdir())

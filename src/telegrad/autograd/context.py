@@ -1,7 +1,7 @@
-"""What one worker has recorded in one autograd context: the tensors it sent, the tensors it received, the gradients.
+"""The record of one worker in one autograd context: tensors sent, tensors received, gradients.
 
-Data only. `recording.py` fills it while the forward pass runs; a `Pass` reads it while `backward` runs and adds to
-`gradients`. Nothing in here keeps the data of a sent tensor alive: an edge holds the node that made the tensor.
+Data only. `recording.py` fills it while the forward pass runs. A `BackwardPass` reads it while `backward` runs, and
+adds to `gradients`. Nothing in here keeps the data of a sent tensor alive: an edge holds the node that made the tensor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Context:
         id: `worker id << 48 | counter`, of the worker that opened it.
     """
 
-    __slots__ = ("asked", "ended", "gradients", "heard", "id", "lock", "passes", "passes_over", "receipts", "sends")
+    __slots__ = ("asked", "ended", "gradients", "heard", "id", "lock", "min_live_pass", "passes", "receipts", "sends")
 
     def __init__(self, id: int) -> None:
         self.id: int = id
@@ -89,5 +89,5 @@ class Context:
         """By worker: how many requests have come from it in this context."""
         self.passes: dict[tuple[int, int], ActivePass] = {}
         """Backward passes, by (root, number among those of the root): what has not been forgotten here yet."""
-        self.passes_over: dict[int, int] = {}
+        self.min_live_pass: dict[int, int] = {}
         """By root: all its passes with a lower number are over."""

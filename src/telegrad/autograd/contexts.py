@@ -84,7 +84,7 @@ class Contexts:
         return self.table.get(context_id)
 
     def arrived(self, context_id: int, peer: int) -> Context | None:
-        """A request made in a context has come; see `Recorder`."""
+        """A request made in a context has come; see `AutogradHooks`."""
         with self._lock:
             context = self.table.get(context_id)
             if peer == self.me or self._closed:
@@ -196,7 +196,7 @@ class Contexts:
     # ---- messages
 
     def carry(self, context: Context, peer: int, tensors: Sequence[Tensor], request: bool) -> int | None:
-        """A message made in a context is about to leave; see `Recorder`."""
+        """A message made in a context is about to leave; see `AutogradHooks`."""
         message = next(self._message_ids) if tensors else 0
         record = sent(message, peer, tensors) if tensors else None
         with context.lock:
@@ -208,7 +208,7 @@ class Contexts:
                 context.asked[peer] = context.asked.get(peer, 0) + 1
         return message
 
-    def take_back(self, context: Context, message: int, peer: int) -> None:
+    def rollback(self, context: Context, message: int, peer: int) -> None:
         """A request made in a context did not leave."""
         with context.lock:
             record = context.sends.pop(message, None)

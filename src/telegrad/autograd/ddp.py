@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
 
-__all__ = ["accumulate_beside", "any_reduced", "aside"]
+__all__ = ["grads_detached", "has_ddp_param", "run_accumulate_grad"]
 
 _grad_lock = threading.RLock()
 _replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
@@ -49,7 +49,7 @@ if torch.distributed.is_available() and torch.distributed.is_initialized():
     del _found
 
 
-def any_reduced(leaves: Sequence[Tensor]) -> bool:
+def has_ddp_param(leaves: Sequence[Tensor]) -> bool:
     """Return whether a reducer of DDP waits for the gradient of one of these leaves."""
     if not _ever:
         return False
@@ -58,7 +58,7 @@ def any_reduced(leaves: Sequence[Tensor]) -> bool:
 
 
 @contextmanager
-def aside(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def grads_detached(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Takes `.grad` off the leaves; at the end, unless there is an error, gives what is there then to `put`. `.grad` is
     restored."""
     with _grad_lock:
@@ -79,7 +79,7 @@ def aside(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> It
                 leaf.grad = grad
 
 
-def accumulate_beside(leaf: Tensor, grad: Tensor, context: Context) -> None:
+def run_accumulate_grad(leaf: Tensor, grad: Tensor, context: Context) -> None:
     """Runs the AccumulateGrad node of a leaf with post-accumulate hooks (its tensor hooks have run). As in local
     training the hooks see `grad` added to what the context has so far, in `.grad`; it gets what they leave there."""
     with torch.inference_mode(False), torch.enable_grad():

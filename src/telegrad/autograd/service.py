@@ -1,7 +1,7 @@
 """Distributed autograd of one worker: its contexts, and the backward passes that run in them.
 
-What the worker calls (`telegrad.worker.autograd_hooks.Recorder`) ends up here. Messages: the word that a context has ended is
-sent one way; the messages of a pass are requests, see `telegrad.autograd.passes.manager`.
+The worker calls it through `telegrad.worker.autograd_hooks.AutogradHooks`. The notice that a context has ended is a
+one-way message. The messages of a pass are requests (`telegrad.autograd.passes.manager`).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from telegrad.autograd.consistency.saved_tensors import PROTECTION, protection_o
 from telegrad.autograd.consistency.step_gate import BodyGuard, HandlerGuard
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.passes.manager import Passes
+from telegrad.autograd.passes.manager import BackwardManager
 
 __all__ = ["Autograd"]
 
@@ -30,12 +30,12 @@ class Autograd:
     def __init__(self, worker: Any, first_id: int) -> None:
         self.worker = worker
         self.contexts: Contexts = Contexts(worker.info.id, first_id, self._tell, self._ended)
-        self.passes: Passes = Passes(worker, self.contexts)
+        self.passes: BackwardManager = BackwardManager(worker, self.contexts)
         self.backward: Callable[[Context, list[Tensor], bool], None] = self.passes.backward
         self.on_request: Callable[..., None] = self.passes.on_request
         self.on_gradients: Callable[[int, int, int, int, Any], None] = self.passes.on_gradients
         self.carry: Callable[[Context, int, Sequence[Tensor], bool], int | None] = self.contexts.carry
-        self.take_back: Callable[[Context, int, int], None] = self.contexts.take_back
+        self.rollback: Callable[[Context, int, int], None] = self.contexts.rollback
         self.arrived: Callable[[int, int], Context | None] = self.contexts.arrived
         self.find: Callable[[int], Context | None] = self.contexts.find
         self.receive: Callable[[Context, int, int, list[Tensor]], Sequence[Any]] = self.contexts.receive

@@ -16,7 +16,7 @@ from telegrad.nn import owner
 from telegrad.nn import remote_module as _ours
 from telegrad.rpc.internal import _internal_rpc_pickler  # noqa: F401  # as in torch's module
 from telegrad.rref import RRef
-from telegrad.worker.calls.messages import being_written
+from telegrad.worker.calls.messages import is_serializing
 
 __all__ = ["RemoteModule"]
 
@@ -123,7 +123,7 @@ class _RemoteModule(_ours.RemoteModule):
         return nn.Module.__getattr__(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not being_written():
+        if not is_serializing():
             raise RuntimeError(_ours.PICKLE)
         return _remote_module_reducer(self)
 

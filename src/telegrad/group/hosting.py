@@ -21,9 +21,9 @@ import torch.distributed as dist
 from telegrad.errors import TelegradError
 from telegrad.group.addresses import is_loopback
 from telegrad.group.probing import plain, probe
-from telegrad.group.unix_store import Door, LocalStore, ask_to_give_way
+from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
 
-__all__ = ["Place", "TCPStore", "as_host", "host_store", "is_address", "is_own", "latest", "listen"]
+__all__ = ["StoreAddress", "TCPStore", "as_host", "host_store", "is_address", "is_own", "latest", "listen"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -35,7 +35,7 @@ _SOONEST, _LATEST = 0.001, 0.05  # s between two attempts
 _PROBE_PATIENCE = 2.0  # s
 
 
-class Place(NamedTuple):
+class StoreAddress(NamedTuple):
     """Address at which a static group meets."""
 
     host: str
@@ -62,10 +62,10 @@ class _Host:
         TelegradError: another program has the port; `_PortIsTaken`: the store of another group has it.
     """
 
-    def __init__(self, place: Place, timeout: timedelta) -> None:
+    def __init__(self, place: StoreAddress, timeout: timedelta) -> None:
         door, no_door = None, ""
         try:
-            door = Door(place.port)  # first: a client that finds the port open relies on the server
+            door = UnixStoreServer(place.port)  # first: a client that finds the port open relies on the server
         except OSError as e:
             no_door = str(e)
         try:
@@ -87,7 +87,7 @@ class _Host:
         door.open(self.store, lambda: (host := me()) is not None and host._give_way())
         weakref.finalize(self, door.leave)
 
-    def store_for(self, place: Place, timeout: timedelta) -> Any:
+    def store_for(self, place: StoreAddress, timeout: timedelta) -> Any:
         """Return the store for a worker. The host lives at least as long as it."""
         if self.door is None:
             return self.store
@@ -104,7 +104,7 @@ class _Host:
         return True
 
 
-def _port_is_taken(place: Place) -> TelegradError:
+def _port_is_taken(place: StoreAddress) -> TelegradError:
     """Return the error of rank 0 for a port that is taken.
 
     Raises:
@@ -132,7 +132,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def as_host(place: Place, timeout: timedelta) -> Any:
+def as_host(place: StoreAddress, timeout: timedelta) -> Any:
     """Return the store and serve it to the workers of this host as well.
 
     Reuses the store that this process hosted for its last group at the same port.
@@ -149,7 +149,7 @@ def as_host(place: Place, timeout: timedelta) -> Any:
     return store
 
 
-def _new_host(place: Place, timeout: timedelta) -> _Host:
+def _new_host(place: StoreAddress, timeout: timedelta) -> _Host:
     """Host a store, and ask another process that still has the port to give it up."""
     until = time.monotonic() + min(_HANDOVER, timeout.total_seconds())
     pause = _SOONEST
@@ -159,12 +159,12 @@ def _new_host(place: Place, timeout: timedelta) -> _Host:
         except _PortIsTaken:
             if time.monotonic() >= until:
                 raise
-        ask_to_give_way(place.port)
+        request_release(place.port)
         time.sleep(pause)
         pause = min(2 * pause, _LATEST)
 
 
-def host_store(place: Place, timeout: timedelta, listening: socket.socket | None) -> Any:
+def host_store(place: StoreAddress, timeout: timedelta, listening: socket.socket | None) -> Any:
     with listening or nullcontext():
         store = TCPStore(
             place.host,

@@ -64,7 +64,7 @@ def join_at(
                 return join(Part(prefix, store), its_rank, its_size)
             except StoreGone as e:
                 limit = round(until - time.monotonic(), 2)
-                if limit <= 0 or not stores.is_guest(options, rank, world_size):
+                if limit <= 0 or not stores.is_client(options, rank, world_size):
                     raise
                 logger.info("%s (rank %d) tries to find the group's store again: %s", name, its_rank, e)
                 gone = e.with_traceback(None)  # the traceback refers to the store

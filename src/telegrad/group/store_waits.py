@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from telegrad.waits import Wait, wait_for
 
-__all__ = ["Limited", "StoreGone", "StoreSilent", "base_of", "place_of", "wait_for_keys", "within"]
+__all__ = ["BoundedStore", "StoreGone", "StoreUnresponsive", "base_of", "place_of", "wait_for_keys", "within"]
 
 StoreGone: type[RuntimeError] = dist.DistNetworkError
 """The error of a store operation whose host has gone."""
@@ -23,7 +23,7 @@ _POLLED: tuple[type, ...] = (dist.TCPStore, dist.FileStore)  # type: ignore[attr
 T = TypeVar("T")
 
 
-class StoreSilent(dist.DistNetworkError):
+class StoreUnresponsive(dist.DistNetworkError):
     """The store's host, or the resolver, does not answer in time."""
 
 
@@ -34,7 +34,7 @@ def within(seconds: float, operation: Callable[[], T]) -> T:
         seconds: how long to wait for it; 0 is no limit.
 
     Raises:
-        StoreSilent: it takes longer. It goes on in a thread of its own.
+        StoreUnresponsive: it takes longer. It goes on in a thread of its own.
     """
     if not seconds:
         return operation()
@@ -51,13 +51,13 @@ def within(seconds: float, operation: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="telegrad-store-use", daemon=True).start()
     if not wait_for(over, seconds):
-        raise StoreSilent(f"the host of the group's store has not answered within {seconds:.3g} s")
+        raise StoreUnresponsive(f"the host of the group's store has not answered within {seconds:.3g} s")
     if failure:
         raise failure[0]
     return outcome[0]
 
 
-class Limited:
+class BoundedStore:
     """A store whose operations all have to end in time.
 
     Args:

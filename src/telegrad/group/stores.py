@@ -20,15 +20,15 @@ import torch.distributed as dist
 
 from telegrad.group.addresses import is_loopback
 from telegrad.group.file_store import make_private
-from telegrad.group.hosting import Place, TCPStore, as_host, host_store, is_address, is_own, latest, listen
+from telegrad.group.hosting import StoreAddress, TCPStore, as_host, host_store, is_address, is_own, latest, listen
 from telegrad.group.probing import plain, probe
-from telegrad.group.store_waits import StoreSilent, within
+from telegrad.group.store_waits import StoreUnresponsive, within
 from telegrad.group.unix_store import LocalStore
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.timeouts import FOREVER
 from telegrad.waits import Wait
 
-__all__ = ["is_guest", "meet", "patience"]
+__all__ = ["is_client", "meet", "patience"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -101,7 +101,7 @@ def meet(
     if place is not None and world_size:
         rank = place.rank
         here = _is_here(place, wait)
-        store = as_host(place, timeout) if rank == 0 and not place.hosted else _as_guest(place, here, wait)
+        store = as_host(place, timeout) if rank == 0 and not place.hosted else _as_client(place, here, wait)
     elif place is not None:
         store = _tcp_store(place, wait) if place.rank == 0 else _by_port(place, wait)
     elif world_size:
@@ -118,13 +118,13 @@ def meet(
     return store, rank, world_size
 
 
-def is_guest(options: RpcBackendOptions, rank: int, world_size: int | None) -> bool:
+def is_client(options: RpcBackendOptions, rank: int, world_size: int | None) -> bool:
     """Return whether a static group's worker uses the store that rank 0 hosts."""
     place = _place(options.init_method, rank) if world_size else None
     return place is not None and place.rank > 0 and not place.hosted
 
 
-def _place(init_method: str, rank: int) -> Place | None:
+def _place(init_method: str, rank: int) -> StoreAddress | None:
     """Return the address to meet at, if one of the workers hosts a store there.
 
     Returns None if that is not so, or if the address is incomplete: then torch reports the error.
@@ -144,33 +144,33 @@ def _place(init_method: str, rank: int) -> Place | None:
     if not host or not port or rank < 0:
         return None
     # As in torch: under an agent no worker hosts a store, at any address.
-    return Place(host, port, rank, _libuv(query), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return StoreAddress(host, port, rank, _libuv(query), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def _libuv(query: dict[str, list[str]]) -> bool:
     return query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[-1] == "1"
 
 
-def _as_guest(place: Place, here: bool, wait: Wait) -> Any:
+def _as_client(place: StoreAddress, here: bool, wait: Wait) -> Any:
     """Return the store that rank 0 hosts, once it does.
 
     The worker uses the Unix socket if it is on the same host, otherwise the port.
     """
     latest.clear()
-    store = _through_door(place, wait) if here else None
+    store = _over_unix_socket(place, wait) if here else None
     if store is None:
         store = _by_port(place, wait)
     latest[:] = [store]
     return store
 
 
-def _awaited(place: Place, last: str) -> tuple[str, str]:
+def _awaited(place: StoreAddress, last: str) -> tuple[str, str]:
     """Describe the wait, for `Wait.step`."""
     host = "the agent" if place.hosted else "rank 0" if place.rank >= 0 else "the group"
     return f"{host}'s store at {place.at}", last
 
 
-def _too_late(place: Place, wait: Wait, last: str) -> RuntimeError:
+def _too_late(place: StoreAddress, wait: Wait, last: str) -> RuntimeError:
     host = "rank 0, which hosts it," if place.rank >= 0 else "its host"
     error: RuntimeError = dist.DistNetworkError(
         f"no store at {place.at} within {wait.timeout:g} s: {host} did not start in time. Is it started, with this"
@@ -179,7 +179,7 @@ def _too_late(place: Place, wait: Wait, last: str) -> RuntimeError:
     return error
 
 
-def _by_port(place: Place, wait: Wait) -> Any:
+def _by_port(place: StoreAddress, wait: Wait) -> Any:
     """Return the store at a port, once there is one.
 
     Raises:
@@ -199,7 +199,7 @@ def _by_port(place: Place, wait: Wait) -> Any:
     )
 
 
-def _through_door(place: Place, wait: Wait) -> LocalStore | None:
+def _over_unix_socket(place: StoreAddress, wait: Wait) -> LocalStore | None:
     """Wait for the host's Unix socket; None if the local host has none.
 
     Raises:
@@ -228,7 +228,7 @@ def _through_door(place: Place, wait: Wait) -> LocalStore | None:
         pause = min(2 * pause, _LATEST)
 
 
-def _is_here(place: Place, wait: Wait) -> bool:
+def _is_here(place: StoreAddress, wait: Wait) -> bool:
     """Return whether the address is of this machine.
 
     Waits until the name can be resolved; in a new container this may take a while.
@@ -245,7 +245,7 @@ def _is_here(place: Place, wait: Wait) -> bool:
             # A signal cannot interrupt a query to the resolver.
             found = ask() if is_address(place.host) else within(min(wait.left or 0.001, _SLOW_RESOLVER), ask)
             return any(is_own(family, address) for family, _, _, _, address in found)
-        except StoreSilent:
+        except StoreUnresponsive:
             last = "no answer"
         except OSError as e:
             last = e.strerror or str(e)
@@ -276,7 +276,7 @@ def _without_rank(options: RpcBackendOptions, wait: Wait) -> Any:
         host, port = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))
     else:
         return None
-    return _tcp_store(Place(host, port, -1, _libuv(query), _agent_hosts(host, port)), wait)
+    return _tcp_store(StoreAddress(host, port, -1, _libuv(query), _agent_hosts(host, port)), wait)
 
 
 def _ranked_by_environment(options: RpcBackendOptions) -> bool:
@@ -295,7 +295,7 @@ def _from_environment(variable: str) -> str:
     return value
 
 
-def _tcp_store(place: Place, wait: Wait) -> Any:
+def _tcp_store(place: StoreAddress, wait: Wait) -> Any:
     """Host the store if this machine is the host and the port is free; else connect."""
     # torchrun's agent hosts the store of its workers.
     listening = listen(place.host, place.port) if _is_here(place, wait) and not place.hosted else None

@@ -2,7 +2,7 @@
 
 Rank 0 hosts a `TCPStore`. For each connection, that store resolves the names of both addresses. This takes
 milliseconds, and seconds if the resolver drops queries that arrive in a burst, as those of a starting group do. So the
-host also listens on a Unix socket (`Door`), and workers of the same host (`LocalStore`) send their requests to that.
+host also listens on a Unix socket (`UnixStoreServer`). Workers of the same host (`LocalStore`) use that instead.
 All data is in the one store behind it, so workers of other hosts, which connect to the port, see the same keys.
 
 The socket has an abstract name made from the port, which only one process of a network namespace can bind. Each end
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-__all__ = ["Door", "LocalStore", "ask_to_give_way"]
+__all__ = ["LocalStore", "UnixStoreServer", "request_release"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -69,7 +69,7 @@ def _is_same_user(s: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
-class _Guest:
+class _ClientSession:
     """Session of one client."""
 
     def __init__(self, link: socket.socket) -> None:
@@ -82,7 +82,7 @@ class _Guest:
 _ending: dict[int, threading.Thread] = {}  # threads of servers that are closing, by port
 
 
-class Door:
+class UnixStoreServer:
     """Server of a store for the clients of this host, with its own thread.
 
     Args:
@@ -106,7 +106,7 @@ class Door:
         self._listening.listen(4096)
         self._listening.setblocking(False)
         self._wake, self._woken = socket.socketpair()
-        self._guests: set[_Guest] = set()
+        self._guests: set[_ClientSession] = set()
         self._thread: threading.Thread | None = None
         self._store: Any = None
         self._give_way: Callable[[], bool] = lambda: False
@@ -197,12 +197,12 @@ class Door:
                 link.close()
                 continue
             link.setblocking(False)
-            guest = _Guest(link)
+            guest = _ClientSession(link)
             self._guests.add(guest)
             selector.register(link, selectors.EVENT_READ, guest)
             self._answer(selector, guest, _message(_OK, [_HELLO]))
 
-    def _attend(self, selector: selectors.BaseSelector, guest: _Guest, events: int) -> None:
+    def _attend(self, selector: selectors.BaseSelector, guest: _ClientSession, events: int) -> None:
         """Handle a session's event: data, room for a reply, or end of connection."""
         if events & selectors.EVENT_WRITE:
             self._answer(selector, guest, b"")
@@ -228,7 +228,7 @@ class Door:
             del guest.received[: _LENGTH.size + length]
             self._take_up(selector, guest, body)
 
-    def _take_up(self, selector: selectors.BaseSelector, guest: _Guest, body: bytes) -> None:
+    def _take_up(self, selector: selectors.BaseSelector, guest: _ClientSession, body: bytes) -> None:
         touched: Sequence[str] = ()
         try:
             answer, touched = self._carry_out(guest, body[0], _fields(body))
@@ -239,7 +239,7 @@ class Door:
         if touched:
             self._look(selector, set(touched))
 
-    def _carry_out(self, guest: _Guest, kind: int, fields: list[bytes]) -> tuple[bytes | None, Sequence[str]]:
+    def _carry_out(self, guest: _ClientSession, kind: int, fields: list[bytes]) -> tuple[bytes | None, Sequence[str]]:
         """Return the reply, or None if it has to wait, and the written keys."""
         store = self._store
         keys = [field.decode() for field in (fields if kind in (_CHECK, _WAIT, _MULTI_GET) else fields[:1])]
@@ -300,7 +300,7 @@ class Door:
             guest.waiting = None
             self._answer(selector, guest, reply)
 
-    def _answer(self, selector: selectors.BaseSelector, guest: _Guest, more: bytes) -> None:
+    def _answer(self, selector: selectors.BaseSelector, guest: _ClientSession, more: bytes) -> None:
         guest.unsent += more
         try:
             sent = guest.link.send(guest.unsent)
@@ -313,7 +313,7 @@ class Door:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0)
         selector.modify(guest.link, events, guest)
 
-    def _part_from(self, selector: selectors.BaseSelector, guest: _Guest) -> None:
+    def _part_from(self, selector: selectors.BaseSelector, guest: _ClientSession) -> None:
         self._guests.discard(guest)
         selector.unregister(guest.link)
         guest.link.close()
@@ -408,7 +408,7 @@ class LocalStore(_Store):
         return True
 
 
-def ask_to_give_way(port: int) -> None:
+def request_release(port: int) -> None:
     """Ask the process that serves a port to end its store if its group is over."""
     with suppress(OSError, RuntimeError):  # it belongs to another user, or is closing
         LocalStore("localhost", port, timedelta(seconds=_PATIENCE))._ask(_GIVE_WAY)

@@ -14,7 +14,7 @@ from telegrad.autograd.consistency.saved_tensors import between_steps
 from telegrad.rref import RRef
 
 __all__ = [
-    "Member",
+    "AttributeInfo",
     "change",
     "forward_on_device",
     "load_state",
@@ -123,7 +123,7 @@ class _WithMetadata(dict[str, Any]):
     _metadata: dict[str, Any]
 
 
-class Member(IntEnum):
+class AttributeInfo(IntEnum):
     """Kind of a module's attribute."""
 
     MISSING = 0
@@ -141,11 +141,11 @@ def read_member(module: RRef[nn.Module], name: str) -> tuple[int, Any]:
     except AttributeError:
         if hasattr(type(value), name):  # a property raised the error
             raise
-        return Member.MISSING, type(value).__name__
+        return AttributeInfo.MISSING, type(value).__name__
     if isinstance(member, nn.Module):
-        return Member.MODULE, None
+        return AttributeInfo.MODULE, None
     if isinstance(member, Tensor):
-        return Member.TENSOR, None
+        return AttributeInfo.TENSOR, None
     if callable(member) and not isinstance(member, type):
-        return Member.METHOD, None
-    return Member.VALUE, member
+        return AttributeInfo.METHOD, None
+    return AttributeInfo.VALUE, member

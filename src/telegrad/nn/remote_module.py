@@ -8,13 +8,13 @@ from torch import nn
 
 from telegrad import rpc
 from telegrad.nn import owner
-from telegrad.nn.owner import Member
+from telegrad.nn.owner import AttributeInfo
 from telegrad.nn.placement import placement_of
 from telegrad.rref import RRef
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import checked_arguments
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.calls.messages import being_written
+from telegrad.worker.calls.messages import is_serializing
 from telegrad.worker.default_worker import current_worker
 
 __all__ = ["PICKLE", "RemoteModule", "refuse"]
@@ -35,7 +35,7 @@ def refuse(name: str, why: str = "") -> NoReturn:
     raise ValueError(_REFUSED.format(name) + (_INSTEAD.get(name) or (f". {why}" if why else "")))
 
 
-def _changing(name: str) -> Any:
+def _change_method(name: str) -> Any:
     """Return a method that changes the remote module and returns this object."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def _changing(name: str) -> Any:
     return _like_torchs(method, name)
 
 
-def _doing(name: str) -> Any:
+def _sync_change(name: str) -> Any:
     """Return a method that changes the remote module and returns nothing."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -181,14 +181,14 @@ class RemoteModule(nn.Module):
             return super().__getattr__(name)  # a module or parameter of this object
         except AttributeError:
             kind, value = self._sync(owner.read_member, name)
-        if kind == Member.METHOD:
+        if kind == AttributeInfo.METHOD:
             return _Method(self, name)
-        if kind == Member.VALUE:
+        if kind == AttributeInfo.VALUE:
             return value
         mine = type(self).__name__
-        if kind == Member.MISSING:
+        if kind == AttributeInfo.MISSING:
             raise AttributeError(f"neither {mine!r} nor the remote {value!r} has an attribute {name!r}")
-        instead = "get_submodule" if kind == Member.MODULE else "remote_parameters or state_dict"
+        instead = "get_submodule" if kind == AttributeInfo.MODULE else "remote_parameters or state_dict"
         raise AttributeError(f"{name!r} is a {_KINDS[kind]} of the remote module, not of this {mine}: use {instead}")
 
     # ---- what it consists of
@@ -325,34 +325,34 @@ class RemoteModule(nn.Module):
             raise ValueError(f"a RemoteModule has no {kind}s here: {method} puts a copy into the remote module")
         super().__setattr__(name, value)
 
-    to: Any = _changing("to")
-    to_empty: Any = _changing("to_empty")
-    cuda: Any = _changing("cuda")
-    ipu: Any = _changing("ipu")
-    xpu: Any = _changing("xpu")
-    mtia: Any = _changing("mtia")
-    cpu: Any = _changing("cpu")
-    type: Any = _changing("type")
-    float: Any = _changing("float")
-    double: Any = _changing("double")
-    half: Any = _changing("half")
-    bfloat16: Any = _changing("bfloat16")
-    requires_grad_: Any = _changing("requires_grad_")
-    share_memory: Any = _changing("share_memory")
-    apply: Any = _changing("apply")
-    compile: Any = _doing("compile")
-    zero_grad: Any = _doing("zero_grad")
-    register_buffer: Any = _doing("register_buffer")
-    register_parameter: Any = _doing("register_parameter")
-    register_module: Any = _doing("register_module")
-    add_module: Any = _doing("add_module")
-    set_submodule: Any = _doing("set_submodule")
-    set_extra_state: Any = _doing("set_extra_state")
+    to: Any = _change_method("to")
+    to_empty: Any = _change_method("to_empty")
+    cuda: Any = _change_method("cuda")
+    ipu: Any = _change_method("ipu")
+    xpu: Any = _change_method("xpu")
+    mtia: Any = _change_method("mtia")
+    cpu: Any = _change_method("cpu")
+    type: Any = _change_method("type")
+    float: Any = _change_method("float")
+    double: Any = _change_method("double")
+    half: Any = _change_method("half")
+    bfloat16: Any = _change_method("bfloat16")
+    requires_grad_: Any = _change_method("requires_grad_")
+    share_memory: Any = _change_method("share_memory")
+    apply: Any = _change_method("apply")
+    compile: Any = _sync_change("compile")
+    zero_grad: Any = _sync_change("zero_grad")
+    register_buffer: Any = _sync_change("register_buffer")
+    register_parameter: Any = _sync_change("register_parameter")
+    register_module: Any = _sync_change("register_module")
+    add_module: Any = _sync_change("add_module")
+    set_submodule: Any = _sync_change("set_submodule")
+    set_extra_state: Any = _sync_change("set_extra_state")
 
     # ---- serialization
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not being_written():
+        if not is_serializing():
             raise RuntimeError(PICKLE)
         return arrived, (type(self), *(self.__dict__[name] for name in _SENT))
 
@@ -360,7 +360,7 @@ class RemoteModule(nn.Module):
         return f"{type(self).__name__}(on={self.on!r}, device={self.device!r}, module={self.module_rref!r})"
 
 
-_KINDS = {Member.MODULE: "submodule", Member.TENSOR: "parameter or buffer"}
+_KINDS = {AttributeInfo.MODULE: "submodule", AttributeInfo.TENSOR: "parameter or buffer"}
 
 
 class _Method:

@@ -17,7 +17,7 @@ from telegrad.worker import live_workers
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.interceptors import PROFILER, switch
-from telegrad.worker.calls.tracing import Asked, Report
+from telegrad.worker.calls.tracing import Report, TraceContext
 
 __all__ = ["Profiler", "profiler"]
 
@@ -50,7 +50,7 @@ class Profiler:
         if session is None and not isinstance(recording, Recording):
             return None
         to = calls.name_of(peer)
-        asked: Asked | None = None
+        asked: TraceContext | None = None
         if mode == "type":
             mode, function = "async", "_rref_typeof_on_owner"
         elif mode != "to_here":  # a fetch runs no function
@@ -76,7 +76,7 @@ class Profiler:
         if span is not None:
             span.arrived(received, replied, [Event(*event) for event in events])
 
-    def _over(self, asked: Asked) -> None:
+    def _over(self, asked: TraceContext) -> None:
         self._spans.pop(asked[0], None)
 
     def range(self, name: str) -> AbstractContextManager[Any]:
@@ -102,7 +102,7 @@ class Profiler:
 
     # ---- the callee's side
 
-    def record(self, node: int, asked: Asked | None) -> Recording:
+    def record(self, node: int, asked: TraceContext | None) -> Recording:
         options = Option(asked[1]) if asked is not None else Option(0)
         for server in self._servers:
             options |= server.options

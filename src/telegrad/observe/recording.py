@@ -15,7 +15,7 @@ import torch
 from telegrad.observe import torch_profiler
 from telegrad.observe.events import Event, clock_offset
 from telegrad.worker.calls import tracing
-from telegrad.worker.calls.tracing import Asked, Report
+from telegrad.worker.calls.tracing import Report, TraceContext
 
 __all__ = ["Option", "Recording", "go_on", "pause"]
 
@@ -87,7 +87,9 @@ class Recording:
         session: the session of this process to which the recording belongs, if it belongs to no request.
     """
 
-    def __init__(self, profiler: Any, node: int, asked: Asked | None, options: Option, session: Any = None) -> None:
+    def __init__(
+        self, profiler: Any, node: int, asked: TraceContext | None, options: Option, session: Any = None
+    ) -> None:
         self.node = node
         self.session = session
         self.options = options
@@ -141,7 +143,7 @@ class Recording:
         offset = clock_offset(began, first, last, time.time_ns())
         self.events += [event.seen_by_caller(name, offset) for event in found]
 
-    def leave_beside(self) -> None:
+    def end_side_recording(self) -> None:
         """End a recording made with `beside`."""
         if self.session is not None:
             self.report()

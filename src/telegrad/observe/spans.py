@@ -11,7 +11,7 @@ from telegrad.observe.events import Event, clock_offset
 from telegrad.observe.recording import Recording
 from telegrad.observe.torch_profiler import record_function
 from telegrad.worker.calls.callables import find_builtin, name_of
-from telegrad.worker.calls.tracing import Asked
+from telegrad.worker.calls.tracing import TraceContext
 
 if TYPE_CHECKING:
     from telegrad.observe.sessions import Session
@@ -57,7 +57,9 @@ class Span:
         over: called when the call has ended; later reports are ignored.
     """
 
-    def __init__(self, key: str, peer: tuple[int, str], asked: Asked | None, over: Callable[[Asked], None]) -> None:
+    def __init__(
+        self, key: str, peer: tuple[int, str], asked: TraceContext | None, over: Callable[[TraceContext], None]
+    ) -> None:
         self.key = key
         self.peer = peer
         self.asked = asked

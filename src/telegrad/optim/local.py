@@ -8,8 +8,9 @@ the same kind that has memory only during a step:
 - otherwise a copy, which replaces the parameter's memory after the step; saved tensors keep the old memory.
 
 So the parameter's `.grad` never changes, and an optimizer that fails half-way leaves parameters with a copy unchanged.
-A step becomes visible all at once, under the worker's step lock (`telegrad.autograd.consistency.step_gate`). Only torch's own optimizers
-have known code: they work in place and under the lock. Others work on copies, before the lock is taken.
+A step becomes visible all at once, under the worker's step lock (`telegrad.autograd.consistency.step_gate`). Only
+torch's own optimizers have known code: they work in place and under the lock. Others work on copies, before the lock is
+taken.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from telegrad.autograd.consistency import saved_tensors
 from telegrad.autograd.consistency.saved_tensors import protect
 from telegrad.autograd.consistency.step_gate import StepGate, warn_if_overtaken
 from telegrad.errors import NotInitialized
-from telegrad.optim.parameters import Managed, in_one_order, managed, taking_turns
+from telegrad.optim.parameters import ManagedParameter, locked_in_order, managed, sorted_for_locking
 from telegrad.worker.default_worker import current_worker
 
 __all__ = ["Group", "LocalOptimizer", "between_steps"]
@@ -70,7 +71,7 @@ class LocalOptimizer:
         self.optimizer: Any = optimizer_class(given, *args, **kwargs)
         unique = list({id(parameter): parameter for parameter in parameters}.values())
         self._managed = managed(worker, unique)
-        self._in_turn = in_one_order(self._managed)
+        self._in_turn = sorted_for_locking(self._managed)
         self._shadows: list[Tensor] = [shadows[id(parameter)] for parameter in unique]
         self._vacant = [torch.empty(0, dtype=p.dtype, device=p.device) for p in unique]
         self._known = type(self.optimizer).__module__.split(".")[:2] == ["torch", "optim"]
@@ -95,7 +96,7 @@ class LocalOptimizer:
         """
         if gradients is None:
             gradients = self._gradients(context)
-        with taking_turns(self._in_turn, timeout), torch.inference_mode(False):
+        with locked_in_order(self._in_turn, timeout), torch.inference_mode(False):
             try:
                 self._step(protect(self._worker).gate, context, gradients)
             finally:
@@ -110,8 +111,8 @@ class LocalOptimizer:
             return dict(found.gradients)
 
     def _step(self, gate: StepGate, context: int, gradients: dict[Tensor, Tensor]) -> None:
-        on_copies: list[tuple[Managed, Tensor]] = []
-        in_place: list[tuple[Managed, Tensor]] = []
+        on_copies: list[tuple[ManagedParameter, Tensor]] = []
+        in_place: list[tuple[ManagedParameter, Tensor]] = []
         given: list[tuple[Tensor, Tensor]] = []
         for one, shadow in zip(self._managed, self._shadows, strict=True):
             gradient = gradients.get(one.parameter)
@@ -178,9 +179,9 @@ def between_steps() -> AbstractContextManager[None]:
     return saved_tensors.between_steps(worker)
 
 
-def _put(stepped: list[tuple[Managed, Tensor]]) -> None:
+def _put(stepped: list[tuple[ManagedParameter, Tensor]]) -> None:
     for one, shadow in stepped:
-        one.put(shadow.data)
+        one.swap_storage(shadow.data)
 
 
 def _shadow(parameter: Tensor) -> Tensor:

@@ -9,16 +9,16 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import increment_version
 
-from telegrad.autograd.consistency.saved_tensors import is_shared, protect, put, renew
+from telegrad.autograd.consistency.saved_tensors import is_shared, protect, reuse_storage, swap_storage
 
-__all__ = ["Managed", "in_one_order", "managed", "taking_turns"]
+__all__ = ["ManagedParameter", "locked_in_order", "managed", "sorted_for_locking"]
 
 _KNOWN: Final = "optim.parameters"  # key in a worker's extras
 
 _count_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-class Managed:
+class ManagedParameter:
     """Parameter with its lock, shared by all optimizers that step it.
 
     The lock guards all attributes except `parameter`.
@@ -50,16 +50,16 @@ class Managed:
         spare, self._spare = self._spare, None
         if spare is None or _in_use(spare) or not _alike(spare, now):
             return now.clone()
-        renew(spare)
+        reuse_storage(spare)
         return spare.copy_(now)
 
-    def put(self, new: torch.Tensor) -> None:
+    def swap_storage(self, new: torch.Tensor) -> None:
         """Replace the parameter's memory, or copy the values if the memory is shared."""
         if self.shared:
             with torch.no_grad():
                 self.parameter.copy_(new)
         else:
-            self._spare = put(self.parameter, new)
+            self._spare = swap_storage(self.parameter, new)
 
     def written(self) -> None:
         """Record that the memory was written to through another tensor."""
@@ -67,7 +67,7 @@ class Managed:
         self._spare = None
 
 
-def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[Managed]:
+def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[ManagedParameter]:
     """Return the records of a worker's parameters.
 
     Optimizers of the same parameter share its record, which lives as long as one of them.
@@ -79,7 +79,7 @@ def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[Managed]:
         for parameter in parameters:
             one = known.get(id(parameter))
             if one is None:
-                one = known[id(parameter)] = Managed(parameter)
+                one = known[id(parameter)] = ManagedParameter(parameter)
                 protection.copies_shared = protection.copies_shared or one.shared
             result.append(one)
     return result
@@ -88,11 +88,11 @@ def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[Managed]:
 _making = threading.Lock()
 
 
-class taking_turns:  # a class costs half of a generator
+class locked_in_order:  # a class costs half of a generator
     """Context manager in which no other optimizer steps the given parameters.
 
     Args:
-        parameters: in the order of `in_one_order`.
+        parameters: in the order of `sorted_for_locking`.
         timeout: seconds to wait for others; -1 is no limit.
 
     Raises:
@@ -101,7 +101,7 @@ class taking_turns:  # a class costs half of a generator
 
     __slots__ = ("_held", "_parameters", "_timeout")
 
-    def __init__(self, parameters: Sequence[Managed], timeout: float) -> None:
+    def __init__(self, parameters: Sequence[ManagedParameter], timeout: float) -> None:
         self._parameters = parameters
         self._timeout = timeout
         self._held = 0
@@ -122,7 +122,7 @@ class taking_turns:  # a class costs half of a generator
             self._parameters[self._held].lock.release()
 
 
-def in_one_order(parameters: Sequence[Managed]) -> list[Managed]:
+def sorted_for_locking(parameters: Sequence[ManagedParameter]) -> list[ManagedParameter]:
     """Sort parameters into the order in which all optimizers lock them.
 
     A common order prevents deadlocks.

@@ -15,7 +15,7 @@ from telegrad.errors import NotInitialized, TelegradError
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rref import RRef
 from telegrad.rref.create import create
-from telegrad.serialize.tracebacks import without_own_frames
+from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.types import To
 from telegrad.worker.calls.future import CallFuture, Deferred
 from telegrad.worker.default_worker import current_worker, open_worker
@@ -82,7 +82,7 @@ def rpc_sync(
     try:
         return worker.rpc_sync(to, func, args, kwargs, timeout)
     except Exception as error:
-        raise without_own_frames(error)
+        raise strip_own_frames(error)
 
 
 @overload
@@ -129,7 +129,7 @@ def rpc_async(
     try:
         future = worker.rpc_async(to, func, args, kwargs, timeout)
     except Exception as error:
-        raise without_own_frames(error)
+        raise strip_own_frames(error)
     if _collecting and threading.get_ident() in _collecting:
         _thread_local_var.future_list.append(future)
     return future
@@ -175,7 +175,7 @@ async def call(
     try:
         return await rpc_async(to, func, args, kwargs, timeout)
     except Exception as error:
-        raise without_own_frames(error)
+        raise strip_own_frames(error)
 
 
 @overload
@@ -224,7 +224,7 @@ def remote(
         within = calls.default_timeout if timeout == UNSET_RPC_TIMEOUT else calls.timeout(timeout)
         return create(worker, worker.info_of(to).id, func, args, kwargs, within)
     except Exception as error:
-        raise without_own_frames(error)
+        raise strip_own_frames(error)
 
 
 def _not_in_scripts() -> NoReturn:

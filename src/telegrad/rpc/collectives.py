@@ -184,7 +184,7 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
     with worker.on_loss(look):
         look()
         if not state.proceed_signal.is_set():  # without a link, the loss of a worker stays unnoticed
-            worker.greet(info.id for info in worker.infos() if info.name in needed - {worker.info.name})
+            worker.ensure_connected(info.id for info in worker.infos() if info.name in needed - {worker.info.name})
         arrived = wait_for(state.proceed_signal, patience)
     if set(state.gathered_objects) >= names:
         return

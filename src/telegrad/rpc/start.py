@@ -20,7 +20,7 @@ from telegrad.rref import RRef
 from telegrad.types import To, WorkerInfo
 from telegrad.worker import Worker as _Worker
 from telegrad.worker import lifecycle_log, membership
-from telegrad.worker.autograd_hooks import Layers
+from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture, Deferred
 
 __all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
@@ -29,7 +29,7 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 T = TypeVar("T")
 
-_LAYERS = Layers(RRef, Autograd)
+_LAYERS = WorkerPlugins(RRef, Autograd)
 drop_in: list[bool] = [False]
 """Whether this process runs as a drop-in. Then a missing rank comes from the environment on its own, as in torch."""
 

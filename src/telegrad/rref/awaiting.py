@@ -33,7 +33,7 @@ async def arrival(rref: "RRef[T]") -> T:
         try:
             value = await rref._ask(None, _DEFAULT)
         except TelegradError as error:
-            raise rref._told(error)
+            raise rref._on_notified(error)
         rref._exists = True
         return value
     owned = references.owned(rref.id)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from telegrad.errors import NotInitialized
-from telegrad.rref.creation import Creation
+from telegrad.rref.creation import PendingCreation
 from telegrad.rref.rref import RRef
 from telegrad.worker import Worker
 from telegrad.worker.calls.interceptors import active
@@ -25,7 +25,7 @@ def create(
         timeout: ns for the function to return; 0 for no limit.
     """
     local_id = worker.references.new_id()
-    creation = Creation(worker, (owner, function, timeout))
+    creation = PendingCreation(worker, (owner, function, timeout))
     handle = _register(worker, owner, local_id, creation) if owner == worker.info.id else None
     try:
         worker.calls.client.create(owner, function, args, kwargs, timeout, local_id, creation, receiver)
@@ -42,7 +42,7 @@ def create(
     return handle
 
 
-def _register(worker: Worker, owner: int, local_id: int, creation: Creation) -> RRef[Any]:
+def _register(worker: Worker, owner: int, local_id: int, creation: PendingCreation) -> RRef[Any]:
     """The new reference, which its creation may have ended already."""
     rref = worker.references.begin_create(owner, local_id, creation)
     handle = RRef.of(worker, rref, owner)
@@ -52,7 +52,7 @@ def _register(worker: Worker, owner: int, local_id: int, creation: Creation) -> 
     return handle
 
 
-def _not_sent(creation: Creation, error: BaseException) -> None:
+def _not_sent(creation: PendingCreation, error: BaseException) -> None:
     """End a creation that was registered. What raised goes to the caller, and is not kept: its frames have the
     reference."""
     creation.used()

@@ -14,14 +14,14 @@ from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.tracing import Span
 from telegrad.worker.unread_failures import Failure
 
-__all__ = ["Creation", "CreationFuture"]
+__all__ = ["CreationFuture", "PendingCreation"]
 
 _REPLIED, _CREATED = int(Status.REPLIED), int(Tag.CREATED)
 _FAILED, _UNUSUAL = int(Flag.FAILED), int(Flag.FAILED | Flag.PREAMBLE)
 _UNREAD = "used its reference"
 
 
-class Creation:
+class PendingCreation:
     """Goes with the call as its cookie: a thread of the pool, or one that makes a call, calls it with the outcome. Most
     of them end so, unseen; a future is made for whoever asks for one.
 
@@ -62,7 +62,7 @@ class Creation:
     def end(self, outcome: tuple[Any, ...]) -> None:
         """The outcome of the call. Whoever has it completes the future."""
         if outcome[0] == _REPLIED and outcome[1] == _CREATED and not outcome[2] & _UNUSUAL:
-            if self._span is not None or not self._worker.references.creation_over(self, True):
+            if self._span is not None or not self._worker.references.finish_creation(self, True):
                 self.over(None)
             return
         try:
@@ -96,7 +96,7 @@ class Creation:
             references.create_failed(rref, error, may_exist=error.state != "not sent" or here)
         elif error is not None and not isinstance(error, WorkerLost):  # a loss itself tells the protocol
             references.create_failed(rref, error, may_exist=False)
-        references.creation_over(self, error is None)
+        references.finish_creation(self, error is None)
 
     # ---- past the interceptors
 
@@ -176,7 +176,7 @@ class CreationFuture(CallFuture[Any]):
     """Of a call whose value stays where it is. Reading it counts as using the reference."""
 
     __slots__ = ("creation",)
-    creation: Creation
+    creation: PendingCreation
 
     def wait(self) -> Any:
         self.creation.used()

@@ -50,9 +50,9 @@ def _state(rref: "RRef[Any]") -> str:
         if owned is None or not owned.ready:
             return "being made"
         return "ready" if owned.error is None else f"failed: {type(owned.error).__name__}"
-    obstacle = references.obstacle(rref.id, rref.owner_id)
-    if obstacle is not None:
-        return f"unusable: {type(obstacle).__name__}"
+    unusable_reason = references.unusable_reason(rref.id, rref.owner_id)
+    if unusable_reason is not None:
+        return f"unusable: {type(unusable_reason).__name__}"
     creation = rref._creation
     if creation is not None and creation.failure is not None:
         error = creation.failure.error

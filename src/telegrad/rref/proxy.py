@@ -116,7 +116,7 @@ def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs:
         result = calls.client.call(rref.owner_id, name, args, kwargs, timeout, rref, introduce)
     except TelegradError as error:
         rref._exists |= isinstance(error, AttributeError)  # of the value, or of what its method does
-        raise rref._told(error)
+        raise rref._on_notified(error)
     rref._exists = True
     return result
 

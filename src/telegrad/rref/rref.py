@@ -19,17 +19,17 @@ from telegrad.errors import (
 from telegrad.protocols.rref import RRefId
 from telegrad.rref.awaiting import arrival
 from telegrad.rref.backward import run_backward
-from telegrad.rref.creation import Creation
+from telegrad.rref.creation import PendingCreation
 from telegrad.rref.description import describe
 from telegrad.rref.proxy import UNSET, RRefProxy
-from telegrad.serialize.tracebacks import without_own_frames
+from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import read_attribute
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import remaining
-from telegrad.worker.serving.event_loop import holding_up
+from telegrad.worker.serving.event_loop import blocking_in_loop
 
 __all__ = ["RRef"]
 
@@ -114,7 +114,7 @@ class RRef(Generic[T]):
                 self._fork = worker.references.new_id()
             else:
                 self._forked_by, self._fork = fork
-        self._creation: Creation | None = None  # where this worker made the call that makes it
+        self._creation: PendingCreation | None = None  # where this worker made the call that makes it
         self._exists = False  # it is known here that there is a value, whether the word of its creation has come or not
         self._type: Any = None
         self._profiling: Any = None
@@ -123,7 +123,7 @@ class RRef(Generic[T]):
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)
         if worker is not None:
-            worker.references.let_go(self.id, self._generation)
+            worker.references.release_handle(self.id, self._generation)
 
     # ---- about it
 
@@ -180,12 +180,12 @@ class RRef(Generic[T]):
             try:
                 return self._local(within)
             except Exception as error:
-                raise without_own_frames(error)
+                raise strip_own_frames(error)
         introduce = self._creation is None and not references.confirmed(self.id)
         try:
             fetched = calls.client.call(self.owner_id, None, (), _NO_KWARGS, within, self, introduce)
         except TelegradError as error:
-            raise self._told(error)
+            raise self._on_notified(error)
         self._exists = True
         value: T = fetched
         return value
@@ -212,7 +212,7 @@ class RRef(Generic[T]):
         try:
             value = worker.rpc_sync(self.owner_id, read_attribute, (self, name), timeout=timeout)
         except TelegradError as error:
-            raise self._told(error)
+            raise self._on_notified(error)
         self._exists = True
         return value
 
@@ -235,7 +235,7 @@ class RRef(Generic[T]):
             self._check()
             return self._local(0)
         except Exception as error:
-            raise without_own_frames(error)
+            raise strip_own_frames(error)
 
     def _local(self, timeout: int) -> T:
         """The value on its owner; waits for it no longer than `timeout` ns (0: no limit) and what the running request
@@ -243,7 +243,7 @@ class RRef(Generic[T]):
         owned = self._worker.references.owned(self.id)
         if not owned.ready:
             timeout = remaining(timeout, current.get())
-            with holding_up():
+            with blocking_in_loop():
                 in_time = owned.wait(timeout / 1e9 if timeout else None)
             if not in_time:
                 raise RpcTimeout(timeout / 1e9, f"the making of {self!r}")
@@ -263,15 +263,15 @@ class RRef(Generic[T]):
             self._creation.used()
         self._worker.references.check(self.id, self.owner_id)
 
-    def _told(self, error: TelegradError) -> TelegradError:
+    def _on_notified(self, error: TelegradError) -> TelegradError:
         """The error of a use of the value, as its caller sees it: without Telegrad's own frames, and the loss of the
         owner as that of the value."""
         if type(error) is WorkerLost and error.name == self.owner_name():
             error = OwnerLost(error.name, error.why, str(self.id))
             error.__cause__ = None  # which also hides the WorkerLost that it stands for
-        return without_own_frames(error)
+        return strip_own_frames(error)
 
-    def _used(self) -> None:
+    def _mark_used(self) -> None:
         """Whoever uses it, here or elsewhere, hears of a failure to make the value."""
         if self._creation is not None:
             self._creation.used()

@@ -110,9 +110,9 @@ def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
         except BaseException as e:  # user code, as in show_exception
             if len(parts) == 2:
                 raise
-            return _dumped(parts[:2]), _could_not(e), _by_value(type(exc), parts[:2])
+            return _dumped(parts[:2]), _pickle_failed(e), _by_value(type(exc), parts[:2])
     except BaseException as e:  # user code
-        return None, _could_not(e), None
+        return None, _pickle_failed(e), None
 
 
 def _dumped(parts: tuple[Any, ...]) -> bytes:
@@ -154,7 +154,7 @@ class _LimitedFile(io.BytesIO):
 _LARGEST_CLASS = 16 << 10  # bytes
 
 
-def _could_not(e: BaseException) -> str:
+def _pickle_failed(e: BaseException) -> str:
     return f"could not be pickled by the callee ({type(e).__name__}: {text_of(e)})"
 
 

@@ -9,7 +9,7 @@ MOST_ATTEMPTS = 1000
 MOST_STEPS = 30
 
 
-def find_culprit(root: object, path: str, can_pickle: Callable[[object], bool]) -> tuple[str, object]:
+def find_unpicklable(root: object, path: str, can_pickle: Callable[[object], bool]) -> tuple[str, object]:
     """Find the deepest part of `root` that cannot be pickled.
 
     Args:

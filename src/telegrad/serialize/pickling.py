@@ -10,8 +10,8 @@ there is no global or thread-local state and messages may nest. As in the codec,
 last, when the rest is known to be picklable, because packing may have effects, such as creating a ticket of a
 reference.
 
-The segments are the islands of tensor memory (see `telegrad.serialize.storage_aliasing`), followed by the buffers that objects
-such as numpy arrays pass to pickle.
+The segments are the alias sets of tensor memory (see `telegrad.serialize.storage_aliasing`), followed by the buffers
+that objects such as numpy arrays pass to pickle.
 
 In a recorded message all tensors that require grad are replaced by others at once, before objects that hold them are
 unpickled. Tensors that are more than elements in memory (sparse ones, for example) and bare parameters are therefore
@@ -29,8 +29,8 @@ import torch
 from telegrad import _core
 from telegrad.errors import SerializationError
 from telegrad.serialize.pickle_by_value import ByValuePickler
-from telegrad.serialize.pickle_errors import find_culprit
-from telegrad.serialize.storage_aliasing import Place, Segment, place, restore
+from telegrad.serialize.pickle_errors import find_unpicklable
+from telegrad.serialize.storage_aliasing import Segment, TensorSlot, place, restore
 from telegrad.serialize.tensor_layout import Buffer, is_plain, make_codec
 from telegrad.serialize.torch_types import (
     REDUCERS,
@@ -67,7 +67,7 @@ class Extension(NamedTuple):
 class Tables(NamedTuple):
     """The tables after the pickled value."""
 
-    places: list[Place]
+    places: list[TensorSlot]
     tensor_segments: int
     extensions: list[tuple[int, bytes]]  # code, pickled packed value
     specials: Sequence[bytes] = ()  # recorded tensors that are pickled separately, without requires_grad
@@ -255,7 +255,7 @@ class _Outgoing:
         if isinstance(name, tuple):
             parts = zip(name, value, strict=True)
             name, value = next((part for part in parts if not self._can_pickle(part[1])), ("value", value))
-        path, culprit = find_culprit(value, name, self._can_pickle)
+        path, culprit = find_unpicklable(value, name, self._can_pickle)
         kind = type(culprit)
         shown = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise _also(type(error))(f"{error} (at {path}, of type {shown})") from error

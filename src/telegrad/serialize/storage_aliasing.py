@@ -28,7 +28,7 @@ NO_MEMORY = -1
 LARGEST_ELEMENT = 16
 
 
-class Place(NamedTuple):
+class TensorSlot(NamedTuple):
     """Description of one tensor for the receiver."""
 
     dtype_code: int
@@ -49,7 +49,7 @@ class _Member(NamedTuple):
     tensor: torch.Tensor
 
 
-def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[list[Place], list[Segment]]:
+def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[list[TensorSlot], list[Segment]]:
     """Assign each tensor to a segment.
 
     Args:
@@ -60,25 +60,25 @@ def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[l
     Returns:
         A place for each tensor, and the segments.
     """
-    places: dict[int, Place] = {}
+    places: dict[int, TensorSlot] = {}
     segments: list[Segment] = []
     by_storage: dict[int, list[_Member]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         nbytes = span_of(tuple(tensor.shape), tensor.stride(), tensor.element_size())
         if nbytes and recorded and tensor.requires_grad:
-            _send_alone([_Member(0, nbytes, index, tensor)], places, segments)
+            _send_separately([_Member(0, nbytes, index, tensor)], places, segments)
         elif nbytes:
             begin = tensor.data_ptr()
             by_storage[tensor.untyped_storage().data_ptr()].append(_Member(begin, begin + nbytes, index, tensor))
         else:
             places[index] = _placed(tensor, tensor.stride(), NO_MEMORY, 0)
     for base, members in by_storage.items():
-        for island in _islands(members):
-            _send_island(island, base, places, segments)
+        for island in _alias_sets(members):
+            _send_alias_set(island, base, places, segments)
     return [places[index] for index in range(len(tensors))], segments
 
 
-def restore(places: Sequence[Place], segments: Sequence[Buffer], *, recorded: bool = False) -> list[torch.Tensor]:
+def restore(places: Sequence[TensorSlot], segments: Sequence[Buffer], *, recorded: bool = False) -> list[torch.Tensor]:
     """Make the tensors that were passed to `place`, with `segments` as their memory.
 
     Args:
@@ -109,13 +109,13 @@ def restore(places: Sequence[Place], segments: Sequence[Buffer], *, recorded: bo
     return tensors
 
 
-def _placed(tensor: torch.Tensor, strides: tuple[int, ...], segment: int, offset: int) -> Place:
+def _placed(tensor: torch.Tensor, strides: tuple[int, ...], segment: int, offset: int) -> TensorSlot:
     code = CODE_OF_DTYPE[tensor.dtype]
     graph_cut = tensor.requires_grad and (not tensor.is_leaf or is_watched(tensor))
-    return Place(code, tensor.requires_grad, tuple(tensor.shape), tuple(strides), segment, offset, graph_cut)
+    return TensorSlot(code, tensor.requires_grad, tuple(tensor.shape), tuple(strides), segment, offset, graph_cut)
 
 
-def _islands(members: list[_Member]) -> list[list[_Member]]:
+def _alias_sets(members: list[_Member]) -> list[list[_Member]]:
     members.sort(key=lambda member: member.begin)
     islands: list[list[_Member]] = []
     end = 0
@@ -127,16 +127,16 @@ def _islands(members: list[_Member]) -> list[list[_Member]]:
     return islands
 
 
-def _send_island(island: list[_Member], base: int, places: dict[int, Place], segments: list[Segment]) -> None:
+def _send_alias_set(island: list[_Member], base: int, places: dict[int, TensorSlot], segments: list[Segment]) -> None:
     if len({(m.begin, m.tensor.dtype, m.tensor.shape, m.tensor.stride()) for m in island}) == 1:
-        _send_alone(island, places, segments)
+        _send_separately(island, places, segments)
         return
     begin = base + (island[0].begin - base) // LARGEST_ELEMENT * LARGEST_ELEMENT
     nbytes = max(member.end for member in island) - begin
     useful = sum(member.tensor.nbytes for member in island)
     if nbytes > 2 * useful and not _share_elements(island):  # for example columns of a matrix
         for member in island:
-            _send_alone([member], places, segments)
+            _send_separately([member], places, segments)
         return
     for member in island:
         offset = (member.begin - begin) // member.tensor.element_size()
@@ -144,7 +144,7 @@ def _send_island(island: list[_Member], base: int, places: dict[int, Place], seg
     segments.append((begin, nbytes, island[0].tensor.untyped_storage()))
 
 
-def _send_alone(island: list[_Member], places: dict[int, Place], segments: list[Segment]) -> None:
+def _send_separately(island: list[_Member], places: dict[int, TensorSlot], segments: list[Segment]) -> None:
     """Add a segment for one tensor, or for several with the same elements in order."""
     described = encode_tensor(island[0].tensor)
     assert described is not None, "only plain tensors get here"

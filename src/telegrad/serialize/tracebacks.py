@@ -17,17 +17,17 @@ from telegrad.types import WorkerInfo
 
 __all__ = [
     "RemoteTraceback",
-    "afresh",
-    "forget_frames",
-    "has_let_go_of_frames",
+    "clear_frames",
+    "clone_exception",
+    "drop_frames",
+    "frames_cleared",
     "is_interrupt",
-    "let_go_of_frames",
     "set_cause",
     "show_exception",
+    "strip_own_frames",
     "text_of",
     "traceback_of",
     "type_name",
-    "without_own_frames",
 ]
 
 E = TypeVar("E", bound=BaseException)
@@ -76,7 +76,7 @@ def is_interrupt(exc: BaseException) -> bool:
     return not isinstance(exc, Exception) and threading.current_thread() is threading.main_thread()
 
 
-def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
+def clear_frames(exc: BaseException, worker: WorkerInfo) -> None:
     """Replace an exception's traceback by its text.
 
     Called before an exception is stored to be raised again. The frames would keep all variables of the failed call
@@ -85,7 +85,7 @@ def let_go_of_frames(exc: BaseException, worker: WorkerInfo) -> None:
     text = exc.__dict__[TRACEBACK] = traceback_of(exc)
     if exc.__cause__ is None:
         set_cause(exc, RemoteTraceback(worker.name, worker.id, text))
-    forget_frames(exc)
+    drop_frames(exc)
 
 
 def set_cause(exc: BaseException, cause: BaseException | None) -> None:
@@ -93,12 +93,12 @@ def set_cause(exc: BaseException, cause: BaseException | None) -> None:
     BaseException.__setattr__(exc, "__cause__", cause)
 
 
-def has_let_go_of_frames(exc: BaseException) -> bool:
-    """Return whether `let_go_of_frames` has replaced the traceback of an exception."""
+def frames_cleared(exc: BaseException) -> bool:
+    """Return whether `clear_frames` has replaced the traceback of an exception."""
     return TRACEBACK in exc.__dict__
 
 
-def forget_frames(exc: BaseException) -> None:
+def drop_frames(exc: BaseException) -> None:
     """Remove the tracebacks of an exception and of its causes and contexts."""
     todo: list[BaseException | None] = [exc]
     seen: set[int] = set()
@@ -110,7 +110,7 @@ def forget_frames(exc: BaseException) -> None:
             todo += (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
 
 
-def afresh(exc: BaseException) -> BaseException:
+def clone_exception(exc: BaseException) -> BaseException:
     """Return a copy of a stored exception, to be raised.
 
     Raising the stored exception itself would add the frames of each caller to it and keep their variables alive.
@@ -167,7 +167,7 @@ def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) ->
         todo += zip(getattr(error, "exceptions", ()), one.exceptions or (), strict=False)
 
 
-def without_own_frames(exc: E) -> E:
+def strip_own_frames(exc: E) -> E:
     """Return the exception without Telegrad's frames, to be raised to the program.
 
     If Telegrad called code of the program, the traceback stays as is.

@@ -9,7 +9,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad.options import RpcBackendOptions
 from telegrad.rpc import Worker
-from telegrad.testing.leaks import Footprint, assert_nothing_left
+from telegrad.testing.leaks import ResourceSnapshot, assert_quiescent
 from telegrad.testing.waiting import run_all
 from telegrad.worker import live_workers
 
@@ -124,7 +124,7 @@ def cluster(
     """
     # With other workers in the process, their resources cannot be distinguished from those of the group.
     alone = all(worker.closed for worker in live_workers)
-    before = Footprint.now() if check and alone else None
+    before = ResourceSnapshot.now() if check and alone else None
     store = HashStore() if store is None else store
     group = Cluster(_join(n, options, names, store, dynamic), store)
     cores = [worker._worker for worker in group]
@@ -141,7 +141,7 @@ def cluster(
         group.shutdown()
         if check and whole:
             for rank in range(n):
-                assert_nothing_left(cores[rank], references=False)
+                assert_quiescent(cores[rank], references=False)
     else:
         group.close()
     if before is not None:

@@ -13,7 +13,7 @@ from telegrad.rpc import Worker
 from telegrad.testing.waiting import eventually
 from telegrad.worker import Worker as WorkerCore
 
-__all__ = ["Footprint", "LeakError", "assert_nothing_left"]
+__all__ = ["LeakError", "ResourceSnapshot", "assert_quiescent"]
 
 _FD_FOLDER = Path("/proc/self/fd")
 _BEFORE_COLLECTING = 0.1  # s
@@ -28,7 +28,7 @@ class LeakError(AssertionError):
     """Resource that was not released."""
 
 
-def assert_nothing_left(worker: Worker | WorkerCore, timeout: float = 5.0, *, references: bool = True) -> None:
+def assert_quiescent(worker: Worker | WorkerCore, timeout: float = 5.0, *, references: bool = True) -> None:
     """Check that a worker of this process has no pending work and no leaks.
 
     There are no pending calls or requests, no outstanding messages of the reference protocol and no open autograd
@@ -73,7 +73,7 @@ def _left(core: WorkerCore, references: bool) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Footprint:
+class ResourceSnapshot:
     """Resources of this process at one moment; compare with `assert_not_grown`.
 
     Attributes:
@@ -113,7 +113,7 @@ class Footprint:
                 gc.collect()
         raise LeakError(f"this process has more than before: {'; '.join(self._grown(self.now(), fds))}")
 
-    def _grown(self, now: "Footprint", fds: bool) -> list[str]:
+    def _grown(self, now: "ResourceSnapshot", fds: bool) -> list[str]:
         grown = []
         if fds and len(now.fds) > len(self.fds):
             grown.append(f"descriptors {', '.join(_describe_fd(fd) for fd in sorted(now.fds - self.fds))}")

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Layers", "Recorder"]
+__all__ = ["AutogradHooks", "WorkerPlugins"]
 
 
-class Recorder(Protocol):
+class AutogradHooks(Protocol):
     """The autograd contexts of one worker. A context is opaque here, but for its `id`."""
 
     # ---- messages on their way out
@@ -24,7 +24,7 @@ class Recorder(Protocol):
             message does not name it.
         """
 
-    def take_back(self, context: Any, message: int, peer: int) -> None:
+    def rollback(self, context: Any, message: int, peer: int) -> None:
         """A request made in a context did not leave."""
 
     # ---- messages that have come
@@ -46,10 +46,10 @@ class Recorder(Protocol):
         """A peer says that a context has ended."""
 
     def on_request(self, asked: Any, flags: int, body: Any, segments: Any) -> None:
-        """A peer sends gradients: a request (`telegrad.worker.serving.handlers.Asked`) to be answered, whatever comes of it."""
+        """Handle gradients from a peer: a request that must be answered, also after an error."""
 
     def on_gradients(self, peer: int, connection: int, call: int, deadline: int, message: Any) -> None:
-        """The same, as the core has read it."""
+        """Handle gradients that the core has decoded."""
 
     # ---- code that runs in a context
 
@@ -75,8 +75,8 @@ class Recorder(Protocol):
         """In a forked child: all is dead, locks may be held by threads that are not there."""
 
 
-class Layers(NamedTuple):
+class WorkerPlugins(NamedTuple):
     """What the layers above bring for each worker that is made."""
 
     handle: Any  # the class of references; made by ``handle.of(worker, id, owner id, fork)``
-    recorder: Callable[[Any, int], Recorder]  # of the worker, and where its ids start
+    recorder: Callable[[Any, int], AutogradHooks]  # of the worker, and where its ids start

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 from telegrad import _core
 from telegrad.errors import NotInitialized
 
-__all__ = ["AnyClient", "AnyEngine", "AnyServer", "EndedEngine"]
+__all__ = ["AnyClient", "AnyEngine", "AnyServer", "ClosedEngine"]
 
 _UNDER_WAY = (
     "pending_calls",
@@ -28,7 +28,7 @@ _TOTALS = ("requests", "replies", "sent_messages", "received_messages", "pool_hi
 _MEMORY = ("live_blocks", "live_bytes", "cached_blocks", "cached_bytes")
 
 
-class EndedEngine:
+class ClosedEngine:
     """The methods of `_core.Engine`, and of `_core.Client` and `_core.Server`, which have it: those that need it
     raise `NotInitialized`, the others do nothing.
 
@@ -99,6 +99,6 @@ class EndedEngine:
         return self._stats if self._memory is None else self._stats | self._memory.stats()
 
 
-AnyEngine: TypeAlias = _core.Engine | EndedEngine
-AnyClient: TypeAlias = _core.Client | EndedEngine
-AnyServer: TypeAlias = _core.Server | EndedEngine
+AnyEngine: TypeAlias = _core.Engine | ClosedEngine
+AnyClient: TypeAlias = _core.Client | ClosedEngine
+AnyServer: TypeAlias = _core.Server | ClosedEngine

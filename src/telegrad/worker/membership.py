@@ -9,13 +9,13 @@ from typing import Any
 from telegrad.errors import WorkerLost
 from telegrad.group import rendezvous
 from telegrad.group.rendezvous import Group, Member, StoreGone
-from telegrad.group.store_waits import Limited, StoreSilent
+from telegrad.group.store_waits import BoundedStore, StoreUnresponsive
 from telegrad.options import Options
 from telegrad.protocols import membership as protocol
 from telegrad.timeouts import SharedDeadline
 from telegrad.types import WorkerInfo
 from telegrad.waits import Wait, wait_for
-from telegrad.worker.autograd_hooks import Layers
+from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.scope import current
 from telegrad.worker.worker import Worker
@@ -33,7 +33,7 @@ def join_dynamic(
     group: Group,
     options: Options,
     store_at: str,
-    layers: Layers,
+    layers: WorkerPlugins,
     timeout: float,
 ) -> Worker:
     """Joins; the members that are there know of it when this returns.
@@ -89,7 +89,7 @@ def _dead_of(
     group: Group,
     options: Options,
     store_at: str,
-    layers: Layers,
+    layers: WorkerPlugins,
     timeout: float,
 ) -> list[Member]:
     """Which of these members cannot be reached: they died without leaving, and another may have their place."""
@@ -122,25 +122,25 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
     """Has the others make no more calls to this worker, ends what is under way, and parts from them. Nobody joins or
     leaves meanwhile."""
     parted = False
-    store = Limited(worker.store, budget.left)
+    store = BoundedStore(worker.store, budget.left)
     try:
         with rendezvous.membership(store, worker.info.name, joining=False, budget=budget):
             members = [m for m in rendezvous.read_members(store, worker.group) if m.id != worker.info.id]
             rendezvous.write_members(store, members, worker.group)
-            _part(worker, {m.id for m in members}, budget)
+            _announce(worker, {m.id for m in members}, budget)
             parted = True
     except StoreGone as e:
         logger.warning(
             "worker %s leaves its group without the store, whose host %s: %s. Nobody can join any more.",
             worker.info.name,
-            "is silent" if isinstance(e, StoreSilent) else "has gone",
+            "is silent" if isinstance(e, StoreUnresponsive) else "has gone",
             str(e).partition("\n")[0],
         )
         if not parted:
-            _part(worker, worker.member_ids(), budget)
+            _announce(worker, worker.member_ids(), budget)
 
 
-def _part(worker: Worker, members: set[int], budget: SharedDeadline) -> None:
+def _announce(worker: Worker, members: set[int], budget: SharedDeadline) -> None:
     _tell(worker, members, _leaving, budget.left())
     worker.drain(budget.left())
     _tell(worker, members, _left, budget.left())

@@ -12,16 +12,16 @@ import traceback
 import weakref
 from typing import Any, NoReturn
 
-from telegrad.worker.unread_failures import forget_unread, tell_unread
+from telegrad.worker.unread_failures import discard_unread, log_unread
 
-__all__ = ["leave_child", "live_workers", "remember"]
+__all__ = ["leave_child", "live_workers", "register"]
 
 live_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _exits: set[int] = set()
 _GRACE = 0.2  # s that daemon threads may take to end, once their calls have failed because the interpreter ends
 
 
-def remember(worker: Any) -> None:
+def register(worker: Any) -> None:
     """Closes the worker when its process ends, unless the program has closed it before."""
     live_workers.add(worker)
     if os.getpid() not in _exits and _is_forked_by_multiprocessing():
@@ -52,7 +52,7 @@ def _end() -> None:
         if thread.daemon and not isinstance(thread, threading._DummyThread):
             with contextlib.suppress(KeyboardInterrupt):
                 thread.join(max(0.0, until - time.monotonic()))
-    tell_unread()
+    log_unread()
 
 
 # Handlers run in reverse order, so those that the program registers later still find its worker.
@@ -84,7 +84,7 @@ def _after_fork_in_child() -> None:
         forked = forked or worker.runs_here()
         _abandoned.append((worker, worker.abandon()))  # never freed: their locks and threads are the parent's
     live_workers.clear()
-    forget_unread()
+    discard_unread()
 
 
 def leave_child(error: BaseException | None) -> NoReturn:

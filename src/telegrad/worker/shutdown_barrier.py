@@ -23,14 +23,14 @@ from telegrad.protocols.shutdown import (
 )
 from telegrad.waits import wait_for
 
-__all__ = ["Draining"]
+__all__ = ["ShutdownBarrier"]
 
 _MESSAGES: tuple[type, ...] = (Ready, Ask, Report, Finished, Who, Missing)  # numbered on the wire by their place
 _PAUSE = 0.005  # s between two rounds while work goes on
 _LAST_WORD = 1.0  # s that the leader has to say who is missing, and the others to leave before it
 
 
-class Draining:
+class ShutdownBarrier:
     """A point that all live workers of the group pass together, when no work is left among them.
 
     Args:
@@ -44,13 +44,13 @@ class Draining:
     def __init__(
         self,
         me: int,
-        greet: Callable[[Iterable[int]], None],
+        ensure_connected: Callable[[Iterable[int]], None],
         send: Callable[[int, Any], None],
         later: Callable[[float, Callable[[], None]], None],
         activity: Callable[[], tuple[int, int]],
     ) -> None:
         self._me = me
-        self._greet = greet
+        self._greet = ensure_connected
         self._send = send
         self._later = later
         self._activity = activity

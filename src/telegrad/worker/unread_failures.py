@@ -13,7 +13,7 @@ from typing import Any
 from telegrad.errors import NotInitialized, WorkerLost
 from telegrad.serialize.tracebacks import text_of
 
-__all__ = ["Failure", "forget_unread", "tell_unread", "what_of"]
+__all__ = ["Failure", "describe_call", "discard_unread", "log_unread"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -53,7 +53,7 @@ def _is_known(error: BaseException | None) -> bool:
     return isinstance(error, NotInitialized) or (isinstance(error, WorkerLost) and not error.unreached)
 
 
-def tell_unread() -> None:
+def log_unread() -> None:
     """Logs the failures that finalizers have found. To be called where logging is allowed."""
     while True:
         try:
@@ -64,10 +64,10 @@ def tell_unread() -> None:
             told = "; its owner has logged the error (telegrad.remote, at the option remote_error_level)"
         else:
             told = f": {type(error).__name__}: {text_of(error)}"
-        logger.warning("%s failed, and nobody %s%s", what_of(request), how, told)
+        logger.warning("%s failed, and nobody %s%s", describe_call(request), how, told)
 
 
-def what_of(request: Any) -> str:
+def describe_call(request: Any) -> str:
     """What was called, for messages."""
     if request is None:
         return "a call"
@@ -78,4 +78,4 @@ def what_of(request: Any) -> str:
         return type(what).__qualname__
 
 
-forget_unread: Callable[[], None] = _unread.clear  # in a forked child: they are the parent's
+discard_unread: Callable[[], None] = _unread.clear  # in a forked child: they are the parent's

@@ -28,11 +28,11 @@ from telegrad.timeouts import SharedDeadline
 from telegrad.types import WorkerInfo
 from telegrad.wire import Tag
 from telegrad.worker import lifecycle_log, process_hooks
-from telegrad.worker.autograd_hooks import Layers, Recorder
+from telegrad.worker.autograd_hooks import AutogradHooks, WorkerPlugins
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import Messages
-from telegrad.worker.closed import AnyEngine, AnyServer, EndedEngine
+from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
 from telegrad.worker.native import ENVIRONMENT, make_engine, make_server
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import Scope, current
@@ -40,9 +40,9 @@ from telegrad.worker.serving.dispatch import Incoming
 from telegrad.worker.serving.event_loop import EventLoop
 from telegrad.worker.serving.handlers import Handlers
 from telegrad.worker.serving.thread_pool import EVENT, ONEWAY, OUTCOME, ThreadPool
-from telegrad.worker.shutdown_barrier import Draining
+from telegrad.worker.shutdown_barrier import ShutdownBarrier
 from telegrad.worker.timers import Timers
-from telegrad.worker.unread_failures import tell_unread
+from telegrad.worker.unread_failures import log_unread
 
 __all__ = ["Worker"]
 
@@ -71,7 +71,7 @@ class Worker:
     """
 
     def __init__(
-        self, info: WorkerInfo, group: Group, options: Options, store_at: str, first_id: int, layers: Layers
+        self, info: WorkerInfo, group: Group, options: Options, store_at: str, first_id: int, layers: WorkerPlugins
     ) -> None:
         self.info = info
         self.group = group
@@ -124,7 +124,7 @@ class Worker:
             lambda: self.engine.nudge(_RELEASE_DELAY),
             lambda rref, owner, fork: layers.handle.of(self, rref, owner, fork),
         )
-        self.autograd: Recorder = layers.recorder(self, first_id)
+        self.autograd: AutogradHooks = layers.recorder(self, first_id)
         self.messages: Messages = Messages(
             layers.handle,
             self._share,
@@ -154,9 +154,13 @@ class Worker:
         self.handlers.admit()
         self.calls.delay = self.timers.later
         # The group ends in two stages: all work is done, then all references are given up.
-        self.stages: tuple[Draining, ...] = tuple(
-            Draining(
-                info.id, self.greet, partial(self._send_shutdown_message, stage), self.timers.later, self._activity
+        self.stages: tuple[ShutdownBarrier, ...] = tuple(
+            ShutdownBarrier(
+                info.id,
+                self.ensure_connected,
+                partial(self._send_shutdown_message, stage),
+                self.timers.later,
+                self._activity,
             )
             for stage in range(2)
         )
@@ -166,13 +170,13 @@ class Worker:
             self.server,
             info.name,
             {
-                ONEWAY: self.incoming.on_oneway,
-                OUTCOME: self.incoming.on_outcome,
+                ONEWAY: self.incoming.on_message,
+                OUTCOME: self.incoming.on_completion,
                 EVENT: self.incoming.on_event,
             },
         )
         self.pool.start()
-        process_hooks.remember(self)
+        process_hooks.register(self)
 
     def __repr__(self) -> str:
         return f"Worker(name={self.info.name!r}, id={self.info.id}, group of {len(self.infos())})"
@@ -252,14 +256,14 @@ class Worker:
             if info is not None:
                 return info
             if not self.static:
-                self._look_in_store()
+                self._read_store()
                 info = self._infos.get(to)
                 if info is not None:
                     return info
             raise UnknownWorker((self.info.name, self.info.id), to, tuple(i.name for i in self.infos()))
         raise ValueError(f"Cannot get WorkerInfo from name {to}")
 
-    def _look_in_store(self) -> None:
+    def _read_store(self) -> None:
         """A dynamic group may have a member of which the news has not come yet."""
         if self.store is None:
             return
@@ -327,7 +331,7 @@ class Worker:
                 f"{handle!r} belongs to another group, that of worker {holder.info.name}; it cannot travel in"
                 f" calls of worker {self.info.name}. Send its value instead."
             )
-        handle._used()
+        handle._mark_used()
         return self.references.share(handle.id, handle.owner_id, peer)
 
     def _send_reference_message(self, peer: int, plain: Any, kind: str) -> None:
@@ -374,7 +378,7 @@ class Worker:
         message = self.messages.encode(peer, (stage, plain))
         self.engine.send(peer, int(Tag.SHUTDOWN), message.flags, message.body, message.segments)
 
-    def greet(self, peers: Iterable[int]) -> None:
+    def ensure_connected(self, peers: Iterable[int]) -> None:
         """Sees to it that there are links to these workers, so that their end is noticed."""
         for peer in peers:
             self.engine.send(peer, int(Tag.GREETING), 0, b"", None)
@@ -461,11 +465,11 @@ class Worker:
             self.autograd.close()
             self.references.close()
             assert isinstance(self.engine, _core.Engine)
-            self._replace_engine(EndedEngine(self.engine))
+            self._replace_engine(ClosedEngine(self.engine))
             self.store = None  # its host may end
             _core.release()
             process_hooks.live_workers.discard(self)
-            tell_unread()
+            log_unread()
             if self.joined:
                 lifecycle_log.left(self)
 
@@ -478,10 +482,10 @@ class Worker:
         self.references.abandon()
         self.autograd.abandon()
         engine = self.engine
-        self._replace_engine(EndedEngine(None))
+        self._replace_engine(ClosedEngine(None))
         return engine
 
-    def _replace_engine(self, ended: EndedEngine) -> None:
+    def _replace_engine(self, ended: ClosedEngine) -> None:
         """Lets go of the engine: it ends with the last thread that is inside one of its methods."""
         self.engine = self.server = self.calls.engine = self.calls.client = self.handlers.engine = ended
         self.pool.end(ended)

@@ -8,8 +8,9 @@ silently computes with the new values wherever an operation has saved the parame
   alias keeps the memory that it was made over when a step puts other memory under the parameter.
 - Such hooks switch torch's own check of versions off, so `unpack` makes it: an alias whose memory was written to since
   raises. A step that puts new memory under a parameter counts the parameter's version up too, for graphs outside of
-  contexts to notice; the old memory is marked with the version at which it was retired (`put`), so that aliases of it
-  are known to be whole. The mark is an attribute of the storage's Python object, which lives as long as the memory.
+  contexts to notice; the old memory is marked with the version at which it was retired (`swap_storage`), so that its
+  aliases are known to be whole. The mark is an attribute of the storage's Python object, which lives as long as the
+  memory.
 
 All of it is switched on, together with the gate, by the first optimizer of a worker (`protect`); until then, and on
 workers without one, a context costs nothing here.
@@ -32,8 +33,8 @@ __all__ = [
     "is_shared",
     "protect",
     "protection_of",
-    "put",
-    "renew",
+    "reuse_storage",
+    "swap_storage",
     "unprotected",
 ]
 
@@ -85,7 +86,7 @@ def _check_retired(alias: torch.Tensor, version: int) -> None:
         RuntimeError: the alias has changed.
     """
     retired = getattr(alias.untyped_storage(), _RETIRED, None) if alias.layout is torch.strided else None
-    # `put` counts up, then changes the memory: an alias made in between has the next version, and the old memory.
+    # `swap_storage` counts up, then changes the memory: an alias made in between has the next version, the old memory
     if retired is None or version not in (retired, retired + 1):
         raise RuntimeError(MODIFIED.format(alias.type(), list(alias.shape), alias._version, version))
 
@@ -94,7 +95,7 @@ _HOOKS: Final = (_pack, _unpack)
 _HOOKS_SHARED: Final = (_pack_shared, _unpack)
 
 
-def put(parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def swap_storage(parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Puts other memory under a parameter. What has saved the parameter keeps what it has saved.
 
     Args:
@@ -113,8 +114,8 @@ def put(parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return old
 
 
-def renew(old: torch.Tensor) -> None:
-    """Memory that `put` retired is to be used again; nothing refers to it."""
+def reuse_storage(old: torch.Tensor) -> None:
+    """Memory that `swap_storage` retired is to be used again; nothing refers to it."""
     storage = old.untyped_storage()
     if hasattr(storage, _RETIRED):
         delattr(storage, _RETIRED)

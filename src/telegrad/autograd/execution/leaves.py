@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from telegrad.autograd.ddp import accumulate_beside
+from telegrad.autograd.ddp import run_accumulate_grad
 
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
 
-__all__ = ["ALONE", "ALONE_IN_TUPLE", "Leaves", "enter", "land", "total_of"]
+__all__ = ["ALONE", "ALONE_IN_TUPLE", "Leaves", "accumulate", "add_to_context", "total_of"]
 
 _use_count = getattr(Tensor, "_use_count", None)
 
@@ -103,20 +103,20 @@ class Leaves:
     def _whole(self, found: _Sum) -> None:
         total, found.total = found.total, None
         if total is not None:
-            land(self._context, found.leaf, total, found.own)
+            accumulate(self._context, found.leaf, total, found.own)
 
 
-def land(context: Context, leaf: Tensor, grad: Tensor, alone: bool) -> None:
+def accumulate(context: Context, leaf: Tensor, grad: Tensor, alone: bool) -> None:
     """Adds a leaf's whole gradient to a context. `alone`: nobody else in Python has this tensor."""
     if not (alone and _use_count is not None and _use_count(grad) <= 1 and _lies_alike(leaf, grad)):
         grad = _copied(leaf, grad)
     if not getattr(leaf, "_post_accumulate_grad_hooks", None):
-        enter(context, leaf, grad)
+        add_to_context(context, leaf, grad)
         return
-    accumulate_beside(leaf, grad, context)
+    run_accumulate_grad(leaf, grad, context)
 
 
-def enter(context: Context, leaf: Tensor, grad: Tensor) -> None:
+def add_to_context(context: Context, leaf: Tensor, grad: Tensor) -> None:
     """Adds to a context what is its own."""
     gradients = context.gradients
     with context.lock:

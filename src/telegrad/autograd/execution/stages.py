@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad.autograd.ddp import any_reduced, aside
+from telegrad.autograd.ddp import grads_detached, has_ddp_param
 from telegrad.autograd.execution.grad_capture import capture
-from telegrad.autograd.execution.leaves import ALONE, ALONE_IN_TUPLE, Leaves, enter, land, total_of
+from telegrad.autograd.execution.leaves import ALONE, ALONE_IN_TUPLE, Leaves, accumulate, add_to_context, total_of
 from telegrad.autograd.execution.torch_engine import run_engine
-from telegrad.autograd.graph.local_graph import Cell, Edges, Foreign, LocalGraph, Stage, by_id
+from telegrad.autograd.graph.local_graph import Edges, Foreign, LocalGraph, Segment, Stage, by_id
 from telegrad.autograd.graph.planner import plan
 from telegrad.protocols.backward import UnknownSend
 from telegrad.protocols.backward_messages import FINAL, ROOT, Layout
@@ -77,11 +77,11 @@ class Stages:
         self._closed = False
         self._roots: Sequence[Tensor] = ()  # which keep the graph alive
         self._leaves: Leaves | None = None  # those that several disjoint sources reach
-        self._done: set[Cell] = set()
+        self._done: set[Segment] = set()
         self._arrived = 0
         self._entered: dict[int, Waiting] = {}  # disjoint sources: bit of the source -> what came for it
         # Else: cell (None: the final stage) -> entry (id, input) -> its edge, and [(label, gradient)]
-        self._crossed: dict[Cell | None, dict[tuple[int, int], tuple[Any, list[tuple[Label, Tensor]]]]] = {}
+        self._crossed: dict[Segment | None, dict[tuple[int, int], tuple[Any, list[tuple[Label, Tensor]]]]] = {}
 
     def open(self, roots: Sequence[Tensor] = ()) -> LocalGraph:
         """Return the graph, after walking it in the first call.
@@ -198,7 +198,7 @@ class Stages:
             stage = graph.stage(group, self._done)
             self._done.update(stage.cells)
             outputs, grads = self._take(stage.cells or (None,))
-            if group == FINAL and any_reduced(stage.whole):
+            if group == FINAL and has_ddp_param(stage.whole):
                 return self._run_reduced(stage, outputs, grads)
         elif group == FINAL and len(graph.bits) > 1:
             if self._leaves is not None:
@@ -233,7 +233,7 @@ class Stages:
             place += 1
             if grad is not None:
                 alone = getrefcount(grad) <= ALONE_IN_TUPLE  # but for `found`
-                land(self._context, leaf, grad, alone)
+                accumulate(self._context, leaf, grad, alone)
         for leaf in stage.parts:
             grad = found[place]
             if self._leaves is not None:
@@ -296,7 +296,7 @@ class Stages:
             cell, entry = self.graph.cell_of.get(edge.node), (id(edge.node), edge.output_nr)
         self._crossed.setdefault(cell, {}).setdefault(entry, (edge, []))[1].append((label, grad))
 
-    def _take(self, cells: Sequence[Cell | None]) -> Waiting:
+    def _take(self, cells: Sequence[Segment | None]) -> Waiting:
         """Return what waits for some cells, in the order in which it is to be added up."""
         outputs: list[Any] = []
         grads: list[Tensor] = []
@@ -313,7 +313,7 @@ class Stages:
         with capture(nodes) as call:
             if outputs:
                 inputs: list[Any] = [call.leaf, *stage.whole, *[GradientEdge(node, 0) for node in nodes]]
-                with aside(stage.whole, partial(enter, self._context)):
+                with grads_detached(stage.whole, partial(add_to_context, self._context)):
                     torch.autograd.backward(
                         [call.leaf, *outputs], [call.gradient, *grads], retain_graph=self.retain_graph, inputs=inputs
                     )
@@ -349,7 +349,7 @@ class Stages:
             if id(leaf) in shared:
                 given[id(leaf)] = grad
             else:
-                land(self._context, leaf, grad, alone)
+                accumulate(self._context, leaf, grad, alone)
         if self._leaves is not None:
             for leaf in stage.parts:
                 self._leaves.part(leaf, stage.rank, given.get(id(leaf)))

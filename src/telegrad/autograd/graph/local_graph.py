@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from telegrad._core import Reach
-from telegrad.autograd.ddp import any_reduced
+from telegrad.autograd.ddp import has_ddp_param
 from telegrad.autograd.graph.deep_graph import RecursionGuard
 from telegrad.errors import TelegradError
 from telegrad.protocols.backward_messages import FINAL, Group, Layout
@@ -30,7 +30,19 @@ if TYPE_CHECKING:
 
     from telegrad.autograd.context import Received
 
-__all__ = ["LEAF", "RECV", "Cell", "Crossing", "Edges", "Foreign", "LocalGraph", "Stage", "by_id", "has_hooks", "kinds"]
+__all__ = [
+    "LEAF",
+    "RECV",
+    "CutEdge",
+    "Edges",
+    "Foreign",
+    "LocalGraph",
+    "Segment",
+    "Stage",
+    "by_id",
+    "has_hooks",
+    "kinds",
+]
 
 INNER, LEAF, RECV = range(3)
 _with_leaf = torch.empty(1, requires_grad=True).expand(1).grad_fn
@@ -74,7 +86,7 @@ class Foreign(TelegradError):
     """A gradient reached a tensor that was received in another context."""
 
 
-class Crossing(NamedTuple):
+class CutEdge(NamedTuple):
     """An edge from a stage to a node that runs later, or to a leaf that is not captured."""
 
     node: Node  # in the stage
@@ -83,7 +95,7 @@ class Crossing(NamedTuple):
     input: int  # of the target
 
 
-class Cell:
+class Segment:
     """Nodes that are always run by the same stage (see planning.py)."""
 
     __slots__ = ("crossings", "key", "leaves", "number", "rank")
@@ -92,19 +104,21 @@ class Cell:
         self.key: tuple[int, ...] = key
         self.number: int = number
         self.rank: int = 0  # its place in the order in which sums are made; a cell leads only to cells of higher rank
-        self.crossings: dict[Cell | None, list[Crossing]] = {}  # to nodes and recvs of that cell; None: the final stage
-        self.leaves: list[Crossing] = []  # to leaves
+        self.crossings: dict[
+            Segment | None, list[CutEdge]
+        ] = {}  # to nodes and recvs of that cell; None: the final stage
+        self.leaves: list[CutEdge] = []  # to leaves
 
 
 class Stage(NamedTuple):
     """The nodes that one engine call runs."""
 
     rank: int  # of sums
-    cells: Sequence[Cell]  # none where sources are disjoint, and in the final stage
+    cells: Sequence[Segment]  # none where sources are disjoint, and in the final stage
     recvs: list[Received]
     whole: list[Tensor]  # leaves to capture whose gradient is whole
     parts: list[Tensor]  # leaves to capture, of whose gradient this is a part
-    crossings: Sequence[Crossing]
+    crossings: Sequence[CutEdge]
 
 
 _new: Any = tuple.__new__  # a stage without its constructor's frame
@@ -131,10 +145,10 @@ class LocalGraph:
     )
     # Where sources meet, by planning.py:
     recvs_of: list[list[Received]]  # group -> recvs
-    cells_of: list[list[Cell]]  # group -> the cells that it runs, if they have not run
-    cell_of: dict[Any, Cell]  # nodes and recvs of other stages than the final one
+    cells_of: list[list[Segment]]  # group -> the cells that it runs, if they have not run
+    cell_of: dict[Any, Segment]  # nodes and recvs of other stages than the final one
     taint: dict[int, int]  # id of a leaf -> the pairs of cells whose crossings lead to it
-    pairs: dict[tuple[Cell, Cell | None], int]  # -> bit in `taint`
+    pairs: dict[tuple[Segment, Segment | None], int]  # -> bit in `taint`
     hooked: set[int]  # ids of leaves with hooks
 
     def __init__(self, sources: Sequence[tuple[int, Edges]], receipts: Iterable[Received]) -> None:
@@ -178,7 +192,7 @@ class LocalGraph:
                 self.shared.setdefault(id(leaf), [before]).append(bit)
                 simple = simple and not has_hooks(leaf)
             reached += leaves
-        if reach.sources_meet or not simple or any_reduced(reached):
+        if reach.sources_meet or not simple or has_ddp_param(reached):
             return False
         if len(stages) == 1:  # then it comes last, too
             self.final = stages[0]
@@ -213,13 +227,13 @@ class LocalGraph:
         """Return whether a source is the only one, and leads to leaves and to recvs from one worker."""
         return len(self.bits) == 1 and source in self.bits and {peer}.issuperset(map(_peer_of, self.final.recvs))
 
-    def stage(self, group: int, done: Set[Cell]) -> Stage:
+    def stage(self, group: int, done: Set[Segment]) -> Stage:
         """Return the stage of a group, or FINAL, of sources that meet, when the cells `done` have run."""
         if group == FINAL:
             return self.final
         cells = [cell for cell in self.cells_of[group] if cell not in done]
         cells.sort(key=attrgetter("rank"))
-        crossings: list[Crossing] = []
+        crossings: list[CutEdge] = []
         active = 0
         for cell in cells:
             for target, edges in cell.crossings.items():

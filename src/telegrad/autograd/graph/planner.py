@@ -18,7 +18,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from telegrad.autograd.graph.local_graph import LEAF, RECV, Cell, Crossing, LocalGraph, Stage, by_id, has_hooks
+from telegrad.autograd.graph.local_graph import LEAF, RECV, CutEdge, LocalGraph, Segment, Stage, by_id, has_hooks
 from telegrad.protocols.backward_messages import Group
 
 if TYPE_CHECKING:
@@ -106,10 +106,10 @@ class _Planner:
         """Gives each node that a group needs its cell."""
         graph = self.graph
         masks = [group.mask for group in self.groups]
-        cells: dict[tuple[int, ...], Cell] = {}
-        by_need: dict[int, Cell] = {}
+        cells: dict[tuple[int, ...], Segment] = {}
+        by_need: dict[int, Segment] = {}
         graph.cells_of = [[] for _ in masks]
-        self.cell: list[Cell | None] = [None] * len(self.nodes)
+        self.cell: list[Segment | None] = [None] * len(self.nodes)
         for here, node in enumerate(self.nodes):
             groups = need[here]
             if not groups:
@@ -123,7 +123,7 @@ class _Planner:
                 key = tuple(smallest)
                 cell = cells.get(key)
                 if cell is None:
-                    cell = cells[key] = Cell(key, len(cells))
+                    cell = cells[key] = Segment(key, len(cells))
                     for number in key:
                         graph.cells_of[number].append(cell)
                 by_need[groups] = cell
@@ -146,7 +146,7 @@ class _Planner:
                 passed = above
                 if cell is not None and cells[there] is not cell:
                     node = nodes[here]
-                    edge = Crossing(node, output, nodes[there], node.next_functions[output][1])
+                    edge = CutEdge(node, output, nodes[there], node.next_functions[output][1])
                     if kinds[there] == LEAF:
                         cell.leaves.append(edge)
                     else:

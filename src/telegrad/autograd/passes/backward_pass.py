@@ -43,7 +43,7 @@ from telegrad.serialize.exceptions import pack_exception, unpack_exception
 from telegrad.serialize.tracebacks import text_of
 from telegrad.types import WorkerInfo
 
-__all__ = ["Pass"]
+__all__ = ["BackwardPass"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -54,7 +54,7 @@ Failure = tuple[int, bytes, str]  # worker id, packed exception, its text
 _GRADIENT = int(TokenKind.GRADIENT)
 
 
-class Pass:
+class BackwardPass:
     """One worker's part in one call of `backward`.
 
     Most workers have one stage to run, and send its gradients to one other worker, in most passes: a trainer that

@@ -19,17 +19,17 @@ from torch import Tensor
 from telegrad.autograd.context import ActivePass, Context
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.passes import profile as profiled
-from telegrad.autograd.passes.task import Question, Running
+from telegrad.autograd.passes.task import PassTask, PendingRequest
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker.calls.omission import error_of, too_large
 from telegrad.worker.native import NOT_PLAIN, Unusual
 from telegrad.worker.scope import current, remaining
-from telegrad.worker.serving.event_loop import holding_up
+from telegrad.worker.serving.event_loop import blocking_in_loop
 from telegrad.worker.serving.handlers import RequestInfo
 
-__all__ = ["Passes"]
+__all__ = ["BackwardManager"]
 
 _GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
 _REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
@@ -42,7 +42,7 @@ _REMEDY = (
 )
 
 
-class Passes:
+class BackwardManager:
     """All passes of one worker.
 
     Args:
@@ -55,8 +55,8 @@ class Passes:
         self.worker = worker
         self._contexts = contexts
         self._numbers = itertools.count(1)
-        self._roots: set[Running] = set()  # those that are under way and began here
-        self.working: set[Running] = set()  # those of others in which something runs at this moment
+        self._roots: set[PassTask] = set()  # those that are under way and began here
+        self.working: set[PassTask] = set()  # those of others in which something runs at this moment
 
     @property
     def count(self) -> int:
@@ -77,13 +77,13 @@ class Passes:
             if context.ended:
                 raise TelegradError(f"Could not find autograd context with id: {context.id}. It was left just now.")
             number = next(self._numbers)  # with the lock: once a later one is seen, this one is, too (`_oldest`)
-            run = context.passes[self.me, number] = Running(self, context, self.me, number, deadline)
+            run = context.passes[self.me, number] = PassTask(self, context, self.me, number, deadline)
         self._roots.add(run)
         try:
             run.start(roots, retain_graph)
             if not run.end.over:
                 if _get_running_loop() is not None:
-                    with holding_up():
+                    with blocking_in_loop():
                         self._wait(run, timeout)
                 else:
                     self._wait(run, timeout)
@@ -101,7 +101,7 @@ class Passes:
             error, run.end.error = run.end.error, None
             raise error
 
-    def _wait(self, run: Running, timeout: int) -> None:
+    def _wait(self, run: PassTask, timeout: int) -> None:
         answer = self.worker.calls.client.answer
         while not run.end.over:
             at = time.monotonic_ns()
@@ -124,7 +124,7 @@ class Passes:
                 continue  # there is no answer yet
             run.asked.popleft()  # it is here, or a thread of the pool has it
 
-    def _time_is_over(self, run: Running, timeout: int) -> None:
+    def _time_is_over(self, run: PassTask, timeout: int) -> None:
         what = f"a backward pass in autograd context {run.context.id}"
         error = RpcTimeout(timeout / 1e9, what, f"waiting for {run.waiting_for()}", _REMEDY)
         run.abort(error)
@@ -132,7 +132,7 @@ class Passes:
 
     # ---- messages
 
-    def ask(self, run: Running, peer: int, messages: list[Any], profile: profiled.Profile | None) -> None:
+    def ask(self, run: PassTask, peer: int, messages: list[Any], profile: profiled.Profile | None) -> None:
         """Sends a peer messages of a pass, and what there is to say to a profile."""
         context = run.context
         worker = self.worker
@@ -141,13 +141,13 @@ class Passes:
             timeout = max(run.deadline - time.monotonic_ns(), 1)
         try:
             body = (context.id, run.root, run.number, self._oldest(context, run.root, run.number), messages)
-            question = Question()
+            question = PendingRequest()
             question.run, question.peer = run, peer
             call = NOT_PLAIN if profile is not None else worker.calls.client.ask(peer, body, timeout, question)
             if call == NOT_PLAIN:
                 m = worker.messages.bare(peer, body)
                 if profile is not None:
-                    m = worker.messages.with_report(m, profile)
+                    m = worker.messages.with_trace(m, profile)
                 call = worker.engine.start(
                     peer, _GRADIENTS, m.flags, 0, None, m.body, m.segments, timeout, True, True, True, question, None
                 )
@@ -161,13 +161,13 @@ class Passes:
     def _oldest(self, context: Context, root: int, number: int) -> int:
         """The lowest number of the root's passes in the context that is not over."""
         if root != self.me:
-            return context.passes_over.get(root, 0)
+            return context.min_live_pass.get(root, 0)
         if list(context.passes) == [(root, number)]:  # it is over itself, maybe, and an earlier one is not
             return number
         with context.lock:
             return min((number for who, number in context.passes if who == root), default=0)
 
-    def answered(self, run: Running, peer: int, outcome: tuple[Any, ...]) -> None:
+    def answered(self, run: PassTask, peer: int, outcome: tuple[Any, ...]) -> None:
         """What became of messages to a peer."""
         status, tag, flags, body, segments, _, why = outcome
         if status == _REPLIED:
@@ -243,7 +243,7 @@ class Passes:
         try:
             message = messages.bare(asked.peer, mine)
             if said is not None:
-                message = messages.with_report(message, said)
+                message = messages.with_trace(message, said)
         except BaseException as e:
             handlers.fail(asked, e)
         else:
@@ -255,15 +255,15 @@ class Passes:
             if root == self.me:
                 return context.passes.get((root, number))
             gone: list[ActivePass] = []
-            if oldest > context.passes_over.get(root, 0):
-                context.passes_over[root] = oldest
+            if oldest > context.min_live_pass.get(root, 0):
+                context.min_live_pass[root] = oldest
                 if context.passes:
                     gone = [
                         context.passes.pop(key) for key in list(context.passes) if key[0] == root and key[1] < oldest
                     ]
             run = context.passes.get((root, number))
-            if run is None and not context.ended and number >= context.passes_over.get(root, 0):
-                run = context.passes[root, number] = Running(self, context, root, number, deadline)
+            if run is None and not context.ended and number >= context.min_live_pass.get(root, 0):
+                run = context.passes[root, number] = PassTask(self, context, root, number, deadline)
         del gone
         return run
 

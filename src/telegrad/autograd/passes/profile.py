@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
-from telegrad.autograd.passes.backward_pass import GRADIENTS, Pass
+from telegrad.autograd.passes.backward_pass import GRADIENTS, BackwardPass
 from telegrad.autograd.recording import RECV_NODE, SEND_NODE
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import Calls
@@ -43,7 +43,7 @@ def sending(messages: Sequence[tuple[Any, ...]]) -> _Range:
 
 def taking(event: tuple[Any, ...]) -> _Range:
     """Around what happens to a pass: (a method of it, its arguments)."""
-    wanted = tracing.observer.on and event[0].__name__ == Pass.on_message.__name__ and event[2][0] == GRADIENTS
+    wanted = tracing.observer.on and event[0].__name__ == BackwardPass.on_message.__name__ and event[2][0] == GRADIENTS
     around: _Range = tracing.observer.range(SEND_NODE) if wanted else NOTHING
     return around
 
@@ -106,4 +106,4 @@ class PassProfile:
         if self._root is not None:
             with self._left:
                 self._left.wait_for(lambda: not self._inside, _PATIENCE)
-            self._root.leave_beside()
+            self._root.end_side_recording()

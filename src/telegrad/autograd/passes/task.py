@@ -1,4 +1,4 @@
-"""A backward pass at work on one worker: what `Pass` decides, carried out by threads.
+"""A backward pass at work on one worker: what `BackwardPass` decides, carried out by threads.
 
 Whoever brings something for a pass, a message or news, carries it out unless another thread is in it; then that one
 will. What is to be sent goes to `exchange.py`.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from torch import Tensor
 
 from telegrad.autograd.passes import profile as profiled
-from telegrad.autograd.passes.backward_pass import Pass
+from telegrad.autograd.passes.backward_pass import BackwardPass
 from telegrad.worker.calls import tracing
 from telegrad.worker.scope import Scope, current
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from telegrad.autograd.context import Context
     from telegrad.worker.calls.tracing import Recording
 
-__all__ = ["End", "Question", "Running"]
+__all__ = ["PassResult", "PassTask", "PendingRequest"]
 
 _new: Any = tuple.__new__  # a scope without its constructor's frame
 
@@ -31,7 +31,7 @@ Answer: TypeAlias = Callable[[list[Any], profiled.Profile | None], None]
 Event: TypeAlias = tuple[Any, ...]  # a method of a pass, and its arguments
 
 
-class End:
+class PassResult:
     """How a pass ended, at its root, and who waits for that: one thread."""
 
     over: bool = False
@@ -60,16 +60,16 @@ class Messenger(Protocol):
 
     me: int
     worker: Any
-    working: set[Running]
+    working: set[PassTask]
 
-    def ask(self, run: Running, peer: int, messages: list[Any], profile: profiled.Profile | None) -> None:
+    def ask(self, run: PassTask, peer: int, messages: list[Any], profile: profiled.Profile | None) -> None:
         """Send a peer messages of a pass."""
 
-    def answered(self, run: Running, peer: int, outcome: tuple[Any, ...]) -> None:
+    def answered(self, run: PassTask, peer: int, outcome: tuple[Any, ...]) -> None:
         """Process the completion of such a request."""
 
 
-class Running:
+class PassTask:
     """One pass on this worker: at most one thread at a time is in it, and takes up what others bring meanwhile.
 
     Args:
@@ -90,8 +90,8 @@ class Running:
         self.root = root
         self.number = number
         self.deadline = deadline
-        self.asked: deque[Question] = deque()  # at the root: what its thread may wait for
-        self.end: End = End()
+        self.asked: deque[PendingRequest] = deque()  # at the root: what its thread may wait for
+        self.end: PassResult = PassResult()
         self.passes = passes
         self._working = threading.Lock()  # held by the thread that is in it
         self._events: deque[Event] = deque()
@@ -101,7 +101,9 @@ class Running:
         if tracing.observer.on or tracing.observer.serving:  # later, too, a message may ask for it
             self._profile()
         # The pass gets nothing of this object itself: that would be a cycle, for the collector to find.
-        self._pass = Pass(worker.info, context, number, root, self._to_send.append, self.end.come, worker.name_of)
+        self._pass = BackwardPass(
+            worker.info, context, number, root, self._to_send.append, self.end.come, worker.name_of
+        )
 
     # ---- events
 
@@ -226,13 +228,13 @@ class Running:
         return self._pass.waiting_for()
 
 
-class Question:
+class PendingRequest:
     """Messages on their way to a peer, whose answer is awaited. Called with what became of them."""
 
     call = 0
     done: bool = False
     peer: int
-    run: Running
+    run: PassTask
 
     def __call__(self, outcome: tuple[Any, ...]) -> None:
         self.done = True

@@ -22,7 +22,7 @@ from telegrad.worker.calls import faults, tracing
 from telegrad.worker.calls.callables import is_scripted, name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import PICKLER, PROFILER, active, switch
-from telegrad.worker.calls.messages import NO_PREAMBLE, Encoded, Messages
+from telegrad.worker.calls.messages import NO_METADATA, Encoded, Messages
 from telegrad.worker.calls.omission import error_of, too_large
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
@@ -270,7 +270,7 @@ class Calls:
         peer, label, timeout = call
         if status == _REPLIED:
             messages = self.messages
-            preamble = messages.preamble(peer, flags, segments) if flags & _PREAMBLE else NO_PREAMBLE
+            preamble = messages.preamble(peer, flags, segments) if flags & _PREAMBLE else NO_METADATA
             if preamble.profile is not None:
                 tracing.observer.arrived(preamble.profile)
             if tag == _VALUE and not flags & _LEFT_OUT:

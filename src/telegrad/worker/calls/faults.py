@@ -30,7 +30,7 @@ def start(calls: "Calls", request: "Request", target: Any) -> None:
     try:
         seconds = calls.send_filter(request.kind, request.scripted, request.peer, 0)
     except DroppedMessage as e:
-        calls.messages.take_back(request.peer, request.message)
+        calls.messages.rollback(request.peer, request.message)
         future.set_exception(e)
         return
     if not seconds:

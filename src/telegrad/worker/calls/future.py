@@ -10,11 +10,11 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import NotInitialized
-from telegrad.serialize.tracebacks import afresh, forget_frames, text_of, without_own_frames
+from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
 from telegrad.worker.calls import tracing
 from telegrad.worker.scope import current
-from telegrad.worker.serving.event_loop import holding_up
-from telegrad.worker.unread_failures import Failure, what_of
+from telegrad.worker.serving.event_loop import blocking_in_loop
+from telegrad.worker.unread_failures import Failure, describe_call
 
 __all__ = ["NO_DEVICES", "CallFuture", "Deferred"]
 
@@ -67,13 +67,13 @@ class CallFuture(torch.futures.Future[T]):
         try:
             if not self.done():
                 if asyncio._get_running_loop() is not None:
-                    with holding_up():
+                    with blocking_in_loop():
                         self._drive()
                         return super().wait()
                 self._drive()
             return super().wait()
         except Exception as error:
-            raise without_own_frames(error)
+            raise strip_own_frames(error)
 
     def _drive(self) -> None:
         """Polls the network until the outcome is here, or the pool's."""
@@ -161,7 +161,7 @@ class CallFuture(torch.futures.Future[T]):
 
         def fail(error: BaseException) -> None:
             failure.read = True  # also when collect_all or wait_all reads it, which know only torch's own class
-            raise afresh(error)
+            raise clone_exception(error)
 
         if self._read:  # since it was made
             failure.read = True
@@ -201,9 +201,9 @@ class CallFuture(torch.futures.Future[T]):
         try:
             return self.value()
         except StopIteration as e:  # a coroutine cannot raise it
-            raise RuntimeError(f"{what_of(getattr(self, '_request', None))} raised StopIteration") from e
+            raise RuntimeError(f"{describe_call(getattr(self, '_request', None))} raised StopIteration") from e
         except Exception as error:
-            raise without_own_frames(error)
+            raise strip_own_frames(error)
 
 
 def in_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
@@ -243,7 +243,7 @@ def _of_callback(error: BaseException) -> RuntimeError:
     """The error, as in torch a RuntimeError, of the future that a callback was to complete. It tells where that was,
     but holds no frames: they have the future, and the garbage collector does not see what a future holds."""
     where = "".join(traceback.format_tb(error.__traceback__)[-2:])
-    forget_frames(error)
+    drop_frames(error)
     if not isinstance(error, RuntimeError):
         cause, kind = error, type(error).__qualname__
         error = RuntimeError(f"Got the following error when running the callback: {kind}: {text_of(cause)}")

@@ -23,10 +23,10 @@ from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.pickling import Serializer, Wrap
 from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
-from telegrad.worker.autograd_hooks import Recorder
+from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls.tracing import Span
 
-__all__ = ["NO_FORK", "NO_PREAMBLE", "Encoded", "Messages", "Preamble", "Written", "being_written"]
+__all__ = ["NO_FORK", "NO_METADATA", "CallMetadata", "Encoded", "Messages", "Written", "is_serializing"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -63,7 +63,7 @@ class Addressed(NamedTuple):
     recorded: tuple[Any, int] | None  # as of `Encoded`
 
 
-class Preamble(NamedTuple):
+class CallMetadata(NamedTuple):
     """What stands in front of a body; empty for nearly all calls."""
 
     handles: list[Any]  # the references that came, as objects
@@ -78,11 +78,11 @@ is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _EVERYBODY = -1  # in place of the peer to which a message being written goes
 _MOST_TICKETS = 250_000  # of a preamble,
 _MOST_PREAMBLE = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
-NO_PREAMBLE = Preamble([], None, None)
+NO_METADATA = CallMetadata([], None, None)
 NO_FORK = -1  # in place of its number, where a ticket travels but no fork is made
 
 
-class _Passing(threading.local):
+class _SerializationContext(threading.local):
     """The message that this thread is writing or reading."""
 
     def __init__(self) -> None:
@@ -91,10 +91,10 @@ class _Passing(threading.local):
         self.handles: list[Any] = []
 
 
-_passing = _Passing()
+_passing = _SerializationContext()
 
 
-def being_written() -> bool:
+def is_serializing() -> bool:
     """Is this thread writing a message? Then references can be pickled."""
     return _passing.peer is not None
 
@@ -119,7 +119,7 @@ class Messages:
         unshare: Callable[[Ticket, int], None],
         receive: Callable[[list[Ticket], list[int], int], list[Any]],
         new_id: Callable[[], int],
-        recorder: Recorder,
+        recorder: AutogradHooks,
         name_of: Callable[[int], str],
     ) -> None:
         self._name_of = name_of
@@ -206,7 +206,7 @@ class Messages:
             if tickets is None and target is None and autocast is None and message is None and asked is None:
                 return Encoded(flags, body, segments, ())
             context_id = None if message is None else context.id
-            preamble = self._preamble(tickets or (), target, autocast, context_id, message or 0, asked, ticket)
+            preamble = self._metadata(tickets or (), target, autocast, context_id, message or 0, asked, ticket)
             segments = [*(segments or ()), preamble]
             made_in = None if message is None else (context, message)
             flags |= _PREAMBLE | _MAY_LINGER if tickets or (request and made_in) else _PREAMBLE
@@ -263,7 +263,7 @@ class Messages:
         if not tickets and autocast is None and message is None:
             return None
         context_id = None if message is None else context.id
-        preamble = self._preamble(tickets, None, autocast, context_id, message or 0, None)
+        preamble = self._metadata(tickets, None, autocast, context_id, message or 0, None)
         return Addressed(preamble, tuple(tickets), None if message is None else (context, message))
 
     def bare(self, peer: int, value: Any) -> Encoded:
@@ -311,14 +311,14 @@ class Messages:
                 self._unshare(ticket, peer)
         _passing.tickets = None if keep is None else [keep]
 
-    def take_back(self, peer: int, message: Encoded | Addressed) -> None:
+    def rollback(self, peer: int, message: Encoded | Addressed) -> None:
         """The message did not leave."""
         for ticket in message.tickets:
             self._unshare(ticket, peer)
         if message.recorded is not None:
-            self.recorder.take_back(*message.recorded, peer)
+            self.recorder.rollback(*message.recorded, peer)
 
-    def _preamble(
+    def _metadata(
         self,
         tickets: Any,
         target: Any,
@@ -339,27 +339,27 @@ class Messages:
         assert coded is not None
         return coded[0]
 
-    def with_report(self, message: Encoded, report: Any) -> Encoded:
+    def with_trace(self, message: Encoded, report: Any) -> Encoded:
         """A message that also says something to a profile: a reply, what was recorded of its request."""
         segments = list(message.segments or ())
         if message.flags & _PREAMBLE:
             *before, _ = cast("tuple[Any, ...]", self._codec.decode(segments.pop(), []))
             preamble = self._plain((*before, report))
         else:
-            preamble = self._preamble((), None, None, None, 0, report)
+            preamble = self._metadata((), None, None, None, 0, report)
         if len(preamble) > _MOST_PREAMBLE:
             logger.warning("what a profile is to be told of a call is left out: it has %d bytes", len(preamble))
             return message
         return message._replace(flags=message.flags | _PREAMBLE, segments=[*segments, preamble])
 
-    def preamble(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> Preamble:
+    def preamble(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> CallMetadata:
         """Reads and removes the preamble, and takes up the references that came with it.
 
         Args:
             request: an autograd context that is new here begins with it.
         """
         if not flags & _PREAMBLE:
-            return NO_PREAMBLE
+            return NO_METADATA
         preamble: Any = self._codec.decode(segments.pop(), [])
         plain, target, autocast, context_id, message, profile = preamble
         tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer, _ in plain]
@@ -370,7 +370,7 @@ class Messages:
             context = recorder.arrived(context_id, peer) if request else recorder.find(context_id)
             if context is not None and message:
                 wrap = partial(recorder.receive, context, peer, message)
-        return Preamble(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)
+        return CallMetadata(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)
 
     def decode(self, flags: int, body: Any, segments: list[Any], handles: list[Any], wrap: Wrap | None = None) -> Any:
         """Reads a body.

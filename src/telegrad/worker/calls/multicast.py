@@ -76,7 +76,7 @@ def call_many(
                     spoken_to.append((peer, future, alone))
     except BaseException:  # a signal handler's: none of them leaves
         for peer, _, alone in spoken_to:
-            calls.messages.take_back(peer, alone)
+            calls.messages.rollback(peer, alone)
         raise
     for requests in (spoken_to, others):  # one of them is empty, unless an autograd context has ended meanwhile
         if not requests:

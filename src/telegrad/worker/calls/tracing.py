@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from telegrad.worker.calls.client import Calls
 
-__all__ = ["Asked", "Observer", "Recording", "Report", "Span", "recording", "within"]
+__all__ = ["Observer", "Recording", "Report", "Span", "TraceContext", "recording", "within"]
 
 T = TypeVar("T")
 
-Asked = tuple[int, int]  # what a request says: number of its span, options
+TraceContext = tuple[int, int]  # what a request says: number of its span, options
 Report = tuple[Any, ...]  # what its reply says: plain values
 
 
 class Span(Protocol):
     """The time that a call takes, in somebody's profile."""
 
-    asked: Asked | None  # for the request, where the callee is to record what it does
+    asked: TraceContext | None  # for the request, where the callee is to record what it does
 
     def end(self) -> None:
         """The call is over. Called again, it does nothing."""
@@ -50,7 +50,7 @@ class Recording(Protocol):
     def join(self, name: str, began: int, events: list[Any]) -> None:
         """Adds what others have drained of theirs, done for something that began at that time (ns since the epoch)."""
 
-    def leave_beside(self) -> None:
+    def end_side_recording(self) -> None:
         """Ends it, if it was made by `Observer.beside`."""
 
 
@@ -76,14 +76,14 @@ class Observer(Protocol):
     def beside(self, calls: "Calls") -> Recording | None:
         """For other threads that do something for this one, where it is being profiled; to be reported at the end."""
 
-    def record(self, node: int, asked: Asked | None) -> Recording:
+    def record(self, node: int, asked: TraceContext | None) -> Recording:
         """A request is about to run on the worker with this id."""
 
     def arrived(self, report: Report) -> None:
         """A reply has brought this."""
 
 
-class _Nobody:
+class _NullObserver:
     """What stands in its place until `telegrad.observe` is imported."""
 
     on = False
@@ -96,7 +96,9 @@ class _Nobody:
         return None
 
 
-observer: Any = _Nobody()  # an Observer; asked for more than `on` and `serving` only where these, or a message, say so
+observer: Any = (
+    _NullObserver()
+)  # an Observer; asked for more than `on` and `serving` only where these, or a message, say so
 recording: ContextVar[Recording | None] = ContextVar("telegrad_recording", default=None)
 
 

@@ -9,15 +9,15 @@ import torch
 from torch.futures import Future
 
 from telegrad.errors import NotInitialized
-from telegrad.serialize.tracebacks import without_own_frames
+from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.serving.event_loop import holding_up
+from telegrad.worker.serving.event_loop import blocking_in_loop
 
 __all__ = ["wait_all"]
 
 T = TypeVar("T")
 
-_NOT_HERE = object()
+_PENDING = object()
 _add_done_callback = torch._C.Future.add_done_callback  # what is none of the program's callbacks
 
 
@@ -51,19 +51,19 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
     try:
         if asyncio._get_running_loop() is None:
             return _wait_all(given)
-        with holding_up():
+        with blocking_in_loop():
             return _wait_all(given)
     except Exception as error:
-        raise without_own_frames(error)
+        raise strip_own_frames(error)
 
 
 def _wait_all(futures: list[Future[Any]]) -> list[Any]:
-    values = [_NOT_HERE] * len(futures)
+    values = [_PENDING] * len(futures)
     if not _collect(futures, values):
         failed = _first_failure(futures)
         if failed is not None:
             failed.wait()
-    return [future.wait() if value is _NOT_HERE else value for future, value in zip(futures, values, strict=True)]
+    return [future.wait() if value is _PENDING else value for future, value in zip(futures, values, strict=True)]
 
 
 def _collect(futures: list[Any], values: list[Any]) -> bool:
@@ -81,7 +81,7 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
     if len(ids) < len(futures):
         return False
     try:
-        failed = calls.client.collect(futures, ids, values, _tell_when_done)
+        failed = calls.client.collect(futures, ids, values, _notify_on_done)
     except NotInitialized:  # the worker has been closed meanwhile: its futures have ended, or will not
         return True
     if failed is False:
@@ -91,7 +91,7 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
     return True
 
 
-def _tell_when_done(future: CallFuture[Any]) -> None:
+def _notify_on_done(future: CallFuture[Any]) -> None:
     """Another thread has the outcome of its call in hand."""
     calls = future._calls
     _add_done_callback(future, lambda _: calls.client.tell_collectors())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from telegrad.serialize.tracebacks import afresh
+from telegrad.serialize.tracebacks import clone_exception
 from telegrad.waits import wait_for
 
 __all__ = ["OwnedValue"]
@@ -15,7 +15,7 @@ class OwnedValue:
     """A value that this worker owns, or will when the function that makes it has returned.
 
     Args:
-        lock: the worker's, of its references. It guards `settle` and `park`; the others may be called by anyone.
+        lock: the lock of the worker's references. It guards `set_result` and `add_waiter`, and no other method.
     """
 
     __slots__ = ("_lock", "_parked", "error", "ready", "value")
@@ -27,14 +27,14 @@ class OwnedValue:
         self._lock = lock
         self._parked: list[Callable[[], None]] | None = None
 
-    def settle(self, value: Any, error: BaseException | None) -> Sequence[Callable[[], None]]:
+    def set_result(self, value: Any, error: BaseException | None) -> Sequence[Callable[[], None]]:
         """The value is there (or will never be). Returns what was parked, to be run without the lock."""
         self.value, self.error = value, error
         self.ready = True
         parked, self._parked = self._parked, None
         return parked or ()
 
-    def park(self, resume: Callable[[], None]) -> bool:
+    def add_waiter(self, resume: Callable[[], None]) -> bool:
         """Runs `resume` when the value is there. False: it is there already, so it was not kept."""
         if self.ready:
             return False
@@ -49,7 +49,7 @@ class OwnedValue:
             return True
         there = threading.Event()
         with self._lock:
-            if not self.park(there.set):
+            if not self.add_waiter(there.set):
                 return True
         return wait_for(there, timeout)
 
@@ -59,4 +59,4 @@ class OwnedValue:
         error = self.error
         if error is None:
             return self.value
-        raise afresh(error)
+        raise clone_exception(error)

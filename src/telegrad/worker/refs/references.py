@@ -34,7 +34,7 @@ from telegrad.waits import SLICE
 from telegrad.worker.refs.messages import as_plain, from_plain
 from telegrad.worker.refs.owned_value import OwnedValue
 
-__all__ = ["AnyCreation", "References", "rref_id"]
+__all__ = ["CreationTarget", "References", "rref_id"]
 
 _NOTHING: Sequence[Callable[[], None]] = ()
 _LONGEST_WHY = 8 << 10  # characters of an error that travel in a message that must not be too large
@@ -44,7 +44,7 @@ _SOUND = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' 
 rref_id: partial[RRefId] = partial(tuple.__new__, RRefId)  # of a pair, as RRefId(*pair), but at once
 
 
-class AnyCreation(Protocol):
+class CreationTarget(Protocol):
     """A call that makes a value elsewhere (telegrad.rref.creation)."""
 
     rref: RRefId | None  # set by `References.begin_create`
@@ -104,7 +104,7 @@ class References:
         """The number of a new reference, or of a fork of one. As in torch, nothing else takes a number."""
         return next(self._ids)
 
-    def let_go(self, rref: RRefId, generation: int) -> None:
+    def release_handle(self, rref: RRefId, generation: int) -> None:
         """A handle's finalizer: takes no lock."""
         self.dropped.append((rref, generation))
         self._nudge()
@@ -134,12 +134,12 @@ class References:
         rref = RRefId(self.me, self.new_id())
         with self.lock:
             owned = self.values[rref] = OwnedValue(self.lock)
-            owned.settle(value, None)
+            owned.set_result(value, None)
             after = self._apply(self.table.own(rref))
         self._finish(after)
         return rref
 
-    def begin_create(self, owner: int, local_id: int, creation: AnyCreation) -> RRefId:
+    def begin_create(self, owner: int, local_id: int, creation: CreationTarget) -> RRefId:
         """A reference to what a remote call will make, or is making already."""
         rref = rref_id((self.me, local_id))
         with self.lock:
@@ -160,7 +160,7 @@ class References:
             after = self._apply(self.table.created(rref))
         self._finish(after)
 
-    def creation_over(self, creation: AnyCreation, created: bool) -> bool:
+    def finish_creation(self, creation: CreationTarget, created: bool) -> bool:
         """The creating call has ended, in whatever way; and its reference has been `created` by it. False:
         `begin_create` is still to come, and nothing has been done."""
         with self.lock:
@@ -182,7 +182,7 @@ class References:
                 after: Sequence[Callable[[], None]] = ()
                 self._failed_here[rref] = why
                 if not may_exist and not owned.ready:
-                    after = (*owned.settle(None, error), *self._apply(self.table.value_failed(rref)))
+                    after = (*owned.set_result(None, error), *self._apply(self.table.value_failed(rref)))
             else:
                 after = self._apply(self.table.create_failed(rref, why, may_exist))
         self._finish(after)
@@ -204,7 +204,7 @@ class References:
             owned = self.values.get(rref)
             if owned is None or owned.ready:
                 return
-            parked = owned.settle(value, error)
+            parked = owned.set_result(value, error)
             after = self._apply(self.table.value_ready(rref) if error is None else self.table.value_failed(rref))
             if parked:
                 after = (*parked, *after)
@@ -231,7 +231,7 @@ class References:
         """Has `resume` run when the value is there. False: no need to wait (or nothing to wait for)."""
         with self.lock:
             owned = self._value_of(rref)
-            return owned is not None and owned.park(resume)
+            return owned is not None and owned.add_waiter(resume)
 
     def _value_of(self, rref: RRefId) -> OwnedValue | None:
         """With the lock held: the value or its place; for a reference that is known only because others spoke of it
@@ -241,7 +241,7 @@ class References:
             owned = self.values[rref] = OwnedValue(self.lock)
             failure = self.table.failure_of(rref)
             if failure is not None:
-                owned.settle(None, self._never_came(rref, *failure))
+                owned.set_result(None, self.never_arrived(rref, *failure))
         return owned
 
     # ---- travel
@@ -271,14 +271,14 @@ class References:
         """Raises what stands against using the reference, if anything."""
         if not self.closed and not self._failed_here and self.table.state_of(rref) in _SOUND:
             return  # nearly always; a look needs no lock
-        error = self.obstacle(rref, owner)
+        error = self.unusable_reason(rref, owner)
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # else it and this frame, and with it its caller's reference, keep each other
 
-    def obstacle(self, rref: RRefId, owner: int) -> RRefError | OwnerLost | None:
+    def unusable_reason(self, rref: RRefId, owner: int) -> RRefError | OwnerLost | None:
         """The error that stands against using the reference, if any."""
         if self.closed:
             return RRefDeleted(
@@ -296,7 +296,7 @@ class References:
             return OwnerLost(self._name_of(owner), why, str(rref))
         return RRefTimeout(f"{rref}: {why}")
 
-    def _never_came(self, rref: RRefId, why: str, lost: bool) -> RRefError | OwnerLost:
+    def never_arrived(self, rref: RRefId, why: str, lost: bool) -> RRefError | OwnerLost:
         """At the owner: the creation of a value that others refer to will not come, because of its creator."""
         return self.failure(rref, rref.created_on, why, lost)
 
@@ -402,7 +402,7 @@ class References:
                 resume
                 for owned in values
                 if not owned.ready
-                for resume in owned.settle(None, RRefDeleted("the worker that owns this value has shut down"))
+                for resume in owned.set_result(None, RRefDeleted("the worker that owns this value has shut down"))
             ]
         for resume in parked:
             resume()
@@ -431,7 +431,7 @@ class References:
                 after += self._confirmed(effect.rref)
                 owned = self.values.get(effect.rref)
                 if owned is not None and not owned.ready:
-                    after += owned.settle(None, self._never_came(effect.rref, effect.why, effect.lost))
+                    after += owned.set_result(None, self.never_arrived(effect.rref, effect.why, effect.lost))
         if not collects:  # whatever changed has queued something: a pool thread sends it
             self._collects = True
             after.append(self._nudge)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from telegrad.protocols.rref import RRefId
 from telegrad.wire import Flag, Tag
 from telegrad.worker import lifecycle_log
-from telegrad.worker.unread_failures import tell_unread
+from telegrad.worker.unread_failures import log_unread
 
 if TYPE_CHECKING:
     from telegrad.worker.worker import Worker
@@ -24,7 +24,7 @@ class Incoming:
     def __init__(self, worker: "Worker") -> None:
         self._worker = worker
 
-    def on_oneway(self, item: tuple[Any, ...]) -> None:
+    def on_message(self, item: tuple[Any, ...]) -> None:
         """A message that is not answered."""
         worker = self._worker
         _, _, peer, _, _, tag, flags, _, body, segments, _ = item
@@ -39,7 +39,7 @@ class Incoming:
         elif tag != Tag.GREETING:
             logger.error("worker %s sent a one-way message of unknown tag %d", worker.name_of(peer), tag)
 
-    def on_outcome(self, item: tuple[Any, ...]) -> None:
+    def on_completion(self, item: tuple[Any, ...]) -> None:
         """A reply that no part of this worker waits for any more, but that brought something: take it up."""
         worker = self._worker
         _, tag, flags, body, segments, peer, _ = item[3]
@@ -53,8 +53,8 @@ class Incoming:
         _, _, event, peer, _, text = item
         if event == NUDGE:
             worker.references.collect()
-            tell_unread()
-            worker.pool.run_jobs()
+            log_unread()
+            worker.pool.run_submitted()
         elif event in (PEER_LOST, PEER_LEFT):
             if event == PEER_LOST:
                 lifecycle_log.lost(worker, peer, text)

@@ -1,8 +1,8 @@
 """``async def`` handlers: they run on the worker's event loop, each in the state of its caller.
 
-A coroutine that waits without ``await`` holds up its loop. What it waits for may need another coroutine of this worker,
-for a call that leads back here. So whoever waits says so (`holding_up`), and if that takes long, coroutines that have
-yet to begin do so on a further loop.
+A coroutine that waits without ``await`` blocks its loop. The wait may depend on another coroutine of this worker,
+through a call that leads back to it. So a blocking wait is announced (`blocking_in_loop`). If it takes long, coroutines
+that have not started yet start on another loop.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from telegrad.errors import NotInitialized
 from telegrad.worker import process_hooks
 from telegrad.worker.calls.tracing import Recording
 from telegrad.worker.scope import Scope, current
-from telegrad.worker.serving.torch_state import StepState
+from telegrad.worker.serving.torch_state import CoroutineTorchState
 
-__all__ = ["EventLoop", "holding_up"]
+__all__ = ["EventLoop", "blocking_in_loop"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -29,10 +29,10 @@ _PATIENCE = 0.005  # s that coroutines wait for a loop that is held up
 _here = threading.local()  # .loop: (EventLoop, _LoopThread), in the threads of loops
 
 
-class _Stepped:
+class _StateSwapped:
     """Awaits a coroutine, running each of its steps in torch's state of its own."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], state: StepState) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], state: CoroutineTorchState) -> None:
         self._coroutine = coroutine
         self._state = state
 
@@ -60,7 +60,7 @@ class _Job(NamedTuple):
     """A coroutine that is to begin."""
 
     coroutine: Coroutine[Any, Any, Any]
-    state: StepState
+    state: CoroutineTorchState
     context: Context
     ended: Callable[[Any, BaseException | None], None]
 
@@ -69,7 +69,7 @@ class _Job(NamedTuple):
         value: Any = None
         error: BaseException | None = None
         try:
-            value = await _Stepped(self.coroutine, self.state)
+            value = await _StateSwapped(self.coroutine, self.state)
         except asyncio.CancelledError as e:  # because the worker shuts down, or user code raised it
             error = RuntimeError(f"the handler was stopped: {e!r}")
         except BaseException as e:  # SystemExit too: it must not end the loop, and the caller must hear
@@ -203,7 +203,7 @@ class EventLoop:
         context.run(current.set, scope)
         with self._lock:
             if not self._stopped:
-                self._add(_Job(coroutine, StepState(flags, autocast, scope, recording), context, ended))
+                self._add(_Job(coroutine, CoroutineTorchState(flags, autocast, scope, recording), context, ended))
                 return
         coroutine.close()
         raise NotInitialized
@@ -237,7 +237,7 @@ class EventLoop:
             thread = self._threads[0] if self._threads else self._start()
         self._give(thread, job)
         if thread.waits:
-            self._later(_PATIENCE, lambda: self._relieve(thread))
+            self._later(_PATIENCE, lambda: self._spill_over(thread))
 
     def _start(self) -> _LoopThread:
         more = f"-{len(self._threads) + 1}" if self._threads else ""
@@ -273,17 +273,17 @@ class EventLoop:
 
     # ---- loops that are held up
 
-    def hold_up(self, thread: _LoopThread) -> None:
+    def enter_blocking(self, thread: _LoopThread) -> None:
         with self._lock:
             thread.waits += 1
             if thread.to_begin:
-                self._later(_PATIENCE, lambda: self._relieve(thread))
+                self._later(_PATIENCE, lambda: self._spill_over(thread))
 
     def go_on(self, thread: _LoopThread) -> None:
         with self._lock:
             thread.waits -= 1
 
-    def _relieve(self, thread: _LoopThread) -> None:
+    def _spill_over(self, thread: _LoopThread) -> None:
         """If it is held up still, what has yet to begin there begins elsewhere."""
         with self._lock:
             if self._stopped or not thread.waits or not thread.to_begin:
@@ -302,14 +302,14 @@ class EventLoop:
 
 
 @contextmanager
-def holding_up() -> Iterator[None]:
+def blocking_in_loop() -> Iterator[None]:
     """Around a wait that holds up its thread, for the case that it is a loop's."""
     here: tuple[EventLoop, _LoopThread] | None = getattr(_here, "loop", None)
     if here is None:
         yield
         return
     owner, thread = here
-    owner.hold_up(thread)
+    owner.enter_blocking(thread)
     try:
         yield
     finally:

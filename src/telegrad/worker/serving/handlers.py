@@ -15,12 +15,12 @@ import torch
 from telegrad.errors import MessageTooLarge, SerializationError, is_drop_in
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.exceptions import describe_exception, pack_exception
-from telegrad.serialize.tracebacks import has_let_go_of_frames, let_go_of_frames, show_exception, traceback_of
+from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exception, traceback_of
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, BodyKind, Flag, Tag
 from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
-from telegrad.worker.calls.messages import NO_FORK, Encoded, Messages, Preamble
+from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
 from telegrad.worker.calls.omission import error_of
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.references import References, rref_id
@@ -58,7 +58,7 @@ class SlowRequest:
     """Python's part in a request that the codec alone cannot decode."""
 
     def __init__(
-        self, handlers: "Handlers", info: RequestInfo, flags: int, body: Any, segments: Any, preamble: Preamble
+        self, handlers: "Handlers", info: RequestInfo, flags: int, body: Any, segments: Any, preamble: CallMetadata
     ) -> None:
         self.info: RequestInfo = info
         self.context: Any = preamble.context
@@ -301,7 +301,7 @@ class Handlers:
     def _settle_creation(self, info: RequestInfo, value: Any, error: BaseException | None) -> None:
         """The value of a reference is there, or an exception in its place."""
         if error is not None:
-            let_go_of_frames(error, self._me)
+            clear_frames(error, self._me)
         self._references.settle(info.target, value, error)
         flags = _MAY_LINGER if error is None else _MAY_LINGER | _FAILED
         self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(info.target)), flags)
@@ -309,7 +309,7 @@ class Handlers:
     def _report(self, info: RequestInfo, error: BaseException) -> None:
         """Says on this worker too what its user code raised: in the log, or as torch does, which prints it. Once: a
         reference's failure is not logged again when it is used."""
-        if has_let_go_of_frames(error):
+        if frames_cleared(error):
             return
         if is_drop_in():
             try:
@@ -341,5 +341,5 @@ class Handlers:
         if info.recording is not None:
             report = info.recording.report()
             if report is not None:
-                message = self.messages.with_report(message, report)
+                message = self.messages.with_trace(message, report)
         self.engine.reply(info.connection, info.call, tag, message.flags | flags, message.body, message.segments)

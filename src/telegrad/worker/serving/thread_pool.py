@@ -9,7 +9,7 @@ from typing import Any
 
 from telegrad import _core
 from telegrad.worker import process_hooks
-from telegrad.worker.closed import AnyEngine, AnyServer, EndedEngine
+from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
 from telegrad.worker.scope import clean_state
 
 __all__ = ["ThreadPool"]
@@ -64,7 +64,7 @@ class ThreadPool:
         self._jobs.append((job, arguments))
         self._engine.nudge(0)
 
-    def run_jobs(self) -> None:
+    def run_submitted(self) -> None:
         """Runs what was submitted; by whoever takes the nudge."""
         while True:
             try:
@@ -143,7 +143,7 @@ class ThreadPool:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
 
-    def end(self, ended: EndedEngine) -> None:
+    def end(self, ended: ClosedEngine) -> None:
         """Forgets what was submitted and has not been run, and lets go of the engine."""
         self._engine = self._server = ended
         self._jobs = deque(maxlen=0)

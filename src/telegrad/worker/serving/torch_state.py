@@ -13,7 +13,7 @@ from telegrad.wire import Flag
 from telegrad.worker.calls.tracing import Recording
 from telegrad.worker.scope import AUTOCAST_DEVICES, Scope, autocast_of
 
-__all__ = ["StepState"]
+__all__ = ["CoroutineTorchState"]
 
 _hooks_api = torch._C._autograd
 _push_hooks, _pop_hooks = _hooks_api._push_saved_tensors_default_hooks, _hooks_api._pop_saved_tensors_default_hooks
@@ -46,7 +46,7 @@ def _take_hooks(below: int) -> list[Any]:
     return taken[below:]
 
 
-class StepState:
+class CoroutineTorchState:
     """The state of one coroutine; a context manager around each of its steps.
 
     Args:
