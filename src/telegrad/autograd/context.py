@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ActivePass(Protocol):
-    """A backward pass at this worker (`running.py`)."""
+    """A backward pass at this worker (`passes/task.py`)."""
 
     @property
     def idle(self) -> bool:

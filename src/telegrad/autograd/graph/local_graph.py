@@ -6,7 +6,7 @@ gradients enter. The walk goes from all sources to leaves and recvs, in time lin
 **Disjoint sources.** Most often no two sources reach the same node, except leaves: one source and nothing else; the
 replies of a server; the micro-batches of a pipeline. Then each source is a stage of its own, which runs all that the
 source reaches when its gradients have arrived. A leaf that several sources reach is captured by each stage, and the
-parts are added up (`leaves.py`). Where sources meet, `planning.py` makes the stages of what the walk has found.
+parts are added up (`leaves.py`). Where sources meet, `planner.py` makes the stages of what the walk has found.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CutEdge(NamedTuple):
 
 
 class Segment:
-    """Nodes that are always run by the same stage (see planning.py)."""
+    """Nodes that are always run by the same stage (see planner.py)."""
 
     __slots__ = ("crossings", "key", "leaves", "number", "rank")
 
@@ -143,7 +143,7 @@ class LocalGraph:
         *("bits", "cell_of", "cells_of", "final", "foreign", "groups", "hooked", "is_disjoint", "met"),
         *("pairs", "recvs", "recvs_of", "shared", "sources", "stages", "taint"),
     )
-    # Where sources meet, by planning.py:
+    # Where sources meet, by planner.py:
     recvs_of: list[list[Received]]  # group -> recvs
     cells_of: list[list[Segment]]  # group -> the cells that it runs, if they have not run
     cell_of: dict[Any, Segment]  # nodes and recvs of other stages than the final one

@@ -1,7 +1,7 @@
 """A backward pass at work on one worker: what `BackwardPass` decides, carried out by threads.
 
 Whoever brings something for a pass, a message or news, carries it out unless another thread is in it; then that one
-will. What is to be sent goes to `exchange.py`.
+will. What is to be sent goes to `manager.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PassResult:
 
 
 class Messenger(Protocol):
-    """The passes of a worker, as far as one of them needs them (`exchange.py`)."""
+    """The passes of a worker, as far as one of them needs them (`manager.py`)."""
 
     me: int
     worker: Any
