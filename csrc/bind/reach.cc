@@ -300,10 +300,10 @@ class Reach {
 
 void init_reach(nb::module_& m) {
   nb::class_<Reach>(m, "Reach", "A walk of torch's graph from several sources, whose nodes and edges it keeps.")
-      .def(
-          nb::init<nb::dict, nb::object>(), "kinds"_a, "guard_type"_a.none() = nb::none(),
-          "`kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which\n"
-          "several sources may share, 2 for other ends. `guard_type` is `telegrad.autograd.graph.deep_graph.RecursionGuard`.")
+      .def(nb::init<nb::dict, nb::object>(), "kinds"_a, "guard_type"_a.none() = nb::none(),
+           "`kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which\n"
+           "several sources may share, 2 for other ends. `guard_type` is "
+           "`telegrad.autograd.graph.deep_graph.RecursionGuard`.")
       .def(
           "walk", &Reach::walk, "edges"_a,
           "Walk from the next source. Each edge is a tuple that begins with a node, a leaf's tensor, or None.\n"

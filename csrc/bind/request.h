@@ -48,17 +48,17 @@ struct ServerCallbacks {
     return 0;
   }
 
-  nb::object wait_ready;        // wait_ready(): until all members of the group are known
-  nb::object prepare;           // prepare(info, flags, body, segments) -> SlowRequest; None: it has been answered
-  nb::object park;              // park(request, slow, receiver, fetches) -> is it parked?
-  nb::object accept;            // accept(peer, local id) -> the reference to create
-  nb::object settle;            // settle(reference, value)
-  nb::object value_of;          // value_of(receiver) -> the value, or raises
-  nb::object reply;             // reply_slow(info, [result])
-  nb::object reply_when_done;   // reply_when_done(info, slow, result, function)
-  nb::object reply_error;       // reply_error(info, error)
-  nb::object values;            // dict: OwnedValue by the two numbers of a reference, see telegrad.worker.refs.owned_value
-  nb::object on_gradients;      // on_gradients(peer, connection, call, deadline, messages)
+  nb::object wait_ready;       // wait_ready(): until all members of the group are known
+  nb::object prepare;          // prepare(info, flags, body, segments) -> SlowRequest; None: it has been answered
+  nb::object park;             // park(request, slow, receiver, fetches) -> is it parked?
+  nb::object accept;           // accept(peer, local id) -> the reference to create
+  nb::object settle;           // settle(reference, value)
+  nb::object value_of;         // value_of(receiver) -> the value, or raises
+  nb::object reply;            // reply_slow(info, [result])
+  nb::object reply_when_done;  // reply_when_done(info, slow, result, function)
+  nb::object reply_error;      // reply_error(info, error)
+  nb::object values;        // dict: OwnedValue by the two numbers of a reference, see telegrad.worker.refs.owned_value
+  nb::object on_gradients;  // on_gradients(peer, connection, call, deadline, messages)
   nb::object on_context_ended;  // on_context_ended(peer, (context id, requests))
   nb::object info_type;         // telegrad.worker.serving.handlers.RequestInfo
   nb::object clean_state;

@@ -1,4 +1,5 @@
-// The gate between the steps of optimizers and the handlers that read their parameters. See autograd/consistency/step_gate.py.
+// The gate between the steps of optimizers and the handlers that read their parameters.
+// See autograd/consistency/step_gate.py.
 #pragma once
 
 #include <nanobind/nanobind.h>
