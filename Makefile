@@ -73,6 +73,7 @@ lint: build ## ruff, the import law, mypy --strict, complete types, clang-format
 	$(PY) -m mypy --strict src/telegrad bench
 	tools/clang_format.sh $(VENV) --dry-run -Werror
 	$(PY) tools/stubs.py --check
+	$(PY) tools/wire_header.py --check
 	$(PY) tools/verify_types.py
 
 format: $(READY) ## let ruff and clang-format rewrite the sources

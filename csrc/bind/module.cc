@@ -23,8 +23,5 @@ NB_MODULE(_core, m) {
   telegrad::bind::init_reach(m);
   telegrad::bind::init_step_gate(m);
   telegrad::bind::init_callbacks(m);
-  nanobind::dict numbers;  // (table, name) -> number
-  for (const auto& n : telegrad::bind::wire::kNumbers) numbers[nanobind::make_tuple(n.table, n.name)] = n.value;
-  m.attr("WIRE") = numbers;
   telegrad::codec::init_codec(m);
 }

@@ -69,7 +69,7 @@ std::vector<std::size_t> order_of(Engine& e, std::span<const std::int32_t> peers
 }
 
 nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::uint32_t name_id, nb::handle name,
-                    const nb::bytes& body, nb::handle segments, nb::handle preambles, Nanos timeout, bool nested,
+                    const nb::bytes& body, nb::handle segments, nb::handle metadata, Nanos timeout, bool nested,
                     bool never_wait, const nb::list& futures) {
   std::vector<std::int32_t> to;
   for (nb::handle peer : peers) to.push_back(nb::cast<std::int32_t>(peer));
@@ -92,10 +92,10 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
     auto& keep = static_cast<References&>(*m->keep);
     m->segments = stored.segments;
     for (const auto& memory : stored.memory) keep.hold(memory);
-    if (!preambles.is_none()) {
-      const auto preamble = nb::cast<nb::bytes>(preambles[i]);
-      m->segments.push_back({reinterpret_cast<const std::byte*>(preamble.c_str()), preamble.size()});
-      keep.add(preamble);
+    if (!metadata.is_none()) {
+      const auto own = nb::cast<nb::bytes>(metadata[i]);
+      m->segments.push_back({reinterpret_cast<const std::byte*>(own.c_str()), own.size()});
+      keep.add(own);
     }
     set_name(*m, name_id, name);
     m->owned = true;
@@ -137,11 +137,11 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
 
 void init_multicast(nb::class_<Engine>& engine) {
   engine.def("start_many", start_many, "peers"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a,
-             "segments"_a.none(), "preambles"_a.none(), "timeout"_a, "nested"_a, "never_wait"_a, "futures"_a,
+             "segments"_a.none(), "metadata"_a.none(), "timeout"_a, "nested"_a, "never_wait"_a, "futures"_a,
              nb::sig("def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, "
-                     "body: bytes, segments: object | None, preambles: list[bytes] | None, timeout: int, nested: bool, "
+                     "body: bytes, segments: object | None, metadata: list[bytes] | None, timeout: int, nested: bool, "
                      "never_wait: bool, futures: list[typing.Any]) -> list[int]"),
-             "Sends the same request to several peers, each with a preamble of its own if there are any: its last "
+             "Sends the same request to several peers, each with metadata of its own if there are any: its last "
              "segment. As\n"
              "`start` for each of them, with its future as the cookie. The segments' memory may change once this has\n"
              "returned, and no peer waits for another one to take its request.");

@@ -111,9 +111,9 @@ class Engine:
     @property
     def memory(self) -> Memory: ...
 
-    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, preambles: list[bytes] | None, timeout: int, nested: bool, never_wait: bool, futures: list[Any]) -> list[int]:
+    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, timeout: int, nested: bool, never_wait: bool, futures: list[Any]) -> list[int]:
         """
-        Sends the same request to several peers, each with a preamble of its own if there are any: its last segment. As
+        Sends the same request to several peers, each with metadata of its own if there are any: its last segment. As
         `start` for each of them, with its future as the cookie. The segments' memory may change once this has
         returned, and no peer waits for another one to take its request.
         """
@@ -324,8 +324,6 @@ def shielded(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     A function of one argument for torch to call. If the interpreter ends while a daemon thread is in it, that
     thread stops for good: torch's frames around it do not survive the way in which Python ends the thread.
     """
-
-WIRE: dict[Any, Any] = ...
 
 class Buffer:
     """Memory of a received tensor."""

@@ -1,9 +1,37 @@
-"""The numbers of the wire, which Python and the core write down each."""
+"""Numbers that Python and the core share have one source, telegrad.wire."""
 
-from telegrad import _core, wire
+import subprocess
+import sys
+from pathlib import Path
+
+from telegrad.wire import MetadataField, ScopeField
+from telegrad.worker.calls.messages import CallMetadata
+from telegrad.worker.scope import Scope
+
+ROOT = Path(__file__).parents[2]
 
 
-def test_the_core_has_the_same_numbers() -> None:
-    assert _core.WIRE
-    for (table, name), number in _core.WIRE.items():
-        assert int(getattr(wire, table)[name]) == number, f"{table}.{name}"
+def run(root: Path, *args: str) -> int:
+    return subprocess.run([sys.executable, str(root / "tools/wire_header.py"), *args], check=False).returncode
+
+
+def test_the_header_of_the_core_is_current() -> None:
+    assert run(ROOT, "--check") == 0
+
+
+def test_a_changed_number_makes_the_header_stale(tmp_path: Path) -> None:
+    for folder in ("tools", "src/telegrad/wire", "csrc/wire"):
+        (tmp_path / folder).mkdir(parents=True)
+        for file in (ROOT / folder).glob("*.*"):
+            (tmp_path / folder / file.name).write_text(file.read_text())
+    tags = tmp_path / "src/telegrad/wire/tags.py"
+    tags.write_text(tags.read_text().replace("GRADIENTS = 7", "GRADIENTS = 8"))
+    assert run(tmp_path, "--check") == 1
+    assert run(tmp_path) == 0
+    assert run(tmp_path, "--check") == 0
+    assert "kGradients = 8" in (tmp_path / "csrc/wire/constants.h").read_text()
+
+
+def test_positions_name_the_fields() -> None:
+    assert [field.name.lower() for field in ScopeField] == list(Scope._fields)
+    assert len(MetadataField) == len(CallMetadata._fields)  # tickets become handles, a message what records its tensors

@@ -17,7 +17,7 @@ from telegrad.worker.unread_failures import Failure
 __all__ = ["CreationFuture", "PendingCreation"]
 
 _REPLIED, _CREATED = int(Status.REPLIED), int(Tag.CREATED)
-_FAILED, _UNUSUAL = int(Flag.FAILED), int(Flag.FAILED | Flag.PREAMBLE)
+_FAILED, _UNUSUAL = int(Flag.FAILED), int(Flag.FAILED | Flag.METADATA)
 _UNREAD = "used its reference"
 
 

@@ -28,14 +28,14 @@ class Tag(IntEnum):
     REFERENCES = 32  # body is a message of the reference protocol
     SHUTDOWN = 33  # body is a message of the shutdown protocol
     CONTEXT_ENDED = 35  # body is (id of the autograd context, number of requests that the sender made in it)
-    GREETING = 34  # no body: opens a connection, so that each worker detects the loss of the other
+    CONNECT = 34  # no body: opens a connection, so that each worker detects the loss of the other
 
 
 class Flag(IntFlag):
     """Encoding of the message, and torch state in which the callee runs the request."""
 
     BODY = 0b11  # a BodyKind
-    PREAMBLE = 1 << 2  # the last segment is a Preamble, codec-encoded
+    METADATA = 1 << 2  # the last segment is the call metadata, codec-encoded (layout.MetadataField)
     NO_GRAD = 1 << 3  # gradients were disabled at the caller
     INFERENCE = 1 << 4  # the caller was in inference mode
     INTERNAL = 1 << 5  # not a call of the program: a shutdown does not wait for it
@@ -45,8 +45,8 @@ class Flag(IntFlag):
     # that method; a function's name runs that function, with the value as its first argument.
     RECEIVER = 1 << 8
 
-    LEFT_OUT = 1 << 13  # core: the content was left out; the body is a LeftOut and a text, the only segment a preamble
-    MAY_LINGER = 1 << 14  # core: deliver the request, or read the reply, even if the caller has given up
+    LEFT_OUT = 1 << 13  # core: content left out; the body is a LeftOut and a text, the only segment the metadata
+    MUST_DELIVER = 1 << 14  # core: deliver the request, or read the reply, even if the caller has given up
     NESTED = 1 << 15  # core: made inside a handler
 
 

@@ -39,7 +39,7 @@ from telegrad.worker.scope import Scope, current
 from telegrad.worker.serving.dispatch import Incoming
 from telegrad.worker.serving.event_loop import EventLoop
 from telegrad.worker.serving.handlers import Handlers
-from telegrad.worker.serving.thread_pool import EVENT, ONEWAY, OUTCOME, ThreadPool
+from telegrad.worker.serving.thread_pool import COMPLETION, EVENT, ONEWAY, ThreadPool
 from telegrad.worker.shutdown_barrier import ShutdownBarrier
 from telegrad.worker.timers import Timers
 from telegrad.worker.unread_failures import log_unread
@@ -171,7 +171,7 @@ class Worker:
             info.name,
             {
                 ONEWAY: self.incoming.on_message,
-                OUTCOME: self.incoming.on_completion,
+                COMPLETION: self.incoming.on_completion,
                 EVENT: self.incoming.on_event,
             },
         )
@@ -381,7 +381,7 @@ class Worker:
     def ensure_connected(self, peers: Iterable[int]) -> None:
         """Sees to it that there are links to these workers, so that their end is noticed."""
         for peer in peers:
-            self.engine.send(peer, int(Tag.GREETING), 0, b"", None)
+            self.engine.send(peer, int(Tag.CONNECT), 0, b"", None)
 
     def expect(self, members: Sequence[int]) -> None:
         """The other workers of a static group. Called before anybody can shut down."""

@@ -24,6 +24,7 @@ from telegrad.autograd.ddp import has_ddp_param
 from telegrad.autograd.graph.deep_graph import RecursionGuard
 from telegrad.errors import TelegradError
 from telegrad.protocols.backward_messages import FINAL, Group, Layout
+from telegrad.wire import NodeKind
 
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge, Node
@@ -44,7 +45,7 @@ __all__ = [
     "kinds",
 ]
 
-INNER, LEAF, RECV = range(3)
+INNER, LEAF, RECV = map(int, NodeKind)
 _with_leaf = torch.empty(1, requires_grad=True).expand(1).grad_fn
 assert _with_leaf is not None
 _ACCUMULATE: type = type(_with_leaf.next_functions[0][0])

@@ -34,7 +34,7 @@ __all__ = ["BackwardManager"]
 _GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
 _REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
 _TOO_LARGE = int(Status.TOO_LARGE)
-_PREAMBLE, _LEFT_OUT = int(Flag.PREAMBLE), int(Flag.LEFT_OUT)
+_METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
 _LOOK = 20_000_000  # ns after which whoever waits for one worker's answer looks whether the pass has ended otherwise
 _REMEDY = (
     "If it may take that long, give init_rpc's options a larger rpc_timeout (0 waits for ever); in a handler its"
@@ -176,8 +176,8 @@ class BackwardManager:
                     raise error_of(body, self._gradients_with(peer))
                 if tag == _ERROR:
                     raise unpack_exception(body)
-                if flags & _PREAMBLE:
-                    run.arrived(self.worker.messages.preamble(peer, flags, segments).profile)
+                if flags & _METADATA:
+                    run.arrived(self.worker.messages.read_metadata(peer, flags, segments).profile)
                 messages = self.worker.messages.decode(flags, body, segments, [])
             except BaseException as e:
                 run.abort(e)
@@ -197,7 +197,7 @@ class BackwardManager:
         worker = self.worker
         handlers = worker.handlers
         try:
-            profile = worker.messages.preamble(asked.peer, flags, segments).profile if flags & _PREAMBLE else None
+            profile = worker.messages.read_metadata(asked.peer, flags, segments).profile if flags & _METADATA else None
             context_id, root, number, oldest, messages = worker.messages.decode(flags, body, segments, [])
             context = self._contexts.find(context_id)
             if context is None:

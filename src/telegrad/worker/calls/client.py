@@ -31,8 +31,8 @@ __all__ = ["CallForm", "Calls", "Request", "complete"]
 
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
-_PREAMBLE, _LEFT_OUT = int(Flag.PREAMBLE), int(Flag.LEFT_OUT)
-_INTERNAL, _MAY_LINGER = int(Flag.INTERNAL), int(Flag.MAY_LINGER)
+_METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
+_INTERNAL, _MUST_DELIVER = int(Flag.INTERNAL), int(Flag.MUST_DELIVER)
 _KEEP_AS, _RECEIVER = int(Flag.KEEP_AS), int(Flag.RECEIVER)
 _PARTS: tuple[str, ...] = ("args", "kwargs")
 _PARTS_BY_VALUE = ("the function", *_PARTS)
@@ -171,7 +171,7 @@ class Calls:
             label = "to_here" if function is None else "the type of a value" if function is type else function
             keep = receiver
         if call.keep_as is not None:
-            flags |= _KEEP_AS | _MAY_LINGER  # it leaves even if it times out first: others may know of the reference
+            flags |= _KEEP_AS | _MUST_DELIVER  # it leaves even if it times out first: others may know of the reference
             target = RRefId(self.me, call.keep_as)  # in the metadata, too: the body may not be decoded there
             if pickler is None:
                 parts, body = (*parts, "the local id"), (*body, call.keep_as)
@@ -270,11 +270,11 @@ class Calls:
         peer, label, timeout = call
         if status == _REPLIED:
             messages = self.messages
-            preamble = messages.preamble(peer, flags, segments) if flags & _PREAMBLE else NO_METADATA
-            if preamble.profile is not None:
-                tracing.observer.arrived(preamble.profile)
+            metadata = messages.read_metadata(peer, flags, segments) if flags & _METADATA else NO_METADATA
+            if metadata.profile is not None:
+                tracing.observer.arrived(metadata.profile)
             if tag == _VALUE and not flags & _LEFT_OUT:
-                return messages.decode(flags, body, segments, preamble.handles, preamble.wrap)
+                return messages.decode(flags, body, segments, metadata.handles, metadata.wrap)
         what = f"{label if isinstance(label, str) else name_of(label)} on {self.name_of(peer)}"
         if status == _REPLIED:
             if flags & _LEFT_OUT:

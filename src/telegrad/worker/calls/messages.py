@@ -1,13 +1,13 @@
 """Values into messages and back: which codec, which references travel, in whose name.
 
-A message that carries references has a preamble: a last segment with their tickets (so that they can be honoured even
+A message that carries references has metadata: a last segment with their tickets (so that they can be honoured even
 if the body cannot be read), the reference it is about, and the caller's autocast state. The body then names a reference
 by its place among the tickets. A request made in an autograd context names it there, and a message that carries tensors
-which require grad has an id of its own, under which both ends record it. A preamble also says what a profiler asks for,
+which require grad has an id of its own, under which both ends record it. Metadata also says what a profiler asks for,
 and brings it what was recorded.
 
 Tickets, and requests made in a context, are counted at both ends. So a message with any is sent, or looked at, even if
-its caller has given up (`Flag.MAY_LINGER`).
+its caller has given up (`Flag.MUST_DELIVER`).
 """
 
 import logging
@@ -30,8 +30,8 @@ __all__ = ["NO_FORK", "NO_METADATA", "CallMetadata", "Encoded", "Messages", "Wri
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-_BODY, _PREAMBLE, _CODEC = int(Flag.BODY), int(Flag.PREAMBLE), int(BodyKind.CODEC)  # enumerations are slow
-_MAY_LINGER = int(Flag.MAY_LINGER)
+_BODY, _METADATA, _CODEC = int(Flag.BODY), int(Flag.METADATA), int(BodyKind.CODEC)  # enumerations are slow
+_MUST_DELIVER = int(Flag.MUST_DELIVER)
 Segments = list[Any]  # (address, size in bytes, owner), or bytes
 
 
@@ -58,7 +58,7 @@ class Written(NamedTuple):
 class Addressed(NamedTuple):
     """What a message to several peers says to one of them alone."""
 
-    preamble: bytes
+    metadata: bytes
     tickets: tuple[Ticket, ...]
     recorded: tuple[Any, int] | None  # as of `Encoded`
 
@@ -76,8 +76,8 @@ class CallMetadata(NamedTuple):
 
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _EVERYBODY = -1  # in place of the peer to which a message being written goes
-_MOST_TICKETS = 250_000  # of a preamble,
-_MOST_PREAMBLE = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
+_MAX_TICKETS = 250_000  # of metadata,
+_MAX_METADATA = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
 NO_METADATA = CallMetadata([], None, None)
 NO_FORK = -1  # in place of its number, where a ticket travels but no fork is made
 
@@ -172,7 +172,7 @@ class Messages:
         request: bool = False,
         span: Span | None = None,
     ) -> Encoded:
-        """Writes a message's body and preamble.
+        """Writes a message's body and metadata.
 
         Args:
             peer: whom it goes to.
@@ -206,10 +206,10 @@ class Messages:
             if tickets is None and target is None and autocast is None and message is None and asked is None:
                 return Encoded(flags, body, segments, ())
             context_id = None if message is None else context.id
-            preamble = self._metadata(tickets or (), target, autocast, context_id, message or 0, asked, ticket)
-            segments = [*(segments or ()), preamble]
+            metadata = self._metadata(tickets or (), target, autocast, context_id, message or 0, asked, ticket)
+            segments = [*(segments or ()), metadata]
             made_in = None if message is None else (context, message)
-            flags |= _PREAMBLE | _MAY_LINGER if tickets or (request and made_in) else _PREAMBLE
+            flags |= _METADATA | _MUST_DELIVER if tickets or (request and made_in) else _METADATA
             return Encoded(flags, body, segments, tuple(tickets or ()), made_in)
         except BaseException as e:
             if span is not None:
@@ -263,8 +263,8 @@ class Messages:
         if not tickets and autocast is None and message is None:
             return None
         context_id = None if message is None else context.id
-        preamble = self._metadata(tickets, None, autocast, context_id, message or 0, None)
-        return Addressed(preamble, tuple(tickets), None if message is None else (context, message))
+        metadata = self._metadata(tickets, None, autocast, context_id, message or 0, None)
+        return Addressed(metadata, tuple(tickets), None if message is None else (context, message))
 
     def bare(self, peer: int, value: Any) -> Encoded:
         """As `encode`, of what is most often plain, and has nothing to do with the program's calls."""
@@ -299,9 +299,9 @@ class Messages:
         return int(BodyKind.PICKLE), *self.serializer.dumps(value, parts, recorded)
 
     def _check_number(self, tickets: list[Any] | None) -> None:
-        if tickets is not None and len(tickets) > _MOST_TICKETS:
+        if tickets is not None and len(tickets) > _MAX_TICKETS:
             raise SerializationError(
-                f"a message with {len(tickets)} references is more than the {_MOST_TICKETS} that one may have. Send it"
+                f"a message with {len(tickets)} references is more than the {_MAX_TICKETS} that one may have. Send it"
                 " in parts."
             )
 
@@ -342,26 +342,26 @@ class Messages:
     def with_trace(self, message: Encoded, report: Any) -> Encoded:
         """A message that also says something to a profile: a reply, what was recorded of its request."""
         segments = list(message.segments or ())
-        if message.flags & _PREAMBLE:
+        if message.flags & _METADATA:
             *before, _ = cast("tuple[Any, ...]", self._codec.decode(segments.pop(), []))
-            preamble = self._plain((*before, report))
+            metadata = self._plain((*before, report))
         else:
-            preamble = self._metadata((), None, None, None, 0, report)
-        if len(preamble) > _MOST_PREAMBLE:
-            logger.warning("what a profile is to be told of a call is left out: it has %d bytes", len(preamble))
+            metadata = self._metadata((), None, None, None, 0, report)
+        if len(metadata) > _MAX_METADATA:
+            logger.warning("what a profile is to be told of a call is left out: it has %d bytes", len(metadata))
             return message
-        return message._replace(flags=message.flags | _PREAMBLE, segments=[*segments, preamble])
+        return message._replace(flags=message.flags | _METADATA, segments=[*segments, metadata])
 
-    def preamble(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> CallMetadata:
-        """Reads and removes the preamble, and takes up the references that came with it.
+    def read_metadata(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> CallMetadata:
+        """Read and remove the metadata, and accept the references that came with it.
 
         Args:
             request: an autograd context that is new here begins with it.
         """
-        if not flags & _PREAMBLE:
+        if not flags & _METADATA:
             return NO_METADATA
-        preamble: Any = self._codec.decode(segments.pop(), [])
-        plain, target, autocast, context_id, message, profile = preamble
+        metadata: Any = self._codec.decode(segments.pop(), [])
+        plain, target, autocast, context_id, message, profile = metadata
         tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer, _ in plain]
         handles = self._receive(tickets, [ticket[-1] for ticket in plain], peer) if tickets else []
         context = wrap = None
@@ -376,7 +376,7 @@ class Messages:
         """Reads a body.
 
         Args:
-            handles, wrap: what the preamble brought.
+            handles, wrap: what the metadata brought.
 
         Raises:
             what unpickling raises.

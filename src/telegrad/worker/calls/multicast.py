@@ -16,7 +16,7 @@ from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 __all__ = ["call_many"]
 
 _CALL, _INTERNAL = int(Tag.CALL), int(Flag.INTERNAL)
-_PREAMBLE, _MAY_LINGER = int(Flag.PREAMBLE), int(Flag.MAY_LINGER)
+_METADATA, _MUST_DELIVER = int(Flag.METADATA), int(Flag.MUST_DELIVER)
 
 
 def call_many(
@@ -82,11 +82,11 @@ def call_many(
         if not requests:
             continue
         to, theirs = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
-        preambles = [alone.preamble for _, _, alone in requests if alone is not None]
-        said = (_PREAMBLE | _MAY_LINGER if written.handles or context is not None else _PREAMBLE) if preambles else 0
+        metadata = [alone.metadata for _, _, alone in requests if alone is not None]
+        said = (_METADATA | _MUST_DELIVER if written.handles or context is not None else _METADATA) if metadata else 0
         ids = calls.engine.start_many(
             to, _CALL, flags | said, number, text, written.body, written.segments,
-            preambles or None, timeout, scope is not None and scope.nested,
+            metadata or None, timeout, scope is not None and scope.nested,
             _get_running_loop() is not None, theirs,
         )  # fmt: skip
         for future, call in zip(theirs, ids, strict=True):

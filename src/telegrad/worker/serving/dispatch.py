@@ -4,7 +4,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from telegrad.protocols.rref import RRefId
-from telegrad.wire import Flag, Tag
+from telegrad.wire import EventKind, Flag, Tag
 from telegrad.worker import lifecycle_log
 from telegrad.worker.unread_failures import log_unread
 
@@ -15,7 +15,7 @@ __all__ = ["Incoming"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-PEER_LOST, PEER_LEFT, LOG, NUDGE, PEER_BACK, CONNECTED = range(6)  # csrc/core/item.h
+PEER_LOST, PEER_LEFT, LOG, CALLBACK, PEER_BACK, CONNECTED = map(int, EventKind)
 
 
 class Incoming:
@@ -36,22 +36,22 @@ class Incoming:
             worker.stages[stage].on_message(peer, plain)
         elif tag == Tag.CONTEXT_ENDED:
             worker.autograd.on_ended(peer, worker.messages.decode(flags, body, segments, []))
-        elif tag != Tag.GREETING:
+        elif tag != Tag.CONNECT:
             logger.error("worker %s sent a one-way message of unknown tag %d", worker.name_of(peer), tag)
 
     def on_completion(self, item: tuple[Any, ...]) -> None:
         """A reply that no part of this worker waits for any more, but that brought something: take it up."""
         worker = self._worker
         _, tag, flags, body, segments, peer, _ = item[3]
-        worker.messages.preamble(peer, flags, segments)
+        worker.messages.read_metadata(peer, flags, segments)
         if tag == Tag.CREATED and not flags & Flag.LEFT_OUT:
-            worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.PREAMBLE, body, segments, [])))
+            worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.METADATA, body, segments, [])))
 
     def on_event(self, item: tuple[Any, ...]) -> None:
         """News of a peer, or the pool's own work."""
         worker = self._worker
         _, _, event, peer, _, text = item
-        if event == NUDGE:
+        if event == CALLBACK:
             worker.references.collect()
             log_unread()
             worker.pool.run_submitted()

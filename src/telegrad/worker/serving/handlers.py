@@ -35,7 +35,7 @@ _CALL, _GRADIENTS = int(Tag.CALL), int(Tag.GRADIENTS)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _STATE, _LEFT_OUT, _KEEP_AS = int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
 _BODY, _CUSTOM = int(Flag.BODY), int(BodyKind.CUSTOM)
-_MAY_LINGER, _FAILED = int(Flag.MAY_LINGER), int(Flag.FAILED)
+_MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
 
 NOT_A_FUTURE = (
     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
@@ -58,16 +58,16 @@ class SlowRequest:
     """Python's part in a request that the codec alone cannot decode."""
 
     def __init__(
-        self, handlers: "Handlers", info: RequestInfo, flags: int, body: Any, segments: Any, preamble: CallMetadata
+        self, handlers: "Handlers", info: RequestInfo, flags: int, body: Any, segments: Any, metadata: CallMetadata
     ) -> None:
         self.info: RequestInfo = info
-        self.context: Any = preamble.context
+        self.context: Any = metadata.context
         self.target: Any = info.target
-        self.has_references: bool = bool(preamble.handles)
+        self.has_references: bool = bool(metadata.handles)
         self.recording: tracing.Recording | None = info.recording
         self.flags = flags
         self.has_state: bool = bool(flags & _STATE)
-        self.preamble = preamble
+        self.metadata = metadata
         self._handlers = handlers
         self._body = body
         self._segments = segments
@@ -89,13 +89,13 @@ class SlowRequest:
         guard = None if self.context is None else self._handlers.worker.autograd.running(self.context)
         if guard is not None:
             self._guard.enter_context(guard)
-        if self.flags & _STATE or self.preamble.autocast:
-            self._state.enter_context(handler_state(self.flags, self.preamble.autocast))
+        if self.flags & _STATE or self.metadata.autocast:
+            self._state.enter_context(handler_state(self.flags, self.metadata.autocast))
 
     def decode(self) -> Any:
         """The body: ([function,] args, kwargs[, local id to keep the result as][, receiver])."""
-        flags, preamble = self.flags, self.preamble
-        body = self._handlers.messages.decode(flags, self._body, self._segments, preamble.handles, preamble.wrap)
+        flags, metadata = self.flags, self.metadata
+        body = self._handlers.messages.decode(flags, self._body, self._segments, metadata.handles, metadata.wrap)
         self._segments.clear()  # the arguments alone have it: a result that is one of them goes home as it is
         if flags & _BODY == _CUSTOM and self.target is not None:
             return (*body, self.target[1])
@@ -163,23 +163,23 @@ class Handlers:
             return None
         if tag != _CALL:
             raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
-        preamble = self.messages.preamble(info.peer, flags, segments, request=True)
-        target = preamble.target
+        metadata = self.messages.read_metadata(info.peer, flags, segments, request=True)
+        target = metadata.target
         if target is not None:
             if not flags & _KEEP_AS:
                 raise SerializationError("a request names a reference to create, and is to create none")
             target = self.accept(info.peer, target.local_id)
         recording = None
-        if preamble.profile is not None or tracing.observer.serving:
-            recording = tracing.observer.record(self._me.id, preamble.profile)
-        context = None if flags & _STATE else preamble.context
+        if metadata.profile is not None or tracing.observer.serving:
+            recording = tracing.observer.record(self._me.id, metadata.profile)
+        context = None if flags & _STATE else metadata.context
         info = info._replace(target=target, context=context, recording=recording)
-        return SlowRequest(self, info, flags, body, segments, preamble)
+        return SlowRequest(self, info, flags, body, segments, metadata)
 
     def _refuse(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> None:
-        """Answers a request that came without its content, and takes up what its preamble says all the same."""
+        """Answers a request that came without its content, and takes up what its metadata says all the same."""
         try:
-            target = self.messages.preamble(info.peer, flags, segments, request=tag != _GRADIENTS).target
+            target = self.messages.read_metadata(info.peer, flags, segments, request=tag != _GRADIENTS).target
             if flags & _KEEP_AS and target is not None:
                 target = self.accept(info.peer, target.local_id)
                 self._settle_creation(info._replace(target=target), None, error_of(body, f"the creation of {target}"))
@@ -217,7 +217,7 @@ class Handlers:
         references = self._references
         if receiver is None:
             assert slow is not None
-            handles = slow.preamble.handles
+            handles = slow.metadata.handles
             return references.when_confirmed(
                 [h.id for h in handles], lambda: self._loop.pool(self._resume, request, handles)
             )
@@ -243,7 +243,7 @@ class Handlers:
         key = (info.connection, info.call)
         if type(result) is CoroutineType:
             self._later.add(key)
-            flags, autocast = (0, None) if slow is None else (slow.flags, slow.preamble.autocast)
+            flags, autocast = (0, None) if slow is None else (slow.flags, slow.metadata.autocast)
             self._loop.run(
                 result, current.get(), flags, autocast, info.recording,
                 lambda value, error: self._settle_later(info, value, error),
@@ -303,7 +303,7 @@ class Handlers:
         if error is not None:
             clear_frames(error, self._me)
         self._references.settle(info.target, value, error)
-        flags = _MAY_LINGER if error is None else _MAY_LINGER | _FAILED
+        flags = _MUST_DELIVER if error is None else _MUST_DELIVER | _FAILED
         self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(info.target)), flags)
 
     def _report(self, info: RequestInfo, error: BaseException) -> None:

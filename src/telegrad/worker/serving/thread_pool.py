@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad import _core
+from telegrad.wire import WorkKind
 from telegrad.worker import process_hooks
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
 from telegrad.worker.scope import clean_state
@@ -16,7 +17,7 @@ __all__ = ["ThreadPool"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-ONEWAY, OUTCOME, EVENT, RETIRE, AGAIN = range(1, 6)  # csrc/core/item.h; the server has requests, 0
+_, ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK = map(int, WorkKind)
 
 
 class ThreadPool:
@@ -86,9 +87,9 @@ class ThreadPool:
                             process_hooks.leave_child(None)
                         return
                     kind = item[0]
-                    if kind == AGAIN:
+                    if kind == NO_WORK:
                         continue
-                    if kind == RETIRE:
+                    if kind == EXIT_THREAD:
                         return
                     handle[kind](item)
                 except BaseException:  # what user code raises while it is unpickled must not end the thread either
