@@ -17,7 +17,7 @@ __all__ = ["ThreadPool"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-_, ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK = map(int, WorkKind)
+ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK = map(int, list(WorkKind)[1:])
 
 
 class ThreadPool:
