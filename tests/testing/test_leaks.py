@@ -234,9 +234,9 @@ def test_a_worker_that_nobody_closes_is_found() -> None:
     program = """
 from torch.distributed import HashStore
 from telegrad import rpc
-from telegrad.testing import Footprint, LeakError
+from telegrad.testing import ResourceSnapshot, LeakError
 
-before = Footprint.now()
+before = ResourceSnapshot.now()
 worker = rpc.Worker("w0", 0, 1, store=HashStore())
 try:
     before.assert_not_grown(0.05)
