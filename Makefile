@@ -58,12 +58,12 @@ dependents: build ## packages that use torch.distributed.rpc (TorchRL, PyG), run
 	tools/make_dependents.sh $(VENV) $(BUILD)/dependents
 	$(BUILD)/dependents/bin/python -m pytest -q -m slow --timeout 600 tests/dependents $(ARGS)
 
-bench: build ## speed beside other frameworks and the machine's limit; ARGS="--only calls --rounds 1", see bench/README.md
-	@tools/install_peers.sh $(VENV)
+bench: build ## speed compared with other frameworks and the machine's baseline; ARGS="--only calls --rounds 1", see bench/README.md
+	@tools/install_competitors.sh $(VENV)
 	$(PY) -m bench $(ARGS)
 
-bench-check: build ## the same; fails when another framework is ahead of us in any row
-	@tools/install_peers.sh $(VENV)
+bench-check: build ## the same; fails if a competitor is faster in any row
+	@tools/install_competitors.sh $(VENV)
 	$(PY) -m bench --check $(ARGS)
 
 lint: build ## ruff, the import law, mypy --strict, complete types, clang-format, and the stub of the core

@@ -1,4 +1,4 @@
-"""Benchmark of Telegrad against other frameworks and the limit of the machine.
+"""Benchmark of Telegrad against other frameworks and the baseline of the machine.
 
 `python -m bench` (or `make bench`) runs it; `README.md` describes the files.
 """

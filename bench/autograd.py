@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROWS = ("--only", "autograd", "--only", "training", "--peers", "telegrad,torch")
-CHECKED = ("--only", "500 nodes that work", "--peers", "telegrad")
+ROWS = ("--only", "autograd", "--only", "training", "--competitors", "telegrad,torch")
+CHECKED = ("--only", "500 nodes that work", "--competitors", "telegrad")
 
 
 def bench(*arguments: str) -> int:

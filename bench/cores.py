@@ -16,22 +16,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from bench import limit
+from bench import baseline
 
 FAR = 300e-9  # seconds: one core takes 60 ns, neighbors take 120, and parts of a processor that share no cache 500
 PAUSE = 0.2  # seconds between two checks
-PATIENCE = 20.0  # seconds that one row waits for near cores, in one turn of one peer,
-IN_ALL = 240.0  # and all of them together
+MAX_WAIT = 20.0  # seconds that one row waits for near cores, in one turn of one competitor,
+MAX_TOTAL_WAIT = 240.0  # and all of them together
 
 T = TypeVar("T")
 
 
-def can_look() -> bool:
+def can_measure() -> bool:
     """Return whether the distance can be measured: with two cores and a compiler."""
     if len(os.sched_getaffinity(0)) < 2:
         return False
     try:
-        limit.program()
+        baseline.program()
     except (OSError, subprocess.CalledProcessError):
         return False
     return True
@@ -39,34 +39,36 @@ def can_look() -> bool:
 
 def apart() -> float:
     """Return the seconds of an undisturbed round trip of a cache line between cores."""
-    return min(limit.measure("apart"))
+    return min(baseline.measure("apart"))
 
 
 @dataclass(frozen=True)
 class Found(Generic[T]):
     """Result of a measurement, distance of the cores around it, and seconds waited."""
 
-    what: T
+    result: T
     apart: float
     waited: float
 
 
-def near(measure: Callable[[], T], patience: float, again: bool, look: Callable[[], float] = apart) -> Found[T]:
-    """Measure while the cores are near, or after `patience` seconds at any distance.
+def near(
+    measure: Callable[[], T], max_wait: float, again: bool, measure_distance: Callable[[], float] = apart
+) -> Found[T]:
+    """Measure while the cores are near, or after `max_wait` seconds at any distance.
 
     A measurement during which they moved apart is repeated if `again` is true.
     """
     begun = time.monotonic()
     while True:
-        while (before := look()) > FAR and time.monotonic() - begun < patience:
+        while (before := measure_distance()) > FAR and time.monotonic() - begun < max_wait:
             time.sleep(PAUSE)
         start = time.monotonic()
-        what = measure()
+        result = measure()
         took = time.monotonic() - start
-        after = look()
+        after = measure_distance()
         waited = time.monotonic() - begun - took
-        if after <= FAR or not again or waited + took >= patience:
-            return Found(what, max(before, after), waited)
+        if after <= FAR or not again or waited + took >= max_wait:
+            return Found(result, max(before, after), waited)
 
 
 def in_words(seen: list[float]) -> str:

@@ -16,7 +16,7 @@ HOW = (
 
 @dataclass(frozen=True)
 class Figure:
-    """Cost of one peer in one row."""
+    """Cost of one competitor in one row."""
 
     median: float
     spread: float

@@ -1,6 +1,6 @@
 """Functions that rows call on other workers.
 
-Every peer provides exactly these, by name, so all do the same work.
+Every competitor provides exactly these, by name, so all do the same work.
 """
 
 import threading
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.peers.base import here
+from bench.competitors.base import here
 
 OPERATIONS = 200
 
-allocate: Callable[..., Tensor] = torch.empty  # what a handler makes its result with; a peer may put its own here
+allocate: Callable[..., Tensor] = torch.empty  # allocator of handlers' results; a competitor may replace it
 
 
 def identity(value: Any) -> Any:
@@ -44,7 +44,7 @@ def built(size: int) -> Tensor:
 
 
 def size_of(x: Tensor) -> int:
-    """Take a tensor and return almost nothing: for one-way transfers."""
+    """Sampler a tensor and return almost nothing: for one-way transfers."""
     return x.numel()
 
 

@@ -1,4 +1,4 @@
-"""Groups of processes that one peer connects: start, result and end."""
+"""Groups of processes that one competitor connects: start, result and end."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.peers.base import HOST, Client, Peer, Place, Seat
+from bench.competitors.base import HOST, Client, Competitor, Place, Seat
 from bench.processes import adopt_orphans, descendants, end_descendants, fork, wait
 
-TOLD = 1500  # characters of what a process said before it failed
+SHOWN_OUTPUT = 1500  # characters of a failed process's output
 
 
 class Failed(Exception):
@@ -28,13 +28,13 @@ def in_leader(body: Callable[[], object], seconds: float) -> None:
     adopt_orphans()
     older = descendants(os.getpid())
     with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder, "said")
+        output = Path(folder, "output")
 
         def lead() -> None:
             adopt_orphans()
             body()
 
-        pid = fork(lead, errors=said)
+        pid = fork(lead, errors=output)
         try:
             status = wait(pid, seconds)
         finally:
@@ -42,21 +42,23 @@ def in_leader(body: Callable[[], object], seconds: float) -> None:
         if status is None:
             raise Failed(f"hung for {seconds:.0f} s")
         if status:
-            text = said.read_text(errors="replace").strip()[-TOLD:] if said.exists() else ""
+            text = output.read_text(errors="replace").strip()[-SHOWN_OUTPUT:] if output.exists() else ""
             raise Failed(text or f"ended with status {status}")
 
 
-def group_body(peer: Peer, workers: int, main: Callable[[Client], object], places: tuple[Place, ...] = ()) -> None:
+def group_body(
+    competitor: Competitor, workers: int, main: Callable[[Client], object], places: tuple[Place, ...] = ()
+) -> None:
     """Connect `workers` processes and run `main` in the first. For the group's leader."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
         port = 29500 if places else free_port()
         seats = [Seat(rank, workers, port, Path(folder), places) for rank in range(workers)]
-        peer.run(seats, main)
+        competitor.run(seats, main)
 
 
-def ask(
-    peer: Peer,
+def run_in_group(
+    competitor: Competitor,
     workers: int,
     function: Callable[..., Any],
     *args: Any,
@@ -74,7 +76,7 @@ def ask(
         answer = Path(folder, "answer")
         main = partial(_answer, function, args, answer)
         try:
-            in_leader(partial(group_body, peer, workers, main, places), seconds)
+            in_leader(partial(group_body, competitor, workers, main, places), seconds)
         except Failed:
             if not answer.exists():
                 raise  # else it only failed to end

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROWS = ("--only", "calls", "--only", "tensors", "--peers", "telegrad,torch")
+ROWS = ("--only", "calls", "--only", "tensors", "--competitors", "telegrad,torch")
 
 if __name__ == "__main__":
     root = Path(__file__).parent.parent

@@ -7,21 +7,23 @@ from tabulate import tabulate
 
 from bench import cores
 from bench.figures import show, show_spread
-from bench.judge import Judged
 from bench.machine import in_words
-from bench.row import LIMIT, OURS, Family
+from bench.row import BASELINE, OURS, Family
+from bench.verdict import RowVerdict
 
 
-def markdown(rows: Sequence[Judged], families: Sequence[Family], peers: Sequence[str], about: Mapping[str, Any]) -> str:
-    """A table for each family: medians, our spread, and the goals."""
+def markdown(
+    rows: Sequence[RowVerdict], families: Sequence[Family], competitors: Sequence[str], about: Mapping[str, Any]
+) -> str:
+    """Return a table per family: medians, Telegrad's spread, and the goals."""
     lines = [in_words(about), ""]
     for family in families:
         chosen = [row for row in rows if row.family == family.name]
-        measured = [name for name in peers if any(name in row.figures for row in chosen)]
+        measured = [name for name in competitors if any(name in row.figures for row in chosen)]
         if not measured:
             continue
-        with_limit = any(LIMIT in row.figures for row in chosen)
-        columns = [*([LIMIT] if with_limit else []), *measured]
+        with_baseline = any(BASELINE in row.figures for row in chosen)
+        columns = [*([BASELINE] if with_baseline else []), *measured]
         headings = [family.name, *columns, "goals"]
         cells = [[row.name, *(cell(row, name) for name in columns), goals(row)] for row in chosen]
         lines += [tabulate(cells, headings, tablefmt="pipe", disable_numparse=True), ""]
@@ -30,7 +32,7 @@ def markdown(rows: Sequence[Judged], families: Sequence[Family], peers: Sequence
     return "\n".join(lines)
 
 
-def cell(row: Judged, name: str) -> str:
+def cell(row: RowVerdict, name: str) -> str:
     one = row.figures.get(name)
     if one is None:
         return "-"
@@ -40,11 +42,11 @@ def cell(row: Judged, name: str) -> str:
     return f"**{text}**" if name in row.ahead else text
 
 
-def goals(row: Judged) -> str:
-    told = [] if row.judged else ["no verdict"]
+def goals(row: RowVerdict) -> str:
+    lines = [] if row.has_verdict else ["no verdict"]
     for verdict in row.verdicts:
         if verdict.value is None or verdict.met is None:
-            told.append(f"{verdict.text}: not measured")
+            lines.append(f"{verdict.text}: not measured")
         else:
-            told.append(f"{verdict.text}: {verdict.value:.3g}, {'met' if verdict.met else 'missed'}")
-    return "; ".join(told)
+            lines.append(f"{verdict.text}: {verdict.value:.3g}, {'met' if verdict.met else 'missed'}")
+    return "; ".join(lines)

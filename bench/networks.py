@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bench.peers.base import Place
+from bench.competitors.base import Place
 from bench.processes import fork
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -23,7 +23,7 @@ LATENCY = "25ms"  # how long a shaped cable may hold a packet before it drops it
 
 
 def missing() -> str | None:
-    """Why there can be no namespaces here; None: there can."""
+    """Return why namespaces cannot be created; None if they can."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (Debian: apt install iproute2)"
@@ -37,7 +37,7 @@ def missing() -> str | None:
 
 
 def enter(pid: int) -> None:
-    """Puts this process, which has one thread, into the network namespace of another."""
+    """Move this single-threaded process into the network namespace of another."""
     with open(f"/proc/{pid}/ns/net") as namespace:
         if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
@@ -75,7 +75,7 @@ def cable(gigabits: float | None = None) -> Iterator[tuple[Place, Place]]:
 
 
 def _namespace() -> int:
-    """A process in a network namespace of its own."""
+    """Start a process in a new network namespace and return its pid."""
     ready, tell = os.pipe()
 
     def hold() -> None:

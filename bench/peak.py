@@ -18,7 +18,7 @@ PAUSE_MS = 1
 
 
 def below(root: int) -> list[int]:
-    """`root` and all processes below it."""
+    """Return `root` and all processes below it."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -34,7 +34,7 @@ def below(root: int) -> list[int]:
 
 
 def resident(pids: list[int]) -> float:
-    """Megabytes of the processes, shared memory included."""
+    """Return the megabytes of the processes, shared memory included."""
     return sum(_counter(f"/proc/{pid}/status", "RssAnon:") for pid in pids) + _counter("/proc/meminfo", "Shmem:")
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     first = most = resident(pids)
-    print("looking", flush=True)
+    print("sampling", flush=True)
     while not poll.poll(PAUSE_MS):
         most = max(most, resident(pids))
     print(first, max(most, resident(pids)), flush=True)

@@ -1,23 +1,23 @@
 """Pictures: one for each family, as PNG and SVG.
 
-Each has a bar for each peer, on a logarithmic scale, and a line for the limit.
+Each has a bar for each competitor, on a logarithmic scale, and a line for the baseline.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.competitors.table import COMPETITORS
 from bench.figures import show
-from bench.judge import Judged
-from bench.peers.table import PEERS
-from bench.row import LIMIT, Family
+from bench.row import BASELINE, Family
+from bench.verdict import RowVerdict
 
-COLORS = dict(zip(PEERS, ("#d1495b", "#30638e", "#7fa6c9", "#edae49", "#00798c", "#8f6bb3"), strict=True))
+COLORS = dict(zip(COMPETITORS, ("#d1495b", "#30638e", "#7fa6c9", "#edae49", "#00798c", "#8f6bb3"), strict=True))
 HEIGHT, GAP = 0.16, 0.35  # inches of a bar, and between rows
-LEAST = 1e-9  # what a logarithmic scale can show of nothing
+LEAST = 1e-9  # smallest value on the logarithmic scale
 
 
-def draw(rows: Sequence[Judged], families: Sequence[Family], folder: Path) -> list[Path]:
-    """Writes the pictures and returns their paths."""
+def draw(rows: Sequence[RowVerdict], families: Sequence[Family], folder: Path) -> list[Path]:
+    """Write the pictures and return their paths."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -33,17 +33,17 @@ def draw(rows: Sequence[Judged], families: Sequence[Family], folder: Path) -> li
     return written
 
 
-def picture(rows: Sequence[Judged], family: Family, unit: str, path: Path) -> list[Path]:
+def picture(rows: Sequence[RowVerdict], family: Family, unit: str, path: Path) -> list[Path]:
     from matplotlib.figure import Figure as Picture
 
-    peers = [name for name in PEERS if any(name in row.figures for row in rows)]
-    bars = sum(len([name for name in peers if name in row.figures]) for row in rows)
+    competitors = [name for name in COMPETITORS if any(name in row.figures for row in rows)]
+    bars = sum(len([name for name in competitors if name in row.figures]) for row in rows)
     made = Picture(figsize=(9, 1.4 + bars * HEIGHT + len(rows) * GAP), layout="constrained")
     axes = made.add_subplot()
     position, ticks, labelled = 0.0, [], set()
     for row in rows:
         first = position
-        for name in (one for one in peers if one in row.figures):
+        for name in (one for one in competitors if one in row.figures):
             cost = row.figures[name]
             axes.barh(
                 position,
@@ -57,12 +57,16 @@ def picture(rows: Sequence[Judged], family: Family, unit: str, path: Path) -> li
             axes.text(max(cost.median, LEAST) * 1.08, position, show(cost.median, unit), va="center", fontsize=6)
             labelled.add(name)
             position += HEIGHT
-        if LIMIT in row.figures:
+        if BASELINE in row.figures:
             line = (first - HEIGHT / 2, position - HEIGHT / 2)
             axes.vlines(
-                row.figures[LIMIT].median, *line, colors="black", lw=1.5, label="" if LIMIT in labelled else LIMIT
+                row.figures[BASELINE].median,
+                *line,
+                colors="black",
+                lw=1.5,
+                label="" if BASELINE in labelled else BASELINE,
             )
-            labelled.add(LIMIT)
+            labelled.add(BASELINE)
         ticks.append(((first + position - HEIGHT) / 2, row.name))
         position += GAP
     axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=8)

@@ -1,7 +1,7 @@
 """Processes that end with their parent.
 
 The bench forks all groups from one process that has imported PyTorch and started no thread, so a group starts in a
-fraction of a second. All other processes that a peer starts, including detached daemons, stay descendants of the
+fraction of a second. All other processes that a competitor starts, including detached daemons, stay descendants of the
 group's leader, because the leader adopts orphans. So they can be found, counted and ended.
 """
 
@@ -136,7 +136,7 @@ def end_descendants(keep: Collection[int] = (), seconds: float = 20.0) -> None:
 
 
 def _reap() -> None:
-    """Takes note of every child that has ended."""
+    """Reap every child that has ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -163,16 +163,16 @@ def nothing_left_behind() -> Iterator[None]:
 class Meter:
     """Processor time that some processes use from now on, threads that end included.
 
-    Looking for processes takes milliseconds. It is not counted: the first look is over when the clocks are read, and
-    those that have come since are looked for when they have been read again.
+    Looking for processes takes milliseconds. That time is not counted: the first search ends before the clocks are
+    read, and new processes are searched for after the clocks have been read again.
 
     Args:
-        look: finds the processes.
-        but_here: leave out the thread that measures.
+        find: returns the processes.
+        but_here: exclude the measuring thread.
     """
 
-    def __init__(self, look: Callable[[], Collection[int]], but_here: bool = False) -> None:
-        self._look, self._but_here = look, but_here
+    def __init__(self, find: Callable[[], Collection[int]], but_here: bool = False) -> None:
+        self._find, self._but_here = find, but_here
         self._before = _read(self._clocks())
 
     def seconds(self) -> float:
@@ -181,7 +181,7 @@ class Meter:
         return sum(after[clock] - self._before[clock] for clock in after) + sum(later.values())
 
     def _clocks(self) -> set[int]:
-        pids = set(self._look())
+        pids = set(self._find())
         threads: set[int] = set()
         if self._but_here and os.getpid() in pids:
             pids.remove(os.getpid())

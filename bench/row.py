@@ -10,12 +10,14 @@ from typing import Any, Final, Protocol, TypeVar
 
 OURS: Final = "telegrad"
 TORCH: Final = "torch"
-LIMIT: Final = "limit"  # key of the machine's limit in results, like the name of a peer
-BESIDE: Final = "limit alongside "  # followed by a peer's name: the limit measured alternately with that peer
+BASELINE: Final = "baseline"  # its key in results, like the name of a competitor
+BASELINE_WITH: Final = (
+    "baseline alongside "  # followed by a competitor's name: the baseline measured alternately with that competitor
+)
 
 T = TypeVar("T")
 Samples = Mapping[str, Sequence[float]]
-"""Samples of a turn by origin: `{"": samples of the peer}`, and those of the limit if the two alternate."""
+"""Samples of a turn by origin: `{"": samples of the competitor}`, and those of the baseline if the two alternate."""
 
 
 class Goal(Protocol):
@@ -29,15 +31,15 @@ class Goal(Protocol):
 
 
 @dataclass(frozen=True)
-class TimesLess:
-    """Telegrad's cost is at most 1 / `factor` of a peer's."""
+class FasterThan:
+    """Telegrad's cost is at most 1 / `factor` of a competitor's."""
 
     factor: float
     than: str = TORCH
 
     @property
     def text(self) -> str:
-        return f"{self.factor:g} times less than {self.than}"
+        return f"{self.factor:g} x faster than {self.than}"
 
     def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
         if OURS not in medians or self.than not in medians:
@@ -47,38 +49,38 @@ class TimesLess:
 
 
 @dataclass(frozen=True)
-class TimesLimit:
-    """Our cost is at most `factor` times the limit's."""
+class WithinBaseline:
+    """Our cost is at most `factor` times the baseline's."""
 
     factor: float
 
     @property
     def text(self) -> str:
-        return f"at most {self.factor:.3g} times the limit"
+        return f"at most {self.factor:.3g} x the baseline"
 
     def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
-        if OURS not in medians or LIMIT not in medians:
+        if OURS not in medians or BASELINE not in medians:
             return None
-        value = medians[OURS] / max(medians[LIMIT], 1e-12)
+        value = medians[OURS] / max(medians[BASELINE], 1e-12)
         return value, value <= self.factor
 
 
 @dataclass(frozen=True)
-class AddsLess:
-    """Telegrad's overhead over the limit is at most 1 / `factor` of torch's."""
+class LessOverhead:
+    """Telegrad's overhead over the baseline is at most 1 / `factor` of torch's."""
 
     factor: float
 
     @property
     def text(self) -> str:
-        return f"adds {self.factor:g} times less than {TORCH}"
+        return f"adds {self.factor:g} x less than {TORCH}"
 
     def reached(self, medians: Mapping[str, float]) -> tuple[float, bool] | None:
-        if not {OURS, TORCH, LIMIT} <= set(medians):
+        if not {OURS, TORCH, BASELINE} <= set(medians):
             return None
-        ours = medians[OURS] - medians[LIMIT]
-        theirs = medians[TORCH] - medians.get(BESIDE + TORCH, medians[LIMIT])
-        if theirs <= 0:  # the machine was too busy to tell what is added
+        ours = medians[OURS] - medians[BASELINE]
+        theirs = medians[TORCH] - medians.get(BASELINE_WITH + TORCH, medians[BASELINE])
+        if theirs <= 0:  # the machine was too busy to show the overhead
             return None
         value = theirs / max(ours, 1e-9)
         return value, value >= self.factor
@@ -86,7 +88,7 @@ class AddsLess:
 
 @dataclass(frozen=True)
 class AtMost:
-    """Our cost is at most so much, in the unit of the row."""
+    """Our cost is at most `most`, in the unit of the row."""
 
     most: float
     label: str
@@ -101,7 +103,7 @@ class AtMost:
         return medians[OURS], medians[OURS] <= self.most
 
 
-class Take:
+class Sampler:
     """Sampler of one row in one turn: warms up, then repeats as configured by the row."""
 
     def __init__(self, seconds: float, repeats: int, least: int, warm_up: float) -> None:
@@ -135,17 +137,17 @@ def timed(call: Callable[[], object]) -> float:
 class Row:
     """Row of the table.
 
-    `measure(client, take)` runs in worker 0 of a group of `workers` processes that the peer connects. If `workers` is
-    0, `measure(peer, take)` runs in a separate process and starts all processes that it needs.
+    `measure(client, sampler)` runs in worker 0 of a group of `workers` processes that the competitor connects. If
+    `workers` is 0, `measure(competitor, sampler)` runs in a separate process and starts all processes that it needs.
     """
 
     name: str
-    measure: Callable[[Any, Take], Samples]
+    measure: Callable[[Any, Sampler], Samples]
     workers: int = 2
     fresh: bool = False  # has a group of its own, so that no row before it has used its memory
     unit: str = "s"  # one of those that figures.show knows
-    amount: float = 0  # of what one sample is the cost: calls, or bytes
-    of: str = ""  # "calls" or "bytes", if the table is to show a rate too
+    amount: float = 0  # calls or bytes per sample
+    of: str = ""  # "calls" or "bytes", if the table shows a rate too
     goals: tuple[Goal, ...] = ()
     seconds: float = 0.3  # for each turn, after the warm-up, at most
     repeats: int = 2000  # in each turn, at most
@@ -153,22 +155,22 @@ class Row:
     resolution: float = 0.0  # how exact a sample is, in the unit
     warm_up: float = 0.1  # seconds, at least one repeat; 0: none
     rounds: int | None = None  # fewer than the run has
-    only: Mapping[str, str] | None = None  # None: every peer. Else its peers, and under "" the reason
-    limit: Callable[[Take], Sequence[float]] | None = None  # what the machine allows; has turns of its own
+    only: Mapping[str, str] | None = None  # None: every competitor. Else its competitors, and under "" the reason
+    baseline: Callable[[Sampler], Sequence[float]] | None = None  # measured in turns of its own
     quick: bool = True  # part of --quick
-    verdict: bool = True  # False: the figures are shown, and a peer that is ahead fails nothing
-    patience: float = 60.0  # seconds after which a turn of it counts as hung
+    verdict: bool = True  # False: the figures are shown, and a competitor that is ahead fails nothing
+    timeout: float = 60.0  # seconds after which a turn of it counts as hung
 
-    def take(self, quick: bool, full: bool) -> Take:
+    def sampler(self, quick: bool, full: bool) -> Sampler:
         if quick:
-            return Take(self.seconds / 4, min(self.repeats, 3), min(self.least, 2), min(self.warm_up, 1e-9))
+            return Sampler(self.seconds / 4, min(self.repeats, 3), min(self.least, 2), min(self.warm_up, 1e-9))
         if full:
-            return Take(4 * self.seconds, self.repeats, max(self.least, min(self.repeats, 10)), self.warm_up)
-        return Take(self.seconds, self.repeats, self.least, self.warm_up)
+            return Sampler(4 * self.seconds, self.repeats, max(self.least, min(self.repeats, 10)), self.warm_up)
+        return Sampler(self.seconds, self.repeats, self.least, self.warm_up)
 
-    def why_not(self, peer: str) -> str | None:
-        """Why this row is not for a peer; None: it is."""
-        if self.only is None or peer in self.only:
+    def unsupported_reason(self, competitor: str) -> str | None:
+        """Return why a competitor cannot be measured in this row; None if it can."""
+        if self.only is None or competitor in self.only:
             return None
         return self.only[""]
 

@@ -1,10 +1,10 @@
 """Schedule of the measurements.
 
-A run has rounds. Each round measures every row for every peer, each time in fresh processes. The order of the peers
-rotates, so that a slower machine or another program affects all alike. Only one peer runs at a time, because an idle
-torch.distributed.rpc process polls and keeps a core busy. Rows with the same number of workers share a group, because
-some peers take ten seconds to start one; rows that need a fresh group get their own. Every turn waits for a limited
-time until the cores of the machine are near to each other: see cores.py.
+A run has rounds. Each round measures every row for every competitor, each time in fresh processes. The order of the
+competitors rotates, so that a slower machine or another program affects all alike. Only one competitor runs at a time,
+because an idle torch.distributed.rpc process polls and keeps a core busy. Rows with the same number of workers share a
+group, because some competitors take ten seconds to start one; rows that need a fresh group get their own. Every turn
+waits for a limited time until the cores of the machine are near to each other: see cores.py.
 """
 
 import json
@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from bench import cores
+from bench.competitors.base import Client, Competitor, Unsupported
 from bench.groups import Failed, group_body, in_leader
-from bench.peers.base import Client, Peer, Unsupported
-from bench.row import BESIDE, LIMIT, OURS, Row, Samples
+from bench.row import BASELINE, BASELINE_WITH, OURS, Row, Samples
 
 START = 90.0  # seconds for a group to start and to end
 SHOWN = 160  # characters of a failure in the table
@@ -26,7 +26,7 @@ SHOWN = 160  # characters of a failure in the table
 
 @dataclass
 class Results:
-    """Samples of each round for each row and peer, or the reason for having none.
+    """Samples of each round for each row and competitor, or the reason for having none.
 
     Also the distance of the cores in each turn, and the time that turns waited for near cores.
     """
@@ -36,64 +36,64 @@ class Results:
     apart: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     waited: float = 0.0
 
-    def add(self, row: str, who: str, samples: Samples) -> None:
+    def add(self, row: str, name: str, samples: Samples) -> None:
         for owner, found in samples.items():
-            name = BESIDE + who if owner == LIMIT and who != OURS else owner or who
+            key = BASELINE_WITH + name if owner == BASELINE and name != OURS else owner or name
             if found:
-                self.rounds.setdefault(row, {}).setdefault(name, []).append(list(found))
+                self.rounds.setdefault(row, {}).setdefault(key, []).append(list(found))
 
-    def add_apart(self, row: str, who: str, apart: float, waited: float) -> None:
-        self.apart.setdefault(row, {}).setdefault(who, []).append(apart)
+    def add_apart(self, row: str, name: str, apart: float, waited: float) -> None:
+        self.apart.setdefault(row, {}).setdefault(name, []).append(apart)
         self.waited += waited
 
-    def leave_out(self, row: str, who: str, why: str) -> None:
-        self.absent.setdefault(row, {})[who] = why
+    def leave_out(self, row: str, name: str, reason: str) -> None:
+        self.absent.setdefault(row, {})[name] = reason
 
 
 @dataclass(frozen=True)
 class Plan:
-    peers: Mapping[str, Peer]
+    competitors: Mapping[str, Competitor]
     rows: Sequence[Row]
     rounds: int
     quick: bool = False
     full: bool = False
 
-    def patience(self, results: Results) -> float | None:
+    def wait_left(self, results: Results) -> float | None:
         """Return the seconds left to wait for near cores; None if they are not measured."""
-        if self.quick or not cores.can_look():
+        if self.quick or not cores.can_measure():
             return None
-        return max(0.0, cores.IN_ALL - results.waited)
+        return max(0.0, cores.MAX_TOTAL_WAIT - results.waited)
 
 
 def run(plan: Plan, tell: Callable[[str], object], save: Callable[[Results], object] = lambda _: None) -> Results:
-    """Measure all rows and peers.
+    """Measure all rows and competitors.
 
     `tell` gets lines of progress, and `save` the results after each round.
     """
     results = Results()
-    peers = dict(plan.peers)
-    for name, peer in plan.peers.items():
-        if (why := peer.missing()) is not None:
-            peers.pop(name)
+    competitors = dict(plan.competitors)
+    for name, competitor in plan.competitors.items():
+        if (reason := competitor.missing()) is not None:
+            competitors.pop(name)
             for row in plan.rows:
-                results.leave_out(row.name, name, why)
+                results.leave_out(row.name, name, reason)
     for row in plan.rows:
-        for name in peers:
-            if (why := row.why_not(name)) is not None:
-                results.leave_out(row.name, name, why)
+        for name in competitors:
+            if (reason := row.unsupported_reason(name)) is not None:
+                results.leave_out(row.name, name, reason)
     for number in range(plan.rounds):
         for rows in settings([row for row in plan.rows if row.rounds is None or number < row.rounds]):
-            for who in turns([LIMIT, *peers], number):
+            for name in turns([BASELINE, *competitors], number):
                 start = time.monotonic()
-                wanted = [row for row in rows if wants(row, who, results)]
+                wanted = [row for row in rows if wants(row, name, results)]
                 if not wanted:
                     continue
-                if who == LIMIT:
-                    limit_turn(plan, wanted, results)
+                if name == BASELINE:
+                    baseline_turn(plan, wanted, results)
                 else:
-                    turn(plan, peers[who], wanted, results)
+                    turn(plan, competitors[name], wanted, results)
                 label = wanted[0].name if len(wanted) == 1 else f"{len(wanted)} rows, {wanted[0].workers} workers"
-                tell(f"round {number + 1} of {plan.rounds}, {label}: {who}, {time.monotonic() - start:.1f} s")
+                tell(f"round {number + 1} of {plan.rounds}, {label}: {name}, {time.monotonic() - start:.1f} s")
         save(results)
     return results
 
@@ -112,79 +112,79 @@ def settings(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """Return the order of the peers in a round: rotated, alternately backward."""
+    """Return the order of the competitors in a round: rotated, alternately backward."""
     ordered = list(names) if number % 2 == 0 else list(reversed(names))
     by = number // 2 % len(ordered)
     return ordered[by:] + ordered[:by]
 
 
-def wants(row: Row, who: str, results: Results) -> bool:
-    if who == LIMIT:
-        return row.limit is not None and LIMIT not in results.absent.get(row.name, {})
-    return who not in results.absent.get(row.name, {})
+def wants(row: Row, name: str, results: Results) -> bool:
+    if name == BASELINE:
+        return row.baseline is not None and BASELINE not in results.absent.get(row.name, {})
+    return name not in results.absent.get(row.name, {})
 
 
-def limit_turn(plan: Plan, rows: Sequence[Row], results: Results) -> None:
+def baseline_turn(plan: Plan, rows: Sequence[Row], results: Results) -> None:
     for row in rows:
-        turn_alone(plan, row, LIMIT, partial(_limit, row), results)
+        turn_alone(plan, row, BASELINE, partial(_baseline, row), results)
 
 
-def _limit(row: Row, quick: bool, full: bool) -> Samples:
-    assert row.limit is not None
-    return {"": list(row.limit(row.take(quick, full)))}
+def _baseline(row: Row, quick: bool, full: bool) -> Samples:
+    assert row.baseline is not None
+    return {"": list(row.baseline(row.sampler(quick, full)))}
 
 
-def turn(plan: Plan, peer: Peer, rows: Sequence[Row], results: Results) -> None:
-    """Run a turn of a peer.
+def turn(plan: Plan, competitor: Competitor, rows: Sequence[Row], results: Results) -> None:
+    """Run a turn of a competitor.
 
     A row that fails is skipped from then on; later rows still run.
     """
     if not rows[0].workers:
-        turn_alone(plan, rows[0], peer.name, partial(_alone, rows[0], peer), results)
+        turn_alone(plan, rows[0], competitor.name, partial(_alone, rows[0], competitor), results)
         return
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found")
-        near = plan.patience(results)
+        near = plan.wait_left(results)
         main = Measure(tuple(row.name for row in rows), plan.quick, plan.full, found, near)
-        why = None
+        reason = None
         try:
-            patience = START + sum(row.patience for row in rows) + (near or 0.0)
-            in_leader(partial(group_body, peer, rows[0].workers, main), patience)
+            timeout = START + sum(row.timeout for row in rows) + (near or 0.0)
+            in_leader(partial(group_body, competitor, rows[0].workers, main), timeout)
         except Failed as e:
-            why = str(e)
-        begun = read(found, peer.name, results)
-        if why is None:
+            reason = str(e)
+        begun = read(found, competitor.name, results)
+        if reason is None:
             return
         if begun is not None:
-            results.leave_out(begun, peer.name, f"failed: {shorten(why)}")
+            results.leave_out(begun, competitor.name, f"failed: {shorten(reason)}")
         elif not found.exists():
             for row in rows:
-                results.leave_out(row.name, peer.name, f"cannot connect its workers: {shorten(why)}")
+                results.leave_out(row.name, competitor.name, f"cannot connect its workers: {shorten(reason)}")
 
 
-def turn_alone(plan: Plan, row: Row, who: str, measure: Callable[[bool, bool], Samples], results: Results) -> None:
+def turn_alone(plan: Plan, row: Row, name: str, measure: Callable[[bool, bool], Samples], results: Results) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found")
-        near = plan.patience(results)
+        near = plan.wait_left(results)
         body = partial(_record, row.name, partial(measure, plan.quick, plan.full), found, near, again=row.workers > 0)
         try:
-            in_leader(body, 2 * row.patience + (near or 0.0))
+            in_leader(body, 2 * row.timeout + (near or 0.0))
         except Failed as e:
-            if read(found, who, results) is not None or not found.exists():
-                results.leave_out(row.name, who, f"failed: {shorten(str(e))}")
+            if read(found, name, results) is not None or not found.exists():
+                results.leave_out(row.name, name, f"failed: {shorten(str(e))}")
         else:
-            read(found, who, results)
+            read(found, name, results)
 
 
-def _alone(row: Row, peer: Peer, quick: bool, full: bool) -> Samples:
-    return row.measure(peer, row.take(quick, full))
+def _alone(row: Row, competitor: Competitor, quick: bool, full: bool) -> Samples:
+    return row.measure(competitor, row.sampler(quick, full))
 
 
 @dataclass(frozen=True)
 class Measure:
     """Program of worker 0 in a turn.
 
-    It is sent to peers' processes, so it has names of rows.
+    It is sent to competitors' processes, so it has names of rows.
     """
 
     rows: tuple[str, ...]
@@ -199,7 +199,7 @@ class Measure:
         near = self.near
         for name in self.rows:
             row = ROWS[name]
-            measure = partial(row.measure, client, row.take(self.quick, self.full))
+            measure = partial(row.measure, client, row.sampler(self.quick, self.full))
             waited = _record(name, measure, self.found, near, again=not row.fresh)
             near = None if near is None else max(0.0, near - waited)
 
@@ -210,20 +210,20 @@ def _record(row: str, measure: Callable[[], Samples], found: Path, near: float |
     The file outlives this process. Waits at most `near` seconds for near cores, and measures `again`, if allowed, after
     the cores moved apart. Returns the seconds waited; after a failure, the maximum.
     """
-    waited = 0.0 if near is None else min(near, cores.PATIENCE)
+    waited = 0.0 if near is None else min(near, cores.MAX_WAIT)
 
-    def write(what: object) -> None:
+    def write(record: object) -> None:
         with found.open("a") as file:
-            file.write(json.dumps(what) + "\n")
+            file.write(json.dumps(record) + "\n")
 
     write({"row": row, "begun": True})
     try:
         if near is None:
             samples, where = measure(), {}
         else:
-            steady = cores.near(measure, min(near, cores.PATIENCE), again)
+            steady = cores.near(measure, min(near, cores.MAX_WAIT), again)
             waited = steady.waited
-            samples, where = steady.what, {"apart": steady.apart, "waited": waited}
+            samples, where = steady.result, {"apart": steady.apart, "waited": waited}
         write({"row": row, "samples": {owner: list(some) for owner, some in samples.items()}, **where})
     except Unsupported as e:
         write({"row": row, "absent": str(e)})
@@ -232,24 +232,24 @@ def _record(row: str, measure: Callable[[], Samples], found: Path, near: float |
     return waited
 
 
-def read(found: Path, who: str, results: Results) -> str | None:
-    """Takes over what a turn has found; returns the row that was begun and not ended."""
+def read(found: Path, name: str, results: Results) -> str | None:
+    """Read the records of a turn into `results`; return the row that began and did not end."""
     begun = None
     for line in found.read_text().splitlines() if found.exists() else ():
         record = json.loads(line)
         row = record["row"]
         begun = row if "begun" in record else None
         if "samples" in record:
-            results.add(row, who, record["samples"])
+            results.add(row, name, record["samples"])
             if "apart" in record:
-                results.add_apart(row, who, record["apart"], record["waited"])
+                results.add_apart(row, name, record["apart"], record["waited"])
         elif "absent" in record:
-            results.leave_out(row, who, record["absent"])
+            results.leave_out(row, name, record["absent"])
     return begun
 
 
 def shorten(text: str) -> str:
-    """The last line that says something: of a traceback that is the error."""
+    """Return the last line with text, which in a traceback is the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    last = lines[-1] if lines else "without a word"
+    last = lines[-1] if lines else "no output"
     return last if len(last) <= SHOWN else f"{last[:SHOWN]}..."

@@ -6,11 +6,11 @@ The scale is logarithmic. README.md shows docs/pictures/bench.svg, a copy from t
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.competitors.table import COMPETITORS
 from bench.figures import show
-from bench.judge import Judged
-from bench.peers.table import PEERS
 from bench.plots import COLORS
 from bench.row import OURS
+from bench.verdict import RowVerdict
 
 ROWS = {
     "identity, int": "call with an int",
@@ -25,7 +25,7 @@ ROWS = {
 """The rows of the picture, all in seconds, and how it names them."""
 
 
-def draw_summary(rows: Sequence[Judged], path: Path) -> None:
+def draw_summary(rows: Sequence[RowVerdict], path: Path) -> None:
     """Write the picture as SVG; without any of its rows, write nothing.
 
     Args:
@@ -45,16 +45,20 @@ def draw_summary(rows: Sequence[Judged], path: Path) -> None:
     made = Picture(figsize=(9, 1.3 + 0.42 * len(chosen)), layout="constrained")
     axes = made.add_subplot()
     for line, (_, figures) in enumerate(chosen):
-        others = [figures[name].median for name in PEERS if name in figures and name != OURS]
+        others = [figures[name].median for name in COMPETITORS if name in figures and name != OURS]
         ours = figures[OURS].median
         axes.hlines(line, ours, max([ours, *others]), color="#cccccc", lw=1, zorder=1)
         axes.annotate(show(ours, "s"), (ours, line), (-8, 0), textcoords="offset points", ha="right", va="center")
         if others:
-            place = (1.01, line)
+            text, place = compare_with_best(ours, min(others)), (1.01, line)
             axes.annotate(
-                beside(ours, min(others)), place, xycoords=axes.get_yaxis_transform(), va="center", fontsize=8
+                text,
+                place,
+                xycoords=axes.get_yaxis_transform(),
+                va="center",
+                fontsize=8,
             )
-    for name in PEERS:
+    for name in COMPETITORS:
         lines = [line for line, (_, figures) in enumerate(chosen) if name in figures]
         if lines:
             medians = [chosen[line][1][name].median for line in lines]
@@ -70,10 +74,10 @@ def draw_summary(rows: Sequence[Judged], path: Path) -> None:
     axes.margins(y=0.08)
     values = [one.median for _, figures in chosen for one in figures.values()]
     axes.set_xlim(min(values) / 30, max(values) * 4)  # room for a figure to the left of the first dot
-    made.legend(loc="outside upper center", ncols=len(PEERS), frameon=False)
+    made.legend(loc="outside upper center", ncols=len(COMPETITORS), frameon=False)
     made.savefig(path, metadata={"Date": None})
 
 
-def beside(ours: float, best: float) -> str:
+def compare_with_best(ours: float, best: float) -> str:
     """Compare Telegrad's cost with that of the best competitor."""
-    return f"{best / ours:.2g}x faster than the next" if ours <= best else f"{ours / best:.2g}x slower than the best"
+    return f"{best / ours:.2g} x faster than the next" if ours <= best else f"{ours / best:.2g} x slower than the best"

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.peers.base import Client
-from bench.peers.torch_api import name_of
+from bench.competitors.base import Client
+from bench.competitors.torch_api import name_of
 
 SERVER = name_of(1)
 
-INPLACE = "modified by an inplace operation"  # what torch says of a step that another trainer's step has overtaken
+INPLACE = "modified by an inplace operation"  # torch's error if another trainer's step came between
 
 
 class Clock:
-    """Times what runs inside it: `seconds` is the time of all of it."""
+    """Stopwatch for code run inside it; `seconds` is the sum."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -32,7 +32,7 @@ class Clock:
         self.seconds += time.perf_counter() - self._start
 
 
-Step = Callable[[Clock], object]  # times what counts of it
+Step = Callable[[Clock], object]  # runs the timed part inside the clock
 
 
 class Framework:
@@ -65,7 +65,7 @@ def as_is(x: Tensor) -> Tensor:
 
 
 def chain(package: str, ranks: list[int], x: Tensor) -> Tensor:
-    """Doubles on this worker, and on each of those in turn."""
+    """Double `x` on this worker, then on each of `ranks` in turn."""
     y = x * 2
     if not ranks:
         return y
@@ -117,7 +117,7 @@ def images(batch: int) -> tuple[Tensor, Tensor]:
 
 
 def remote_step(framework: Framework, server: Any, batch: int) -> Step:
-    """A step of training of a model on a server: forward, backward, optimizer."""
+    """Return a training step on a server: forward, backward, optimizer."""
     x, labels = images(batch)
     optimizer = framework.optim.DistributedOptimizer(torch.optim.SGD, server.rpc_sync().parameters(), lr=1e-4)
 

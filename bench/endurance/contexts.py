@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from bench.groups import ask
+from bench.competitors.base import Client
+from bench.competitors.table import COMPETITORS
+from bench.groups import run_in_group
 from bench.machine import machine
-from bench.peers.base import Client
-from bench.peers.table import PEERS
 from bench.processes import nothing_left_behind
 from bench.row import OURS, TORCH
 from bench.rows.autograd import one_pass
@@ -51,7 +51,7 @@ def open_and_close(client: Client, count: int) -> Held:
 
 
 def resident() -> float:
-    """Megabytes of this process."""
+    """Return the resident megabytes of this process."""
     gc.collect()
     return psutil.Process().memory_info().rss / 1e6
 
@@ -65,7 +65,9 @@ def main() -> int:
     if args.count < 1:
         parser.error("there is nothing to measure")
     with nothing_left_behind():
-        found: Held = ask(PEERS[args.package], 2, open_and_close, args.count, seconds=120 + args.count / 100)
+        found: Held = run_in_group(
+            COMPETITORS[args.package], 2, open_and_close, args.count, seconds=120 + args.count / 100
+        )
     good = True
     for name, memory in found.items():
         print(f"{args.count:,} contexts, {name}: {memory['before']:.0f} MB before, {memory['after']:.0f} MB after")

@@ -21,11 +21,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.competitors.base import Client
+from bench.competitors.table import COMPETITORS
 from bench.functions import Counter, identity
-from bench.groups import ask
+from bench.groups import run_in_group
 from bench.machine import machine
-from bench.peers.base import Client
-from bench.peers.table import PEERS
 from bench.processes import nothing_left_behind
 from bench.row import OURS, TORCH
 from bench.training import SERVER
@@ -37,7 +37,7 @@ IDLE_GOAL = 0.001  # of one core
 Figures = dict[str, float]
 
 
-def look(package: str) -> Figures:
+def measure_resources(package: str) -> Figures:
     """Return the resources that a package (telegrad or torch.distributed) uses."""
     gc.collect()
     api = importlib.import_module(f"{package}.rpc.api")
@@ -84,9 +84,9 @@ def measure(client: Client, calls: int, pause: float) -> dict[str, dict[str, Any
         return {"client": func(*args), "server": rpc.rpc_sync(SERVER, func, args=args)}
 
     work(rpc, max(calls // 10, 1))  # memory pools, caches and threads reach their working size
-    before = both(look, package)
+    before = both(measure_resources, package)
     work(rpc, calls)
-    after = both(look, package)
+    after = both(measure_resources, package)
     start = {"client": time.process_time(), "server": rpc.rpc_sync(SERVER, time.process_time)}
     end = both(time.process_time)
     return {
@@ -99,9 +99,9 @@ def verdicts(figures: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     """Return the rows of a process: name, before, after, whether the goal is met."""
     before, after = figures["before"], figures["after"]
     rows = []
-    for what, held in before.items():
-        allowed = held * (1 + MEMORY_GOAL) if what == "resident MB" else held
-        rows.append((what, f"{held:.0f}", f"{after[what]:.0f}", after[what] <= allowed))
+    for label, held in before.items():
+        allowed = held * (1 + MEMORY_GOAL) if label == "resident MB" else held
+        rows.append((label, f"{held:.0f}", f"{after[label]:.0f}", after[label] <= allowed))
     rows.append(("idle, share of a core", "", f"{figures['idle']:.3%}", figures["idle"] < IDLE_GOAL))
     return rows
 
@@ -118,18 +118,18 @@ def main() -> int:
     if args.calls < 1 or args.pause <= 0:
         parser.error("calls and pause must be positive")
 
-    patience = 60 + args.calls / 50 + 4 * args.pause
+    timeout = 60 + args.calls / 50 + 4 * args.pause
     with nothing_left_behind():
-        processes: dict[str, dict[str, Any]] = ask(
-            PEERS[args.package], 2, measure, args.calls, args.pause, seconds=patience
+        processes: dict[str, dict[str, Any]] = run_in_group(
+            COMPETITORS[args.package], 2, measure, args.calls, args.pause, seconds=timeout
         )
     table = Table(title=f"{args.package}: {args.calls:,} calls, then {args.pause:g} s without one")
     for heading in ("process", "", "before", "after", "goal"):
         table.add_column(heading, justify="right" if heading in ("before", "after") else "left")
     met = True
     for name, figures in processes.items():
-        for what, before, after, good in verdicts(figures):
-            table.add_row(name, what, before, after, "[green]met[/]" if good else "[red]missed[/]")
+        for label, before, after, good in verdicts(figures):
+            table.add_row(name, label, before, after, "[green]met[/]" if good else "[red]missed[/]")
             met &= good
     Console(highlight=False).print(table)
     if args.json:

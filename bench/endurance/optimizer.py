@@ -25,14 +25,14 @@ MICROSECOND = 1e-6
 
 
 class OneWorker:
-    """The part of a worker that optimizers use."""
+    """Subset of a worker that optimizers use."""
 
     def __init__(self) -> None:
         self.extras: dict[str, Any] = {}
 
 
 def microseconds(function: Callable[[], object], batch: int = 1, repeats: int = 300) -> float:
-    """Median time of one call, of batches in a row."""
+    """Return the median time of one call, measured in batches."""
     samples = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -42,8 +42,7 @@ def microseconds(function: Callable[[], object], batch: int = 1, repeats: int = 
     return statistics.median(samples) / MICROSECOND
 
 
-def made(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Parameters."""
+def make_parameters(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     return [nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
@@ -57,7 +56,7 @@ def main() -> None:
         with protection.handler_guard(1):
             pass
 
-    table = Table("what", "alone, µs", "here, µs", title="What several trainers' safety costs")
+    table = Table("step", "torch, µs", "telegrad, µs", title="Cost of several trainers")
     table.add_row("the run of a handler in a context", "-", f"{microseconds(run, 100):.1f}")
     times = []
     for guard in (nullcontext(), protection.handler_guard(1)):
@@ -66,7 +65,7 @@ def main() -> None:
     table.add_row("an operation that saves two tensors", *(f"{one:.1f}" for one in times))
     for name, shapes in SHAPES.items():
         for cls in (optim.SGD, optim.Adam):
-            ours, theirs = made(shapes), made(shapes)
+            ours, theirs = make_parameters(shapes), make_parameters(shapes)
             gradients: dict[torch.Tensor, torch.Tensor] = {one: torch.randn_like(one) for one in ours}
             for one, gradient in zip(theirs, gradients.values(), strict=True):
                 one.grad = gradient

@@ -22,11 +22,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORDED = HERE / "counts.json"
-TOLERANCE = 0.02  # what a count may differ by before it has changed; two counts of the same differ by 0.002
+TOLERANCE = 0.02  # share by which a count may differ; two counts of one build differ by 0.002
 SCHEMES = ("inproc", "shm", "unix")
 CALLS = ("plain", "tensor", "async")
 CODED = ("call", "reply", "containers")
-FEW, MANY = 1000, 21_000  # the difference of two runs is free of what beginning and end take
+FEW, MANY = 1000, 21_000  # calls; the difference of two runs excludes start and end
 
 
 class CannotCount(Exception):
@@ -53,9 +53,9 @@ class Change:
 def built_with(part: str) -> dict[str, str]:
     """Return the tools that the counts of a part depend on, apart from our sources."""
     compiler = os.environ.get("CXX", "g++").split()
-    said = subprocess.run([*compiler, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run([*compiler, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout
     found = {
-        "compiler": f"{Path(compiler[-1]).name} {said.strip()}",
+        "compiler": f"{Path(compiler[-1]).name} {version.strip()}",
         "libc": " ".join(platform.libc_ver()),
         "machine": platform.machine(),
     }
@@ -63,11 +63,15 @@ def built_with(part: str) -> dict[str, str]:
 
 
 def check_possible() -> None:
-    """Raises CannotCount where nothing can be counted."""
+    """Check that this machine can count.
+
+    Raises:
+        CannotCount: It cannot.
+    """
     if shutil.which("valgrind") is None:
         raise CannotCount("valgrind is not installed (Debian: apt install valgrind)")
     if not library().exists():
-        raise CannotCount(f"{library()} is not there: make build")
+        raise CannotCount(f"{library()} does not exist: run make build")
 
 
 def recorded_counts(part: str) -> dict[str, float]:
@@ -79,9 +83,9 @@ def recorded_counts(part: str) -> dict[str, float]:
     written = json.loads(RECORDED.read_text())[part]
     mine = built_with(part)
     differing = [
-        f"{what} {mine[what]}, not {written['with'].get(what)}"
-        for what in mine
-        if mine[what] != written["with"].get(what)
+        f"{tool} {mine[tool]}, not {written['with'].get(tool)}"
+        for tool in mine
+        if mine[tool] != written["with"].get(tool)
     ]
     if differing:
         raise CannotCount(f"the counts of the {part} were recorded elsewhere: here is {'; '.join(differing)}")
@@ -98,7 +102,7 @@ def extension() -> Path:
 
 
 def driver() -> Path:
-    """calls.cc, linked with the core as it is built."""
+    """Compile calls.cc, link it with the built core, and return the program."""
     program = ROOT / "build" / "bench" / "calls"
     program.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "g++").split()
@@ -108,7 +112,7 @@ def driver() -> Path:
 
 
 def count_core() -> dict[str, float]:
-    """Instructions of a call through the core, both ends."""
+    """Count the instructions of a call through the core, both ends."""
     calls = driver()
     counts = {}
     for case in CALLS:
@@ -119,7 +123,7 @@ def count_core() -> dict[str, float]:
 
 
 def count_codec() -> dict[str, float]:
-    """Instructions of encoding and decoding, with the interpreter's."""
+    """Count the instructions of encoding and decoding, the interpreter's included."""
     counts = {}
     for case in CODED:
         runs = [
@@ -145,12 +149,12 @@ def collected(*command: str) -> int:
 
 
 def compare(recorded: dict[str, float], counted: dict[str, float]) -> list[Change]:
-    """Every case; one that is new counts as not changed, one that is gone is left out."""
+    """Compare all counted cases; a case without a record counts as unchanged."""
     return [Change(case, recorded.get(case, now), now) for case, now in counted.items()]
 
 
 def record() -> None:
-    """Counts, and writes what comes of it."""
+    """Counts, and writes tool comes of it."""
     content = {
         part: {"with": built_with(part), "instructions": {case: round(one, 1) for case, one in count().items()}}
         for part, count in PARTS.items()

@@ -1,7 +1,7 @@
 """Distributed autograd: passes over calls, steps of training, trainers together.
 
-Where the same work can be done in one process, the two alternate, and that one is the limit: what a row costs more is
-what the framework adds.
+Where the same work can be done in one process, the two alternate, and the local work is the baseline: the
+difference is the overhead of the framework.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bench import heap
-from bench.peers.base import Client
-from bench.row import OURS, TORCH, AddsLess, Family, Goal, Row, Samples, Take, TimesLess, TimesLimit
+from bench.competitors.base import Client
+from bench.row import OURS, TORCH, Family, FasterThan, Goal, LessOverhead, Row, Sampler, Samples, WithinBaseline
 from bench.training import (
     SERVER,
     Clock,
@@ -32,20 +32,20 @@ __all__ = ["AUTOGRAD", "TRAINING", "one_pass"]
 
 BATCHES = (1, 8, 32)
 NODES = (100, 1000, 10_000, 100_000)
-SHARE = 0.1  # of the backward pass of a graph that works, which our bookkeeping may have at most
+SHARE = 0.1  # largest share of bookkeeping in a backward pass whose nodes work
 ONLY = {OURS: "", TORCH: "", "": "has no distributed autograd, or torch's"}
 
 Pair = tuple[Step, Step | None]  # a step, and the same in this process
 
 
-def paired(prepare: Callable[[Framework], Pair], client: Client, take: Take) -> Samples:
-    """Measure a remote step, and as its limit the same step in this process.
+def paired(prepare: Callable[[Framework], Pair], client: Client, sampler: Sampler) -> Samples:
+    """Measure a remote step, and as its baseline the same step in this process.
 
     `prepare` checks that the gradients are correct.
     """
     step, here = prepare(Framework(client.rpc_parent))
-    pairs = take.loop(lambda: (seconds(step), None if here is None else seconds(here)))
-    return {"": [step for step, _ in pairs], "limit": [here for _, here in pairs if here is not None]}
+    pairs = sampler.loop(lambda: (seconds(step), None if here is None else seconds(here)))
+    return {"": [step for step, _ in pairs], "baseline": [here for _, here in pairs if here is not None]}
 
 
 def seconds(step: Step) -> float:
@@ -75,7 +75,7 @@ def one_pass(framework: Framework, x: Tensor, forward: Callable[[], Tensor], who
 
 def checked(step: Step, expected: Tensor) -> Step:
     if not torch.allclose(step(Clock()), expected):  # type: ignore[arg-type]
-        raise AssertionError("the gradient is not what it should be")
+        raise AssertionError("the gradient is wrong")
     return step
 
 
@@ -119,7 +119,7 @@ def embedding(framework: Framework) -> Pair:
 
 
 def small_nodes(count: int, framework: Framework) -> Pair:
-    """A graph of many nodes that do nearly nothing, behind one call."""
+    """Return a pass over many nodes that do nearly nothing, behind one call."""
     return behind_one_call(framework, torch.rand(4, requires_grad=True), partial(grow, count))
 
 
@@ -180,15 +180,15 @@ def behind_one_call(framework: Framework, x: Tensor, graph: Callable[[Tensor], T
     return checked(step, here(Clock())), here
 
 
-def trainers(batch: int, client: Client, take: Take) -> Samples:
+def trainers(batch: int, client: Client, sampler: Sampler) -> Samples:
     """Measure the seconds per sample of all trainers together.
 
     A step that failed because of another trainer's step has no samples.
     """
-    samples, overtaken = train_together(client, batch, take.seconds / 4, take.seconds)
+    samples, overtaken = train_together(client, batch, sampler.seconds / 4, sampler.seconds)
     if overtaken and client.rpc_parent == "telegrad":
         raise AssertionError(f"{overtaken} steps failed because another trainer's came between")
-    return {"": [take.seconds / max(samples, 1)]}
+    return {"": [sampler.seconds / max(samples, 1)]}
 
 
 def row(name: str, prepare: Callable[[Framework], Pair], *goals: Goal, **rest: Any) -> Row:
@@ -204,12 +204,12 @@ MODELS = {
 
 AUTOGRAD = Family(
     "autograd",
-    "forward and backward passes over calls; the limit is the same work in one process",
+    "forward and backward passes over calls; the baseline is the same work in one process",
     (
-        row("forward-backward over a call, 32x32", one_call, TimesLess(6)),
+        row("forward-backward over a call, 32x32", one_call, FasterThan(6)),
         row("forward-backward over 4 workers", four_workers, workers=4),
         *(
-            row(f"ConvNet step, batch {batch}", partial(conv_net, batch), AddsLess(4), repeats=40, quick=batch == 1)
+            row(f"ConvNet step, batch {batch}", partial(conv_net, batch), LessOverhead(4), repeats=40, quick=batch == 1)
             for batch in BATCHES
         ),
         row("embedding, sparse gradients", embedding, repeats=60),
@@ -232,7 +232,7 @@ AUTOGRAD = Family(
             row(
                 f"backward, {name}",
                 partial(model_behind_one_call, make),
-                TimesLimit(1 / (1 - SHARE)),
+                WithinBaseline(1 / (1 - SHARE)),
                 repeats=10,
                 seconds=2.0,
                 fresh=True,
@@ -254,7 +254,7 @@ TRAINING = Family(
             amount=1,
             of="samples",
             seconds=1.2,
-            goals=(TimesLess(1),) if count > 1 else (),
+            goals=(FasterThan(1),) if count > 1 else (),
             only=ONLY,
             quick=batch == 1 and count > 1,
         )

@@ -1,4 +1,4 @@
-"""Small calls between two processes: what one costs, and how many there can be."""
+"""Small calls between two processes: cost of one, and number in flight."""
 
 import threading
 import time
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from bench import functions, limits
-from bench.peers.base import Client
-from bench.row import Family, Row, Samples, Take, TimesLess, TimesLimit, timed
+from bench import baselines, functions
+from bench.competitors.base import Client
+from bench.row import Family, FasterThan, Row, Sampler, Samples, WithinBaseline, timed
 
 __all__ = ["CALLS", "THREADS"]
 
@@ -22,22 +22,22 @@ NO_REFERENCES = TORCH_API | {"": "has no references to results that a call could
 
 
 def right(result: object, expected: object) -> None:
-    """Raises if a call did not return what it should."""
+    """Raise an error if a call returned a wrong result."""
     if isinstance(expected, torch.Tensor):
         good = isinstance(result, torch.Tensor) and torch.equal(result, expected)
     else:
         good = result == expected
     if not good:
-        raise AssertionError("a call returned something else than it should")
+        raise AssertionError("a call returned a wrong result")
 
 
-def of(function: Any, args: tuple[Any, ...], expected: object, client: Client, take: Take) -> Samples:
+def of(function: Any, args: tuple[Any, ...], expected: object, client: Client, sampler: Sampler) -> Samples:
     call = client.caller(SERVER, function, *args)
     right(call(), expected)
-    return take(call)
+    return sampler(call)
 
 
-def fetched(client: Client, take: Take) -> Samples:
+def fetched(client: Client, sampler: Sampler) -> Samples:
     rpc: Any = client.rpc
     to = rpc.get_worker_info(f"worker{SERVER}")
 
@@ -45,30 +45,30 @@ def fetched(client: Client, take: Take) -> Samples:
         return rpc.remote(to, functions.identity, args=(PAIR,)).to_here()
 
     right(call(), PAIR)
-    return take(call)
+    return sampler(call)
 
 
-def method(client: Client, take: Take) -> Samples:
+def method(client: Client, sampler: Sampler) -> Samples:
     call = client.method(SERVER, functions.Counter, "add", 0)
     right(call(), 0)
-    return take(call)
+    return sampler(call)
 
 
-def in_flight(client: Client, take: Take) -> Samples:
+def in_flight(client: Client, sampler: Sampler) -> Samples:
     def call() -> list[Any]:
         return client.collect([client.begin(SERVER, functions.identity, i) for i in range(IN_FLIGHT)])
 
     right(call(), list(range(IN_FLIGHT)))
-    return take(call)
+    return sampler(call)
 
 
-def nested(client: Client, take: Take) -> Samples:
+def nested(client: Client, sampler: Sampler) -> Samples:
     call = client.caller(SERVER, functions.back)
     right(call(), 7)
-    return take(call)
+    return sampler(call)
 
 
-def cold(client: Client, take: Take) -> Samples:
+def cold(client: Client, sampler: Sampler) -> Samples:
     call = client.caller(SERVER, functions.identity, 7)
     right(call(), 7)
 
@@ -76,12 +76,12 @@ def cold(client: Client, take: Take) -> Samples:
         time.sleep(SILENCE)
         return timed(call)
 
-    return {"": take.loop(after_silence)}
+    return {"": sampler.loop(after_silence)}
 
 
-def threaded(count: int, client: Client, take: Take) -> Samples:
+def threaded(count: int, client: Client, sampler: Sampler) -> Samples:
     """Measure the seconds per call of threads that each make one call at a time."""
-    window = take.seconds / 3
+    window = sampler.seconds / 3
     call = client.caller(SERVER, functions.identity, 7)
 
     def sample() -> float:
@@ -111,7 +111,7 @@ def threaded(count: int, client: Client, take: Take) -> Samples:
             raise failed[0]
         return (time.perf_counter() - start) / sum(done)
 
-    return {"": take.loop(sample)}
+    return {"": sampler.loop(sample)}
 
 
 CALLS = Family(
@@ -122,28 +122,28 @@ CALLS = Family(
         Row(
             "identity, int",
             partial(of, functions.identity, (7,), 7),
-            goals=(TimesLess(70), TimesLimit(4)),
-            limit=partial(limits.call_of, 7),
+            goals=(FasterThan(70), WithinBaseline(4)),
+            baseline=partial(baselines.call_of, 7),
         ),
         Row(
             "identity, 2 floats",
             partial(of, functions.identity, (PAIR,), PAIR),
-            goals=(TimesLess(50), TimesLimit(4)),
-            limit=partial(limits.call_of, PAIR),
+            goals=(FasterThan(50), WithinBaseline(4)),
+            baseline=partial(baselines.call_of, PAIR),
         ),
-        Row("remote().to_here(), 2 floats", fetched, goals=(TimesLess(40),), only=NO_REFERENCES),
-        Row("method of a remote object, int", method, goals=(TimesLess(40),)),
-        Row("nested call, int", nested, goals=(TimesLess(15),)),
+        Row("remote().to_here(), 2 floats", fetched, goals=(FasterThan(40),), only=NO_REFERENCES),
+        Row("method of a remote object, int", method, goals=(FasterThan(40),)),
+        Row("nested call, int", nested, goals=(FasterThan(15),)),
         Row(
             "cold call, after 1 s of silence",
             cold,
-            goals=(TimesLess(8),),
+            goals=(FasterThan(8),),
             seconds=2.9,
             repeats=3,
             warm_up=0,
-            patience=90,
+            timeout=90,
         ),
-        Row("1000 calls in flight, int", in_flight, amount=IN_FLIGHT, of="calls", goals=(TimesLess(60),)),
+        Row("1000 calls in flight, int", in_flight, amount=IN_FLIGHT, of="calls", goals=(FasterThan(60),)),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""CPU time and memory of a group: of all processes that the peer needs."""
+"""CPU time and memory of a group: of all processes that the competitor needs."""
 
 import os
 import subprocess
@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from bench import functions
-from bench.groups import ask
-from bench.peers.base import Client, Peer
+from bench.competitors.base import Client, Competitor
+from bench.groups import run_in_group
 from bench.processes import Meter, descendants
-from bench.row import AtMost, Family, Row, Samples, Take
+from bench.row import AtMost, Family, Row, Sampler, Samples
 from bench.rows.calls import SERVER, right
 
 __all__ = ["COSTS"]
@@ -21,19 +21,19 @@ __all__ = ["COSTS"]
 MB = 1 << 20
 COUNTED = 10_000  # calls
 SETTLING = 2.5  # windows of an idle worker that pass before the first: unused threads exit, cached memory is freed
-WAKING = 0.001  # seconds a minute that a single wake-up within a window is taken for
-SAMPLER = Path(__file__).parents[1] / "peak.py"
+WAKING = 0.001  # seconds a minute that a single wake-up within a window counts as
+PEAK_PROGRAM = Path(__file__).parents[1] / "peak.py"
 
 
 def group(client: Client) -> list[int]:
     return [client.leader, *descendants(client.leader)]
 
 
-def calls(client: Client, take: Take) -> Samples:
-    """Processor seconds of the whole group for 10,000 calls, one after the other."""
+def calls(client: Client, sampler: Sampler) -> Samples:
+    """Measure the processor time of the group for 10,000 consecutive calls."""
     call = client.caller(SERVER, functions.identity, 7)
     right(call(), 7)
-    window = take.seconds / 2
+    window = sampler.seconds / 2
 
     def sample() -> float:
         meter = Meter(partial(group, client))
@@ -43,48 +43,48 @@ def calls(client: Client, take: Take) -> Samples:
             count += 1
         return meter.seconds() / count * COUNTED
 
-    return {"": take.loop(sample)}
+    return {"": sampler.loop(sample)}
 
 
-def idle(client: Client, take: Take) -> Samples:
+def idle(client: Client, sampler: Sampler) -> Samples:
     """Return the CPU seconds of a worker in a minute without calls, after cleanup.
 
     The measuring thread is not part of a worker: it sleeps, and the cost of its wake-ups is left out.
     """
     right(client.caller(SERVER, functions.identity, 7)(), 7)
-    time.sleep(SETTLING * take.seconds)
+    time.sleep(SETTLING * sampler.seconds)
 
     def sample() -> float:
         meter, start = Meter(partial(group, client), but_here=True), time.perf_counter()
-        time.sleep(take.seconds)
+        time.sleep(sampler.seconds)
         return meter.seconds() / (time.perf_counter() - start) * 60 / client.workers
 
-    return {"": [sample() for _ in range(take.least)]}
+    return {"": [sample() for _ in range(sampler.least)]}
 
 
-def memory(size: int, peer: Peer, take: Take) -> Samples:
+def memory(size: int, competitor: Competitor, sampler: Sampler) -> Samples:
     """Return the peak memory of a fresh group during a round trip of a tensor.
 
     It is in megabytes, without that tensor.
     """
-    return {"": [ask(peer, 2, _memory, size, seconds=100) for _ in range(take.least)]}
+    return {"": [run_in_group(competitor, 2, _memory, size, seconds=100) for _ in range(sampler.least)]}
 
 
-UNSEEN = 10.0  # megabytes that may come and go between two looks, which are a millisecond apart
+UNSEEN = 10.0  # megabytes that can come and go between two samples, which are a millisecond apart
 
 
 def _memory(client: Client, size: int) -> float:
     right(client.caller(SERVER, functions.identity, 7)(), 7)
     x = torch.ones(size // 4)
-    command = [sys.executable, str(SAMPLER), str(client.leader)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_alone()) as sampler:
-        assert sampler.stdin is not None
-        assert sampler.stdout is not None
-        sampler.stdout.readline()
+    command = [sys.executable, str(PEAK_PROGRAM), str(client.leader)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_alone()) as peak:
+        assert peak.stdin is not None
+        assert peak.stdout is not None
+        peak.stdout.readline()
         for _ in range(2):
             right(client.caller(SERVER, functions.identity, x)(), x)
-        sampler.stdin.close()
-        first, most = map(float, sampler.stdout.read().split())
+        peak.stdin.close()
+        first, most = map(float, peak.stdout.read().split())
     return most - first
 
 
@@ -117,7 +117,7 @@ COSTS = Family(
             least=1,
             rounds=2,
             quick=False,
-            patience=240,
+            timeout=240,
         ),
     ),
 )

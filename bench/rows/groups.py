@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from bench import functions
-from bench.peers.base import Client
-from bench.row import Family, Row, Samples, Take
+from bench.competitors.base import Client
+from bench.row import Family, Row, Sampler, Samples
 
 __all__ = ["GROUPS"]
 
@@ -15,7 +15,7 @@ WORKERS = 8
 MB = 1 << 20
 
 
-def fan_out(size: int, count: int, client: Client, take: Take) -> Samples:
+def fan_out(size: int, count: int, client: Client, sampler: Sampler) -> Samples:
     """Send the same tensor to `count` workers at once; all return it."""
     x = torch.ones(size // 4)
 
@@ -24,10 +24,10 @@ def fan_out(size: int, count: int, client: Client, take: Take) -> Samples:
 
     if not all(torch.equal(one, x) for one in call()):  # type: ignore[arg-type]
         raise AssertionError("a worker returned another tensor")
-    return take(call)
+    return sampler(call)
 
 
-def one_way(size: int, count: int, at_once: bool, client: Client, take: Take) -> Samples:
+def one_way(size: int, count: int, at_once: bool, client: Client, sampler: Sampler) -> Samples:
     """Send the same tensor to `count` workers, by one call for all or one for each."""
     x = torch.ones(size // 4)
     ranks = range(1, count + 1)
@@ -39,11 +39,11 @@ def one_way(size: int, count: int, at_once: bool, client: Client, take: Take) ->
 
     if call() != [x.numel()] * count:
         raise AssertionError("a worker got another tensor")
-    return take(call)
+    return sampler(call)
 
 
-def all_to_all(size: int, client: Client, take: Take) -> Samples:
-    """Every worker sends a tensor to every other and gets it back, all at once."""
+def all_to_all(size: int, client: Client, sampler: Sampler) -> Samples:
+    """Send a tensor from every worker to every other and back, all at once."""
     x = torch.ones(size // 4)
 
     def call() -> list[object]:
@@ -52,12 +52,12 @@ def all_to_all(size: int, client: Client, take: Take) -> Samples:
 
     if call() != [client.workers - 1] * client.workers:
         raise AssertionError("not every tensor came back")
-    return take(call)
+    return sampler(call)
 
 
-def busy(client: Client, take: Take) -> Samples:
+def busy(client: Client, sampler: Sampler) -> Samples:
     """Return the seconds per call while every worker calls the next one."""
-    window = take.seconds / 2
+    window = sampler.seconds / 2
 
     def sample() -> float:
         start = time.perf_counter()
@@ -65,7 +65,7 @@ def busy(client: Client, take: Take) -> Samples:
         calls: int = functions.hammer(window) + sum(client.collect(others))
         return (time.perf_counter() - start) / calls
 
-    return {"": take.loop(sample)}
+    return {"": sampler.loop(sample)}
 
 
 GROUPS = Family(

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from bench.competitors.base import Competitor, Seat
+from bench.competitors.forked import ForkedCompetitor
 from bench.groups import free_port
-from bench.peers.base import Peer, Seat
-from bench.peers.forked import ForkedPeer
 from bench.processes import fork
-from bench.row import Family, Row, Samples, Take, TimesLess, timed
+from bench.row import Family, FasterThan, Row, Sampler, Samples, timed
 
 __all__ = ["STARTUP"]
 
@@ -30,40 +30,40 @@ OURS_ALONE = {
 }
 
 
-def work(peer: ForkedPeer, rank: int, workers: int, orders: int, answers: int) -> None:
-    """Joins and leaves a group for each port that comes down a pipe."""
-    peer.prepare()
+def work(competitor: ForkedCompetitor, rank: int, workers: int, orders: int, answers: int) -> None:
+    """Join and leave a group for each port read from a pipe."""
+    competitor.prepare()
     os.write(answers, b".")
     with os.fdopen(orders) as lines:
         for line in lines:
-            client = peer.join(Seat(rank, workers, int(line), Path()))
+            client = competitor.join(Seat(rank, workers, int(line), Path()))
             client.leave()
             os.write(answers, b".")
 
 
-Start = Callable[[ForkedPeer, int, int, int, int], None]
+Start = Callable[[ForkedCompetitor, int, int, int, int], None]
 
 
-def forked(peer: ForkedPeer, rank: int, workers: int, orders: int, answers: int) -> None:
-    fork(partial(work, peer, rank, workers, orders, answers))
+def forked(competitor: ForkedCompetitor, rank: int, workers: int, orders: int, answers: int) -> None:
+    fork(partial(work, competitor, rank, workers, orders, answers))
 
 
-def spawned(peer: ForkedPeer, rank: int, workers: int, orders: int, answers: int) -> None:
-    command = [sys.executable, "-m", "bench.rows.startup", peer.name, str(rank), str(workers)]
+def spawned(competitor: ForkedCompetitor, rank: int, workers: int, orders: int, answers: int) -> None:
+    command = [sys.executable, "-m", "bench.rows.startup", competitor.name, str(rank), str(workers)]
     subprocess.Popen(command, stdin=orders, stdout=answers, cwd=ROOT)  # ends with its leader: end_descendants
 
 
-def together(workers: int, start: Start, peer: Peer, take: Take) -> Samples:
-    """Seconds from the order until all workers have left again."""
-    assert isinstance(peer, ForkedPeer)
+def together(workers: int, start: Start, competitor: Competitor, sampler: Sampler) -> Samples:
+    """Measure the time from the order until all workers have left."""
+    assert isinstance(competitor, ForkedCompetitor)
     os.environ["OMP_NUM_THREADS"] = "1"
     if start is forked:
-        peer.prepare()
+        competitor.prepare()
     with ExitStack() as stack:
         orders, answers = [], []
         for rank in range(workers):
             (order_read, order), (answer, answer_write) = os.pipe(), os.pipe()
-            start(peer, rank, workers, order_read, answer_write)
+            start(competitor, rank, workers, order_read, answer_write)
             os.close(order_read)
             os.close(answer_write)
             orders.append(stack.enter_context(os.fdopen(order, "w", buffering=1)))
@@ -81,10 +81,10 @@ def together(workers: int, start: Start, peer: Peer, take: Take) -> Samples:
             all_answer()
 
         all_answer()  # ready
-        return {"": take.loop(lambda: timed(once))}
+        return {"": sampler.loop(lambda: timed(once))}
 
 
-def count_of(workers: int, start: Start, *goals: TimesLess) -> Row:
+def count_of(workers: int, start: Start, *goals: FasterThan) -> Row:
     alone = workers > 32
     return Row(
         f"init and shutdown, {workers} workers{', forks' if start is forked else ''}",
@@ -98,7 +98,7 @@ def count_of(workers: int, start: Start, *goals: TimesLess) -> Row:
         only=OURS_ALONE if alone else TORCH_API,
         goals=goals,
         quick=workers <= 2,
-        patience=240,
+        timeout=240,
     )
 
 
@@ -108,7 +108,7 @@ STARTUP = Family(
     (
         count_of(2, spawned),
         count_of(8, spawned),
-        count_of(32, spawned, TimesLess(5)),
+        count_of(32, spawned, FasterThan(5)),
         count_of(128, forked),
         count_of(256, forked),
     ),
@@ -116,10 +116,10 @@ STARTUP = Family(
 
 
 if __name__ == "__main__":
-    from bench.peers.table import PEERS
+    from bench.competitors.table import COMPETITORS
 
-    chosen = PEERS[sys.argv[1]]
-    assert isinstance(chosen, ForkedPeer)
+    chosen = COMPETITORS[sys.argv[1]]
+    assert isinstance(chosen, ForkedCompetitor)
     out = os.dup(1)
-    os.dup2(2, 1)  # what a package prints is no answer
+    os.dup2(2, 1)  # output of a package is no answer
     work(chosen, int(sys.argv[2]), int(sys.argv[3]), os.dup(0), out)

@@ -1,4 +1,4 @@
-"""Who measures waits until the cores are near, for a while. Where they are is made up."""
+"""The bench waits for near cores, for a limited time. Distances are synthetic."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
@@ -11,18 +11,18 @@ pytest.importorskip("rich")
 from bench import cores
 from bench.cores import FAR, in_words, near
 
-HERE, THERE = 120e-9, 500e-9
+NEAR, DISTANT = 120e-9, 500e-9
 
 
-def seen(*places: float) -> Callable[[], float]:
-    """The places one after the other, then the last of them for ever."""
-    coming: Iterator[float] = chain(places, repeat(places[-1]))
-    return lambda: next(coming)
+def distances(*values: float) -> Callable[[], float]:
+    """Return the distances one after the other, then the last one forever."""
+    following: Iterator[float] = chain(values, repeat(values[-1]))
+    return lambda: next(following)
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Made-up time, which passes while somebody sleeps, and a second with each measurement."""
+    """Synthetic clock, advanced by sleeps and by one second per measurement."""
     time = [0.0]
     monkeypatch.setattr(cores.time, "monotonic", lambda: time[0])
     monkeypatch.setattr(cores.time, "sleep", lambda seconds: time.__setitem__(0, time[0] + seconds))
@@ -39,51 +39,51 @@ def measuring(clock: list[float]) -> Callable[[], int]:
     return measure
 
 
-def test_near_cores_are_not_waited_for(clock: list[float]) -> None:
-    found = near(measuring(clock), 20.0, True, seen(HERE))
-    assert (found.what, found.apart, found.waited) == (1, HERE, 0.0)
+def test_near_cores_need_no_wait(clock: list[float]) -> None:
+    found = near(measuring(clock), 20.0, True, distances(NEAR))
+    assert (found.result, found.apart, found.waited) == (1, NEAR, 0.0)
 
 
-def test_measuring_begins_when_they_have_come_near(clock: list[float]) -> None:
-    found = near(measuring(clock), 20.0, True, seen(THERE, THERE, THERE, HERE))
-    assert (found.what, found.apart) == (1, HERE)
+def test_measuring_begins_when_cores_are_near(clock: list[float]) -> None:
+    found = near(measuring(clock), 20.0, True, distances(DISTANT, DISTANT, DISTANT, NEAR))
+    assert (found.result, found.apart) == (1, NEAR)
     assert found.waited == pytest.approx(3 * cores.PAUSE)
 
 
-def test_patience_ends_and_it_is_said_where_they_were(clock: list[float]) -> None:
-    found = near(measuring(clock), 2.0, True, seen(THERE))
-    assert (found.what, found.apart) == (1, THERE)
+def test_wait_ends_and_the_distance_is_reported(clock: list[float]) -> None:
+    found = near(measuring(clock), 2.0, True, distances(DISTANT))
+    assert (found.result, found.apart) == (1, DISTANT)
     assert 2.0 - cores.PAUSE < found.waited < 2.0 + 2 * cores.PAUSE
 
 
-def test_what_they_moved_away_from_is_measured_again(clock: list[float]) -> None:
-    found = near(measuring(clock), 20.0, True, seen(HERE, THERE, THERE, HERE, HERE))
-    assert (found.what, found.apart) == (2, HERE)
+def test_a_measurement_is_repeated_if_cores_moved_apart(clock: list[float]) -> None:
+    found = near(measuring(clock), 20.0, True, distances(NEAR, DISTANT, DISTANT, NEAR, NEAR))
+    assert (found.result, found.apart) == (2, NEAR)
     assert found.waited == pytest.approx(1.0 + cores.PAUSE)
 
 
-@pytest.mark.parametrize(("patience", "again"), [(20.0, False), (1.0, True), (0.0, True)])
-def test_or_not_where_that_may_not_be_or_takes_too_long(clock: list[float], patience: float, again: bool) -> None:
-    found = near(measuring(clock), patience, again, seen(HERE, THERE))
-    assert (found.what, found.apart, found.waited) == (1, THERE, 0.0)
+@pytest.mark.parametrize(("max_wait", "again"), [(20.0, False), (1.0, True), (0.0, True)])
+def test_no_repeat_if_not_allowed_or_too_late(clock: list[float], max_wait: float, again: bool) -> None:
+    found = near(measuring(clock), max_wait, again, distances(NEAR, DISTANT))
+    assert (found.result, found.apart, found.waited) == (1, DISTANT, 0.0)
 
 
-def test_a_look_takes_a_moment_and_is_a_time() -> None:
+def test_measured_distance_is_a_time() -> None:
     assert 0.0 < cores.apart() < 1.0
 
 
-def test_nobody_looks_without_a_compiler_or_with_one_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_distance_without_a_compiler_or_with_one_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 3})
-    assert cores.can_look()
+    assert cores.can_measure()
     monkeypatch.setenv("CXX", str(tmp_path / "no compiler"))
-    monkeypatch.setattr(cores.limit, "ROOT", tmp_path)
-    assert not cores.can_look()
+    monkeypatch.setattr(cores.baseline, "ROOT", tmp_path)
+    assert not cores.can_measure()
     monkeypatch.undo()
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {3})
-    assert not cores.can_look()
+    assert not cores.can_measure()
 
 
-def test_the_table_says_where_they_were() -> None:
-    assert "57 to 500 ns" in in_words([HERE, 57e-9, THERE])
-    assert f"{FAR * 1e9:.0f} ns" in in_words([HERE])
-    assert "1 of 3 turns" in in_words([HERE, 57e-9, THERE])
+def test_the_table_reports_the_distances() -> None:
+    assert "57 to 500 ns" in in_words([NEAR, 57e-9, DISTANT])
+    assert f"{FAR * 1e9:.0f} ns" in in_words([NEAR])
+    assert "1 of 3 turns" in in_words([NEAR, 57e-9, DISTANT])

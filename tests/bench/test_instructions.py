@@ -1,4 +1,4 @@
-"""How many instructions a call takes, by callgrind: what the noise of a machine cannot touch."""
+"""Instructions per call, counted by callgrind, which is free of the machine's noise."""
 
 import pytest
 
@@ -16,8 +16,8 @@ def test_no_call_takes_more_instructions_than_recorded(part: str) -> None:
         pytest.skip(str(e))
     counted = PARTS[part]()
     assert counted.keys() == recorded.keys(), "record them: python -m bench.instructions --record"
-    grown = [str(change) for change in compare(recorded, counted) if change.growth > TOLERANCE]
-    assert not grown, "if that is worth it, python -m bench.instructions --record"
+    increased = [str(change) for change in compare(recorded, counted) if change.growth > TOLERANCE]
+    assert not increased, "if that is worth it, python -m bench.instructions --record"
 
 
 def test_growth_is_relative_to_what_was_recorded() -> None:

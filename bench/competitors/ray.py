@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from bench.competitors.base import Client, Competitor, Main, Seat, take_seat
 from bench.functions import TABLE
-from bench.peers.base import Client, Main, Peer, Seat, take_seat
 
 ROOT = Path(__file__).parents[2]
 THREADS = 16
@@ -58,7 +58,7 @@ class Worker:
         take_seat(RayClient(rank, handles, leader))
 
     def measure(self, main: bytes) -> None:
-        from bench.peers.base import here
+        from bench.competitors.base import here
 
         pickle.loads(main)(here())
 
@@ -71,7 +71,7 @@ for _name, _function in TABLE.items():
     setattr(Worker, _name, _method(_function))
 
 
-class Ray(Peer):
+class Ray(Competitor):
     name, package, distribution, spans_hosts = "Ray", "ray", "ray", False
     about = "Ray actors; ray.get(actor.method.remote(...)); a worker is called by one thread where nothing needs more"
 

@@ -3,11 +3,11 @@
 from types import ModuleType
 from typing import Any
 
-from bench.peers.base import Seat
-from bench.peers.torch_api import TIMEOUT, TorchApiPeer
+from bench.competitors.base import Seat
+from bench.competitors.torch_api import TIMEOUT, TorchApiCompetitor
 
 
-class TorchUv(TorchApiPeer):
+class TorchUv(TorchApiCompetitor):
     name, module = "torch uv", "torch.distributed.rpc"
     about = 'torch.distributed.rpc with _transports=["uv"], its TCP, and _channels=["mpt_uv", "basic"]'
 

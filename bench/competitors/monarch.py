@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from bench.competitors.base import Client, Competitor, Main, Seat, Unsupported, take_seat
 from bench.functions import TABLE
-from bench.peers.base import Client, Main, Peer, Seat, Unsupported, take_seat
 
 ROOT = Path(__file__).parents[2]
 CALLING = ("back", "exchange", "hammer")  # functions that call other workers
@@ -65,7 +65,7 @@ def _endpoint(name: str, function: Callable[..., Any]) -> Any:
 
 
 def actor_class() -> type:
-    """An actor with an endpoint for each function."""
+    """Create an actor class with an endpoint for each function."""
 
     def made(name: str, function: Callable[..., Any]) -> Any:
         return _endpoint(name, lambda _self, *args: function(*args))
@@ -85,7 +85,7 @@ def _spawns_nothing(cls: type) -> Any:
 
 
 def actor_of(cls: type, name: str) -> type:
-    """An actor that holds an object, with an endpoint for one of its methods."""
+    """Create an actor class that holds an object and serves one of its methods."""
 
     def __init__(self: Any) -> None:
         self.held = cls()
@@ -96,7 +96,7 @@ def actor_of(cls: type, name: str) -> type:
     )
 
 
-class Monarch(Peer):
+class Monarch(Competitor):
     name, package, distribution, spans_hosts = "Monarch", "monarch", "torchmonarch", False
     about = "Monarch actors; actor.method.call_one(...).get(); a process that calls has a second actor, which is called"
 

@@ -1,4 +1,4 @@
-"""Peers with the names of torch.distributed.rpc: that itself, and Telegrad."""
+"""Competitors with the names of torch.distributed.rpc: that itself, and Telegrad."""
 
 import importlib
 import os
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from bench.peers.base import Client, Seat
-from bench.peers.forked import ForkedPeer
+from bench.competitors.base import Client, Seat
+from bench.competitors.forked import ForkedCompetitor
 
 TIMEOUT = 600.0  # seconds; the default of a minute is short for 200 operations on 400 MB on a busy machine
 
@@ -48,7 +48,7 @@ class TorchApiClient(Client):
         self.rpc.shutdown()  # which waits for worker 0
 
 
-class TorchApiPeer(ForkedPeer):
+class TorchApiCompetitor(ForkedCompetitor):
     module: str
 
     @abstractmethod

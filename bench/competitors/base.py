@@ -1,6 +1,7 @@
-"""Interface of a peer: connects processes, with a client in each of them.
+"""Interface of a competitor: connects processes, with a client in each of them.
 
-To add a peer, write a class with the members of `Peer` in a file of this folder, and add it to `PEERS`.
+To add a competitor, write a class with the members of `Competitor` in a file of this folder, and add it to
+`COMPETITORS`.
 """
 
 import sys
@@ -18,7 +19,7 @@ HOST = "127.0.0.1"
 
 
 class Unsupported(Exception):
-    """A peer does not support an operation. The text names it, for the table."""
+    """A competitor does not support an operation. The text names it, for the table."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ class Client(ABC):
 
     @abstractmethod
     def caller(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        """Return a repeatable blocking call, as a user of this peer would write it."""
+        """Return a repeatable blocking call, as a user of this competitor would write it."""
 
     @abstractmethod
     def begin(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Start a call."""
 
     def begin_all(self, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Start the same call on several workers, as a user of this peer would."""
+        """Start the same call on several workers, as a user of this competitor would."""
         return [self.begin(rank, function, *args) for rank in ranks]
 
     @abstractmethod
@@ -85,22 +86,22 @@ class Client(ABC):
         """
 
 
-class Peer(ABC):
+class Competitor(ABC):
     """Framework that calls functions in other processes."""
 
     name: str
     about: str
-    package: str = ""  # what it is imported as, if that is not a part of PyTorch
-    distribution: str = ""  # what it is installed as; tools/install_peers.sh
+    package: str = ""  # import name, unless it is a part of PyTorch
+    distribution: str = ""  # package name; tools/install_competitors.sh
     spans_hosts: bool = True  # can connect workers of different network namespaces, here
 
     def missing(self) -> str | None:
-        """Return why the peer cannot be measured on this machine; None if it can."""
+        """Return why the competitor cannot be measured on this machine; None if it can."""
         if not self.package or find_spec(self.package) is not None:
             return None
-        log = Path(sys.prefix, "peers", f"{self.distribution}.log")
-        said = log.read_text().splitlines() if log.exists() else []
-        errors = [line for line in said if line.startswith("ERROR")] or said
+        log = Path(sys.prefix, "competitors", f"{self.distribution}.log")
+        output = log.read_text().splitlines() if log.exists() else []
+        errors = [line for line in output if line.startswith("ERROR")] or output
         return f"{self.distribution} is not installed: {errors[-1] if errors else 'make bench installs it'}"
 
     @abstractmethod
@@ -112,7 +113,7 @@ _here: Client | None = None
 
 
 def here() -> Client:
-    """The client of this process."""
+    """Return the client of this process."""
     if _here is None:
         raise RuntimeError("this process is not part of a group")
     return _here

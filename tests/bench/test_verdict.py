@@ -1,4 +1,4 @@
-"""What made-up figures say: goals, who is ahead, and what the program exits with."""
+"""Goals, verdicts and exit status of the bench, from synthetic figures."""
 
 import json
 import re
@@ -12,20 +12,32 @@ pytest.importorskip("rich")
 
 from bench import markdown
 from bench.figures import Figure, figure, show, show_rate, show_spread
-from bench.judge import Judged, ahead_of_us, failures, judge
-from bench.row import BESIDE, LIMIT, OURS, TORCH, AddsLess, AtMost, Family, Goal, Row, TimesLess, TimesLimit
+from bench.row import (
+    BASELINE,
+    BASELINE_WITH,
+    OURS,
+    TORCH,
+    AtMost,
+    Family,
+    FasterThan,
+    Goal,
+    LessOverhead,
+    Row,
+    WithinBaseline,
+)
 from bench.schedule import Results
+from bench.verdict import RowVerdict, ahead_of_us, failures, row_verdicts
 
 ROOT = Path(__file__).parents[2]
 
 
 def nothing(*_: object) -> dict[str, list[float]]:
-    raise AssertionError("nothing is measured here")
+    raise AssertionError("this row is never measured")
 
 
-def one_row(results: Results, *goals: Goal) -> Judged:
-    (judged,) = judge([Family("made up", "", (Row("row", nothing, goals=goals),))], results)
-    return judged
+def one_row(results: Results, *goals: Goal) -> RowVerdict:
+    (row,) = row_verdicts([Family("synthetic", "", (Row("row", nothing, goals=goals),))], results)
+    return row
 
 
 def of(**rounds: list[list[float]]) -> Results:
@@ -66,21 +78,21 @@ def test_a_peer_is_ahead_by_more_than_both_spreads(
 
 
 def test_in_a_row_without_verdict_no_peer_is_ahead() -> None:
-    families = [Family("made up", "", (Row("row", nothing, verdict=False),))]
-    (row,) = judge(families, of(telegrad=[[2.0]], torch=[[1.0]]))
+    families = [Family("synthetic", "", (Row("row", nothing, verdict=False),))]
+    (row,) = row_verdicts(families, of(telegrad=[[2.0]], torch=[[1.0]]))
     assert row.ahead == []
-    assert Judged.from_json(row.as_json()).ahead == []
+    assert RowVerdict.from_json(row.as_json()).ahead == []
     assert markdown.goals(row) == "no verdict"
 
 
-def test_the_limit_is_no_peer() -> None:
+def test_the_baseline_is_no_competitor() -> None:
     ours, lower = figure([[10.0]]), figure([[1.0]])
-    assert ahead_of_us({OURS: ours, LIMIT: lower, BESIDE + TORCH: lower}) == []
+    assert ahead_of_us({OURS: ours, BASELINE: lower, BASELINE_WITH + TORCH: lower}) == []
     assert ahead_of_us({OURS: ours, "gRPC": lower, "Ray": lower}) == ["gRPC", "Ray"]
     assert ahead_of_us({"gRPC": lower}) == []
 
 
-def test_a_row_in_which_we_failed_fails_the_check() -> None:
+def test_a_failed_row_of_telegrad_fails_the_check() -> None:
     results = of(torch=[[1.0]])
     results.leave_out("row", OURS, "failed: WorkerLost: w1")
     assert failures([one_row(results)]) == ["row: telegrad failed: WorkerLost: w1"]
@@ -91,30 +103,30 @@ def test_a_row_in_which_we_failed_fails_the_check() -> None:
 @pytest.mark.parametrize(
     ("goal", "value", "met"),
     [
-        (TimesLess(5), 5.0, True),
-        (TimesLess(5.1), 5.0, False),
-        (TimesLess(3, "torch uv"), None, None),
-        (TimesLimit(2), 2.0, True),
-        (TimesLimit(1.9), 2.0, False),
+        (FasterThan(5), 5.0, True),
+        (FasterThan(5.1), 5.0, False),
+        (FasterThan(3, "torch uv"), None, None),
+        (WithinBaseline(2), 2.0, True),
+        (WithinBaseline(1.9), 2.0, False),
         (AtMost(2.0, "two seconds"), 2.0, True),
         (AtMost(1.9, "1.9 seconds"), 2.0, False),
-        (AddsLess(9), 9.0, True),  # torch adds 10 - 1, we add 2 - 1
-        (AddsLess(9.1), 9.0, False),
+        (LessOverhead(9), 9.0, True),  # torch adds 10 - 1, Telegrad adds 2 - 1
+        (LessOverhead(9.1), 9.0, False),
     ],
 )
 def test_goals(goal: Goal, value: float | None, met: bool | None) -> None:
-    (verdict,) = one_row(of(telegrad=[[2.0]], torch=[[10.0]], limit=[[1.0]]), goal).verdicts
+    (verdict,) = one_row(of(telegrad=[[2.0]], torch=[[10.0]], baseline=[[1.0]]), goal).verdicts
     assert verdict.met is met
     assert verdict.value == (None if value is None else pytest.approx(value))
 
 
-def test_what_torch_adds_is_beside_the_limit_of_its_own_turns() -> None:
-    results = Results({"row": {OURS: [[2.0]], TORCH: [[10.0]], LIMIT: [[1.0]], BESIDE + TORCH: [[6.0]]}})
-    (verdict,) = one_row(results, AddsLess(4)).verdicts
+def test_torchs_overhead_uses_the_baseline_of_its_own_turns() -> None:
+    results = Results({"row": {OURS: [[2.0]], TORCH: [[10.0]], BASELINE: [[1.0]], BASELINE_WITH + TORCH: [[6.0]]}})
+    (verdict,) = one_row(results, LessOverhead(4)).verdicts
     assert verdict.value == pytest.approx(4.0)
 
 
-def test_a_spread_of_many_times_what_was_found_is_shown_in_its_unit() -> None:
+def test_a_spread_of_many_times_the_median_is_shown_in_its_unit() -> None:
     assert show_spread(figure([[1.0], [2.0], [3.0]]), "s") == "±50%"
     assert show_spread(figure([[0.0]], resolution=0.001), "CPU s") == "±0.001 CPU s"
 
@@ -128,18 +140,28 @@ def test_costs_are_shown_in_their_unit() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("theirs", "status"), [(0.5, 1), (2.0, 0)])
-def test_the_program_exits_with_1_when_a_peer_is_ahead(theirs: float, status: int, tmp_path: Path) -> None:
-    row = one_row(of(telegrad=[[1.0], [1.1]], torch=[[theirs], [theirs]]), TimesLess(2))
-    data = row.as_json() | {"family": "calls", "ahead": []}  # who is ahead is found anew
-    about = {"cpu": "made up", "cores": 2, "memory GB": 1, "system": "", "python": "", "packages": {}, "iperf3": None}
-    content = {"machine": about | {"load before": 0}, "peers": [OURS, TORCH], "rows": [data]}
+def test_exit_status_is_1_if_a_competitor_is_ahead(theirs: float, status: int, tmp_path: Path) -> None:
+    row = one_row(of(telegrad=[[1.0], [1.1]], torch=[[theirs], [theirs]]), FasterThan(2))
+    data = row.as_json() | {"family": "calls", "ahead": []}  # computed again from the figures
+    about = {"cpu": "synthetic", "cores": 2, "memory GB": 1, "system": "", "python": "", "packages": {}, "iperf3": None}
+    content = {"machine": about | {"load before": 0}, "competitors": [OURS, TORCH], "rows": [data]}
     written = tmp_path / "results.json"
     written.write_text(json.dumps(content))
     tables = tmp_path / "tables.md"
-    command = [sys.executable, "-m", "bench", "--judge", str(written), "--markdown", str(tables)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench",
+        "--verdict",
+        str(written),
+        "--out",
+        str(tmp_path),
+        "--markdown",
+        str(tables),
+    ]
     for options, expected in (([], 0), (["--check"], status)):
         done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
         assert done.returncode == expected, done.stderr
-        assert ("torch is ahead of us" in done.stdout) == (status == 1)
+        assert ("torch is" in done.stdout) == (status == 1)
         assert "0 of 1 goals met" in done.stdout
     assert re.search(r"\| row +\| 1.05 s ±5% +\| ", tables.read_text())

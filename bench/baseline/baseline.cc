@@ -1,12 +1,11 @@
-// Limits of the machine: the operations that a call needs, without a framework. Prints one time in seconds per line.
+// Baseline of the machine: the operations that a call needs, without a framework. Prints one time in seconds per line.
 //
-//     limit ring SECONDS               a round trip through shared memory between two processes that spin
-//     limit apart                      the same at its best, between the first and the last core this process may use
-//     limit memcpy BYTES SECONDS       a copy within warm memory
-//     limit echo SECONDS               a round trip of 64 bytes over loopback TCP
-//     limit stream BYTES SECONDS       bytes one way over loopback TCP, and a byte back
-//     limit serve ADDRESS              answers one `limit send`; prints its port first
-//     limit send ADDRESS PORT BYTES SECONDS
+//     baseline ring SECONDS               a round trip through shared memory between two processes that spin
+//     baseline apart                      the same at its best, between the first and the last core this process may
+//     use baseline memcpy BYTES SECONDS       a copy within warm memory baseline echo SECONDS               a round
+//     trip of 64 bytes over loopback TCP baseline stream BYTES SECONDS       bytes one way over loopback TCP, and a
+//     byte back baseline serve ADDRESS              answers one `baseline send`; prints its port first baseline send
+//     ADDRESS PORT BYTES SECONDS
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <sched.h>
@@ -38,7 +37,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
   std::exit(1);
 }
 
-/// Runs `once` for so long, after a tenth of it to warm up, and prints its times.
+/// Runs `once` for `seconds` after a warm-up of a tenth of it, and prints its times.
 template <class F>
 void repeat(double seconds, F once) {
   for (const double end = now() + seconds / 10; now() < end;) once();
@@ -51,7 +50,7 @@ void repeat(double seconds, F once) {
   for (const double t : times) std::printf("%.9f\n", t);
 }
 
-/// A process that runs `body` and dies with this one.
+/// Starts a process that runs `body` and is killed when this one ends.
 template <class F>
 pid_t child(F body) {
   std::fflush(stdout);
@@ -77,10 +76,10 @@ struct Cell {
   alignas(64) std::atomic<std::uint64_t> back = 0;
 };
 
-/// On a machine with one core the other process must be let in.
-void look_until(const std::atomic<std::uint64_t>& cell, std::uint64_t value) {
-  for (std::uint32_t looks = 1; cell.load(std::memory_order_acquire) != value; ++looks) {
-    if (looks % 4096 == 0) sched_yield();
+/// Yields now and then: on one core the other process must run too.
+void spin_until(const std::atomic<std::uint64_t>& cell, std::uint64_t value) {
+  for (std::uint32_t spins = 1; cell.load(std::memory_order_acquire) != value; ++spins) {
+    if (spins % 4096 == 0) sched_yield();
   }
 }
 
@@ -92,7 +91,7 @@ Cell& shared_cell() {
 
 [[noreturn]] void answer(Cell& cell) {
   for (std::uint64_t i = 1;; ++i) {
-    look_until(cell.there, i);
+    spin_until(cell.there, i);
     cell.back.store(i, std::memory_order_release);
   }
 }
@@ -103,7 +102,7 @@ void ring(double seconds) {
   std::uint64_t i = 0;
   repeat(seconds, [&] {
     cell.there.store(++i, std::memory_order_release);
-    look_until(cell.back, i);
+    spin_until(cell.back, i);
   });
   end(other);
 }
@@ -137,7 +136,7 @@ void apart() {
     const double start = now();
     for (int once = 0; once < kTogether; ++once) {
       cell.there.store(++i, std::memory_order_release);
-      look_until(cell.back, i);
+      spin_until(cell.back, i);
     }
     std::printf("%.9f\n", (now() - start) / kTogether);
   }
@@ -195,10 +194,10 @@ bool read_all(int s, char* to, std::size_t size) {
 }
 
 void write_all(int s, const char* from, std::size_t size) {
-  for (std::size_t gone = 0; gone < size;) {
-    const ssize_t n = send(s, from + gone, size - gone, MSG_NOSIGNAL);
+  for (std::size_t sent = 0; sent < size;) {
+    const ssize_t n = send(s, from + sent, size - sent, MSG_NOSIGNAL);
     if (n <= 0) die("send");
-    gone += static_cast<std::size_t>(n);
+    sent += static_cast<std::size_t>(n);
   }
 }
 
@@ -264,7 +263,7 @@ int main(int argc, char** argv) {
   } else if (args.size() == 5 && args[0] == "send") {
     send_to(args[1].c_str(), std::stoi(args[2]), size(3), number(4));
   } else {
-    std::fprintf(stderr, "see the first lines of limit.cc\n");
+    std::fprintf(stderr, "see the first lines of baseline.cc\n");
     return 2;
   }
   return 0;

@@ -1,24 +1,24 @@
-"""Peers with plain processes as workers, forked by the leader of the group."""
+"""Competitors with plain processes as workers, forked by the leader of the group."""
 
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
+from bench.competitors.base import Client, Competitor, Main, Seat, take_seat
 from bench.networks import enter
-from bench.peers.base import Client, Main, Peer, Seat, take_seat
 from bench.processes import fork, wait
 
 GOODBYE = 30.0  # seconds for the others to end once worker 0 has
 
 
-class ForkedPeer(Peer):
+class ForkedCompetitor(Competitor):
     def prepare(self) -> None:
-        """Imports what a worker needs."""
+        """Import the packages that a worker needs."""
 
     @abstractmethod
     def join(self, seat: Seat) -> Client:
-        """Makes this process a worker of the group; returns when calls can be made."""
+        """Join the group; return when calls can be made."""
 
     def run(self, seats: Sequence[Seat], main: Main) -> None:
         lifeline, held = os.pipe()  # held open by worker 0 alone
@@ -30,7 +30,7 @@ class ForkedPeer(Peer):
             if status is None:
                 raise RuntimeError(f"worker {rank} does not end")
             if status == 1:
-                raise SystemExit(1)  # it has said why
+                raise SystemExit(1)  # its own output has the reason
             if status:
                 raise RuntimeError(f"worker {rank} ended with status {status}")
 

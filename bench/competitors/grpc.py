@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from bench.peers.base import Client, Seat
-from bench.peers.forked import ForkedPeer
+from bench.competitors.base import Client, Seat
+from bench.competitors.forked import ForkedCompetitor
 
 SERVICE = "bench.Functions"
 OPTIONS = [
@@ -22,7 +22,7 @@ OPTIONS = [
     ("grpc.so_reuseport", 0),
 ]
 THREADS = 16
-PATIENCE = 30.0
+CONNECT_TIMEOUT = 30.0
 SAVED, PICKLED = b"t", b"p"
 
 
@@ -82,7 +82,7 @@ class GrpcClient(Client):
         return self._stubs[key]
 
     def _connect(self, rank: int) -> Any:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + CONNECT_TIMEOUT
         while True:  # the other worker may not listen yet, and a channel that has failed once waits for a second
             channel = self._grpc.insecure_channel(self._target(rank), options=OPTIONS)
             try:
@@ -114,7 +114,7 @@ class GrpcClient(Client):
         self.leave()
 
 
-class Grpc(ForkedPeer):
+class Grpc(ForkedCompetitor):
     name, package, distribution = "gRPC", "grpc", "grpcio"
     about = "gRPC in Python over a Unix socket (TCP between namespaces), tensors by torch.save, 16 threads"
 

@@ -1,12 +1,12 @@
-"""Telegrad, as it comes and over each of its transports."""
+"""Telegrad, by default and over each of its transports."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from bench import functions
-from bench.peers.base import Client, Seat
-from bench.peers.torch_api import TIMEOUT, TorchApiClient, TorchApiPeer, name_of
+from bench.competitors.base import Client, Seat
+from bench.competitors.torch_api import TIMEOUT, TorchApiClient, TorchApiCompetitor, name_of
 from bench.row import OURS
 
 
@@ -18,11 +18,11 @@ class TelegradClient(TorchApiClient):
         return list(self.rpc.wait_all(begun))
 
 
-class Telegrad(TorchApiPeer):
-    name, about, module = OURS, "as it comes; TCP between network namespaces", "telegrad.rpc"
+class Telegrad(TorchApiCompetitor):
+    name, about, module = OURS, "default options; TCP between network namespaces", "telegrad.rpc"
 
     def __init__(self, *transports: str) -> None:
-        """By default those that it comes with; between network namespaces always TCP."""
+        """Restrict the transports; between network namespaces it is always TCP."""
         self._transports = transports
 
     def join(self, seat: Seat) -> Client:

@@ -1,17 +1,17 @@
-"""Limits of the machine, measured by limit.cc in the same run."""
+"""Baselines of the machine, measured by baseline.cc in the same run."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("limit.cc")
+SOURCE = Path(__file__).with_name("baseline.cc")
 ROOT = Path(__file__).parents[2]
 
 
 def program() -> Path:
-    """The compiled program; compiles it if it is not there or out of date."""
-    built = ROOT / "build" / "bench" / "limit"
+    """Return the program, compiled if it is missing or out of date."""
+    built = ROOT / "build" / "bench" / "baseline"
     if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
         built.parent.mkdir(parents=True, exist_ok=True)
         fresh = built.with_suffix(f".{os.getpid()}")
@@ -22,7 +22,7 @@ def program() -> Path:
 
 
 def measure(*arguments: object, prefix: tuple[str, ...] = ()) -> list[float]:
-    """Seconds, as the program prints them."""
+    """Return the seconds that the program prints."""
     command = [*prefix, str(program()), *(str(argument) for argument in arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, check=True)
     return [float(line) for line in done.stdout.splitlines()]

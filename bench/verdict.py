@@ -1,16 +1,16 @@
-"""Verdicts on the figures: reached goals, and peers ahead of Telegrad."""
+"""Verdicts on the figures: reached goals, and competitors ahead of Telegrad."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench.figures import Figure, figure
-from bench.row import LIMIT, OURS, Family
+from bench.row import BASELINE, OURS, Family
 from bench.schedule import Results
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GoalVerdict:
     """Goal of a row, with its value."""
 
     text: str
@@ -19,7 +19,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RowVerdict:
     """Row with its figures and verdicts."""
 
     family: str
@@ -27,12 +27,12 @@ class Judged:
     unit: str
     amount: float
     of: str
-    figures: Mapping[str, Figure]  # by peer, and of the limit
-    absent: Mapping[str, str]  # peer -> why it has no figure
-    verdicts: Sequence[Verdict]
-    ahead: Sequence[str]  # the peers faster than Telegrad
-    apart: Mapping[str, Sequence[float]] = field(default_factory=dict)  # seconds, by peer, for each round: see cores.py
-    judged: bool = True  # False: a row without verdict, in which no peer counts as ahead
+    figures: Mapping[str, Figure]  # by competitor, and of the baseline
+    absent: Mapping[str, str]  # competitor -> reason for having no figure
+    verdicts: Sequence[GoalVerdict]
+    ahead: Sequence[str]  # the competitors faster than Telegrad
+    apart: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by competitor: s in each round, see cores.py
+    has_verdict: bool = True  # False: a row without verdict, in which no competitor counts as ahead
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -46,14 +46,14 @@ class Judged:
             "goals": [vars(verdict) for verdict in self.verdicts],
             "ahead": list(self.ahead),
             "apart": {name: list(rounds) for name, rounds in self.apart.items()},
-            "judged": self.judged,
+            "has verdict": self.has_verdict,
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Judged":
-        """Read a row from JSON; the peers that are ahead are computed from its figures."""
+    def from_json(cls, data: dict[str, Any]) -> "RowVerdict":
+        """Read a row from JSON; the competitors that are ahead are computed from its figures."""
         figures = {name: Figure.from_json(one) for name, one in data["figures"].items()}
-        judged = data.get("judged", True)
+        has_verdict = data["has verdict"]
         return cls(
             data["family"],
             data["row"],
@@ -62,28 +62,28 @@ class Judged:
             data["of"],
             figures,
             data["absent"],
-            [Verdict(**verdict) for verdict in data["goals"]],
-            ahead_of_us(figures) if judged else [],
+            [GoalVerdict(**verdict) for verdict in data["goals"]],
+            ahead_of_us(figures) if has_verdict else [],
             data.get("apart", {}),
-            judged,
+            has_verdict,
         )
 
 
-def judge(families: Sequence[Family], results: Results) -> list[Judged]:
+def row_verdicts(families: Sequence[Family], results: Results) -> list[RowVerdict]:
     """Return the measured rows in the order of the table."""
     found = []
     for family in families:
         for row in family.rows:
             rounds = results.rounds.get(row.name, {})
-            figures = {who: figure(of, row.resolution) for who, of in rounds.items()}
-            absent = {who: why for who, why in results.absent.get(row.name, {}).items() if who not in figures}
-            medians = {who: one.median for who, one in figures.items()}
+            figures = {name: figure(of, row.resolution) for name, of in rounds.items()}
+            absent = {name: reason for name, reason in results.absent.get(row.name, {}).items() if name not in figures}
+            medians = {name: one.median for name, one in figures.items()}
             verdicts = []
             for goal in row.goals:
                 value, met = goal.reached(medians) or (None, None)
-                verdicts.append(Verdict(goal.text, value, met))
+                verdicts.append(GoalVerdict(goal.text, value, met))
             found.append(
-                Judged(
+                RowVerdict(
                     family.name,
                     row.name,
                     row.unit,
@@ -101,28 +101,28 @@ def judge(families: Sequence[Family], results: Results) -> list[Judged]:
 
 
 def ahead_of_us(figures: Mapping[str, Figure]) -> list[str]:
-    """Return the peers with a median below Telegrad's by more than both spreads."""
+    """Return the competitors with a median below Telegrad's by more than both spreads."""
     ours = figures.get(OURS)
     if ours is None:
         return []
     return [
-        who
-        for who, theirs in figures.items()
-        if who != OURS and not who.startswith(LIMIT) and ours.median - theirs.median > ours.spread + theirs.spread
+        name
+        for name, theirs in figures.items()
+        if name != OURS and not name.startswith(BASELINE) and ours.median - theirs.median > ours.spread + theirs.spread
     ]
 
 
-def failures(rows: Sequence[Judged]) -> list[str]:
-    """Return why `make bench-check` fails, a line per reason.
+def failures(rows: Sequence[RowVerdict]) -> list[str]:
+    """Return the reasons for which `make bench-check` fails, a line per reason.
 
-    Reasons are peers ahead of Telegrad, and rows without a figure of Telegrad.
+    Reasons are competitors ahead of Telegrad, and rows without a figure of Telegrad.
     """
     lines = []
     for row in rows:
-        for who in row.ahead:
-            ours, theirs = row.figures[OURS].median, row.figures[who].median
-            lines.append(f"{row.name}: {who} is ahead of us, {ours / max(theirs, 1e-12):.2f} times")
-        why = row.absent.get(OURS, "")
-        if why.startswith(("failed", "cannot")):
-            lines.append(f"{row.name}: {OURS} {why}")
+        for name in row.ahead:
+            ours, theirs = row.figures[OURS].median, row.figures[name].median
+            lines.append(f"{row.name}: {name} is {ours / max(theirs, 1e-12):.2f} x faster than {OURS}")
+        reason = row.absent.get(OURS, "")
+        if reason.startswith(("failed", "cannot")):
+            lines.append(f"{row.name}: {OURS} {reason}")
     return lines

@@ -1,0 +1,1 @@
+"""Competitors of the bench. base.py defines the interface, table.py lists them."""

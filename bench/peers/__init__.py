@@ -1,1 +1,0 @@
-"""Peers of the bench. base.py defines the interface, table.py lists them."""
