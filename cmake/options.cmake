@@ -45,12 +45,12 @@ if(TELEGRAD_LTO AND NOT TELEGRAD_SANITIZE)
   endif()
 endif()
 
-# The sources of some folders, found anew at every build: a new file needs no edit here.
+# The sources below some folders, searched at every build: a new file needs no edit here.
 function(telegrad_glob out)
   set(patterns)
   foreach(folder IN LISTS ARGN)
     list(APPEND patterns ${PROJECT_SOURCE_DIR}/csrc/${folder}/*.cc)
   endforeach()
-  file(GLOB found CONFIGURE_DEPENDS ${patterns})
+  file(GLOB_RECURSE found CONFIGURE_DEPENDS ${patterns})
   set(${out} ${found} PARENT_SCOPE)
 endfunction()

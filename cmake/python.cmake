@@ -5,7 +5,7 @@ execute_process(
   OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE nanobind_ROOT COMMAND_ERROR_IS_FATAL ANY)
 find_package(nanobind CONFIG REQUIRED)
 
-telegrad_glob(module_sources bind codec)
+telegrad_glob(module_sources python codec)
 # NOMINSIZE: keep CMake's -O3, where nanobind would choose -Os; a call's cost is what this project is about.
 nanobind_add_module(_core NB_STATIC NOMINSIZE ${module_sources})
 target_link_libraries(_core PRIVATE telegrad_core)

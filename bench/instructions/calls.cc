@@ -24,7 +24,7 @@ enum Tag : std::uint8_t { kEcho = 1, kLast };
 
 constexpr std::size_t kBody = 16, kSegment = 4096;
 
-struct Cookie final : Keep {};
+struct Target final : KeepAlive {};
 
 [[noreturn]] void die(const std::string& what) {
   std::fprintf(stderr, "calls: %s\n", what.c_str());
@@ -33,9 +33,9 @@ struct Cookie final : Keep {};
 
 Settings settings_of(int id) {
   Settings s;
-  s.credo.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(id + 1)};
-  s.credo.group = "instructions";
-  s.credo.secret = "a secret";
+  s.config.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(id + 1)};
+  s.config.group = "instructions";
+  s.config.secret = "a secret";
   return s;
 }
 
@@ -50,7 +50,7 @@ class Pair {
  public:
   Pair(const std::string& scheme, bool with_segment) : with_segment_(with_segment) {
     const std::string address = callee_.listen(fresh_address(scheme));
-    caller_.set_peer({.identity = settings_of(1).credo.me, .addresses = {address}});
+    caller_.set_peer({.identity = settings_of(1).config.me, .addresses = {address}});
     connect();
   }
 
@@ -62,21 +62,21 @@ class Pair {
   void call() {
     const std::uint64_t id = caller_.start(1, request(kEcho), {});
     answer(callee_pool_);
-    Outcome outcome;
-    if (caller_.wait(id, kNever, {}, outcome) != WaitEnd::kDone || outcome.status != CallStatus::kReplied) {
-      die("a call failed: " + outcome.why);
+    Completion completion;
+    if (caller_.wait(id, kNever, {}, completion) != WaitEnd::kDone || completion.status != CallStatus::kReplied) {
+      die("a call failed: " + completion.why);
     }
   }
 
   void call_async() {
     CallOptions options;
-    options.cookie = std::make_unique<Cookie>();
+    options.target = std::make_unique<Target>();
     caller_.start(1, request(kEcho), std::move(options));
     answer(callee_pool_);
-    Item item;
-    if (!caller_.next(caller_pool_, item) || item.kind != ItemKind::kOutcome ||
-        item.outcome.status != CallStatus::kReplied) {
-      die("an asynchronous call failed: " + item.outcome.why);
+    WorkItem item;
+    if (!caller_.next(caller_pool_, item) || item.kind != WorkKind::kCompletion ||
+        item.completion.status != CallStatus::kReplied) {
+      die("an asynchronous call failed: " + item.completion.why);
     }
   }
 
@@ -96,11 +96,11 @@ class Pair {
 
   /// Takes the next request at the callee and answers it; its tag.
   std::uint8_t answer(PoolThread& pool) {
-    Item item;
+    WorkItem item;
     do {
-      item = Item();
+      item = WorkItem();
       if (!callee_.next(pool, item)) die("the callee has ended");
-    } while (item.kind != ItemKind::kRequest);
+    } while (item.kind != WorkKind::kRequest);
     const std::uint8_t tag = item.message.header.tag;
     callee_.reply(item.connection, item.message.header.call_id, message(), false);
     return tag;
@@ -115,9 +115,9 @@ class Pair {
     });
     for (const Tag tag : {kEcho, kLast}) {
       const std::uint64_t id = caller_.start(1, request(tag), {});
-      Outcome outcome;
-      if (caller_.wait(id, kNever, {}, outcome) != WaitEnd::kDone || outcome.status != CallStatus::kReplied) {
-        die("cannot connect: " + outcome.why);
+      Completion completion;
+      if (caller_.wait(id, kNever, {}, completion) != WaitEnd::kDone || completion.status != CallStatus::kReplied) {
+        die("cannot connect: " + completion.why);
       }
     }
     other.join();

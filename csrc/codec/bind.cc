@@ -30,9 +30,9 @@ class BytesView {
   std::string_view view_;
 };
 
-bool is_plain(Outcome outcome) {
-  if (outcome == Outcome::kError) throw nb::python_error();
-  return outcome == Outcome::kOk;
+bool is_plain(EncodeStatus outcome) {
+  if (outcome == EncodeStatus::kError) throw nb::python_error();
+  return outcome == EncodeStatus::kOk;
 }
 
 nb::object segment_list(Encoded& encoded) {

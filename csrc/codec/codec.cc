@@ -5,13 +5,15 @@
 
 namespace telegrad::codec {
 
-Outcome Codec::encode(PyObject* object, Encoded& out) const { return Encoder(*this, Mode::kFull).run(object, out); }
+EncodeStatus Codec::encode(PyObject* object, Encoded& out) const {
+  return Encoder(*this, Mode::kFull).run(object, out);
+}
 
-Outcome Codec::encode_basic(PyObject* object, Encoded& out) const {
+EncodeStatus Codec::encode_basic(PyObject* object, Encoded& out) const {
   return Encoder(*this, Mode::kBasic).run(object, out);
 }
 
-Outcome Codec::encode_recorded(PyObject* object, Encoded& out, bool extensions) const {
+EncodeStatus Codec::encode_recorded(PyObject* object, Encoded& out, bool extensions) const {
   return Encoder(*this, extensions ? Mode::kRecorded : Mode::kBasicRecorded).run(object, out);
 }
 

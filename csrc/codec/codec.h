@@ -40,12 +40,12 @@ class Codec {
   Codec(TensorBridge tensors, int max_depth) : tensors_(std::move(tensors)), max_depth_(max_depth) {}
 
   void add_extension(Extension extension);  // throws nb::value_error
-  Outcome encode(PyObject* object, Encoded& out) const;
+  EncodeStatus encode(PyObject* object, Encoded& out) const;
   /// Encodes a value without extensions. Returns kNotPlain for a value with one, without packing anything.
-  Outcome encode_basic(PyObject* object, Encoded& out) const;
+  EncodeStatus encode_basic(PyObject* object, Encoded& out) const;
   /// Encodes like `encode`, and sets `out.recorded` to the tensors that require grad, in the order of `decode`.
   /// Parameters that require grad are encoded as such tensors.
-  Outcome encode_recorded(PyObject* object, Encoded& out, bool extensions = true) const;
+  EncodeStatus encode_recorded(PyObject* object, Encoded& out, bool extensions = true) const;
 
   /// Returns a new reference, or nullptr with a Python error set (CodecError for malformed bytes). Moves from the
   /// segments. With `wrap`, tensors that require grad are made without, and given to wrap(list) as one list unless

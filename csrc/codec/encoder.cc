@@ -27,38 +27,38 @@ bool is_small_record(PyObject* tuple) {
   return true;
 }
 
-Outcome changed_size(const char* what) {
+EncodeStatus changed_size(const char* what) {
   PyErr_Format(PyExc_RuntimeError, "%s changed size while it was encoded", what);
-  return Outcome::kError;
+  return EncodeStatus::kError;
 }
 
 }  // namespace
 
-Outcome Encoder::run(PyObject* root, Encoded& out) {
-  if (const Outcome outcome = value(root, 1); outcome != Outcome::kOk) return outcome;
-  if (is_basic() && !slots_.empty()) return Outcome::kNotPlain;
+EncodeStatus Encoder::run(PyObject* root, Encoded& out) {
+  if (const EncodeStatus outcome = value(root, 1); outcome != EncodeStatus::kOk) return outcome;
+  if (is_basic() && !slots_.empty()) return EncodeStatus::kNotPlain;
   if (tensors_.size() == 0 && slots_.empty()) {
     main_.byte(kNoTables);
   } else {
-    if (tensors_overlap()) return Outcome::kNotPlain;
-    if (const Outcome outcome = tables(); outcome != Outcome::kOk) return outcome;
+    if (tensors_overlap()) return EncodeStatus::kNotPlain;
+    if (const EncodeStatus outcome = tables(); outcome != EncodeStatus::kOk) return outcome;
   }
   out.body = nb::steal(main_.take());
-  if (!out.body) return Outcome::kError;
+  if (!out.body) return EncodeStatus::kError;
   out.segments = std::move(segments_);
   out.recorded = std::move(recorded_);
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
-Outcome Encoder::tables() {
+EncodeStatus Encoder::tables() {
   packing_ = true;
   const std::size_t segments_before = segments_.size();
   for (std::size_t slot = 0; slot < slots_.size(); ++slot)  // packing may add slots
     if (slots_[slot].state == Packing::kPending)
-      if (const Outcome outcome = pack(slot, 1); outcome != Outcome::kOk) return outcome;
+      if (const EncodeStatus outcome = pack(slot, 1); outcome != EncodeStatus::kOk) return outcome;
   if (segments_.size() != segments_before && tensors_overlap()) {
     PyErr_SetString(PyExc_TypeError, "a packed value shares tensor memory with the rest of the message");
-    return Outcome::kError;
+    return EncodeStatus::kError;
   }
   const std::uint64_t offset = main_.size();
   main_.varint(tensors_.size());
@@ -67,10 +67,10 @@ Outcome Encoder::tables() {
   main_.raw(extension_table_.data(), extension_table_.size());
   main_.number(offset);
   main_.byte(kHasTables);
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
-Outcome Encoder::value(PyObject* o, int depth) {
+EncodeStatus Encoder::value(PyObject* o, int depth) {
   const PyTypeObject* type = Py_TYPE(o);
   if (type == &PyUnicode_Type) return string(o);
   if (type == &PyLong_Type) return integer(o);
@@ -79,24 +79,24 @@ Outcome Encoder::value(PyObject* o, int depth) {
   if (type == &PyFloat_Type) {
     out_->byte(kFloat);
     out_->number(PyFloat_AS_DOUBLE(o));
-    return Outcome::kOk;
+    return EncodeStatus::kOk;
   }
   if (type == &PyDict_Type) return dict(o, depth);
   if (type == &PyList_Type) return list(o, depth);
-  if (o == Py_None) return out_->byte(kNone), Outcome::kOk;
-  if (o == Py_True) return out_->byte(kTrue), Outcome::kOk;
-  if (o == Py_False) return out_->byte(kFalse), Outcome::kOk;
+  if (o == Py_None) return out_->byte(kNone), EncodeStatus::kOk;
+  if (o == Py_True) return out_->byte(kTrue), EncodeStatus::kOk;
+  if (o == Py_False) return out_->byte(kFalse), EncodeStatus::kOk;
   if (type == &PyBytes_Type) return bytes(o);
   if (type == &PyComplex_Type) {
     out_->byte(kComplex);
     out_->number(PyComplex_RealAsDouble(o));
     out_->number(PyComplex_ImagAsDouble(o));
-    return Outcome::kOk;
+    return EncodeStatus::kOk;
   }
   return other(o, depth);
 }
 
-Outcome Encoder::integer(PyObject* o) {
+EncodeStatus Encoder::integer(PyObject* o) {
   int overflow;
   const long long v = PyLong_AsLongLongAndOverflow(o, &overflow);
   if (overflow) return big_integer(o);
@@ -106,27 +106,27 @@ Outcome Encoder::integer(PyObject* o) {
     out_->byte(kInt);
     out_->varint(zigzag(v));
   }
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
 // Uses the methods of int, because this is rare and CPython's C functions for it differ between versions.
-Outcome Encoder::big_integer(PyObject* o) {
+EncodeStatus Encoder::big_integer(PyObject* o) {
   nb::object bits = nb::steal(PyObject_CallMethod(o, "bit_length", nullptr));
-  if (!bits) return Outcome::kError;
+  if (!bits) return EncodeStatus::kError;
   const Py_ssize_t length = PyLong_AsSsize_t(bits.ptr()) / 8 + 1;  // room for the sign bit
   nb::object to_bytes = nb::steal(PyObject_GetAttrString(o, "to_bytes"));
   nb::object args = nb::steal(Py_BuildValue("(ns)", length, "little"));
   nb::object kwargs = nb::steal(Py_BuildValue("{sO}", "signed", Py_True));
-  if (!to_bytes || !args || !kwargs) return Outcome::kError;
+  if (!to_bytes || !args || !kwargs) return EncodeStatus::kError;
   nb::object raw = nb::steal(PyObject_Call(to_bytes.ptr(), args.ptr(), kwargs.ptr()));
-  if (!raw) return Outcome::kError;
+  if (!raw) return EncodeStatus::kError;
   out_->byte(kBigInt);
   out_->varint(static_cast<std::uint64_t>(PyBytes_GET_SIZE(raw.ptr())));
   out_->raw(PyBytes_AS_STRING(raw.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(raw.ptr())));
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
-Outcome Encoder::string(PyObject* o) {
+EncodeStatus Encoder::string(PyObject* o) {
   const char* data;
   Py_ssize_t n;
   nb::object encoded;
@@ -137,89 +137,92 @@ Outcome Encoder::string(PyObject* o) {
     // Not PyUnicode_AsUTF8AndSize, which would leave a copy attached to the caller's string.
     encoded = nb::steal(PyUnicode_AsUTF8String(o));
     if (!encoded) {
-      if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) return Outcome::kError;
+      if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) return EncodeStatus::kError;
       PyErr_Clear();  // a lone surrogate: valid in a str, not in UTF-8
-      return Outcome::kNotPlain;
+      return EncodeStatus::kNotPlain;
     }
     data = PyBytes_AS_STRING(encoded.ptr());
     n = PyBytes_GET_SIZE(encoded.ptr());
   }
-  if (n >= kLong && !is_first_visit(o)) return Outcome::kNotPlain;
+  if (n >= kLong && !is_first_visit(o)) return EncodeStatus::kNotPlain;
   out_->counted(kFixStr, kFixStrs, kStr, static_cast<std::uint64_t>(n));
   out_->raw(data, static_cast<std::size_t>(n));
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
-Outcome Encoder::bytes(PyObject* o) {
+EncodeStatus Encoder::bytes(PyObject* o) {
   const Py_ssize_t n = PyBytes_GET_SIZE(o);
-  if (n >= kLong && !is_first_visit(o)) return Outcome::kNotPlain;
+  if (n >= kLong && !is_first_visit(o)) return EncodeStatus::kNotPlain;
   out_->byte(kBytes);
   out_->varint(static_cast<std::uint64_t>(n));
   out_->raw(PyBytes_AS_STRING(o), static_cast<std::size_t>(n));
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
 // An object with one reference cannot be met twice.
 bool Encoder::is_first_visit(PyObject* o) { return Py_REFCNT(o) == 1 || containers_.insert(o); }
 
-Outcome Encoder::tuple(PyObject* o, int depth) {
-  if (depth > codec_.max_depth()) return Outcome::kNotPlain;
+EncodeStatus Encoder::tuple(PyObject* o, int depth) {
+  if (depth > codec_.max_depth()) return EncodeStatus::kNotPlain;
   const Py_ssize_t n = PyTuple_GET_SIZE(o);
-  if (n > 0 && !is_first_visit(o) && !is_small_record(o)) return Outcome::kNotPlain;
+  if (n > 0 && !is_first_visit(o) && !is_small_record(o)) return EncodeStatus::kNotPlain;
   out_->counted(kFixTuple, kFixTuples, kTuple, static_cast<std::uint64_t>(n));
   for (Py_ssize_t i = 0; i < n; ++i)
-    if (const Outcome outcome = value(PyTuple_GET_ITEM(o, i), depth + 1); outcome != Outcome::kOk) return outcome;
-  return Outcome::kOk;
+    if (const EncodeStatus outcome = value(PyTuple_GET_ITEM(o, i), depth + 1); outcome != EncodeStatus::kOk)
+      return outcome;
+  return EncodeStatus::kOk;
 }
 
 // Describing a tensor may run Python code that changes the containers around it. So references are held, and sizes are
 // checked again.
-Outcome Encoder::list(PyObject* o, int depth) {
-  if (depth > codec_.max_depth() || !is_first_visit(o)) return Outcome::kNotPlain;
+EncodeStatus Encoder::list(PyObject* o, int depth) {
+  if (depth > codec_.max_depth() || !is_first_visit(o)) return EncodeStatus::kNotPlain;
   const Py_ssize_t n = PyList_GET_SIZE(o);
   out_->counted(kFixList, kFixLists, kList, static_cast<std::uint64_t>(n));
   for (Py_ssize_t i = 0; i < n; ++i) {
     if (PyList_GET_SIZE(o) != n) return changed_size("list");
     const nb::object item = nb::borrow(PyList_GET_ITEM(o, i));
-    if (const Outcome outcome = value(item.ptr(), depth + 1); outcome != Outcome::kOk) return outcome;
+    if (const EncodeStatus outcome = value(item.ptr(), depth + 1); outcome != EncodeStatus::kOk) return outcome;
   }
-  return PyList_GET_SIZE(o) == n ? Outcome::kOk : changed_size("list");
+  return PyList_GET_SIZE(o) == n ? EncodeStatus::kOk : changed_size("list");
 }
 
-Outcome Encoder::dict(PyObject* o, int depth) {
-  if (depth > codec_.max_depth() || !is_first_visit(o)) return Outcome::kNotPlain;
+EncodeStatus Encoder::dict(PyObject* o, int depth) {
+  if (depth > codec_.max_depth() || !is_first_visit(o)) return EncodeStatus::kNotPlain;
   const Py_ssize_t n = PyDict_GET_SIZE(o);
   out_->counted(kFixDict, kFixDicts, kDict, static_cast<std::uint64_t>(n));
   Py_ssize_t at = 0, written = 0;
   PyObject *next_key, *next_item;
   while (PyDict_Next(o, &at, &next_key, &next_item)) {
     const nb::object key = nb::borrow(next_key), item = nb::borrow(next_item);
-    if (const Outcome outcome = value(key.ptr(), depth + 1); outcome != Outcome::kOk) return outcome;
-    if (const Outcome outcome = value(item.ptr(), depth + 1); outcome != Outcome::kOk) return outcome;
+    if (const EncodeStatus outcome = value(key.ptr(), depth + 1); outcome != EncodeStatus::kOk) return outcome;
+    if (const EncodeStatus outcome = value(item.ptr(), depth + 1); outcome != EncodeStatus::kOk) return outcome;
     if (PyDict_GET_SIZE(o) != n || ++written > n) return changed_size("dict");
   }
-  return written == n ? Outcome::kOk : changed_size("dict");
+  return written == n ? EncodeStatus::kOk : changed_size("dict");
 }
 
-Outcome Encoder::tensor(PyObject* o) {
+EncodeStatus Encoder::tensor(PyObject* o) {
   std::size_t number = tensors_.find(o);
   if (number == PointerIndex::kAbsent) {
     TensorSpec spec;
     Segment segment;
-    if (const Outcome outcome = codec_.tensors().describe(o, spec, segment); outcome != Outcome::kOk) return outcome;
+    if (const EncodeStatus outcome = codec_.tensors().describe(o, spec, segment); outcome != EncodeStatus::kOk)
+      return outcome;
     for (int i = 0; i < spec.ndim; ++i)
-      if (spec.shape[i] < 0 || spec.strides[i] < 0) return Outcome::kNotPlain;
+      if (spec.shape[i] < 0 || spec.strides[i] < 0) return EncodeStatus::kNotPlain;
     if (is_recorded()) {
       if (spec.requires_grad)
         recorded_.push_back(nb::borrow(o));
       else if (!codec_.tensors().is_tensor(o))
-        return Outcome::kNotPlain;  // a parameter that does not require grad must arrive as a parameter
+        return EncodeStatus::kNotPlain;  // a parameter that does not require grad must arrive as a parameter
     }
     number = tensors_.size();
     tensors_.add(o);
     alive_.push_back(nb::borrow(o));
     int graph_cut = 0;
-    if (spec.requires_grad && !is_recorded() && (graph_cut = codec_.tensors().has_graph(o)) < 0) return Outcome::kError;
+    if (spec.requires_grad && !is_recorded() && (graph_cut = codec_.tensors().has_graph(o)) < 0)
+      return EncodeStatus::kError;
     const bool is_strided = !spec.is_contiguous();
     tensor_table_.byte(spec.dtype->code);
     tensor_table_.byte(static_cast<std::uint8_t>((spec.requires_grad ? kRequiresGrad : 0) |
@@ -232,15 +235,15 @@ Outcome Encoder::tensor(PyObject* o) {
     if (segment.nbytes) segments_.push_back(std::move(segment));
   }
   out_->counted(kFixTensorRef, kFixTensorRefs, kTensorRef, number);
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
-Outcome Encoder::other(PyObject* o, int depth) {
+EncodeStatus Encoder::other(PyObject* o, int depth) {
   if (!codec_.extension_of(o)) {
     if (is_recorded() && codec_.tensors().is_parameter(o)) return tensor(o);
-    if (!packing_) return Outcome::kNotPlain;
+    if (!packing_) return EncodeStatus::kNotPlain;
     PyErr_Format(PyExc_TypeError, "a packed value holds %.200s, which is not a plain value", Py_TYPE(o)->tp_name);
-    return Outcome::kError;
+    return EncodeStatus::kError;
   }
   std::size_t slot = extensions_.find(o);
   if (slot == PointerIndex::kAbsent) {
@@ -250,38 +253,38 @@ Outcome Encoder::other(PyObject* o, int depth) {
   }
   // A packed value must follow its dependencies in the table.
   if (packing_)
-    if (const Outcome outcome = pack(slot, depth + 1); outcome != Outcome::kOk) return outcome;
+    if (const EncodeStatus outcome = pack(slot, depth + 1); outcome != EncodeStatus::kOk) return outcome;
   out_->counted(kFixExtensionRef, kFixExtensionRefs, kExtensionRef, slot);
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
-Outcome Encoder::pack(std::size_t slot, int depth) {
-  if (slots_[slot].state == Packing::kDone) return Outcome::kOk;
+EncodeStatus Encoder::pack(std::size_t slot, int depth) {
+  if (slots_[slot].state == Packing::kDone) return EncodeStatus::kOk;
   if (slots_[slot].state == Packing::kRunning || depth > codec_.max_depth()) {
     PyErr_SetString(PyExc_TypeError, "packed values refer to each other in a circle");
-    return Outcome::kError;
+    return EncodeStatus::kError;
   }
   slots_[slot].state = Packing::kRunning;
   nb::object object = slots_[slot].object;
   const Extension extension = *codec_.extension_of(object.ptr());
   nb::object packed = nb::steal(call_python(extension.pack.ptr(), object.ptr()));
-  if (!packed) return Outcome::kError;
+  if (!packed) return EncodeStatus::kError;
   alive_.push_back(packed);
 
   Writer own;
   Writer* const outer = std::exchange(out_, &own);
-  const Outcome outcome = value(packed.ptr(), depth + 1);
+  const EncodeStatus outcome = value(packed.ptr(), depth + 1);
   out_ = outer;
-  if (outcome == Outcome::kNotPlain) {
+  if (outcome == EncodeStatus::kNotPlain) {
     PyErr_Format(PyExc_TypeError, "%.200s was packed into a value that is not plain", Py_TYPE(object.ptr())->tp_name);
-    return Outcome::kError;
+    return EncodeStatus::kError;
   }
-  if (outcome != Outcome::kOk) return outcome;
+  if (outcome != EncodeStatus::kOk) return outcome;
   extension_table_.varint(slot);
   extension_table_.varint(extension.code);
   extension_table_.raw(own.data(), own.size());
   slots_[slot].state = Packing::kDone;
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
 bool Encoder::tensors_overlap() const {

@@ -12,7 +12,7 @@ namespace telegrad::codec {
 class Encoder {
  public:
   Encoder(const Codec& codec, Mode mode) : codec_(codec), mode_(mode) {}
-  Outcome run(PyObject* root, Encoded& out);
+  EncodeStatus run(PyObject* root, Encoded& out);
 
  private:
   enum class Packing : std::uint8_t { kPending, kRunning, kDone };
@@ -23,18 +23,18 @@ class Encoder {
 
   bool is_basic() const { return mode_ == Mode::kBasic || mode_ == Mode::kBasicRecorded; }
   bool is_recorded() const { return mode_ == Mode::kRecorded || mode_ == Mode::kBasicRecorded; }
-  Outcome value(PyObject* o, int depth);
-  Outcome integer(PyObject* o);
-  Outcome big_integer(PyObject* o);
-  Outcome string(PyObject* o);
-  Outcome bytes(PyObject* o);
-  Outcome tuple(PyObject* o, int depth);
-  Outcome list(PyObject* o, int depth);
-  Outcome dict(PyObject* o, int depth);
-  Outcome tensor(PyObject* o);
-  Outcome other(PyObject* o, int depth);
-  Outcome pack(std::size_t slot, int depth);
-  Outcome tables();
+  EncodeStatus value(PyObject* o, int depth);
+  EncodeStatus integer(PyObject* o);
+  EncodeStatus big_integer(PyObject* o);
+  EncodeStatus string(PyObject* o);
+  EncodeStatus bytes(PyObject* o);
+  EncodeStatus tuple(PyObject* o, int depth);
+  EncodeStatus list(PyObject* o, int depth);
+  EncodeStatus dict(PyObject* o, int depth);
+  EncodeStatus tensor(PyObject* o);
+  EncodeStatus other(PyObject* o, int depth);
+  EncodeStatus pack(std::size_t slot, int depth);
+  EncodeStatus tables();
 
   bool is_first_visit(PyObject* o);
   bool tensors_overlap() const;

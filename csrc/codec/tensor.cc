@@ -105,10 +105,10 @@ TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api,
   api_ = api;
 }
 
-Outcome TensorBridge::describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
+EncodeStatus TensorBridge::describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
   if (api_) {
     bool unsure = false;
-    const Outcome outcome = describe_natively(tensor, spec, segment, unsure);
+    const EncodeStatus outcome = describe_natively(tensor, spec, segment, unsure);
     if (!unsure) return outcome;
   }
   return describe_by_hook(tensor, spec, segment);
@@ -122,20 +122,20 @@ bool TensorBridge::flag(const nb::object& method, PyObject* tensor, bool& out) c
   return true;
 }
 
-Outcome TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const {
+EncodeStatus TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const {
   dlpack::Tensor view;
   if (api_->view_of_object(tensor, &view) != 0) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return Outcome::kError;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return EncodeStatus::kError;
     PyErr_Clear();
     unsure = true;
-    return Outcome::kNotPlain;
+    return EncodeStatus::kNotPlain;
   }
-  if (view.device.type != dlpack::kCpu || view.ndim > kMaxTensorDims) return Outcome::kNotPlain;
-  if (view.ndim > 0 && (!view.shape || !view.strides)) return Outcome::kNotPlain;
+  if (view.device.type != dlpack::kCpu || view.ndim > kMaxTensorDims) return EncodeStatus::kNotPlain;
+  if (view.ndim > 0 && (!view.shape || !view.strides)) return EncodeStatus::kNotPlain;
   spec.dtype = dtype_of_dlpack(view.dtype.code, view.dtype.bits, view.dtype.lanes);
   if (!spec.dtype) {
     unsure = true;
-    return Outcome::kNotPlain;
+    return EncodeStatus::kNotPlain;
   }
   spec.ndim = view.ndim;
   for (int i = 0; i < view.ndim; ++i) {
@@ -146,48 +146,48 @@ Outcome TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segm
   // From here on Python code may run (a torch function mode sees the calls below), so `view` is not valid any more.
 
   bool is_lazy = false;
-  if (!flag(is_neg_, tensor, is_lazy)) return Outcome::kError;
-  if (!is_lazy && spec.dtype->is_complex() && !flag(is_conj_, tensor, is_lazy)) return Outcome::kError;
-  if (is_lazy) return Outcome::kNotPlain;
+  if (!flag(is_neg_, tensor, is_lazy)) return EncodeStatus::kError;
+  if (!is_lazy && spec.dtype->is_complex() && !flag(is_conj_, tensor, is_lazy)) return EncodeStatus::kError;
+  if (is_lazy) return EncodeStatus::kNotPlain;
 
   if (is_ambiguous_to_dlpack(*spec.dtype)) {
     nb::object dtype = nb::steal(in_python([&] { return PyObject_GetAttr(tensor, dtype_.ptr()); }));
-    if (!dtype) return Outcome::kError;
+    if (!dtype) return EncodeStatus::kError;
     bool is_byte = false;
     for (nb::handle known : byte_types_) is_byte |= known.is(dtype);
     if (!is_byte) {
       unsure = true;
-      return Outcome::kNotPlain;
+      return EncodeStatus::kNotPlain;
     }
   }
 
   std::int64_t numel, span;
-  if (!spec.measure(numel, span)) return Outcome::kNotPlain;
+  if (!spec.measure(numel, span)) return EncodeStatus::kNotPlain;
   const auto item = static_cast<std::int64_t>(spec.dtype->size());
   if (span / 2 > numel * item && span > kSmallSpan) {  // mostly holes: the hook makes a dense copy
     unsure = true;
-    return Outcome::kNotPlain;
+    return EncodeStatus::kNotPlain;
   }
 
   nb::object requires_grad = nb::steal(in_python([&] { return PyObject_GetAttr(tensor, requires_grad_.ptr()); }));
-  if (!requires_grad) return Outcome::kError;
+  if (!requires_grad) return EncodeStatus::kError;
   spec.requires_grad = requires_grad.ptr() == Py_True;
 
   segment = Segment{};
   if (span > 0) {
     nb::object storage =
         nb::steal(in_python([&] { return PyObject_CallMethodNoArgs(tensor, untyped_storage_.ptr()); }));
-    if (!storage) return Outcome::kError;
+    if (!storage) return EncodeStatus::kError;
     segment = Segment{address, static_cast<std::size_t>(span), std::move(storage)};
   }
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
 // The hook returns None or (dtype code, requires_grad, shape, strides, address, nbytes, owner).
-Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
+EncodeStatus TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
   nb::object answer = nb::steal(call_python(encode_.ptr(), tensor));
-  if (!answer) return Outcome::kError;
-  if (answer.is_none()) return Outcome::kNotPlain;
+  if (!answer) return EncodeStatus::kError;
+  if (answer.is_none()) return EncodeStatus::kNotPlain;
   PyObject *shape, *strides, *owner;
   unsigned char code;
   int requires_grad;
@@ -195,28 +195,28 @@ Outcome TensorBridge::describe_by_hook(PyObject* tensor, TensorSpec& spec, Segme
   Py_ssize_t nbytes;
   if (!PyArg_ParseTuple(answer.ptr(), "bpO!O!KnO", &code, &requires_grad, &PyTuple_Type, &shape, &PyTuple_Type,
                         &strides, &address, &nbytes, &owner))
-    return Outcome::kError;
+    return EncodeStatus::kError;
   spec.dtype = dtype_of_code(code);
   spec.requires_grad = requires_grad != 0;
   const Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
-  if (ndim > kMaxTensorDims) return Outcome::kNotPlain;
+  if (ndim > kMaxTensorDims) return EncodeStatus::kNotPlain;
   spec.ndim = static_cast<int>(ndim);
   bool is_sane = spec.dtype && PyTuple_GET_SIZE(strides) == ndim;
   for (Py_ssize_t i = 0; is_sane && i < ndim; ++i) {
     spec.shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
     spec.strides[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i));
-    if (PyErr_Occurred()) return Outcome::kError;
+    if (PyErr_Occurred()) return EncodeStatus::kError;
     is_sane = spec.shape[i] >= 0 && spec.strides[i] >= 0;
   }
   std::int64_t numel, span;
   if (!is_sane || !spec.measure(numel, span) || span != nbytes) {
     PyErr_SetString(PyExc_ValueError, "encode_tensor returned an invalid description of a tensor");
-    return Outcome::kError;
+    return EncodeStatus::kError;
   }
   segment = Segment{};
   if (span > 0)
     segment = Segment{static_cast<std::uintptr_t>(address), static_cast<std::size_t>(nbytes), nb::borrow(owner)};
-  return Outcome::kOk;
+  return EncodeStatus::kOk;
 }
 
 int TensorBridge::has_graph(PyObject* tensor) const {

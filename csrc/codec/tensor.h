@@ -18,7 +18,7 @@ namespace telegrad::codec {
 
 namespace nb = nanobind;
 
-enum class Outcome {
+enum class EncodeStatus {
   kOk,
   kNotPlain,  // not encodable; no Python error is set
   kError,     // a Python error is set
@@ -61,7 +61,7 @@ class TensorBridge {
   bool is_native() const { return api_ != nullptr; }
 
   /// Fills `spec` and `segment` (without owner if the tensor has no elements). Reads no element.
-  Outcome describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
+  EncodeStatus describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
 
   /// Makes a tensor over `memory`, into which `spec` must fit (no memory for a tensor without elements). Returns
   /// nullptr with a Python error set on failure.
@@ -74,8 +74,8 @@ class TensorBridge {
   void clear();
 
  private:
-  Outcome describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const;
-  Outcome describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
+  EncodeStatus describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const;
+  EncodeStatus describe_by_hook(PyObject* tensor, TensorSpec& spec, Segment& segment) const;
   PyObject* rebuild_plain(const TensorSpec& spec, SegmentMemory memory) const;
   PyObject* rebuild_natively(const TensorSpec& spec, SegmentMemory& memory) const;
   PyObject* rebuild_by_hook(const TensorSpec& spec, SegmentMemory memory) const;

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "core/bell.h"
 #include "core/message.h"
+#include "core/parker.h"
 
 namespace telegrad {
 
@@ -23,7 +23,7 @@ enum class CallStatus : std::uint8_t {
 };
 
 /// How a call ended.
-struct Outcome {
+struct Completion {
   CallStatus status = CallStatus::kPending;
   Incoming reply;  // if kReplied
   std::int32_t peer = -1;
@@ -32,29 +32,29 @@ struct Outcome {
 
 /// A waiting thread; lives on its stack.
 struct Waiter {
-  Bell bell;
-  bool asleep = false;    // in the engine's list of sleeping waiters
-  bool promoted = false;  // it has been made the leader
+  Parker parker;
+  bool asleep = false;       // in the engine's list of sleeping waiters
+  bool made_leader = false;  // it has been made the leader
 };
 
-struct Collector;
+struct WaitSet;
 
 struct Call {
   std::uint32_t generation = 1;
   CallStatus status = CallStatus::kPending;
   bool used = false;
-  bool collected = false;  // asynchronous: its completion goes to the pool
-  bool counted = false;    // asynchronous, and a thread may be waiting for it
-  bool aside = false;      // its reply may be deferred, and any caller may take it
-  bool must_send = false;  // its request is sent even if the call has ended
-  bool patient = false;    // its request waits for a connection without limit
+  bool is_async = false;             // asynchronous: its completion goes to the pool
+  bool counted = false;              // asynchronous, and a thread may be waiting for it
+  bool deferrable = false;           // its reply may be deferred, and any caller may take it
+  bool must_send = false;            // its request is sent even if the call has ended
+  bool wait_for_connection = false;  // its request waits for a connection without limit
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
   Waiter* waiter = nullptr;
-  Collector* collector = nullptr;  // gets the completion instead of the pool
-  Outcome outcome;
-  std::unique_ptr<Keep> cookie;  // asynchronous: returned with the completion
-  std::unique_ptr<Keep> linger;  // kept until the reply has arrived, even a late one, or the peer is lost
+  WaitSet* wait_set = nullptr;  // gets the completion instead of the pool
+  Completion completion;
+  std::unique_ptr<KeepAlive> target;      // asynchronous: returned with the completion
+  std::unique_ptr<KeepAlive> keep_alive;  // kept until the reply has arrived, even a late one, or the peer is lost
   std::multimap<Nanos, std::uint64_t>::iterator deadline;
   bool has_deadline = false;
 };
@@ -69,7 +69,7 @@ class CallTable {
     Call& call = at(index);
     return call.used && call.generation == id >> 32 ? &call : nullptr;
   }
-  /// Removes the call and invalidates its id. The caller has taken its `cookie` and `linger`.
+  /// Removes the call and invalidates its id. The caller has taken its `target` and `keep_alive`.
   void close(std::uint64_t id);
 
   void set_deadline(std::uint64_t id, Nanos deadline);
@@ -96,10 +96,10 @@ class CallTable {
  private:
   static constexpr std::uint64_t kTogether = 64;  // slots per allocation
 
-  Call& at(std::uint64_t index) const { return pieces_[index / kTogether][index % kTogether]; }
+  Call& at(std::uint64_t index) const { return blocks_[index / kTogether][index % kTogether]; }
   std::uint64_t id_of(std::uint32_t index) const { return (std::uint64_t{at(index).generation} << 32) | (index + 1); }
 
-  std::vector<std::unique_ptr<Call[]>> pieces_;
+  std::vector<std::unique_ptr<Call[]>> blocks_;
   std::uint32_t size_ = 0;  // slots used so far
   std::vector<std::uint32_t> free_;
   std::multimap<Nanos, std::uint64_t> deadlines_;

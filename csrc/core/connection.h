@@ -22,18 +22,18 @@ struct Name {
 };
 
 /// Detects bursts: messages that each follow the last one at once.
-class Burst {
+class BurstDetector {
  public:
   /// Records a message and returns whether it belongs to a burst that has lasted for a while.
-  bool goes_on(Nanos at) {
-    length_ = at - last_ < kAtOnce ? length_ + 1 : 0;
+  bool in_burst(Nanos at) {
+    length_ = at - last_ < kMaxGap ? length_ + 1 : 0;
     last_ = at;
-    return length_ >= kLong;
+    return length_ >= kMinLength;
   }
 
  private:
-  static constexpr Nanos kAtOnce = 20 * kMicrosecond;
-  static constexpr int kLong = 16;
+  static constexpr Nanos kMaxGap = 20 * kMicrosecond;
+  static constexpr int kMinLength = 16;
   Nanos last_ = 0;
   int length_ = 0;
 };
@@ -42,7 +42,7 @@ struct Connection;
 using ConnectionPtr = std::shared_ptr<Connection>;
 
 struct Connection {
-  enum class State { kHandshaking, kOpen, kDead };
+  enum class State { kHandshaking, kOpen, kClosed };
 
   Connection(std::uint64_t id, std::unique_ptr<Link> link, Handshake handshake, bool initiator)
       : id(id), link(std::move(link)), handshake(std::move(handshake)), initiator(initiator) {}
@@ -52,11 +52,11 @@ struct Connection {
   std::atomic<State> state = State::kHandshaking;
 
   // Leader only.
-  bool awake = false;  // see Link::stay_awake
+  bool busy_polled = false;  // see Link::enable_busy_poll
   Handshake handshake;
   const bool initiator;
   bool has_asked_for_lanes = false;
-  bool vetted = false;                // `Engine::objection` has checked the peer that this end connected to
+  bool user_checked = false;          // `Engine::objection` has checked the peer that this end connected to
   std::atomic<bool> goodbye = false;  // the peer has announced its end
   std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
 
@@ -68,8 +68,8 @@ struct Connection {
   Nanos handshake_deadline = kNever;
   std::string source;                   // see Link::source; of accepted connections
   std::atomic<bool> displaced = false;  // to be closed, because too many others have been accepted
-  bool late = false;                    // it has missed `handshake_deadline`
-  bool opened = false;                  // it has been a connection to `peer`, whatever the state is now
+  bool timed_out = false;               // it has missed `handshake_deadline`
+  bool was_open = false;                // it has been a connection to `peer`, whatever the state is now
   ConnectionPtr lane_of;                // connection for which this end has initiated a lane
 
   // Sending, under send_mutex. Messages are sent in the order of the queue; `flushed` counts those sent.
@@ -77,9 +77,9 @@ struct Connection {
   std::deque<std::unique_ptr<Outgoing>> queue;
   std::vector<bool> names_sent;
   bool watching_writable = false;
-  Burst burst;             // of asynchronous requests
-  std::size_t held = 0;    // messages in the link's buffer
-  bool gathering = false;  // it is in the engine's list of such connections
+  BurstDetector burst;       // of asynchronous requests
+  std::size_t buffered = 0;  // messages in the link's buffer
+  bool coalescing = false;   // it is in the engine's list of such connections
   std::uint64_t queued = 0;
   std::atomic<std::uint64_t> flushed = 0;
   std::atomic<std::uint64_t> progress = 0;  // grows whenever the link sends more of the queue
@@ -88,18 +88,18 @@ struct Connection {
   // Flow control: request bytes sent that the peer has not processed; bytes processed but not yet reported to the peer.
   std::atomic<std::int64_t> outstanding = 0;
   std::atomic<std::int64_t> credit_due = 0;
-  std::atomic<std::int64_t> past_window = 0;          // request bytes sent without waiting since the window closed
-  std::atomic<bool> told_of_window = false;           // a warning about these has been logged
-  std::atomic<bool> window_known = false;             // the peer knows this worker's window
+  std::atomic<std::int64_t> over_window = 0;          // request bytes sent without waiting since the window closed
+  std::atomic<bool> window_warning_logged = false;    // a warning about these has been logged
+  std::atomic<bool> window_sent = false;              // the peer knows this worker's window
   std::atomic<std::int64_t> peer_window = INT64_MAX;  // the peer's own window, if the peer has had to wait
 };
 
 /// State of a message that waits for a connection. Under the engine's mutex.
-struct Departure {
-  std::shared_ptr<Connection> via;  // in the queue of this connection
+struct PendingSend {
+  std::shared_ptr<Connection> connection;  // in the queue of this connection
   std::uint64_t ticket = 0;
-  bool gone = false;  // sent or dropped
-  bool late = false;  // its call has stopped waiting for a connection, but the message is still to be sent
+  bool done = false;     // sent or dropped
+  bool expired = false;  // its call has stopped waiting for a connection, but the message is still to be sent
 };
 
 }  // namespace telegrad

@@ -11,17 +11,17 @@
 #include <system_error>
 #include <utility>
 
-#include "core/forks.h"
+#include "base/fork_handlers.h"
 
 namespace telegrad {
 namespace {
 
-Descriptor check(int fd, const char* what) {
+UniqueFd check(int fd, const char* what) {
   if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
-  return Descriptor(fd);
+  return UniqueFd(fd);
 }
 
-void add(const Descriptor& epoll, int fd, std::uint64_t token, std::uint32_t events) {
+void add(const UniqueFd& epoll, int fd, std::uint64_t token, std::uint32_t events) {
   epoll_event event{.events = events, .data = {.u64 = token}};
   if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     throw std::system_error(errno, std::generic_category(), "cannot add a descriptor to epoll");
@@ -38,49 +38,49 @@ int processors() {
 
 Engine::Engine(Settings settings)
     : settings_(std::move(settings)),
-      pool_(Pool::make(settings_.pool_cache)),
-      commons_(std::make_shared<Commons>(settings_.credo.limits.lent)),
-      inner_(check(epoll_create1(EPOLL_CLOEXEC), "cannot create an epoll descriptor")),
-      outer_(check(epoll_create1(EPOLL_CLOEXEC), "cannot create an epoll descriptor")),
-      kick_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot create an eventfd")),
-      park_bell_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot create an eventfd")),
-      timer_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC), "cannot create a timerfd")),
-      nudge_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "cannot create a timerfd")),
-      spinning_(std::max(processors() / 2, 1)),
+      pool_(BufferPool::make(settings_.pool_cache)),
+      multicast_arena_(std::make_shared<MulticastArena>(settings_.config.limits.leased)),
+      links_epoll_(check(epoll_create1(EPOLL_CLOEXEC), "cannot create an epoll descriptor")),
+      park_epoll_(check(epoll_create1(EPOLL_CLOEXEC), "cannot create an epoll descriptor")),
+      interrupt_fd_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot create an eventfd")),
+      park_fd_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot create an eventfd")),
+      timer_fd_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC), "cannot create a timerfd")),
+      callback_fd_(check(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "cannot create a timerfd")),
+      spin_limit_(std::max(processors() / 2, 1)),
       caller_spin_(settings_.spin) {
-  add(inner_, kick_.get(), kKickToken, EPOLLIN);
-  add(inner_, nudge_.get(), kNudgeToken, EPOLLIN);
-  add(outer_, inner_.get(), kInnerToken, 0);
-  add(outer_, park_bell_.get(), kParkToken, EPOLLIN);
-  timekeeper_ = std::thread([this] { keep_time(); });
-  pthread_setname_np(timekeeper_.native_handle(), "telegrad-time");
-  remember_at_forks(this);
+  add(links_epoll_, interrupt_fd_.get(), kInterruptToken, EPOLLIN);
+  add(links_epoll_, callback_fd_.get(), kCallbackToken, EPOLLIN);
+  add(park_epoll_, links_epoll_.get(), kLinksToken, 0);
+  add(park_epoll_, park_fd_.get(), kParkToken, EPOLLIN);
+  timer_thread_ = std::thread([this] { run_timer(); });
+  pthread_setname_np(timer_thread_.native_handle(), "telegrad-time");
+  register_fork_handler(this, ForkLevel::kEngine);
 }
 
 Engine::~Engine() {
-  forget_at_forks(this);
+  unregister_fork_handler(this, ForkLevel::kEngine);
   stop(0);
   {
     std::lock_guard lock(mutex_);
-    quit_ = true;
+    timer_stopped_ = true;
     timer_at_ = kNever;
     arm_timer(1);
   }
-  if (timekeeper_.joinable()) timekeeper_.join();  // a forked child has none
-  pool_->retire();                                 // holders of received memory must not keep the cache alive
+  if (timer_thread_.joinable()) timer_thread_.join();  // a forked child has none
+  pool_->disable_cache();                              // holders of received memory must not keep the cache alive
 }
 
-void Engine::stop(Nanos linger) {
-  const Nanos deadline = now() + linger;
+void Engine::stop(Nanos keep_alive) {
+  const Nanos deadline = now() + keep_alive;
   std::vector<ConnectionPtr> open;
   {
     std::lock_guard lock(mutex_);
-    if (std::exchange(leaving_, true)) return;
+    if (std::exchange(stop_begun_, true)) return;
   }
   Waiter w;
   auto nothing_waits = [&] {
     return std::none_of(peers_.begin(), peers_.end(),
-                        [](const auto& p) { return p.second.connecting && !p.second.waiting.empty(); });
+                        [](const auto& p) { return p.second.connecting && !p.second.pending.empty(); });
   };
   wait_for(For::kProgress, w, nothing_waits, deadline, {});  // messages already accepted must get a connection
   {
@@ -92,27 +92,27 @@ void Engine::stop(Nanos linger) {
     if (c->state != Connection::State::kOpen) continue;
     auto m = std::make_unique<Outgoing>();
     m->header.type = FrameType::kGoodbye;
-    Passage p{.via = c};
-    if (transmit(c, m, p) == Sent::kQueued) wait_until_gone(c->peer, p, deadline, {});
+    Transmission p{.connection = c};
+    if (transmit(c, m, p) == SendResult::kQueued) wait_until_sent(c->peer, p, deadline, {});
   }
-  for (auto& c : open) lost(c, "this worker has been shut down");
-  Kept kept;
+  for (auto& c : open) close_connection(c, "this worker has been shut down");
+  Released released;
   Lock lock(mutex_);
   stopped_ = true;
   calls_.for_each([&](std::uint64_t id, Call&) {
-    settle(id, Outcome{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, kept);
+    complete(id, Completion{.status = CallStatus::kStopped, .why = "this worker has been shut down"}, released);
   });
-  for (auto& [id, peer] : peers_) unreachable(peer, "this worker has been shut down", kept);
-  for (auto& [id, l] : lingering_) kept.push_back(std::move(l.keep));
-  lingering_.clear();
+  for (auto& [id, peer] : peers_) unreachable(peer, "this worker has been shut down", released);
+  for (auto& [id, l] : keep_alives_) released.push_back(std::move(l.owner));
+  keep_alives_.clear();
   listeners_.clear();
-  hurry_lazy();
-  for (PoolThread* t : idle_) t->bell.ring();
-  for (Waiter* sleeper : sleepers_) sleeper->bell.ring();
-  ring_park();
-  kick();
+  flush_deferred();
+  for (PoolThread* t : idle_) t->parker.notify();
+  for (Waiter* sleeper : sleeping_callers_) sleeper->parker.notify();
+  notify_parked();
+  interrupt_poll();
   lock.unlock();
-  kept.clear();
+  released.clear();
 }
 
 EngineStats Engine::stats() const {
@@ -130,7 +130,7 @@ EngineStats Engine::stats() const {
   s.sent_messages = sent_messages_;
   s.received_messages = received_messages_;
   s.memory = pool_->stats();
-  s.common_pieces = commons_->stats().pieces;
+  s.multicast_buffers = multicast_arena_->stats().buffers;
   return s;
 }
 
@@ -152,39 +152,40 @@ void Engine::after_fork_in_child() {
     for (const int fd : c->link->descriptors()) ::close(fd);
   }
   for (auto& [token, l] : listeners_) ::close(l->fd());
-  for (const int fd : arriving_ ? arriving_->descriptors() : std::vector<int>()) ::close(fd);
+  for (const int fd : accepting_ ? accepting_->descriptors() : std::vector<int>()) ::close(fd);
   users_.close();
-  for (Descriptor* d : {&inner_, &outer_, &kick_, &park_bell_, &timer_, &nudge_}) ::close(d->release());
+  for (UniqueFd* d : {&links_epoll_, &park_epoll_, &interrupt_fd_, &park_fd_, &timer_fd_, &callback_fd_})
+    ::close(d->release());
   struct Abandoned {  // never destroyed
     decltype(connections_) connections;
     decltype(listeners_) listeners;
-    decltype(arriving_) arriving;
+    decltype(accepting_) accepting;
     decltype(peers_) peers;
-    decltype(gathering_) gathering;
-    decltype(awake_) awake;
+    decltype(coalescing_) coalescing;
+    decltype(busy_polled_) busy_polled;
     ConnectionPtr hot;
-    std::thread timekeeper;
+    std::thread timer_thread;
   };
-  new Abandoned{std::move(connections_), std::move(listeners_), std::move(arriving_), std::move(peers_),
-                std::move(gathering_),   std::move(awake_),     std::move(hot_),      std::move(timekeeper_)};
-  gathering_.clear();  // the parent sends the messages that links hold
-  gathering_since_ = kNever;
+  new Abandoned{std::move(connections_), std::move(listeners_),   std::move(accepting_),   std::move(peers_),
+                std::move(coalescing_),  std::move(busy_polled_), std::move(last_active_), std::move(timer_thread_)};
+  coalescing_.clear();  // the parent sends the messages that links hold
+  coalescing_since_ = kNever;
   connections_.clear();
   listeners_.clear();
   peers_.clear();
   idle_.clear();
-  sleepers_.clear();
+  sleeping_callers_.clear();
   progress_.clear();
   parked_ = nullptr;
-  role_held_ = false;
-  gate_.shut();
-  forked_ = leaving_ = stopped_ = quit_ = true;
+  has_leader_ = false;
+  handoff_.end_term();
+  forked_ = stop_begun_ = stopped_ = timer_stopped_ = true;
   stopping_ = true;
   calls_.for_each([](std::uint64_t, Call& call) {
     call.waiter = nullptr;
     if (call.status != CallStatus::kPending) return;
     call.status = CallStatus::kStopped;
-    call.outcome = {.status = CallStatus::kStopped, .peer = call.peer, .why = kForked};
+    call.completion = {.status = CallStatus::kStopped, .peer = call.peer, .why = kForked};
   });
   pool_->after_fork();
   mutex_.unlock();

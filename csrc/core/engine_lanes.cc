@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kShare = 4;  // lanes may need at most 1/4 of the descriptors
 
 /// Returns whether a process with this number of connections may have this number of lanes for each.
-bool affordable(std::size_t connections, std::size_t lanes) {
+bool fits_descriptor_limit(std::size_t connections, std::size_t lanes) {
   rlimit most;
   return getrlimit(RLIMIT_NOFILE, &most) != 0 || connections * lanes <= most.rlim_cur / kShare;
 }
@@ -24,25 +24,25 @@ bool affordable(std::size_t connections, std::size_t lanes) {
 std::unique_ptr<Outgoing> Engine::frame(const Handshake::Step& step) {
   auto m = std::make_unique<Outgoing>();
   m->header.type = *step.send;
-  struct Text final : Keep {
+  struct Text final : KeepAlive {
     std::string text;
   };
-  auto keep = std::make_unique<Text>();
-  keep->text = step.body;
-  m->body = keep->text;
-  m->keep = std::move(keep);
+  auto owner = std::make_unique<Text>();
+  owner->text = step.body;
+  m->body = owner->text;
+  m->owner = std::move(owner);
   return m;
 }
 
 /// Opens lanes if the link wants some after large messages. Leader only, while no lock is held.
-void Engine::widen(const ConnectionPtr& c) {
+void Engine::open_lanes(const ConnectionPtr& c) {
   if (!c->initiator || c->has_asked_for_lanes || c->state != Connection::State::kOpen || !c->link->wants_lanes())
     return;
   c->has_asked_for_lanes = true;
   const std::uint32_t lanes = c->handshake.lanes();
   {
     std::lock_guard lock(mutex_);
-    if (stopping() || !affordable(connections_.size(), lanes)) return;
+    if (stopping() || !fits_descriptor_limit(connections_.size(), lanes)) return;
   }
   for (std::uint32_t i = 1; i < lanes; ++i) open_lane(c);
 }
@@ -51,7 +51,7 @@ void Engine::open_lane(const ConnectionPtr& c) {
   try {
     const std::string address = c->link->describe();
     auto link = find_transport(address)->connect(address);
-    Handshake handshake = Handshake::initiate(settings_.credo, c->handshake.peer(), c->handshake.session());
+    Handshake handshake = Handshake::initiate(settings_.config, c->handshake.peer(), c->handshake.session());
     const Handshake::Step hello = handshake.begin();
     ConnectionPtr lane;
     {
@@ -69,7 +69,7 @@ void Engine::open_lane(const ConnectionPtr& c) {
 
 /// Adds an authenticated connection to the link named in its handshake. From now on it belongs to that link, at both
 /// ends.
-void Engine::join_lane(const ConnectionPtr& lane) {
+void Engine::attach_lane(const ConnectionPtr& lane) {
   const Identity& who = lane->handshake.peer();
   ConnectionPtr link;
   bool taken = false;
@@ -78,7 +78,7 @@ void Engine::join_lane(const ConnectionPtr& lane) {
     std::lock_guard lock(lane->send_mutex);
     welcomed = lane->queue.empty();
   }
-  if (!welcomed) return lost(lane, "its welcome could not be sent");
+  if (!welcomed) return close_connection(lane, "its welcome could not be sent");
   {
     std::lock_guard lock(mutex_);
     for (auto& [token, c] : connections_) {
@@ -89,21 +89,21 @@ void Engine::join_lane(const ConnectionPtr& lane) {
     }
     if (link && connections_.contains(lane->id)) {
       const bool first = link->link->lanes_fd() < 0;
-      epoll_ctl(inner_.get(), EPOLL_CTL_DEL, lane->link->fd(), nullptr);
+      epoll_ctl(links_epoll_.get(), EPOLL_CTL_DEL, lane->link->fd(), nullptr);
       taken = link->link->add_lane(std::shared_ptr<Link>(lane, lane->link.get()));
       if (taken) {
-        bury(*lane);  // it is no longer a connection of its own
+        mark_closed(*lane);  // it is no longer a connection of its own
         lane->lane_of.reset();
         connections_.erase(lane->id);
         if (first) {
-          epoll_event event{.events = EPOLLIN, .data = {.u64 = link->id | kLanes}};
-          epoll_ctl(inner_.get(), EPOLL_CTL_ADD, link->link->lanes_fd(), &event);
+          epoll_event event{.events = EPOLLIN, .data = {.u64 = link->id | kLanesBit}};
+          epoll_ctl(links_epoll_.get(), EPOLL_CTL_ADD, link->link->lanes_fd(), &event);
         }
-        widened_.push_back(link);
+        new_lane_links_.push_back(link);
       }
     }
   }
-  if (!taken) lost(lane, link ? "its link accepts no lane" : "it is a lane of an unknown link");
+  if (!taken) close_connection(lane, link ? "its link accepts no lane" : "it is a lane of an unknown link");
 }
 
 }  // namespace telegrad

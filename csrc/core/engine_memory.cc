@@ -6,7 +6,7 @@
 
 namespace telegrad {
 
-std::optional<Loan> Engine::lend(std::int32_t peer, std::uint64_t connection, std::size_t size) {
+std::optional<BufferLease> Engine::lease(std::int32_t peer, std::uint64_t connection, std::size_t size) {
   ConnectionPtr c;
   {
     std::lock_guard lock(mutex_);
@@ -19,18 +19,18 @@ std::optional<Loan> Engine::lend(std::int32_t peer, std::uint64_t connection, st
     }
     if (stopping() || !c || c->state != Connection::State::kOpen) return std::nullopt;
   }
-  auto lent = c->link->lend(size);
-  if (!lent) return std::nullopt;
+  auto leased = c->link->lease(size);
+  if (!leased) return std::nullopt;
   try {
-    return Loan{.connection = c->id, .lease = lent->lease, .memory = pool_->count(std::move(lent->memory))};
+    return BufferLease{.connection = c->id, .lease = leased->lease, .memory = pool_->adopt(std::move(leased->memory))};
   } catch (const std::bad_alloc&) {
     return std::nullopt;
   }
 }
 
-std::shared_ptr<Common> Engine::share(std::span<const std::int32_t> peers, std::size_t size) {
-  std::shared_ptr<Common> piece = commons_->put(size);
-  if (!piece) return nullptr;
+std::shared_ptr<MulticastBuffer> Engine::allocate_multicast(std::span<const std::int32_t> peers, std::size_t size) {
+  std::shared_ptr<MulticastBuffer> buffer = multicast_arena_->allocate(size);
+  if (!buffer) return nullptr;
   std::vector<ConnectionPtr> links;
   {
     std::lock_guard lock(mutex_);
@@ -38,12 +38,12 @@ std::shared_ptr<Common> Engine::share(std::span<const std::int32_t> peers, std::
       const auto found = peers_.find(peer);
       if (found != peers_.end() && found->second.link) links.push_back(found->second.link);
     }
-    arm_timer(now() + kTrim);
+    arm_timer(now() + kTrimInterval);
   }
   for (const auto& c : links) {
-    if (c->state == Connection::State::kOpen) c->link->prepare(*piece);
+    if (c->state == Connection::State::kOpen) c->link->announce(*buffer);
   }
-  return piece;
+  return buffer;
 }
 
 }  // namespace telegrad

@@ -118,25 +118,25 @@ constexpr std::string_view kWrongSecret = "the group's secret does not match";
 
 }  // namespace
 
-Handshake Handshake::initiate(const Credo& credo, const Identity& target, std::string session) {
-  Handshake h(credo);
+Handshake Handshake::initiate(const HandshakeConfig& config, const Identity& target, std::string session) {
+  Handshake h(config);
   h.peer_ = target;
   h.for_lane_ = !session.empty();
   h.session_ = std::move(session);
   return h;
 }
 
-Handshake Handshake::accept(const Credo& credo) { return Handshake(credo); }
+Handshake Handshake::accept(const HandshakeConfig& config) { return Handshake(config); }
 
 Handshake::Step Handshake::begin() {
   hello_ = Writer()
                .number(kProtocolVersion)
-               .text(credo_->group)
-               .identity(credo_->me)
+               .text(config_->group)
+               .identity(config_->me)
                .identity(peer_)
                .text(nonce())
-               .limits(credo_->limits)
-               .number(credo_->lanes)
+               .limits(config_->limits)
+               .number(config_->lanes)
                .text(session_)
                .done();
   state_ = State::kSentHello;
@@ -169,20 +169,20 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   const Identity wanted = in.identity();
   const std::string their_nonce = in.text();
   limits_ = in.limits();
-  lanes_ = std::min(in.number<std::uint32_t>(), credo_->lanes);
+  lanes_ = std::min(in.number<std::uint32_t>(), config_->lanes);
   session_ = in.text();
   for_lane_ = !session_.empty();
   if (!in.finished() || their_nonce.size() != kNonce) return refuse("a malformed greeting");
-  if (group != credo_->group) return refuse("this worker belongs to another group");
-  if (wanted.id != credo_->me.id || wanted.name != credo_->me.name ||
-      (wanted.incarnation != 0 && wanted.incarnation != credo_->me.incarnation)) {
+  if (group != config_->group) return refuse("this worker belongs to another group");
+  if (wanted.id != config_->me.id || wanted.name != config_->me.name ||
+      (wanted.incarnation != 0 && wanted.incarnation != config_->me.incarnation)) {
     return refuse("worker " + printable(wanted.name) + " (id " + std::to_string(wanted.id) +
-                  ") is not at this address, which belongs to " + credo_->me.name + " (id " +
-                  std::to_string(credo_->me.id) + ")");
+                  ") is not at this address, which belongs to " + config_->me.name + " (id " +
+                  std::to_string(config_->me.id) + ")");
   }
   hello_ = body;
   const std::string mine =
-      Writer().identity(credo_->me).text(nonce()).limits(credo_->limits).number(credo_->lanes).done();
+      Writer().identity(config_->me).text(nonce()).limits(config_->limits).number(config_->lanes).done();
   transcript_ = Writer().text(hello_).text(mine).done();
   state_ = State::kSentChallenge;
   return {.send = FrameType::kChallenge, .body = Writer().text(mine).text(mac("acceptor", transcript_)).done()};
@@ -196,7 +196,7 @@ Handshake::Step Handshake::on_challenge(std::string_view body) {
   const Identity peer = who.identity();
   const std::string their_nonce = who.text();
   limits_ = who.limits();
-  lanes_ = std::min(who.number<std::uint32_t>(), credo_->lanes);
+  lanes_ = std::min(who.number<std::uint32_t>(), config_->lanes);
   if (!in.finished() || !who.finished() || their_nonce.size() != kNonce) return refuse("a malformed challenge");
   transcript_ = Writer().text(hello_).text(theirs).done();
   if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse(std::string(kWrongSecret));
@@ -233,7 +233,7 @@ Handshake::Step Handshake::fail(std::string why) {
 }
 
 std::string Handshake::mac(std::string_view label, std::string_view transcript) const {
-  return hmac_sha256(credo_->secret, std::string(label) + std::string(transcript));
+  return hmac_sha256(config_->secret, std::string(label) + std::string(transcript));
 }
 
 }  // namespace telegrad

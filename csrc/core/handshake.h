@@ -34,7 +34,7 @@ struct Identity {
   std::uint64_t incarnation = 0;
 };
 
-struct Credo {  // this worker's part of every handshake
+struct HandshakeConfig {  // this worker's part of every handshake
   Identity me;
   std::string group;
   std::string secret;
@@ -52,8 +52,8 @@ class Handshake {
   };
 
   /// Makes the initiating side of a connection to `target`. `session`: of the link for which this is to become a lane.
-  static Handshake initiate(const Credo& credo, const Identity& target, std::string session = {});
-  static Handshake accept(const Credo& credo);
+  static Handshake initiate(const HandshakeConfig& config, const Identity& target, std::string session = {});
+  static Handshake accept(const HandshakeConfig& config);
 
   /// Initiator only: the first frame.
   Step begin();
@@ -73,7 +73,7 @@ class Handshake {
  private:
   enum class State { kStart, kSentHello, kSentChallenge, kSentProof, kOpen, kFailed };
 
-  explicit Handshake(const Credo& credo) : credo_(&credo) {}
+  explicit Handshake(const HandshakeConfig& config) : config_(&config) {}
   Step on_hello(std::string_view body);
   Step on_challenge(std::string_view body);
   Step on_proof(std::string_view body);
@@ -82,7 +82,7 @@ class Handshake {
   std::string mac(std::string_view label, std::string_view transcript) const;
   void open();
 
-  const Credo* credo_;
+  const HandshakeConfig* config_;
   State state_ = State::kStart;
   Identity peer_;
   std::string hello_;

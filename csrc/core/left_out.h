@@ -1,6 +1,6 @@
 // Messages without content, because they are over the limits of their receiver or it has no memory for them.
 //
-// Such a message fails its own call and nothing else. A request or reply that must be delivered (kMayLinger) is still
+// Such a message fails its own call and nothing else. A request or reply that must be delivered (kMustDeliver) is still
 // sent, with the reason as its body and with its trailer, so that the counts of both ends agree. The receiver answers
 // such a request with an error. If the receiving link has no memory for a message, it discards the content while
 // reading and delivers the rest.

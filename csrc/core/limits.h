@@ -15,7 +15,7 @@ struct Limits {
   std::uint64_t trailer = 16 << 20;
   // Of the link, not of a frame: bytes of memory that it leases to its sender, and that it maps from its peer. Used by
   // shared-memory links only.
-  std::uint64_t lent = std::uint64_t{1} << 30;
+  std::uint64_t leased = std::uint64_t{1} << 30;
 };
 
 /// Every worker accepts messages up to this size (name, body and segments) and never discards them for lack of memory.
@@ -23,6 +23,7 @@ struct Limits {
 inline constexpr std::uint64_t kAlwaysTaken = 64 << 10;
 
 /// Limits before the peer is authenticated: one small handshake frame at a time.
-inline constexpr Limits kStrangerLimits{.body = 4096, .message = 0, .segments = 0, .name = 0, .trailer = 0, .lent = 0};
+inline constexpr Limits kHandshakeLimits{
+    .body = 4096, .message = 0, .segments = 0, .name = 0, .trailer = 0, .leased = 0};
 
 }  // namespace telegrad

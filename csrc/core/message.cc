@@ -7,19 +7,19 @@
 
 namespace telegrad {
 
-std::unique_ptr<Keep> own_memory(Outgoing& m) {
-  struct Copy final : Keep {
+std::unique_ptr<KeepAlive> copy_payload(Outgoing& m) {
+  struct Copy final : KeepAlive {
     std::unique_ptr<std::byte[]> bytes;
-    std::unique_ptr<Keep> lease;  // leased memory is not copied, because no thread changes it
+    std::unique_ptr<KeepAlive> lease;  // leased memory is not copied, because no thread changes it
   };
-  if (m.owned || m.segments.empty()) return nullptr;
+  if (m.immutable || m.segments.empty()) return nullptr;
   const bool begun = !m.prefix.empty();
-  const bool lent = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
-  const bool leased = lent && !m.scattered;
+  const bool has_lease = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
+  const bool leased = has_lease && !m.fragmented;
   // Sent bytes of the body and segments need not be copied. With leases or fragments, the sent part is unknown.
-  const bool whole = leased || m.scattered;
-  std::uint64_t gone = begun && !whole && m.sent > m.prefix.size() ? m.sent - m.prefix.size() : 0;
-  const std::uint64_t size = (begun ? 0 : m.name.size()) + m.payload_size() - gone;
+  const bool whole = leased || m.fragmented;
+  std::uint64_t sent_bytes = begun && !whole && m.sent > m.prefix.size() ? m.sent - m.prefix.size() : 0;
+  const std::uint64_t size = (begun ? 0 : m.name.size()) + m.payload_size() - sent_bytes;
   auto copy = std::make_unique<Copy>();
   copy->bytes.reset(new (std::nothrow) std::byte[size]);
   if (!copy->bytes) return nullptr;
@@ -28,9 +28,9 @@ std::unique_ptr<Keep> own_memory(Outgoing& m) {
     if (n > 0) std::memcpy(at, from, n);
     return std::exchange(at, at + n);
   };
-  auto rest = [&gone](auto* data, std::uint64_t n) {
-    const std::uint64_t skip = std::min(gone, n);
-    gone -= skip;
+  auto rest = [&sent_bytes](auto* data, std::uint64_t n) {
+    const std::uint64_t skip = std::min(sent_bytes, n);
+    sent_bytes -= skip;
     return std::pair(data + skip, n - skip);
   };
   auto text = [&](std::string_view s) {
@@ -53,9 +53,9 @@ std::unique_ptr<Keep> own_memory(Outgoing& m) {
   if (!whole) m.sent = std::min<std::uint64_t>(m.sent, m.prefix.size());
   m.segment = 0;
   m.passed = m.total = 0;
-  m.owned = true;
-  if (leased) copy->lease = std::move(m.keep);
-  auto spent = std::exchange(m.keep, std::move(copy));
+  m.immutable = true;
+  if (leased) copy->lease = std::move(m.owner);
+  auto spent = std::exchange(m.owner, std::move(copy));
   return spent;
 }
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "core/limits.h"
-#include "core/pool.h"
+#include "memory/block.h"
 
 namespace telegrad {
 
@@ -32,10 +32,10 @@ enum class FrameType : std::uint8_t {
   kRefuse = 5,     // handshake, either end: rejected, with the reason
   kRequest = 16,   // answered by exactly one kReply with the same call_id
   kReply = 17,
-  kOneway = 18,   // never answered
-  kCredit = 19,   // carries only `credit`, and in call_id the window of a sender that waits
-  kGoodbye = 20,  // orderly end of stream
-  kPiece = 21,    // fragment of a message that is striped over several lanes; see transports/lanes.h
+  kOneway = 18,    // never answered
+  kCredit = 19,    // carries only `credit`, and in call_id the window of a sender that waits
+  kGoodbye = 20,   // orderly end of stream
+  kFragment = 21,  // fragment of a message that is striped over several lanes; see transports/lanes.h
 };
 
 inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
@@ -43,7 +43,7 @@ inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
 enum FrameFlags : std::uint16_t {
   kNested = 1 << 15,  // the request was made inside a handler: it always finds a thread
   // The message is delivered even if its caller has given up: the request is sent, or the reply is processed.
-  kMayLinger = 1 << 14,
+  kMustDeliver = 1 << 14,
   // The content is left out, because the message is over its receiver's limits or the receiver has no memory for it.
   // The body has the kind and the reason, and the trailer is the only segment. See core/left_out.h.
   kLeftOut = 1 << 13,
@@ -73,36 +73,25 @@ struct SegmentHeader {
 };
 static_assert(sizeof(SegmentHeader) == 16);
 
-class Common;  // multicast buffer, see transports/commons.h
-
 /// Owner of the memory of an outgoing message. Destroyed on any thread, while no lock of the core is held.
-class Keep {
+class KeepAlive {
  public:
-  virtual ~Keep() = default;
+  virtual ~KeepAlive() = default;
 };
 
-struct OutSegment {
-  const std::byte* data;
-  std::uint64_t size;
-  // 0, or the lease of the memory (`Link::lend`), which has no other holder. The link passes the memory on instead of
-  // its bytes. A link that does not know the lease sends the bytes.
-  std::uint64_t lease = 0;
-  const Common* common = nullptr;  // the multicast buffer that it fills, owned by `keep`
-};
+struct PendingSend;  // see connection.h
 
-struct Departure;  // see connection.h
-
-/// A message to send. Its body and segments point into memory that `keep` owns.
+/// A message to send. Its body and segments point into memory that `owner` owns.
 struct Outgoing {
   FrameHeader header;
   std::string_view name;  // definition to send if the peer does not know header.name_id yet
   std::string_view body;
   std::vector<OutSegment> segments;
-  std::unique_ptr<Keep> keep;
-  bool owned = false;                    // no other thread can change its bytes: see `own_memory`
-  bool scattered = false;                // by the link: its segments are sent as fragments, in any order
-  std::shared_ptr<Departure> departure;  // state of a message that waits for a connection
-  std::string reason;                    // the body of a message without content (kLeftOut)
+  std::unique_ptr<KeepAlive> owner;
+  bool immutable = false;                     // no other thread can change its bytes: see `copy_payload`
+  bool fragmented = false;                    // by the link: its segments are sent as fragments, in any order
+  std::shared_ptr<PendingSend> pending_send;  // state of a message that waits for a connection
+  std::string reason;                         // the body of a message without content (kLeftOut)
 
   // Owned by the link that sends it: sent bytes of the prefix, the body and the segments in that order.
   std::uint64_t sent = 0;
@@ -121,7 +110,7 @@ struct Outgoing {
 /// Copies the unsent bytes into memory of the message itself, so that the sender may change the original. Not while the
 /// link sends the message. Returns the owner of the original memory, to be released while no lock is held. Returns null
 /// if nothing was borrowed, or if there is no memory for a copy; then the original stays in use.
-std::unique_ptr<Keep> own_memory(Outgoing& message);
+std::unique_ptr<KeepAlive> copy_payload(Outgoing& message);
 
 /// Returns the bytes that a request counts against the peer's window.
 inline std::int64_t weight(std::uint64_t payload) { return static_cast<std::int64_t>(sizeof(FrameHeader) + payload); }

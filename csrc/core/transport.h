@@ -10,18 +10,19 @@
 // Memory. A link sends directly from the memory of an Outgoing and keeps no pointer to it after kSent. It fills blocks
 // from `Inbox::allocate`.
 //
-// A link that shares memory with its peer may lease some to its sender (`Link::lend`). A segment that names the lease
+// A link that shares memory with its peer may lease some to its sender (`Link::lease`). A segment that names the lease
 // (OutSegment::lease) and resides in that memory is not copied: the link sends its location (SegmentHeader::lease), and
 // the receiver maps the region and delivers it as a readable and writable block. The sender gives up the memory: after
 // the message is sent, no thread accesses the sender's block, and it is destroyed. A lease is passed on once; memory
 // that cannot be passed on is copied. The receiver's block returns the region when it is destroyed, on any thread. Then
 // the region can be leased again. Blocks stay readable after the link is closed and destroyed. Leased memory is
-// bounded: if regions are not returned, `lend` returns nothing and the sender sends bytes. It never waits for a region.
+// bounded: if regions are not returned, `lease` returns nothing and the sender sends bytes. It never waits for a
+// region.
 //
 // A received block may have a lease too (Block::lease). With this lease, a message that is its only holder returns the
 // memory over the link without a copy (zero-copy return). The peer gets its own memory back as a block.
 //
-// Data for several peers is in memory once (OutSegment::common, transports/commons.h). A link that can share this
+// Data for several peers is in memory once (OutSegment::multicast, transports/commons.h). A link that can share this
 // memory passes it on instead of the bytes; the receiver may still write to its block. Any other link sends the bytes.
 //
 // After fork(), leased and received memory is valid in both processes, as separate copies.
@@ -36,20 +37,15 @@
 #include <string>
 #include <vector>
 
-#include "core/clock.h"
+#include "base/clock.h"
+#include "base/peer_credentials.h"
 #include "core/message.h"
 
 namespace telegrad {
 
 /// Destination of received data. Called only inside `Link::receive`, on the calling thread.
-class Inbox {
+class Inbox : public BlockSource {
  public:
-  virtual ~Inbox() = default;
-  /// Returns memory for `size` bytes. May throw std::bad_alloc: then the link discards the content of a request or
-  /// reply that may be discarded (core/left_out.h), and breaks at any other message.
-  virtual BlockPtr allocate(std::size_t size) = 0;
-  /// Returns the block to deliver for memory that the peer has leased. May throw std::bad_alloc.
-  virtual BlockPtr take_over(BlockPtr lent) { return lent; }
   /// Takes ownership of one complete message.
   virtual void deliver(Incoming&& message) = 0;
 };
@@ -65,27 +61,8 @@ enum class SendState {
 enum class ReceiveState {
   kIdle,    // nothing to read now
   kMore,    // the budget is used up; more data may be available
-  kToSend,  // nothing to read now, but the sender can continue: call `release`, then `send` with the blocked message
+  kToSend,  // nothing to read now, but the sender can continue: call `flush`, then `send` with the blocked message
   kBroken,  // the link has failed or the other end has closed; `error()` has the reason
-};
-
-/// User that runs the process at the other end of a link.
-struct PeerUser {
-  enum class Kind {
-    kRemote,   // the process is on another host, or in another network namespace of this one
-    kUser,     // the process is on this host, and `uid` is its user
-    kUnknown,  // the process may be on this host, and the kernel does not report its user
-  };
-  Kind kind;
-  uid_t uid = 0;
-  std::string why = {};  // kUnknown: the reason; "" if the process has closed its end
-};
-class UserLookup;
-
-/// Leased memory of a link.
-struct Lent {
-  std::uint64_t lease;  // not 0, unique to the link; OutSegment::lease names it
-  BlockPtr memory;      // written only before the message that names it is sent; 64-byte aligned
 };
 
 class Link {
@@ -101,23 +78,23 @@ class Link {
   /// Never throws.
   virtual SendState send(Outgoing& message) = 0;
 
-  /// Copies a small message into a buffer, which the next `send` or `release` sends. Returns false if the message is
+  /// Copies a small message into a buffer, which the next `send` or `flush` sends. Returns false if the message is
   /// too large or the buffer is full; the caller then sends it. One thread at a time, as for `send`. Never throws.
-  virtual bool hold([[maybe_unused]] const Outgoing& message) { return false; }
+  virtual bool buffer([[maybe_unused]] const Outgoing& message) { return false; }
 
   /// Sends the buffered messages. After kBlocked, as for `send`, call again when the link is writable.
-  virtual SendState release() { return SendState::kSent; }
+  virtual SendState flush() { return SendState::kSent; }
 
   /// Leases `size` bytes of the link's memory. Returns nothing if the link has no memory to lease, all of it is in use,
   /// or it is allocated only after this first request of its size. Any thread; never blocks, never throws.
-  virtual std::optional<Lent> lend([[maybe_unused]] std::size_t size) { return std::nullopt; }
+  virtual std::optional<LinkLease> lease([[maybe_unused]] std::size_t size) { return std::nullopt; }
 
-  /// Announces a multicast buffer to the peer (OutSegment::common) if the link can share its memory. Returns whether
+  /// Announces a multicast buffer to the peer (OutSegment::multicast) if the link can share its memory. Returns whether
   /// the peer knows the buffer. Any thread; never blocks, never throws.
-  virtual bool prepare([[maybe_unused]] const Common& piece) { return false; }
+  virtual bool announce([[maybe_unused]] const MulticastBuffer& piece) { return false; }
 
   /// Returns the bytes of memory that the link keeps for leases.
-  virtual std::size_t lendable() const { return 0; }
+  virtual std::size_t lease_capacity() const { return 0; }
 
   /// Releases the part of that memory that has not been used since `before`. Any thread; never blocks.
   virtual void trim([[maybe_unused]] Nanos before) {}
@@ -131,14 +108,14 @@ class Link {
   /// Enables busy polling, if messages arrive through memory and can be polled without a system call. Afterwards the
   /// receiving thread calls `ready`, and `fd` need not signal messages; it still signals all else, above all the end of
   /// the link. Returns false if the link supports only its `fd`. Receiving thread only, as for the next two.
-  virtual bool stay_awake() { return false; }
+  virtual bool enable_busy_poll() { return false; }
 
   /// While busy polled: returns whether `receive` has work that `fd` need not signal. No system call.
   virtual bool ready() { return true; }
 
   /// Ends busy polling: `fd` signals everything again, as initially. Returns false if a message is available; the link
   /// is then still busy polled.
-  virtual bool fall_asleep() { return true; }
+  virtual bool arm_wakeup() { return true; }
 
   /// Returns whether the link wants lanes now: more connections to the same end, over which it may stripe large
   /// messages. The engine asks periodically at the end that initiated the connection. It connects lanes like links,
@@ -154,9 +131,9 @@ class Link {
   virtual std::size_t lanes() const { return 0; }
 
   /// Returns a second descriptor once the link has lanes, else -1. It polls readable when `receive` has work that `fd`
-  /// does not signal, or `send` after kBlocked. The caller then calls `look_at_lanes` first.
+  /// does not signal, or `send` after kBlocked. The caller then calls `poll_lanes` first.
   virtual int lanes_fd() const { return -1; }
-  virtual void look_at_lanes() {}
+  virtual void poll_lanes() {}
 
   /// After kBlocked: returns whether `fd` signals when to send again. Otherwise `lanes_fd` or `receive` (kToSend) does.
   virtual bool waits_for_fd() const { return true; }
@@ -175,7 +152,7 @@ class Link {
 
   /// Returns the user at the other end. Called before any other use of the link. Makes a few system calls, and opens no
   /// descriptor except those of `lookup`.
-  virtual PeerUser peer_user(UserLookup& lookup) const = 0;
+  virtual PeerCredentials peer_credentials(CredentialLookup& lookup) const = 0;
 
   /// Returns the machine at the other end, for limits per machine: an IPv4 address or an IPv6 network; "": this host.
   virtual std::string source() const { return {}; }

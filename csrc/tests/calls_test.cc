@@ -49,7 +49,7 @@ CASE(the_address_of_a_call_is_stable) {
 
 CASE(a_closed_call_leaves_no_state) {
   CallTable table;
-  struct Told final : Keep {
+  struct Told final : KeepAlive {
     explicit Told(int* count) : count(count) {}
     ~Told() override { ++*count; }
     int* count;
@@ -57,10 +57,10 @@ CASE(a_closed_call_leaves_no_state) {
   int gone = 0;
   const std::uint64_t id = table.open(1);
   Call& call = *table.find(id);
-  call.collected = true;
+  call.is_async = true;
   table.count_async(call);
-  call.linger = std::make_unique<Told>(&gone);
-  call.outcome.why = "x";
+  call.keep_alive = std::make_unique<Told>(&gone);
+  call.completion.why = "x";
   call.connection = 5;
   table.set_deadline(id, 100);
   table.close(id);
@@ -69,7 +69,7 @@ CASE(a_closed_call_leaves_no_state) {
   CHECK_EQ(table.next_deadline(), kNever);
   CHECK_EQ(table.pop_expired(kNever), 0u);
   const Call& next = *table.find(table.open(2));
-  CHECK(!next.collected && !next.linger && !next.waiter && next.connection == 0 && next.outcome.why.empty());
+  CHECK(!next.is_async && !next.keep_alive && !next.waiter && next.connection == 0 && next.completion.why.empty());
 }
 
 CASE(deadlines_against_a_model) {

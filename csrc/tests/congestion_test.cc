@@ -1,5 +1,5 @@
 // TCP without pacing on short paths, and with the system's default on long ones. The default depends on the machine.
-#include "transports/congestion.h"
+#include "transports/tcp/congestion.h"
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -7,8 +7,8 @@
 
 #include <string>
 
+#include "base/unique_fd.h"
 #include "tests/links.h"
-#include "transports/descriptor.h"
 
 namespace telegrad::test {
 namespace {
@@ -20,7 +20,7 @@ std::string used_by(int socket) {
   return name;
 }
 
-std::string of_the_system() { return used_by(Descriptor(::socket(AF_INET, SOCK_STREAM, 0)).get()); }
+std::string of_the_system() { return used_by(UniqueFd(::socket(AF_INET, SOCK_STREAM, 0)).get()); }
 
 CASE(known_controls_that_pace) {
   for (const char* name : {"bbr", "bbr2", "bbr3"}) CHECK(paces(name));
@@ -40,16 +40,16 @@ CASE(both_ends_of_a_fresh_link_send_without_pacing) {
 CASE(a_long_path_gets_the_default_of_the_system) {
   Ends e("tcp");
   const std::string before = used_by(e.a->fd());
-  suit_path(e.a->fd(), kShortPath);
+  select_congestion_control(e.a->fd(), kMaxUnpacedRoundTrip);
   CHECK_EQ(used_by(e.a->fd()), before);
-  suit_path(e.a->fd(), kShortPath + 1);
+  select_congestion_control(e.a->fd(), kMaxUnpacedRoundTrip + 1);
   CHECK_EQ(used_by(e.a->fd()), of_the_system());
 }
 
 CASE(loopback_is_short) {
   Ends e("tcp");
   const std::string before = used_by(e.a->fd());
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(1);
   send_whole(*e.a, random_message(random, 10, {3 << 20}), *e.b, inbox);
   CHECK_EQ(used_by(e.a->fd()), before);

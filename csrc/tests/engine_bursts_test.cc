@@ -44,7 +44,7 @@ CASE(a_forked_child_does_not_send_its_parents_buffered_messages) {
       for (int i = 0; i < descriptors; ++i) {
         if (dup(ends[0]) < 0) _exit(1);
       }
-      Outcome o;
+      Completion o;
       s.a.engine->wait(call, kNever, {}, o);
       _exit(polls(ends[1], POLLIN, 0) ? 2 : 0);
     }

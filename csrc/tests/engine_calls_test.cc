@@ -10,7 +10,7 @@ CASE_ON_EVERY_SCHEME(echo) {
   for (const std::size_t size : {0, 1, 64, 4096, 70000, 3000000}) {
     Random random(size);
     const std::string body = random.bytes(size / 2), segment = random.bytes(size);
-    const Outcome o = a.call(1, {.body = body, .segments = {segment, "", segment.substr(0, size / 3)}});
+    const Completion o = a.call(1, {.body = body, .segments = {segment, "", segment.substr(0, size / 3)}});
     CHECK(o.status == CallStatus::kReplied);
     CHECK_EQ(o.peer, 1);
     CHECK(body_of(o) == body);
@@ -62,12 +62,12 @@ CASE_ON_EVERY_SCHEME(calls_from_both_ends_without_pool_threads) {
 CASE_ON_EVERY_SCHEME(the_pool_gets_deferred_completions_that_no_caller_takes) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
-  for (int i = 0; i < 20; ++i) a.start(1, i, {.body = std::to_string(i), .lazy = true});
-  a.outcome_count.wait_for(20);
-  for (int i = 0; i < 20; ++i) CHECK_EQ(body_of(a.outcomes.at(i)), std::to_string(i));
-  const std::uint64_t last = a.start(1, 20, {.lazy = true});
-  Outcome o;  // a waiting caller gets it, or flushes it to the pool
-  if (a.engine->wait(last, kNever, {}, o) == WaitEnd::kStopped) a.outcome_count.wait_for(21);
+  for (int i = 0; i < 20; ++i) a.start(1, i, {.body = std::to_string(i), .background = true});
+  a.completion_count.wait_for(20);
+  for (int i = 0; i < 20; ++i) CHECK_EQ(body_of(a.completions.at(i)), std::to_string(i));
+  const std::uint64_t last = a.start(1, 20, {.background = true});
+  Completion o;  // a waiting caller gets it, or flushes it to the pool
+  if (a.engine->wait(last, kNever, {}, o) == WaitEnd::kStopped) a.completion_count.wait_for(21);
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
@@ -76,17 +76,17 @@ CASE_ON_EVERY_SCHEME(callers_take_deferred_completions) {
   introduce({&a, &b}, scheme);
   int taken = 0;
   for (int i = 0; i < times(2000); ++i) {
-    a.start(1, i, {.body = "lazy", .lazy = true});
+    a.start(1, i, {.body = "lazy", .background = true});
     CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
-    Item item;
-    while (a.engine->take_lazy(item)) {
-      CHECK_EQ(body_of(item.outcome), "lazy");
-      CHECK(item.cookie != nullptr);
+    WorkItem item;
+    while (a.engine->take_deferred(item)) {
+      CHECK_EQ(body_of(item.completion), "lazy");
+      CHECK(item.target != nullptr);
       ++taken;
     }
   }
   CHECK(taken > 0);
-  a.outcome_count.wait_for(times(2000) - taken);
+  a.completion_count.wait_for(times(2000) - taken);
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
@@ -94,15 +94,15 @@ CASE_ON_EVERY_SCHEME(lazy_calls_without_a_reply) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   a.call(1, {});
-  a.start(1, 0, {.tag = kNoAnswer, .timeout = kMillisecond, .lazy = true});
-  a.outcome_count.wait_for(1);
-  CHECK(a.outcomes.at(0).status == CallStatus::kTimedOut);
-  a.start(1, 1, {.tag = kNoAnswer, .lazy = true});
+  a.start(1, 0, {.tag = kNoAnswer, .timeout = kMillisecond, .background = true});
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(0).status == CallStatus::kTimedOut);
+  a.start(1, 1, {.tag = kNoAnswer, .background = true});
   b.handled.wait_for(3);
-  for (int i = 2; i < 12; ++i) a.start(1, i, {.lazy = true});
+  for (int i = 2; i < 12; ++i) a.start(1, i, {.background = true});
   a.stop();  // with and without a completion
-  a.outcome_count.wait_for(12);
-  CHECK(a.outcomes.at(1).status == CallStatus::kStopped);
+  a.completion_count.wait_for(12);
+  CHECK(a.completions.at(1).status == CallStatus::kStopped);
 }
 
 CASE_ON_EVERY_SCHEME(nested_calls_deeper_than_the_pool) {
@@ -132,7 +132,7 @@ CASE(top_level_handlers_are_limited_and_nested_ones_are_not) {
   CHECK_EQ(b.handled.value(), 4);
   CHECK_EQ(b.engine->stats().queued_requests, 7u);
   b.release.set();
-  a.outcome_count.wait_for(10);
+  a.completion_count.wait_for(10);
 }
 
 CASE_ON_EVERY_SCHEME(asynchronous_calls_complete_exactly_once) {
@@ -146,10 +146,10 @@ CASE_ON_EVERY_SCHEME(asynchronous_calls_complete_exactly_once) {
     });
   }
   for (auto& c : callers) c.join();
-  a.outcome_count.wait_for(count);
+  a.completion_count.wait_for(count);
   std::lock_guard lock(a.mutex);
-  CHECK_EQ(a.outcomes.size(), static_cast<std::size_t>(count));
-  for (auto& [cookie, outcome] : a.outcomes) CHECK_EQ(body_of(outcome), std::to_string(cookie));
+  CHECK_EQ(a.completions.size(), static_cast<std::size_t>(count));
+  for (auto& [target, completion] : a.completions) CHECK_EQ(body_of(completion), std::to_string(target));
   CHECK(a.orphans.empty());
 }
 
@@ -160,16 +160,16 @@ CASE(an_asynchronous_completion_goes_to_a_waiter_or_to_the_pool) {
   int waited = 0;
   for (int i = 0; i < count; ++i) {
     const std::uint64_t call = a.start(1, i, {.body = std::to_string(i)});
-    Outcome outcome;
-    const WaitEnd end = a.engine->wait(call, kNever, {}, outcome);
+    Completion completion;
+    const WaitEnd end = a.engine->wait(call, kNever, {}, completion);
     if (end == WaitEnd::kDone) {
-      CHECK_EQ(body_of(outcome), std::to_string(i));
+      CHECK_EQ(body_of(completion), std::to_string(i));
       ++waited;
     } else {
       CHECK(end == WaitEnd::kStopped);
     }
   }
-  a.outcome_count.wait_for(count - waited);
+  a.completion_count.wait_for(count - waited);
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
@@ -177,11 +177,11 @@ CASE(an_asynchronous_call_outlives_a_wait_with_a_timeout) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   const std::uint64_t call = a.start(1, 7, {.tag = kHold, .body = "later"});
-  Outcome outcome;
-  CHECK(a.engine->wait(call, now() + kMillisecond, {}, outcome) == WaitEnd::kDeadline);
+  Completion completion;
+  CHECK(a.engine->wait(call, now() + kMillisecond, {}, completion) == WaitEnd::kDeadline);
   b.release.set();
-  a.outcome_count.wait_for(1);
-  CHECK_EQ(body_of(a.outcomes.at(7)), "later");
+  a.completion_count.wait_for(1);
+  CHECK_EQ(body_of(a.completions.at(7)), "later");
 }
 
 CASE_ON_EVERY_SCHEME(large_segments_both_ways_at_once) {
@@ -205,7 +205,7 @@ CASE(a_name_is_defined_once_per_connection) {
   introduce({&a, &b}, "unix");
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<const Name>> names;
-  b.on_custom = [&](Item& item) {
+  b.on_custom = [&](WorkItem& item) {
     std::unique_lock lock(mutex);
     CHECK_EQ(std::string(item.message.body_view()), item.name->text);
     auto [at, fresh] = names.emplace(item.name->text, item.name);
@@ -218,7 +218,7 @@ CASE(a_name_is_defined_once_per_connection) {
     callers.emplace_back([&] {
       for (std::uint32_t i = 1; i <= 100; ++i) {
         const std::string name = "module.function_" + std::to_string(i);
-        const Outcome o = a.call(1, {.tag = kCustom, .body = name, .name_id = i * 7, .name = name});
+        const Completion o = a.call(1, {.tag = kCustom, .body = name, .name_id = i * 7, .name = name});
         CHECK(o.status == CallStatus::kReplied);
       }
     });
@@ -231,9 +231,9 @@ CASE(a_name_is_defined_once_per_connection) {
 CASE(names_are_defined_again_on_a_new_connection) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
-  b.on_custom = [&](Item& item) { b.answer(item, item.name->text); };
+  b.on_custom = [&](WorkItem& item) { b.answer(item, item.name->text); };
   CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .name_id = 5, .name = "f"})), "f");
-  a.engine->forget_peer(1, "for the test");
+  a.engine->remove_peer(1, "for the test");
   a.meet(b);
   CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .name_id = 5, .name = "f"})), "f");
 }
@@ -242,8 +242,8 @@ CASE(one_way_messages) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   Counter got;
-  b.on_custom = [&](Item& item) {
-    CHECK(item.kind == ItemKind::kOneway);
+  b.on_custom = [&](WorkItem& item) {
+    CHECK(item.kind == WorkKind::kOneway);
     CHECK_EQ(item.peer, 0);
     got.add(static_cast<int>(item.message.body_view().size()));
   };
@@ -258,17 +258,17 @@ CASE(one_way_messages) {
 
 CASE(requested_callbacks_are_merged_into_one_event) {
   Worker a(0);
-  a.engine->nudge(0);
-  a.wait_for_event(EventKind::kNudge);
+  a.engine->request_callback(0);
+  a.wait_for_event(EventKind::kCallback);
   const int count = 10000;
   std::thread other([&] {
-    for (int i = 0; i < count; ++i) a.engine->nudge(0);
+    for (int i = 0; i < count; ++i) a.engine->request_callback(0);
   });
-  for (int i = 0; i < count; ++i) a.engine->nudge(0);
+  for (int i = 0; i < count; ++i) a.engine->request_callback(0);
   other.join();
   const int seen = a.event_count.value();
   CHECK(seen >= 1);
-  a.engine->nudge(0);  // a later request is never lost
+  a.engine->request_callback(0);  // a later request is never lost
   a.event_count.wait_for(seen + 1);
 }
 

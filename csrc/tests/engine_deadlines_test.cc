@@ -4,7 +4,7 @@
 namespace telegrad::test {
 namespace {
 
-std::unique_ptr<Keep> told(Event& gone) {
+std::unique_ptr<KeepAlive> told(Event& gone) {
   return std::make_unique<Bytes>("", std::vector<std::string>{}, [&] { gone.set(); });
 }
 
@@ -25,7 +25,7 @@ struct Stage {
     Incoming m = p.receive();
     while (std::string(m.body_view()) != "sync") m = p.receive();
     p.reply(m, "synced");
-    Outcome o;
+    Completion o;
     CHECK(a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
     CHECK_EQ(body_of(o), "synced");
   }
@@ -40,8 +40,8 @@ CASE_ON_EVERY_SCHEME(a_call_times_out) {
   CHECK(a.call(1, {.tag = kNoAnswer, .timeout = 5 * kMillisecond}).status == CallStatus::kTimedOut);
   CHECK(now() - start >= 5 * kMillisecond);
   for (int i = 0; i < 50; ++i) a.start(1, i, {.tag = kNoAnswer, .timeout = (50 - i) * kMillisecond / 10});
-  a.outcome_count.wait_for(50);
-  for (int i = 0; i < 50; ++i) CHECK(a.outcomes.at(i).status == CallStatus::kTimedOut);
+  a.completion_count.wait_for(50);
+  for (int i = 0; i < 50; ++i) CHECK(a.completions.at(i).status == CallStatus::kTimedOut);
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
   CHECK_EQ(body_of(a.call(1, {.body = "the link is well"})), "the link is well");
 }
@@ -61,8 +61,8 @@ CASE(a_deadline_in_the_past) {
   introduce({&a, &b}, "unix");
   CHECK(a.call(1, {.tag = kNoAnswer, .timeout = 1}).status == CallStatus::kTimedOut);
   a.start(1, 1, {.tag = kNoAnswer, .timeout = 1});
-  a.outcome_count.wait_for(1);
-  CHECK(a.outcomes.at(1).status == CallStatus::kTimedOut);
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(1).status == CallStatus::kTimedOut);
 }
 
 CASE(an_asynchronous_deadline_passes_while_a_caller_polls) {
@@ -71,7 +71,7 @@ CASE(an_asynchronous_deadline_passes_while_a_caller_polls) {
   std::thread caller([&] { a.call(1, {.tag = kHold}); });
   b.handled.wait_for(1);
   a.start(1, 1, {.tag = kNoAnswer, .timeout = kMillisecond});
-  a.outcome_count.wait_for(1);
+  a.completion_count.wait_for(1);
   b.release.set();
   caller.join();
 }
@@ -81,9 +81,9 @@ CASE(a_waiter_of_an_asynchronous_call_gets_its_timeout) {
   introduce({&a, &b}, "unix");
   for (int i = 0; i < 20; ++i) {
     const std::uint64_t call = a.start(1, i, {.tag = kNoAnswer, .timeout = 2 * kMillisecond});
-    Outcome o;
+    Completion o;
     const WaitEnd end = a.engine->wait(call, kNever, {}, o);
-    CHECK(end == WaitEnd::kDone ? o.status == CallStatus::kTimedOut : a.outcome_count.value() >= 0);
+    CHECK(end == WaitEnd::kDone ? o.status == CallStatus::kTimedOut : a.completion_count.value() >= 0);
   }
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
@@ -91,7 +91,7 @@ CASE(a_waiter_of_an_asynchronous_call_gets_its_timeout) {
 CASE(the_handler_gets_the_deadline) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
-  b.on_custom = [&](Item& item) {
+  b.on_custom = [&](WorkItem& item) {
     const std::string left = item.deadline == kNever                ? "none"
                              : item.deadline - now() > 59 * kSecond ? "enough"
                                                                     : "less";
@@ -113,16 +113,16 @@ CASE(a_late_reply_is_dropped) {
   s.p.send(message(FrameType::kGoodbye));
   s.p.link->close();
   s.a.wait_for_event(EventKind::kPeerLeft);
-  CHECK_EQ(s.a.outcome_count.value(), 0);
+  CHECK_EQ(s.a.completion_count.value(), 0);
 }
 
 CASE(a_late_reply_that_must_be_processed_goes_to_the_pool) {
   Stage s;
   CHECK(s.a.call(1, {.timeout = kMillisecond}).status == CallStatus::kTimedOut);
-  s.p.reply(s.p.receive(), "give me back", kMayLinger);
+  s.p.reply(s.p.receive(), "give me back", kMustDeliver);
   s.read_all();
   s.a.add_threads(1);
-  s.a.outcome_count.wait_for(1);
+  s.a.completion_count.wait_for(1);
   CHECK_EQ(body_of(s.a.orphans[0]), "give me back");
   CHECK_EQ(s.a.orphans[0].peer, 1);
 }
@@ -131,16 +131,16 @@ CASE(a_late_reply_that_must_be_processed_goes_to_the_pool) {
 CASE(a_reply_between_the_timeout_and_giving_up) {
   Stage s;
   Event gone;
-  Request r{.linger = told(gone)};
+  Request r{.keep_alive = told(gone)};
   const std::uint64_t call = s.a.start(1, -1, std::move(r));
-  Outcome o;
+  Completion o;
   CHECK(s.a.engine->wait(call, 1, {}, o) == WaitEnd::kDeadline);
-  s.p.reply(s.p.receive(), "give me back", kMayLinger);
+  s.p.reply(s.p.receive(), "give me back", kMustDeliver);
   s.read_all();
   s.a.engine->give_up(call);
   CHECK(gone.is_set());
   s.a.add_threads(1);
-  s.a.outcome_count.wait_for(1);
+  s.a.completion_count.wait_for(1);
   CHECK_EQ(body_of(s.a.orphans[0]), "give me back");
   CHECK_EQ(s.a.orphans[0].peer, 1);
 }
@@ -148,7 +148,7 @@ CASE(a_reply_between_the_timeout_and_giving_up) {
 CASE(linger_objects_are_kept_until_the_late_reply) {
   Stage s;
   Event gone;
-  CHECK(s.a.call(1, {.timeout = kMillisecond, .linger = told(gone)}).status == CallStatus::kTimedOut);
+  CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = told(gone)}).status == CallStatus::kTimedOut);
   const Incoming late = s.p.receive();
   s.read_all();
   CHECK(!gone.is_set());
@@ -160,11 +160,11 @@ CASE(linger_objects_are_kept_until_the_late_reply) {
 CASE(linger_objects_are_released_with_the_peer) {
   Stage s;
   Event gone, gone_too;
-  CHECK(s.a.call(1, {.timeout = kMillisecond, .linger = told(gone)}).status == CallStatus::kTimedOut);
-  const std::uint64_t call = s.a.start(1, -1, {.linger = told(gone_too)});
+  CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = told(gone)}).status == CallStatus::kTimedOut);
+  const std::uint64_t call = s.a.start(1, -1, {.keep_alive = told(gone_too)});
   CHECK(!gone.is_set());
   s.p.link->close();
-  Outcome o;
+  Completion o;
   CHECK(s.a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
   CHECK(o.status == CallStatus::kPeerLost);
   gone.wait();
@@ -175,14 +175,14 @@ CASE(linger_objects_are_released_with_the_reply_or_the_engine) {
   Event replied, stopped, unreachable;
   {
     Stage s;
-    const std::uint64_t call = s.a.start(1, -1, {.linger = told(replied)});
+    const std::uint64_t call = s.a.start(1, -1, {.keep_alive = told(replied)});
     s.p.reply(s.p.receive(), "in time");
-    Outcome o;
+    Completion o;
     CHECK(s.a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
     CHECK(replied.is_set());
-    s.a.call(9, {.linger = told(unreachable)});
+    s.a.call(9, {.keep_alive = told(unreachable)});
     CHECK(unreachable.is_set());
-    CHECK(s.a.call(1, {.timeout = kMillisecond, .linger = told(stopped)}).status == CallStatus::kTimedOut);
+    CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = told(stopped)}).status == CallStatus::kTimedOut);
   }
   CHECK(stopped.is_set());
 }
@@ -192,9 +192,9 @@ CASE(a_request_that_must_be_delivered_is_sent_after_its_caller_gave_up) {
   Puppet p(1);
   a.engine->set_peer(p.address());
   Event gone, gone_async;
-  CHECK(a.call(1, {.body = "1", .timeout = kMillisecond, .flags = kMayLinger, .linger = told(gone)}).status ==
+  CHECK(a.call(1, {.body = "1", .timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = told(gone)}).status ==
         CallStatus::kTimedOut);
-  a.start(1, 1, {.body = "2", .timeout = kMillisecond, .flags = kMayLinger, .linger = told(gone_async)});
+  a.start(1, 1, {.body = "2", .timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = told(gone_async)});
   while (a.engine->stats().pending_calls > 0) std::this_thread::yield();
   CHECK(!gone.is_set() && !gone_async.is_set());
   std::thread puppet([&] {
@@ -217,11 +217,11 @@ CASE(linger_objects_of_an_undeliverable_request_are_released) {
   Event gone, gone_too;
   auto p = std::make_unique<Puppet>(1);
   a.engine->set_peer(p->address());
-  CHECK(a.call(1, {.timeout = kMillisecond, .flags = kMayLinger, .linger = told(gone)}).status ==
+  CHECK(a.call(1, {.timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = told(gone)}).status ==
         CallStatus::kTimedOut);
   CHECK(!gone.is_set());
   p.reset();
-  CHECK(a.call(1, {.flags = kMayLinger, .linger = told(gone_too)}).status == CallStatus::kUnreachable);
+  CHECK(a.call(1, {.flags = kMustDeliver, .keep_alive = told(gone_too)}).status == CallStatus::kUnreachable);
   gone.wait();  // the thread that failed the call releases them just after it has woken the caller
   gone_too.wait();
 }
@@ -234,17 +234,17 @@ CASE(a_reply_is_accepted_only_from_the_callee) {
   liar.connect(s.a.address());
   const std::uint64_t call = s.a.start(1, -1, {.body = "question"});
   const Incoming question = s.p.receive();
-  liar.reply(question, "a lie", kMayLinger);
+  liar.reply(question, "a lie", kMustDeliver);
   liar.send(message(FrameType::kReply, "nobody asked", 12345));
   Message m = message(FrameType::kRequest, "x", 1);
   m.header.tag = kEcho;
   liar.send(m);
   CHECK_EQ(std::string(liar.receive().body_view()), "x");  // by now it has been read
   s.p.reply(question, "the truth");
-  Outcome o;
+  Completion o;
   CHECK(s.a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
   CHECK_EQ(body_of(o), "the truth");
-  CHECK_EQ(s.a.outcome_count.value(), 0);
+  CHECK_EQ(s.a.completion_count.value(), 0);
 }
 
 /// Replies and deadlines at the same time: each call completes once.
@@ -254,12 +254,12 @@ CASE(deadlines_and_replies_race) {
   const int count = times(5000);
   std::thread sync([&] {
     for (int i = 0; i < count; ++i) {
-      const Outcome o = a.call(1, {.body = "x", .timeout = 20 * kMicrosecond + i % 50 * kMicrosecond});
+      const Completion o = a.call(1, {.body = "x", .timeout = 20 * kMicrosecond + i % 50 * kMicrosecond});
       CHECK(o.status == CallStatus::kReplied || o.status == CallStatus::kTimedOut);
     }
   });
   for (int i = 0; i < count; ++i) a.start(1, i, {.timeout = 20 * kMicrosecond + i % 100 * 5 * kMicrosecond});
-  a.outcome_count.wait_for(count);
+  a.completion_count.wait_for(count);
   sync.join();
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }

@@ -15,18 +15,18 @@ namespace {
 CASE_ON_EVERY_SCHEME(a_peer_that_shuts_down_fails_its_callers) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
-  Outcome outcome;
-  std::thread caller([&] { outcome = a.call(1, {.tag = kNoAnswer}); });
+  Completion completion;
+  std::thread caller([&] { completion = a.call(1, {.tag = kNoAnswer}); });
   a.start(1, 5, {.tag = kNoAnswer});
   b.handled.wait_for(2);
   b.stop();
   caller.join();
-  CHECK(outcome.status == CallStatus::kPeerLost);
-  CHECK_EQ(outcome.why, "it shut down");
-  a.outcome_count.wait_for(1);
-  CHECK(a.outcomes.at(5).status == CallStatus::kPeerLost);
+  CHECK(completion.status == CallStatus::kPeerLost);
+  CHECK_EQ(completion.why, "it shut down");
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(5).status == CallStatus::kPeerLost);
   CHECK_EQ(a.wait_for_event(EventKind::kPeerLeft), "it shut down");
-  const Outcome next = a.call(1, {});
+  const Completion next = a.call(1, {});
   CHECK(next.status == CallStatus::kUnreachable);
   CHECK_SAYS(next.why, "it shut down");
 }
@@ -34,13 +34,13 @@ CASE_ON_EVERY_SCHEME(a_peer_that_shuts_down_fails_its_callers) {
 CASE_ON_EVERY_SCHEME(a_link_without_goodbye_fails_its_callers) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
-  Outcome outcome;
-  std::thread caller([&] { outcome = a.call(1, {.tag = kNoAnswer}); });
+  Completion completion;
+  std::thread caller([&] { completion = a.call(1, {.tag = kNoAnswer}); });
   b.handled.wait_for(1);
-  b.engine->forget_peer(0, "for the test");
+  b.engine->remove_peer(0, "for the test");
   caller.join();
-  CHECK(outcome.status == CallStatus::kPeerLost);
-  CHECK_SAYS(outcome.why, "died");
+  CHECK(completion.status == CallStatus::kPeerLost);
+  CHECK_SAYS(completion.why, "died");
   CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "died");
 }
 
@@ -48,16 +48,16 @@ CASE(a_truncated_frame_fails_its_callers) {
   Worker a(0);
   Puppet p(1);
   a.engine->set_peer(p.address());
-  Outcome outcome;
-  std::thread caller([&] { outcome = a.call(1, {}); });
+  Completion completion;
+  std::thread caller([&] { completion = a.call(1, {}); });
   p.accept();
   p.receive();
   const char half[20] = {'T', 'G', 'R', '1'};
   CHECK_EQ(::write(p.link->fd(), half, sizeof half), static_cast<ssize_t>(sizeof half));
   p.link->close();
   caller.join();
-  CHECK(outcome.status == CallStatus::kPeerLost);
-  CHECK_SAYS(outcome.why, "middle of a frame");
+  CHECK(completion.status == CallStatus::kPeerLost);
+  CHECK_SAYS(completion.why, "middle of a frame");
 }
 
 CASE(calls_to_other_peers_continue) {
@@ -78,7 +78,7 @@ CASE(calls_to_other_peers_continue) {
   for (Worker* w : {&a, &b, &c}) {
     callers.emplace_back([&, w] {
       while (true) {
-        const Outcome o = w->call(3, {.body = "y"});
+        const Completion o = w->call(3, {.body = "y"});
         if (o.status != CallStatus::kReplied) break;
       }
       failed.add();
@@ -114,9 +114,9 @@ CASE_ON_EVERY_SCHEME(senders_and_reader_see_the_end_together) {
       });
     }
     begun.wait_for(10);
-    b.engine->forget_peer(0, "for the test");
+    b.engine->remove_peer(0, "for the test");
     for (auto& t : callers) t.join();
-    a.outcome_count.wait_for((round + 1) * calls);
+    a.completion_count.wait_for((round + 1) * calls);
     CHECK_EQ(a.engine->stats().pending_calls, 0u);
     b.meet(a);
     while (a.call(1, {}).status != CallStatus::kReplied) {
@@ -133,10 +133,10 @@ CASE_ON_EVERY_SCHEME(links_end_while_they_open) {
     Event go;
     std::thread forgets([&] {
       go.wait();
-      (i % 2 ? a : b).engine->forget_peer(i % 2, "for the test");
+      (i % 2 ? a : b).engine->remove_peer(i % 2, "for the test");
     });
     go.set();
-    const Outcome o = a.call(1, {.body = "x"});
+    const Completion o = a.call(1, {.body = "x"});
     CHECK(o.status == CallStatus::kReplied || o.status == CallStatus::kUnreachable ||
           o.status == CallStatus::kPeerLost);
     forgets.join();
@@ -166,13 +166,13 @@ CASE(replies_and_goodbye_survive_a_failed_send) {
   p.link->close();
   p.link.reset();
   const std::uint64_t fourth = a.start(1, -1, {});  // this send fails
-  Outcome outcome;
-  CHECK(a.engine->wait(second, kNever, {}, outcome) == WaitEnd::kDone);
-  CHECK_EQ(body_of(outcome), "second");
+  Completion completion;
+  CHECK(a.engine->wait(second, kNever, {}, completion) == WaitEnd::kDone);
+  CHECK_EQ(body_of(completion), "second");
   for (const std::uint64_t call : {third, fourth}) {
-    CHECK(a.engine->wait(call, kNever, {}, outcome) == WaitEnd::kDone);
-    CHECK(outcome.status == CallStatus::kPeerLost);
-    CHECK_EQ(outcome.why, "it shut down");
+    CHECK(a.engine->wait(call, kNever, {}, completion) == WaitEnd::kDone);
+    CHECK(completion.status == CallStatus::kPeerLost);
+    CHECK_EQ(completion.why, "it shut down");
   }
 }
 
@@ -184,12 +184,12 @@ CASE(a_peer_comes_back) {
   b.reset();
   a.wait_for_event(EventKind::kPeerLeft);
   Settings again = Worker::settings_of(1);
-  again.credo.me.incarnation = 77;
+  again.config.me.incarnation = 77;
   Worker b2(1, again);
   b2.listen("unix");
   PeerAddress address = b2.address();
   a.engine->set_peer(address);  // it still says incarnation 1001
-  const Outcome o = a.call(1, {});
+  const Completion o = a.call(1, {});
   CHECK(o.status == CallStatus::kUnreachable);
   CHECK_SAYS(o.why, "is not at this address");
   address.identity.incarnation = 77;
@@ -200,14 +200,14 @@ CASE(a_peer_comes_back) {
 /// The loss of a peer is processed before its return, although a second thread is free.
 CASE(peer_events_run_one_after_the_other) {
   Engine e(Worker::settings_of(0));
-  const PeerAddress self{.identity = Worker::settings_of(0).credo.me, .addresses = {e.listen(fresh_address("unix"))}};
+  const PeerAddress self{.identity = Worker::settings_of(0).config.me, .addresses = {e.listen(fresh_address("unix"))}};
   std::thread peer([&] {
     Puppet p(1);
     p.connect(self);
     p.link->close();
   });
   PoolThread one;
-  Item item;
+  WorkItem item;
   for (const EventKind kind : {EventKind::kConnected, EventKind::kPeerLost}) {
     CHECK(e.next(one, item));
     CHECK(item.event == kind);
@@ -217,10 +217,10 @@ CASE(peer_events_run_one_after_the_other) {
   std::atomic<bool> over = false;
   std::thread other([&] {
     PoolThread two;
-    Item i;
+    WorkItem i;
     while (e.next(two, i)) {
-      if (i.kind == ItemKind::kRequest) asked.set();
-      if (i.kind == ItemKind::kEvent) CHECK(over);
+      if (i.kind == WorkKind::kRequest) asked.set();
+      if (i.kind == WorkKind::kEvent) CHECK(over);
     }
   });
   Puppet p(1);
@@ -237,22 +237,22 @@ CASE(peer_events_run_one_after_the_other) {
 
 CASE(a_worker_that_does_not_exist) {
   Worker a(0);
-  Outcome o = a.call(9, {});
+  Completion o = a.call(9, {});
   CHECK(o.status == CallStatus::kUnreachable);
   CHECK_EQ(o.why, "no such worker");
   for (const std::string address : {"unix:@telegrad-test-nobody", "inproc:nobody", "tcp:127.0.0.1:1",
                                     "carrier-pigeon:x", "tcp:not-a-number:7", "tcp:nothing", "unix:"}) {
-    PeerAddress peer{.identity = Worker::settings_of(3).credo.me, .addresses = {address}};
+    PeerAddress peer{.identity = Worker::settings_of(3).config.me, .addresses = {address}};
     a.engine->set_peer(peer);
     o = a.call(3, {});
     CHECK(o.status == CallStatus::kUnreachable);
     CHECK_SAYS(o.why, address);
     a.start(3, 1, {});
-    a.outcome_count.wait_for(1);
-    CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
-    CHECK_SAYS(a.outcomes.at(1).why, address);
-    a.outcomes.clear();
-    a.outcome_count.add(-1);
+    a.completion_count.wait_for(1);
+    CHECK(a.completions.at(1).status == CallStatus::kUnreachable);
+    CHECK_SAYS(a.completions.at(1).why, address);
+    a.completions.clear();
+    a.completion_count.add(-1);
   }
 }
 
@@ -274,8 +274,8 @@ CASE(a_completion_does_not_wait_for_the_polling_caller) {
   b.handled.wait_for(1);
   for (int i = 0; i < 5; ++i) {
     a.start(9, i, {});
-    a.outcome_count.wait_for(i + 1);
-    CHECK(a.outcomes.at(i).status == CallStatus::kUnreachable);
+    a.completion_count.wait_for(i + 1);
+    CHECK(a.completions.at(i).status == CallStatus::kUnreachable);
   }
   b.release.set();
   caller.join();
@@ -291,14 +291,14 @@ struct FullListener {
     std::memcpy(name.sun_path, path.data(), path.size());
     name.sun_path[0] = 0;
     const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
-    listening = Descriptor(socket(AF_UNIX, SOCK_STREAM, 0));
+    listening = UniqueFd(socket(AF_UNIX, SOCK_STREAM, 0));
     CHECK_EQ(bind(listening.get(), reinterpret_cast<sockaddr*>(&name), size), 0);
     CHECK_EQ(listen(listening.get(), 0), 0);
-    filling = Descriptor(socket(AF_UNIX, SOCK_STREAM, 0));
+    filling = UniqueFd(socket(AF_UNIX, SOCK_STREAM, 0));
     CHECK_EQ(connect(filling.get(), reinterpret_cast<sockaddr*>(&name), size), 0);
   }
   std::string address;
-  Descriptor listening, filling;
+  UniqueFd listening, filling;
 };
 
 CASE(a_listener_with_a_full_backlog) {
@@ -306,26 +306,26 @@ CASE(a_listener_with_a_full_backlog) {
   Settings s;
   s.connect_timeout = 30 * kMillisecond;
   Worker a(0, s);
-  a.engine->set_peer({.identity = Worker::settings_of(1).credo.me, .addresses = {full.address}});
-  const Outcome o = a.call(1, {});
+  a.engine->set_peer({.identity = Worker::settings_of(1).config.me, .addresses = {full.address}});
+  const Completion o = a.call(1, {});
   CHECK(o.status == CallStatus::kUnreachable);
   CHECK_SAYS(o.why, full.address);
   a.start(1, 1, {});
-  a.outcome_count.wait_for(1);
-  CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(1).status == CallStatus::kUnreachable);
 }
 
 CASE(removing_a_peer_fails_callers_that_wait_for_a_connection) {
   FullListener full;
   Worker a(0);
-  a.engine->set_peer({.identity = Worker::settings_of(1).credo.me, .addresses = {full.address}});
-  Outcome outcome;
-  std::thread caller([&] { outcome = a.call(1, {}); });
+  a.engine->set_peer({.identity = Worker::settings_of(1).config.me, .addresses = {full.address}});
+  Completion completion;
+  std::thread caller([&] { completion = a.call(1, {}); });
   while (a.engine->stats().pending_calls == 0) std::this_thread::yield();
-  a.engine->forget_peer(1, "it has left the group");
+  a.engine->remove_peer(1, "it has left the group");
   caller.join();
-  CHECK(outcome.status == CallStatus::kUnreachable);
-  CHECK_EQ(outcome.why, "it has left the group");
+  CHECK(completion.status == CallStatus::kUnreachable);
+  CHECK_EQ(completion.why, "it has left the group");
   CHECK_EQ(a.call(1, {}).why, "it has left the group");
 }
 

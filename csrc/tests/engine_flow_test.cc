@@ -59,8 +59,8 @@ CASE(an_asynchronous_call_that_times_out_at_the_window_is_not_made) {
   Stage s;
   s.a.start(1, 1, {.body = kMost});
   s.a.start(1, 2, {.body = "never" + kSome, .timeout = 3 * kMillisecond});
-  s.a.outcome_count.wait_for(1);
-  CHECK(s.a.outcomes.at(2).status == CallStatus::kTimedOut);
+  s.a.completion_count.wait_for(1);
+  CHECK(s.a.completions.at(2).status == CallStatus::kTimedOut);
   s.grant(weight(kMost.size()));
   s.a.start(1, 3, {.body = "then"});
   CHECK_EQ(s.p.receive().body_view().size(), kMost.size());
@@ -116,7 +116,7 @@ CASE(a_caller_at_the_window_gets_the_loss_of_the_peer) {
   for (const bool orderly : {true, false}) {
     Stage s;
     s.a.start(1, 1, {.body = kMost});
-    Outcome o;
+    Completion o;
     std::thread caller([&] { o = s.a.call(1, {.body = kSome}); });
     s.p.receive();
     while (s.a.engine->stats().pending_calls < 2) std::this_thread::yield();
@@ -131,7 +131,7 @@ CASE(a_caller_at_the_window_gets_the_loss_of_the_peer) {
 CASE(stop_ends_a_wait_for_the_window) {
   Stage s;
   s.a.start(1, 1, {.body = kMost});
-  Outcome o;
+  Completion o;
   std::thread caller([&] { o = s.a.call(1, {.body = kSome}); });
   while (s.a.engine->stats().pending_calls < 2) std::this_thread::yield();
   s.a.stop(0);
@@ -166,8 +166,8 @@ CASE_ON_EVERY_SCHEME(many_callers_share_a_small_window) {
     });
   }
   for (auto& c : callers) c.join();
-  a.outcome_count.wait_for(2 * ((times(500) + 1) / 2));
-  b.outcome_count.wait_for(2 * ((times(500) + 1) / 2));
+  a.completion_count.wait_for(2 * ((times(500) + 1) / 2));
+  b.completion_count.wait_for(2 * ((times(500) + 1) / 2));
   CHECK(a.engine->may_send_now(1, 20'000));
   CHECK(b.engine->may_send_now(0, 20'000));
 }
@@ -180,9 +180,9 @@ CASE_ON_EVERY_SCHEME(a_hundred_thousand_pending_calls) {
   for (int i = 0; i < count; ++i) a.start(1, i, {.tag = kHold, .body = "small"});
   b.handled.wait_for(16);
   b.release.set();
-  a.outcome_count.wait_for(count);
+  a.completion_count.wait_for(count);
   std::lock_guard lock(a.mutex);
-  for (int i = 0; i < count; ++i) CHECK_EQ(body_of(a.outcomes.at(i)), "small");
+  for (int i = 0; i < count; ++i) CHECK_EQ(body_of(a.completions.at(i)), "small");
 }
 
 /// Borrowed segments are not used any more when `start` and `reply` return, although the peer reads slowly.
@@ -193,8 +193,8 @@ CASE(borrowed_memory_is_free_when_start_returns) {
   std::thread caller([&] {
     auto m = std::make_unique<Outgoing>();
     m->segments.push_back({reinterpret_cast<const std::byte*>(segment.data()), segment.size()});
-    m->keep = std::make_unique<Bytes>();
-    s.a.engine->start(1, std::move(m), {.cookie = std::make_unique<Bytes>("1")});
+    m->owner = std::make_unique<Bytes>();
+    s.a.engine->start(1, std::move(m), {.target = std::make_unique<Bytes>("1")});
     segment.assign(segment.size(), 'b');
     returned.set();
   });
@@ -210,7 +210,7 @@ std::unique_ptr<Outgoing> lending(const std::string& segment, std::uint16_t flag
   auto m = std::make_unique<Outgoing>();
   m->header.flags = flags;
   m->segments.push_back({reinterpret_cast<const std::byte*>(segment.data()), segment.size()});
-  m->keep = std::make_unique<Bytes>();
+  m->owner = std::make_unique<Bytes>();
   return m;
 }
 
@@ -221,7 +221,7 @@ CASE(memory_sent_before_the_connection_is_free_when_start_returns) {
   std::string segment(2 << 20, 'a');
   Event returned;
   std::thread caller([&] {
-    a.engine->start(1, lending(segment), {.cookie = std::make_unique<Bytes>("1")});
+    a.engine->start(1, lending(segment), {.target = std::make_unique<Bytes>("1")});
     segment.assign(segment.size(), 'b');
     returned.set();
   });
@@ -240,11 +240,11 @@ CASE(memory_of_a_message_without_a_waiter_is_copied) {
       Puppet p(1);
       a.engine->set_peer(p.address());
       const std::string want(size, 'a');
-      auto send = [&](int cookie) {
+      auto send = [&](int target) {
         std::string segment = want;
-        CallOptions o{.never_wait = never_wait, .cookie = std::make_unique<Bytes>(std::to_string(cookie))};
+        CallOptions o{.never_wait = never_wait, .target = std::make_unique<Bytes>(std::to_string(target))};
         if (!never_wait) o.deadline = now() + 5 * kMillisecond;
-        a.engine->start(1, lending(segment, kMayLinger), std::move(o));
+        a.engine->start(1, lending(segment, kMustDeliver), std::move(o));
         segment.assign(segment.size(), 'b');
       };
       send(1);
@@ -258,12 +258,12 @@ CASE(memory_of_a_message_without_a_waiter_is_copied) {
 
 CASE(memory_sent_to_an_unreachable_worker_is_free_at_once) {
   Worker a(0);
-  PeerAddress nobody{.identity = Worker::settings_of(1).credo.me, .addresses = {"unix:@telegrad-test-nobody"}};
+  PeerAddress nobody{.identity = Worker::settings_of(1).config.me, .addresses = {"unix:@telegrad-test-nobody"}};
   a.engine->set_peer(nobody);
   std::string segment(2 << 20, 'a');
-  a.engine->start(1, lending(segment), {.cookie = std::make_unique<Bytes>("1")});
-  a.outcome_count.wait_for(1);
-  CHECK(a.outcomes.at(1).status == CallStatus::kUnreachable);
+  a.engine->start(1, lending(segment), {.target = std::make_unique<Bytes>("1")});
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(1).status == CallStatus::kUnreachable);
 }
 
 /// A peer that does not read requests two large replies; a pool thread sends one of them.
@@ -281,7 +281,7 @@ CASE(a_peer_that_does_not_read_replies_delays_no_other_peer) {
   Event asked;
   std::uint64_t connection = 0, other = 0;
   Event given;
-  a.on_custom = [&](Item& item) {
+  a.on_custom = [&](WorkItem& item) {
     if (item.message.header.flags == 1) {
       connection = item.connection;
       other = item.message.header.call_id;

@@ -12,14 +12,14 @@ namespace {
 
 Settings with_lanes(int id, std::uint32_t lanes) {
   Settings s = Worker::settings_of(id);
-  s.credo.lanes = lanes;
+  s.config.lanes = lanes;
   return s;
 }
 
 const std::string kTensor = [] { return Random(1).bytes(std::size_t{5} << 20); }();
 
 void echo_large(Worker& from, int to) {
-  const Outcome o = from.call(to, {.body = "x", .segments = {kTensor}});
+  const Completion o = from.call(to, {.body = "x", .segments = {kTensor}});
   CHECK_EQ(body_of(o), "x");
   CHECK(text_of(o.reply.segments[0]) == kTensor);
 }
@@ -98,18 +98,18 @@ CASE(a_tensor_sent_over_lanes_may_change_afterwards) {
       o.never_wait = never_wait;
       const std::uint64_t call = a.engine->start(1, std::move(m), std::move(o));
       std::ranges::fill(tensor, 'x');
-      Outcome outcome;
-      CHECK(a.engine->wait(call, kNever, {}, outcome) == WaitEnd::kDone);
-      CHECK(text_of(outcome.reply.segments[0]) == kTensor);
+      Completion completion;
+      CHECK(a.engine->wait(call, kNever, {}, completion) == WaitEnd::kDone);
+      CHECK(text_of(completion.reply.segments[0]) == kTensor);
     }
   }
 }
 
 /// Connects to a worker with a handshake for a lane, until the connection ends or, if it `stays`, until the welcome.
 struct Attempt {
-  Attempt(const PeerAddress& at, const Credo& credo, std::string session, bool stays = false)
+  Attempt(const PeerAddress& at, const HandshakeConfig& config, std::string session, bool stays = false)
       : link(find_transport(at.addresses[0])->connect(at.addresses[0])),
-        handshake(Handshake::initiate(credo, at.identity, std::move(session))) {
+        handshake(Handshake::initiate(config, at.identity, std::move(session))) {
     act(handshake.begin());
     while (!over && !(stays && welcome)) {
       readable(link->fd());
@@ -131,7 +131,7 @@ struct Attempt {
   }
   std::unique_ptr<Link> link;
   Handshake handshake;
-  Collector inbox;
+  RecordingInbox inbox;
   std::size_t read = 0;
   bool over = false, welcome = false;
 };
@@ -141,15 +141,15 @@ CASE(only_the_peer_can_add_a_lane) {
   Worker a(0, with_lanes(0, 4));
   a.listen("tcp");
   Puppet p(1, "tcp");
-  p.credo.lanes = 4;
+  p.config.lanes = 4;
   p.connect(a.address());
-  Credo wrong = p.credo;
+  HandshakeConfig wrong = p.config;
   wrong.secret = "another";
   Attempt stranger(a.address(), wrong, std::string(32, 's'));
   CHECK(!stranger.welcome);
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "secret does not match");
-  Attempt guess(a.address(), p.credo, std::string(32, 's'));  // knows the group's secret, but not the session
-  Credo third = Worker::settings_of(2).credo;
+  Attempt guess(a.address(), p.config, std::string(32, 's'));  // knows the group's secret, but not the session
+  HandshakeConfig third = Worker::settings_of(2).config;
   third.lanes = 4;
   Attempt member(a.address(), third, p.session);  // uses the session of another member's link
   CHECK_EQ(a.engine->stats().lanes, 0u);
@@ -161,7 +161,7 @@ CASE(only_the_peer_can_add_a_lane) {
   a.stop();
   std::lock_guard lock(a.mutex);
   CHECK_EQ(std::ranges::count_if(a.events,
-                                 [](const Item& e) { return e.text.ends_with("it is a lane of an unknown link"); }),
+                                 [](const WorkItem& e) { return e.text.ends_with("it is a lane of an unknown link"); }),
            2);
 }
 
@@ -170,9 +170,9 @@ CASE(no_more_lanes_than_both_ends_want) {
     Worker a(0, with_lanes(0, mine));
     a.listen("tcp");
     Puppet p(1, "tcp");
-    p.credo.lanes = theirs;
+    p.config.lanes = theirs;
     p.connect(a.address());
-    Attempt first(a.address(), p.credo, p.session, true), second(a.address(), p.credo, p.session);
+    Attempt first(a.address(), p.config, p.session, true), second(a.address(), p.config, p.session);
     CHECK(first.welcome);
     CHECK_EQ(a.engine->stats().lanes, 1u);
     CHECK_SAYS(a.wait_for_event(EventKind::kLog), "it is a lane of an unknown link");
@@ -197,8 +197,8 @@ CASE(a_broken_lane_fails_the_calls_of_its_link) {
     CHECK_EQ(::shutdown(fd, SHUT_RDWR), 0);
     break;
   }
-  a.outcome_count.wait_for(1);
-  CHECK(a.outcomes.at(1).status == CallStatus::kPeerLost);
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(1).status == CallStatus::kPeerLost);
   b.release.set();
   echo_large(a, 1);  // over a new link
 }

@@ -11,15 +11,15 @@ namespace {
 CASE(stop_ends_waiting_callers) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
-  Outcome outcomes[3];
+  Completion completions[3];
   std::vector<std::thread> callers;  // one of them is the leader, the others sleep
-  for (Outcome& o : outcomes) callers.emplace_back([&] { o = a.call(1, {.tag = kNoAnswer}); });
+  for (Completion& o : completions) callers.emplace_back([&] { o = a.call(1, {.tag = kNoAnswer}); });
   a.start(1, 7, {.tag = kNoAnswer});
   b.handled.wait_for(4);
   a.stop(0);
   for (auto& c : callers) c.join();
-  for (const Outcome& o : outcomes) CHECK(o.status == CallStatus::kStopped);
-  CHECK(a.outcomes.at(7).status == CallStatus::kStopped);
+  for (const Completion& o : completions) CHECK(o.status == CallStatus::kStopped);
+  CHECK(a.completions.at(7).status == CallStatus::kStopped);
   CHECK(a.call(1, {}).status == CallStatus::kStopped);
   CHECK_EQ(b.wait_for_event(EventKind::kPeerLeft), "it shut down");
 }
@@ -35,7 +35,8 @@ CASE(stop_while_all_threads_call) {
         Worker& from = t % 2 ? a : b;
         for (int i = 0;; ++i) {
           from.start(t % 2, t * 1'000'000 + i, {.never_wait = true});
-          const Outcome o = from.call(t % 2, {.tag = static_cast<std::uint8_t>(i % 3 ? kEcho : kBounce), .body = "\3"});
+          const Completion o =
+              from.call(t % 2, {.tag = static_cast<std::uint8_t>(i % 3 ? kEcho : kBounce), .body = "\3"});
           begun.add();
           if (o.status == CallStatus::kStopped) return;
           if (o.status != CallStatus::kReplied) {
@@ -61,7 +62,7 @@ CASE(stop_with_the_pool_in_every_state) {
   for (int threads = 0; threads < 5; ++threads) {  // asleep, parked, polling, not started yet
     for (int i = 0; i < times(100); ++i) {
       Worker a(0, {}, threads);
-      if (i % 2) a.engine->nudge(0);
+      if (i % 2) a.engine->request_callback(0);
       if (i % 3) std::this_thread::yield();
       a.stop(0);
       a.stop(0);
@@ -73,7 +74,7 @@ CASE(queued_messages_are_sent_before_the_end) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   Counter got;
-  b.on_custom = [&](Item&) { got.add(); };
+  b.on_custom = [&](WorkItem&) { got.add(); };
   const std::string body(1 << 20, 'x');
   CHECK_EQ(body_of(a.call(1, {.body = "hello"})), "hello");
   for (int i = 0; i < 20; ++i) {
@@ -90,7 +91,7 @@ CASE(messages_without_a_connection_are_sent_before_the_end) {
     Worker a(0), b(1);
     introduce({&a, &b}, "unix");
     Event got;
-    b.on_custom = [&](Item&) { got.set(); };
+    b.on_custom = [&](WorkItem&) { got.set(); };
     Request r{.tag = kCustom};
     CHECK(a.engine->send(1, compose(r)));
     a.stop(30 * kSecond);
@@ -180,7 +181,7 @@ CASE(a_forked_child_has_a_stopped_engine) {
   std::atomic<bool> enough = false;
   std::vector<std::thread> busy;
   busy.emplace_back([&] {
-    Outcome o;
+    Completion o;
     CHECK(a.engine->wait(waited_for, kNever, {}, o) == WaitEnd::kDone);
   });
   for (int i = 0; i < 2; ++i) {
@@ -193,13 +194,13 @@ CASE(a_forked_child_has_a_stopped_engine) {
     const pid_t child = fork();
     if (child == 0) {
       alarm(20);
-      Outcome o, p, q;
+      Completion o, p, q;
       const bool stopped = a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone && o.status == CallStatus::kStopped &&
                            a.engine->wait(waited_for, kNever, {}, p) == WaitEnd::kDone &&
                            p.status == CallStatus::kStopped && a.engine->wait(12345, kNever, {}, q) == WaitEnd::kDone &&
                            q.why == kForked;
       const bool refused = a.call(1, {}).status == CallStatus::kStopped;
-      a.engine->nudge(0);
+      a.engine->request_callback(0);
       a.engine->stats();
       a.engine->stop(kSecond);
       a.engine.reset();
@@ -212,7 +213,7 @@ CASE(a_forked_child_has_a_stopped_engine) {
   enough = true;
   b.release.set();
   for (auto& t : busy) t.join();
-  a.outcome_count.wait_for(times(40));
+  a.completion_count.wait_for(times(40));
 }
 
 CASE(unneeded_threads_are_not_started) {

@@ -9,10 +9,10 @@ constexpr std::size_t kBody = 70'000, kSegments = 80'000;
 
 Settings with_limits() {
   Settings s;
-  s.credo.limits.body = kBody;
-  s.credo.limits.message = kSegments;
-  s.credo.limits.segments = 5;
-  s.credo.limits.name = 100;
+  s.config.limits.body = kBody;
+  s.config.limits.message = kSegments;
+  s.config.limits.segments = 5;
+  s.config.limits.name = 100;
   return s;
 }
 
@@ -33,7 +33,7 @@ std::vector<Large> large_requests() {
   return all;
 }
 
-void check_too_large(const Outcome& o, const std::vector<std::string>& why) {
+void check_too_large(const Completion& o, const std::vector<std::string>& why) {
   CHECK(o.status == CallStatus::kTooLarge);
   for (const std::string& part : why) CHECK_SAYS(o.why, part);
 }
@@ -44,18 +44,18 @@ CASE_ON_EVERY_SCHEME(a_request_over_the_limits_fails_alone) {
   a.start(1, 1, {.tag = kHold, .body = "meanwhile"});
   b.handled.wait_for(1);
   for (Large& l : large_requests()) check_too_large(a.call(1, std::move(l.request)), l.why);
-  int cookie = 10;
+  int target = 10;
   for (Large& l : large_requests()) {
-    l.request.linger = std::make_unique<Bytes>();
-    a.start(1, ++cookie, std::move(l.request));
-    a.outcome_count.wait_for(cookie - 10);
-    check_too_large(a.outcomes.at(cookie), l.why);
+    l.request.keep_alive = std::make_unique<Bytes>();
+    a.start(1, ++target, std::move(l.request));
+    a.completion_count.wait_for(target - 10);
+    check_too_large(a.completions.at(target), l.why);
   }
   CHECK(text_of(a.call(1, {.segments = {bytes(kSegments)}}).reply.segments[0]) == bytes(kSegments));
   CHECK_EQ(body_of(a.call(1, {.body = bytes(kBody)})).size(), kBody);
   b.release.set();
-  a.outcome_count.wait_for(5);
-  CHECK_EQ(body_of(a.outcomes.at(1)), "meanwhile");
+  a.completion_count.wait_for(5);
+  CHECK_EQ(body_of(a.completions.at(1)), "meanwhile");
   CHECK_EQ(a.event_count.value() + b.event_count.value(), 0);
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
@@ -68,8 +68,8 @@ CASE(a_request_that_waits_for_a_connection_may_be_too_large) {
       introduce({&a, &b}, "unix");
       if (async) {
         a.start(1, 1, std::move(l.request));
-        a.outcome_count.wait_for(1);
-        check_too_large(a.outcomes.at(1), l.why);
+        a.completion_count.wait_for(1);
+        check_too_large(a.completions.at(1), l.why);
       } else {
         check_too_large(a.call(1, std::move(l.request)), l.why);
       }
@@ -84,7 +84,7 @@ CASE_ON_EVERY_SCHEME(a_request_that_must_be_delivered_is_sent_without_its_conten
   for (const bool linked : {true, false}) {
     Worker a(0), b(1, with_limits());
     introduce({&a, &b}, scheme);
-    b.on_custom = [&](Item& item) {
+    b.on_custom = [&](WorkItem& item) {
       CHECK(item.message.header.flags & kLeftOut);
       CHECK(item.name == nullptr);
       CHECK_EQ(item.message.segments.size(), 1u);
@@ -95,7 +95,7 @@ CASE_ON_EVERY_SCHEME(a_request_that_must_be_delivered_is_sent_without_its_conten
     if (linked) CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
     for (Large& l : large_requests()) {
       l.request.tag = kCustom;
-      l.request.flags = kMayLinger | kTrailer;
+      l.request.flags = kMustDeliver | kTrailer;
       l.request.segments.push_back("the trailer");
       const std::string answer = body_of(a.call(1, std::move(l.request)));
       CHECK_SAYS(answer, l.why[0] == "6 tensors" ? "7 tensors" : l.why[0]);
@@ -109,16 +109,18 @@ CASE_ON_EVERY_SCHEME(a_reply_over_the_limits_is_sent_without_its_content) {
   Worker a(0, with_limits()), b(1);
   introduce({&a, &b}, scheme);
   for (const bool body : {true, false}) {
-    const Outcome o = body ? a.call(1, {.body = bytes(kBody + 1)}) : a.call(1, {.segments = {bytes(kSegments + 1)}});
+    const Completion o = body ? a.call(1, {.body = bytes(kBody + 1)}) : a.call(1, {.segments = {bytes(kSegments + 1)}});
     CHECK(o.status == CallStatus::kReplied);
     CHECK(o.reply.header.flags & kLeftOut);
     CHECK(o.reply.segments.empty());
     CHECK_EQ(body_of(o).front(), static_cast<char>(LeftOut::kTooLarge));
     CHECK_SAYS(body_of(o), body ? "max_header_bytes of worker w0" : "max_message_bytes of worker w0");
   }
-  b.on_custom = [&](Item& item) { b.answer(item, "x", {bytes(kSegments + 1), "the trailer"}, kMayLinger | kTrailer); };
-  const Outcome o = a.call(1, {.tag = kCustom});
-  CHECK(o.reply.header.flags & kLeftOut && o.reply.header.flags & kMayLinger);
+  b.on_custom = [&](WorkItem& item) {
+    b.answer(item, "x", {bytes(kSegments + 1), "the trailer"}, kMustDeliver | kTrailer);
+  };
+  const Completion o = a.call(1, {.tag = kCustom});
+  CHECK(o.reply.header.flags & kLeftOut && o.reply.header.flags & kMustDeliver);
   CHECK_EQ(o.reply.segments.size(), 1u);
   CHECK_EQ(text_of(o.reply.segments[0]), "the trailer");
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");

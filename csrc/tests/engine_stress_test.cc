@@ -24,8 +24,8 @@ class World {
     for (auto& t : threads) t.join();
     for (int i = 0; i < kWorkers - 1; ++i) {
       Worker& w = *workers_[static_cast<std::size_t>(i)];
-      w.outcome_count.wait_for(started_[i]);
-      CHECK_EQ(w.outcomes.size(), static_cast<std::size_t>(started_[i].load()));
+      w.completion_count.wait_for(started_[i]);
+      CHECK_EQ(w.completions.size(), static_cast<std::size_t>(started_[i].load()));
       while (w.engine->stats().pending_calls > 0) {  // handlers of failed calls may still be calling
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -39,7 +39,7 @@ class World {
     s.handlers = 4;
     s.window = 200'000;
     auto w = std::make_unique<Worker>(id, s);
-    w->on_custom = [](Item&) {};  // one-way messages
+    w->on_custom = [](WorkItem&) {};  // one-way messages
     return w;
   }
 
@@ -62,14 +62,14 @@ class World {
       Request r{.body = random.bytes(random.below(random.below(10) ? 100 : 100'000))};
       if (random.below(10) == 0) r.segments = {random.bytes(random.below(1'000'000)), random.bytes(random.below(100))};
       if (random.below(5) == 0) r.timeout = static_cast<Nanos>(random.below(3 * kMillisecond)) + 1;
-      if (random.below(5) == 0) r.linger = std::make_unique<Bytes>();
+      if (random.below(5) == 0) r.keep_alive = std::make_unique<Bytes>();
       r.name_id = static_cast<std::uint32_t>(random.below(5));
       if (r.name_id) r.name = "name" + std::to_string(r.name_id);
       switch (random.below(6)) {
         case 0:
         case 1: {
           const std::string body = r.body;
-          const Outcome o = w.call(to, std::move(r));
+          const Completion o = w.call(to, std::move(r));
           CHECK(o.status != CallStatus::kPending && o.status != CallStatus::kStopped);
           if (o.status == CallStatus::kReplied) {
             CHECK(body_of(o) == body);
@@ -80,14 +80,14 @@ class World {
         case 2:
         case 3: {
           r.never_wait = random.below(2);
-          const int cookie = started_[from]++;
-          const std::uint64_t call = w.start(to, cookie, std::move(r));
+          const int target = started_[from]++;
+          const std::uint64_t call = w.start(to, target, std::move(r));
           if (random.below(4) == 0) {
-            Outcome o;
+            Completion o;
             if (w.engine->wait(call, now() + static_cast<Nanos>(random.below(kMillisecond)), {}, o) == WaitEnd::kDone) {
               std::lock_guard lock(w.mutex);
-              CHECK(w.outcomes.emplace(cookie, std::move(o)).second);
-              w.outcome_count.add();
+              CHECK(w.completions.emplace(target, std::move(o)).second);
+              w.completion_count.add();
             }
           }
           break;
@@ -109,7 +109,7 @@ class World {
     Random random(seed_ + 1);
     while (now() < end_) {
       const auto a = random.below(kWorkers - 1), b = random.below(kWorkers);
-      workers_[a]->engine->forget_peer(static_cast<int>(b), "cut");
+      workers_[a]->engine->remove_peer(static_cast<int>(b), "cut");
       {
         std::shared_lock lock(mutex_);
         workers_[a]->meet(*workers_[b]);

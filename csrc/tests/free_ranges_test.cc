@@ -1,11 +1,11 @@
 // Free ranges of chunks, compared with a map of every page.
-#include "transports/free_ranges.h"
+#include "memory/free_ranges.h"
 
 #include <optional>
 #include <vector>
 
+#include "memory/shared_memory.h"
 #include "tests/check.h"
-#include "transports/shared_memory.h"
 
 namespace telegrad::test {
 namespace {
@@ -22,12 +22,12 @@ CASE(neighbors_are_merged) {
   FreeRanges free;
   free.add(1, 0, 30);
   free.add(2, 30, 10);  // ranges of different chunks are not neighbors
-  CHECK(!free.take(40));
+  CHECK(!free.allocate(40));
   free.add(1, 60, 10);
   free.add(1, 30, 30);
-  const auto all = free.take(70);
+  const auto all = free.allocate(70);
   CHECK(all && all->chunk == 1 && all->offset == 0);
-  CHECK(!free.take(20));
+  CHECK(!free.allocate(20));
 }
 
 CASE(the_smallest_sufficient_range_is_used) {
@@ -35,11 +35,11 @@ CASE(the_smallest_sufficient_range_is_used) {
   free.add(1, 0, 100);
   free.add(2, 0, 10);
   free.add(3, 0, 20);
-  CHECK_EQ(free.take(10)->chunk, 2u);
-  CHECK_EQ(free.take(5)->chunk, 3u);
-  free.forget(3);
-  free.forget(1);
-  CHECK(!free.take(1));
+  CHECK_EQ(free.allocate(10)->chunk, 2u);
+  CHECK_EQ(free.allocate(5)->chunk, 3u);
+  free.remove_chunk(3);
+  free.remove_chunk(1);
+  CHECK(!free.allocate(1));
 }
 
 CASE(no_page_is_lost_or_allocated_twice) {
@@ -55,7 +55,7 @@ CASE(no_page_is_lost_or_allocated_twice) {
   for (int turn = 0; turn < times(20000); ++turn) {
     if (random.below(2) == 0) {
       const std::size_t size = 1 + random.below(20);
-      const auto place = free.take(size);
+      const auto place = free.allocate(size);
       if (!place) continue;
       CHECK(place->chunk == 7 && place->offset + size <= kSize);
       for (std::size_t i = 0; i < size; ++i) {
@@ -71,7 +71,7 @@ CASE(no_page_is_lost_or_allocated_twice) {
     }
   }
   for (const Taken& t : taken) free.add(7, t.offset, t.size);
-  CHECK_EQ(free.take(kSize)->offset, 0u);
+  CHECK_EQ(free.allocate(kSize)->offset, 0u);
 }
 
 }  // namespace

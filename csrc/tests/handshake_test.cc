@@ -14,7 +14,7 @@ namespace {
 const Identity kAlice{.id = 1, .name = "alice", .incarnation = 11};
 const Identity kBob{.id = 2, .name = "bob", .incarnation = 22};
 
-Credo credo(const Identity& me, std::string secret = "secret", std::string group = "group") {
+HandshakeConfig config(const Identity& me, std::string secret = "secret", std::string group = "group") {
   return {.me = me, .group = std::move(group), .secret = std::move(secret)};
 }
 
@@ -35,13 +35,13 @@ void check_failed(const Handshake::Step& step, const std::string& why) {
 
 /// Alice and Bob; the test passes each frame between them.
 struct Talk {
-  explicit Talk(Credo a = credo(kAlice), Credo b = credo(kBob), Identity target = kBob)
+  explicit Talk(HandshakeConfig a = config(kAlice), HandshakeConfig b = config(kBob), Identity target = kBob)
       : alice_credo(std::move(a)),
         bob_credo(std::move(b)),
         alice(Handshake::initiate(alice_credo, target)),
         bob(Handshake::accept(bob_credo)) {}
 
-  Credo alice_credo, bob_credo;
+  HandshakeConfig alice_credo, bob_credo;
   Handshake alice, bob;
 };
 
@@ -63,7 +63,7 @@ std::pair<std::string, std::string> run(Talk& t) {
 }
 
 CASE(members_authenticate_each_other) {
-  Talk t(credo(kAlice), credo(kBob), {.id = 2, .name = "bob", .incarnation = 0});  // any incarnation will do
+  Talk t(config(kAlice), config(kBob), {.id = 2, .name = "bob", .incarnation = 0});  // any incarnation will do
   CHECK(run(t) == std::pair<std::string, std::string>("open", "open"));
   CHECK_EQ(t.alice.peer().id, 2);
   CHECK_EQ(t.alice.peer().name, "bob");
@@ -75,7 +75,7 @@ CASE(members_authenticate_each_other) {
 
 /// Both ends compute the same session, and no other link has it.
 CASE(links_have_sessions_for_their_lanes) {
-  Credo alice_credo = credo(kAlice), bob_credo = credo(kBob);
+  HandshakeConfig alice_credo = config(kAlice), bob_credo = config(kBob);
   alice_credo.lanes = 4;
   bob_credo.lanes = 3;
   Talk link(alice_credo, bob_credo), another(alice_credo, bob_credo);
@@ -104,7 +104,7 @@ CASE(links_have_sessions_for_their_lanes) {
 
 /// Each end gets the limits of the other; neither can be made to accept forged ones.
 CASE(limits_are_exchanged_under_the_proofs) {
-  Credo alice_credo = credo(kAlice), bob_credo = credo(kBob);
+  HandshakeConfig alice_credo = config(kAlice), bob_credo = config(kBob);
   alice_credo.limits = {.body = 70'001, .message = 70'002, .segments = 70'003, .name = 70'004};
   bob_credo.limits = {.body = 80'001, .message = 80'002, .segments = 80'003, .name = 80'004};
   const auto same = [](const Limits& a, const Limits& b) {
@@ -136,23 +136,23 @@ CASE(limits_are_exchanged_under_the_proofs) {
 CASE(handshake_frames_fit_the_limits_of_unauthenticated_connections) {
   const std::string longest(127, 'n');
   Identity a{.id = 32767, .name = longest, .incarnation = UINT64_MAX}, b = a;
-  Credo ca = credo(a, std::string(1000, 's'), std::string(128, 'g')), cb = credo(b, ca.secret, ca.group);
+  HandshakeConfig ca = config(a, std::string(1000, 's'), std::string(128, 'g')), cb = config(b, ca.secret, ca.group);
   Handshake alice = Handshake::initiate(ca, b), bob = Handshake::accept(cb);
   const Frame hello = frame_of(alice.begin());
   const Frame challenge = frame_of(bob.on_frame(hello.type, hello.body));
   const Frame proof = frame_of(alice.on_frame(challenge.type, challenge.body));
-  for (const Frame* f : {&hello, &challenge, &proof}) CHECK(f->body.size() < kStrangerLimits.body);
+  for (const Frame* f : {&hello, &challenge, &proof}) CHECK(f->body.size() < kHandshakeLimits.body);
 }
 
 CASE(a_wrong_secret_is_rejected_at_both_ends) {
-  Talk t(credo(kAlice, "secret"), credo(kBob, "another"));
+  Talk t(config(kAlice, "secret"), config(kBob, "another"));
   const auto [alice, bob] = run(t);
   CHECK_SAYS(alice, "secret does not match");  // Bob's proof is the first wrong one
   CHECK_SAYS(bob, "secret does not match");    // and Alice reports it
 }
 
 CASE(an_initiator_with_the_wrong_secret_cannot_skip_the_proof) {
-  Talk t(credo(kAlice, "wrong"), credo(kBob));
+  Talk t(config(kAlice, "wrong"), config(kBob));
   const Frame hello = frame_of(t.alice.begin());
   const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
   // Ignores Bob's proof and sends a proof of its own.
@@ -169,7 +169,7 @@ CASE(an_initiator_with_the_wrong_secret_cannot_skip_the_proof) {
 
 CASE(the_wrong_group_version_or_target) {
   {
-    Talk t(credo(kAlice, "secret", "one"), credo(kBob, "secret", "two"));
+    Talk t(config(kAlice, "secret", "one"), config(kBob, "secret", "two"));
     const auto [alice, bob] = run(t);
     CHECK_SAYS(bob, "another group");
     CHECK_SAYS(alice, "another group");
@@ -177,7 +177,7 @@ CASE(the_wrong_group_version_or_target) {
   for (const Identity& wanted :
        {Identity{.id = 3, .name = "bob", .incarnation = 22}, Identity{.id = 2, .name = "carol", .incarnation = 22},
         Identity{.id = 2, .name = "bob", .incarnation = 21}}) {
-    Talk t(credo(kAlice), credo(kBob), wanted);
+    Talk t(config(kAlice), config(kBob), wanted);
     const auto [alice, bob] = run(t);
     CHECK_SAYS(bob, "is not at this address");
     CHECK_SAYS(alice, "is not at this address");
@@ -218,7 +218,7 @@ CASE(a_reflected_proof_is_rejected) {
 CASE(a_proof_for_one_worker_is_rejected_by_another) {
   // Mallory relays Alice's HELLO for Bob to Carol with the same secret.
   const Identity kCarol{.id = 3, .name = "carol", .incarnation = 33};
-  Credo alice_credo = credo(kAlice), carol_credo = credo(kCarol);
+  HandshakeConfig alice_credo = config(kAlice), carol_credo = config(kCarol);
   Handshake alice = Handshake::initiate(alice_credo, kBob), carol = Handshake::accept(carol_credo);
   const Frame hello = frame_of(alice.begin());
   check_failed(carol.on_frame(hello.type, hello.body), "is not at this address");

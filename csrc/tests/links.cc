@@ -8,7 +8,7 @@
 #include <atomic>
 #include <tuple>
 
-#include "transports/lanes.h"
+#include "transports/tcp/laned_link.h"
 
 namespace telegrad::test {
 
@@ -65,7 +65,7 @@ void check_same(const Message& sent, const Incoming& got) {
   for (std::size_t i = 0; i < sent.segments.size(); ++i) check_block(sent.segments[i], got.segments[i]);
 }
 
-BlockPtr Collector::allocate(std::size_t size) {
+BlockPtr RecordingInbox::allocate(std::size_t size) {
   ++allocations;
   allocated += size;
   if (size >= refuse_from) throw std::bad_alloc();
@@ -123,10 +123,10 @@ void wait_for_either(const Link& from, const Link& to) {
 }
 
 ReceiveState receive(Link& link, Inbox& inbox, std::size_t budget) {
-  link.look_at_lanes();
+  link.poll_lanes();
   const ReceiveState state = link.receive(inbox, budget);
   if (state != ReceiveState::kToSend) return state;
-  link.release();  // if it is blocked, the next send flushes the buffer
+  link.flush();  // if it is blocked, the next send flushes the buffer
   return ReceiveState::kIdle;
 }
 
@@ -147,8 +147,8 @@ Ends::Ends(const std::string& scheme) {
 }
 
 void Ends::connect_lanes() {
-  static constexpr SocketKind kKind{.peer_user = remote_user};
-  constexpr Spread kAll{.message = 1, .segment = 1, .piece = 50'000, .measured = false};
+  static constexpr SocketKind kKind{.peer_credentials = remote_credentials};
+  constexpr Striping kAll{.message = 1, .segment = 1, .fragment = 50'000, .measured = false};
   auto both = [&] {
     auto out = find_transport("tcp:")->connect(listener->address());
     std::unique_ptr<Link> in;
@@ -159,10 +159,10 @@ void Ends::connect_lanes() {
     const Message m;
     Outgoing hello = m.outgoing();
     while (out->send(hello) == SendState::kBlocked) writable(out->fd());  // it is connected
-    Collector inbox;
+    RecordingInbox inbox;
     receive_until(*in, inbox, 1);
-    return std::pair{std::make_unique<LanedLink>(Descriptor(dup(out->fd())), "lanes", false, kKind, kAll),
-                     std::make_unique<LanedLink>(Descriptor(dup(in->fd())), "lanes", false, kKind, kAll)};
+    return std::pair{std::make_unique<LanedLink>(UniqueFd(dup(out->fd())), "lanes", false, kKind, kAll),
+                     std::make_unique<LanedLink>(UniqueFd(dup(in->fd())), "lanes", false, kKind, kAll)};
   };
   std::tie(a, b) = both();
   for (int i = 0; i < 3; ++i) {
@@ -172,21 +172,21 @@ void Ends::connect_lanes() {
   }
 }
 
-void send_whole(Link& from, const Message& message, Link& to, Collector& inbox) {
+void send_whole(Link& from, const Message& message, Link& to, RecordingInbox& inbox) {
   Outgoing m = message.outgoing();
   while (true) {
     const SendState state = from.send(m);
     if (state == SendState::kSent) return;
     if (state == SendState::kBroken) fail(__FILE__, __LINE__, "a send failed: " + from.error());
     wait_for_either(from, to);
-    Collector nothing;
+    RecordingInbox nothing;
     if (readable(from, 0)) CHECK(receive(from, nothing, kAnyBudget) != ReceiveState::kBroken);
     CHECK(nothing.messages.empty());
     if (readable(to, 0)) CHECK(receive(to, inbox, kAnyBudget) != ReceiveState::kBroken);
   }
 }
 
-void receive_until(Link& link, Collector& inbox, std::size_t count) {
+void receive_until(Link& link, RecordingInbox& inbox, std::size_t count) {
   while (inbox.messages.size() < count) {
     readable(link);
     if (receive(link, inbox, kAnyBudget) == ReceiveState::kBroken) {
@@ -195,7 +195,7 @@ void receive_until(Link& link, Collector& inbox, std::size_t count) {
   }
 }
 
-void receive_until_broken(Link& link, Collector& inbox) {
+void receive_until_broken(Link& link, RecordingInbox& inbox) {
   do {
     readable(link);
   } while (receive(link, inbox, kAnyBudget) != ReceiveState::kBroken);

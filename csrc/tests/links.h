@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/transport.h"
+#include "memory/buffer_pool.h"
 #include "tests/check.h"
 
 namespace telegrad::test {
@@ -30,12 +31,12 @@ Message random_message(Random& random, std::size_t body, const std::vector<std::
 /// Checks that the received message equals the sent one, byte for byte, in aligned memory.
 void check_same(const Message& sent, const Incoming& got);
 
-class Collector final : public Inbox {
+class RecordingInbox final : public Inbox {
  public:
   BlockPtr allocate(std::size_t size) override;
   void deliver(Incoming&& message) override { messages.push_back(std::move(message)); }
 
-  std::shared_ptr<Pool> pool = Pool::make(0);
+  std::shared_ptr<BufferPool> pool = BufferPool::make(0);
   std::vector<Incoming> messages;
   int allocations = 0;
   std::size_t allocated = 0;
@@ -43,7 +44,7 @@ class Collector final : public Inbox {
 };
 
 /// Settings for sockets with any process as their peer.
-inline PeerUser remote_user(int, UserLookup&) { return {.kind = PeerUser::Kind::kRemote}; }
+inline PeerCredentials remote_credentials(int, CredentialLookup&) { return {.kind = PeerCredentials::Kind::kRemote}; }
 
 /// Returns an unused address of a scheme, to listen on.
 std::string fresh_address(const std::string& scheme);
@@ -77,11 +78,11 @@ constexpr std::size_t kAnyBudget = std::size_t{1} << 20;
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 /// Sends one message while reading at the other end.
-void send_whole(Link& from, const Message& message, Link& to, Collector& inbox);
+void send_whole(Link& from, const Message& message, Link& to, RecordingInbox& inbox);
 /// Reads until `count` messages have arrived since the inbox was empty.
-void receive_until(Link& link, Collector& inbox, std::size_t count);
+void receive_until(Link& link, RecordingInbox& inbox, std::size_t count);
 /// Reads until the link is broken.
-void receive_until_broken(Link& link, Collector& inbox);
+void receive_until_broken(Link& link, RecordingInbox& inbox);
 /// Sends messages of `size` bytes until the link blocks and stays blocked. The last one is the blocked message, which
 /// the caller must continue to send.
 struct Clogged {

@@ -1,5 +1,5 @@
 // The ring without a link; both ends are in one process, so the thread sanitizer sees both.
-#include "transports/ring.h"
+#include "transports/shm/ring.h"
 
 #include <atomic>
 #include <cstring>
@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/bell.h"
+#include "core/parker.h"
 #include "tests/check.h"
 
 namespace telegrad::test {
@@ -27,7 +27,7 @@ std::byte expected(std::uint64_t at) { return static_cast<std::byte>(at * 7 + at
 CASE(bytes_are_read_in_the_order_written) {
   auto e = std::make_unique<Ends>();
   const std::uint64_t total = static_cast<std::uint64_t>(times(1'000'000));
-  Bell bell;
+  Parker parker;
   std::thread writing([&] {
     Random random(1);
     std::vector<std::byte> piece;
@@ -37,7 +37,7 @@ CASE(bytes_are_read_in_the_order_written) {
       piece.resize(size);
       for (std::byte& b : piece) b = expected(at++);
       e->writer.put(piece.data(), size);
-      if (e->writer.publish()) bell.ring();
+      if (e->writer.publish()) parker.notify();
     }
   });
   Random random(2);
@@ -45,12 +45,12 @@ CASE(bytes_are_read_in_the_order_written) {
     const auto bytes = e->reader.peek();
     CHECK(!e->reader.broken());
     if (bytes.empty()) {  // sleeps until it is woken: a lost wake-up would hang here
-      bell.reset();
+      parker.reset();
       e->reader.sleep();
       if (e->reader.ready()) {
         e->reader.wake();
       } else {
-        while (!bell.rung()) bell.wait(kNever);
+        while (!parker.is_notified()) parker.wait(kNever);
       }
       continue;
     }

@@ -11,7 +11,7 @@ namespace telegrad::test {
 /// Sends one large segment from `a` to `b`; `allocations` of the inbox shows whether `b` copied it.
 struct Pair {
   explicit Pair(std::uint64_t limit = std::uint64_t{1} << 30) : ends("shm") {
-    for (Link* link : {ends.a.get(), ends.b.get()}) link->set_limits({.lent = limit});
+    for (Link* link : {ends.a.get(), ends.b.get()}) link->set_limits({.leased = limit});
   }
   /// Returns whether it is in the sender's arena.
   bool pass(const std::string& bytes) {
@@ -22,7 +22,7 @@ struct Pair {
     const std::size_t count = inbox.messages.size();
     send_whole(*ends.a, m, *ends.b, inbox);
     receive_until(*ends.b, inbox, count + 1);
-    Collector nothing;
+    RecordingInbox nothing;
     receive(*ends.a, nothing, kAnyBudget);  // packets of `b` about its memory
     CHECK(text(count) == bytes);
     return inbox.allocations == before;
@@ -35,7 +35,7 @@ struct Pair {
   Block& block(std::size_t i) { return *inbox.messages[i].segments[0]; }
   std::string_view text(std::size_t i) { return {reinterpret_cast<const char*>(block(i).data()), block(i).size()}; }
   Ends ends;
-  Collector inbox;
+  RecordingInbox inbox;
 };
 
 }  // namespace telegrad::test

@@ -1,6 +1,4 @@
 // Shared-memory links: tensors that are used in place, full arenas, and forks.
-#include "transports/shm.h"
-
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -15,7 +13,8 @@
 
 #include "tests/links.h"
 #include "tests/shm_pair.h"
-#include "transports/packets.h"
+#include "transports/shm/seqpacket.h"
+#include "transports/shm/shm_link.h"
 
 namespace telegrad::test {
 namespace {
@@ -45,20 +44,20 @@ CASE(a_receiver_owns_its_tensors) {
 CASE(memory_is_reused) {
   Pair p;
   p.warm_up(4 * kMiB);
-  const std::size_t before = p.ends.a->lendable();
+  const std::size_t before = p.ends.a->lease_capacity();
   for (int i = 0; i < 100; ++i) {
     CHECK(p.pass(std::string(4 * kMiB, static_cast<char>(i))));
     p.inbox.messages.clear();
   }
-  CHECK_EQ(p.ends.a->lendable(), before);
+  CHECK_EQ(p.ends.a->lease_capacity(), before);
 }
 
 CASE(a_full_arena_sends_bytes) {
   Pair p(16 * kMiB);
-  int lent = 0, sent = 0;
-  for (int i = 0; i < 40; ++i) (p.pass(std::string(kMiB, static_cast<char>(i))) ? lent : sent)++;
-  CHECK(lent >= 8 && lent <= 16);
-  CHECK(p.ends.a->lendable() <= 16 * kMiB);
+  int leased = 0, sent = 0;
+  for (int i = 0; i < 40; ++i) (p.pass(std::string(kMiB, static_cast<char>(i))) ? leased : sent)++;
+  CHECK(leased >= 8 && leased <= 16);
+  CHECK(p.ends.a->lease_capacity() <= 16 * kMiB);
   for (std::size_t i = 0; i < 40; ++i) CHECK(p.text(i) == std::string(kMiB, static_cast<char>(i)));
   p.inbox.messages.clear();
   CHECK(p.pass(std::string(kMiB, 'z')));
@@ -83,10 +82,11 @@ CASE(thousands_of_tensors_that_are_held) {
   constexpr std::size_t kSmallest = 8 << 10;
   Pair p;
   p.warm_up(kSmallest);
-  std::size_t lent = 0;
-  for (std::size_t i = 0; i < Returns::kSlots + 200; ++i) lent += p.pass(std::string(kSmallest, static_cast<char>(i)));
-  CHECK_EQ(lent, Returns::kSlots);
-  CHECK(p.ends.a->lendable() <= 2 * kSmallest * Returns::kSlots);
+  std::size_t leased = 0;
+  for (std::size_t i = 0; i < ReleaseQueue::kSlots + 200; ++i)
+    leased += p.pass(std::string(kSmallest, static_cast<char>(i)));
+  CHECK_EQ(leased, ReleaseQueue::kSlots);
+  CHECK(p.ends.a->lease_capacity() <= 2 * kSmallest * ReleaseQueue::kSlots);
   for (std::size_t i = 0; i < p.inbox.messages.size(); i += 97) {
     CHECK(p.text(i) == std::string(kSmallest, static_cast<char>(i)));
   }
@@ -96,9 +96,9 @@ CASE(thousands_of_tensors_that_are_held) {
 
 CASE(a_peer_that_maps_no_memory_gets_bytes) {
   Pair p;
-  p.ends.b->set_limits({.lent = 0});
+  p.ends.b->set_limits({.leased = 0});
   for (int i = 0; i < 5; ++i) CHECK(!p.pass(std::string(kMiB, 'a')));
-  CHECK_EQ(p.ends.a->lendable(), 0u);
+  CHECK_EQ(p.ends.a->lease_capacity(), 0u);
 }
 
 /// Sets the limit of descriptors for its lifetime.
@@ -113,11 +113,11 @@ struct NoDescriptors {
     rlimit few = old;
     few.rlim_cur = 256;
     CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
-    while (Descriptor d{dup(0)}) held.push_back(std::move(d));
+    while (UniqueFd d{dup(0)}) held.push_back(std::move(d));
   }
   ~NoDescriptors() { CHECK_EQ(setrlimit(RLIMIT_NOFILE, &old), 0); }
   rlimit old;
-  std::vector<Descriptor> held;
+  std::vector<UniqueFd> held;
 };
 
 CASE(without_descriptors_tensors_are_sent_as_bytes) {
@@ -126,7 +126,7 @@ CASE(without_descriptors_tensors_are_sent_as_bytes) {
   {
     NoDescriptors none;
     for (int i = 0; i < 5; ++i) CHECK(!fresh.pass(std::string(kMiB, 'a')));
-    CHECK_EQ(fresh.ends.a->lendable(), 0u);
+    CHECK_EQ(fresh.ends.a->lease_capacity(), 0u);
     CHECK(warm.pass(std::string(kMiB, 'a')));        // existing chunks need no descriptor
     CHECK(!warm.pass(std::string(16 * kMiB, 'b')));  // new ones do
   }
@@ -140,9 +140,9 @@ CASE(without_descriptors_tensors_are_sent_as_bytes) {
 
 CASE(unauthenticated_connections_get_no_leases) {
   Pair p;
-  p.ends.a->set_limits(kStrangerLimits);
+  p.ends.a->set_limits(kHandshakeLimits);
   for (int i = 0; i < 5; ++i) CHECK(!p.pass(std::string(kMiB, 'a')));
-  CHECK(!p.ends.a->lend(1));
+  CHECK(!p.ends.a->lease(1));
 }
 
 CASE(unused_memory_is_released) {
@@ -151,48 +151,48 @@ CASE(unused_memory_is_released) {
   const int descriptors = open_descriptors();
   CHECK(p.pass(std::string(kMiB, 'a')));
   p.ends.a->trim(kNever);
-  CHECK(p.ends.a->lendable() > 0);  // in use
+  CHECK(p.ends.a->lease_capacity() > 0);  // in use
   p.inbox.messages.clear();
   p.ends.a->trim(0);
-  CHECK(p.ends.a->lendable() > 0);  // used recently
+  CHECK(p.ends.a->lease_capacity() > 0);  // used recently
   p.ends.a->trim(kNever);
-  CHECK_EQ(p.ends.a->lendable(), 0u);
+  CHECK_EQ(p.ends.a->lease_capacity(), 0u);
   receive(*p.ends.b, p.inbox, kAnyBudget);
   CHECK_EQ(open_descriptors(), descriptors - 2);  // one at each end
   p.warm_up(kMiB);                                // the arena grows again when needed
 }
 
 /// Leased memory of `a`, filled.
-Lent lent_by(Pair& p, char fill) {
-  auto lent = p.ends.a->lend(kMiB);
-  for (int i = 0; !lent; ++i) {
+LinkLease lent_by(Pair& p, char fill) {
+  auto leased = p.ends.a->lease(kMiB);
+  for (int i = 0; !leased; ++i) {
     CHECK(i < 100);
     p.pass(std::string(kMiB, 'w'));
     p.inbox.messages.clear();
-    lent = p.ends.a->lend(kMiB);
+    leased = p.ends.a->lease(kMiB);
   }
-  std::memset(lent->memory->data(), fill, kMiB);
-  return std::move(*lent);
+  std::memset(leased->memory->data(), fill, kMiB);
+  return std::move(*leased);
 }
 
 /// Sends the memory; returns whether it was passed on without a copy.
-bool give(Pair& p, const Lent& lent) {
+bool give(Pair& p, const LinkLease& leased) {
   Outgoing m;
   m.header.type = FrameType::kRequest;
-  m.segments.push_back({lent.memory->data(), kMiB, lent.lease});
+  m.segments.push_back({leased.memory->data(), kMiB, leased.lease});
   const int before = p.inbox.allocations;
   const std::size_t count = p.inbox.messages.size();
   CHECK(p.ends.a->send(m) == SendState::kSent);
   receive_until(*p.ends.b, p.inbox, count + 1);
-  return p.inbox.allocations == before && m.segments[0].data == lent.memory->data();
+  return p.inbox.allocations == before && m.segments[0].data == leased.memory->data();
 }
 
 CASE(leased_memory_belongs_to_the_receiver_once_it_is_passed_on) {
   Pair p;
   for (int round = 0; round < 3; ++round) {
-    Lent lent = lent_by(p, static_cast<char>('a' + round));
-    CHECK(give(p, lent));
-    lent.memory.reset();
+    LinkLease leased = lent_by(p, static_cast<char>('a' + round));
+    CHECK(give(p, leased));
+    leased.memory.reset();
     CHECK(p.text(0) == std::string(kMiB, static_cast<char>('a' + round)));
     std::memset(p.block(0).data(), 'x', kMiB / 2);
     CHECK(p.pass(std::string(kMiB, 'o')));  // uses another region
@@ -203,15 +203,15 @@ CASE(leased_memory_belongs_to_the_receiver_once_it_is_passed_on) {
 
 CASE(leased_memory_of_a_closed_link_is_copied) {
   Pair p, q;
-  Lent lent = lent_by(p, 'a');
+  LinkLease leased = lent_by(p, 'a');
   q.warm_up(kMiB);
-  CHECK(!give(q, lent));  // another link cannot pass it on either
+  CHECK(!give(q, leased));  // another link cannot pass it on either
   CHECK(q.text(0) == std::string(kMiB, 'a'));
   p.ends.b.reset();
-  Collector nothing;
+  RecordingInbox nothing;
   receive_until_broken(*p.ends.a, nothing);
   p.ends.a.reset();
-  CHECK(static_cast<char>(lent.memory->data()[kMiB - 1]) == 'a');
+  CHECK(static_cast<char>(leased.memory->data()[kMiB - 1]) == 'a');
 }
 
 // ---- forks
@@ -255,22 +255,22 @@ CASE(a_fork_after_the_end_of_the_link_keeps_tensors) {
 
 CASE(parent_and_child_have_separate_copies_of_leased_memory) {
   Pair p;
-  Lent lent = lent_by(p, 'a');
-  std::byte* data = lent.memory->data();
+  LinkLease leased = lent_by(p, 'a');
+  std::byte* data = leased.memory->data();
   CHECK(in_a_fork(
       [&] {
         const bool same = std::string_view(reinterpret_cast<char*>(data), kMiB) == std::string(kMiB, 'a');
         std::memset(data, 'c', kMiB);  // the child's copy
-        lent.memory.reset();           // which the child must not return
+        leased.memory.reset();         // which the child must not return
         return same;
       },
       [&] { std::memset(data, 'b', kMiB); }));
-  CHECK(!p.ends.a->lend(std::size_t{1} << 30));
-  CHECK(!give(p, lent));  // later writes are private to this process
+  CHECK(!p.ends.a->lease(std::size_t{1} << 30));
+  CHECK(!give(p, leased));  // later writes are private to this process
   CHECK(p.text(0) == std::string(kMiB, 'b'));
   p.inbox.messages.clear();
-  lent.memory.reset();
-  Lent again = lent_by(p, 'd');
+  leased.memory.reset();
+  LinkLease again = lent_by(p, 'd');
   CHECK_EQ(again.memory->data(), data);
   CHECK(give(p, again));
   CHECK(p.text(0) == std::string(kMiB, 'd'));
@@ -278,11 +278,11 @@ CASE(parent_and_child_have_separate_copies_of_leased_memory) {
 
 CASE(a_fork_does_not_copy_memory_that_was_passed_on) {
   Pair p;
-  Lent lent = lent_by(p, 'a');
-  CHECK(give(p, lent));
+  LinkLease leased = lent_by(p, 'a');
+  CHECK(give(p, leased));
   CHECK(in_a_fork([&] { return p.text(0) == std::string(kMiB, 'a'); },
                   [&] {
-                    lent.memory.reset();
+                    leased.memory.reset();
                     p.inbox.messages.clear();
                     CHECK(p.pass(std::string(kMiB, 'n')));
                   }));
@@ -295,12 +295,12 @@ constexpr std::size_t kLarge = 16 * kMiB;
 CASE(large_segments_wait_for_arena_space) {
   Pair p;
   for (const char fill : {'a', 'b', 'c'}) CHECK(p.pass(std::string(kLarge, fill)));  // none of them is released
-  CHECK(p.ends.a->lendable() <= 4 * kLarge);
+  CHECK(p.ends.a->lease_capacity() <= 4 * kLarge);
 }
 
 CASE(large_segments_without_arena_space_are_sent_as_bytes) {
   Pair refused, limited(kLarge / 2);
-  refused.ends.b->set_limits({.lent = 0});
+  refused.ends.b->set_limits({.leased = 0});
   for (Pair* p : {&refused, &limited}) {
     CHECK(!p->pass(std::string(kLarge, 'a')));
     CHECK(!p->pass(std::string(kLarge, 'b')));
@@ -340,10 +340,10 @@ CASE(a_delayed_answer_is_sent_later) {
   while (a.send(m) == SendState::kBlocked && a.waits_for_fd()) CHECK(writable(a.fd()));
   CHECK(!a.waits_for_fd());
   CHECK(b.receive(p.inbox, kAnyBudget) == ReceiveState::kToSend);
-  CHECK(b.release() == SendState::kBlocked);
-  Collector got;
+  CHECK(b.flush() == SendState::kBlocked);
+  RecordingInbox got;
   while (a.receive(got, kAnyBudget) != ReceiveState::kToSend) {  // from now on the socket of `b` has room
-    while (b.release() == SendState::kBlocked) CHECK(writable(b.fd()));
+    while (b.flush() == SendState::kBlocked) CHECK(writable(b.fd()));
   }
   CHECK(a.send(m) == SendState::kSent);
   receive_until(b, p.inbox, 1);

@@ -8,8 +8,8 @@
 #include <system_error>
 #include <thread>
 
+#include "base/peer_credentials.h"
 #include "tests/links.h"
-#include "transports/peer_user.h"
 
 namespace telegrad::test {
 namespace {
@@ -23,7 +23,7 @@ const std::vector<std::size_t> kSizes = {0, 1, 63, 64, 65, 64 * kKiB - 1, 64 * k
 
 void bodies_of_all_sizes(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(1);
   std::vector<Message> sent;
   for (std::size_t size : kSizes) sent.push_back(random_message(random, size));
@@ -34,7 +34,7 @@ void bodies_of_all_sizes(Scheme scheme) {
 
 void names_of_all_sizes(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(2);
   std::vector<Message> sent;
   for (std::size_t size : kSizes) {
@@ -48,7 +48,7 @@ void names_of_all_sizes(Scheme scheme) {
 
 void segments_of_all_sizes(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(3);
   std::vector<Message> sent;
   for (std::size_t size : kSizes) sent.push_back(random_message(random, 10, {size}));
@@ -62,13 +62,13 @@ void segments_of_all_sizes(Scheme scheme) {
 
 void many_segments(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(4);
   std::vector<std::size_t> sizes;
   for (std::size_t i = 0; i < 1000; ++i) sizes.push_back(i % 130);
-  std::vector<std::size_t> pieces(3000, 1);  // more than IOV_MAX
+  std::vector<std::size_t> buffers(3000, 1);  // more than IOV_MAX
   std::vector<std::size_t> nothing(1000, 0);
-  const Message sent[] = {random_message(random, 3, sizes), random_message(random, 3, pieces),
+  const Message sent[] = {random_message(random, 3, sizes), random_message(random, 3, buffers),
                           random_message(random, 0, nothing)};
   for (const Message& m : sent) send_whole(*e.a, m, *e.b, inbox);
   receive_until(*e.b, inbox, 3);
@@ -78,7 +78,7 @@ void many_segments(Scheme scheme) {
 void both_ways_in_order(Scheme scheme) {
   Ends e(scheme);
   const int count = times(20000);
-  auto run = [&](Link& mine, std::uint64_t seed, Collector& inbox) {
+  auto run = [&](Link& mine, std::uint64_t seed, RecordingInbox& inbox) {
     Random random(seed);
     for (int i = 0; i < count;) {
       Message m = random_message(random, random.below(100));
@@ -94,7 +94,7 @@ void both_ways_in_order(Scheme scheme) {
     }
     receive_until(mine, inbox, static_cast<std::size_t>(count));
   };
-  Collector at_a, at_b;
+  RecordingInbox at_a, at_b;
   std::thread other([&] { run(*e.b, 6, at_b); });
   run(*e.a, 5, at_a);
   other.join();
@@ -106,7 +106,7 @@ void both_ways_in_order(Scheme scheme) {
 
 void memory_is_free_after_sent(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(7);
   Message m = random_message(random, 500, {3000, 100}, 30);
   const Message original = m;
@@ -133,7 +133,7 @@ void sends_while_it_receives(Scheme scheme) {
       while (link.send(out) == SendState::kBlocked) writable(link);
     }
   };
-  Collector at_a, at_b;
+  RecordingInbox at_a, at_b;
   std::thread threads[] = {std::thread([&] { send(*e.a); }), std::thread([&] { send(*e.b); }),
                            std::thread([&] { receive_until(*e.a, at_a, sent.size()); }),
                            std::thread([&] { receive_until(*e.b, at_b, sent.size()); })};
@@ -149,17 +149,17 @@ void sends_while_it_receives(Scheme scheme) {
 /// Returns whether this link buffers messages. Other links are skipped: the contract requires nothing else of them.
 bool holds(Scheme scheme) {
   const Message m;
-  return Ends(scheme).a->hold(m.outgoing());
+  return Ends(scheme).a->buffer(m.outgoing());
 }
 
 void held_messages_leave_in_order(Scheme scheme) {
   if (!holds(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(21);
   std::vector<Message> sent;
   for (std::size_t i = 0; i < 7; ++i) sent.push_back(random_message(random, 10 * i, {i, 3}, i));
-  auto hold = [&](std::size_t i) { CHECK(e.a->hold(sent[i].outgoing())); };
+  auto hold = [&](std::size_t i) { CHECK(e.a->buffer(sent[i].outgoing())); };
   auto send = [&](std::size_t i) { send_whole(*e.a, sent[i], *e.b, inbox); };
   hold(0);
   hold(1);
@@ -167,7 +167,7 @@ void held_messages_leave_in_order(Scheme scheme) {
   send(2);  // flushes the buffer
   send(3);
   hold(4);
-  CHECK(e.a->release() == SendState::kSent);
+  CHECK(e.a->flush() == SendState::kSent);
   hold(5);
   sent[6] = random_message(random, 0, {300000});
   send(6);
@@ -178,15 +178,15 @@ void held_messages_leave_in_order(Scheme scheme) {
 void what_is_held_is_a_copy(Scheme scheme) {
   if (!holds(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(22);
   Message m = random_message(random, 50, {100}, 30);
   const Message original = m;
-  CHECK(e.a->hold(m.outgoing()));
+  CHECK(e.a->buffer(m.outgoing()));
   std::ranges::fill(m.body, 'x');
   std::ranges::fill(m.name, 'x');
   std::ranges::fill(m.segments[0], 'x');
-  CHECK(e.a->release() == SendState::kSent);
+  CHECK(e.a->flush() == SendState::kSent);
   receive_until(*e.b, inbox, 1);
   check_same(original, inbox.messages[0]);
 }
@@ -195,25 +195,25 @@ void little_is_held(Scheme scheme) {
   if (!holds(scheme)) return;
   Ends e(scheme);
   Random random(23);
-  CHECK(!e.a->hold(random_message(random, kMiB).outgoing()));
+  CHECK(!e.a->buffer(random_message(random, kMiB).outgoing()));
   const Message m = random_message(random, 100);
   std::size_t count = 0;
-  while (e.a->hold(m.outgoing())) CHECK(++count < kMiB / 100);
-  Collector inbox;
-  CHECK(e.a->release() == SendState::kSent);
+  while (e.a->buffer(m.outgoing())) CHECK(++count < kMiB / 100);
+  RecordingInbox inbox;
+  CHECK(e.a->flush() == SendState::kSent);
   receive_until(*e.b, inbox, count);
 }
 
 void held_messages_wait_for_a_peer_that_does_not_read(Scheme scheme) {
   if (!holds(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(24);
   const Message small = random_message(random, 700), last = random_message(random, 5, {7});
   std::size_t count = 0;
   do {
-    while (e.a->hold(small.outgoing())) ++count;
-  } while (e.a->release() == SendState::kSent);
+    while (e.a->buffer(small.outgoing())) ++count;
+  } while (e.a->flush() == SendState::kSent);
   Outgoing out = last.outgoing();
   CHECK(e.a->send(out) == SendState::kBlocked);
   while (e.a->send(out) == SendState::kBlocked) receive(*e.b, inbox, kAnyBudget);
@@ -225,10 +225,10 @@ void held_messages_wait_for_a_peer_that_does_not_read(Scheme scheme) {
 // ---- leased memory
 
 /// Leases memory of `a`, which may first have to exchange packets with `b`.
-std::optional<Lent> lend(Ends& e, std::size_t size) {
+std::optional<LinkLease> lease(Ends& e, std::size_t size) {
   for (int turn = 0; turn < 20; ++turn) {
-    if (auto lent = e.a->lend(size)) return lent;
-    Collector nothing;
+    if (auto leased = e.a->lease(size)) return leased;
+    RecordingInbox nothing;
     receive(*e.b, nothing, kAnyBudget);
     receive(*e.a, nothing, kAnyBudget);
     CHECK(nothing.messages.empty());
@@ -239,7 +239,7 @@ std::optional<Lent> lend(Ends& e, std::size_t size) {
 /// Returns whether this link leases memory. Other links are skipped: the contract requires nothing else of them.
 bool lends(Scheme scheme) {
   Ends e(scheme);
-  return lend(e, 1).has_value();
+  return lease(e, 1).has_value();
 }
 
 /// A message with segments in leased memory, filled with `fill`.
@@ -247,13 +247,13 @@ struct LentMessage {
   LentMessage(Ends& e, const std::vector<std::size_t>& sizes, char fill) {
     original.header.type = FrameType::kRequest;
     for (std::size_t size : sizes) {
-      auto lent = lend(e, size);
-      CHECK(lent && lent->lease != 0 && lent->memory->size() == size);
-      CHECK_EQ(reinterpret_cast<std::uintptr_t>(lent->memory->data()) % kAlignment, 0u);
-      std::memset(lent->memory->data(), fill, size);
+      auto leased = lease(e, size);
+      CHECK(leased && leased->lease != 0 && leased->memory->size() == size);
+      CHECK_EQ(reinterpret_cast<std::uintptr_t>(leased->memory->data()) % kAlignment, 0u);
+      std::memset(leased->memory->data(), fill, size);
       original.segments.push_back(std::string(size, fill));
-      out.segments.push_back({lent->memory->data(), size, lent->lease});
-      blocks.push_back(std::move(lent->memory));
+      out.segments.push_back({leased->memory->data(), size, leased->lease});
+      blocks.push_back(std::move(leased->memory));
     }
     out.header = original.header;
   }
@@ -265,7 +265,7 @@ struct LentMessage {
 void lent_memory_is_handed_over(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   LentMessage m(e, {0, 1, 64, 3 * kMiB + 7}, 'a');
   const std::string bytes(5000, 'b');  // in addition, a segment that is not leased
   m.original.segments.push_back(bytes);
@@ -279,7 +279,7 @@ void lent_memory_is_handed_over(Scheme scheme) {
 
 void lent_memory_outlives_the_link(Scheme scheme) {
   if (!lends(scheme)) return;
-  Collector inbox;
+  RecordingInbox inbox;
   std::optional<LentMessage> m, unsent;
   {
     Ends e(scheme);
@@ -297,39 +297,39 @@ void lent_memory_outlives_the_link(Scheme scheme) {
 void leases_come_back(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
-  for (Link* link : {e.a.get(), e.b.get()}) link->set_limits({.lent = 16 * kMiB});
+  for (Link* link : {e.a.get(), e.b.get()}) link->set_limits({.leased = 16 * kMiB});
   std::size_t most = kMiB;  // more than half of all memory that it leases
-  while (lend(e, 2 * most)) most *= 2;
+  while (lease(e, 2 * most)) most *= 2;
   for (bool sent : {true, false, true}) {
-    Collector inbox;
+    RecordingInbox inbox;
     {
       LentMessage m(e, {most}, 'e');
       if (sent) CHECK(e.a->send(m.out) == SendState::kSent);
-      CHECK(!e.a->lend(most));
+      CHECK(!e.a->lease(most));
     }
     if (sent) {
-      CHECK(!e.a->lend(most));  // not received yet
+      CHECK(!e.a->lease(most));  // not received yet
       receive_until(*e.b, inbox, 1);
-      CHECK(!e.a->lend(most));  // held by the receiver
+      CHECK(!e.a->lease(most));  // held by the receiver
       std::thread elsewhere([&] { inbox.messages.clear(); });
       elsewhere.join();
     }
     // The lease may be returned with the link's next frame.
-    Collector at_a;
-    while (!e.a->lend(most)) receive(*e.a, at_a, kAnyBudget);
+    RecordingInbox at_a;
+    while (!e.a->lease(most)) receive(*e.a, at_a, kAnyBudget);
   }
 }
 
 void nothing_to_lend_means_bytes(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
-  for (Link* link : {e.a.get(), e.b.get()}) link->set_limits({.lent = 16 * kMiB});
-  std::vector<Lent> all;
+  for (Link* link : {e.a.get(), e.b.get()}) link->set_limits({.leased = 16 * kMiB});
+  std::vector<LinkLease> all;
   std::size_t size = 256 * kMiB;
   for (; size >= kKiB; size /= 2) {
-    while (auto lent = lend(e, size)) all.push_back(std::move(*lent));
+    while (auto leased = lease(e, size)) all.push_back(std::move(*leased));
   }
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(17);
   const Message m = random_message(random, 10, {3000});
   send_whole(*e.a, m, *e.b, inbox);
@@ -340,12 +340,12 @@ void nothing_to_lend_means_bytes(Scheme scheme) {
 /// A lease of another link, or of no link.
 void a_strange_lease_means_bytes(Scheme scheme) {
   Ends e(scheme), other(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(18);
   const Message m = random_message(random, 10, {3000, 100});
   Outgoing out = m.outgoing();
-  const auto lent = lend(other, 3000);
-  out.segments[0].lease = lent ? lent->lease : 1;
+  const auto leased = lease(other, 3000);
+  out.segments[0].lease = leased ? leased->lease : 1;
   out.segments[1].lease = 1234567;
   CHECK(e.a->send(out) == SendState::kSent);
   receive_until(*e.b, inbox, 1);
@@ -355,7 +355,7 @@ void a_strange_lease_means_bytes(Scheme scheme) {
 void lent_memory_is_given_once(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   LentMessage m(e, {5000}, 'g');
   for (int i = 0; i < 3; ++i) {  // the same memory for several messages: all but the first are copied
     Outgoing again;
@@ -382,7 +382,7 @@ void a_part_of_lent_memory_is_handed_over(Scheme scheme) {
   };
   for (const Part& part :
        {Part{64, 1000, true}, Part{4096, 4096, true}, Part{8256, 60000, true}, Part{4, 500, false}}) {
-    Collector inbox;
+    RecordingInbox inbox;
     LentMessage m(e, {100000}, 'h');
     OutSegment& s = m.out.segments[0];
     s = {s.data + part.begin, part.size, s.lease};
@@ -398,7 +398,7 @@ void a_part_of_lent_memory_is_handed_over(Scheme scheme) {
 void limits_hold_for_lent_memory(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   e.b->set_limits({.body = 100, .message = 50, .segments = 3, .name = 10});
   LentMessage m(e, {30, 21}, 'f');
   CHECK(e.a->send(m.out) == SendState::kSent);
@@ -411,7 +411,7 @@ void limits_hold_for_lent_memory(Scheme scheme) {
 
 void blocks_and_resumes(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   // So large that the rest of the last one fits nowhere: a socket accepts a little more than its buffer size.
   Clogged c = clog(*e.a, 12 * kMiB);
   Outgoing& last = *c.sent.back();
@@ -420,7 +420,7 @@ void blocks_and_resumes(Scheme scheme) {
   SendState state = SendState::kBlocked;
   while (state == SendState::kBlocked) {
     wait_for_either(*e.a, *e.b);
-    Collector nothing;
+    RecordingInbox nothing;
     if (readable(*e.a, 0)) CHECK(receive(*e.a, nothing, kAnyBudget) != ReceiveState::kBroken);
     if (readable(*e.b, 0)) CHECK(receive(*e.b, inbox, 64 * kKiB) != ReceiveState::kBroken);
     if (writable(*e.a, 0) || !e.a->waits_for_fd()) state = e.a->send(last);
@@ -434,7 +434,7 @@ void both_ends_full_at_once(Scheme scheme) {
   Ends e(scheme);
   Clogged from_a = clog(*e.a, kMiB);
   Clogged from_b = clog(*e.b, kMiB);
-  Collector at_a, at_b;
+  RecordingInbox at_a, at_b;
   bool a_done = false, b_done = false;
   while (!a_done || !b_done || at_b.messages.size() < from_a.messages.size() ||
          at_a.messages.size() < from_b.messages.size()) {
@@ -452,7 +452,7 @@ void budget_gives_others_a_turn(Scheme scheme) {
   Random random(9);
   std::vector<Message> sent;
   for (int i = 0; i < 10; ++i) sent.push_back(random_message(random, 20 * kKiB));
-  Collector inbox;
+  RecordingInbox inbox;
   for (const Message& m : sent) {
     Outgoing out = m.outgoing();
     CHECK(e.a->send(out) == SendState::kSent);
@@ -474,17 +474,17 @@ void budget_gives_others_a_turn(Scheme scheme) {
 // ---- busy polling
 
 /// Returns whether this link can be busy polled. Other links are skipped.
-bool stays_awake(Scheme scheme) { return Ends(scheme).a->stay_awake(); }
+bool stays_awake(Scheme scheme) { return Ends(scheme).a->enable_busy_poll(); }
 
 void an_awake_receiver_looks_by_itself(Scheme scheme) {
   if (!stays_awake(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(31);
   const Message m = random_message(random, 100, {200});
   std::size_t count = 0;
   for (int i = 0; i < 3; ++i) {
-    CHECK(e.b->stay_awake());
+    CHECK(e.b->enable_busy_poll());
     CHECK(!e.b->ready());
     send_whole(*e.a, m, *e.b, inbox);
     CHECK(e.b->ready());
@@ -492,7 +492,7 @@ void an_awake_receiver_looks_by_itself(Scheme scheme) {
     CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
     CHECK_EQ(inbox.messages.size(), ++count);
     CHECK(!e.b->ready());
-    CHECK(e.b->fall_asleep());
+    CHECK(e.b->arm_wakeup());
     send_whole(*e.a, m, *e.b, inbox);
     CHECK(readable(*e.b, 0));
     CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
@@ -504,25 +504,25 @@ void an_awake_receiver_looks_by_itself(Scheme scheme) {
 void nobody_falls_asleep_over_a_message(Scheme scheme) {
   if (!stays_awake(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(32);
   const Message m = random_message(random, 100);
-  CHECK(e.b->stay_awake());
+  CHECK(e.b->enable_busy_poll());
   send_whole(*e.a, m, *e.b, inbox);
-  CHECK(!e.b->fall_asleep());
+  CHECK(!e.b->arm_wakeup());
   CHECK(e.b->ready());
   CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
   CHECK_EQ(inbox.messages.size(), 1u);
-  CHECK(e.b->fall_asleep());
+  CHECK(e.b->arm_wakeup());
   CHECK(!readable(*e.b, 0));
 }
 
 void an_awake_receiver_is_told_of_the_end(Scheme scheme) {
   if (!stays_awake(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(33);
-  CHECK(e.b->stay_awake());
+  CHECK(e.b->enable_busy_poll());
   send_whole(*e.a, random_message(random, 100), *e.b, inbox);
   e.a.reset();
   receive_until_broken(*e.b, inbox);
@@ -536,7 +536,7 @@ void no_wake_up_is_lost(Scheme scheme) {
   Ends e(scheme);
   const int count = times(20000);
   auto bounce = [count](Link& link, std::uint64_t seed, bool begins) {
-    Collector inbox;
+    RecordingInbox inbox;
     Random random(seed);
     const Message m = random_message(random, 10);
     for (int i = 0; i < count; ++i) {
@@ -544,13 +544,13 @@ void no_wake_up_is_lost(Scheme scheme) {
       if (begins || i > 0) CHECK(link.send(out) == SendState::kSent);
       inbox.messages.clear();
       while (inbox.messages.empty()) {
-        bool awake = random.below(3) > 0 && link.stay_awake();
+        bool awake = random.below(3) > 0 && link.enable_busy_poll();
         for (std::size_t looks = random.below(40); awake && looks > 0; --looks) {
           if (link.ready()) CHECK(receive(link, inbox, kAnyBudget) == ReceiveState::kIdle);
           if (!inbox.messages.empty()) break;
         }
         if (!inbox.messages.empty()) break;
-        if (!link.fall_asleep()) continue;
+        if (!link.arm_wakeup()) continue;
         readable(link);
         CHECK(receive(link, inbox, kAnyBudget) != ReceiveState::kBroken);
       }
@@ -568,8 +568,8 @@ void no_wake_up_is_lost(Scheme scheme) {
 void a_sender_that_waits_hears_from_an_awake_receiver(Scheme scheme) {
   if (!stays_awake(scheme)) return;
   Ends e(scheme);
-  Collector inbox;
-  CHECK(e.b->stay_awake());
+  RecordingInbox inbox;
+  CHECK(e.b->enable_busy_poll());
   Clogged c = clog(*e.a, 6 * kMiB);  // small enough that it does not wait for arena space
   SendState state = SendState::kBlocked;
   while (inbox.messages.size() < c.messages.size()) {
@@ -584,7 +584,7 @@ void a_sender_that_waits_hears_from_an_awake_receiver(Scheme scheme) {
 
 void refuses(Scheme scheme, const Limits& limits, const Message& message) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   e.b->set_limits(limits);
   Outgoing out = message.outgoing();
   CHECK(e.a->send(out) == SendState::kSent);
@@ -602,7 +602,7 @@ void limits_are_checked_before_memory_is_taken(Scheme scheme) {
   const Message fits = random_message(random, 100, {20, 20, 10}, 10);
   {
     Ends e(scheme);
-    Collector inbox;
+    RecordingInbox inbox;
     e.b->set_limits(limits);
     send_whole(*e.a, fits, *e.b, inbox);
     receive_until(*e.b, inbox, 1);
@@ -617,7 +617,7 @@ void limits_are_checked_before_memory_is_taken(Scheme scheme) {
 
 void a_frame_over_the_limits_spares_those_before_it(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   e.b->set_limits({.body = 100, .message = 100, .segments = 3, .name = 10});
   Random random(11);
   const Message good = random_message(random, 50), bad = random_message(random, 101);
@@ -635,7 +635,7 @@ void a_frame_over_the_limits_spares_those_before_it(Scheme scheme) {
 void limits_change_from_inside_deliver(Scheme scheme) {
   struct Opening final : Inbox {
     Link* link;
-    Collector inner;
+    RecordingInbox inner;
     BlockPtr allocate(std::size_t size) override { return inner.allocate(size); }
     void deliver(Incoming&& m) override {
       inner.deliver(std::move(m));
@@ -643,7 +643,7 @@ void limits_change_from_inside_deliver(Scheme scheme) {
     }
   };
   Ends e(scheme);
-  e.b->set_limits(kStrangerLimits);
+  e.b->set_limits(kHandshakeLimits);
   Random random(12);
   const Message small = random_message(random, 4096), large = random_message(random, 9000, {5000}, 10);
   Opening inbox;
@@ -662,7 +662,7 @@ void limits_change_from_inside_deliver(Scheme scheme) {
 
 /// The content of a request or a reply without memory is read and discarded; the rest arrives.
 void no_memory_costs_the_content_of_one_message(Scheme scheme) {
-  Collector inbox;
+  RecordingInbox inbox;
   {
     Ends e(scheme);
     inbox.refuse_from = 70'000;
@@ -705,7 +705,7 @@ void no_memory_costs_the_content_of_one_message(Scheme scheme) {
 }
 
 void no_memory_breaks_the_link(Scheme scheme, bool oneway) {
-  Collector inbox;
+  RecordingInbox inbox;
   {
     Ends e(scheme);
     inbox.refuse_from = 5000;
@@ -737,7 +737,7 @@ void a_trailer_has_a_limit_of_its_own(Scheme scheme) {
   Message fits = random_message(random, 100, {50, 60}), large = random_message(random, 1, {1, 61});
   fits.header.flags = large.header.flags = kTrailer;
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   e.b->set_limits(limits);
   send_whole(*e.a, fits, *e.b, inbox);
   receive_until(*e.b, inbox, 1);
@@ -749,7 +749,7 @@ void a_trailer_has_a_limit_of_its_own(Scheme scheme) {
 
 void sent_data_survives_close(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(14);
   std::vector<Message> sent;
   for (int i = 0; i < 10; ++i) sent.push_back(random_message(random, 500, {1000}));
@@ -771,7 +771,7 @@ void sent_data_survives_close(Scheme scheme) {
 /// A send that fails because the other end has closed must not lose the data that the other end sent before.
 void sent_data_survives_a_failed_send(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   Random random(15);
   const Message m = random_message(random, 500, {1000});
   for (int i = 0; i < 10; ++i) {
@@ -795,7 +795,7 @@ void sent_data_survives_a_failed_send(Scheme scheme) {
 
 void close_ends_both_directions(Scheme scheme) {
   Ends e(scheme);
-  Collector inbox;
+  RecordingInbox inbox;
   CHECK_EQ(e.a->error(), "");
   CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
   e.a->close();
@@ -816,7 +816,7 @@ void close_ends_both_directions(Scheme scheme) {
 void close_wakes_both_ends(Scheme scheme) {
   for (int i = 0; i < 20; ++i) {
     Ends e(scheme);
-    Collector at_a, at_b;
+    RecordingInbox at_a, at_b;
     std::thread reading_a([&] { receive_until_broken(*e.a, at_a); });
     std::thread reading_b([&] { receive_until_broken(*e.b, at_b); });
     std::thread closing([&] { e.a->close(); });
@@ -831,7 +831,7 @@ void close_wakes_both_ends(Scheme scheme) {
 void close_while_sending(Scheme scheme) {
   for (int i = 0; i < 10; ++i) {
     Ends e(scheme);
-    Collector at_b;
+    RecordingInbox at_b;
     Random random(16);
     const Message m = random_message(random, 100, {200 * kKiB});
     Counter sends;
@@ -903,7 +903,7 @@ void sent_before_it_is_accepted(Scheme scheme) {
   CHECK(readable(listener->fd()));
   auto b = listener->accept();
   CHECK(b != nullptr);
-  Collector inbox;
+  RecordingInbox inbox;
   receive_until(*b, inbox, 1);
   check_same(m, inbox.messages[0]);
 }
@@ -915,7 +915,7 @@ void nobody_there(Scheme scheme) {
   std::string why;
   try {
     auto link = transport->connect(gone);
-    Collector inbox;
+    RecordingInbox inbox;
     const Message m;
     Outgoing out = m.outgoing();
     while (link->send(out) == SendState::kBlocked) writable(link->fd());
@@ -930,11 +930,11 @@ void nobody_there(Scheme scheme) {
 
 void who_is_there(Scheme scheme) {
   Ends e(scheme);
-  UserLookup lookup;
+  CredentialLookup lookup;
   for (const Link* link : {e.a.get(), e.b.get()}) {
     CHECK(link->describe().starts_with(scheme));
-    const PeerUser user = link->peer_user(lookup);
-    CHECK(user.kind == PeerUser::Kind::kUser);
+    const PeerCredentials user = link->peer_credentials(lookup);
+    CHECK(user.kind == PeerCredentials::Kind::kUser);
     CHECK_EQ(user.uid, geteuid());
     CHECK_EQ(link->source(), scheme == "tcp" ? "127.0.0.1" : "");
   }

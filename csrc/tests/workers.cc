@@ -18,17 +18,17 @@ Bytes::~Bytes() {
 
 std::unique_ptr<Outgoing> compose(Request& r) {
   auto m = std::make_unique<Outgoing>();
-  auto keep = std::make_unique<Bytes>(std::move(r.body), std::move(r.segments));
-  keep->name = std::move(r.name);
+  auto owner = std::make_unique<Bytes>(std::move(r.body), std::move(r.segments));
+  owner->name = std::move(r.name);
   m->header.tag = r.tag;
   m->header.flags = r.flags;
   m->header.name_id = r.name_id;
-  m->name = keep->name;
-  m->body = keep->body;
-  for (const auto& s : keep->segments) {
+  m->name = owner->name;
+  m->body = owner->body;
+  for (const auto& s : owner->segments) {
     m->segments.push_back({reinterpret_cast<const std::byte*>(s.data()), s.size()});
   }
-  m->keep = std::move(keep);
+  m->owner = std::move(owner);
   return m;
 }
 
@@ -36,16 +36,16 @@ std::unique_ptr<Outgoing> compose(Request& r) {
 
 Settings Worker::settings_of(int id) {
   Settings s;
-  s.credo.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(1000 + id)};
-  s.credo.group = "tests";
-  s.credo.secret = "a secret";
+  s.config.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(1000 + id)};
+  s.config.group = "tests";
+  s.config.secret = "a secret";
   return s;
 }
 
 Worker::Worker(int id, Settings settings, int pool_threads) : id(id) {
-  const Limits limits = settings.credo.limits;
-  if (settings.credo.me.id < 0) settings.credo = settings_of(id).credo;
-  settings.credo.limits = limits;
+  const Limits limits = settings.config.limits;
+  if (settings.config.me.id < 0) settings.config = settings_of(id).config;
+  settings.config.limits = limits;
   engine = std::make_unique<Engine>(std::move(settings));
   add_threads(pool_threads);
 }
@@ -57,16 +57,16 @@ std::string Worker::listen(const std::string& scheme) {
   return addresses_.back();
 }
 
-PeerAddress Worker::address() const { return {.identity = settings_of(id).credo.me, .addresses = addresses_}; }
+PeerAddress Worker::address() const { return {.identity = settings_of(id).config.me, .addresses = addresses_}; }
 
 void Worker::add_threads(int n) {
   std::lock_guard lock(threads_mutex_);
   for (int i = 0; i < n; ++i) threads_.emplace_back([this] { run_pool(); });
 }
 
-void Worker::stop(Nanos linger) {
+void Worker::stop(Nanos keep_alive) {
   release.set();
-  engine->stop(linger);
+  engine->stop(keep_alive);
   while (true) {
     std::thread t;
     {
@@ -82,28 +82,28 @@ void Worker::stop(Nanos linger) {
 void Worker::run_pool() {
   PoolThread self;
   while (true) {
-    Item item;
+    WorkItem item;
     if (!engine->next(self, item)) return;
-    if (item.spawn) add_threads(1);
-    if (item.kind == ItemKind::kRetire) return;
+    if (item.needs_thread) add_threads(1);
+    if (item.kind == WorkKind::kExitThread) return;
     handle(item);
   }
 }
 
-void Worker::handle(Item& item) {
+void Worker::handle(WorkItem& item) {
   switch (item.kind) {
-    case ItemKind::kOutcome: {
+    case WorkKind::kCompletion: {
       std::lock_guard lock(mutex);
-      if (item.cookie) {
-        const int cookie = std::stoi(static_cast<Bytes&>(*item.cookie).body);
-        CHECK(outcomes.emplace(cookie, std::move(item.outcome)).second);  // each arrives once
+      if (item.target) {
+        const int target = std::stoi(static_cast<Bytes&>(*item.target).body);
+        CHECK(completions.emplace(target, std::move(item.completion)).second);  // each arrives once
       } else {
-        orphans.push_back(std::move(item.outcome));
+        orphans.push_back(std::move(item.completion));
       }
-      outcome_count.add();
+      completion_count.add();
       return;
     }
-    case ItemKind::kEvent: {
+    case WorkKind::kEvent: {
       std::lock_guard lock(mutex);
       if (item.event == EventKind::kConnected) {
         links.push_back(std::move(item.text));
@@ -114,10 +114,10 @@ void Worker::handle(Item& item) {
       event_count.add();
       return;
     }
-    case ItemKind::kRetire:
+    case WorkKind::kExitThread:
       return;
-    case ItemKind::kRequest:
-    case ItemKind::kOneway:
+    case WorkKind::kRequest:
+    case WorkKind::kOneway:
       break;
   }
   handled.add();
@@ -139,46 +139,46 @@ void Worker::handle(Item& item) {
   }
 }
 
-void Worker::bounce(Item& item) {
+void Worker::bounce(WorkItem& item) {
   std::string body(item.message.body_view());
   if (body[0] > 0) {
     --body[0];
-    const Outcome inner = call(item.peer, {.tag = kBounce, .body = body, .nested = true});
+    const Completion inner = call(item.peer, {.tag = kBounce, .body = body, .nested = true});
     CHECK(inner.status != CallStatus::kPending && inner.status != CallStatus::kTimedOut);
     body = body_of(inner);
   }
   answer(item, body + ".");
 }
 
-void Worker::answer(const Item& request, std::string body, std::vector<std::string> segments, std::uint16_t flags) {
-  if (request.kind != ItemKind::kRequest) return;
+void Worker::answer(const WorkItem& request, std::string body, std::vector<std::string> segments, std::uint16_t flags) {
+  if (request.kind != WorkKind::kRequest) return;
   Request r{.body = std::move(body), .segments = std::move(segments), .flags = flags};
   engine->reply(request.connection, request.message.header.call_id, compose(r), true);
 }
 
-Outcome Worker::call(int peer, Request r) {
+Completion Worker::call(int peer, Request r) {
   CallOptions o;
   o.deadline = deadline_after(now(), r.timeout);
   o.nested = r.nested;
-  o.linger = std::move(r.linger);
+  o.keep_alive = std::move(r.keep_alive);
   const Nanos deadline = o.deadline;
   const std::uint64_t call = engine->start(peer, compose(r), std::move(o));
-  Outcome outcome;
-  const WaitEnd end = engine->wait(call, deadline, {}, outcome);
+  Completion completion;
+  const WaitEnd end = engine->wait(call, deadline, {}, completion);
   if (end != WaitEnd::kDone) engine->give_up(call);
-  if (end == WaitEnd::kDeadline) outcome.status = CallStatus::kTimedOut;
-  if (end == WaitEnd::kStopped) outcome.status = CallStatus::kStopped;
-  return outcome;
+  if (end == WaitEnd::kDeadline) completion.status = CallStatus::kTimedOut;
+  if (end == WaitEnd::kStopped) completion.status = CallStatus::kStopped;
+  return completion;
 }
 
-std::uint64_t Worker::start(int peer, int cookie, Request r) {
+std::uint64_t Worker::start(int peer, int target, Request r) {
   CallOptions o;
   o.deadline = deadline_after(now(), r.timeout);
   o.nested = r.nested;
   o.never_wait = r.never_wait;
-  o.lazy = o.aside = r.lazy;
-  o.linger = std::move(r.linger);
-  if (cookie >= 0) o.cookie = std::make_unique<Bytes>(std::to_string(cookie));
+  o.background = o.deferrable = r.background;
+  o.keep_alive = std::move(r.keep_alive);
+  if (target >= 0) o.target = std::make_unique<Bytes>(std::to_string(target));
   return engine->start(peer, compose(r), std::move(o));
 }
 
@@ -186,7 +186,7 @@ std::string Worker::wait_for_event(EventKind kind) {
   for (int seen = 0;; ++seen) {
     event_count.wait_for(seen + 1);
     std::lock_guard lock(mutex);
-    if (const Item& e = events[static_cast<std::size_t>(seen)]; e.event == kind) return e.text;
+    if (const WorkItem& e = events[static_cast<std::size_t>(seen)]; e.event == kind) return e.text;
   }
 }
 
@@ -199,24 +199,24 @@ void introduce(std::initializer_list<Worker*> workers, const std::string& scheme
 
 // ---- Puppet
 
-Puppet::Puppet(int id, const std::string& scheme) : credo(Worker::settings_of(id).credo) {
+Puppet::Puppet(int id, const std::string& scheme) : config(Worker::settings_of(id).config) {
   const std::string address = fresh_address(scheme);
   listener = find_transport(address)->listen(address);
 }
 
-PeerAddress Puppet::address() const { return {.identity = credo.me, .addresses = {listener->address()}}; }
+PeerAddress Puppet::address() const { return {.identity = config.me, .addresses = {listener->address()}}; }
 
 void Puppet::accept() {
   do {
     readable(listener->fd());
     link = listener->accept();
   } while (!link);
-  shake(Handshake::accept(credo), false);
+  shake(Handshake::accept(config), false);
 }
 
 void Puppet::connect(const PeerAddress& peer) {
   link = find_transport(peer.addresses[0])->connect(peer.addresses[0]);
-  shake(Handshake::initiate(credo, peer.identity), true);
+  shake(Handshake::initiate(config, peer.identity), true);
 }
 
 void Puppet::shake(Handshake handshake, bool begins) {
@@ -273,9 +273,9 @@ bool on_every_scheme(const char* name, void (*run)(const std::string&), bool slo
   return true;
 }
 
-std::string body_of(const Outcome& outcome) {
-  if (outcome.status != CallStatus::kReplied) return "(" + outcome.why + ")";
-  return std::string(outcome.reply.body_view());
+std::string body_of(const Completion& completion) {
+  if (completion.status != CallStatus::kReplied) return "(" + completion.why + ")";
+  return std::string(completion.reply.body_view());
 }
 
 std::string text_of(const BlockPtr& block) {

@@ -24,7 +24,7 @@ enum Tag : std::uint8_t {
 };
 
 /// Bytes of an outgoing message or a cookie. Counts its live instances.
-struct Bytes final : Keep {
+struct Bytes final : KeepAlive {
   explicit Bytes(std::string body = {}, std::vector<std::string> segments = {}, std::function<void()> gone = {});
   ~Bytes() override;
   std::string name, body;
@@ -40,11 +40,11 @@ struct Request {  // parameters of a call
   Nanos timeout = 0;
   bool nested = false;
   bool never_wait = false;
-  bool lazy = false;
+  bool background = false;
   std::uint16_t flags = 0;
   std::uint32_t name_id = 0;
   std::string name = {};
-  std::unique_ptr<Keep> linger = nullptr;
+  std::unique_ptr<KeepAlive> keep_alive = nullptr;
 };
 
 std::unique_ptr<Outgoing> compose(Request& call);
@@ -60,37 +60,38 @@ class Worker {
   void meet(const Worker& other) { engine->set_peer(other.address()); }
 
   /// Makes a blocking call, like the bindings.
-  Outcome call(int peer, Request call);
-  /// Makes an asynchronous call; its completion will be in `outcomes` under the cookie. Without a cookie (-1), a thread
-  /// must wait for the call.
-  std::uint64_t start(int peer, int cookie, Request call);
+  Completion call(int peer, Request call);
+  /// Makes an asynchronous call; its completion will be in `completions` under the cookie. Without a cookie (-1), a
+  /// thread must wait for the call.
+  std::uint64_t start(int peer, int target, Request call);
   /// Starts `n` more pool threads.
   void add_threads(int n);
-  void stop(Nanos linger = kSecond);
+  void stop(Nanos keep_alive = kSecond);
 
   const int id;
   std::unique_ptr<Engine> engine;
   Event release;
-  std::function<void(Item&)> on_custom;
+  std::function<void(WorkItem&)> on_custom;
 
-  Counter outcome_count;  // completions that the pool got, with or without a cookie
+  Counter completion_count;  // completions that the pool got, with or without a cookie
   Counter event_count;
   Counter link_count;  // events of first connections to peers, counted separately
   Counter handled;     // requests started
   std::mutex mutex;
-  std::map<int, Outcome> outcomes;
-  std::vector<Outcome> orphans;  // completions without a cookie
-  std::vector<Item> events;
+  std::map<int, Completion> completions;
+  std::vector<Completion> orphans;  // completions without a cookie
+  std::vector<WorkItem> events;
   std::vector<std::string> links;  // texts of the events of first connections
 
-  void answer(const Item& request, std::string body, std::vector<std::string> segments = {}, std::uint16_t flags = 0);
+  void answer(const WorkItem& request, std::string body, std::vector<std::string> segments = {},
+              std::uint16_t flags = 0);
   /// Waits for the first event of a kind and returns its text.
   std::string wait_for_event(EventKind kind);
 
  private:
   void run_pool();
-  void handle(Item& item);
-  void bounce(Item& item);
+  void handle(WorkItem& item);
+  void bounce(WorkItem& item);
 
   std::vector<std::string> addresses_;
   std::mutex threads_mutex_;
@@ -116,14 +117,14 @@ class Puppet {
   /// Waits until the other end has closed the link; discards its frames.
   void wait_for_end();
 
-  Credo credo;
+  HandshakeConfig config;
   std::unique_ptr<Listener> listener;
   std::unique_ptr<Link> link;
   std::string session;  // of the link
 
  private:
   void shake(Handshake handshake, bool begins);
-  Collector inbox_;
+  RecordingInbox inbox_;
   std::size_t read_ = 0;
 };
 
@@ -137,7 +138,7 @@ bool on_every_scheme(const char* name, void (*run)(const std::string&), bool slo
   [[maybe_unused]] static const bool name##_registered = on_every_scheme(#name, name); \
   static void name(const std::string& scheme)
 
-std::string body_of(const Outcome& outcome);
+std::string body_of(const Completion& completion);
 std::string text_of(const BlockPtr& block);
 
 }  // namespace telegrad::test

@@ -10,7 +10,7 @@
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kDirect = 16 << 10;  // parts with at least this much missing are read directly into place
+constexpr std::size_t kMinDirectRead = 16 << 10;  // parts with at least this much missing are read directly into place
 
 std::uint64_t bytes_in_frame(const OutSegment& s) { return s.lease ? 0 : s.size; }
 
@@ -18,7 +18,7 @@ std::uint64_t bytes_in_frame(const OutSegment& s) { return s.lease ? 0 : s.size;
 
 // ---- writing
 
-void complete(FrameHeader& h, const Outgoing& m) {
+void fill_header(FrameHeader& h, const Outgoing& m) {
   h.name_size = static_cast<std::uint32_t>(m.name.size());
   h.body_size = m.body.size();
   h.segment_count = static_cast<std::uint32_t>(m.segments.size());
@@ -51,8 +51,8 @@ std::size_t flatten(const Outgoing& m, const FrameHeader& header, std::byte* out
   return static_cast<std::size_t>(at - out);
 }
 
-void begin(Outgoing& m) {
-  complete(m.header, m);
+void start_frame(Outgoing& m) {
+  fill_header(m.header, m);
   m.prefix.reserve(sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size());
   m.prefix.append(reinterpret_cast<const char*>(&m.header), sizeof m.header);
   for (const auto& s : m.segments) {
@@ -63,7 +63,7 @@ void begin(Outgoing& m) {
   m.total = m.prefix.size() + payload_in_frame(m);
 }
 
-int gather(Outgoing& m, iovec* out, int count, std::uint64_t most) {
+int fill_iovecs(Outgoing& m, iovec* out, int count, std::uint64_t most) {
   int n = 0;
   std::uint64_t at = 0;  // offset of the part in the frame
   auto add = [&](const void* data, std::uint64_t size) {
@@ -124,7 +124,7 @@ bool FrameReader::begin_segments(Inbox& inbox) {
   // Read the headers one by one: a false count allocates nothing before the bytes have arrived.
   while (segment_headers_.size() < incoming_.header.segment_count) {
     if (!fill(&segment_header_, sizeof segment_header_)) return false;
-    if ((segment_header_.lease != 0 || incoming_.header.type == FrameType::kPiece) && !leases_) {
+    if ((segment_header_.lease != 0 || incoming_.header.type == FrameType::kFragment) && !source_) {
       fail(segment_header_.lease != 0 ? "received a segment in shared memory on a link that shares no memory"
                                       : "received a fragment on a link without lanes");
       return false;
@@ -133,7 +133,7 @@ bool FrameReader::begin_segments(Inbox& inbox) {
   }
   if (!check_sizes()) return false;
   incoming_.name.resize(incoming_.header.name_size);
-  if (!take_memory(inbox)) return false;
+  if (!allocate_frame(inbox)) return false;
   step_ = Step::kName;
   return true;
 }
@@ -155,40 +155,40 @@ bool FrameReader::check_sizes() {
 }
 
 /// Gets the memory of the body and the segments. Returns false if a segment is not where its header says.
-bool FrameReader::take_memory(Inbox& inbox) {
+bool FrameReader::allocate_frame(Inbox& inbox) {
   const FrameHeader& frame = incoming_.header;
   std::uint64_t size = frame.body_size;
   for (const auto& h : segment_headers_) size += h.size;
   const bool discardable = may_be_discarded(frame.type, size + frame.name_size);
-  bool enough = true;
+  bool has_memory = true;
   const auto allocate = [&](std::uint64_t bytes) -> BlockPtr {
-    if (!enough) return std::make_unique<Discarded>(bytes);
+    if (!has_memory) return std::make_unique<Discarded>(bytes);
     try {
       return inbox.allocate(bytes);
     } catch (const std::bad_alloc&) {
       if (!discardable) throw;
-      enough = false;
+      has_memory = false;
       return std::make_unique<Discarded>(bytes);
     }
   };
   if (frame.body_size > 0) incoming_.body = allocate(frame.body_size);
   incoming_.segments.reserve(segment_headers_.size());
   for (const auto& h : segment_headers_) {
-    const bool piece = frame.type == FrameType::kPiece;
-    const bool borrowed = h.lease != 0 || piece;
-    BlockPtr block = borrowed ? leases_->borrow(frame, h, inbox) : allocate(h.size);
+    const bool fragment = frame.type == FrameType::kFragment;
+    const bool leased = h.lease != 0 || fragment;
+    BlockPtr block = leased ? source_->map_segment(frame, h, inbox) : allocate(h.size);
     if (!block) {
-      fail(piece ? "received a fragment that belongs to no message"
-                 : "received a segment in shared memory that has not been shared");
+      fail(fragment ? "received a fragment that belongs to no message"
+                    : "received a segment in shared memory that has not been shared");
       return false;
     }
-    if (!block->data() && !piece) {
+    if (!block->data() && !fragment) {
       if (!discardable) throw std::bad_alloc();
-      enough = false;
+      has_memory = false;
     }
     incoming_.segments.push_back(std::move(block));
   }
-  if (!enough) discard_content(inbox, size);
+  if (!has_memory) discard_content(inbox, size);
   return true;
 }
 
@@ -204,7 +204,7 @@ void FrameReader::discard_content(Inbox& inbox, std::uint64_t size) {
     if (segment_headers_.back().lease != 0) throw std::bad_alloc();
     segments.back() = inbox.allocate(segment_headers_.back().size);
   }
-  if (leases_) leases_->discard(has_trailer() ? segments.back().get() : nullptr);
+  if (source_) source_->discard(has_trailer() ? segments.back().get() : nullptr);
 }
 
 void FrameReader::deliver(Inbox& inbox) {
@@ -252,7 +252,7 @@ std::size_t FrameReader::direct_target(std::byte** to) const {
   const Block* block = nullptr;
   if (step_ == Step::kBody) block = incoming_.body.get();
   if (step_ == Step::kSegments && segment_ < incoming_.segments.size()) block = incoming_.segments[segment_].get();
-  if (!block || !block->data() || block->size() - filled_ < kDirect) return 0;
+  if (!block || !block->data() || block->size() - filled_ < kMinDirectRead) return 0;
   *to = block->data() + filled_;
   return block->size() - filled_;
 }
@@ -262,21 +262,21 @@ std::string FrameReader::describe() const {
          std::to_string(incoming_.header.segment_count) + " segments";
 }
 
-bool HeldFrames::take(const Outgoing& m) {
+bool FrameBuffer::append(const Outgoing& m) {
   const std::uint64_t size = frame_size(m);
   const bool leased = std::any_of(m.segments.begin(), m.segments.end(), [](const auto& s) { return s.lease != 0; });
-  if (leased || size > kFlatFrame || end_ + size > kHeldFrames) return false;
+  if (leased || size > kFlatFrame || end_ + size > kFrameBufferSize) return false;
   if (!bytes_) {
-    bytes_.reset(new (std::nothrow) std::byte[kHeldFrames]);
+    bytes_.reset(new (std::nothrow) std::byte[kFrameBufferSize]);
     if (!bytes_) return false;
   }
   FrameHeader header = m.header;
-  complete(header, m);
+  fill_header(header, m);
   end_ += flatten(m, header, bytes_.get() + end_);
   return true;
 }
 
-void HeldFrames::left(std::size_t count) {
+void FrameBuffer::consume(std::size_t count) {
   begin_ += count;
   if (begin_ == end_) begin_ = end_ = 0;
 }

@@ -14,13 +14,13 @@
 
 namespace telegrad {
 
-inline constexpr std::size_t kFlatFrame = 1024;      // frames up to this size are copied and sent in one piece
-inline constexpr std::size_t kHeldFrames = 8 << 10;  // buffer size for such frames when they are coalesced
+inline constexpr std::size_t kFlatFrame = 1024;           // frames up to this size are copied and sent in one piece
+inline constexpr std::size_t kFrameBufferSize = 8 << 10;  // buffer size for such frames when they are coalesced
 
 // ---- writing
 
 /// Sets the sizes and counts in the header of a message.
-void complete(FrameHeader& header, const Outgoing& message);
+void fill_header(FrameHeader& header, const Outgoing& message);
 
 /// Returns the size of the whole frame.
 std::uint64_t frame_size(const Outgoing& message);
@@ -32,20 +32,20 @@ std::size_t flatten(const Outgoing& message, const FrameHeader& header, std::byt
 std::uint64_t payload_in_frame(const Outgoing& message);
 
 /// Begins a frame that is sent in parts: completes its header, sets `prefix` and `total`.
-void begin(Outgoing& message);
+void start_frame(Outgoing& message);
 
 /// Lists the parts of a begun frame after its first `sent` bytes: at most `count` parts and `most` bytes.
-int gather(Outgoing& message, iovec* out, int count, std::uint64_t most);
+int fill_iovecs(Outgoing& message, iovec* out, int count, std::uint64_t most);
 
 // ---- reading
 
 /// Source of segments outside the frame.
-class Leases {
+class SegmentSource {
  public:
-  virtual ~Leases() = default;
+  virtual ~SegmentSource() = default;
   /// Returns the memory of a segment with a lease, or of a fragment; null if it is unknown. Returns a `Discarded` block
   /// if there is no memory for received bytes; throws std::bad_alloc if there is none for anything else.
-  virtual BlockPtr borrow(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) = 0;
+  virtual BlockPtr map_segment(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) = 0;
   /// Reports that the current frame is discarded: blocks borrowed for it are destroyed, except `trailer` (may be null).
   virtual void discard([[maybe_unused]] const Block* trailer) {}
 };
@@ -60,11 +60,11 @@ class Discarded final : public Block {
 /// its trailer, and delivers it without its content (Incoming::discarded). One thread at a time.
 class FrameReader {
  public:
-  /// `leases`: null if the transport has none.
-  explicit FrameReader(Leases* leases = nullptr) : leases_(leases) {}
+  /// `source`: null if the transport has none.
+  explicit FrameReader(SegmentSource* source = nullptr) : source_(source) {}
 
   /// May be called inside `Inbox::deliver`.
-  void set_leases(Leases* leases) { leases_ = leases; }
+  void set_segment_source(SegmentSource* source) { source_ = source; }
 
   /// Sets the limits of frames. May be called inside `Inbox::deliver`.
   void set_limits(const Limits& limits) { limits_ = limits; }
@@ -93,14 +93,14 @@ class FrameReader {
   bool begin_frame();
   bool begin_segments(Inbox& inbox);
   bool check_sizes();
-  bool take_memory(Inbox& inbox);
+  bool allocate_frame(Inbox& inbox);
   void discard_content(Inbox& inbox, std::uint64_t size);
   void deliver(Inbox& inbox);
   bool fill(void* to, std::size_t size);
   bool has_trailer() const { return incoming_.header.flags & kTrailer && !segment_headers_.empty(); }
   void fail(std::string why) { error_ = std::move(why); }
 
-  Leases* leases_;
+  SegmentSource* source_;
   Limits limits_;
   std::string error_;
 
@@ -119,16 +119,16 @@ class FrameReader {
 };
 
 /// Buffer of small coalesced frames.
-class HeldFrames {
+class FrameBuffer {
  public:
   /// Appends a copy. Returns false if the message is too large or has leased memory, or the buffer is full.
-  bool take(const Outgoing& message);
+  bool append(const Outgoing& message);
 
   bool empty() const { return begin_ == end_; }
   const std::byte* data() const { return bytes_.get() + begin_; }
   std::size_t size() const { return end_ - begin_; }
   /// Removes bytes that have been sent.
-  void left(std::size_t count);
+  void consume(std::size_t count);
 
  private:
   std::unique_ptr<std::byte[]> bytes_;

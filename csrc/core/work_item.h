@@ -1,0 +1,48 @@
+// Work items of the pool's threads, and wait sets, which receive completions instead of the pool.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/calls.h"
+#include "core/message.h"
+
+namespace telegrad {
+
+enum class WorkKind : std::uint8_t { kRequest, kOneway, kCompletion, kEvent, kExitThread };
+enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kCallback, kPeerBack, kConnected };
+
+/// Work for a thread of the pool.
+struct WorkItem {
+  WorkKind kind{};
+  EventKind event{};
+  bool needs_thread = false;  // this was the last free thread: start another one
+  std::int32_t peer = -1;
+  std::uint64_t connection = 0;
+  Nanos deadline = kNever;  // requests
+  Nanos since = 0;          // when it was queued
+  Incoming message;
+  std::shared_ptr<const Name> name;
+  Completion completion;              // kCompletion
+  std::unique_ptr<KeepAlive> target;  // kCompletion
+  std::uint64_t incarnation = 0;      // kEvent
+  std::string text;                   // kEvent
+};
+
+/// Wait set: many calls for which one thread waits, and takes each completion as it arrives. Guarded by the engine's
+/// mutex.
+struct WaitSet {
+  Waiter waiter;
+  std::vector<std::uint64_t> calls;            // in ascending order
+  std::vector<std::uint64_t> taken_elsewhere;  // calls that have ended, or with a completion that another thread took
+  std::size_t expected = 0;                    // calls without a completion so far
+  bool exhausted = false;                      // no completion was outstanding when `wait` returned
+  std::uint64_t connection = 0;                // connection of one of these calls
+  std::deque<WorkItem> completions;            // completions that have arrived
+  bool notified = false;                       // another thread has processed a completion
+};
+
+}  // namespace telegrad

@@ -1,0 +1,104 @@
+#include "python/calls.h"
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+
+#include "codec/gil.h"
+#include "python/buffer_leases.h"
+#include "python/messages.h"
+#include "python/signal_check.h"
+
+namespace telegrad::python {
+namespace {
+
+/// What is sent with the GIL held lets go of it before it would wait for another thread's sending.
+class ReleaseGilIfContended {
+ public:
+  std::function<void()> before_blocking() {
+    return [this] { released_.emplace(); };
+  }
+
+ private:
+  std::optional<GilReleased> released_;
+};
+
+}  // namespace
+
+Completion call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o,
+                         const std::function<void()>& take_deferred) {
+  const Nanos deadline = o.deadline;
+  SignalCheck signals;
+  const auto interrupted = o.interrupted = signals.ask();
+  Completion completion;
+  WaitEnd end;
+  {
+    const GilReleased no_gil;
+    const std::uint64_t id = e.start(peer, std::move(m), std::move(o));
+    if (take_deferred && e.has_deferred()) {
+      const GilHeld gil;
+      take_deferred();
+    }
+    end = signals.raised() ? WaitEnd::kInterrupted : e.wait(id, deadline, interrupted, completion);
+    if (end != WaitEnd::kDone) e.give_up(id);
+  }
+  release_message(m);
+  decref_deferred();
+  if (end == WaitEnd::kInterrupted) nb::raise_python_error();
+  if (end == WaitEnd::kDeadline) completion.status = CallStatus::kTimedOut;
+  if (end == WaitEnd::kStopped) completion.status = CallStatus::kStopped;
+  completion.peer = peer;
+  return completion;
+}
+
+std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait,
+                         std::uint64_t* begun) {
+  const std::uint64_t size = m->payload_size();
+  const bool small = size <= kSmall;
+  o.never_wait = never_wait || (small && e.may_send_now(peer, size));
+  SignalCheck signals;
+  o.interrupted = signals.ask();
+  std::uint64_t id;
+  if (small && o.never_wait) {
+    ReleaseGilIfContended gil;
+    o.before_blocking = gil.before_blocking();
+    id = e.start(peer, std::move(m), std::move(o));
+  } else {
+    const GilReleased no_gil;
+    id = e.start(peer, std::move(m), std::move(o));
+  }
+  if (e.stopping() && e.remove_completion(id)) id = 0;
+  release_message(m);
+  decref_deferred();
+  if (begun) *begun = id;
+  if (signals.raised()) nb::raise_python_error();  // the call may be under way; its outcome goes to the pool
+  return id;
+}
+
+bool take_completion(Engine& e, std::uint64_t call, Nanos timeout, Completion& out) {
+  SignalCheck signals;
+  const auto interrupted = signals.ask();
+  WaitEnd end;
+  {
+    const GilReleased no_gil;
+    end = e.wait(call, deadline_after(now(), timeout), interrupted, out);
+  }
+  decref_deferred();
+  if (end == WaitEnd::kInterrupted) nb::raise_python_error();
+  return end == WaitEnd::kDone;
+}
+
+void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m) {
+  hand_off_leases(*m, connection);
+  if (m->payload_size() <= kSmall) {
+    ReleaseGilIfContended gil;
+    e.reply(connection, call, std::move(m), false, gil.before_blocking());
+  } else {
+    const GilReleased no_gil;
+    e.reply(connection, call, std::move(m), true);
+  }
+  release_message(m);
+  decref_deferred();
+}
+
+}  // namespace telegrad::python

@@ -1,0 +1,393 @@
+#include "python/client.h"
+
+#include <algorithm>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "codec/gil.h"
+#include "python/calls.h"
+#include "python/completion.h"
+#include "python/context_manager.h"
+#include "python/errors.h"
+#include "python/metadata.h"
+#include "python/prepare.h"
+#include "python/signal_check.h"
+#include "python/wire.h"
+
+using namespace nanobind::literals;
+
+namespace telegrad::python {
+namespace {
+
+constexpr std::uint64_t kNotPlain = ~std::uint64_t{0};  // no call has this id
+
+/// A reply to messages of a backward pass that is no list of messages.
+struct Unusual {
+  nb::object completion;  // as Engine.call returns it
+};
+
+std::unique_ptr<PyRefs> refs_to(nb::handle object) {
+  auto refs = std::make_unique<PyRefs>();
+  refs->add(object);
+  return refs;
+}
+
+class Client {
+ public:
+  Client(nb::object engine, nb::object codec, const nb::object& recorder, const nb::object& calls,
+         const nb::object& environment)
+      : engine_object_(std::move(engine)),
+        codec_object_(std::move(codec)),
+        engine_(nb::cast<Engine&>(engine_object_)),
+        codec_(nb::cast<codec::Codec&>(codec_object_)),
+        autograd_(recorder),
+        preparer_(codec_, autograd_, engine_.id(), calls, environment),
+        completions_(codec_, autograd_, calls, preparer_.future_type()),
+        send_(calls.attr("send")),
+        send_and_wait_(calls.attr("send_and_wait")),
+        blocking_(environment.attr("blocking")),
+        not_initialized_(environment.attr("not_initialized")) {}
+
+  nb::object call(nb::handle to, nb::handle function, nb::handle args, nb::handle kwargs, Nanos timeout,
+                  nb::handle receiver, bool introduce) {
+    PreparedCall call = preparer_.prepare({.mode = CallMode::kSync,
+                                           .to = to,
+                                           .function = function,
+                                           .args = args,
+                                           .kwargs = kwargs,
+                                           .timeout = timeout,
+                                           .receiver = receiver,
+                                           .introduce = introduce});
+    return call.message ? wait_for(call) : python_result(call_python(send_and_wait_.ptr(), call.request.ptr()));
+  }
+
+  nb::object start(nb::handle to, nb::handle function, nb::handle args, nb::handle kwargs, Nanos timeout,
+                   nb::handle receiver, bool introduce, bool internal) {
+    PreparedCall call = preparer_.prepare({.mode = CallMode::kAsync,
+                                           .to = to,
+                                           .function = function,
+                                           .args = args,
+                                           .kwargs = kwargs,
+                                           .timeout = timeout,
+                                           .receiver = receiver,
+                                           .introduce = introduce,
+                                           .internal = internal});
+    nb::object future = preparer_.future(call);
+    if (call.message) {
+      begin(call, false, future);
+    } else {
+      python_result(call_python(send_.ptr(), call.request.ptr(), future.ptr()));
+    }
+    return future;
+  }
+
+  void create(nb::handle to, nb::handle function, nb::handle args, nb::handle kwargs, Nanos timeout,
+              nb::handle local_id, nb::handle creation, nb::handle receiver) {
+    PreparedCall call = preparer_.prepare({.mode = CallMode::kRemote,
+                                           .to = to,
+                                           .function = function,
+                                           .args = args,
+                                           .kwargs = kwargs,
+                                           .timeout = timeout,
+                                           .receiver = receiver,
+                                           .introduce = !receiver.is_none(),
+                                           .keep_as = local_id});
+    if (call.message) {
+      begin(call, true, creation);
+      take_deferred();  // while the peer is at it
+    } else {
+      python_result(call_python(send_.ptr(), call.request.ptr(), creation.ptr()));
+    }
+  }
+
+  nb::object call_request(nb::handle request) {
+    PreparedCall call = prepared(request);
+    return wait_for(call);
+  }
+
+  void start_request(nb::handle request, nb::handle target) {
+    PreparedCall call = prepared(request);
+    begin(call, !request.attr("keep_as").is_none(), target);
+  }
+
+  bool wait(nb::handle future, std::uint64_t call, Nanos timeout) {
+    Completion completion;
+    if (!take_completion(engine_, call, timeout, completion)) return false;
+    completions_.complete(future, std::move(completion));
+    return true;
+  }
+
+  nb::object collect(const nb::list& futures, const nb::list& ids, nb::list results, nb::handle tell_when_done) {
+    WaitSetScope waiting(*this);
+    std::vector<std::pair<std::uint64_t, std::size_t>> places;
+    for (std::size_t i = 0; i < ids.size(); ++i) places.emplace_back(nb::cast<std::uint64_t>(ids[i]), i);
+    std::sort(places.begin(), places.end());
+    for (const auto& [id, place] : places) {
+      auto& calls = waiting.wait_set.calls;
+      if (calls.empty() || calls.back() != id) calls.push_back(id);  // one may be given twice
+    }
+    if (!engine_.add_wait_set(waiting.wait_set)) return nb::bool_(false);
+    const auto place_of = [&places](std::uint64_t call) {
+      return std::lower_bound(places.begin(), places.end(), std::pair{call, std::size_t{0}})->second;
+    };
+    std::vector<nb::object> taken_elsewhere;
+    for (const std::uint64_t call : waiting.wait_set.taken_elsewhere) {
+      nb::object future = futures[place_of(call)];
+      if (!is_done(future)) in_python([&] { tell_when_done(future); });
+      taken_elsewhere.push_back(std::move(future));
+    }
+    SignalCheck signals;
+    const auto interrupted = signals.ask();
+    while (true) {
+      for (std::size_t i = 0; i < taken_elsewhere.size(); ++i) {
+        if (!is_done(taken_elsewhere[i])) continue;
+        if (has_failed(taken_elsewhere[i])) return taken_elsewhere[i];
+        std::swap(taken_elsewhere[i--], taken_elsewhere.back());
+        taken_elsewhere.pop_back();
+      }
+      WaitEnd ended;
+      {
+        const GilReleased no_gil;
+        ended = engine_.wait(waiting.wait_set, interrupted, waiting.ready);
+      }
+      decref_deferred();
+      if (ended == WaitEnd::kInterrupted) nb::raise_python_error();
+      if (waiting.ready.empty() && (waiting.wait_set.exhausted || ended == WaitEnd::kStopped)) return nb::none();
+      while (!waiting.ready.empty()) {
+        WorkItem item = std::move(waiting.ready.front());
+        waiting.ready.pop_front();
+        const std::size_t place = place_of(item.message.header.call_id);
+        const nb::object future = target_of(item);
+        nb::object value = completions_.complete(future, std::move(item.completion));
+        if (value.is_valid()) {
+          results[place] = std::move(value);
+        } else if (has_failed(future)) {
+          return futures[place];
+        }
+      }
+    }
+  }
+
+  void notify_wait_sets() { engine_.notify_wait_sets(); }
+
+  // ---- messages of autograd
+
+  std::uint64_t ask(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle target) {
+    PreparedCall call;
+    call.message = encode_basic(codec_, wire::kGradients, 0, messages);
+    if (!call.message) return kNotPlain;
+    CallOptions o;
+    o.deadline = deadline_after(now(), timeout);
+    o.nested = true;
+    o.background = true;
+    o.target = refs_to(target);
+    return begin_call(engine_, peer, std::move(call.message), std::move(o), true);
+  }
+
+  nb::object answer(std::uint64_t call, Nanos timeout) {
+    Completion completion;
+    if (!take_completion(engine_, call, timeout, completion)) return nb::none();
+    const FrameHeader& h = completion.reply.header;
+    if (completion.status != CallStatus::kReplied || h.tag != wire::kGradients || h.flags & wire::kSlowReply)
+      return nb::cast(Unusual{completion_tuple(std::move(completion))});
+    return decode_body(codec_, completion.reply);
+  }
+
+  bool tell(std::int32_t peer, nb::handle value) {
+    auto m = encode_basic(codec_, wire::kContextEnded, 0, value);
+    if (!m) return false;
+    {
+      const GilReleased no_gil;
+      engine_.send(peer, std::move(m));
+    }
+    decref_deferred();
+    return true;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    for (const nb::object* o :
+         {&engine_object_, &codec_object_, &send_, &send_and_wait_, &blocking_, &not_initialized_}) {
+      Py_VISIT(o->ptr());
+    }
+    if (const int visited = preparer_.traverse(visit, arg)) return visited;
+    if (const int visited = completions_.traverse(visit, arg)) return visited;
+    return autograd_.traverse(visit, arg);
+  }
+
+ private:
+  static CallOptions options_of(const PreparedCall& call) {
+    CallOptions o;
+    o.deadline = deadline_after(now(), call.timeout);
+    o.nested = call.nested;
+    if (call.keep_alive.is_valid() && !call.keep_alive.is_none()) o.keep_alive = refs_to(call.keep_alive);
+    return o;
+  }
+
+  /// A call that Python has encoded, and an interceptor lets pass.
+  static PreparedCall prepared(nb::handle request) {
+    PreparedCall call;
+    call.peer = nb::cast<std::int32_t>(request.attr("peer"));
+    call.message = compose_request(request);
+    call.keep_alive = request.attr("keep");
+    call.label = request.attr("label");
+    call.timeout = nb::cast<Nanos>(request.attr("timeout"));
+    call.nested = nb::cast<bool>(request.attr("nested"));
+    call.in_scope = true;
+    return call;
+  }
+
+  nb::object wait_for(PreparedCall& call) {
+    if (call.in_scope && preparer_.in_event_loop()) [[unlikely]] {
+      const ContextManager blocking(blocking_());
+      return send_and_receive(call);
+    }
+    return send_and_receive(call);
+  }
+
+  nb::object send_and_receive(PreparedCall& call) {
+    Completion completion =
+        call_and_wait(engine_, call.peer, std::move(call.message), options_of(call), [this] { take_deferred(); });
+    return completions_.value(std::move(completion), call.context, call.label, call.timeout);
+  }
+
+  /// Sends a call whose outcome is for a target, and notes its id there, also if a signal handler raises meanwhile.
+  void begin(PreparedCall& call, bool creates, nb::handle target) {
+    CallOptions o = options_of(call);
+    o.background = o.deferrable = creates;
+    o.target = refs_to(target);
+    std::uint64_t begun = 0;
+    try {
+      begin_call(engine_, call.peer, std::move(call.message), std::move(o), preparer_.in_event_loop(), &begun);
+    } catch (const nb::python_error&) {
+      if (begun != 0) preparer_.set_call(target, begun);
+      throw;
+    }
+    if (begun == 0) {
+      PyErr_SetNone(not_initialized_.ptr());
+      throw nb::python_error();
+    }
+    preparer_.set_call(target, begun);  // here: Python runs signal handlers between a call and what it does next
+  }
+
+  /// What a thread waits for that collects outcomes. However that ends, the pool has the rest; or this thread, if
+  /// no thread is in the pool any more.
+  struct WaitSetScope {
+    explicit WaitSetScope(Client& client) : client(client) {}
+    ~WaitSetScope() {
+      client.engine_.remove_wait_set(wait_set, ready);
+      for (WorkItem& item : ready) {
+        const nb::object future = target_of(item);
+        try {
+          client.completions_.complete(future, std::move(item.completion));
+        } catch (nb::python_error& e) {
+          e.discard_as_unraisable(future);
+        }
+      }
+    }
+    WaitSetScope(const WaitSetScope&) = delete;
+    WaitSetScope& operator=(const WaitSetScope&) = delete;
+
+    Client& client;
+    WaitSet wait_set;
+    std::deque<WorkItem> ready;
+  };
+
+  /// What the outcome is for: a future, or another part of Telegrad.
+  static nb::object target_of(WorkItem& item) {
+    auto& refs = static_cast<PyRefs&>(*item.target);
+    nb::object target = nb::borrow(refs.front());
+    refs.release();
+    return target;
+  }
+
+  static bool is_done(const nb::object& future) { return nb::cast<bool>(future.attr("done")()); }
+
+  static bool has_failed(const nb::object& future) {
+    return !in_python([&] { return nb::object(future.attr("failure")()); }).is_none();
+  }
+
+  /// Hands on what has come of creations meanwhile, sooner than the pool would.
+  void take_deferred() {
+    WorkItem item;
+    while (engine_.take_deferred(item)) {
+      const nb::object target = target_of(item);
+      try {
+        completions_.complete(target, std::move(item.completion));
+      } catch (nb::python_error& e) {
+        e.discard_as_unraisable(target);
+      }
+    }
+  }
+
+  nb::object engine_object_, codec_object_;
+  Engine& engine_;
+  codec::Codec& codec_;
+  AutogradHooks autograd_;
+  Preparer preparer_;
+  Completions completions_;
+  nb::object send_, send_and_wait_, blocking_, not_initialized_;
+};
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<Client>(self)->traverse(visit, arg) : 0;
+}
+
+PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, nullptr}};
+
+}  // namespace
+
+void init_client(nb::module_& m) {
+  nb::class_<Unusual>(m, "Unusual", "A reply to messages of a backward pass that is no list of messages.")
+      .def_ro("outcome", &Unusual::completion, "As `Engine.call` returns it.");
+
+  nb::class_<Client>(
+      m, "Client", nb::type_slots(slots),
+      "Makes the calls of a worker.\n\n"
+      "`to` is a worker's name, id or info. `receiver` is a reference on whose value the owner runs the\n"
+      "call: `function` is then None for the value itself, the name of a method, or a function of the\n"
+      "value; `introduce` says that the owner may not know the reference. Times are in nanoseconds.")
+      .def(nb::init<nb::object, nb::object, const nb::object&, const nb::object&, const nb::object&>(), "engine"_a,
+           "codec"_a, "recorder"_a, "calls"_a, "environment"_a)
+      .def("call", &Client::call, "to"_a.none(), "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
+           "receiver"_a = nb::none(), "introduce"_a = false,
+           nb::sig("def call(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: "
+                   "object = None, introduce: bool = False) -> typing.Any"),
+           "Runs a function on a peer and waits for its value.")
+      .def(
+          "start", &Client::start, "to"_a.none(), "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
+          "receiver"_a = nb::none(), "introduce"_a = false, "internal"_a = false,
+          nb::sig("def start(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: "
+                  "object = None, introduce: bool = False, internal: bool = False) -> typing.Any"),
+          "Runs a function on a peer; the future of its value.")
+      .def("create", &Client::create, "to"_a, "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
+           "local_id"_a, "creation"_a, "receiver"_a = nb::none(),
+           "Runs a function on a peer, which keeps the result as the reference of this worker's that has the id.\n"
+           "`creation` is called with the outcome after a while, by the pool or a thread that makes a call; its "
+           "`_call`\n"
+           "is set once the request is under way, also if a signal handler raises then.")
+      .def("call_request", &Client::call_request, "request"_a, "Sends what Python has encoded, as `call`.")
+      .def("start_request", &Client::start_request, "request"_a, "target"_a,
+           "Sends what Python has encoded; the outcome is for a future, or what is called with it.")
+      .def("wait", &Client::wait, "future"_a, "call"_a, "timeout"_a,
+           "Waits for the outcome of a call, as `Engine.wait`, and completes its future. False: there is none.")
+      .def("ask", &Client::ask, "peer"_a, "messages"_a, "timeout"_a, "target"_a,
+           "Sends messages of a backward pass. The outcome is for `answer`, or for `target`, which the pool calls with "
+           "it if no thread takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.")
+      .def("answer", &Client::answer, "call"_a, "timeout"_a,
+           "Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None.")
+      .def("collect", &Client::collect, "futures"_a, "calls"_a, "results"_a, "tell_when_done"_a,
+           "Waits for calls that were begun and completes their futures, in this thread, as their outcomes come. A\n"
+           "value that the codec decodes is put into the list of results. A future whose outcome another thread is\n"
+           "processing is given to tell_when_done(future), which sees to it that `tell_collectors` is called. Returns\n"
+           "the first future that failed; None: none did, though other threads may process some. False: another\n"
+           "thread waits for one of them, and nothing has been done. Raises what a signal handler raises.")
+      .def("tell_collectors", &Client::notify_wait_sets,
+           "A future is done whose outcome another thread processed when a thread began to collect.")
+      .def("tell", &Client::tell, "peer"_a, "value"_a,
+           "Notifies a peer that an autograd context has ended. False: the codec cannot encode the value.")
+      .def_ro_static("NOT_PLAIN", &kNotPlain);
+}
+
+}  // namespace telegrad::python

@@ -1,0 +1,227 @@
+// `_core.Engine`: the engine for Python. Every call that may wait or copy much does so without the GIL.
+#include "core/engine.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <system_error>
+
+#include "codec/gil.h"
+#include "python/buffer_leases.h"
+#include "python/calls.h"
+#include "python/deferred_decref.h"
+#include "python/engine.h"
+#include "python/messages.h"
+#include "python/multicast.h"
+
+using namespace nanobind::literals;
+
+namespace telegrad::python {
+namespace {
+
+Nanos deadline_of(Nanos timeout) { return deadline_after(now(), timeout); }
+
+std::unique_ptr<KeepAlive> refs_to(nb::handle object) {
+  if (object.is_none()) return nullptr;
+  auto owner = std::make_unique<PyRefs>();
+  owner->add(object);
+  return owner;
+}
+
+nb::tuple call(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t name_id, nb::handle name,
+               const nb::bytes& body, nb::handle segments, Nanos timeout, bool nested, nb::handle keep_alive) {
+  auto m = compose(tag, flags, body, segments);
+  set_name(*m, name_id, name);
+  CallOptions o;
+  o.deadline = deadline_of(timeout);
+  o.nested = nested;
+  o.keep_alive = refs_to(keep_alive);
+  return completion_tuple(call_and_wait(e, peer, std::move(m), std::move(o)));
+}
+
+std::uint64_t start(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t name_id, nb::handle name,
+                    const nb::bytes& body, nb::handle segments, Nanos timeout, bool nested, bool never_wait,
+                    bool background, nb::handle target, nb::handle keep_alive) {
+  auto m = compose(tag, flags, body, segments);
+  set_name(*m, name_id, name);
+  CallOptions o;
+  o.deadline = deadline_of(timeout);
+  o.nested = nested;
+  o.background = background;
+  o.target = refs_to(target);
+  o.keep_alive = refs_to(keep_alive);
+  return begin_call(e, peer, std::move(m), std::move(o), never_wait);
+}
+
+std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
+  Completion completion;
+  if (!take_completion(e, id, timeout, completion)) return std::nullopt;
+  return completion_tuple(std::move(completion));
+}
+
+void reply(Engine& e, std::uint64_t connection, std::uint64_t call, int tag, int flags, const nb::bytes& body,
+           nb::handle segments) {
+  auto m = compose(tag, flags, body, segments);
+  if (any_leases() && !segments.is_none()) nb::cast<nb::list>(segments).clear();
+  send_reply(e, connection, call, std::move(m));
+}
+
+bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& body, nb::handle segments) {
+  auto m = compose(tag, flags, body, segments);
+  bool sent;
+  {
+    const GilReleased no_gil;
+    sent = e.send(peer, std::move(m));
+  }
+  decref_deferred();
+  return sent;
+}
+
+std::optional<nb::tuple> next(Engine& e, PoolThread& self) {
+  WorkItem item;
+  if (!next_work_item(e, self, item)) return std::nullopt;
+  return work_item_tuple(std::move(item));
+}
+
+void construct(Engine* self, int id, const std::string& name, std::uint64_t incarnation, const std::string& group,
+               const nb::bytes& secret, Nanos spin, std::size_t handlers, std::int64_t window, std::size_t pool_cache,
+               Nanos handshake_timeout, Nanos connect_timeout, std::uint64_t max_body, std::uint64_t max_message,
+               std::uint64_t shared_memory, std::uint32_t lanes, bool check_uid) {
+  Settings s;
+  s.config.me = {.id = id, .name = name, .incarnation = incarnation};
+  s.config.group = group;
+  s.config.secret = std::string(view(secret));
+  s.spin = spin;
+  s.handlers = handlers;
+  s.window = window;
+  s.pool_cache = pool_cache;
+  s.handshake_timeout = handshake_timeout;
+  s.connect_timeout = connect_timeout;
+  s.config.limits.body = max_body;
+  s.config.limits.message = max_message;
+  s.config.limits.leased = shared_memory;
+  s.config.lanes = lanes;
+  s.check_uid = check_uid;
+  new (self) Engine(std::move(s));
+}
+
+void add(nb::dict& d, const BufferPoolStats& s) {
+  d["live_blocks"] = s.live_blocks;
+  d["live_bytes"] = s.live_bytes;
+  d["cached_blocks"] = s.cached_blocks;
+  d["cached_bytes"] = s.cached_bytes;
+  d["pool_hits"] = s.hits;
+  d["pool_misses"] = s.misses;
+}
+
+nb::dict stats(const Engine& e) {
+  const EngineStats s = e.stats();
+  nb::dict d;
+  d["pending_calls"] = s.pending_calls;
+  d["queued_requests"] = s.queued_requests;
+  d["pool_threads"] = s.pool_threads;
+  d["running_handlers"] = s.running_handlers;
+  d["running_requests"] = s.running_requests;
+  d["connections"] = s.connections;
+  d["lanes"] = s.lanes;
+  d["requests"] = s.requests;
+  d["replies"] = s.replies;
+  d["sent_messages"] = s.sent_messages;
+  d["received_messages"] = s.received_messages;
+  d["common_pieces"] = s.multicast_buffers;
+  add(d, s.memory);
+  return d;
+}
+
+/// `_core.Memory`: what an engine has received, by itself.
+struct Memory {
+  std::shared_ptr<BufferPool> pool;
+};
+
+}  // namespace
+
+void init_engine(nb::module_& m) {
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const std::system_error& e) {
+      nb::object args = nb::make_tuple(e.code().value(), std::string(e.what()));
+      PyErr_SetObject(PyExc_OSError, args.ptr());
+    }
+  });
+
+  nb::class_<PoolThread>(m, "PoolThread", "A thread of the pool, for `Engine.next`; used by one thread only.")
+      .def(nb::init<>());
+
+  nb::class_<Memory>(m, "Memory", "The memory that an engine hands out with messages. It outlives the engine.")
+      .def(
+          "stats",
+          [](const Memory& memory) {
+            nb::dict d;
+            add(d, memory.pool->stats());
+            return d;
+          },
+          "How much of it is in use, and how much is kept warm.");
+
+  m.def("release", decref_deferred,
+        "Releases Python objects that engines have done with. Every call of an engine does; after the end of the last "
+        "one nobody would.");
+
+  nb::class_<Engine> engine(m, "Engine",
+                            "The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a "
+                            "time-out of 0 is infinite.");
+  engine
+      .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
+           "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "max_body"_a,
+           "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a)
+      .def("listen", &Engine::listen, "address"_a, "Listens on an address; returns what peers connect to.")
+      .def(
+          "set_peer",
+          [](Engine& e, int id, std::string name, std::uint64_t incarnation, std::vector<std::string> addresses) {
+            e.set_peer({.identity = {.id = id, .name = std::move(name), .incarnation = incarnation},
+                        .addresses = std::move(addresses)});
+          },
+          "id"_a, "name"_a, "incarnation"_a, "addresses"_a)
+      .def("part_from", &Engine::disconnect, "id"_a, "why"_a, nb::call_guard<GilReleased>())
+      .def("forget_peer", &Engine::remove_peer, "id"_a, "why"_a, nb::call_guard<GilReleased>())
+      .def("call", call, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
+           "timeout"_a, "nested"_a, "linger"_a.none(),
+           "Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).")
+      .def("start", start, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
+           "timeout"_a, "nested"_a, "never_wait"_a, "lazy"_a, "cookie"_a, "linger"_a.none(),
+           "Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. If `lazy`, no "
+           "thread is woken to look out for it: where none does so by itself, it comes up to 2 ms later; and if it "
+           "must be sent (MAY_LINGER), it waits for a connection without end. Returns the call's id; 0 if the engine "
+           "has been stopped.")
+      .def("wait", wait, "call"_a, "timeout"_a,
+           "The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an "
+           "outcome that has come by then waits for the next call of this, which must follow.")
+      .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
+           "Answers a request. The segments' memory may change once this has returned; the list may be emptied.")
+      .def("largest_body", &Engine::largest_body, "connection"_a,
+           "How many bytes the body of a reply on a connection may have: more than that is left out.")
+      .def(
+          "lend", lease, "peer"_a, "connection"_a, "size"_a,
+          "Memory, with a buffer, for a tensor of so many bytes that is to go to a peer: over a connection if that is\n"
+          "the peer's (which may be -1), else over the link that requests go over. None if that has none.\n\n"
+          "It is handed over as it is with a reply over that connection when nothing else holds it by then; otherwise\n"
+          "it is copied.")
+      .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
+           "Sends a message that is never answered. False: the peer is known to be gone.")
+      .def("next", next, "thread"_a,
+           "The next thing to do, by a pool thread: blocks; None when the engine has stopped.\n"
+           "(0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
+           "(2 outcome, spawn, cookie, outcome), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).")
+      .def("not_spawned", &Engine::spawn_failed, "The thread that an item asked for could not be started.")
+      .def("nudge", &Engine::request_callback, "delay"_a,
+           "Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any "
+           "point.")
+      .def("stop", &Engine::stop, "linger"_a, nb::call_guard<GilReleased>())
+      .def("stats", stats)
+      .def_prop_ro("memory", [](const Engine& e) { return Memory{e.pool()}; });
+  init_multicast(engine);
+}
+
+}  // namespace telegrad::python

@@ -1,0 +1,45 @@
+// Python's errors and names, as the binding handles them. All with the GIL held.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <new>
+
+namespace telegrad::python {
+
+namespace nb = nanobind;
+
+inline nb::object interned(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
+
+/// A new reference that a function of Python returned, or its error. Throws nb::python_error.
+inline nb::object python_result(PyObject* result) {
+  if (!result) throw nb::python_error();
+  return nb::steal(result);
+}
+
+/// The Python error that is set, as an exception with its traceback.
+inline nb::object take_error() {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return nb::steal(value);
+}
+
+/// Runs it. What it raises, as such an exception; not valid if it raises nothing.
+template <class F>
+nb::object error_of(const F& run) {
+  try {
+    run();
+    return {};
+  } catch (nb::python_error& e) {
+    e.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  }
+  return take_error();
+}
+
+}  // namespace telegrad::python

@@ -1,0 +1,105 @@
+#include "python/metadata.h"
+
+#include "codec/gil.h"
+#include "python/block.h"
+#include "python/errors.h"
+#include "python/wire.h"
+
+namespace telegrad::python {
+namespace {
+
+/// The fields of the metadata, as in telegrad.worker.calls.messages.
+enum Field : Py_ssize_t { kTickets, kTarget, kAutocast, kContext, kMessage, kProfile, kFields };
+
+bool is_none(PyObject* metadata, Field field) { return PyTuple_GET_ITEM(metadata, field) == Py_None; }
+
+}  // namespace
+
+bool is_encoded(codec::EncodeStatus completion) {
+  if (completion == codec::EncodeStatus::kError) throw nb::python_error();
+  return completion == codec::EncodeStatus::kOk;
+}
+
+std::unique_ptr<Outgoing> encode_basic(const codec::Codec& codec, int tag, int flags, nb::handle value) {
+  codec::Encoded encoded;
+  if (!is_encoded(codec.encode_basic(value.ptr(), encoded))) return nullptr;
+  return compose(tag, flags, encoded);
+}
+
+void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb::handle context, nb::handle message) {
+  const nb::object metadata = python_result(
+      PyTuple_Pack(kFields, nb::tuple().ptr(), target.ptr(), Py_None, context.ptr(), message.ptr(), Py_None));
+  codec::Encoded encoded;
+  if (!is_encoded(codec.encode_basic(metadata.ptr(), encoded))) {
+    PyErr_SetString(codec::codec_error(), "the metadata of a message cannot be encoded");
+    throw nb::python_error();
+  }
+  add_segment(m, PyBytes_AS_STRING(encoded.body.ptr()),
+              static_cast<std::uint64_t>(PyBytes_GET_SIZE(encoded.body.ptr())), encoded.body);
+  m.header.flags |= wire::kMetadata;
+}
+
+AutogradHooks::AutogradHooks(const nb::object& recorder)
+    : recorder_(recorder),
+      carry_(recorder.attr("carry")),
+      receive_(recorder.attr("receive")),
+      arrived_(recorder.attr("arrived")),
+      partial_(nb::module_::import_("functools").attr("partial")) {}
+
+std::unique_ptr<Outgoing> AutogradHooks::encode(const codec::Codec& codec, int tag, int flags, nb::handle value,
+                                                std::int32_t peer, nb::handle context, bool request) const {
+  codec::Encoded encoded;
+  if (!is_encoded(codec.encode_recorded(value.ptr(), encoded, false))) return nullptr;
+  if (!request && encoded.recorded.empty()) return compose(tag, flags, encoded);
+  const nb::object tensors = python_result(PyTuple_New(static_cast<Py_ssize_t>(encoded.recorded.size())));
+  for (std::size_t i = 0; i < encoded.recorded.size(); ++i)
+    PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), encoded.recorded[i].release().ptr());
+  const nb::object message = python_result(
+      call_python(carry_.ptr(), context.ptr(), nb::int_(peer).ptr(), tensors.ptr(), request ? Py_True : Py_False));
+  if (message.is_none()) return request ? nullptr : compose(tag, flags, encoded);
+  // A request has been counted: its receiver waits for it when the context ends.
+  auto m = compose(tag, flags | (request ? wire::kMustDeliver : 0), encoded);
+  add_metadata(*m, codec, nb::none(), python_result(PyObject_GetAttrString(context.ptr(), "id")), message);
+  return m;
+}
+
+bool AutogradHooks::read(const codec::Codec& codec, const Incoming& message, ContextTag& out) {
+  if (message.segments.empty()) return false;
+  const Block& last = *message.segments.back();
+  const nb::object metadata =
+      python_result(codec.decode({reinterpret_cast<const char*>(last.data()), last.size()}, {}));
+  if (!PyTuple_CheckExact(metadata.ptr()) || PyTuple_GET_SIZE(metadata.ptr()) != kFields) return false;
+  const Py_ssize_t tickets = PyObject_Size(PyTuple_GET_ITEM(metadata.ptr(), kTickets));
+  if (tickets < 0) PyErr_Clear();
+  const bool names_context = !is_none(metadata.ptr(), kContext), names_target = !is_none(metadata.ptr(), kTarget);
+  if (tickets != 0 || !is_none(metadata.ptr(), kAutocast) || !is_none(metadata.ptr(), kProfile) ||
+      names_context == names_target)
+    return false;
+  if (names_target) return true;
+  out.id = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), kContext));
+  out.message = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), kMessage));
+  return true;
+}
+
+bool AutogradHooks::is_unguarded() const {
+  return in_python([&] { return nb::object(recorder_.attr("plain")); }).ptr() == Py_True;
+}
+
+nb::object AutogradHooks::arrived(const ContextTag& in, std::int32_t peer) const {
+  return python_result(call_python(arrived_.ptr(), in.id.ptr(), nb::int_(peer).ptr()));
+}
+
+nb::object AutogradHooks::wrap(const ContextTag& in, std::int32_t peer, nb::handle context) const {
+  const int recorded = PyObject_IsTrue(in.message.ptr());
+  if (recorded < 0) throw nb::python_error();
+  if (!recorded || context.is_none()) return {};
+  return python_result(
+      call_python(partial_.ptr(), receive_.ptr(), context.ptr(), nb::int_(peer).ptr(), in.message.ptr()));
+}
+
+int AutogradHooks::traverse(visitproc visit, void* arg) const {
+  for (const nb::object* o : {&recorder_, &carry_, &receive_, &arrived_, &partial_}) Py_VISIT(o->ptr());
+  return 0;
+}
+
+}  // namespace telegrad::python

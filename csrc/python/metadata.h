@@ -1,0 +1,57 @@
+// The metadata of messages of an autograd context. It names the context and the id under which both ends record the
+// message's tensors that require grad. Python records them (telegrad.worker.autograd_hooks).
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+
+#include "codec/codec.h"
+#include "python/messages.h"
+
+namespace telegrad::python {
+
+/// Reports whether the codec encoded a value. Throws nb::python_error.
+bool is_encoded(codec::EncodeStatus completion);
+
+/// Encodes a value without metadata; null if the codec cannot. Throws nb::python_error.
+std::unique_ptr<Outgoing> encode_basic(const codec::Codec& codec, int tag, int flags, nb::handle value);
+
+/// Appends metadata to a message: its last segment. Throws nb::python_error.
+void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb::handle context, nb::handle message);
+
+/// A message's place in an autograd context, as its metadata says.
+struct ContextTag {
+  nb::object id;
+  nb::object message;  // int; 0: none of its tensors is recorded
+};
+
+/// Records messages through Python's `Recorder`.
+class AutogradHooks {
+ public:
+  explicit AutogradHooks(const nb::object& recorder);
+
+  /// Encodes a message of a context; null if the codec cannot, or the context has ended. A request always gets
+  /// metadata, a reply only if it has tensors to record. Throws nb::python_error.
+  std::unique_ptr<Outgoing> encode(const codec::Codec& codec, int tag, int flags, nb::handle value, std::int32_t peer,
+                                   nb::handle context, bool request) const;
+
+  /// Reads the last segment, the metadata. `out` is empty if it names no context, but the reference to create, which
+  /// the body names, too. False: it says more, or something else. Throws nb::python_error.
+  static bool read(const codec::Codec& codec, const Incoming& message, ContextTag& out);
+
+  /// Reports whether requests of a context run without a guard around them. Throws nb::python_error.
+  bool is_unguarded() const;
+  /// The context of a request that arrived, or None.
+  nb::object arrived(const ContextTag& in, std::int32_t peer) const;
+  /// The function that records the tensors of a message that arrived, for `decode_body`; not valid if there is none.
+  nb::object wrap(const ContextTag& in, std::int32_t peer, nb::handle context) const;
+
+  int traverse(visitproc visit, void* arg) const;
+  void clear() { recorder_ = carry_ = receive_ = arrived_ = partial_ = {}; }
+
+ private:
+  nb::object recorder_, carry_, receive_, arrived_, partial_;
+};
+
+}  // namespace telegrad::python

@@ -1,0 +1,241 @@
+#include "python/prepare.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "codec/gil.h"
+#include "python/errors.h"
+#include "python/wire.h"
+
+namespace telegrad::python {
+namespace {
+
+/// The fields of telegrad.serialize.function_names._Known, and of telegrad.worker.scope.Scope.
+enum KnownField : Py_ssize_t { kNumber, kText, kHome, kModule, kName, kPath, kKnownFields };
+enum ScopeField : Py_ssize_t { kWorker, kDeadline, kNested, kRequest, kAutograd, kConnection };
+
+/// Reports whether a function without arguments returns this. Throws nb::python_error.
+bool returns(const nb::object& function, PyObject* what) {
+  return python_result(PyObject_CallNoArgs(function.ptr())).ptr() == what;
+}
+
+/// The value of a key, or null. Throws nb::python_error.
+PyObject* find(const nb::object& dict, nb::handle key) {
+  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+  if (!found && PyErr_Occurred()) throw nb::python_error();
+  return found;
+}
+
+void set(nb::handle object, nb::handle name, nb::handle value) {
+  if (PyObject_SetAttr(object.ptr(), name.ptr(), value.ptr()) != 0) throw nb::python_error();
+}
+
+bool is_name(nb::handle o) { return PyUnicode_CheckExact(o.ptr()) || PyLong_CheckExact(o.ptr()); }
+
+std::uint32_t number_of(nb::handle number) { return static_cast<std::uint32_t>(PyLong_AsUnsignedLong(number.ptr())); }
+
+}  // namespace
+
+std::unique_ptr<Outgoing> compose_request(nb::handle request) {
+  const nb::object message = request.attr("message");
+  auto m = compose(wire::kCall, nb::cast<int>(message.attr("flags")), message.attr("body"), message.attr("segments"));
+  const nb::object name = request.attr("name");
+  if (!name.is_none()) set_name(*m, number_of(name[0]), name[1]);
+  return m;
+}
+
+Preparer::Preparer(const codec::Codec& codec, const AutogradHooks& autograd, std::int32_t id, nb::handle calls,
+                   nb::handle environment)
+    : codec_(codec),
+      autograd_(autograd),
+      me_(id),
+      calls_(nb::borrow(calls)),
+      encode_slow_(calls.attr("encode_slow")),
+      find_peer_(calls.attr("find_peer")),
+      find_name_(calls.attr("find_name")),
+      peers_(calls.attr("peers")),
+      functions_(calls.attr("names").attr("known")),
+      methods_(calls.attr("names").attr("methods")),
+      current_(environment.attr("current")),
+      info_type_(environment.attr("info_type")),
+      form_type_(environment.attr("form_type")),
+      future_type_(environment.attr("future_type")),
+      no_devices_(environment.attr("no_devices")),
+      by_value_(environment.attr("by_value")),
+      interceptors_(environment.attr("interceptors")),
+      is_grad_enabled_(environment.attr("is_grad_enabled")),
+      is_autocast_enabled_(environment.attr("is_autocast_enabled")),
+      running_loop_(environment.attr("running_loop")),
+      caller_flags_(environment.attr("caller_flags")),
+      checked_arguments_(environment.attr("checked_arguments")),
+      id_(interned("id")),
+      calls_name_(interned("_calls")),
+      request_name_(interned("_request")),
+      call_name_(interned("_call")),
+      modes_{interned("sync"), interned("async"), interned("remote")} {}
+
+PreparedCall Preparer::prepare(const CallForm& form) const {
+  PreparedCall call;
+  nb::object args = nb::borrow(form.args), kwargs = nb::borrow(form.kwargs);
+  const bool positional = PyTuple_CheckExact(args.ptr()) || PyList_CheckExact(args.ptr());
+  if (!positional || !PyDict_CheckExact(kwargs.ptr())) {
+    if (positional && kwargs.is_none()) {
+      kwargs = python_result(PyDict_New());
+    } else {
+      const nb::object checked = python_result(call_python(checked_arguments_.ptr(), args.ptr(), kwargs.ptr()));
+      args = checked[0];
+      kwargs = checked[1];
+    }
+  }
+  const bool about_receiver = !form.receiver.is_none();
+  call.peer = about_receiver || form.internal ? nb::cast<std::int32_t>(form.to) : find_peer(form.to);
+  read_scope(call, form.timeout);
+  call.label = nb::borrow(form.function);
+  Name name;
+  if (!about_receiver || !form.function.is_none()) {
+    name = find_name(form.function);
+  } else {
+    call.label = nb::str("to_here");
+  }
+  call.message = encode(form, call, name, args, kwargs);
+  if (call.message) {
+    if (about_receiver && form.mode != CallMode::kSync)
+      call.keep_alive = nb::borrow(form.receiver);  // else its caller has it
+    return call;
+  }
+  if (!name.both.is_valid() && name.text.is_valid()) name.both = nb::make_tuple(name.number, name.text);
+  const nb::object mode = form.internal ? nb::str("") : modes_[static_cast<int>(form.mode)];
+  const nb::object slow = nb::make_tuple(
+      call.peer, form.function, args, kwargs, call.timeout, call.nested, form.internal ? nb::none() : call.context,
+      mode, name.both.is_valid() ? name.both : nb::none(), form.receiver, form.introduce, form.keep_as, form.internal);
+  call.request = python_result(
+      call_python(encode_slow_.ptr(), python_result(PyObject_Call(form_type_.ptr(), slow.ptr(), nullptr)).ptr()));
+  call.label = call.request.attr("label");
+  call.keep_alive = call.request.attr("keep");
+  if (PyDict_GET_SIZE(interceptors_.ptr()) == 0) call.message = compose_request(call.request);
+  return call;
+}
+
+/// Encodes what the codec can encode; null if Python has to.
+std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedCall& call, const Name& name,
+                                           nb::handle args, nb::handle kwargs) const {
+  int flags = 0;
+  const bool keeps = !form.keep_as.is_none(), about_receiver = !form.receiver.is_none();
+  const bool named = name.text.is_valid();
+  if (!is_fast(form, call, flags) || !(named || (about_receiver && form.function.is_none()))) return nullptr;
+  const nb::object body = python_result(PyTuple_New(2 + keeps + about_receiver));
+  Py_ssize_t size = 0;
+  const auto add = [&](nb::handle item) { PyTuple_SET_ITEM(body.ptr(), size++, item.inc_ref().ptr()); };
+  add(args);
+  add(kwargs);
+  if (keeps) {
+    flags |= wire::kKeepAs | wire::kMustDeliver;
+    add(form.keep_as);
+  }
+  if (about_receiver) {
+    flags |= wire::kReceiver;
+    add(python_result(PyTuple_GetSlice(form.receiver.attr(id_).ptr(), 0, 2)));
+  }
+  auto m = call.context.is_none() ? encode_basic(codec_, wire::kCall, flags, body)
+                                  : autograd_.encode(codec_, wire::kCall, flags, body, call.peer, call.context, true);
+  if (!m) return nullptr;
+  if (keeps && m->payload_size() + (named ? PyBytes_GET_SIZE(name.text.ptr()) : 0) >= kAlwaysTaken) {
+    // It may arrive without its content, and says in its metadata, too, which reference it creates.
+    add_metadata(*m, codec_, nb::make_tuple(me_, form.keep_as), nb::none(), nb::int_(0));
+  }
+  if (named) set_name(*m, name.number, name.text);
+  return m;
+}
+
+/// The one place that decides whether the codec may encode a call by itself.
+bool Preparer::is_fast(const CallForm& form, const PreparedCall& call, int& flags) const {
+  if (form.introduce || form.internal || PyDict_GET_SIZE(interceptors_.ptr()) != 0) return false;
+  if (!returns(is_autocast_enabled_, Py_False)) return false;
+  const bool creates = !form.keep_as.is_none();
+  if (creates && !call.context.is_none()) return false;
+  if (returns(is_grad_enabled_, Py_True)) return true;
+  if (creates || !call.context.is_none()) return false;
+  flags = nb::cast<int>(python_result(PyObject_CallNoArgs(caller_flags_.ptr())));
+  return true;
+}
+
+void Preparer::read_scope(PreparedCall& call, Nanos timeout) const {
+  call.timeout = timeout;
+  PyObject* found = nullptr;
+  if (PyContextVar_Get(current_.ptr(), nullptr, &found) != 0) throw nb::python_error();
+  const nb::object scope = nb::steal(found);
+  if (!scope.is_valid() || scope.is_none()) return;
+  call.in_scope = true;
+  call.nested = PyTuple_GET_ITEM(scope.ptr(), kNested) == Py_True;
+  call.context = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), kAutograd));
+  const Nanos deadline = nb::cast<Nanos>(nb::handle(PyTuple_GET_ITEM(scope.ptr(), kDeadline)));
+  if (deadline == 0) return;
+  const Nanos left = std::max<Nanos>(deadline - now(), 1);
+  call.timeout = timeout == 0 ? left : std::min(timeout, left);
+}
+
+std::int32_t Preparer::find_peer(nb::handle to) const {
+  nb::object key = nb::borrow(to);
+  if (Py_TYPE(to.ptr()) == reinterpret_cast<PyTypeObject*>(info_type_.ptr())) key = key.attr(id_);
+  PyObject* info = is_name(key) ? find(peers_, key) : nullptr;
+  const nb::object id = info ? nb::handle(info).attr(id_) : python_result(call_python(find_peer_.ptr(), to.ptr()));
+  return nb::cast<std::int32_t>(id);
+}
+
+/// The name of a method, or of a function: as `NameTable.find` has found it before if it still stands there, else as it
+/// finds it now.
+Preparer::Name Preparer::find_name(nb::handle function) const {
+  Name name;
+  if (PyUnicode_CheckExact(function.ptr())) {
+    if (PyObject* known = find(methods_, function)) {
+      name.number = number_of(PyTuple_GET_ITEM(known, 0));
+      name.text = nb::borrow(PyTuple_GET_ITEM(known, 1));
+      return name;
+    }
+  } else if (PySet_GET_SIZE(by_value_.ptr()) == 0) {
+    PyObject* known = in_python([&] { return PyDict_GetItemWithError(functions_.ptr(), function.ptr()); });
+    if (!known && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
+    PyErr_Clear();  // it cannot be hashed
+    if (known && PyTuple_Check(known) && PyTuple_GET_SIZE(known) == kKnownFields) {
+      PyObject* home = PyTuple_GET_ITEM(known, kHome);
+      if (home == Py_None || find(nb::borrow(home), PyTuple_GET_ITEM(known, kName)) == function.ptr()) {
+        name.number = number_of(PyTuple_GET_ITEM(known, kNumber));
+        name.text = nb::borrow(PyTuple_GET_ITEM(known, kText));
+        return name;
+      }
+    }
+  }
+  const nb::object found = python_result(call_python(find_name_.ptr(), function.ptr()));
+  if (found.is_none()) return name;
+  name.both = found;
+  name.number = number_of(found[0]);
+  name.text = found[1];
+  return name;
+}
+
+nb::object Preparer::future(const PreparedCall& call) const {
+  nb::object future = python_result(call_python(future_type_.ptr(), no_devices_.ptr()));
+  const nb::object peer = python_result(PyLong_FromLong(call.peer));
+  const nb::object timeout = python_result(PyLong_FromLongLong(call.timeout));
+  set(future, calls_name_, calls_);
+  set(future, request_name_, python_result(PyTuple_Pack(3, peer.ptr(), call.label.ptr(), timeout.ptr())));
+  return future;
+}
+
+void Preparer::set_call(nb::handle target, std::uint64_t id) const {
+  set(target, call_name_, python_result(PyLong_FromUnsignedLongLong(id)));
+}
+
+bool Preparer::in_event_loop() const { return !returns(running_loop_, Py_None); }
+
+int Preparer::traverse(visitproc visit, void* arg) const {
+  for (const nb::object* o :
+       {&calls_, &encode_slow_, &find_peer_, &find_name_, &peers_, &functions_, &methods_, &current_, &info_type_,
+        &form_type_, &future_type_, &no_devices_, &by_value_, &interceptors_, &is_grad_enabled_, &is_autocast_enabled_,
+        &running_loop_, &caller_flags_, &checked_arguments_}) {
+    Py_VISIT(o->ptr());
+  }
+  return 0;
+}
+
+}  // namespace telegrad::python

@@ -1,0 +1,100 @@
+// Preparation of a call: from what the program wrote to a message for a peer. It reads the scope of the calling thread,
+// finds the peer and the function's name, and encodes. What the codec cannot encode, Python does (`encode_slow`).
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "codec/codec.h"
+#include "core/engine.h"
+#include "python/messages.h"
+#include "python/metadata.h"
+
+namespace telegrad::python {
+
+/// The form of a call in the program; profiles show it.
+enum class CallMode : std::uint8_t { kSync, kAsync, kRemote };
+
+struct CallForm {
+  CallMode mode{};
+  nb::handle to;        // a name, an id or a WorkerInfo; with a receiver or `internal`, an id
+  nb::handle function;  // with a receiver: None for the value itself, the name of a method, or a function of the value
+  nb::handle args, kwargs;
+  Nanos timeout = 0;
+  nb::handle receiver = Py_None;  // an RRef
+  bool introduce = false;         // the owner may not know the receiver
+  nb::handle keep_as = Py_None;   // int: the local id under which the owner keeps the result
+  bool internal = false;          // a call of Telegrad's own
+};
+
+struct PreparedCall {
+  std::int32_t peer = -1;
+  std::unique_ptr<Outgoing> message;  // null where an interceptor sends `request`
+  nb::object request;                 // telegrad.worker.calls.client.Request, where Python encoded it
+  nb::object keep_alive;              // kept alive until the reply, or not valid
+  nb::object context = nb::none();    // the caller's autograd context
+  nb::object label;                   // the function, or what errors call it
+  Nanos timeout = 0;
+  bool nested = false;    // inside a handler, or a callback of the pool
+  bool in_scope = false;  // inside anything
+};
+
+/// Encodes the request that Python has encoded.
+std::unique_ptr<Outgoing> compose_request(nb::handle request);
+
+class Preparer {
+ public:
+  /// `calls`: telegrad.worker.calls.client.Calls. `environment`: telegrad.worker.native.Environment.
+  Preparer(const codec::Codec& codec, const AutogradHooks& autograd, std::int32_t id, nb::handle calls,
+           nb::handle environment);
+
+  /// Throws nb::python_error.
+  PreparedCall prepare(const CallForm& form) const;
+
+  /// A new future of a call. Throws nb::python_error.
+  nb::object future(const PreparedCall& call) const;
+  /// Notes the id of a call that was sent, in its future or what else its outcome is for. Throws nb::python_error.
+  void set_call(nb::handle target, std::uint64_t id) const;
+
+  /// Reports whether an event loop runs in this thread. Throws nb::python_error.
+  bool in_event_loop() const;
+
+  const nb::object& future_type() const { return future_type_; }
+
+  int traverse(visitproc visit, void* arg) const;
+
+ private:
+  struct Name {
+    nb::object both;  // (number, text), where Python found it
+    nb::object text;  // not valid: the function travels by value
+    std::uint32_t number = 0;
+  };
+
+  void read_scope(PreparedCall& call, Nanos timeout) const;
+  std::int32_t find_peer(nb::handle to) const;
+  Name find_name(nb::handle function) const;
+  std::unique_ptr<Outgoing> encode(const CallForm& form, const PreparedCall& call, const Name& name, nb::handle args,
+                                   nb::handle kwargs) const;
+  bool is_fast(const CallForm& form, const PreparedCall& call, int& flags) const;
+
+  const codec::Codec& codec_;
+  const AutogradHooks& autograd_;
+  const std::int32_t me_;
+  nb::object calls_;
+  nb::object encode_slow_, find_peer_, find_name_;  // methods of it
+  nb::object peers_;                                // dict: WorkerInfo by name and by id
+  nb::object functions_;                            // dict: function -> _Known, see telegrad.serialize.function_names
+  nb::object methods_;                              // dict: its name -> (number, text)
+  nb::object current_;                              // the ContextVar of the scope, see telegrad.worker.scope
+  nb::object info_type_, form_type_, future_type_, no_devices_;
+  nb::object by_value_;      // set: modules that travel by value
+  nb::object interceptors_;  // dict: those of this process, see telegrad.worker.calls.interceptors
+  nb::object is_grad_enabled_, is_autocast_enabled_, running_loop_;
+  nb::object caller_flags_, checked_arguments_;
+  const nb::object id_, calls_name_, request_name_, call_name_;  // names of attributes
+  nb::object modes_[3];
+};
+
+}  // namespace telegrad::python

@@ -1,0 +1,142 @@
+// The one path of a request at its callee: read the metadata, decode, wait for what it needs, run, reply. What the
+// codec cannot decode or encode, Python does.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <utility>
+
+#include "codec/codec.h"
+#include "codec/gil.h"
+#include "core/engine.h"
+#include "python/messages.h"
+#include "python/metadata.h"
+#include "python/scope_setter.h"
+
+namespace telegrad::python {
+
+/// Methods of telegrad.worker.serving.handlers.Handlers, and functions of the environment (telegrad.worker.native).
+struct ServerCallbacks {
+  ServerCallbacks() = default;
+  ServerCallbacks(nb::handle handlers, nb::handle environment)
+      : wait_ready(handlers.attr("wait_ready")),
+        prepare(handlers.attr("prepare")),
+        park(handlers.attr("park")),
+        accept(handlers.attr("accept")),
+        settle(handlers.attr("settle")),
+        value_of(handlers.attr("value_of")),
+        reply(handlers.attr("reply_slow")),
+        reply_when_done(handlers.attr("reply_when_done")),
+        reply_error(handlers.attr("reply_error")),
+        values(handlers.attr("values")),
+        on_gradients(handlers.attr("on_gradients")),
+        on_context_ended(handlers.attr("on_context_ended")),
+        info_type(environment.attr("request_info")),
+        clean_state(environment.attr("clean_state")),
+        resolver(environment.attr("resolver")),
+        find_function(environment.attr("find_function")),
+        method_of(environment.attr("method_of")),
+        as_torch_says(environment.attr("as_torch_says")) {}
+
+  int traverse(visitproc visit, void* arg) const {
+    for (const nb::object* o : {&wait_ready, &prepare, &park, &accept, &settle, &value_of, &reply, &reply_when_done,
+                                &reply_error, &values, &on_gradients, &on_context_ended, &info_type, &clean_state,
+                                &resolver, &find_function, &method_of, &as_torch_says}) {
+      Py_VISIT(o->ptr());
+    }
+    return 0;
+  }
+
+  nb::object wait_ready;       // wait_ready(): until all members of the group are known
+  nb::object prepare;          // prepare(info, flags, body, segments) -> SlowRequest; None: it has been answered
+  nb::object park;             // park(request, slow, receiver, fetches) -> is it parked?
+  nb::object accept;           // accept(peer, local id) -> the reference to create
+  nb::object settle;           // settle(reference, value)
+  nb::object value_of;         // value_of(receiver) -> the value, or raises
+  nb::object reply;            // reply_slow(info, [result])
+  nb::object reply_when_done;  // reply_when_done(info, slow, result, function)
+  nb::object reply_error;      // reply_error(info, error)
+  nb::object values;        // dict: OwnedValue by the two numbers of a reference, see telegrad.worker.refs.owned_value
+  nb::object on_gradients;  // on_gradients(peer, connection, call, deadline, messages)
+  nb::object on_context_ended;  // on_context_ended(peer, (context id, requests))
+  nb::object info_type;         // telegrad.worker.serving.handlers.RequestInfo
+  nb::object clean_state;
+  nb::object resolver;       // resolver(name) -> function() -> the function
+  nb::object find_function;  // find_function(name) -> the function, or raises with a hint
+  nb::object method_of;      // method_of(value, name)
+  nb::object as_torch_says;  // as_torch_says(function, args, kwargs, error) -> (result, error)
+};
+
+/// Python keeps it while it is parked.
+struct Request {
+  explicit Request(WorkItem&& i) : item(std::move(i)) {}
+
+  int flags() const { return item.message.header.flags; }
+  std::uint64_t call() const { return item.message.header.call_id; }
+  Nanos deadline() const { return item.deadline == kNever ? 0 : item.deadline; }
+
+  WorkItem item;
+  nb::object slow;                  // a SlowRequest, where Python has a part in it
+  nb::object context = nb::none();  // the autograd context that it runs in
+  nb::object function, args, kwargs;
+  nb::object receiver;  // (created on, local id)
+  nb::object target;    // the reference to create
+  bool decoded = false;
+};
+
+/// Calls Python back; the result is of no interest. Throws nb::python_error.
+template <class... Args>
+void call_back(const nb::object& function, const Args&... args) {
+  nb::object result = nb::steal(call_python(function.ptr(), args.ptr()...));
+  if (!result.is_valid()) throw nb::python_error();
+}
+
+/// Serves the requests of one worker. All with the GIL held.
+class RequestServer {
+ public:
+  RequestServer(Engine& engine, const codec::Codec& codec, const AutogradHooks& autograd, const ServerCallbacks& python,
+                const ScopeSetter& scopes);
+
+  /// Serves a request from where it stands to its reply, or until it is parked.
+  void serve(Request& arrived);
+  /// Replies with an exception. Throws nb::python_error.
+  void reply_error(Request& r, const nb::object& error);
+  /// Has Python record every request, for the profile of a server.
+  void record_all(bool on) { records_all_ = on; }
+
+ private:
+  /// Replies with what the codec cannot encode, or when it is there.
+  void reply_slow(Request& r, nb::object result, bool deferred);
+  /// What Python is told of a request.
+  nb::object info_of(const Request& r) const;
+  /// Reads the metadata and the body, in the scope of the request. False: it is parked, or Python has answered it.
+  bool decode(Request*& r, nb::object& holder);
+  /// Enters the scope of a request, and the caller's state.
+  void enter(const Request& r) const;
+  /// Reports whether the codec can decode a request, and reads its place in an autograd context.
+  bool is_simple(const Request& r, ContextTag& in) const;
+  /// ([function,] args, kwargs[, local id to keep the result as][, receiver])
+  void read_body(Request& r, const nb::object& body);
+  /// Finds the value that a request is about, and the method or function to run on it. False: the request is parked
+  /// until there is a value.
+  bool find_receiver(Request*& r, nb::object& holder, nb::object& value);
+  /// Parks a request until what it needs is there. False: it is there. The request moves to where Python can keep it.
+  bool park(Request*& r, nb::object& holder);
+  /// The value of a reference, if it is there.
+  nb::object value_here(const nb::object& receiver) const;
+  /// The function of a name, as it stands now, or the name of a method.
+  nb::object function_of(const Name& name) const;
+  nb::object run(Request& r);
+  bool is_deferred(const nb::object& function, const nb::object& result) const;
+
+  Engine& engine_;
+  const codec::Codec& codec_;
+  const AutogradHooks& autograd_;
+  const ServerCallbacks& python_;
+  const ScopeSetter& scopes_;
+  const nb::object async_mark_, ready_name_, error_name_, value_name_;  // names of attributes
+  bool records_all_ = false;
+};
+
+}  // namespace telegrad::python

@@ -1,0 +1,43 @@
+#include "python/scope_setter.h"
+
+#include <utility>
+
+namespace telegrad::python {
+
+ScopeSetter::ScopeSetter(nb::object worker, nb::object type, nb::object current, nb::object in_callbacks)
+    : worker_(std::move(worker)),
+      type_(std::move(type)),
+      current_(std::move(current)),
+      in_callbacks_(std::move(in_callbacks)) {}
+
+void ScopeSetter::set(PyObject* scope) const {
+  thread_local bool is_set = false;
+  if (!scope && !is_set) return;
+  is_set = scope != nullptr;
+  PyObject* token = PyContextVar_Set(current_.ptr(), scope ? scope : Py_None);
+  if (!token) PyErr_WriteUnraisable(current_.ptr());
+  Py_XDECREF(token);
+}
+
+/// Scope(worker, deadline, nested=True, request=True, context, connection), made without its constructor's detours.
+void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection) const {
+  auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
+  const nb::object scope = nb::steal(type->tp_alloc(type, 6));
+  PyObject* until = PyLong_FromLongLong(deadline);
+  PyObject* over = PyLong_FromUnsignedLongLong(connection);
+  if (!scope.is_valid() || !until || !over) throw nb::python_error();
+  PyTuple_SET_ITEM(scope.ptr(), 0, nb::object(worker_).release().ptr());
+  PyTuple_SET_ITEM(scope.ptr(), 1, until);
+  PyTuple_SET_ITEM(scope.ptr(), 2, nb::bool_(true).release().ptr());
+  PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
+  PyTuple_SET_ITEM(scope.ptr(), 4, Py_NewRef(context.ptr()));
+  PyTuple_SET_ITEM(scope.ptr(), 5, over);
+  set(scope.ptr());
+}
+
+int ScopeSetter::traverse(visitproc visit, void* arg) const {
+  for (const nb::object* o : {&worker_, &type_, &current_, &in_callbacks_}) Py_VISIT(o->ptr());
+  return 0;
+}
+
+}  // namespace telegrad::python

@@ -1,0 +1,34 @@
+// What a thread of the pool runs for, as Python sees it: telegrad.worker.scope. All with the GIL held.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "base/clock.h"
+
+namespace telegrad::python {
+
+namespace nb = nanobind;
+
+class ScopeSetter {
+ public:
+  ScopeSetter() = default;
+  /// current: the ContextVar; type: Scope; in_callbacks: the scope of callbacks of the pool.
+  ScopeSetter(nb::object worker, nb::object type, nb::object current, nb::object in_callbacks);
+
+  /// From now on this thread runs nothing.
+  void clear() const { set(nullptr); }
+  /// A request that came over a connection. Throws nb::python_error.
+  void enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection) const;
+  void enter_callbacks() const { set(in_callbacks_.ptr()); }
+
+  int traverse(visitproc visit, void* arg) const;
+
+ private:
+  void set(PyObject* scope) const;
+
+  nb::object worker_, type_, current_, in_callbacks_;
+};
+
+}  // namespace telegrad::python

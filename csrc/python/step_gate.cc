@@ -1,0 +1,388 @@
+// Why this is native: a signal handler may raise between any two bytecodes of Python code, and would leave the gate's
+// counts half changed. No bytecode runs here. Signals are asked for only while a thread waits, where the wait is
+// undone.
+//
+// Every method is called with the GIL. The mutex may be taken with the GIL, since no thread asks for the GIL while it
+// holds the mutex.
+#include "python/step_gate.h"
+
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "codec/gil.h"
+#include "python/signal_check.h"
+
+namespace nb = nanobind;
+
+namespace telegrad::python {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Context = std::int64_t;
+
+constexpr auto kSignalCheck = std::chrono::milliseconds(50);  // between two checks while the main thread waits
+
+/// A handler inside.
+struct Reader {
+  Context context;
+  unsigned long thread;
+
+  bool operator==(const Reader&) const = default;
+};
+
+template <class T>
+void remove_one(std::vector<T>& from, const T& value) {
+  const auto found = std::find(from.begin(), from.end(), value);
+  *found = from.back();
+  from.pop_back();
+}
+
+bool contains(const std::vector<Context>& contexts, Context context) {
+  return std::find(contexts.begin(), contexts.end(), context) != contexts.end();
+}
+
+class StepGate {
+ public:
+  StepGate(nb::object push_hooks, nb::object pop_hooks, double max_wait)
+      : max_wait(max_wait), push_hooks_(std::move(push_hooks)), pop_hooks_(std::move(pop_hooks)) {}
+
+  double max_wait;  // seconds that a step waits for handlers
+
+  // ---- handlers
+
+  Reader enter(Context context) {
+    const Reader reader{context, PyThread_get_thread_ident()};
+    std::unique_lock lock(state_->mutex);
+    if (state_->stepping || !state_->waiting.empty()) {
+      const std::uint64_t steps = state_->steps;
+      const Queued queued(*state_);  // undone with the lock held, by a signal too
+      wait(lock, [&] { return !state_->stepping && may_enter(context, steps); }, std::nullopt);
+    }
+    state_->readers.push_back(reader);
+    return reader;
+  }
+
+  void leave(const Reader& reader) {
+    const std::lock_guard lock(state_->mutex);
+    remove_one(state_->readers, reader);
+    if (!state_->waiting.empty()) state_->changed.notify_all();
+  }
+
+  // ---- bodies of contexts
+
+  Reader open_body(Context context) {
+    std::unique_lock lock(state_->mutex);
+    wait(lock, [&] { return !state_->stepping; }, std::nullopt);
+    state_->bodies.push_back(context);
+    return {context, 0};  // a coroutine may leave it in another thread
+  }
+
+  void close_body(const Reader& reader) {
+    const std::lock_guard lock(state_->mutex);
+    remove_one(state_->bodies, reader.context);
+  }
+
+  // ---- steps
+
+  struct Turn {
+    std::size_t overtaken;  // handlers of other contexts that are inside
+    bool unread;            // neither they nor the body of another context
+  };
+
+  Turn begin_step(Context context) {
+    const unsigned long thread = PyThread_get_thread_ident();
+    std::unique_lock lock(state_->mutex);
+    const Waiting waiting(*state_, context);
+    std::size_t others = 0;
+    const auto alone = [&] {
+      others = count_others(context, thread);
+      return others == 0;
+    };
+    const auto limit = std::chrono::duration<double>(max_wait);
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+    const auto turn_free = [&] { return !state_->stepping && state_->due == 0; };
+    wait(lock, [&] { return turn_free() && (alone() || Clock::now() >= deadline); }, deadline);
+    state_->stepping = true;
+    const bool no_body =
+        std::all_of(state_->bodies.begin(), state_->bodies.end(), [&](Context body) { return body == context; });
+    return {others, others == 0 && no_body};
+  }
+
+  void end_step() {
+    const std::lock_guard lock(state_->mutex);
+    state_->stepping = false;
+    ++state_->steps;
+    state_->due = state_->queued;
+    state_->changed.notify_all();
+  }
+
+  // ---- saved-tensor hooks
+
+  void push_hooks(nb::handle hooks) const {
+    if (!hooks.is_none()) push_hooks_(hooks[0], hooks[1]);
+  }
+  void pop_hooks(nb::handle hooks) const {
+    if (!hooks.is_none()) pop_hooks_();
+  }
+
+  // ---- counts, for tests and diagnostics
+
+  std::size_t readers() const {
+    const std::lock_guard lock(state_->mutex);
+    return state_->readers.size();
+  }
+  std::size_t bodies() const {
+    const std::lock_guard lock(state_->mutex);
+    return state_->bodies.size();
+  }
+  std::size_t queued() const {
+    const std::lock_guard lock(state_->mutex);
+    return state_->queued;
+  }
+  std::vector<Context> waiting() const {
+    const std::lock_guard lock(state_->mutex);
+    return state_->waiting;
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::vector<Reader> readers;
+    std::vector<Context> bodies;
+    std::vector<Context> waiting;  // contexts whose steps wait
+    bool stepping = false;
+    std::uint64_t steps = 0;
+    std::size_t queued = 0;  // handlers that wait
+    std::size_t due = 0;     // those of them that have waited for a step, which no further one may overtake
+  };
+
+  /// In a forked child threads of the parent still count as waiting, and would be waited for.
+  struct DeleteState {
+    pid_t owner = ::getpid();
+    void operator()(State* state) const {
+      if (::getpid() == owner) delete state;
+    }
+  };
+
+  /// A handler that waits. Lives with the mutex held.
+  class Queued {
+   public:
+    explicit Queued(State& state) : state_(state), steps_(state.steps) { ++state_.queued; }
+    ~Queued() {
+      --state_.queued;
+      if (state_.steps == steps_) return;
+      --state_.due;
+      state_.changed.notify_all();
+    }
+    Queued(const Queued&) = delete;
+    Queued& operator=(const Queued&) = delete;
+
+   private:
+    State& state_;
+    const std::uint64_t steps_;
+  };
+
+  /// A step that waits. Lives with the mutex held.
+  class Waiting {
+   public:
+    Waiting(State& state, Context context) : state_(state), context_(context) { state_.waiting.push_back(context); }
+    ~Waiting() {
+      remove_one(state_.waiting, context_);
+      state_.changed.notify_all();
+    }
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    State& state_;
+    const Context context_;
+  };
+
+  bool may_enter(Context context, std::uint64_t steps) const {
+    if (state_->waiting.empty() || state_->steps != steps || contains(state_->waiting, context)) return true;
+    return std::any_of(state_->readers.begin(), state_->readers.end(),
+                       [&](const Reader& reader) { return reader.context == context; });
+  }
+
+  /// Handlers that a step has to wait for.
+  std::size_t count_others(Context context, unsigned long thread) const {
+    return std::count_if(state_->readers.begin(), state_->readers.end(),
+                         [&](const Reader& reader) { return reader.context != context && reader.thread != thread; });
+  }
+
+  /// Waits until `ready`, which is checked again at the deadline. Holds the mutex at the end in every case.
+  /// Throws nb::python_error: a signal handler has raised.
+  template <class Ready>
+  void wait(std::unique_lock<std::mutex>& lock, Ready ready, std::optional<Clock::time_point> deadline) {
+    if (ready()) return;
+    lock.unlock();
+    const bool takes_signals = PyThread_get_thread_ident() == main_thread();  // may let another thread have the GIL
+    while (true) {
+      {
+        const GilReleased released;
+        lock.lock();
+        if (!ready()) block(lock, takes_signals, deadline);
+        lock.unlock();
+      }
+      const bool raised = takes_signals && PyErr_CheckSignals() != 0;
+      lock.lock();
+      if (raised) throw nb::python_error();
+      if (ready()) return;
+      lock.unlock();
+    }
+  }
+
+  void block(std::unique_lock<std::mutex>& lock, bool takes_signals, std::optional<Clock::time_point> deadline) {
+    const auto now = Clock::now();
+    if (deadline && *deadline <= now) deadline.reset();  // what is missing is the turn, which has no deadline
+    if (takes_signals && (!deadline || now + kSignalCheck < *deadline)) deadline = now + kSignalCheck;
+    if (deadline) {
+      state_->changed.wait_until(lock, *deadline);
+    } else {
+      state_->changed.wait(lock);
+    }
+  }
+
+  const nb::object push_hooks_;
+  const nb::object pop_hooks_;
+  const std::unique_ptr<State, DeleteState> state_{new State, DeleteState{}};
+};
+
+/// A context manager of the gate. It is entered once at a time.
+class Guard {
+ public:
+  Guard(nb::object gate, Context context)
+      : owner_(std::move(gate)), gate_(nb::cast<StepGate&>(owner_)), context_(context) {}
+
+ protected:
+  void check_free() const {
+    if (entered_) throw std::runtime_error("this context manager of a StepGate is already entered");
+  }
+
+  const nb::object owner_;
+  StepGate& gate_;
+  const Context context_;
+  bool entered_ = false;
+};
+
+/// Around code that reads parameters, with the saved-tensor hooks that it runs under.
+template <Reader (StepGate::*Enter)(Context), void (StepGate::*Leave)(const Reader&)>
+class ReaderGuard : public Guard {
+ public:
+  ReaderGuard(nb::object gate, Context context, nb::object hooks)
+      : Guard(std::move(gate), context), hooks_(std::move(hooks)) {}
+
+  void enter() {
+    check_free();
+    reader_ = (gate_.*Enter)(context_);
+    try {
+      gate_.push_hooks(hooks_);
+    } catch (...) {
+      (gate_.*Leave)(reader_);
+      throw;
+    }
+    entered_ = true;
+  }
+
+  void exit(const nb::args&) {
+    if (!std::exchange(entered_, false)) return;
+    const Leaving leaving{*this};
+    gate_.pop_hooks(hooks_);
+  }
+
+ private:
+  struct Leaving {
+    ReaderGuard& guard;
+    ~Leaving() { (guard.gate_.*Leave)(guard.reader_); }
+  };
+
+  const nb::object hooks_;
+  Reader reader_{};
+};
+
+using HandlerGuard = ReaderGuard<&StepGate::enter, &StepGate::leave>;
+using BodyGuard = ReaderGuard<&StepGate::open_body, &StepGate::close_body>;
+
+class StepGuard : public Guard {
+ public:
+  using Guard::Guard;
+
+  void enter() {
+    check_free();
+    turn_ = gate_.begin_step(context_);
+    entered_ = true;
+  }
+
+  void exit(const nb::args&) {
+    if (std::exchange(entered_, false)) gate_.end_step();
+  }
+
+  const StepGate::Turn& turn() const { return turn_; }
+
+ private:
+  StepGate::Turn turn_{};
+};
+
+constexpr const char* kExit = "def __exit__(self, *exception: object) -> None";
+
+}  // namespace
+
+void init_step_gate(nb::module_& m) {
+  nb::class_<StepGate>(m, "StepGate")
+      .def(nb::init<nb::object, nb::object, double>(), nb::arg("push_hooks"), nb::arg("pop_hooks"), nb::arg("max_wait"))
+      .def(
+          "handler",
+          [](nb::object self, Context context, nb::object hooks) {
+            return HandlerGuard(std::move(self), context, std::move(hooks));
+          },
+          nb::arg("context"), nb::arg("hooks") = nb::none())
+      .def(
+          "body",
+          [](nb::object self, Context context, nb::object hooks) {
+            return BodyGuard(std::move(self), context, std::move(hooks));
+          },
+          nb::arg("context"), nb::arg("hooks") = nb::none())
+      .def(
+          "step", [](nb::object self, Context context) { return StepGuard(std::move(self), context); },
+          nb::arg("context"))
+      .def_rw("max_wait", &StepGate::max_wait, "Seconds that a step waits for handlers inside.")
+      .def_prop_ro("handlers", &StepGate::readers)
+      .def_prop_ro("bodies", &StepGate::bodies)
+      .def_prop_ro("queued", &StepGate::queued)
+      .def_prop_ro("waiting", &StepGate::waiting);
+  nb::class_<HandlerGuard>(m, "HandlerGuard")
+      .def("__enter__", &HandlerGuard::enter)
+      .def("__exit__", &HandlerGuard::exit, nb::sig(kExit));
+  nb::class_<BodyGuard>(m, "BodyGuard")
+      .def("__enter__", &BodyGuard::enter)
+      .def("__exit__", &BodyGuard::exit, nb::sig(kExit));
+  nb::class_<StepGuard>(m, "StepGuard")
+      .def(
+          "__enter__",
+          [](nb::object self) {
+            nb::cast<StepGuard&>(self).enter();
+            return self;
+          },
+          nb::sig("def __enter__(self) -> StepGuard"))
+      .def("__exit__", &StepGuard::exit, nb::sig(kExit))
+      .def_prop_ro(
+          "overtaken", [](const StepGuard& guard) { return guard.turn().overtaken; },
+          "Handlers of other contexts that were inside when the step began.")
+      .def_prop_ro(
+          "unread", [](const StepGuard& guard) { return guard.turn().unread; },
+          "Neither a handler nor the body of another context was inside.");
+}
+
+}  // namespace telegrad::python

@@ -1,0 +1,113 @@
+// A link between two processes of one host: frames go through one ring of shared memory per direction.
+//
+// A Unix socket of packets supervises the link: the kernel reports the user of the other end, and at once when that
+// process has ended. Descriptors are passed over it, and its packets wake an end that sleeps. While both ends are
+// awake, nothing is sent over it. Large segments do not go through the ring: they are copied once into shared memory,
+// where the receiver uses them in place (arena.h, borrowed.h).
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <string>
+
+#include "base/unique_fd.h"
+#include "memory/arena.h"
+#include "memory/peer_arena.h"
+#include "memory/shared_memory.h"
+#include "transports/frames.h"
+#include "transports/shm/layout.h"
+#include "transports/shm/ring.h"
+
+namespace telegrad {
+
+class ShmLink final : public Link, private SegmentSource, private Arena::Messenger {
+ public:
+  /// Makes the connecting end, over a connected socket: creates the memory and passes it to the other end. Throws
+  /// std::system_error.
+  static std::unique_ptr<ShmLink> connect(UniqueFd socket, std::string description);
+  /// Makes the accepting end, which gets the memory with the first packet.
+  static std::unique_ptr<ShmLink> accept(UniqueFd socket, std::string description);
+  ~ShmLink() override;
+
+  int fd() const override { return socket_.get(); }
+  SendState send(Outgoing& message) override;
+  bool buffer(const Outgoing& message) override;
+  SendState flush() override;
+  std::optional<LinkLease> lease(std::size_t size) override;
+  bool announce(const MulticastBuffer& buffer) override;
+  std::size_t lease_capacity() const override;
+  void trim(Nanos before) override;
+  ReceiveState receive(Inbox& inbox, std::size_t budget) override;
+  bool enable_busy_poll() override;
+  bool ready() override;
+  bool arm_wakeup() override;
+  bool waits_for_fd() const override { return !awaits_chunk_; }
+  void set_limits(const Limits& limits) override;
+  void close() override;
+  std::string error() const override;
+  PeerCredentials peer_credentials(CredentialLookup& lookup) const override;
+  std::string describe() const override { return description_; }
+
+ private:
+  static constexpr unsigned kPackets = 16;  // packets received with one system call
+
+  ShmLink(UniqueFd socket, std::string description, int end);
+  void use(SharedMemory memory);
+  void fail(std::string why);
+  SendState fail_to_send();
+  bool is_open() const;
+  bool publish();
+  SendState blocked();
+  SendState copy_to_arena(Outgoing& message);
+  void receive_packets(unsigned most = kPackets);
+  void on_packet(const std::byte* packet, std::size_t size, UniqueFd passed);
+  void on_offer(std::uint32_t chunk, std::size_t size, UniqueFd passed);
+  void map_link_memory(std::uint64_t size, UniqueFd passed);
+  bool answer_offers();
+  ReceiveState idle();
+  BlockPtr map_segment(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) override;
+  bool offer(std::uint32_t chunk, std::size_t size, int file) override;
+  bool drop(std::uint32_t chunk) override;
+
+  const UniqueFd socket_;
+  const std::string description_;
+  const int end_;  // 0: the connecting end
+  Limits limits_;
+  std::shared_ptr<Arena> arena_;           // this end's memory for the peer
+  std::shared_ptr<PeerArena> peer_arena_;  // the peer's memory. Both keep alive the memory that they need
+  std::shared_ptr<SharedMemory> memory_;
+  std::atomic<ShmControl*> shared_ = nullptr;  // null: not received yet
+
+  mutable std::mutex error_mutex_;
+  std::string error_;
+  std::atomic<bool> broken_ = false;
+
+  // Sending thread only.
+  RingWriter out_;
+  bool send_broken_ = false;
+  bool awaits_chunk_ = false;  // the peer has been offered a chunk for the message being sent
+  FrameBuffer buffered_;
+  struct {
+    std::size_t segment = 0;  // of the message being sent: segments before it have been placed
+    std::optional<Arena::Allocation> allocation;
+    std::uint64_t copied = 0;
+  } copying_;
+
+  // Receiving thread only.
+  RingReader in_;
+  FrameReader reader_{this};
+  bool busy_polled_ = false;  // it is busy polled
+  bool ended_ = false;        // the other end has closed
+  bool to_send_ = false;      // the sending thread can continue: see ReceiveState::kToSend
+
+  // From the receiving thread to the sending thread.
+  struct Answer {
+    std::uint32_t chunk;
+    bool mapped;
+  };
+  std::mutex answers_mutex_;
+  std::vector<Answer> answers_;  // answers to offers, not sent yet
+  std::atomic<bool> has_answers_ = false;
+};
+
+}  // namespace telegrad

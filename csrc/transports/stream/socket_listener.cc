@@ -1,0 +1,27 @@
+#include "transports/stream/socket_listener.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+
+namespace telegrad {
+
+std::unique_ptr<Link> SocketListener::accept() {
+  UniqueFd s(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (s) return make_(std::move(s), address_);
+  if (errno == EMFILE || errno == ENFILE) reject_one();
+  return nullptr;
+}
+
+/// Accepts and closes a connection for which there is no descriptor, so that the peer sees an end of stream. If it
+/// stayed queued, the listener would poll readable forever.
+void SocketListener::reject_one() {
+  spare_ = UniqueFd();
+  UniqueFd(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  spare_ = make_spare();
+}
+
+UniqueFd SocketListener::make_spare() { return UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
+
+}  // namespace telegrad

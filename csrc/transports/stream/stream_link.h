@@ -1,0 +1,71 @@
+// A link over any connected byte-stream socket. Unix and TCP differ only in how the socket is made.
+#pragma once
+
+#include <atomic>
+#include <string>
+
+#include "base/unique_fd.h"
+#include "transports/frames.h"
+
+namespace telegrad {
+
+/// Differences between kinds of sockets.
+struct SocketKind {
+  PeerCredentials (*peer_credentials)(int fd, CredentialLookup& lookup);
+  std::string (*source)(int fd) = nullptr;  // see Link::source; null: this host
+  void (*before_large)(int fd) = nullptr;   // called once, before the first large message or fragment is sent
+};
+
+class StreamLink final : public Link {
+ public:
+  /// `connecting`: the socket's connect() is still in progress.
+  StreamLink(UniqueFd socket, std::string description, bool connecting, const SocketKind& kind);
+  ~StreamLink() override;
+
+  int fd() const override { return socket_.get(); }
+  SendState send(Outgoing& message) override;
+  bool buffer(const Outgoing& message) override;
+  SendState flush() override;
+  ReceiveState receive(Inbox& inbox, std::size_t budget) override;
+  void set_limits(const Limits& limits) override { reader_.set_limits(limits); }
+
+  /// Enables segments with leases, and fragments, at both ends.
+  void set_segment_source(SegmentSource* source);
+
+  /// Closes the sending direction; the other end sees the end of stream. Data from the other end is still received.
+  void stop_sending();
+  void close() override;
+  std::string error() const override;
+  PeerCredentials peer_credentials(CredentialLookup& lookup) const override {
+    return kind_.peer_credentials(socket_.get(), lookup);
+  }
+  std::string source() const override { return kind_.source ? kind_.source(socket_.get()) : std::string(); }
+  std::string describe() const override { return description_; }
+
+ private:
+  bool finish_connecting();
+  void fail(std::string why);
+  void fail_locked(std::string why);
+  SendState fail_to_send(int error);
+
+  UniqueFd socket_;
+  const std::string description_;
+  const SocketKind& kind_;
+  std::atomic<bool> connecting_;
+
+  mutable std::mutex error_mutex_;
+  std::string error_;
+  std::string send_error_;  // why sending fails; empty if the other end has closed
+  std::atomic<bool> broken_ = false;
+
+  // Sending thread only.
+  bool send_broken_ = false;
+  bool sent_large_ = false;
+  std::atomic<bool> has_segment_source_ = false;
+  FrameBuffer buffered_;
+
+  FrameReader reader_;
+  std::unique_ptr<std::byte[]> buffer_;  // received bytes for the parser
+};
+
+}  // namespace telegrad

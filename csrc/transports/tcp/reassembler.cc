@@ -1,0 +1,156 @@
+#include "transports/tcp/reassembler.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "core/left_out.h"
+
+namespace telegrad {
+namespace {
+
+constexpr std::uint64_t kFarAhead = 1024;      // limit for fragments before their frames: in messages,
+constexpr std::uint64_t kMaxEarly = 64 << 20;  // and in bytes; lanes are paused before they reach it
+
+std::uint64_t wire_size(const Block& fragment) { return sizeof(FrameHeader) + sizeof(SegmentHeader) + fragment.size(); }
+
+/// Allocates memory for received bytes; if there is none, they are discarded.
+BlockPtr memory_or_none(std::uint64_t size, Inbox& inbox) {
+  try {
+    return inbox.allocate(size);
+  } catch (const std::bad_alloc&) {
+    return std::make_unique<Discarded>(size);
+  }
+}
+
+/// Place of a fragment within its message, which owns the memory.
+class FragmentBlock final : public Block {
+ public:
+  FragmentBlock(std::byte* data, std::size_t size) : Block(data, size) {}
+};
+
+}  // namespace
+
+BlockPtr Reassembler::map_segment(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) {
+  if (frame.type == FrameType::kFragment) return map_fragment(frame, segment, inbox);
+  if (segment.lease != kFragmented || missing_ > limits_.message + kMaxMissing) return nullptr;
+  if (!current_) {
+    current_ = std::make_unique<Pending>();
+    current_->number = next_++;
+  }
+  BlockPtr block = memory_or_none(segment.size, inbox);
+  current_->parts.push_back({block->data(), segment.size});
+  current_->missing += segment.size;
+  current_->unclaimed += segment.size;
+  missing_ += segment.size;
+  return block;
+}
+
+void Reassembler::discard(const Block* trailer) {
+  if (!current_) return;
+  for (Part& part : current_->parts) {
+    if (!trailer || part.data != trailer->data()) part.data = nullptr;
+  }
+}
+
+BlockPtr Reassembler::map_fragment(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) {
+  if (segment.lease != 0 || segment.size == 0 || segment.size > kMaxFragment) return nullptr;
+  const std::uint64_t number = frame.call_id;
+  if (Pending* message = find(number)) {
+    const auto at = locate(*message, static_cast<std::uint64_t>(frame.timeout), segment.size);
+    if (!at || segment.size > message->unclaimed) return nullptr;
+    message->unclaimed -= segment.size;
+    return std::make_unique<FragmentBlock>(*at, segment.size);
+  }
+  if (number < next_ || number - next_ >= kFarAhead) return nullptr;
+  early_until_ = std::max(early_until_, number + 1);
+  return memory_or_none(segment.size, inbox);
+}
+
+Reassembler::Pending* Reassembler::find(std::uint64_t number) {
+  if (current_ && current_->number == number) return current_.get();
+  for (const auto& m : messages_) {
+    if (m->number == number) return m.get();
+  }
+  return nullptr;
+}
+
+/// Returns where `size` bytes at an offset belong: null if they are discarded, nothing if they cross a part's end.
+std::optional<std::byte*> Reassembler::locate(Pending& message, std::uint64_t place, std::uint64_t size) {
+  for (const Part& part : message.parts) {
+    if (place >= part.size) {
+      place -= part.size;
+    } else if (size <= part.size - place) {
+      return part.data ? part.data + place : nullptr;
+    } else {
+      break;
+    }
+  }
+  return std::nullopt;
+}
+
+/// Returns whether a message can be delivered without its content: a request or reply with a trailer that has arrived.
+/// A fragmented trailer may be missing.
+bool Reassembler::may_be_discarded(const Pending& p) {
+  const Incoming& m = p.message;
+  if (!telegrad::may_be_discarded(m.header.type, m.payload_size())) return false;
+  return !(m.header.flags & kTrailer) || m.segments.empty() ||
+         std::none_of(p.parts.begin(), p.parts.end(),
+                      [&](const Part& part) { return part.data == m.segments.back()->data(); });
+}
+
+/// Processes a complete fragment. Returns false if it does not fit.
+bool Reassembler::complete_fragment(std::uint64_t number, std::uint64_t place, const Block& block) {
+  Pending& message = *find(number);
+  const auto at = locate(message, place, block.size());
+  if (!at) return false;
+  if (!dynamic_cast<const FragmentBlock*>(&block)) {  // it arrived before its frame
+    if (block.size() > message.unclaimed) return false;
+    message.unclaimed -= block.size();
+    if (block.data() && *at) std::memcpy(*at, block.data(), block.size());
+    if (!block.data() && *at) {
+      message.incomplete = true;
+      if (&message != current_.get() && !may_be_discarded(message)) return false;
+    }
+  }
+  message.missing -= block.size();
+  missing_ -= block.size();
+  return true;
+}
+
+bool Reassembler::accept(Incoming&& frame) {
+  if (frame.header.type == FrameType::kFragment) {
+    if (frame.segments.size() != 1) return false;
+    const std::uint64_t number = frame.header.call_id, place = static_cast<std::uint64_t>(frame.header.timeout);
+    if (find(number)) return complete_fragment(number, place, *frame.segments[0]);
+    if (number < next_) return false;
+    early_bytes_ += wire_size(*frame.segments[0]);
+    early_.push_back({number, place, std::move(frame.segments[0])});
+    return early_bytes_ <= kMaxEarly;
+  }
+  auto pending = current_ ? std::move(current_) : std::make_unique<Pending>();
+  pending->message = std::move(frame);
+  messages_.push_back(std::move(pending));
+  bool good = true;
+  std::erase_if(early_, [&](const EarlyFragment& e) {
+    const bool known = e.number < next_;
+    if (known) early_bytes_ -= wire_size(*e.block);
+    if (known) good = find(e.number) && complete_fragment(e.number, e.place, *e.block) && good;
+    return known;
+  });
+  const Pending& last = *messages_.back();
+  return good && (!last.incomplete || may_be_discarded(last));
+}
+
+void Reassembler::deliver(Inbox& inbox) {
+  while (!messages_.empty() && messages_.front()->missing == 0) {
+    const auto first = std::move(messages_.front());
+    messages_.pop_front();
+    Incoming& m = first->message;
+    if (first->incomplete && m.discarded == 0) telegrad::discard(m, m.payload_size());
+    inbox.deliver(std::move(first->message));
+  }
+}
+
+}  // namespace telegrad

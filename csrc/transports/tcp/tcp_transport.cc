@@ -1,0 +1,126 @@
+// Stream links over TCP: tcp:host:port, tcp:[v6]:port; with port 0 the system selects one.
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/peer_credentials.h"
+#include "transports/stream/socket.h"
+#include "transports/stream/socket_listener.h"
+#include "transports/tcp/congestion.h"
+#include "transports/tcp/laned_link.h"
+#include "transports/transports.h"
+
+namespace telegrad {
+namespace {
+
+/// Leaves buffer sizes to the kernel, which tunes them better.
+void set_no_delay(int fd) {
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+PeerCredentials peer_credentials(int fd, CredentialLookup& lookup) { return lookup.of_tcp_peer(fd); }
+
+/// Returns the other end's IPv4 address, or its IPv6 network, because one host commonly has all addresses of that.
+std::string source(int fd) {
+  sockaddr_storage a{};
+  socklen_t size = sizeof a;
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&a), &size) != 0) return "nowhere";
+  const auto end = tcp_end(a);
+  if (end && !end->is_v4()) {
+    std::memset(reinterpret_cast<sockaddr_in6&>(a).sin6_addr.s6_addr + 8, 0, 8);
+  }
+  char host[NI_MAXHOST];
+  return getnameinfo(reinterpret_cast<sockaddr*>(&a), size, host, sizeof host, nullptr, 0, NI_NUMERICHOST) == 0
+             ? std::string(host) + (end && !end->is_v4() ? "/64" : "")
+             : "nowhere";
+}
+
+constexpr SocketKind kTcpSocket{.peer_credentials = peer_credentials, .source = source, .before_large = [](int fd) {
+                                  select_congestion_control(fd);
+                                }};
+
+std::unique_ptr<Link> accepted(UniqueFd socket, const std::string& address) {
+  set_no_delay(socket.get());
+  return std::make_unique<LanedLink>(std::move(socket), address, false, kTcpSocket);
+}
+
+struct Resolved {
+  addrinfo* list = nullptr;
+  ~Resolved() {
+    if (list) freeaddrinfo(list);
+  }
+};
+
+class TcpTransport final : public Transport {
+ public:
+  std::unique_ptr<Listener> listen(const std::string& address) override {
+    Resolved r = resolve(address, AI_PASSIVE);
+    int error = EADDRNOTAVAIL;
+    for (addrinfo* a = r.list; a; a = a->ai_next) {
+      UniqueFd s = make_socket(a->ai_family, SOCK_STREAM, address);
+      const int on = 1;
+      setsockopt(s.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+      disable_pacing(s.get());
+      if (::bind(s.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(s.get(), kListenBacklog) == 0) {
+        std::string bound = "tcp:" + local_name(s.get());
+        return std::make_unique<SocketListener>(std::move(s), std::move(bound), accepted);
+      }
+      error = errno;
+    }
+    raise(error, "cannot listen on " + address);
+  }
+
+  std::unique_ptr<Link> connect(const std::string& address) override {
+    // Only numeric addresses are published, so this never waits for DNS.
+    Resolved r = resolve(address, AI_NUMERICHOST);
+    UniqueFd s = make_socket(r.list->ai_family, SOCK_STREAM, address);
+    set_no_delay(s.get());
+    disable_pacing(s.get());
+    const bool at_once = ::connect(s.get(), r.list->ai_addr, r.list->ai_addrlen) == 0;
+    if (!at_once && errno != EINPROGRESS) raise(errno, "cannot reach " + address);
+    return std::make_unique<LanedLink>(std::move(s), address, !at_once, kTcpSocket);
+  }
+
+ private:
+  static Resolved resolve(const std::string& address, int flags) {
+    std::string rest = after_scheme(address);
+    const std::size_t colon = rest.rfind(':');
+    if (colon == std::string::npos) raise(EINVAL, "not host:port: " + address);
+    std::string host = rest.substr(0, colon);
+    const std::string port = rest.substr(colon + 1);
+    if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = flags | AI_NUMERICSERV;
+    Resolved r;
+    const int code = getaddrinfo(host.empty() ? nullptr : host.c_str(), port.c_str(), &hints, &r.list);
+    if (code != 0) raise(EADDRNOTAVAIL, "cannot resolve " + address + " (" + gai_strerror(code) + ")");
+    return r;
+  }
+
+  static std::string local_name(int fd) {
+    sockaddr_storage a{};
+    socklen_t size = sizeof a;
+    getsockname(fd, reinterpret_cast<sockaddr*>(&a), &size);
+    char host[NI_MAXHOST];
+    char port[NI_MAXSERV];
+    getnameinfo(reinterpret_cast<sockaddr*>(&a), size, host, sizeof host, port, sizeof port,
+                NI_NUMERICHOST | NI_NUMERICSERV);
+    const bool v6 = a.ss_family == AF_INET6;
+    return (v6 ? "[" : "") + std::string(host) + (v6 ? "]:" : ":") + port;
+  }
+};
+
+}  // namespace
+
+Transport* tcp_transport() {
+  static TcpTransport t;
+  return &t;
+}
+
+}  // namespace telegrad
