@@ -33,9 +33,9 @@ struct Target final : KeepAlive {};
 
 Settings settings_of(int id) {
   Settings s;
-  s.config.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(id + 1)};
-  s.config.group = "instructions";
-  s.config.secret = "a secret";
+  s.handshake.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(id + 1)};
+  s.handshake.group = "instructions";
+  s.handshake.secret = "a secret";
   return s;
 }
 
@@ -50,7 +50,7 @@ class Pair {
  public:
   Pair(const std::string& scheme, bool with_segment) : with_segment_(with_segment) {
     const std::string address = callee_.listen(fresh_address(scheme));
-    caller_.set_peer({.identity = settings_of(1).config.me, .addresses = {address}});
+    caller_.set_peer({.identity = settings_of(1).handshake.me, .addresses = {address}});
     connect();
   }
 

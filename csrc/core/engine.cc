@@ -39,7 +39,7 @@ int processors() {
 Engine::Engine(Settings settings)
     : settings_(std::move(settings)),
       pool_(BufferPool::make(settings_.pool_cache)),
-      multicast_arena_(std::make_shared<MulticastArena>(settings_.config.limits.leased)),
+      multicast_arena_(std::make_shared<MulticastArena>(settings_.handshake.limits.leased)),
       links_epoll_(check(epoll_create1(EPOLL_CLOEXEC), "cannot create an epoll descriptor")),
       park_epoll_(check(epoll_create1(EPOLL_CLOEXEC), "cannot create an epoll descriptor")),
       interrupt_fd_(check(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot create an eventfd")),

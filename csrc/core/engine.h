@@ -9,8 +9,8 @@
 // them sleeps in epoll on `park_epoll_`, which contains `links_epoll_`, which contains every link. A caller that
 // replaces a parked leader disables `links_epoll_` in `park_epoll_`, so that data for the caller does not wake the
 // parked thread. The timer thread enables it again ("watching") if no thread has polled for kHandoffDelay. A caller
-// replaces a spinning leader between two of its polls (core/gate.h), because the caller must not sleep while another
-// thread polls on its behalf.
+// replaces a spinning leader between two of its polls (core/leader_handoff.h), because the caller must not sleep while
+// another thread polls on its behalf.
 //
 // A thread that waits inside user code never runs a request: it queues the requests that it reads and wakes a thread of
 // the pool. A thread of the pool runs the request that it reads. If it returns within kHandoffDelay, no other thread is
@@ -73,7 +73,7 @@ inline constexpr Nanos kCompletionDelay = 20 * kMillisecond;
 inline constexpr Nanos kDeferDelay = 4 * kHandoffDelay;
 
 struct Settings {
-  HandshakeConfig config;
+  HandshakeConfig handshake;
   Nanos spin = 50 * kMicrosecond;  // how long a waiting thread polls before it sleeps
   std::size_t handlers = 16;       // top-level requests that run at the same time
   std::int64_t window = 64 << 20;  // request bytes that a peer may have waiting at this worker
@@ -128,7 +128,7 @@ struct CallOptions {
   bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
   bool background = false;  // no thread waits for the completion: links may go unread for it for kMaxHandoffDelay, and
                             // a request that must be sent waits for a connection without limit
-  bool deferrable = false;  // lazy, and the completion runs no user code: it may stay queued for kDeferDelay, and
+  bool deferrable = false;  // background, and the completion runs no user code: it may stay queued for kDeferDelay, and
                             // `take_deferred` may return it
   bool never_wait = false;  // wait neither for the window nor for the socket: unsent bytes are copied
   std::function<bool()> interrupted;      // polled while `start` waits; true ends the wait
@@ -231,7 +231,7 @@ class Engine final : public ForkHandler {
   bool stopping() const { return stopping_.load(std::memory_order_acquire); }
   EngineStats stats() const;
   const std::shared_ptr<BufferPool>& pool() const { return pool_; }
-  std::int32_t id() const { return settings_.config.me.id; }
+  std::int32_t id() const { return settings_.handshake.me.id; }
 
   /// The child closes every descriptor without sending anything, and its engine is stopped.
   void before_fork() override;
@@ -261,7 +261,7 @@ class Engine final : public ForkHandler {
   using Released = std::vector<std::unique_ptr<KeepAlive>>;
   using Lock = std::unique_lock<std::mutex>;
 
-  // engine_doors.cc
+  // engine_accept.cc
   void accept_from(Listener& listener);
   ConnectionPtr connection_to_displace(const std::string& source, std::size_t places) const;
   PeerCredentials peer_credentials_of(const Link& link);

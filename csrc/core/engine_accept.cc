@@ -76,7 +76,7 @@ void Engine::accept_from(Listener& listener) {
       const bool own =
           user.kind == PeerCredentials::Kind::kUser;  // same user as this process, else `rejection_reason` rejects it
       displaced = connection_to_displace(own ? std::string() : source, budget.unauthenticated);
-      add_connection(std::move(link), Handshake::accept(settings_.config), false)->source = source;
+      add_connection(std::move(link), Handshake::accept(settings_.handshake), false)->source = source;
     }
     if (displaced) {
       displaced->displaced = true;

@@ -121,10 +121,10 @@ void Engine::on_reply(const ConnectionPtr& c, Incoming&& m, Released& released) 
     }
     if (call->keep_alive) released.push_back(std::move(call->keep_alive));
   }
-  if (auto expired = keep_alives_.find(id); expired != keep_alives_.end()) {
-    if (expired->second.connection != c->id) return;
-    released.push_back(std::move(expired->second.owner));
-    keep_alives_.erase(expired);
+  if (auto kept = keep_alives_.find(id); kept != keep_alives_.end()) {
+    if (kept->second.connection != c->id) return;
+    released.push_back(std::move(kept->second.owner));
+    keep_alives_.erase(kept);
   }
   if (m.header.flags & kMustDeliver) orphan(c->peer, std::move(m));
 }
@@ -379,7 +379,7 @@ void Engine::on_message(const ConnectionPtr& c, Incoming&& m) {
     if (found == c->names.end()) return close_connection(c, "it used a name that it never defined");
     name = found->second;
   }
-  if (m.discarded > 0) explain(m, settings_.config.me.name, *pool_);
+  if (m.discarded > 0) explain(m, settings_.handshake.me.name, *pool_);
   if (type == FrameType::kReply) return unprocessed_replies_.push_back(std::move(m));
   process_replies(c);  // process messages in the order of arrival
   switch (type) {

@@ -51,7 +51,7 @@ void Engine::open_lane(const ConnectionPtr& c) {
   try {
     const std::string address = c->link->describe();
     auto link = find_transport(address)->connect(address);
-    Handshake handshake = Handshake::initiate(settings_.config, c->handshake.peer(), c->handshake.session());
+    Handshake handshake = Handshake::initiate(settings_.handshake, c->handshake.peer(), c->handshake.session());
     const Handshake::Step hello = handshake.begin();
     ConnectionPtr lane;
     {

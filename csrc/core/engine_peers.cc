@@ -108,7 +108,7 @@ void Engine::connect(Lock& lock, Peer& peer) {
     }
     try {
       auto link = transport->connect(address);
-      Handshake handshake = Handshake::initiate(settings_.config, peer.identity);
+      Handshake handshake = Handshake::initiate(settings_.handshake, peer.identity);
       const Handshake::Step hello = handshake.begin();
       auto c = add_connection(std::move(link), std::move(handshake), true);
       c->peer = peer.identity.id;
@@ -250,7 +250,7 @@ void Engine::on_open(const ConnectionPtr& c) {
       peer.identity = who;
       c->peer = who.id;
       c->limits = c->handshake.limits();
-      c->link->set_limits(settings_.config.limits);
+      c->link->set_limits(settings_.handshake.limits);
       if (c->initiator && !peer.last_error.empty() && c->link->describe() != peer.addresses.front()) {
         log("worker " + who.name + " is reached at " + c->link->describe() +
             ", because a faster transport failed: " + peer.last_error);

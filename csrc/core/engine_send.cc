@@ -59,7 +59,7 @@ Engine::SendResult Engine::route(std::int32_t peer, std::unique_ptr<Outgoing>& m
     }
     if (reject_oversized(*p.link, id, *m, released)) return id ? SendResult::kDone : SendResult::kBroken;
     if (call) call->connection = p.link->id;
-    if (auto expired = keep_alives_.find(id); expired != keep_alives_.end()) expired->second.connection = p.link->id;
+    if (auto kept = keep_alives_.find(id); kept != keep_alives_.end()) kept->second.connection = p.link->id;
   }
   return transmit(transmission.connection, m, transmission);
 }

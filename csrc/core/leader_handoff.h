@@ -1,9 +1,9 @@
 // How a caller takes leadership from a spinning thread of the pool.
 //
 // That thread is the leader for as long as it spins, but it reads links only within a poll, and it may be preempted
-// between two polls. So it enters the gate for each poll and leaves it afterwards. Closing the gate between two polls
-// takes over leadership. Each term has its own number: a thread that returns late finds the gate of its own term
-// closed, even if the gate is open for a later term.
+// between two polls. So it marks the begin and the end of each poll. A caller takes over leadership between two
+// polls. Each term has its own number: a thread that returns late finds its own term ended, even if it is the turn of a
+// later one.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@ namespace telegrad {
 class LeaderHandoff {
  public:
   using Term = std::uint64_t;
-  static constexpr Term kCallerTerm = 0;  // term of a caller, which is never replaced; the gate is always open for it
+  static constexpr Term kCallerTerm = 0;  // term of a caller, which is never replaced
 
   // ---- under the engine's mutex
 

@@ -35,7 +35,7 @@ enum class FrameType : std::uint8_t {
   kOneway = 18,    // never answered
   kCredit = 19,    // carries only `credit`, and in call_id the window of a sender that waits
   kGoodbye = 20,   // orderly end of stream
-  kFragment = 21,  // fragment of a message that is striped over several lanes; see transports/lanes.h
+  kFragment = 21,  // fragment of a message that is striped over several lanes; see transports/tcp/laned_link.h
 };
 
 inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }

@@ -22,8 +22,9 @@
 // A received block may have a lease too (Block::lease). With this lease, a message that is its only holder returns the
 // memory over the link without a copy (zero-copy return). The peer gets its own memory back as a block.
 //
-// Data for several peers is in memory once (OutSegment::multicast, transports/commons.h). A link that can share this
-// memory passes it on instead of the bytes; the receiver may still write to its block. Any other link sends the bytes.
+// Data for several peers is in memory once (OutSegment::multicast, memory/multicast_arena.h). A link that can share
+// this memory passes it on instead of the bytes; the receiver may still write to its block. Any other link sends the
+// bytes.
 //
 // After fork(), leased and received memory is valid in both processes, as separate copies.
 #pragma once

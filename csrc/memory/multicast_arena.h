@@ -1,5 +1,5 @@
 // Multicast: data for several peers of this host is in shared memory once, and every receiver maps and reads it. While
-// any process has it, no process writes to it. The receivers see it through private views (borrowed.h), so each owns
+// any process has it, no process writes to it. The receivers see it through private views (peer_arena.h), so each owns
 // its tensors.
 //
 // A link passes the file of a chunk to its peer before the first buffer in it, and passes buffers on once the peer has

@@ -1,10 +1,10 @@
 // The receiver's side of an arena (arena.h): memory of the peer, mapped in this process, with regions for messages.
 //
 // A region that was passed on belongs to this process alone and is used as mapped, so writing costs nothing extra.
-// Multicast memory (commons.h) is also read by others, so the receiver gets a private view: copy-on-write pages. They
-// are dropped before the lease is returned, so that the next tensor in this place does not contain them. Pages that
-// were only read stay mapped, so the next tensor causes no page fault. A written page costs ten times its share of a
-// copy, so a receiver that writes to its tensors gets copies instead.
+// Multicast memory (multicast_arena.h) is also read by others, so the receiver gets a private view: copy-on-write
+// pages. They are dropped before the lease is returned, so that the next tensor in this place does not contain them.
+// Pages that were only read stay mapped, so the next tensor causes no page fault. A written page costs ten times its
+// share of a copy, so a receiver that writes to its tensors gets copies instead.
 //
 // A region with no holder except a message that is being sent is returned with it without a copy (zero-copy return).
 //
@@ -42,7 +42,7 @@ class PeerArena final : public ForkHandler, public std::enable_shared_from_this<
   /// Returns the memory of a segment, or null if it is not inside a chunk. Copies it if it cannot be used in place. May
   /// throw std::bad_alloc.
   BlockPtr map_segment(std::uint64_t lease, std::size_t size, BlockSource& blocks);
-  /// Returns borrowed memory, the whole or a part, to its owner with a message, and returns the lease to send. Returns
+  /// Returns mapped memory, the whole or a part, to its owner with a message, and returns the lease to send. Returns
   /// 0 if the memory is not of this object or cannot be returned; it must be copied then.
   std::uint64_t return_zero_copy(const OutSegment& segment);
 

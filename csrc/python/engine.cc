@@ -90,19 +90,19 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
                Nanos handshake_timeout, Nanos connect_timeout, std::uint64_t max_body, std::uint64_t max_message,
                std::uint64_t shared_memory, std::uint32_t lanes, bool check_uid) {
   Settings s;
-  s.config.me = {.id = id, .name = name, .incarnation = incarnation};
-  s.config.group = group;
-  s.config.secret = std::string(view(secret));
+  s.handshake.me = {.id = id, .name = name, .incarnation = incarnation};
+  s.handshake.group = group;
+  s.handshake.secret = std::string(view(secret));
   s.spin = spin;
   s.handlers = handlers;
   s.window = window;
   s.pool_cache = pool_cache;
   s.handshake_timeout = handshake_timeout;
   s.connect_timeout = connect_timeout;
-  s.config.limits.body = max_body;
-  s.config.limits.message = max_message;
-  s.config.limits.leased = shared_memory;
-  s.config.lanes = lanes;
+  s.handshake.limits.body = max_body;
+  s.handshake.limits.message = max_message;
+  s.handshake.limits.leased = shared_memory;
+  s.handshake.lanes = lanes;
   s.check_uid = check_uid;
   new (self) Engine(std::move(s));
 }

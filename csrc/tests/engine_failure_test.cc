@@ -184,7 +184,7 @@ CASE(a_peer_comes_back) {
   b.reset();
   a.wait_for_event(EventKind::kPeerLeft);
   Settings again = Worker::settings_of(1);
-  again.config.me.incarnation = 77;
+  again.handshake.me.incarnation = 77;
   Worker b2(1, again);
   b2.listen("unix");
   PeerAddress address = b2.address();
@@ -200,7 +200,8 @@ CASE(a_peer_comes_back) {
 /// The loss of a peer is processed before its return, although a second thread is free.
 CASE(peer_events_run_one_after_the_other) {
   Engine e(Worker::settings_of(0));
-  const PeerAddress self{.identity = Worker::settings_of(0).config.me, .addresses = {e.listen(fresh_address("unix"))}};
+  const PeerAddress self{.identity = Worker::settings_of(0).handshake.me,
+                         .addresses = {e.listen(fresh_address("unix"))}};
   std::thread peer([&] {
     Puppet p(1);
     p.connect(self);
@@ -242,7 +243,7 @@ CASE(a_worker_that_does_not_exist) {
   CHECK_EQ(o.why, "no such worker");
   for (const std::string address : {"unix:@telegrad-test-nobody", "inproc:nobody", "tcp:127.0.0.1:1",
                                     "carrier-pigeon:x", "tcp:not-a-number:7", "tcp:nothing", "unix:"}) {
-    PeerAddress peer{.identity = Worker::settings_of(3).config.me, .addresses = {address}};
+    PeerAddress peer{.identity = Worker::settings_of(3).handshake.me, .addresses = {address}};
     a.engine->set_peer(peer);
     o = a.call(3, {});
     CHECK(o.status == CallStatus::kUnreachable);
@@ -306,7 +307,7 @@ CASE(a_listener_with_a_full_backlog) {
   Settings s;
   s.connect_timeout = 30 * kMillisecond;
   Worker a(0, s);
-  a.engine->set_peer({.identity = Worker::settings_of(1).config.me, .addresses = {full.address}});
+  a.engine->set_peer({.identity = Worker::settings_of(1).handshake.me, .addresses = {full.address}});
   const Completion o = a.call(1, {});
   CHECK(o.status == CallStatus::kUnreachable);
   CHECK_SAYS(o.why, full.address);
@@ -318,7 +319,7 @@ CASE(a_listener_with_a_full_backlog) {
 CASE(removing_a_peer_fails_callers_that_wait_for_a_connection) {
   FullListener full;
   Worker a(0);
-  a.engine->set_peer({.identity = Worker::settings_of(1).config.me, .addresses = {full.address}});
+  a.engine->set_peer({.identity = Worker::settings_of(1).handshake.me, .addresses = {full.address}});
   Completion completion;
   std::thread caller([&] { completion = a.call(1, {}); });
   while (a.engine->stats().pending_calls == 0) std::this_thread::yield();

@@ -12,7 +12,7 @@ namespace {
 
 Settings with_lanes(int id, std::uint32_t lanes) {
   Settings s = Worker::settings_of(id);
-  s.config.lanes = lanes;
+  s.handshake.lanes = lanes;
   return s;
 }
 
@@ -149,7 +149,7 @@ CASE(only_the_peer_can_add_a_lane) {
   CHECK(!stranger.welcome);
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "secret does not match");
   Attempt guess(a.address(), p.config, std::string(32, 's'));  // knows the group's secret, but not the session
-  HandshakeConfig third = Worker::settings_of(2).config;
+  HandshakeConfig third = Worker::settings_of(2).handshake;
   third.lanes = 4;
   Attempt member(a.address(), third, p.session);  // uses the session of another member's link
   CHECK_EQ(a.engine->stats().lanes, 0u);

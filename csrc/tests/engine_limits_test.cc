@@ -9,10 +9,10 @@ constexpr std::size_t kBody = 70'000, kSegments = 80'000;
 
 Settings with_limits() {
   Settings s;
-  s.config.limits.body = kBody;
-  s.config.limits.message = kSegments;
-  s.config.limits.segments = 5;
-  s.config.limits.name = 100;
+  s.handshake.limits.body = kBody;
+  s.handshake.limits.message = kSegments;
+  s.handshake.limits.segments = 5;
+  s.handshake.limits.name = 100;
   return s;
 }
 

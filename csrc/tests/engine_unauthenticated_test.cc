@@ -170,7 +170,7 @@ CASE(a_peer_not_connected_in_time_is_not_lost) {
 
 CASE_ON_EVERY_SCHEME(the_wrong_secret) {
   Settings wrong = Worker::settings_of(1);
-  wrong.config.secret = "another";
+  wrong.handshake.secret = "another";
   Worker a(0), b(1, wrong), c(2);
   introduce({&a, &b, &c}, scheme);
   const Completion o = a.call(1, {});
@@ -363,7 +363,7 @@ CASE(a_member_that_sends_malformed_frames) {
 /// A member that ignores the limits of its receiver.
 CASE(a_member_over_the_limits) {
   Settings small;
-  small.config.limits.body = 1000;
+  small.handshake.limits.body = 1000;
   Worker a(0, small);
   a.listen("unix");
   Puppet p(1);
@@ -399,7 +399,7 @@ CASE(an_id_taken_by_another_name) {
   introduce({&a, &b}, "unix");
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
   Settings other = Worker::settings_of(1);
-  other.config.me.name = "somebody-else";
+  other.handshake.me.name = "somebody-else";
   Worker imposter(1, other);
   imposter.meet(a);
   const Completion o = imposter.call(0, {});

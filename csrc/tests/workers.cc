@@ -36,16 +36,16 @@ std::unique_ptr<Outgoing> compose(Request& r) {
 
 Settings Worker::settings_of(int id) {
   Settings s;
-  s.config.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(1000 + id)};
-  s.config.group = "tests";
-  s.config.secret = "a secret";
+  s.handshake.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(1000 + id)};
+  s.handshake.group = "tests";
+  s.handshake.secret = "a secret";
   return s;
 }
 
 Worker::Worker(int id, Settings settings, int pool_threads) : id(id) {
-  const Limits limits = settings.config.limits;
-  if (settings.config.me.id < 0) settings.config = settings_of(id).config;
-  settings.config.limits = limits;
+  const Limits limits = settings.handshake.limits;
+  if (settings.handshake.me.id < 0) settings.handshake = settings_of(id).handshake;
+  settings.handshake.limits = limits;
   engine = std::make_unique<Engine>(std::move(settings));
   add_threads(pool_threads);
 }
@@ -57,7 +57,7 @@ std::string Worker::listen(const std::string& scheme) {
   return addresses_.back();
 }
 
-PeerAddress Worker::address() const { return {.identity = settings_of(id).config.me, .addresses = addresses_}; }
+PeerAddress Worker::address() const { return {.identity = settings_of(id).handshake.me, .addresses = addresses_}; }
 
 void Worker::add_threads(int n) {
   std::lock_guard lock(threads_mutex_);
@@ -199,7 +199,7 @@ void introduce(std::initializer_list<Worker*> workers, const std::string& scheme
 
 // ---- Puppet
 
-Puppet::Puppet(int id, const std::string& scheme) : config(Worker::settings_of(id).config) {
+Puppet::Puppet(int id, const std::string& scheme) : config(Worker::settings_of(id).handshake) {
   const std::string address = fresh_address(scheme);
   listener = find_transport(address)->listen(address);
 }

@@ -23,7 +23,7 @@ enum Tag : std::uint8_t {
   kNoAnswer,  // never answers
 };
 
-/// Bytes of an outgoing message or a cookie. Counts its live instances.
+/// Bytes of an outgoing message or a completion target. Counts its live instances.
 struct Bytes final : KeepAlive {
   explicit Bytes(std::string body = {}, std::vector<std::string> segments = {}, std::function<void()> gone = {});
   ~Bytes() override;
@@ -61,8 +61,8 @@ class Worker {
 
   /// Makes a blocking call, like the bindings.
   Completion call(int peer, Request call);
-  /// Makes an asynchronous call; its completion will be in `completions` under the cookie. Without a cookie (-1), a
-  /// thread must wait for the call.
+  /// Makes an asynchronous call; its completion will be in `completions` under the number of its target. Without a
+  /// target (-1), a thread must wait for the call.
   std::uint64_t start(int peer, int target, Request call);
   /// Starts `n` more pool threads.
   void add_threads(int n);
@@ -73,13 +73,13 @@ class Worker {
   Event release;
   std::function<void(WorkItem&)> on_custom;
 
-  Counter completion_count;  // completions that the pool got, with or without a cookie
+  Counter completion_count;  // completions that the pool got, with or without a target
   Counter event_count;
   Counter link_count;  // events of first connections to peers, counted separately
   Counter handled;     // requests started
   std::mutex mutex;
   std::map<int, Completion> completions;
-  std::vector<Completion> orphans;  // completions without a cookie
+  std::vector<Completion> orphans;  // completions without a target
   std::vector<WorkItem> events;
   std::vector<std::string> links;  // texts of the events of first connections
 

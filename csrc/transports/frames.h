@@ -46,7 +46,7 @@ class SegmentSource {
   /// Returns the memory of a segment with a lease, or of a fragment; null if it is unknown. Returns a `Discarded` block
   /// if there is no memory for received bytes; throws std::bad_alloc if there is none for anything else.
   virtual BlockPtr map_segment(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) = 0;
-  /// Reports that the current frame is discarded: blocks borrowed for it are destroyed, except `trailer` (may be null).
+  /// Reports that the current frame is discarded: blocks mapped for it are destroyed, except `trailer` (may be null).
   virtual void discard([[maybe_unused]] const Block* trailer) {}
 };
 

@@ -6,7 +6,8 @@ pyproject.toml has the contracts of import-linter. Two rules here are for Python
 1. Only the parts in `NATIVE` import the compiled core.
 2. Only the compatibility shim imports `torch.distributed.rpc` and related modules. Tests and benchmarks compare with
    torch, so they are exempt.
-3. The core does not include PyTorch or CUDA; its lower folders do not include Python either.
+3. The core does not include PyTorch or CUDA. Its folders form layers (`LAYERS`), and those below the bindings do not
+   include Python either.
 
 All imports count: inside functions, under `TYPE_CHECKING`, and in `importlib.import_module("...")`.
 """
@@ -105,11 +106,21 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
-PYTHON_FREE = ("core", "transports", "tests")  # folders of csrc
+# Folders of csrc, and those whose headers a folder may include besides its own.
+LAYERS = {
+    "base": set[str](),
+    "wire": set[str](),
+    "memory": {"base"},
+    "core": {"base", "memory"},
+    "transports": {"base", "memory", "core"},
+    "codec": set[str](),
+    "python": {"base", "wire", "memory", "core", "codec"},
+    "tests": {"base", "memory", "core", "transports"},
+}
+WITH_PYTHON = {"codec", "python"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 FOREIGN = re.compile(r"^(torch|ATen|c10|caffe2|cuda|cuda_runtime)\b")
 PYTHON = re.compile(r"^(Python\.h|nanobind/|pybind11/)")
-UPWARD = re.compile(r"^(\.\./)*(bind|codec)/")
 
 
 def core_breaches(source: str, folder: str) -> list[Breach]:
@@ -121,6 +132,9 @@ def core_breaches(source: str, folder: str) -> list[Breach]:
         name = include.group(1)
         if FOREIGN.match(name):
             found.append(Breach(number, f"the core must not know {name}"))
-        if folder in PYTHON_FREE and (PYTHON.match(name) or UPWARD.match(name)):
+        if folder not in WITH_PYTHON and PYTHON.match(name):
             found.append(Breach(number, f"csrc/{folder} knows no Python, it must not include {name}"))
+        target = re.sub(r"^(\.\./)+", "", name).partition("/")[0]
+        if folder in LAYERS and target in LAYERS and target != folder and target not in LAYERS[folder]:
+            found.append(Breach(number, f"csrc/{folder} must not include {name}"))
     return found

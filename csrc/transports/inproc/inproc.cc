@@ -201,8 +201,8 @@ struct Pipe {
   std::size_t bytes = 0;
 };
 
-/// State that both ends share. bell[i] is end i's: readable if pipe[i] has messages or the link is closed, writable
-/// unless the other pipe is full.
+/// State that both ends share. readiness[i] is end i's: readable if pipe[i] has messages or the link is closed,
+/// writable unless the other pipe is full.
 struct Shared {
   std::mutex mutex;
   Pipe pipe[2];

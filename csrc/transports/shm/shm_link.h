@@ -3,7 +3,7 @@
 // A Unix socket of packets supervises the link: the kernel reports the user of the other end, and at once when that
 // process has ended. Descriptors are passed over it, and its packets wake an end that sleeps. While both ends are
 // awake, nothing is sent over it. Large segments do not go through the ring: they are copied once into shared memory,
-// where the receiver uses them in place (arena.h, borrowed.h).
+// where the receiver uses them in place (arena.h, peer_arena.h).
 #pragma once
 
 #include <atomic>

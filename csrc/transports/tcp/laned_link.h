@@ -11,8 +11,8 @@
 // A fragment is read directly into its place. One that arrives before the frame of its message is buffered and copied,
 // and its lane is not read meanwhile. Messages are delivered in the order of their frames.
 //
-// Each end selects the number of lanes for its own messages (lane_choice.h). There is one more descriptor, `lanes_fd`,
-// an epoll of the lanes, so that the leader need not know each lane.
+// Each end selects the number of lanes for its own messages (lane_count_tuner.h). There is one more descriptor,
+// `lanes_fd`, an epoll of the lanes, so that the leader need not know each lane.
 #pragma once
 
 #include <array>

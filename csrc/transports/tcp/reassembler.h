@@ -1,4 +1,4 @@
-// Reassembly of fragmented messages: see lanes.h. One thread at a time.
+// Reassembly of fragmented messages: see laned_link.h. One thread at a time.
 #pragma once
 
 #include <cstdint>

@@ -43,7 +43,7 @@ class NameTable:
     """Names and numbers of the functions that one worker calls on others. Thread-safe."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, _Known] = {}  # also read by the core (csrc/bind/prepare.h)
+        self.known: dict[Any, _Known] = {}  # also read by the core (csrc/python/prepare.h)
         self._holders: dict[bytes, Any] = {}  # name -> the function that last had it
         self.methods: dict[str, tuple[int, bytes]] = {}
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ gate guarantees progress whatever user code does:
 A fair lock with the order of arrival would be the usual choice where none of this can happen; here handlers call each
 other across workers, and the lock cannot see how.
 
-The gate itself is native (csrc/bind/step_gate.cc), so that a signal handler that raises cannot leave it half changed.
+The gate itself is native (csrc/python/step_gate.cc), so that a signal handler that raises cannot leave it half changed.
 """
 
 import logging

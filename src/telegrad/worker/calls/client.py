@@ -1,4 +1,4 @@
-"""The calling side: what the native client (csrc/bind/client.cc) leaves to Python.
+"""The calling side: what the native client (csrc/python/client.cc) leaves to Python.
 
 The client resolves, encodes, sends and completes a call. What the codec cannot encode or decode, it has encoded by
 `Calls.encode_slow` and decoded by `Calls.result`.

@@ -1,4 +1,4 @@
-"""The serving side: what the native server (csrc/bind/server.cc) leaves to Python.
+"""The serving side: what the native server (csrc/python/server.cc) leaves to Python.
 
 The server decodes, runs and answers a request. Python has a part in it where the codec cannot decode or encode, where
 the caller's state has to be entered, and where a result or an error has to wait.
