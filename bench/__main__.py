@@ -1,4 +1,4 @@
-"""Measure Telegrad, its competitors and the baseline in one run, and print one table.
+"""Measure Telegrad, its competitors and the baseline; print one table.
 
 Run `make bench` or `python -m bench`. It also writes results.json and pictures. README.md describes the method and how
 to add a row.

@@ -26,7 +26,7 @@ SHOWN = 160  # characters of a failure in the table
 
 @dataclass
 class Results:
-    """Samples of each round for each row and competitor, or the reason for having none.
+    """Samples of each round for each row and competitor, or the reason for none.
 
     Also the distance of the cores in each turn, and the time that turns waited for near cores.
     """
@@ -233,7 +233,7 @@ def _record(row: str, measure: Callable[[], Samples], found: Path, near: float |
 
 
 def read(found: Path, name: str, results: Results) -> str | None:
-    """Read the records of a turn into `results`; return the row that began and did not end."""
+    """Read the records of a turn into `results`; return the row without an end."""
     begun = None
     for line in found.read_text().splitlines() if found.exists() else ():
         record = json.loads(line)

@@ -1,4 +1,4 @@
-"""The table: a line per row, with Telegrad, the baseline and the competitors as columns."""
+"""Table with a line per row; columns: the baseline, Telegrad and competitors."""
 
 from collections.abc import Mapping, Sequence
 from string import ascii_lowercase

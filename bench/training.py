@@ -166,7 +166,7 @@ def train(package: str, server: Any, batch: int, seconds: float) -> tuple[int, i
 
 
 def train_together(client: Client, batch: int, warm_up: float, seconds: float) -> tuple[int, int]:
-    """Train on all workers but the server (worker 1) at once; return the sums of `train`."""
+    """Train on all workers but the server (worker 1); return the sums of `train`."""
     framework = Framework(client.rpc_parent)
     rpc, package = framework.rpc, framework.package
     server = rpc.remote(SERVER, Server, args=(package, ConvNet))

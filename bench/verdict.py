@@ -51,7 +51,7 @@ class RowVerdict:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RowVerdict":
-        """Read a row from JSON; the competitors that are ahead are computed from its figures."""
+        """Read a row from JSON; compute the competitors ahead from its figures."""
         figures = {name: Figure.from_json(one) for name, one in data["figures"].items()}
         has_verdict = data["has verdict"]
         return cls(

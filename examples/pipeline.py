@@ -30,7 +30,10 @@ COLD = 5  # first steps, which are not measured
 
 
 def one_forward_one_backward(stage: int, stages: int) -> list[tuple[str, int]]:
-    """Return the order of a stage's passes: stages near the end run fewer forward passes ahead of backward ones."""
+    """Return the order of a stage's passes.
+
+    Stages near the end run fewer forward passes ahead of backward ones.
+    """
     ahead = stages - stage
     passes = [("F", i) for i in range(ahead)]
     for i in range(MICRO_BATCHES):
@@ -95,8 +98,8 @@ def forward(stages: list[rpc.RRef[Stage]], images: Tensor) -> Tensor:
 
 
 def run_pipeline(stages: list[rpc.RRef[Stage]], images: Tensor, labels: Tensor) -> list[list[Span]]:
-    neighbours = zip([None, *stages], stages, [*stages[1:], None], strict=False)
-    running = [stage.rpc_async().run(before, after) for before, stage, after in neighbours]
+    neighbors = zip([None, *stages], stages, [*stages[1:], None], strict=False)
+    running = [stage.rpc_async().run(before, after) for before, stage, after in neighbors]
     for i, (x, y) in enumerate(zip(images.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True)):
         stages[0].rpc_async().put("F", i, x)
         stages[-1].rpc_async().put("B", i, y)

@@ -104,7 +104,10 @@ def rename(table: str) -> None:
 
 
 def replaced(file: Path, text: str, rows: dict[str, str]) -> str:
-    """Replace identifiers. Plain English words are replaced where they are names, not in comments and prose."""
+    """Replace identifiers.
+
+    English words are replaced where they are names, not in comments and prose.
+    """
     words = {old: new for old, new in rows.items() if old.isalpha() and old in (old.lower(), old.capitalize())}
     others = {old: new for old, new in rows.items() if old not in words}
     if others:

@@ -1,4 +1,6 @@
-"""Generate csrc/wire/constants.h from src/telegrad/wire: python tools/wire_header.py [--check].
+"""Generate csrc/wire/constants.h from src/telegrad/wire.
+
+Run python tools/wire_header.py [--check].
 
 Both languages read these numbers. Python defines them; the header has the same names as constants. `--check` fails if
 the header differs from what would be generated.
@@ -54,7 +56,7 @@ def generate() -> str:
 
 
 def load(file: Path) -> ModuleType:
-    """Load a module of telegrad.wire alone: the package itself needs the compiled core."""
+    """Load a module of telegrad.wire alone: the package needs the compiled core."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

@@ -1,11 +1,14 @@
 // Baseline of the machine: the operations that a call needs, without a framework. Prints one time in seconds per line.
 //
-//     baseline ring SECONDS               a round trip through shared memory between two processes that spin
-//     baseline apart                      the same at its best, between the first and the last core this process may
-//     use baseline memcpy BYTES SECONDS       a copy within warm memory baseline echo SECONDS               a round
-//     trip of 64 bytes over loopback TCP baseline stream BYTES SECONDS       bytes one way over loopback TCP, and a
-//     byte back baseline serve ADDRESS              answers one `baseline send`; prints its port first baseline send
-//     ADDRESS PORT BYTES SECONDS
+// clang-format off
+//     baseline ring SECONDS                            round trip through shared memory between two spinning processes
+//     baseline apart                                   the same at its best, between the first and last allowed core
+//     baseline memcpy BYTES SECONDS                    copy within warm memory
+//     baseline echo SECONDS                            round trip of 64 bytes over loopback TCP
+//     baseline stream BYTES SECONDS                    bytes one way over loopback TCP, and a byte back
+//     baseline serve ADDRESS                           serves one `baseline send`; prints its port first
+//     baseline send ADDRESS PORT BYTES SECONDS         the same as stream, to `baseline serve`
+// clang-format on
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <sched.h>

@@ -1,4 +1,4 @@
-"""Instructions per call, counted by callgrind, which is free of the machine's noise."""
+"""Instructions per call, counted by callgrind."""
 
 import pytest
 

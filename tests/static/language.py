@@ -1,0 +1,135 @@
+"""Rules of STYLE.md that a program can check: words, pronouns, first lines of docstrings.
+
+The rules are data. A key of `REPLACEMENTS` is a regular expression of whole words; its value says what to write
+instead. A space in a key also matches `_` and the border between the words of a CamelCase name, so that prose and
+identifiers are checked alike. `NAMES` are checked in code only.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PRONOUNS = "who|whom|whose|whoever|nobody|somebody|everybody|anybody|someone|anyone|everyone|themselves|himself|herself"
+PRONOUNS_PER_1000 = {"code": 1.0, "documents": 5.0}
+
+FIRST_LINE = 80  # characters
+BAD_FIRST_WORDS = "What|Who|Whoever|It|The same|As|One|All|Those"
+
+REPLACEMENTS = {
+    "short way|short path|goes short": "fast path",
+    "long way|general way|at length": "slow path",
+    "whoever": "the caller, the peer, the thread ...",
+    "(comes?|came|coming|brought|goes|went|go|sent|sends?) home": "return, returned, zero-copy return",
+    "time-?outs? of some|time-outs?": "timeout",
+    "in place of": "instead of",
+    "anew|afresh": "again",
+    r"some \d[\d,.]* (s|ms|us|seconds|MB|KB|GB)": "about 3 s",
+    "(?:is|are|was|were|be|been|being) told": "is notified of",
+    "let(s|ting)? go": "release",
+    "bury|buries|buried": "mark_closed",
+    "doors?": "listener, accept",
+    "commons": "multicast buffer, MulticastArena",
+    "polling role|role of polling|who polls|holds? the role": "leader",
+    "glances?": "poll, check",
+    "nudge[sd]?|nudging": "request_callback, notify",
+    "doorbells?": "wake-up fd",
+    "timekeeper": "timer thread",
+    "strangers?": "unauthenticated connection",
+    "liars?": "malicious peer",
+    "in vain": "without effect, wasted",
+    "beside": "alongside, next to",
+    "by itself": "on its own",
+    "lies|lay": "resides, is in",
+    "stands? in": "is in",
+    "in hand": "is processing",
+    "so many": "the given number of",
+    "(has|have|had|take|takes|took|without) a look": "check",
+    "looks? at": "check, read, inspect",
+    "the word that": "the notification that",
+    "surroundings": "PythonEnv",
+    "unhurried": "MIN_FAST_TIMEOUT",
+    "without a word": "without output, without an error",
+    "keeps? quiet": "sends nothing",
+    "culprits?": "the value that cannot be pickled",
+    "behaviours?|colours?|neighbours?|favour\\w*|honour\\w*|centre[ds]?": "American spelling: behavior, color",
+    "(serial|optim|initial|recogn|organ|synchron|normal|final|character|general)is(e[ds]?|ing|ation\\w*)": (
+        "American spelling: serialize, optimize"
+    ),
+}
+"""Words of prose and identifiers."""
+
+NAMES = {
+    "PlainCalls|PlainPool|Unusual|NotMade|NotYet|EndedEngine|Footprint": "the name in GLOSSARY.md",
+    "linger|MAY_LINGER|cookie": "keep-alive, MUST_DELIVER; completion target",
+    "assert_nothing_left|abandon|let_go_of_frames": "assert_quiescent, detach_after_fork, clear_frames",
+}
+"""Words of identifiers only: in prose they may mean something else."""
+
+_BORDERS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")
+_GAP = r"(?:\s+(?:(?:#|///?|\*)\s*)?)"  # between two words, which may stand on two lines of a comment
+_PATTERNS = [
+    (re.compile(rf"\b(?:{key.replace(' ', _GAP)})\b", re.IGNORECASE), instead) for key, instead in REPLACEMENTS.items()
+]
+_NAMES = [(re.compile(rf"(?<![a-zA-Z0-9])(?:{key})(?![a-zA-Z0-9])"), instead) for key, instead in NAMES.items()]
+_PRONOUNS = re.compile(rf"\b(?:{PRONOUNS})\b", re.IGNORECASE)
+_BAD_FIRST_WORDS = re.compile(rf"(?:{BAD_FIRST_WORDS})\b")
+
+
+@dataclass(frozen=True)
+class Breach:
+    line: int
+    found: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.found!r}; write: {self.instead}"
+
+
+def split_names(text: str) -> str:
+    """Split identifiers into words; lines stay the same."""
+    return _BORDERS.sub(" ", text)
+
+
+def word_breaches(text: str, *, code: bool) -> list[Breach]:
+    """Return the banned words of a file, those of `NAMES` in code only."""
+    words = split_names(text)
+    found = [
+        Breach(words.count("\n", 0, match.start()) + 1, " ".join(match[0].split()), instead)
+        for pattern, instead in _PATTERNS
+        for match in pattern.finditer(words)
+    ]
+    if code:
+        found += [
+            Breach(text.count("\n", 0, match.start()) + 1, match[0], instead)
+            for pattern, instead in _NAMES
+            for match in pattern.finditer(text)
+        ]
+    return sorted(found, key=lambda breach: breach.line)
+
+
+def pronouns(text: str) -> list[Breach]:
+    """Return the personal pronouns of a file."""
+    return [
+        Breach(number, match[0], "the caller, the peer, no thread ...")
+        for number, line in enumerate(split_names(text).splitlines(), 1)
+        for match in _PRONOUNS.finditer(line)
+    ]
+
+
+def docstring_breaches(source: str) -> list[Breach]:
+    """Return the docstrings of a Python file whose first line is too long or begins with a bad word."""
+    return [breach for node in ast.walk(ast.parse(source)) for breach in _docstring_breaches(node)]
+
+
+def _docstring_breaches(node: ast.AST) -> Iterator[Breach]:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    lines = (ast.get_docstring(node) or "").splitlines()
+    if not lines:
+        return
+    number = node.body[0].lineno
+    if len(lines[0]) > FIRST_LINE:
+        yield Breach(number, lines[0], f"a first line of at most {FIRST_LINE} characters")
+    if bad := _BAD_FIRST_WORDS.match(lines[0]):
+        yield Breach(number, bad[0], "what the function does (imperative), or what the class is (noun)")
