@@ -28,7 +28,7 @@ class OneWorker:
     """Subset of a worker that optimizers use."""
 
     def __init__(self) -> None:
-        self.extras: dict[str, Any] = {}
+        self.attachments: dict[str, Any] = {}
 
 
 def microseconds(function: Callable[[], object], batch: int = 1, repeats: int = 300) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["FOREVER", "SharedDeadline", "nanoseconds"]
 
 FOREVER = 1e9  # s; longer timeouts, infinity too, are none
-_MORE = 1.0  # s
+_MIN_STEP = 1.0  # s
 
 
 def nanoseconds(seconds: Any) -> int:
@@ -53,4 +53,4 @@ class SharedDeadline:
         if not self._seconds:
             return 0.0
         left = self._deadline - time.monotonic()
-        return max(left, min(_MORE, left + _MORE), 0.001)
+        return max(left, min(_MIN_STEP, left + _MIN_STEP), 0.001)

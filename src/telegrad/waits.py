@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["EVERY", "FIRST", "SLICE", "Wait", "wait_for"]
+__all__ = ["FIRST_LOG", "LOG_INTERVAL", "SIGNAL_CHECK_INTERVAL", "Wait", "wait_for"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-FIRST, EVERY = 5.0, 30.0  # s until the log tells of a wait, and until it does so again
-SLICE = 1.0  # s of a wait that signals may end, between two looks for them
+FIRST_LOG, LOG_INTERVAL = 5.0, 30.0  # s until the log tells of a wait, and until it does so again
+SIGNAL_CHECK_INTERVAL = 1.0  # s of a wait that signals may end, between two looks for them
 
 
 class Wait:
@@ -20,19 +20,19 @@ class Wait:
     Args:
         who: waits: name and rank.
         timeout: seconds.
-        look: called again and again while the wait lasts; what it raises ends the wait.
+        check: called again and again while the wait lasts; what it raises ends the wait.
         every: seconds between two looks.
     """
 
-    def __init__(self, who: str, timeout: float, look: Callable[[], None] | None = None, every: float = 0.5) -> None:
+    def __init__(self, who: str, timeout: float, check: Callable[[], None] | None = None, every: float = 0.5) -> None:
         self.who = who
         self.timeout = timeout
-        self._look = look
+        self._check = check
         self._every = every
-        self._mark_sent = time.monotonic()
-        self._until = self._mark_sent + timeout
-        self._next_look = self._mark_sent + every
-        self._next_line = self._mark_sent + FIRST
+        self._begun = time.monotonic()
+        self._until = self._begun + timeout
+        self._next_check = self._begun + every
+        self._next_line = self._begun + FIRST_LOG
 
     @property
     def left(self) -> float:
@@ -43,8 +43,8 @@ class Wait:
         """Seconds until there is something to do besides waiting; more than 0."""
         now = time.monotonic()
         ends = [self._until, self._next_line]
-        if self._look is not None:
-            ends.append(self._next_look)
+        if self._check is not None:
+            ends.append(self._next_check)
         return max(min(ends) - now, 0.001)
 
     def step(self, for_what: Callable[[], tuple[str, str]]) -> None:
@@ -54,18 +54,18 @@ class Wait:
             for_what: asked when the log is to tell: who is waited for, and where; and what the last attempt met, or "".
         """
         now = time.monotonic()
-        if self._look is not None and now >= self._next_look:
-            self._next_look = now + self._every
-            self._look()
+        if self._check is not None and now >= self._next_check:
+            self._next_check = now + self._every
+            self._check()
         if now < self._next_line:
             return
-        self._next_line = now + EVERY
+        self._next_line = now + LOG_INTERVAL
         others, last = for_what()
         logger.warning(
             "%s is waiting for %s since %.3g s%s",
             self.who,
             others,
-            now - self._mark_sent,
+            now - self._begun,
             f"; last: {last}" if last else "",
         )
 
@@ -83,7 +83,7 @@ def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
         False if the event has not come when the time is up.
     """
     until = math.inf if timeout is None else time.monotonic() + timeout
-    while not event.wait(max(min(until - time.monotonic(), SLICE), 0.0)):
+    while not event.wait(max(min(until - time.monotonic(), SIGNAL_CHECK_INTERVAL), 0.0)):
         if time.monotonic() >= until:
             return False
     return True

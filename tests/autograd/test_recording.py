@@ -416,8 +416,8 @@ def test_a_picklers_tensors_are_recorded(context: Context) -> None:
 
 
 def test_calls_of_its_own_stay_outside(four: Cluster, context: Context) -> None:
-    four[0]._worker.internal(1, grad_mode, (), 5.0).wait()
-    assert four[0]._worker.internal(1, grad_mode, (), 5.0).wait() == (True, False)
+    four[0]._worker.start_internal(1, grad_mode, (), 5.0).wait()
+    assert four[0]._worker.start_internal(1, grad_mode, (), 5.0).wait() == (True, False)
     rref = rpc.remote("w1", Doubler)
     rref.to_here()
     asked = context.asked[1]

@@ -17,7 +17,7 @@ class OneWorker:
     """What `versions` wants of a worker."""
 
     def __init__(self) -> None:
-        self.extras: dict[str, Any] = {}
+        self.attachments: dict[str, Any] = {}
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_a_worker_without_an_optimizer_pays_nothing() -> None:
     assert saved_tensors.protection_of(idle) is None
     with saved_tensors.between_steps(idle):
         pass
-    assert not idle.extras
+    assert not idle.attachments
 
 
 def test_functional_transforms_want_to_be_unprotected(protection: Protection) -> None:

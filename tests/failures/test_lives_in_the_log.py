@@ -221,8 +221,8 @@ def test_members_of_a_dynamic_group_come_and_go(caplog: pytest.LogCaptureFixture
     eventually(lambda: any("is gone" in line for line in said(caplog)))
     first.shutdown()
     lines = [line.partition(";")[0] for line in said(caplog)]
-    assert "worker first joined as rank 0 of a dynamic group, beside 0 others" in lines
-    assert "worker second joined as rank 1 of a dynamic group, beside 1 others" in lines
+    assert "worker first joined as rank 0 of a dynamic group with 0 others" in lines
+    assert "worker second joined as rank 1 of a dynamic group with 1 others" in lines
     assert "worker second is gone from the group of first: it left the group" in lines
     assert lines[-1] == "worker first left its group"
     assert said(caplog, logging.WARNING) == []

@@ -267,7 +267,7 @@ def test_shutdown_without_grace_ends_a_graceful_one_that_hangs() -> None:
 
         hangs = threading.Thread(target=end)
         hangs.start()
-        eventually(lambda: w[0]._worker.ending.locked())
+        eventually(lambda: w[0]._worker.shutdown_lock.locked())
         w[0].shutdown(graceful=False)
         assert gave_up.wait(10)
         hangs.join()

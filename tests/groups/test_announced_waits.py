@@ -29,7 +29,7 @@ SHORT = 0.3  # s
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Return the log lines of waits, which are logged at once."""
-    monkeypatch.setattr(waits, "FIRST", 0.0)
+    monkeypatch.setattr(waits, "FIRST_LOG", 0.0)
     caplog.set_level(logging.WARNING, "telegrad")
     return lambda: [r.getMessage() for r in caplog.records if "is waiting for" in r.getMessage()]
 
@@ -86,7 +86,7 @@ def test_host_that_has_not_come(said: Callable[[], list[str]]) -> None:
 def test_host_on_another_machine_that_has_not_come(
     said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "_is_here", lambda *_: False)
+    monkeypatch.setattr(stores, "_is_local", lambda *_: False)
     port = free_port()
     with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s"):
         meet(1, f"tcp://127.0.0.1:{port}")
@@ -156,7 +156,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 )
 @pytest.mark.parametrize("here", [True, False])
 def test_another_program_has_the_port(server: Any, answer: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_is_here", lambda *_: here)
+    monkeypatch.setattr(stores, "_is_local", lambda *_: here)
     where = f"tcp://127.0.0.1:{server.server_port}"
     text = rf"the program at 127.0.0.1:{server.server_port} is not the store of a group, but {answer}"
     with pytest.raises(TelegradError, match=text):
@@ -180,7 +180,7 @@ def test_another_group_has_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_program_has_the_port_and_says_nothing(
     server: Any, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "_PATIENCE", 0.1)
+    monkeypatch.setattr(probing, "_TIMEOUT", 0.1)
     with pytest.raises(RuntimeError, match="met: the port is open, but its program does not reply as a store does"):
         meet(1, f"tcp://127.0.0.1:{server.server_port}")
     assert said()[0].endswith("; last: the port is open, but its program does not reply as a store does")
@@ -257,7 +257,7 @@ def test_lock_of_a_dynamic_group(said: Callable[[], list[str]]) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=SHORT))
     with (
-        rendezvous.membership(store, "slow", joining=True),
+        rendezvous.membership_lock(store, "slow", joining=True),
         pytest.raises(TelegradError, match="the group's lock back"),
     ):
         Worker("quick", store=store)
@@ -286,7 +286,7 @@ import sys
 from telegrad import rpc
 from telegrad.group import attempts
 from telegrad import waits
-waits.FIRST, attempts._SELDOM = 0.0, 60.0  # nothing but the signal ends a pause
+waits.FIRST_LOG, attempts._OUTSIDE_CHECK = 0.0, 60.0  # nothing but the signal ends a pause
 rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=rpc.Options(init_method=sys.argv[1], rpc_timeout=50))
 """
 

@@ -194,7 +194,7 @@ def closed() -> Kept:
         lambda kept: kept.workers[0].rref(1),
         lambda kept: kept.cores[0].rpc_sync("w1", abs, (-1,)),
         lambda kept: kept.cores[0].rpc_async(1, abs, (-1,)),
-        lambda kept: kept.cores[0].internal(1, abs, (-1,), 5),
+        lambda kept: kept.cores[0].start_internal(1, abs, (-1,), 5),
         lambda kept: kept.cores[0].calls.client.call(1, abs, (-1,), {}, 0),
         lambda kept: kept.cores[0].calls.client.start(1, abs, (-1,), {}, 0),
         lambda kept: kept.cores[0].add_member(kept.cores[1].member),
@@ -324,7 +324,7 @@ def test_no_loop_starts_after_the_end(monkeypatch: pytest.MonkeyPatch, capfd: py
         gate.wait_for()
     gate.open()
     eventually(lambda: not core.pool.threads(), PATIENCE)
-    core.timers.later(0.0, lambda: ran.value.append(2))
+    core.timers.call_later(0.0, lambda: ran.value.append(2))
     assert not [t for t in threading.enumerate() if t.name in ("telegrad-w1-loop", "telegrad-w1-timers")]
     assert ran.value == []
     with pytest.raises(NotInitialized):

@@ -35,8 +35,10 @@ def test_a_guest_at_the_store_of_the_group_before(by_port: bool, monkeypatch: py
     port = free_port()
     options = Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=30)
     if by_port:
-        monkeypatch.setattr(stores, "_is_here", lambda *_: False)
-    before: list[Any] = [hosting.as_host(hosting.StoreAddress("127.0.0.1", port, 0, True), timedelta(seconds=30))]
+        monkeypatch.setattr(stores, "_is_local", lambda *_: False)
+    before: list[Any] = [
+        hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), timedelta(seconds=30))
+    ]
     number = _numbers.next
 
     def host_the_next_one() -> Worker:
@@ -52,7 +54,9 @@ def test_a_guest_at_the_store_of_the_group_before(by_port: bool, monkeypatch: py
 
 def test_a_guest_whose_store_goes_for_good() -> None:
     port = free_port()
-    before: list[Any] = [hosting.as_host(hosting.StoreAddress("127.0.0.1", port, 0, True), timedelta(seconds=30))]
+    before: list[Any] = [
+        hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), timedelta(seconds=30))
+    ]
     number = _numbers.next
 
     def end() -> None:

@@ -39,7 +39,9 @@ def test_a_member_leaves_though_the_stores_host_has_stopped(tmp_path: Path, capl
         assert time.monotonic() - start < END
         assert worker._worker.closed
         os.kill(host.process.pid, signal.SIGCONT)
-    assert "w0 leaves its group without the store, whose host is silent: the host of the group's store" in caplog.text
+    assert (
+        "w0 leaves its group without the store, whose host does not reply: the host of the group's store" in caplog.text
+    )
 
 
 class Silent:
@@ -71,7 +73,7 @@ def test_whether_the_group_was_given_up_is_not_waited_for() -> None:
     store.answers.clear()
     try:
         assert not rendezvous.is_abandoned(store, SOON)
-        rendezvous.abandon(store, SOON)
+        rendezvous.mark_abandoned(store, SOON)
     finally:
         store.answers.set()
 

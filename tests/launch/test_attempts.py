@@ -95,13 +95,13 @@ def test_rank_0_of_an_attempt_that_was_followed_gives_up(store: Any, of_run: Cal
     with pytest.raises(
         Superseded, match=r"w0 \(rank 0\) belongs to an attempt of the run that a later one has replaced"
     ):
-        late.look()
+        late.check()
     with pytest.raises(Superseded, match=r"belongs to attempt 0 of the run, but attempt 1 has begun"):
         late.part()
 
 
 class _Overtaken:
-    """A store at which another worker does something right after the first look at a key."""
+    """A store at which another worker does something right after the first check at a key."""
 
     def __init__(self, store: Any, meanwhile: Callable[[], object]) -> None:
         self._store = store
@@ -136,7 +136,7 @@ def test_an_announcement_does_not_replace_a_later_one(store: Any, of_run: Callab
         Attempts(store, "w0", 0, 1.0).part()
     with pytest.raises(Superseded, match="belongs to attempt 0 of the run, but attempt 1 has begun"):
         Attempts(_Overtaken(store, begin_next), "w0", 0, 1.0).part()
-    later[0].look()
+    later[0].check()
 
 
 def test_runs_at_one_store(store: Any, of_run: Callable[..., None]) -> None:
@@ -151,11 +151,11 @@ def test_rank_1_that_no_agent_has_started(store: Any, of_run: Callable[..., None
     of_run(None)
     outside = Attempts(store, "w1", 1, 30.0)
     assert outside.part() is store
-    outside.look()
+    outside.check()
     of_run("job")
     Attempts(store, "w0", 0, 30.0).part().set("written", "by rank 0")
     with pytest.raises(Superseded) as moved:
-        outside.look()
+        outside.check()
     assert outside.another(moved.value)
     assert outside.part().get("written") == b"by rank 0"
 

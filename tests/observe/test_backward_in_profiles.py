@@ -79,7 +79,7 @@ def test_what_other_threads_do_for_this_one_joins_its_profile(profile: Any, thre
     """A pool thread that handles a reply of the pass is recorded."""
     calls = three[0]._worker.calls
     with profile() as prof:
-        beside = tracing.observer.beside(calls)
+        beside = tracing.observer.side_thread_recording(calls)
 
         def help_out() -> None:
             with beside:
@@ -109,7 +109,9 @@ def test_a_recording_goes_on_after_it_was_drained_inside_a_range() -> None:
 def test_nobody_records_beside_a_thread_that_is_not_profiled(three: Cluster) -> None:
     with profiler_legacy.profile():
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(tracing.observer.beside(three[0]._worker.calls)))
+        thread = threading.Thread(
+            target=lambda: found.append(tracing.observer.side_thread_recording(three[0]._worker.calls))
+        )
         thread.start()
         thread.join(10)
     assert found == [None]

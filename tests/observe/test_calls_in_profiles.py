@@ -223,7 +223,7 @@ def test_the_next_call_may_be_given_a_name(profile: Any) -> None:
 def test_internal_calls_are_not_shown(profile: Any, three: Cluster) -> None:
     core = three[0]._worker
     with profile() as prof:
-        core.internal(1, double, (X,), 10.0).wait()
+        core.start_internal(1, double, (X,), 10.0).wait()
     assert not [event for event in events(prof) if "rpc_" in event.name]
 
 

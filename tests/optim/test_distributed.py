@@ -245,7 +245,7 @@ def test_an_optimizer_that_goes_leaves_nothing(w: Cluster) -> None:
     for worker in w:
         assert_quiescent(worker)
         gc.collect()  # a handler's frames may hold the last of them in a circle
-        eventually(lambda worker=worker: not worker._worker.extras.get("optim.parameters"))  # type: ignore[misc]
+        eventually(lambda worker=worker: not worker._worker.attachments.get("optim.parameters"))  # type: ignore[misc]
 
 
 # ---- what else the package offers

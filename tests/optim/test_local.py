@@ -16,7 +16,7 @@ class OneWorker:
     """The interface of a worker that a local optimizer uses."""
 
     def __init__(self) -> None:
-        self.extras: dict[str, Any] = {}
+        self.attachments: dict[str, Any] = {}
 
 
 class Plain(optim.Optimizer):

@@ -192,7 +192,7 @@ def test_no_step_becomes_visible_while_a_handler_runs(w: Cluster, holder: RRef[H
             step_of(w, 2, holder, optimizer)
 
         def let_go() -> None:
-            gate = w[0]._worker.extras["autograd.protection"].gate
+            gate = w[0]._worker.attachments["autograd.protection"].gate
             eventually(lambda: gate.waiting, what="a step that waits")
             assert torch.equal(holder.local_value().weight, torch.full((3,), 3.0))
             door.open()
@@ -264,7 +264,7 @@ def test_one_that_waits_for_the_step_that_waits_for_it(
     w: Cluster, holder: RRef[Holder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = optimizer_on(w, 2, holder)
-    monkeypatch.setattr(w[0]._worker.extras["autograd.protection"].gate, "max_wait", 0.1)
+    monkeypatch.setattr(w[0]._worker.attachments["autograd.protection"].gate, "max_wait", 0.1)
     door = Gate()
     with w[1], autograd.context() as context_id, caplog.at_level(logging.WARNING, "telegrad"):
         mine = proxied(w, 1, holder)
@@ -309,7 +309,7 @@ def test_between_steps(w: Cluster, holder: RRef[Holder]) -> None:
     optimizer = optimizer_on(w, 2, holder)
     weight = holder.local_value().weight
     with w[0], between_steps():
-        gate = w[0]._worker.extras["autograd.protection"].gate
+        gate = w[0]._worker.attachments["autograd.protection"].gate
         eventually(lambda: gate.handlers == 1)  # handlers before have left it
         assert torch.equal(weight, torch.full((3,), 3.0))
     step_of(w, 2, holder, optimizer)

@@ -175,4 +175,4 @@ def test_a_canceled_await_leaves_no_leak_and_no_noise(
         del gate
         eventually(lambda: under_way() == 0)
         eventually(lambda: gc.collect() is not None and here() is None)
-    assert not [r for r in caplog.records if "nobody" in r.getMessage() or r.name == "asyncio"]
+    assert not [r for r in caplog.records if "did not" in r.getMessage() or r.name == "asyncio"]

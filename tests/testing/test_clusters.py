@@ -146,7 +146,7 @@ def test_what_is_under_way_ends_first() -> None:
         gate.wait_for()
 
         def open_when_it_ends() -> None:
-            eventually(lambda: all(core.ending.locked() for core in cores), LONG)
+            eventually(lambda: all(core.shutdown_lock.locked() for core in cores), LONG)
             assert not future.done()
             gate.open()
 

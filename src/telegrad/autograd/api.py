@@ -54,7 +54,7 @@ class context:
         self._service, self._inner = _enter(self._outer)
         opened: Context = self._inner.autograd
         self._context = opened
-        self._guard = self._service.within(opened)
+        self._guard = self._service.context_guard(opened)
         if self._guard is not None:
             self._guard.__enter__()
         return opened.id

@@ -187,7 +187,7 @@ class Contexts:
             context.asked = {}
             self._leave(context, "this worker shuts down")
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child: locks may be held by threads that are not there."""
         self._closed = True
         self._lock = threading.Lock()

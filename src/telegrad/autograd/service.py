@@ -47,7 +47,7 @@ class Autograd:
         if calls.send_filter is None:
             calls.client.tell(peer, ended)
         else:
-            calls.filtered("Cleanup", False, peer, partial(calls.client.tell, peer, ended))
+            calls.send_filtered("Cleanup", False, peer, partial(calls.client.tell, peer, ended))
 
     def on_ended(self, peer: int, plain: Any) -> None:
         """A peer says that a context has ended."""
@@ -60,7 +60,7 @@ class Autograd:
 
     # ---- code that runs in a context
 
-    def running(self, context: Context) -> HandlerGuard | None:
+    def handler_guard(self, context: Context) -> HandlerGuard | None:
         """Around the run of a handler; see `telegrad.autograd.consistency.saved_tensors`."""
         protection = protection_of(self.worker)
         return None if protection is None else protection.handler_guard(context.id)
@@ -68,9 +68,9 @@ class Autograd:
     @property
     def plain(self) -> bool:
         """Is there nothing around the run of a handler?"""
-        return PROTECTION not in self.worker.extras
+        return PROTECTION not in self.worker.attachments
 
-    def within(self, context: Context) -> BodyGuard | None:
+    def context_guard(self, context: Context) -> BodyGuard | None:
         """Around other code."""
         protection = protection_of(self.worker)
         return None if protection is None else protection.context_guard(context.id)
@@ -93,9 +93,9 @@ class Autograd:
         self.passes.close()
         self.contexts.close()
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child."""
-        self.contexts.abandon()
+        self.contexts.detach_after_fork()
 
     def left(self) -> dict[str, int]:
         """What there must be none of when nothing is under way."""

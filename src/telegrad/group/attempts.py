@@ -24,11 +24,11 @@ from telegrad.waits import Wait
 
 __all__ = ["Attempts", "Superseded"]
 
-_OFTEN, _SELDOM = 0.5, 2.0  # s between two checks for a later attempt, in a run and outside of one
-_SOONEST, _LATEST = 0.005, 0.1  # s between two checks for another announcement
+_RUN_CHECK, _OUTSIDE_CHECK = 0.5, 2.0  # s between two checks for a later attempt, in a run and outside of one
+_MIN_PAUSE, _MAX_PAUSE = 0.005, 0.1  # s between two checks for another announcement
 
 
-class Superseded(rendezvous.Refused):
+class Superseded(rendezvous.JoinRefused):
     """Another attempt was announced while this worker tried to join one."""
 
 
@@ -55,7 +55,7 @@ class Attempts:
         self._key = ATTEMPT if self._run is None else f"{ATTEMPT}/{self._run}"
         self._tried: set[str] = set()
         self._current = ""
-        self._failure: rendezvous.Refused | None = None
+        self._failure: rendezvous.JoinRefused | None = None
 
     def part(self) -> Any:
         """Return the part of the store in which the latest attempt meets.
@@ -71,9 +71,9 @@ class Attempts:
 
     def wait(self, timeout: float) -> Wait:
         """Return the wait for the group of `part`; `Superseded` ends it."""
-        return Wait(self._who, timeout, self.look, _OFTEN if self._run is not None else _SELDOM)
+        return Wait(self._who, timeout, self.check, _RUN_CHECK if self._run is not None else _OUTSIDE_CHECK)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise `Superseded` if an attempt later than that of `part` was announced."""
         if self._rank == 0 and self._run is None:
             return
@@ -81,7 +81,7 @@ class Attempts:
         if latest and latest != self._current:
             raise Superseded(f"worker {self._who} belongs to an attempt of the run that a later one has replaced.")
 
-    def another(self, failure: rendezvous.Refused) -> bool:
+    def another(self, failure: rendezvous.JoinRefused) -> bool:
         """Return whether `part` may find another attempt after a failed one."""
         if self._rank == 0 or (self._run is None and not isinstance(failure, Superseded)):
             return False
@@ -113,7 +113,7 @@ class Attempts:
 
     def _find(self) -> str:
         """Return the attempt of this rank, or "" if rank 0 is outside of the run."""
-        pause = _SOONEST
+        pause = _MIN_PAUSE
         while True:
             latest = self._latest()
             if latest and latest not in self._tried and not self._is_over(latest):
@@ -127,9 +127,11 @@ class Attempts:
                 )
             if latest:
                 time.sleep(min(pause, self._wait.pause()))
-                pause = min(2 * pause, _LATEST)
+                pause = min(2 * pause, _MAX_PAUSE)
             else:
-                wait_for_keys(self._store, [self._key], Wait(self._who, min(_OFTEN, self._wait.pause())), self._awaited)
+                wait_for_keys(
+                    self._store, [self._key], Wait(self._who, min(_RUN_CHECK, self._wait.pause())), self._awaited
+                )
             self._wait.step(self._awaited)
 
     def _awaited(self) -> tuple[str, str]:

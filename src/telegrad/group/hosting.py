@@ -23,7 +23,7 @@ from telegrad.group.addresses import is_loopback
 from telegrad.group.probing import plain, probe
 from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
 
-__all__ = ["StoreAddress", "TCPStore", "as_host", "host_store", "is_address", "is_own", "latest", "listen"]
+__all__ = ["StoreAddress", "TCPStore", "host_for_worker", "host_store", "is_address", "is_own", "latest", "listen"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -31,8 +31,8 @@ TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 latest: list[Any] = []
 """Store objects of the last static group, kept alive for the next one."""
 _HANDOVER = 3.0  # s for the previous group to end, once rank 0 of the next one wants its port
-_SOONEST, _LATEST = 0.001, 0.05  # s between two attempts
-_PROBE_PATIENCE = 2.0  # s
+_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.05  # s between two attempts
+_PROBE_TIMEOUT = 2.0  # s
 
 
 class StoreAddress(NamedTuple):
@@ -62,41 +62,41 @@ class _Host:
         TelegradError: another program has the port; `_PortIsTaken`: the store of another group has it.
     """
 
-    def __init__(self, place: StoreAddress, timeout: timedelta) -> None:
-        door, no_door = None, ""
+    def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
+        server, no_server = None, ""
         try:
-            door = UnixStoreServer(place.port)  # first: a client that finds the port open relies on the server
+            server = UnixStoreServer(address.port)  # first: a client that finds the port open relies on the server
         except OSError as e:
-            no_door = str(e)
+            no_server = str(e)
         try:
             # No socket means that a store has the port (perhaps one of this process), or that the address is not of
             # this machine. Torch's store then reports the error, or listens on all addresses.
-            self.store = host_store(place, timeout, listen(place.host, place.port))
+            self.store = host_store(address, timeout, listen(address.host, address.port))
         except BaseException as e:
-            if door is not None:
-                door.close()
+            if server is not None:
+                server.close()
             if isinstance(e, RuntimeError) and "EADDRINUSE" in str(e):
-                raise _port_is_taken(place) from None
+                raise _port_is_taken(address) from None
             raise
-        self.door = door
+        self.server = server
         self._users: weakref.WeakSet[LocalStore] = weakref.WeakSet()  # stores of this process's workers of rank 0
-        if door is None:
-            logger.info("workers of this host will reach the group's store by its port alone: %s", no_door)
+        if server is None:
+            logger.info("workers of this host will reach the group's store by its port alone: %s", no_server)
             return
         me = weakref.ref(self)
-        door.open(self.store, lambda: (host := me()) is not None and host._give_way())
-        weakref.finalize(self, door.leave)
+        server.open(self.store, lambda: (host := me()) is not None and host._release_port())
+        weakref.finalize(self, server.close_later)
 
-    def store_for(self, place: StoreAddress, timeout: timedelta) -> Any:
+    def store_for(self, address: StoreAddress, timeout: timedelta) -> Any:
         """Return the store for a worker. The host lives at least as long as it."""
-        if self.door is None:
+        if self.server is None:
             return self.store
-        store = LocalStore(place.host, place.port, timeout)
-        store.behind = self
+        store = LocalStore(address.host, address.port, timeout)
+        store.keep_alive = self
         self._users.add(store)
         return store
 
-    def _give_way(self) -> bool:
+    def _release_port(self) -> bool:
         """Give up the port to another process, unless a worker still uses the store."""
         if self._users:
             return False
@@ -104,16 +104,16 @@ class _Host:
         return True
 
 
-def _port_is_taken(place: StoreAddress) -> TelegradError:
+def _port_is_taken(address: StoreAddress) -> TelegradError:
     """Return the error of rank 0 for a port that is taken.
 
     Raises:
         TelegradError: the port is taken by another program, which the text names.
     """
-    met = probe(place.host, place.port, _PROBE_PATIENCE)
+    met = probe(address.host, address.port, _PROBE_TIMEOUT)
     other, kind = ("another program", TelegradError) if met else ("the store of another group", _PortIsTaken)
     return kind(
-        f"rank 0 cannot host the group's store at {place.host}:{place.port}: {other} has the port (EADDRINUSE)."
+        f"rank 0 cannot host the group's store at {address.host}:{address.port}: {other} has the port (EADDRINUSE)."
         " Give the group (MASTER_PORT, or init_method) a port that is free on the host of rank 0."
     )
 
@@ -124,15 +124,15 @@ _hosts: "weakref.WeakValueDictionary[int, _Host]" = weakref.WeakValueDictionary(
 def _forget_in_child() -> None:
     """Drop all hosts in a forked child, which must not hold its parent's sockets."""
     for host in list(_hosts.values()):
-        if host.door is not None:
-            host.door.abandon()
+        if host.server is not None:
+            host.server.detach_after_fork()
     _hosts.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def as_host(place: StoreAddress, timeout: timedelta) -> Any:
+def host_for_worker(address: StoreAddress, timeout: timedelta) -> Any:
     """Return the store and serve it to the workers of this host as well.
 
     Reuses the store that this process hosted for its last group at the same port.
@@ -140,41 +140,41 @@ def as_host(place: StoreAddress, timeout: timedelta) -> Any:
     Raises:
         TelegradError: the port is taken and did not become free in time.
     """
-    host = _hosts.get(place.port)
+    host = _hosts.get(address.port)
     if host is None:
         latest.clear()
-        host = _hosts[place.port] = _new_host(place, timeout)
-    store = host.store_for(place, timeout)
+        host = _hosts[address.port] = _new_host(address, timeout)
+    store = host.store_for(address, timeout)
     latest[:] = [host]
     return store
 
 
-def _new_host(place: StoreAddress, timeout: timedelta) -> _Host:
+def _new_host(address: StoreAddress, timeout: timedelta) -> _Host:
     """Host a store, and ask another process that still has the port to give it up."""
     until = time.monotonic() + min(_HANDOVER, timeout.total_seconds())
-    pause = _SOONEST
+    pause = _MIN_PAUSE
     while True:
         try:
-            return _Host(place, timeout)
+            return _Host(address, timeout)
         except _PortIsTaken:
             if time.monotonic() >= until:
                 raise
-        request_release(place.port)
+        request_release(address.port)
         time.sleep(pause)
-        pause = min(2 * pause, _LATEST)
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
-def host_store(place: StoreAddress, timeout: timedelta, listening: socket.socket | None) -> Any:
+def host_store(address: StoreAddress, timeout: timedelta, listening: socket.socket | None) -> Any:
     with listening or nullcontext():
         store = TCPStore(
-            place.host,
-            place.port,
+            address.host,
+            address.port,
             is_master=True,
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,  # a process group of this process may meet here as well
             master_listen_fd=None if listening is None else listening.fileno(),
-            use_libuv=place.libuv,
+            use_libuv=address.libuv,
         )
         if listening is not None:
             listening.detach()  # the store closes it

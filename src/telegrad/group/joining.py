@@ -46,7 +46,7 @@ def join_at(
     Raises:
         ValueError, RuntimeError: as of `stores.meet` and `join`.
     """
-    until = time.monotonic() + stores.patience(options)
+    until = time.monotonic() + stores.rendezvous_timeout(options)
     limit: float | None = None
     gone: RuntimeError | None = None
     prefix = ""
@@ -54,10 +54,10 @@ def join_at(
         while True:
             try:
                 store, its_rank, its_size = stores.meet(name, options, rank, world_size, ranks_needed, limit)
-            except StoreGone as too_late:
+            except StoreGone as timed_out:
                 if gone is None:
                     raise
-                raise too_late from gone
+                raise timed_out from gone
             try:
                 if not prefix:  # the group keeps its prefix, at whichever store it meets
                     prefix = joining.enter_context(prefix_of(store, options.init_method, its_size, its_rank))

@@ -14,7 +14,7 @@ __all__ = ["plain", "probe"]
 _VALIDATE, _PING, _MAGIC = 0, 13, 0x3C85F7CE
 _HELLO = struct.Struct("<BIBI")
 _NUMBER = struct.Struct("<I")
-_PATIENCE = 5.0  # s for one probe at most; a busy store may need as long
+_TIMEOUT = 5.0  # s for one probe at most; a busy store may need as long
 _HINT_AFTER = 1.0  # s until a line is sent, for servers that wait for one
 _SHOWN = 60  # bytes of another program's reply
 
@@ -33,7 +33,7 @@ def probe(host: str, port: int, timeout: float) -> str:
     Raises:
         TelegradError: another program listens there.
     """
-    timeout = min(timeout, _PATIENCE)
+    timeout = min(timeout, _TIMEOUT)
     until = time.monotonic() + timeout
     number = secrets.randbits(32)
     try:

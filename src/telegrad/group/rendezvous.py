@@ -26,14 +26,14 @@ from telegrad.waits import Wait
 
 __all__ = [
     "Group",
+    "JoinRefused",
     "Member",
-    "Refused",
     "StoreGone",
     "agree",
     "check_members",
     "gather_static",
     "has_members",
-    "membership",
+    "membership_lock",
     "read_members",
     "write_members",
 ]
@@ -46,7 +46,7 @@ _AGREEMENT = "agreement"
 _MEMBERS = "members"
 
 
-class Refused(TelegradError):
+class JoinRefused(TelegradError):
     """The group that meets here cannot have this worker."""
 
 
@@ -73,9 +73,9 @@ def agree(store: Any, secret: bytes | None, static: bool, world_size: int) -> Gr
     mine = _Agreement(static, world_size, secrets.token_hex(16), secrets.token_hex(32) if secret is None else "")
     agreed = _Agreement(**json.loads(_first(store, _AGREEMENT, json.dumps(mine._asdict()))))
     if agreed.static != static:
-        raise Refused(STATIC_AND_DYNAMIC)
+        raise JoinRefused(STATIC_AND_DYNAMIC)
     if agreed.world_size != world_size:
-        raise Refused(
+        raise JoinRefused(
             f"this worker was started with world_size={world_size}, but others of the group with"
             f" world_size={agreed.world_size}. Start all workers with the same world_size."
         )
@@ -116,13 +116,13 @@ def take_rank(store: Any, rank: int, name: str) -> None:
     mine = f"{name} {secrets.token_hex(8)}"
     taken = _first(store, f"rank/{rank}", mine)
     if taken != mine:
-        raise Refused(
+        raise JoinRefused(
             f"rank {rank} is taken by worker {taken.partition(' ')[0]}, so worker {name} cannot have it."
             " Give each worker a rank of its own."
         )
 
 
-def give_up(store: Any, rank: int, why: str) -> None:
+def mark_failed(store: Any, rank: int, why: str) -> None:
     """Tells those who wait that this rank will not come, unless another worker has it."""
     failure = json.dumps({"failed": f"the worker with rank {rank} failed to join: {why}", "rank": rank})
     if json.loads(store.compare_set(f"member/{rank}", "", failure)).get("rank") != rank:
@@ -134,29 +134,29 @@ def give_up(store: Any, rank: int, why: str) -> None:
     store.compare_set(_MEMBERS, "", failure)
 
 
-def gather_static(store: Any, me: Member, group: Group, world_size: int, wait: Wait) -> list[Member]:
+def gather_static(store: Any, member: Member, group: Group, world_size: int, wait: Wait) -> list[Member]:
     """Writes this member and waits for all others.
 
     Raises:
         RuntimeError: one of them failed, did not come in time, has another's name, or another secret.
     """
-    store.set(f"member/{me.id}", json.dumps(record_of(me, group)))
-    if me.id == 0:
-        written = _collect(store, me, group, world_size, wait)
+    store.set(f"member/{member.id}", json.dumps(record_of(member, group)))
+    if member.id == 0:
+        written = _collect(store, member, group, world_size, wait)
     else:
-        written = _wait_for_list(store, me, world_size, wait)
+        written = _wait_for_list(store, member, world_size, wait)
     found = json.loads(written)
     if "failed" in found:
         raise TelegradError(found["failed"])
     return [member_of(record, group) for record in found["members"]]
 
 
-def _collect(store: Any, me: Member, group: Group, world_size: int, wait: Wait) -> bytes:
+def _collect(store: Any, member: Member, group: Group, world_size: int, wait: Wait) -> bytes:
     """Rank 0: makes the list for all, or says why there is none."""
     keys = [f"member/{rank}" for rank in range(world_size)]
     try:
         if not wait_for_keys(store, keys, wait, lambda: _absent(store, world_size)):
-            raise _too_late(store, me, world_size, wait.timeout)
+            raise _timeout_error(store, member, world_size, wait.timeout)
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         written = [json.loads(each) for each in found]
         failed = next((each for each in written if "failed" in each), None)
@@ -165,7 +165,9 @@ def _collect(store: Any, me: Member, group: Group, world_size: int, wait: Wait) 
         _forget_secret(store, group, world_size)  # all have it who have written themselves
     except BaseException as e:
         with suppress(RuntimeError):
-            store.compare_set(_MEMBERS, "", json.dumps({"failed": str(e) or f"worker {me.name} has been interrupted"}))
+            store.compare_set(
+                _MEMBERS, "", json.dumps({"failed": str(e) or f"worker {member.name} has been interrupted"})
+            )
         raise
     return bytes(store.compare_set(_MEMBERS, "", json.dumps(failed or {"members": written})))
 
@@ -187,17 +189,17 @@ def _forget_secret(store: Any, group: Group, world_size: int) -> None:
                 file.write(b"0" * len(secret))
 
 
-def _wait_for_list(store: Any, me: Member, world_size: int, wait: Wait) -> bytes:
+def _wait_for_list(store: Any, member: Member, world_size: int, wait: Wait) -> bytes:
     """The other ranks."""
     if not wait_for_keys(store, [_MEMBERS], wait, lambda: _absent(store, world_size)):
-        raise _too_late(store, me, world_size, wait.timeout)
+        raise _timeout_error(store, member, world_size, wait.timeout)
     return bytes(store.get(_MEMBERS))
 
 
-def _too_late(store: Any, me: Member, world_size: int, timeout: float) -> TelegradError:
+def _timeout_error(store: Any, member: Member, world_size: int, timeout: float) -> TelegradError:
     missing = _missing(store, 0, world_size)
     return TelegradError(
-        f"worker {me.name} (rank {me.id}) waited {timeout:g} s for the other workers; those with rank"
+        f"worker {member.name} (rank {member.id}) waited {timeout:g} s for the other workers; those with rank"
         f" {', '.join(map(str, missing or [0]))} of {world_size} did not come. Are they started, with this init_method?"
     )
 
@@ -228,7 +230,7 @@ def check_members(members: list[Member], world_size: int | None) -> GroupView:
     return view
 
 
-def abandon(store: Any, timeout: float) -> None:
+def mark_abandoned(store: Any, timeout: float) -> None:
     """This worker's time is up, so it leaves the group before the others: no worker of it can end with all.
 
     Args:
@@ -254,7 +256,7 @@ def is_abandoned(store: Any, timeout: float) -> bool:
 
 
 @contextmanager
-def membership(store: Any, name: str, joining: bool, budget: SharedDeadline | None = None) -> Iterator[None]:
+def membership_lock(store: Any, name: str, joining: bool, budget: SharedDeadline | None = None) -> Iterator[None]:
     """Nobody else joins or leaves meanwhile.
 
     Args:

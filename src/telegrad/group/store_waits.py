@@ -15,7 +15,7 @@ __all__ = ["BoundedStore", "StoreGone", "StoreUnresponsive", "base_of", "place_o
 StoreGone: type[RuntimeError] = dist.DistNetworkError
 """The error of a store operation whose host has gone."""
 
-_SOONEST, _LATEST = 0.0005, 0.1  # s between two polls of a store whose own wait is not used
+_MIN_PAUSE, _MAX_PAUSE = 0.0005, 0.1  # s between two polls of a store whose own wait is not used
 
 # The wait of these stores blocks signals, and torch logs each wait at a TCPStore that ends.
 _POLLED: tuple[type, ...] = (dist.TCPStore, dist.FileStore)  # type: ignore[attr-defined]
@@ -129,5 +129,5 @@ def _poll(store: Any, keys: Sequence[str], seconds: float) -> bool:
         passed = time.monotonic() - begun
         if passed >= seconds:
             return False
-        time.sleep(min(max(passed / 10, _SOONEST), _LATEST, seconds - passed))
+        time.sleep(min(max(passed / 10, _MIN_PAUSE), _MAX_PAUSE, seconds - passed))
     return True

@@ -20,7 +20,16 @@ import torch.distributed as dist
 
 from telegrad.group.addresses import is_loopback
 from telegrad.group.file_store import make_private
-from telegrad.group.hosting import StoreAddress, TCPStore, as_host, host_store, is_address, is_own, latest, listen
+from telegrad.group.hosting import (
+    StoreAddress,
+    TCPStore,
+    host_for_worker,
+    host_store,
+    is_address,
+    is_own,
+    latest,
+    listen,
+)
 from telegrad.group.probing import plain, probe
 from telegrad.group.store_waits import StoreUnresponsive, within
 from telegrad.group.unix_store import LocalStore
@@ -28,18 +37,18 @@ from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.timeouts import FOREVER
 from telegrad.waits import Wait
 
-__all__ = ["is_client", "meet", "patience"]
+__all__ = ["is_client", "meet", "rendezvous_timeout"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _rendezvous: list[Any] = []  # kept alive: some stores close with their iterator
 _hosted: list[Any] = []  # stores of this process that others may still use after its worker has left
-_SOONEST, _LATEST = 0.001, 0.05  # s between two checks for a host that has not started yet,
-_SLOWLY = 1.0  # and between two queries for its name
+_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.05  # s between two checks for a host that has not started yet,
+_MAX_RESOLVER_PAUSE = 1.0  # and between two queries for its name
 _SLOW_RESOLVER = 5.0  # s for one such query
 
 
-def patience(options: RpcBackendOptions) -> float:
+def rendezvous_timeout(options: RpcBackendOptions) -> float:
     """Return the timeout of the rendezvous in seconds: that of a call, if limited."""
     return options.rpc_timeout if 0 < options.rpc_timeout < FOREVER else 300.0
 
@@ -77,7 +86,7 @@ def meet(
     Args:
         name: of the worker, for log lines during the wait.
         ranks_needed: a worker of a dynamic group must have a rank too, as with torch's own options.
-        limit: limit in seconds for the store's host to start; by default that of `patience`.
+        limit: limit in seconds for the store's host to start; by default that of `rendezvous_timeout`.
 
     Returns:
         The store, with the rank and the world size that the environment may have added.
@@ -86,7 +95,7 @@ def meet(
         ValueError: the address is incomplete, or has a rank or a world size, or the rank of a static group is missing.
         RuntimeError: the store cannot be reached or created.
     """
-    timeout = timedelta(seconds=patience(options))
+    timeout = timedelta(seconds=rendezvous_timeout(options))
     if {"rank", "world_size"} & set(parse_qs(urlparse(options.init_method).query)):
         raise ValueError(
             f"init_method {options.init_method} has a rank or a world size. Give them as the arguments rank and"
@@ -95,21 +104,25 @@ def meet(
     if rank >= 0 or not (world_size or ranks_needed):
         make_private(options.init_method)
     ranked = bool(world_size) or ranks_needed or rank >= 0 or _ranked_by_environment(options)
-    place = _place(options.init_method, rank) if ranked else None
-    who = name if place is None else f"{name} (rank {place.rank})"
+    address = _address(options.init_method, rank) if ranked else None
+    who = name if address is None else f"{name} (rank {address.rank})"
     wait = Wait(who, timeout.total_seconds() if limit is None else limit)
-    if place is not None and world_size:
-        rank = place.rank
-        here = _is_here(place, wait)
-        store = as_host(place, timeout) if rank == 0 and not place.hosted else _as_client(place, here, wait)
-    elif place is not None:
-        store = _tcp_store(place, wait) if place.rank == 0 else _by_port(place, wait)
+    if address is not None and world_size:
+        rank = address.rank
+        is_local = _is_local(address, wait)
+        store = (
+            host_for_worker(address, timeout)
+            if rank == 0 and not address.hosted
+            else _connect_as_client(address, is_local, wait)
+        )
+    elif address is not None:
+        store = _tcp_store(address, wait) if address.rank == 0 else _connect_by_port(address, wait)
     elif world_size:
         meeting = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
         _rendezvous[:] = [meeting]
         store, rank, world_size = next(meeting)
     else:
-        store = None if ranked else _without_rank(options, wait)
+        store = None if ranked else _store_without_rank(options, wait)
         if store is None:
             from torch.distributed.rendezvous import _create_store_from_options
 
@@ -120,11 +133,11 @@ def meet(
 
 def is_client(options: RpcBackendOptions, rank: int, world_size: int | None) -> bool:
     """Return whether a static group's worker uses the store that rank 0 hosts."""
-    place = _place(options.init_method, rank) if world_size else None
-    return place is not None and place.rank > 0 and not place.hosted
+    address = _address(options.init_method, rank) if world_size else None
+    return address is not None and address.rank > 0 and not address.hosted
 
 
-def _place(init_method: str, rank: int) -> StoreAddress | None:
+def _address(init_method: str, rank: int) -> StoreAddress | None:
     """Return the address to meet at, if one of the workers hosts a store there.
 
     Returns None if that is not so, or if the address is incomplete: then torch reports the error.
@@ -151,84 +164,84 @@ def _libuv(query: dict[str, list[str]]) -> bool:
     return query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[-1] == "1"
 
 
-def _as_client(place: StoreAddress, here: bool, wait: Wait) -> Any:
+def _connect_as_client(address: StoreAddress, is_local: bool, wait: Wait) -> Any:
     """Return the store that rank 0 hosts, once it does.
 
     The worker uses the Unix socket if it is on the same host, otherwise the port.
     """
     latest.clear()
-    store = _over_unix_socket(place, wait) if here else None
+    store = _connect_by_unix_socket(address, wait) if is_local else None
     if store is None:
-        store = _by_port(place, wait)
+        store = _connect_by_port(address, wait)
     latest[:] = [store]
     return store
 
 
-def _awaited(place: StoreAddress, last: str) -> tuple[str, str]:
+def _awaited(address: StoreAddress, last: str) -> tuple[str, str]:
     """Describe the wait, for `Wait.step`."""
-    host = "the agent" if place.hosted else "rank 0" if place.rank >= 0 else "the group"
-    return f"{host}'s store at {place.at}", last
+    host = "the agent" if address.hosted else "rank 0" if address.rank >= 0 else "the group"
+    return f"{host}'s store at {address.at}", last
 
 
-def _too_late(place: StoreAddress, wait: Wait, last: str) -> RuntimeError:
-    host = "rank 0, which hosts it," if place.rank >= 0 else "its host"
+def _timeout_error(address: StoreAddress, wait: Wait, last: str) -> RuntimeError:
+    host = "rank 0, which hosts it," if address.rank >= 0 else "its host"
     error: RuntimeError = dist.DistNetworkError(
-        f"no store at {place.at} within {wait.timeout:g} s: {host} did not start in time. Is it started, with this"
+        f"no store at {address.at} within {wait.timeout:g} s: {host} did not start in time. Is it started, with this"
         f" address? The last attempt met: {last}."
     )
     return error
 
 
-def _by_port(place: StoreAddress, wait: Wait) -> Any:
+def _connect_by_port(address: StoreAddress, wait: Wait) -> Any:
     """Return the store at a port, once there is one.
 
     Raises:
         DistNetworkError: there is none within the time of `wait`.
         TelegradError: another program has the port.
     """
-    pause = _SOONEST
-    while last := probe(place.host, place.port, wait.left or 0.001):
+    pause = _MIN_PAUSE
+    while last := probe(address.host, address.port, wait.left or 0.001):
         if not wait.left:
-            raise _too_late(place, wait, last)
-        wait.step(lambda last=last: _awaited(place, last))  # type: ignore[misc]
+            raise _timeout_error(address, wait, last)
+        wait.step(lambda last=last: _awaited(address, last))  # type: ignore[misc]
         time.sleep(min(pause, wait.pause()))
-        pause = min(2 * pause, _LATEST)
+        pause = min(2 * pause, _MAX_PAUSE)
     timeout = timedelta(seconds=wait.timeout)
     return TCPStore(
-        place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False, use_libuv=place.libuv
+        address.host, address.port, is_master=False, timeout=timeout, wait_for_workers=False, use_libuv=address.libuv
     )
 
 
-def _over_unix_socket(place: StoreAddress, wait: Wait) -> LocalStore | None:
+def _connect_by_unix_socket(address: StoreAddress, wait: Wait) -> LocalStore | None:
     """Wait for the host's Unix socket; None if the local host has none.
 
     Raises:
         DistNetworkError: there is no host within the time of `wait`.
         TelegradError: another program has the port.
     """
-    pause = _SOONEST
+    pause = _MIN_PAUSE
     while True:
         last = ""
         for a_store_listens in (False, True):
             try:
-                return LocalStore(place.host, place.port, timedelta(seconds=wait.timeout))
+                return LocalStore(address.host, address.port, timedelta(seconds=wait.timeout))
             except ConnectionRefusedError:
                 if a_store_listens:
                     return None
             except OSError as e:  # the host of a previous group, which is closing
                 last = str(e)
                 break
-            last = probe(place.host, place.port, wait.left or 0.001)
+            last = probe(address.host, address.port, wait.left or 0.001)
             if last:
                 break
         if not wait.left:
-            raise _too_late(place, wait, last)
-        wait.step(lambda last=last: _awaited(place, last))  # type: ignore[misc]
+            raise _timeout_error(address, wait, last)
+        wait.step(lambda last=last: _awaited(address, last))  # type: ignore[misc]
         time.sleep(min(pause, wait.pause()))
-        pause = min(2 * pause, _LATEST)
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
-def _is_here(place: StoreAddress, wait: Wait) -> bool:
+def _is_local(address: StoreAddress, wait: Wait) -> bool:
     """Return whether the address is of this machine.
 
     Waits until the name can be resolved; in a new container this may take a while.
@@ -236,30 +249,30 @@ def _is_here(place: StoreAddress, wait: Wait) -> bool:
     Raises:
         RuntimeError: the name cannot be resolved within the time of `wait`.
     """
-    if is_loopback(place.host):
+    if is_loopback(address.host):
         return True
-    pause = _SOONEST
+    pause = _MIN_PAUSE
     while True:
         try:
-            ask = partial(socket.getaddrinfo, plain(place.host), 0, type=socket.SOCK_STREAM)
+            ask = partial(socket.getaddrinfo, plain(address.host), 0, type=socket.SOCK_STREAM)
             # A signal cannot interrupt a query to the resolver.
-            found = ask() if is_address(place.host) else within(min(wait.left or 0.001, _SLOW_RESOLVER), ask)
-            return any(is_own(family, address) for family, _, _, _, address in found)
+            found = ask() if is_address(address.host) else within(min(wait.left or 0.001, _SLOW_RESOLVER), ask)
+            return any(is_own(family, found_at) for family, _, _, _, found_at in found)
         except StoreUnresponsive:
             last = "no answer"
         except OSError as e:
             last = e.strerror or str(e)
         if not wait.left:
             raise RuntimeError(
-                f"the host {place.host} of the group's store cannot be resolved: {last}."
+                f"the host {address.host} of the group's store cannot be resolved: {last}."
                 " Check MASTER_ADDR, or init_method."
             )
-        wait.step(lambda last=last: (f"the address of {place.host}, the store's host", last))  # type: ignore[misc]
+        wait.step(lambda last=last: (f"the address of {address.host}, the store's host", last))  # type: ignore[misc]
         time.sleep(min(pause, wait.pause()))
-        pause = min(2 * pause, _SLOWLY)
+        pause = min(2 * pause, _MAX_RESOLVER_PAUSE)
 
 
-def _without_rank(options: RpcBackendOptions, wait: Wait) -> Any:
+def _store_without_rank(options: RpcBackendOptions, wait: Wait) -> Any:
     """Return the store for a worker without a rank; None to leave it to torch."""
     init_method = options.init_method
     url = urlparse(init_method)
@@ -295,14 +308,14 @@ def _from_environment(variable: str) -> str:
     return value
 
 
-def _tcp_store(place: StoreAddress, wait: Wait) -> Any:
+def _tcp_store(address: StoreAddress, wait: Wait) -> Any:
     """Host the store if this machine is the host and the port is free; else connect."""
     # torchrun's agent hosts the store of its workers.
-    listening = listen(place.host, place.port) if _is_here(place, wait) and not place.hosted else None
+    listening = listen(address.host, address.port) if _is_local(address, wait) and not address.hosted else None
     if listening is None:
-        return _by_port(place, wait)
-    logger.info("%s hosts the store of a new group at %s: there was none", wait.who, place.at)
-    store = host_store(place, timedelta(seconds=wait.timeout), listening)
+        return _connect_by_port(address, wait)
+    logger.info("%s hosts the store of a new group at %s: there was none", wait.who, address.at)
+    store = host_store(address, timedelta(seconds=wait.timeout), listening)
     _hosted.append(store)
     return store
 

@@ -34,13 +34,13 @@ else:
     from torch.distributed import Store as _Store
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
-_MOST = 1 << 28  # bytes of a message
+_MAX_MESSAGE = 1 << 28  # bytes of a message
 _HELLO = b"telegrad store 1"
 _OK, _FAILED = 0, 1
-_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _MULTI_GET, _MULTI_SET, _APPEND, _GIVE_WAY = range(10)
+_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _MULTI_GET, _MULTI_SET, _APPEND, _RELEASE_PORT = range(10)
 # Interval of checks for keys written by workers of other hosts. It grows while none arrives.
-_SOONEST, _LATEST = 0.002, 0.05  # s
-_PATIENCE = 1.0  # s for a reply to a request for the port
+_MIN_PAUSE, _MAX_PAUSE = 0.002, 0.05  # s
+_TIMEOUT = 1.0  # s for a reply to a request for the port
 
 
 def _name_of(port: int) -> str:
@@ -106,24 +106,24 @@ class UnixStoreServer:
         self._listening.listen(4096)
         self._listening.setblocking(False)
         self._wake, self._woken = socket.socketpair()
-        self._guests: set[_ClientSession] = set()
+        self._sessions: set[_ClientSession] = set()
         self._thread: threading.Thread | None = None
         self._store: Any = None
-        self._give_way: Callable[[], bool] = lambda: False
-        self._look_again = _SOONEST
-        self._short = False  # out of file descriptors, and logged
-        self._left = False
+        self._release_port: Callable[[], bool] = lambda: False
+        self._poll_interval = _MIN_PAUSE
+        self._fd_limit_hit = False  # out of file descriptors, and logged
+        self._stopped = False
 
-    def open(self, store: Any, give_way: Callable[[], bool] | None = None) -> None:
+    def open(self, store: Any, release_port: Callable[[], bool] | None = None) -> None:
         """Start serving clients.
 
         Args:
             store: the store behind the server.
-            give_way: called when another process asks for the port; returns whether it can have it.
+            release_port: called when another process asks for the port; returns whether it can have it.
         """
         self._store = store
-        if give_way is not None:
-            self._give_way = give_way
+        if release_port is not None:
+            self._release_port = release_port
         self._thread = threading.Thread(target=self._serve, name="telegrad-store", daemon=True)
         self._thread.start()
 
@@ -135,48 +135,48 @@ class UnixStoreServer:
         else:
             self._release()
 
-    def leave(self) -> None:
+    def close_later(self) -> None:
         """Stop accepting; the thread closes all sessions and ends.
 
         Neither blocks nor logs, so finalizers may call it.
         """
         if self._thread is not None:
             _ending[self._port] = self._thread
-        self._left = True
+        self._stopped = True
         with suppress(OSError):  # the thread has ended and closed its sockets
             self._listening.shutdown(socket.SHUT_RDWR)
         self._wake.close()
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """Close the parent's sockets in a forked child, which has no thread."""
-        for s in (self._listening, self._wake, self._woken, *(guest.link for guest in list(self._guests))):
+        for s in (self._listening, self._wake, self._woken, *(session.link for session in list(self._sessions))):
             s.close()
 
     def _release(self) -> None:
-        for s in (self._listening, self._woken, *(guest.link for guest in self._guests)):
+        for s in (self._listening, self._woken, *(session.link for session in self._sessions)):
             s.close()
-        self._guests.clear()
+        self._sessions.clear()
         self._store = None
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listening, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            self._look_again = _SOONEST
+            self._poll_interval = _MIN_PAUSE
             while True:
-                waited_for = any(guest.waiting for guest in self._guests)
-                ready = selector.select(self._look_again if waited_for else None)
+                waited_for = any(session.waiting for session in self._sessions)
+                ready = selector.select(self._poll_interval if waited_for else None)
                 if not ready:
-                    self._look_again = min(2 * self._look_again, _LATEST)
-                    self._look(selector)
+                    self._poll_interval = min(2 * self._poll_interval, _MAX_PAUSE)
+                    self._reply_to_waiting(selector)
                 for key, events in ready:
                     if key.fileobj is self._woken:
                         self._release()
                         return
                     if key.fileobj is self._listening:
                         self._accept(selector)
-                    elif key.data in self._guests:
-                        self._attend(selector, key.data, events)
+                    elif key.data in self._sessions:
+                        self._on_session_event(selector, key.data, events)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         while True:
@@ -185,61 +185,61 @@ class UnixStoreServer:
             except BlockingIOError:
                 return
             except OSError as e:
-                if self._left:
+                if self._stopped:
                     return
-                if not self._short:
+                if not self._fd_limit_hit:
                     logger.warning("the group's store cannot accept another worker of this host: %s", e)
-                self._short = True
-                time.sleep(_LATEST)  # the connections stay in the backlog
+                self._fd_limit_hit = True
+                time.sleep(_MAX_PAUSE)  # the connections stay in the backlog
                 return
-            self._short = False
+            self._fd_limit_hit = False
             if not _is_same_user(link):
                 link.close()
                 continue
             link.setblocking(False)
-            guest = _ClientSession(link)
-            self._guests.add(guest)
-            selector.register(link, selectors.EVENT_READ, guest)
-            self._answer(selector, guest, _message(_OK, [_HELLO]))
+            session = _ClientSession(link)
+            self._sessions.add(session)
+            selector.register(link, selectors.EVENT_READ, session)
+            self._send(selector, session, _message(_OK, [_HELLO]))
 
-    def _attend(self, selector: selectors.BaseSelector, guest: _ClientSession, events: int) -> None:
+    def _on_session_event(self, selector: selectors.BaseSelector, session: _ClientSession, events: int) -> None:
         """Handle a session's event: data, room for a reply, or end of connection."""
         if events & selectors.EVENT_WRITE:
-            self._answer(selector, guest, b"")
+            self._send(selector, session, b"")
             return
         try:
-            received = guest.link.recv(1 << 16)
+            received = session.link.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
             received = b""
         if not received:
-            self._part_from(selector, guest)
+            self._close_session(selector, session)
             return
-        guest.received += received
-        while guest in self._guests and len(guest.received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(guest.received)
-            if not 0 < length <= _MOST:
-                self._part_from(selector, guest)
+        session.received += received
+        while session in self._sessions and len(session.received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(session.received)
+            if not 0 < length <= _MAX_MESSAGE:
+                self._close_session(selector, session)
                 return
-            if len(guest.received) < _LENGTH.size + length:
+            if len(session.received) < _LENGTH.size + length:
                 return
-            body = bytes(guest.received[_LENGTH.size : _LENGTH.size + length])
-            del guest.received[: _LENGTH.size + length]
-            self._take_up(selector, guest, body)
+            body = bytes(session.received[_LENGTH.size : _LENGTH.size + length])
+            del session.received[: _LENGTH.size + length]
+            self._on_request(selector, session, body)
 
-    def _take_up(self, selector: selectors.BaseSelector, guest: _ClientSession, body: bytes) -> None:
+    def _on_request(self, selector: selectors.BaseSelector, session: _ClientSession, body: bytes) -> None:
         touched: Sequence[str] = ()
         try:
-            answer, touched = self._carry_out(guest, body[0], _fields(body))
+            answer, touched = self._execute(session, body[0], _fields(body))
         except Exception as e:  # an error of the store, or a malformed request: reply with it
             answer = _message(_FAILED, [str(e).encode()])
         if answer is not None:
-            self._answer(selector, guest, answer)
+            self._send(selector, session, answer)
         if touched:
-            self._look(selector, set(touched))
+            self._reply_to_waiting(selector, set(touched))
 
-    def _carry_out(self, guest: _ClientSession, kind: int, fields: list[bytes]) -> tuple[bytes | None, Sequence[str]]:
+    def _execute(self, session: _ClientSession, kind: int, fields: list[bytes]) -> tuple[bytes | None, Sequence[str]]:
         """Return the reply, or None if it has to wait, and the written keys."""
         store = self._store
         keys = [field.decode() for field in (fields if kind in (_CHECK, _WAIT, _MULTI_GET) else fields[:1])]
@@ -257,8 +257,8 @@ class UnixStoreServer:
             keys = [field.decode() for field in fields[::2]]
             store.multi_set(keys, fields[1::2])
             return _message(_OK, []), keys
-        if kind == _GIVE_WAY:
-            return _message(_OK, [b"1" if self._give_way() else b""]), ()
+        if kind == _RELEASE_PORT:
+            return _message(_OK, [b"1" if self._release_port() else b""]), ()
         if kind == _CHECK:
             return _message(_OK, [b"1" if store.check(keys) else b""]), ()
         answers: dict[int, Callable[[], bytes]] = {
@@ -272,17 +272,17 @@ class UnixStoreServer:
         missing = {key for key in keys if not store.check([key])} if len(keys) > 1 else set(keys)
         if not missing:  # they were written in the meantime
             return answer(), ()
-        guest.waiting = missing, answer
-        self._look_again = _SOONEST
+        session.waiting = missing, answer
+        self._poll_interval = _MIN_PAUSE
         return None, ()
 
-    def _look(self, selector: selectors.BaseSelector, written: set[str] | None = None) -> None:
+    def _reply_to_waiting(self, selector: selectors.BaseSelector, written: set[str] | None = None) -> None:
         """Reply to sessions that wait for keys which exist now: the written ones, or any."""
         here: dict[str, bool] = {}
-        for guest in list(self._guests):
-            if guest.waiting is None or (written is not None and not guest.waiting[0] & written):
+        for session in list(self._sessions):
+            if session.waiting is None or (written is not None and not session.waiting[0] & written):
                 continue
-            missing, answer = guest.waiting
+            missing, answer = session.waiting
             try:
                 for key in list(missing if written is None else missing & written):
                     if key not in here:
@@ -297,26 +297,26 @@ class UnixStoreServer:
                 reply = answer()
             except Exception as e:
                 reply = _message(_FAILED, [str(e).encode()])
-            guest.waiting = None
-            self._answer(selector, guest, reply)
+            session.waiting = None
+            self._send(selector, session, reply)
 
-    def _answer(self, selector: selectors.BaseSelector, guest: _ClientSession, more: bytes) -> None:
-        guest.unsent += more
+    def _send(self, selector: selectors.BaseSelector, session: _ClientSession, more: bytes) -> None:
+        session.unsent += more
         try:
-            sent = guest.link.send(guest.unsent)
+            sent = session.link.send(session.unsent)
         except BlockingIOError:
             sent = 0
         except OSError:
-            self._part_from(selector, guest)
+            self._close_session(selector, session)
             return
-        guest.unsent = guest.unsent[sent:]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0)
-        selector.modify(guest.link, events, guest)
+        session.unsent = session.unsent[sent:]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.unsent else 0)
+        selector.modify(session.link, events, session)
 
-    def _part_from(self, selector: selectors.BaseSelector, guest: _ClientSession) -> None:
-        self._guests.discard(guest)
-        selector.unregister(guest.link)
-        guest.link.close()
+    def _close_session(self, selector: selectors.BaseSelector, session: _ClientSession) -> None:
+        self._sessions.discard(session)
+        selector.unregister(session.link)
+        session.link.close()
 
 
 class LocalStore(_Store):
@@ -338,7 +338,7 @@ class LocalStore(_Store):
         super().__init__()
         self.host: str = host
         self.port: int = port
-        self.behind: Any = None  # the host's object that must live as long as this client
+        self.keep_alive: Any = None  # the host's object that must live as long as this client
         self.set_timeout(timeout)
         self._lock = threading.Lock()
         self._link: socket.socket | None = self._connect()
@@ -357,7 +357,7 @@ class LocalStore(_Store):
             raise
         return link
 
-    def _ask(self, kind: int, *fields: bytes, timeout: timedelta | None = None) -> list[bytes]:
+    def _request(self, kind: int, *fields: bytes, timeout: timedelta | None = None) -> list[bytes]:
         with self._lock:
             try:
                 if self._link is None:
@@ -377,32 +377,32 @@ class LocalStore(_Store):
         return answer
 
     def set(self, key: str, value: Any) -> None:
-        self._ask(_SET, key.encode(), _bytes(value))
+        self._request(_SET, key.encode(), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._ask(_GET, key.encode())[0]
+        return self._request(_GET, key.encode())[0]
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._ask(_COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired))[0]
+        return self._request(_COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired))[0]
 
     def add(self, key: str, number: int) -> int:
-        return int(self._ask(_ADD, key.encode(), b"%d" % number)[0])
+        return int(self._request(_ADD, key.encode(), b"%d" % number)[0])
 
     def append(self, key: str, value: Any) -> None:
-        self._ask(_APPEND, key.encode(), _bytes(value))
+        self._request(_APPEND, key.encode(), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(_CHECK, *(key.encode() for key in keys))[0])
+        return bool(self._request(_CHECK, *(key.encode() for key in keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask(_WAIT, *(key.encode() for key in keys), timeout=timeout)
+        self._request(_WAIT, *(key.encode() for key in keys), timeout=timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._ask(_MULTI_GET, *(key.encode() for key in keys))
+        return self._request(_MULTI_GET, *(key.encode() for key in keys))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         pairs = zip(keys, values, strict=True)
-        self._ask(_MULTI_SET, *(field for key, value in pairs for field in (key.encode(), _bytes(value))))
+        self._request(_MULTI_SET, *(field for key, value in pairs for field in (key.encode(), _bytes(value))))
 
     def has_extended_api(self) -> bool:
         return True
@@ -411,7 +411,7 @@ class LocalStore(_Store):
 def request_release(port: int) -> None:
     """Ask the process that serves a port to end its store if its group is over."""
     with suppress(OSError, RuntimeError):  # it belongs to another user, or is closing
-        LocalStore("localhost", port, timedelta(seconds=_PATIENCE))._ask(_GIVE_WAY)
+        LocalStore("localhost", port, timedelta(seconds=_TIMEOUT))._request(_RELEASE_PORT)
 
 
 def _bytes(value: Any) -> bytes:

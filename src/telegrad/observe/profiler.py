@@ -58,10 +58,10 @@ class Profiler:
             asked = (next(self._numbers), int(options))
         key, self._key.chosen = self._key.chosen, None
         if key is None:
-            key = call_key(mode, function_name(function), calls.name_of(calls.me), to)
+            key = call_key(mode, function_name(function), calls.name_of(calls.worker_id), to)
         span: Span
         if session is not None:
-            session.called_by(calls.me, calls.name_of)
+            session.called_by(calls.worker_id, calls.name_of)
             span = SessionSpan(session, mode, key, (peer, to), asked, self._over)
         else:
             assert isinstance(recording, Recording)
@@ -83,7 +83,7 @@ class Profiler:
         """Label a section of this thread's work if it is being profiled."""
         return torch_profiler.record_function(name) if torch_profiler.profiler_enabled() else nullcontext()
 
-    def beside(self, calls: Calls) -> Recording | None:
+    def side_thread_recording(self, calls: Calls) -> Recording | None:
         """Return a recording of other threads' work for this one, if it is profiled.
 
         When the recording is reported, its events join the profile.
@@ -92,7 +92,7 @@ class Profiler:
         session = self._session(False) if torch_profiler.profiler_enabled() else None
         if session is None:
             return inner if isinstance(inner, Recording) else None
-        session.called_by(calls.me, calls.name_of)
+        session.called_by(calls.worker_id, calls.name_of)
         self._count(1)
         return Recording(self, session.node, None, session.options, session)
 
@@ -173,7 +173,7 @@ class Profiler:
     @staticmethod
     def _admit() -> None:
         for worker in list(live_workers):
-            worker.handlers.admit()
+            worker.handlers.update_recording()
 
     def _count(self, change: int) -> None:
         with self._lock:

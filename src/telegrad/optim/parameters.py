@@ -13,7 +13,7 @@ from telegrad.autograd.consistency.saved_tensors import is_shared, protect, reus
 
 __all__ = ["ManagedParameter", "locked_in_order", "managed", "sorted_for_locking"]
 
-_KNOWN: Final = "optim.parameters"  # key in a worker's extras
+_KNOWN: Final = "optim.parameters"  # key in a worker's attachments
 
 _count_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -72,7 +72,7 @@ def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[ManagedPara
 
     Optimizers of the same parameter share its record, which lives as long as one of them.
     """
-    known = worker.extras.setdefault(_KNOWN, weakref.WeakValueDictionary())
+    known = worker.attachments.setdefault(_KNOWN, weakref.WeakValueDictionary())
     protection = protect(worker)
     result = []
     with _making:

@@ -41,7 +41,7 @@ class Agent:
         Raises:
             RuntimeError: the group has no such worker.
         """
-        return self.worker.info if worker is None else self.worker.info_of(worker)
+        return self.worker.info if worker is None else self.worker.resolve_worker(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Return the infos of all workers of the group."""

@@ -136,7 +136,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
         server = rpc.get_worker_info("server")
     """
     worker = _worker()
-    return worker.info if worker_name is None else worker.info_of(worker_name)
+    return worker.info if worker_name is None else worker.resolve_worker(worker_name)
 
 
 def get_rpc_timeout() -> float:
@@ -165,7 +165,7 @@ def _set_rpc_timeout(seconds: float | timedelta) -> None:
 
 
 def _to_worker_info(to: object) -> WorkerInfo:
-    return to if isinstance(to, WorkerInfo) else _worker().info_of(to)
+    return to if isinstance(to, WorkerInfo) else _worker().resolve_worker(to)
 
 
 # ---- calls: see telegrad.rpc.calls
@@ -209,7 +209,9 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
         RuntimeError: some workers did not take part in time, or are lost; the text names them.
     """
     worker = _worker()
-    names = set(worker_names) if worker_names else {i.name for i in worker.infos() if i.id not in worker.gone}
+    names = (
+        set(worker_names) if worker_names else {i.name for i in worker.infos() if i.id not in worker.gone_at_shutdown}
+    )
     return gather(worker, obj, names, timeout, _gather_to_leader, _broadcast_to_followers)
 
 
@@ -280,7 +282,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
     """Shut down the given worker. A second call waits for the first."""
     _refuse_in_handlers(graceful)
-    with worker.ending if graceful else contextlib.nullcontext():
+    with worker.shutdown_lock if graceful else contextlib.nullcontext():
         if worker.closed:
             worker.close()
         else:

@@ -96,7 +96,7 @@ class Gathering:
 
 def gathering_of(worker: Worker) -> Gathering:
     """Return the gatherings of a worker."""
-    found: Gathering = worker.extras.setdefault("gathering", Gathering())
+    found: Gathering = worker.attachments.setdefault("gathering", Gathering())
     return found
 
 
@@ -132,8 +132,8 @@ def gather(
     if leader == me:
         gathering.collect(sequence_id, me, value, names)
     else:
-        worker.internal(
-            worker.info_of(leader).id, gather_to_leader, (sequence_id, me, value, names), rpc_timeout
+        worker.start_internal(
+            worker.resolve_worker(leader).id, gather_to_leader, (sequence_id, me, value, names), rpc_timeout
         ).wait()
     state = gathering.state(sequence_id)
     try:
@@ -146,7 +146,7 @@ def gather(
         followers = sorted(names - {me})
         told = call_many(
             worker.calls,
-            [worker.info_of(name).id for name in followers],
+            [worker.resolve_worker(name).id for name in followers],
             broadcast,
             (sequence_id, state.gathered_objects),
             {},
@@ -191,7 +191,7 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
     if state.failure is not None:
         raise state.failure
     lost = worker.lost_names() & needed
-    left = worker.left_names() & lost
+    left = worker.departed_names() & lost
     if left:
         raise LeftWhileGathering(
             f"workers {', '.join(sorted(left))} left before the whole group had gathered; see their errors"
@@ -209,7 +209,7 @@ def _tell_followers(worker: Worker, sequence_id: str, names: set[str], failure: 
     for info in worker.infos():
         if info.name in there:
             what = (sequence_id, type(failure).__name__, str(failure))
-            worker.internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_look_at)
+            worker.start_internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_look_at)
 
 
 def _look_at(told: Any) -> None:

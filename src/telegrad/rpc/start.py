@@ -158,7 +158,7 @@ def join(
     if static and rank >= (world_size or 0):
         raise ValueError(f"worker {name} has rank {rank}, but ranks go from 0 to {(world_size or 0) - 1}.")
     WorkerInfo(name, max(rank, 0))  # checks the name first
-    timeout = stores.patience(options)
+    timeout = stores.rendezvous_timeout(options)
     if not static:
         group = rendezvous.agree(store, options.group_secret(), False, 0)
         device_maps.check({name: mine}, False)
@@ -170,7 +170,7 @@ def join(
     while True:
         try:
             return _join_static(attempts, name, rank, world_size or 0, options, mine, timeout)
-        except rendezvous.Refused as e:
+        except rendezvous.JoinRefused as e:
             if not attempts.another(e):
                 raise
 
@@ -189,14 +189,14 @@ def _join_static(
     try:
         group = rendezvous.agree(store, options.group_secret(), True, world_size)
     except RuntimeError as e:
-        rendezvous.give_up(store, rank, str(e))
+        rendezvous.mark_failed(store, rank, str(e))
         raise
     rendezvous.take_rank(store, rank, name)
     try:
         store_at = addresses.store_host(options.init_method, store)
         worker = _Worker(WorkerInfo(name, rank), group, options, store_at, 0, _LAYERS)
     except Exception as e:
-        rendezvous.give_up(store, rank, str(e))
+        rendezvous.mark_failed(store, rank, str(e))
         raise
     try:
         member = worker.member._replace(devices=tuple(mine))
@@ -204,7 +204,7 @@ def _join_static(
         device_maps.check({member.name: device_maps.Devices(*member.devices) for member in members}, True)
         for member in members:
             worker.add_member(member)
-        worker.expect([member.id for member in members if member.id != rank])
+        worker.set_members([member.id for member in members if member.id != rank])
         worker.ready.set()
     except BaseException:
         worker.close()
@@ -369,7 +369,7 @@ class Worker:
 
     def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
         """Look up a worker, by default this one, like `telegrad.rpc.get_worker_info`."""
-        return self.info if worker_name is None else self._worker.info_of(worker_name)
+        return self.info if worker_name is None else self._worker.resolve_worker(worker_name)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """List all workers of the group, in the order of their ids."""

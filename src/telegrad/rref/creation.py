@@ -18,7 +18,7 @@ __all__ = ["CreationFuture", "PendingCreation"]
 
 _REPLIED, _CREATED = int(Status.REPLIED), int(Tag.CREATED)
 _FAILED, _UNUSUAL = int(Flag.FAILED), int(Flag.FAILED | Flag.METADATA)
-_UNREAD = "used its reference"
+_UNREAD = "use its reference"
 
 
 class PendingCreation:
@@ -127,7 +127,7 @@ class PendingCreation:
             handle._scripted = self._scripted
             if not handle.is_owner():
                 created, rref = self._worker.references.created, handle.id
-                self._delayed._late = lambda: created(rref)
+                self._delayed._on_late_reply = lambda: created(rref)
 
     @property
     def made_class(self) -> type | None:

@@ -1,4 +1,7 @@
-"""What the worker needs of distributed autograd, which stands on it (`telegrad.autograd.service`)."""
+"""Interface of distributed autograd that the worker uses.
+
+`telegrad.autograd.service` implements it.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,75 +11,83 @@ __all__ = ["AutogradHooks", "WorkerPlugins"]
 
 
 class AutogradHooks(Protocol):
-    """The autograd contexts of one worker. A context is opaque here, but for its `id`."""
+    """Autograd contexts of one worker. The worker uses only the `id` of a context."""
 
-    # ---- messages on their way out
+    # ---- outgoing messages
 
     def carry(self, context: Any, peer: int, tensors: Sequence[Any], request: bool) -> int | None:
-        """A message made in a context is about to leave.
+        """Record the tensors of a message that is about to leave in a context.
 
         Args:
-            tensors: those in it that require grad.
-            request: it names the context, whether it has such tensors or not.
+            context: Context of the sender.
+            peer: Receiver of the message.
+            tensors: Tensors of the message that require grad.
+            request: The message names the context, even without such tensors.
 
         Returns:
-            The id under which the tensors are recorded, 0 if there are none; None: the context has ended, and the
-            message does not name it.
+            Id under which the tensors are recorded, or 0 without tensors. None if the context has ended; then the
+            message does not name the context.
         """
 
     def rollback(self, context: Any, message: int, peer: int) -> None:
-        """A request made in a context did not leave."""
+        """Undo `carry` for a request that was not sent."""
 
-    # ---- messages that have come
+    # ---- received messages
 
     @property
     def plain(self) -> bool:
-        """May the core run requests made in contexts by itself? Not where something has to be around their run."""
+        """Return whether the core may run requests in contexts without a guard."""
 
     def arrived(self, context_id: int, peer: int) -> Any:
-        """A request made in a context has come: the context, which begins here if it is new; None: it has ended."""
+        """Return the context of a received request, or None if the context has ended.
+
+        Creates the context if this worker does not know the id yet.
+        """
 
     def find(self, context_id: int) -> Any:
-        """A reply made in a context has come: the context; None: it has ended."""
+        """Return the context of a received reply, or None if the context has ended."""
 
     def receive(self, context: Any, peer: int, message: int, tensors: list[Any]) -> Sequence[Any]:
-        """Records tensors that have come. Returns what the program gets in their place."""
+        """Record received tensors and return the tensors that the program gets instead."""
 
     def on_ended(self, peer: int, plain: Any) -> None:
-        """A peer says that a context has ended."""
+        """Handle the notification of a peer that a context has ended."""
 
     def on_request(self, asked: Any, flags: int, body: Any, segments: Any) -> None:
-        """Handle gradients from a peer: a request that must be answered, also after an error."""
+        """Handle gradients from a peer: a request that gets a reply in any case."""
 
     def on_gradients(self, peer: int, connection: int, call: int, deadline: int, message: Any) -> None:
         """Handle gradients that the core has decoded."""
 
     # ---- code that runs in a context
 
-    def running(self, context: Any) -> AbstractContextManager[None] | None:
-        """To be entered around the run of a handler; None: there is nothing to do."""
+    def handler_guard(self, context: Any) -> AbstractContextManager[None] | None:
+        """Return a guard for the run of a handler in a context; None for no guard."""
 
-    def within(self, context: Any) -> AbstractContextManager[None] | None:
-        """To be entered around other code, such as a step of a coroutine; None: there is nothing to do."""
+    def context_guard(self, context: Any) -> AbstractContextManager[None] | None:
+        """Return a guard for other code in a context, such as a coroutine's step.
+
+        Returns None if no guard is needed.
+        """
 
     @property
     def busy(self) -> bool:
-        """Is a backward pass under way?"""
+        """Return whether a backward pass is running."""
 
     # ---- the group
 
     def peer_lost(self, peer: int, why: str) -> None:
-        """A worker is gone."""
+        """Handle the loss of a worker."""
 
     def close(self) -> None:
-        """This worker is closed."""
+        """Release all contexts of the closed worker."""
 
-    def abandon(self) -> None:
-        """In a forked child: all is dead, locks may be held by threads that are not there."""
+    def detach_after_fork(self) -> None:
+        """Reset in a forked child, where threads are missing and locks may be held."""
 
 
 class WorkerPlugins(NamedTuple):
-    """What the layers above bring for each worker that is made."""
+    """What the higher layers provide for each new worker."""
 
-    handle: Any  # the class of references; made by ``handle.of(worker, id, owner id, fork)``
-    recorder: Callable[[Any, int], AutogradHooks]  # of the worker, and where its ids start
+    rref_type: Any  # class of references, created by ``rref_type.of(worker, id, owner id, fork)``
+    make_autograd: Callable[[Any, int], AutogradHooks]  # arguments: the worker, and its first id

@@ -1,9 +1,8 @@
-"""What stands in the place of a worker's native engine once the worker is closed.
+"""Replacement for the native engine of a closed worker.
 
-The engine has descriptors, memory and a thread. Whoever keeps a reference, a future or the worker itself keeps the
-worker's Python objects, but must not keep those: so the worker lets go of the engine when it closes, and what is asked
-of it afterwards is answered here. A thread that is inside a method of the engine at that moment still has it; it ends
-with the last one.
+The engine has file descriptors, memory and a thread. A program may keep references, futures or the worker itself for
+longer, and with them the worker's Python objects. So a closing worker replaces its engine by a `ClosedEngine`. A thread
+inside a method of the engine still holds the engine, which ends with the last such thread.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from telegrad.errors import NotInitialized
 
 __all__ = ["AnyClient", "AnyEngine", "AnyServer", "ClosedEngine"]
 
-_UNDER_WAY = (
+_PENDING = (
     "pending_calls",
     "queued_requests",
     "pool_threads",
@@ -29,73 +28,73 @@ _MEMORY = ("live_blocks", "live_bytes", "cached_blocks", "cached_bytes")
 
 
 class ClosedEngine:
-    """The methods of `_core.Engine`, and of `_core.Client` and `_core.Server`, which have it: those that need it
-    raise `NotInitialized`, the others do nothing.
+    """Methods of `_core.Engine`, `_core.Client` and `_core.Server` after closing.
+
+    Methods that need an engine raise `NotInitialized`; all others do nothing.
 
     Args:
-        engine: the one that has been stopped, for its totals; None where it must not be touched, as in a forked child.
+        engine: The stopped engine, for its totals; None if the engine must not be used, as in a forked child.
     """
 
     def __init__(self, engine: _core.Engine | None) -> None:
-        self._stats: dict[str, Any] = dict.fromkeys((*_UNDER_WAY, *_TOTALS, *_MEMORY), 0)
-        self._memory: _core.Memory | None = None  # messages that were received may still be in use
+        self._stats: dict[str, Any] = dict.fromkeys((*_PENDING, *_TOTALS, *_MEMORY), 0)
+        self._memory: _core.Memory | None = None  # received messages may still be in use
         if engine is not None:
             last = engine.stats()
             self._stats |= {key: last[key] for key in _TOTALS}
             self._memory = engine.memory
 
-    # ---- what cannot be done any more
+    # ---- methods that raise
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _raise_closed(self, *_: Any, **__: Any) -> NoReturn:
         raise NotInitialized
 
-    call: Callable[..., NoReturn] = _refuse
-    start: Callable[..., NoReturn] = _refuse
-    create: Callable[..., NoReturn] = _refuse
-    call_request: Callable[..., NoReturn] = _refuse
-    start_request: Callable[..., NoReturn] = _refuse
-    start_many: Callable[..., NoReturn] = _refuse
-    ask: Callable[..., NoReturn] = _refuse
-    answer: Callable[..., NoReturn] = _refuse
-    wait: Callable[..., NoReturn] = _refuse
-    collect: Callable[..., NoReturn] = _refuse
-    listen: Callable[..., NoReturn] = _refuse
-    set_peer: Callable[..., NoReturn] = _refuse
+    call: Callable[..., NoReturn] = _raise_closed
+    start: Callable[..., NoReturn] = _raise_closed
+    create: Callable[..., NoReturn] = _raise_closed
+    call_request: Callable[..., NoReturn] = _raise_closed
+    start_request: Callable[..., NoReturn] = _raise_closed
+    start_many: Callable[..., NoReturn] = _raise_closed
+    ask: Callable[..., NoReturn] = _raise_closed
+    answer: Callable[..., NoReturn] = _raise_closed
+    wait: Callable[..., NoReturn] = _raise_closed
+    collect: Callable[..., NoReturn] = _raise_closed
+    listen: Callable[..., NoReturn] = _raise_closed
+    set_peer: Callable[..., NoReturn] = _raise_closed
 
-    # ---- what is done already, or concerns nobody any more
+    # ---- methods without an effect
 
-    def _ignore(self, *_: Any) -> None:
-        """Nothing is left to do."""
+    def _noop(self, *_: Any) -> None:
+        """Do nothing: the worker is closed."""
 
-    record_all: Callable[..., None] = _ignore
-    next: Callable[..., None] = _ignore
-    resume: Callable[..., None] = _ignore
-    reply: Callable[..., None] = _ignore
-    nudge: Callable[..., None] = _ignore
-    stop: Callable[..., None] = _ignore
-    part_from: Callable[..., None] = _ignore
-    forget_peer: Callable[..., None] = _ignore
-    not_spawned: Callable[..., None] = _ignore
-    tell_collectors: Callable[..., None] = _ignore
+    record_all: Callable[..., None] = _noop
+    next: Callable[..., None] = _noop
+    resume: Callable[..., None] = _noop
+    reply: Callable[..., None] = _noop
+    nudge: Callable[..., None] = _noop
+    stop: Callable[..., None] = _noop
+    part_from: Callable[..., None] = _noop
+    forget_peer: Callable[..., None] = _noop
+    not_spawned: Callable[..., None] = _noop
+    tell_collectors: Callable[..., None] = _noop
 
     def lend(self, *_: Any) -> None:
-        """None: there is no link, and so no memory of one."""
+        """Return None: there is no link that could lend memory."""
 
     def largest_body(self, *_: Any) -> int:
-        """0: there is no connection."""
+        """Return 0: there is no connection."""
         return 0
 
     def send(self, *_: Any) -> bool:
-        """False: every peer is gone."""
+        """Return False: no peer is connected."""
         return False
 
     def tell(self, *_: Any) -> bool:
-        """True: there is nobody to be told."""
+        """Return True: there is no peer to notify."""
         return True
 
     def stats(self) -> dict[str, Any]:
-        """As that of the engine: totals as they were at the end, nothing under way, and what is still in use of the
-        memory that was received."""
+        """Return final totals, nothing pending, and the received memory still in use."""
         return self._stats if self._memory is None else self._stats | self._memory.stats()
 
 

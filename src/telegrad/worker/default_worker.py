@@ -1,4 +1,4 @@
-"""The worker that code belongs to where it does not say."""
+"""Worker that API calls use if they name none."""
 
 from telegrad.errors import NotInitialized
 from telegrad.worker.scope import current
@@ -10,7 +10,7 @@ _default: list[Worker | None] = [None]
 
 
 def current_worker() -> Worker | None:
-    """The worker of this context, else the process's default one; None if there is none."""
+    """Return the worker of this context, else the default of the process, or None."""
     scope = current.get()
     if scope is not None and not scope.worker.closed:
         worker: Worker = scope.worker
@@ -19,10 +19,10 @@ def current_worker() -> Worker | None:
 
 
 def open_worker() -> Worker:
-    """The current worker.
+    """Return the current worker.
 
     Raises:
-        NotInitialized: there is none, or it has been closed.
+        NotInitialized: There is no worker, or the worker is closed.
     """
     worker = current_worker()
     if worker is None or worker.closed:
@@ -31,5 +31,5 @@ def open_worker() -> Worker:
 
 
 def set_default_worker(worker: Worker | None) -> None:
-    """What `init_rpc` made."""
+    """Set the default worker of the process."""
     _default[0] = worker

@@ -1,6 +1,6 @@
-"""The life of a worker in the log: it joined, is connected, lost another, left.
+"""Log lines about the lifecycle of a worker: joined, connected, peer lost, left.
 
-One line for each of these on each worker, through the logger `telegrad`: at INFO, and at WARNING for a loss.
+Each worker logs one line per event through the logger `telegrad`, at INFO, and at WARNING for a loss.
 """
 
 import logging
@@ -17,18 +17,24 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 
 def joined(worker: "Worker") -> None:
-    """The worker is a member of its group."""
+    """Log that the worker has joined its group."""
     worker.joined = True
     if not logger.isEnabledFor(logging.INFO):
         return
     others = len(worker.member_ids())
-    group = f"of {others + 1}" if worker.static else f"of a dynamic group, beside {others} others"
+    group = f"of {others + 1}" if worker.static else f"of a dynamic group with {others} others"
     at = ", ".join(a if a.startswith("tcp:") else a.partition(":")[0] for a in worker.member.addresses)
     logger.info("worker %s joined as rank %d %s; it listens on %s", worker.info.name, worker.info.id, group, at)
 
 
 def connected(worker: "Worker", peer: int, text: str) -> None:
-    """There is a first link to a peer. `text`: its name, "to" or "from", and the address (`Engine::opened`)."""
+    """Log the first link to a peer.
+
+    Args:
+        worker: The local worker.
+        peer: Id of the peer.
+        text: Name of the peer, "to" or "from", and the address (`Engine::opened`).
+    """
     if not logger.isEnabledFor(logging.INFO):
         return
     name, direction, address = text.split(" ", 2)
@@ -39,7 +45,7 @@ def connected(worker: "Worker", peer: int, text: str) -> None:
 
 
 def _why_not_faster(worker: "Worker", peer: int, name: str, transport: str) -> str:
-    """The reason why no transport is used that stands before this one in the worker's options."""
+    """Return why no transport is used that the worker's options prefer to this one."""
     mine = worker.options.transports
     better = mine[: mine.index(transport)] if transport in mine else ()
     member = worker.member_of(peer)
@@ -54,16 +60,16 @@ def _why_not_faster(worker: "Worker", peer: int, name: str, transport: str) -> s
 
 
 def lost(worker: "Worker", peer: int, why: str) -> None:
-    """A peer is gone without a goodbye. A worker says so once, however many calls to the peer fail afterwards."""
-    level = logging.DEBUG if peer in worker.lost else logging.WARNING
+    """Log the loss of a peer that sent no goodbye, once per loss."""
+    level = logging.DEBUG if peer in worker.lost_peers else logging.WARNING
     logger.log(level, "worker %s is lost to %s: %s", worker.name_of(peer), worker.info.name, why)
 
 
 def peer_left(worker: "Worker", peer: int, why: str) -> None:
-    """A peer is gone, and has said so, or the members have agreed on it."""
+    """Log that a peer has left, by its goodbye or by agreement of the members."""
     logger.info("worker %s is gone from the group of %s: %s", worker.name_of(peer), worker.info.name, why)
 
 
 def left(worker: "Worker") -> None:
-    """The worker is no member any more."""
+    """Log that the worker has left its group."""
     logger.info("worker %s left its group", worker.info.name)

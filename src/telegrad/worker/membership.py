@@ -1,4 +1,4 @@
-"""Joining and leaving a dynamic group, whose members come and go."""
+"""Join and leave a dynamic group, whose members change over time."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ from telegrad.worker.worker import Worker
 __all__ = ["join_dynamic", "leave_dynamic"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
-_IDS_PER_LIFE = 1 << 32  # of references: so many for each time a name has joined
+_IDS_PER_LIFE = 1 << 32  # ids of references per incarnation of a name
 
 
 def join_dynamic(
@@ -33,38 +33,50 @@ def join_dynamic(
     group: Group,
     options: Options,
     store_at: str,
-    layers: WorkerPlugins,
+    plugins: WorkerPlugins,
     timeout: float,
 ) -> Worker:
-    """Joins; the members that are there know of it when this returns.
+    """Join a dynamic group; all present members know the new worker on return.
+
+    Args:
+        store: Store of the group.
+        name: Name of the new worker.
+        rank: Id of the new worker; negative for any free id.
+        group: Token and secret of the group.
+        options: Options of the worker.
+        store_at: Host of the store.
+        plugins: Plugins of the worker.
+        timeout: Limit in seconds for each member's reply.
 
     Raises:
-        RuntimeError: the name or the rank is taken.
+        RuntimeError: Another member has the name or the rank.
     """
-    with rendezvous.membership(store, name, joining=True):
+    with rendezvous.membership_lock(store, name, joining=True):
         members = rendezvous.read_members(store, group)
-        in_the_way = [member for member in members if name == member.name or rank == member.id]
-        for dead in _dead_of(in_the_way, members, group, options, store_at, layers, timeout):
+        conflicting = [member for member in members if name == member.name or rank == member.id]
+        for dead in _dead_of(conflicting, members, group, options, store_at, plugins, timeout):
             members.remove(dead)
         view = rendezvous.check_members(members, None)
         if rank < 0:
             rank = view.free_id()
-        # Refuses a name or a rank that is taken, before anything is made.
-        view.join(protocol.Member(name, rank, process="the one that joins"))
+        # Raise for a taken name or rank before creating the worker.
+        view.join(protocol.Member(name, rank, process="the joining worker"))
         life = rendezvous.ordinal(store, name)
-        worker = Worker(WorkerInfo(name, rank), group, options, store_at, life * _IDS_PER_LIFE, layers)
+        worker = Worker(WorkerInfo(name, rank), group, options, store_at, life * _IDS_PER_LIFE, plugins)
         worker.static = False
         worker.store = store
         try:
             for member in members:
                 worker.add_member(member)
             worker.ready.set()
-            tell = [worker.internal(member.id, _joined, tuple(worker.member), timeout) for member in members]
-            for member, told in zip(members, tell, strict=True):
+            notifications = [
+                worker.start_internal(member.id, _joined, tuple(worker.member), timeout) for member in members
+            ]
+            for member, notified in zip(members, notifications, strict=True):
                 try:
-                    _await(told, name, member)
-                except RuntimeError:  # it died without leaving: it has no place here any more
-                    worker.remove_member(member.id, "it did not answer when a new worker joined")
+                    _await(notified, name, member)
+                except RuntimeError:  # the member died without leaving
+                    worker.remove_member(member.id, "no reply when a new worker joined")
             present = [member for member in members if member.id in worker.member_ids()]
             rendezvous.write_members(store, [*present, worker.member], group)
         except BaseException:
@@ -73,14 +85,14 @@ def join_dynamic(
     return worker
 
 
-def _await(told: CallFuture[Any], name: str, member: Member) -> None:
-    """Waits until a member has taken up a newcomer."""
+def _await(notified: CallFuture[Any], name: str, member: Member) -> None:
+    """Wait until a member has added the new worker."""
     answered = threading.Event()
-    told.add_done_callback(lambda _: answered.set())
-    wait = Wait(name, math.inf)  # the call has a time-out
+    notified.add_done_callback(lambda _: answered.set())
+    wait = Wait(name, math.inf)  # the call has a timeout
     while not wait_for(answered, wait.pause()):
-        wait.step(lambda: (f"{member.name} (rank {member.id}) to take it up", "no answer"))
-    told.wait()
+        wait.step(lambda: (f"{member.name} (rank {member.id}) to add it", "no reply"))
+    notified.wait()
 
 
 def _dead_of(
@@ -89,88 +101,93 @@ def _dead_of(
     group: Group,
     options: Options,
     store_at: str,
-    layers: WorkerPlugins,
+    plugins: WorkerPlugins,
     timeout: float,
 ) -> list[Member]:
-    """Which of these members cannot be reached: they died without leaving, and another may have their place."""
+    """Return the suspects that do not reply.
+
+    They died without leaving, so their names and ranks are free.
+    """
     if not suspects:
         return []
     free = rendezvous.check_members(members, None).free_id()
-    asker = Worker(WorkerInfo(f"asker-{secrets.token_hex(8)}", free), group, options, store_at, 0, layers)
+    prober = Worker(WorkerInfo(f"prober-{secrets.token_hex(8)}", free), group, options, store_at, 0, plugins)
     try:
         for member in suspects:
-            asker.add_member(member)
-        asker.ready.set()
+            prober.add_member(member)
+        prober.ready.set()
         dead = []
         for member in suspects:
             try:
-                asker.internal(member.id, _are_you_there, (), timeout).wait()
+                prober.start_internal(member.id, _ping, (), timeout).wait()
             except WorkerLost:
                 dead.append(member)
             except RuntimeError:
-                continue  # too busy to answer is not dead
+                continue  # a busy member is alive
         return dead
     finally:
-        asker.close()
+        prober.close()
 
 
-def _are_you_there() -> None:
-    """Runs on a member whose name or rank another one wants."""
+def _ping() -> None:
+    """Do nothing; a joining worker checks with it whether this member is alive."""
 
 
 def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
-    """Has the others make no more calls to this worker, ends what is under way, and parts from them. Nobody joins or
-    leaves meanwhile."""
-    parted = False
+    """Leave the group: stop calls to this worker, end pending work, disconnect.
+
+    Holds the membership lock, so that no other worker joins or leaves in the meantime.
+    """
+    announced = False
     store = BoundedStore(worker.store, budget.left)
     try:
-        with rendezvous.membership(store, worker.info.name, joining=False, budget=budget):
+        with rendezvous.membership_lock(store, worker.info.name, joining=False, budget=budget):
             members = [m for m in rendezvous.read_members(store, worker.group) if m.id != worker.info.id]
             rendezvous.write_members(store, members, worker.group)
             _announce(worker, {m.id for m in members}, budget)
-            parted = True
+            announced = True
     except StoreGone as e:
         logger.warning(
-            "worker %s leaves its group without the store, whose host %s: %s. Nobody can join any more.",
+            "worker %s leaves its group without the store, whose host %s: %s. No worker can join any more.",
             worker.info.name,
-            "is silent" if isinstance(e, StoreUnresponsive) else "has gone",
+            "does not reply" if isinstance(e, StoreUnresponsive) else "has gone",
             str(e).partition("\n")[0],
         )
-        if not parted:
+        if not announced:
             _announce(worker, worker.member_ids(), budget)
 
 
 def _announce(worker: Worker, members: set[int], budget: SharedDeadline) -> None:
-    _tell(worker, members, _leaving, budget.left())
+    _notify(worker, members, _leaving, budget.left())
     worker.drain(budget.left())
-    _tell(worker, members, _left, budget.left())
+    _notify(worker, members, _left, budget.left())
 
 
-def _tell(worker: Worker, members: set[int], what: Any, timeout: float) -> None:
+def _notify(worker: Worker, members: set[int], function: Any, timeout: float) -> None:
     present = sorted(members & worker.member_ids())
-    for told in [worker.internal(member, what, (worker.info.id,), timeout) for member in present]:
+    for notified in [worker.start_internal(member, function, (worker.info.id,), timeout) for member in present]:
         try:
-            told.wait()
+            notified.wait()
         except RuntimeError:
-            continue  # it is gone itself, or has parted from this worker before it could answer
+            continue  # that member is gone, or disconnected before its reply
 
 
 def _joined(*facts: Any) -> None:
-    """Runs on the members that are there."""
+    """Add the new worker on a present member."""
     scope = current.get()
     assert scope is not None
     scope.worker.add_member(Member(*facts))
 
 
 def _leaving(worker_id: int) -> None:
-    """Runs on the members that stay."""
+    """Retire the leaving worker on a remaining member."""
     scope = current.get()
     assert scope is not None
     scope.worker.retire_member(worker_id)
 
 
 def _left(worker_id: int) -> None:
-    """Runs on the members that stay."""
+    """Remove the worker that left on a remaining member."""
     scope = current.get()
     assert scope is not None
     scope.worker.remove_member(worker_id, "it left the group")

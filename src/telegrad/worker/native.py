@@ -1,4 +1,4 @@
-"""The native parts of a worker: the engine, the client and the server, and what they need of Python."""
+"""Native parts of a worker: engine, client and server."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from telegrad.group.rendezvous import Group
 from telegrad.options import Options
 from telegrad.serialize.function_names import BY_VALUE, resolver
 from telegrad.types import WorkerInfo
-from telegrad.worker.calls.callables import as_torch_says, checked_arguments, find_function, method_of
+from telegrad.worker.calls.callables import checked_arguments, find_function, method_of, rerun_for_torch_error
 from telegrad.worker.calls.client import CallForm
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
@@ -29,7 +29,7 @@ _SECOND = 1_000_000_000
 
 
 class Environment(NamedTuple):
-    """What the native client and server need of the process."""
+    """Python objects of the process that the native client and server use."""
 
     current: Any = current
     info_type: type = WorkerInfo
@@ -45,20 +45,20 @@ class Environment(NamedTuple):
     checked_arguments: Callable[[Any, Any], Any] = checked_arguments
     blocking: Callable[[], Any] = blocking_in_loop
     not_initialized: type = NotInitialized
-    # of the native server
+    # of the native server only
     request_info: type = RequestInfo
     clean_state: Callable[[], None] = clean_state
     resolver: Callable[[bytes], Any] = resolver
     find_function: Callable[[bytes], Any] = find_function
     method_of: Callable[[Any, str], Any] = method_of
-    as_torch_says: Callable[..., Any] = as_torch_says
+    as_torch_says: Callable[..., Any] = rerun_for_torch_error
 
 
 ENVIRONMENT = Environment()
 
 
 def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Options) -> _core.Engine:
-    """Make an engine that listens nowhere and knows no peer."""
+    """Create an engine without listeners and without peers."""
     return _core.Engine(
         id=info.id,
         name=info.name,
@@ -80,7 +80,7 @@ def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Optio
 
 
 def make_server(worker: Any, callback_scope: Scope) -> _core.Server:
-    """Make what the pool threads of a worker wait on, which has its calls and handlers already."""
+    """Create the server of a worker, which already has its calls and handlers."""
     codec = worker.messages.serializer.codec
     return _core.Server(
         worker.engine,

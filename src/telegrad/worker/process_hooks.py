@@ -1,4 +1,4 @@
-"""The workers of a process, and what becomes of them when the process ends or forks."""
+"""Workers of a process, and how they end when the process exits or forks."""
 
 import atexit
 import contextlib
@@ -18,32 +18,35 @@ __all__ = ["leave_child", "live_workers", "register"]
 
 live_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _exits: set[int] = set()
-_GRACE = 0.2  # s that daemon threads may take to end, once their calls have failed because the interpreter ends
+_GRACE = 0.2  # s for daemon threads to end after their calls failed at interpreter exit
 
 
 def register(worker: Any) -> None:
-    """Closes the worker when its process ends, unless the program has closed it before."""
+    """Have the worker closed at process exit, unless the program closes it before."""
     live_workers.add(worker)
     if os.getpid() not in _exits and _is_forked_by_multiprocessing():
         _exits.add(os.getpid())
         multiprocessing.util.Finalize(None, close_all, exitpriority=100)
 
 
-# ---- exit: a worker without a shutdown says goodbye, and ends its threads before the interpreter ends.
+# ---- exit: a worker without a shutdown sends GOODBYE and ends its threads before the interpreter exits
 
 
 def close_all() -> None:
-    """Closes every worker of this process. An interrupt (Ctrl+C) only ends the waiting for handlers."""
-    interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)  # what the program has ended with
+    """Close every worker of this process; after Ctrl+C, do not wait for handlers."""
+    interrupted = isinstance(
+        getattr(sys, "last_value", None), KeyboardInterrupt
+    )  # the exception that ended the program
     for worker in list(live_workers):
         with contextlib.suppress(KeyboardInterrupt):
             worker.close(interrupted)
 
 
-def _end() -> None:
-    """At the end of the interpreter: closes every worker, and lets threads end that waited for something of it.
+def _close_at_exit() -> None:
+    """Close every worker at interpreter exit, and wait for failed threads.
 
-    Only daemon threads are left by then. Those that go on in torch when the interpreter ends bring down the process.
+    Only daemon threads are left at that time. A daemon thread that still runs torch code when the interpreter exits
+    crashes the process.
     """
     waited = any(worker.busy for worker in live_workers)
     close_all()
@@ -55,15 +58,16 @@ def _end() -> None:
     log_unread()
 
 
-# Handlers run in reverse order, so those that the program registers later still find its worker.
-atexit.register(_end)
+# Handlers run in reverse order, so handlers that the program registers later still have the worker.
+atexit.register(_close_at_exit)
 
 
 def _is_forked_by_multiprocessing() -> bool:
-    """Whether this process runs multiprocessing's finalizers at its end, but not the `atexit` handler above.
+    """Return whether this process runs multiprocessing finalizers, not `atexit`.
 
-    Before Python 3.13 such a child runs no handlers at all; since then it begins with none, and runs the finalizers
-    after its own. A spawned child runs both, but before 3.13 the finalizers first: too early for a worker.
+    Before Python 3.13 such a child runs no `atexit` handlers; since 3.13 it starts without any, and runs the finalizers
+    after its own. A spawned child runs both, but before 3.13 it runs the finalizers first, which is too early for a
+    worker.
     """
     if multiprocessing.parent_process() is None:
         return False
@@ -71,28 +75,31 @@ def _is_forked_by_multiprocessing() -> bool:
     return method in ("fork", "forkserver")
 
 
-# ---- fork: the child has none of the threads, so it has no worker. (The core closes what it inherits of the links.)
+# ---- fork: the child lacks the threads, so it has no worker; the core closes the inherited links
 
 
-_abandoned: list[Any] = []
-forked: bool = False  # this process is a child of a handler: it ends with that
+_detached: list[Any] = []
+forked: bool = False  # this process is the child of a handler and exits with that handler
 
 
 def _after_fork_in_child() -> None:
     global forked
     for worker in list(live_workers):
-        forked = forked or worker.runs_here()
-        _abandoned.append((worker, worker.abandon()))  # never freed: their locks and threads are the parent's
+        forked = forked or worker.owns_current_thread()
+        _detached.append(
+            (worker, worker.detach_after_fork())
+        )  # never freed: their locks and threads belong to the parent
     live_workers.clear()
     discard_unread()
 
 
 def leave_child(error: BaseException | None) -> NoReturn:
-    """Ends a child that a handler or a callback has forked, where that returns or raises: what comes next is the
-    parent's.
+    """Exit a child that a handler or a callback forked, when that function ends.
+
+    The code that follows belongs to the parent.
 
     Args:
-        error: what it has raised.
+        error: The exception that the function raised.
     """
     code: Any = 0
     if isinstance(error, SystemExit):

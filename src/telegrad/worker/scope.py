@@ -1,7 +1,7 @@
-"""What a piece of running code belongs to: its worker, its deadline, and torch's state of its thread.
+"""Scope of running code: worker, deadline, and torch's state of the thread.
 
-The first two are context variables, so they follow threads and coroutines; grad mode, inference mode and autocast are
-state of a thread in torch, so they are read where a call is made and set around the handler.
+Worker and deadline are context variables, so they follow threads and coroutines. In torch, grad mode, inference mode
+and autocast belong to a thread: a call reads them, and the callee sets them around the handler.
 """
 
 import threading
@@ -29,26 +29,26 @@ __all__ = [
 
 
 class Scope(NamedTuple):
-    """Where code runs."""
+    """Worker, deadline and autograd context of running code."""
 
-    worker: Any  # the Worker that calls go through
-    deadline: int  # monotonic ns by which the running request's caller gives up; 0: never
+    worker: Any  # the Worker that makes the calls
+    deadline: int  # deadline of the running request, monotonic ns; 0: none
     nested: bool  # inside a handler, or a callback of the pool
-    request: bool = False  # in the thread that runs a request
-    autograd: Any = None  # the autograd context (telegrad.autograd.context.Context) that it belongs to
-    connection: int = 0  # over which the request came that it runs for, and its answer goes
+    request: bool = False  # this thread runs a request
+    autograd: Any = None  # the autograd context
+    connection: int = 0  # connection of the running request
 
 
 current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)
 
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None)
 AUTOCAST_DEVICES = ("cpu", "cuda")
-_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)  # what torch begins with
+_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)  # torch's defaults
 _NO_CACHE = ("cache", "off")  # among the (device, dtype) pairs of a message
 
 
 def remaining(timeout: int, scope: Scope | None) -> int:
-    """A call's time-out in ns (0: none), no longer than what is left to the request that it is made for."""
+    """Return a call's timeout in ns (0: none), limited by the scope's deadline."""
     if scope is None or not scope.deadline:
         return timeout
     left = max(scope.deadline - time.monotonic_ns(), 1)
@@ -63,15 +63,17 @@ autocast_is_on: Callable[[], bool] = _autocast_by_device if _any_autocast is Non
 
 
 def caller_flags() -> int:
-    """The calling thread's state as flags."""
+    """Return the state of the calling thread as flags."""
     if torch.is_grad_enabled():
         return 0
     return int(Flag.NO_GRAD | Flag.INFERENCE) if torch.is_inference_mode_enabled() else int(Flag.NO_GRAD)
 
 
 def caller_state() -> tuple[tuple[str, str], ...] | None:
-    """Autocast of the calling thread as (device, dtype) pairs, and one more if it keeps no casts of weights; None when
-    it is off, as nearly always."""
+    """Return autocast of the calling thread as (device, dtype) pairs; None if off.
+
+    A further pair says that the thread caches no casts of weights.
+    """
     if not autocast_is_on():
         return None
     devices = tuple(
@@ -83,20 +85,20 @@ def caller_state() -> tuple[tuple[str, str], ...] | None:
 
 
 def autocast_of(pairs: tuple[tuple[str, str], ...] | None) -> tuple[dict[str, torch.dtype], bool]:
-    """What `caller_state` says: the type by device, and whether casts are kept."""
+    """Return the dtype per device from `caller_state`, and whether casts are cached."""
     on = {device: getattr(torch, dtype) for device, dtype in pairs or () if device != _NO_CACHE[0]}
     return on, _NO_CACHE not in (pairs or ())
 
 
 @contextmanager
 def handler_state(flags: int, autocast: tuple[tuple[str, str], ...] | None) -> Iterator[None]:
-    """The caller's state, for as long as its handler runs."""
+    """Set the caller's state while its handler runs."""
     with ExitStack() as stack:
-        stack.callback(_default_details)
+        stack.callback(_reset_autocast)
         if flags & Flag.INFERENCE:
             stack.enter_context(torch.inference_mode())
         elif flags & Flag.NO_GRAD:
-            stack.enter_context(torch.inference_mode(False))  # puts everything back at its end, no_grad only one thing
+            stack.enter_context(torch.inference_mode(False))  # restores all of the state at exit, unlike no_grad
             torch.set_grad_enabled(False)
         on, cache = autocast_of(autocast)
         for device, dtype in on.items():
@@ -104,8 +106,8 @@ def handler_state(flags: int, autocast: tuple[tuple[str, str], ...] | None) -> I
         yield
 
 
-def _default_details() -> None:
-    """Autocast's types, and whether it keeps casts, stay when it is switched off, for the next one to find."""
+def _reset_autocast() -> None:
+    """Reset what stays set when autocast is switched off: dtypes, and caching."""
     torch.set_autocast_cache_enabled(True)
     for device, dtype in zip(AUTOCAST_DEVICES, _AUTOCAST_DTYPES, strict=True):
         if torch.get_autocast_dtype(device) != dtype:
@@ -113,19 +115,19 @@ def _default_details() -> None:
 
 
 def clean_state() -> None:
-    """Undoes what a handler left switched in its thread."""
+    """Reset the state that a handler left set in its thread."""
     if not torch.is_grad_enabled():
         if torch.is_inference_mode_enabled():
-            # There is no way to leave it but by another guard, which must then live as long as the thread.
-            _left_behind.guard = None  # the last one puts back what it found when it goes
-            _left_behind.guard = torch.inference_mode(False)
-            _left_behind.guard.__enter__()
+            # Only another guard ends inference mode, and that guard must live as long as the thread.
+            _kept.guard = None  # the previous guard restores its state when destroyed
+            _kept.guard = torch.inference_mode(False)
+            _kept.guard.__enter__()
         torch.set_grad_enabled(True)
     if autocast_is_on():
         for device in AUTOCAST_DEVICES:
             torch.set_autocast_enabled(device, False)
-        _default_details()
+        _reset_autocast()
         torch.clear_autocast_cache()
 
 
-_left_behind = threading.local()
+_kept = threading.local()

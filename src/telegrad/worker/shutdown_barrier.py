@@ -1,4 +1,4 @@
-"""One stage of a graceful shutdown: the glue between `telegrad.protocols.shutdown` and the network."""
+"""One stage of a graceful shutdown: `telegrad.protocols.shutdown` on the network."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -25,72 +25,76 @@ from telegrad.waits import wait_for
 
 __all__ = ["ShutdownBarrier"]
 
-_MESSAGES: tuple[type, ...] = (Ready, Ask, Report, Finished, Who, Missing)  # numbered on the wire by their place
-_PAUSE = 0.005  # s between two rounds while work goes on
-_LAST_WORD = 1.0  # s that the leader has to say who is missing, and the others to leave before it
+_MESSAGES: tuple[type, ...] = (Ready, Ask, Report, Finished, Who, Missing)  # their index is their number on the wire
+_PAUSE = 0.005  # s between two rounds while work is pending
+_FINAL_GRACE = 1.0  # s for the leader to report missing workers, and for the others to leave first
 
 
 class ShutdownBarrier:
-    """A point that all live workers of the group pass together, when no work is left among them.
+    """Barrier that all live workers of a group pass together once no work is left.
 
     Args:
-        me: the worker's id.
-        greet: sees to it that there are links to some peers.
-        send: sends a plain value to a peer.
-        later: runs a function after some seconds, on a thread of the worker.
-        activity: (requests received so far, things under way); both exact when nothing is under way.
+        worker_id: Id of this worker.
+        ensure_connected: Connects this worker to some peers.
+        send: Sends a plain value to a peer.
+        call_later: Runs a function after a delay in seconds, on a thread of the worker.
+        activity: Returns (received requests, pending work); both exact when nothing is pending.
     """
 
     def __init__(
         self,
-        me: int,
+        worker_id: int,
         ensure_connected: Callable[[Iterable[int]], None],
         send: Callable[[int, Any], None],
-        later: Callable[[float, Callable[[], None]], None],
+        call_later: Callable[[float, Callable[[], None]], None],
         activity: Callable[[], tuple[int, int]],
     ) -> None:
-        self._me = me
-        self._greet = ensure_connected
+        self._worker_id = worker_id
+        self._ensure_connected = ensure_connected
         self._send = send
-        self._later = later
+        self._call_later = call_later
         self._activity = activity
         self._lock = threading.RLock()
-        self._over = threading.Event()
-        self._alone = threading.Event()
-        self._greeted = False
-        self._machine = Drain(me, ())
+        self._finished = threading.Event()
+        self._last_member = threading.Event()
+        self._has_connected = False
+        self._machine = Drain(worker_id, ())
 
-    def expect(self, members: Sequence[int]) -> None:
-        """Who is in the group. Called once, before anybody can shut down."""
+    def set_members(self, members: Sequence[int]) -> None:
+        """Set the members of the group. Called once, before any worker can shut down."""
         with self._lock:
-            self._machine = Drain(self._me, members)
+            self._machine = Drain(self._worker_id, members)
 
     def run(self, timeout: float, last: bool) -> Done | GaveUp:
-        """Waits until all workers come here and all work is done; no longer than `timeout` seconds (0: no limit).
+        """Wait until all workers have arrived and all work is done.
 
-        `last`: this worker leaves afterwards. The leader leaves last. Another worker may take up the end of its link
-        to the leader before the word on it that all is done, since each runs on a thread of its own; it would then
-        look for a new leader among those who left.
+        The leader leaves last. Otherwise a worker could process the end of its link to the leader before the leader's
+        message that all is done, because each runs on a thread of its own; it would then elect a new leader among the
+        workers that left.
+
+        Args:
+            timeout: Limit in seconds; 0 for none.
+            last: This worker leaves afterwards.
         """
         self._step(self._machine.arrive)
-        if not wait_for(self._over, timeout or None):
+        if not wait_for(self._finished, timeout or None):
             self._step(self._machine.expire)
-            if not self._over.wait(_LAST_WORD):
+            if not self._finished.wait(_FINAL_GRACE):
                 self._step(self._machine.expire)
         with self._lock:
-            over, led = self._machine.over, self._machine.leader == self._me
+            over, led = self._machine.over, self._machine.leader == self._worker_id
         assert over is not None
         if last and led and isinstance(over, Done):
-            self._alone.wait(_LAST_WORD)
+            self._last_member.wait(_FINAL_GRACE)
         return over
 
     def stop(self) -> None:
-        """The worker closes: whoever waits here goes on."""
+        """End all waits, because the worker closes."""
         with self._lock:
             if self._machine.over is None:
                 self._machine.over = GaveUp(())
-        self._over.set()
-        self._alone.set()
+        self._finished.set()
+        self._last_member.set()
 
     def on_message(self, sender: int, plain: Any) -> None:
         message = _read(plain)
@@ -100,33 +104,38 @@ class ShutdownBarrier:
         self._step(lambda: self._machine.peer_gone(peer, orderly))
 
     def _step(self, change: Callable[[], Sequence[Effect]]) -> None:
-        """Lets the machine move, and does what it asks for; sends without the lock."""
+        """Change the machine and carry out its effects; sends without the lock."""
         messages: list[Send] = []
-        waited_for: list[int] = []
+        awaited: list[int] = []
         with self._lock:
-            todo = list(change())
-            while todo:
-                effect = todo.pop(0)
+            effects = list(change())
+            while effects:
+                effect = effects.pop(0)
                 if isinstance(effect, Send):
                     messages.append(effect)
                 elif isinstance(effect, Count):
                     received, pending = self._activity()
-                    # What this worker was asked to do is all that tells two quiet moments apart: a call that is
-                    # under way is pending at its caller.
-                    counters = Counters({self._me: received}, {self._me: received}, pending)
-                    todo += self._machine.counted(effect.asker, effect.round, counters)
+                    # Only the received requests distinguish two idle moments: a call in progress counts as
+                    # pending at its caller.
+                    counters = Counters({self._worker_id: received}, {self._worker_id: received}, pending)
+                    effects += self._machine.counted(effect.asker, effect.round, counters)
                 elif isinstance(effect, Pause):
-                    self._later(_PAUSE, lambda: self._step(self._machine.resume))
+                    self._call_later(_PAUSE, lambda: self._step(self._machine.resume))
                 else:
-                    self._over.set()
+                    self._finished.set()
             machine = self._machine
-            if machine.live == {self._me}:
-                self._alone.set()
-            if machine.arrived and machine.leader == self._me and machine.over is None and not self._greeted:
-                # Whoever has died without ever having had a link to this worker would be waited for.
-                self._greeted = True
-                waited_for = sorted(machine.live - {self._me})
-        self._greet(waited_for)
+            if machine.live == {self._worker_id}:
+                self._last_member.set()
+            if (
+                machine.arrived
+                and machine.leader == self._worker_id
+                and machine.over is None
+                and not self._has_connected
+            ):
+                # Without a link, the death of a worker is not noticed, and the leader would wait for it.
+                self._has_connected = True
+                awaited = sorted(machine.live - {self._worker_id})
+        self._ensure_connected(awaited)
         for message in messages:
             self._send(message.to, _write(message.message))
 

@@ -1,4 +1,4 @@
-"""What a worker does after a while: on a thread of its own, which runs no user code."""
+"""Delayed functions of a worker, on a thread of their own that runs no user code."""
 
 import heapq
 import itertools
@@ -13,10 +13,10 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 
 class Timers:
-    """The timers of one worker, and their thread, which starts with the first of them.
+    """Timers of one worker. Their thread starts with the first timer.
 
     Args:
-        name: of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,8 +27,8 @@ class Timers:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def later(self, seconds: float, function: Callable[[], object]) -> None:
-        """Runs a function, which must not block, after a while; never, if the timers have been stopped by then."""
+    def call_later(self, seconds: float, function: Callable[[], object]) -> None:
+        """Run a function, which must not block, after a delay; never after `stop`."""
         with self._changed:
             if self._stopped:
                 return
@@ -38,12 +38,16 @@ class Timers:
                 self._thread.start()
             self._changed.notify()
 
-    def is_here(self) -> bool:
-        """Is the calling thread that of the timers?"""
+    def owns_current_thread(self) -> bool:
+        """Return whether the calling thread is the thread of the timers."""
         return threading.current_thread() is self._thread
 
     def stop(self, timeout: float) -> bool:
-        """Drops what waits and ends the thread. False: not in `timeout` seconds."""
+        """Discard pending timers and end the thread; False if that takes too long.
+
+        Args:
+            timeout: Limit in seconds.
+        """
         with self._changed:
             self._stopped = True
             self._waiting.clear()
@@ -67,6 +71,6 @@ class Timers:
                 function = heapq.heappop(self._waiting)[2]
             try:
                 function()
-            except BaseException:  # of a logging handler of the program's, say: the thread goes on
-                logger.exception("a timer of %s met an error that is Telegrad's own; please report it", self._name)
-            del function  # what it holds must not outlive it while this thread waits
+            except BaseException:  # for example of the program's logging handler: the thread continues
+                logger.exception("internal error in a timer of %s; please report it", self._name)
+            del function  # release its objects while this thread waits

@@ -1,8 +1,7 @@
-"""Failures that the program has not looked at: finalizers find them, and a thread that may log tells of them.
+"""Failures that the program has not retrieved, and their log lines.
 
-A finalizer runs wherever the last reference goes, also inside of a logging call of the same thread. So it only appends
-to a deque. A thread of a worker's pool logs what is there; where there is no worker any more, the end of the
-interpreter does.
+A finalizer runs wherever the last reference is dropped, also inside a logging call of the same thread. So a finalizer
+only appends to a deque. A pool thread of a worker logs the entries; without a worker, interpreter exit does.
 """
 
 import logging
@@ -21,61 +20,61 @@ _unread: deque[tuple[Any, BaseException | None, str]] = deque()
 
 
 class Failure:
-    """The failure of a future or a creation; only what failed pays for a finalizer.
+    """Failure of a future or a creation; only failures pay for a finalizer.
 
     Args:
-        error: None where the owner of a reference has it.
-        read: the program knows.
-        request: (peer, what was called or its name, time-out in ns).
-        how: what the program has not done.
-        calls: of the worker whose pool is to tell of it; None if there is none.
+        error: The exception; None if the owner of a reference has it.
+        read: The program has retrieved the failure.
+        request: (peer, called function or its name, timeout in ns).
+        unread_action: What the program has not done, for the log line.
+        calls: Calls of the worker whose pool logs the failure; None if there is none.
     """
 
-    __slots__ = ("calls", "error", "how", "read", "request")
+    __slots__ = ("calls", "error", "read", "request", "unread_action")
 
-    def __init__(self, error: BaseException | None, read: bool, request: Any, how: str, calls: Any) -> None:
+    def __init__(self, error: BaseException | None, read: bool, request: Any, unread_action: str, calls: Any) -> None:
         self.error: BaseException | None = error
         self.read: bool = read
         self.request: Any = request
-        self.how: str = how
+        self.unread_action: str = unread_action
         self.calls: Any = calls
 
     def __del__(self) -> None:
         if self.read or _is_known(self.error):
             return
-        _unread.append((self.request, self.error, self.how))
+        _unread.append((self.request, self.error, self.unread_action))
         if self.calls is not None:
             self.calls.engine.nudge(0)
 
 
 def _is_known(error: BaseException | None) -> bool:
-    """Does the program know of the cause? It has ended the worker itself, or the log has a line about the lost one."""
+    """Return whether the program knows the cause: a shutdown, or a logged loss."""
     return isinstance(error, NotInitialized) or (isinstance(error, WorkerLost) and not error.unreached)
 
 
 def log_unread() -> None:
-    """Logs the failures that finalizers have found. To be called where logging is allowed."""
+    """Log the collected failures. Call this where logging is allowed."""
     while True:
         try:
-            request, error, how = _unread.popleft()
+            request, error, unread_action = _unread.popleft()
         except IndexError:
             return
         if error is None:
-            told = "; its owner has logged the error (telegrad.remote, at the option remote_error_level)"
+            detail = "; its owner has logged the error (telegrad.remote, at the option remote_error_level)"
         else:
-            told = f": {type(error).__name__}: {text_of(error)}"
-        logger.warning("%s failed, and nobody %s%s", describe_call(request), how, told)
+            detail = f": {type(error).__name__}: {text_of(error)}"
+        logger.warning("%s failed, and the program did not %s%s", describe_call(request), unread_action, detail)
 
 
 def describe_call(request: Any) -> str:
-    """What was called, for messages."""
+    """Return the name of the called function, for messages."""
     if request is None:
         return "a call"
-    what = request[1]
+    function = request[1]
     try:
-        return str(getattr(what, "__qualname__", what))
-    except BaseException:  # of the program's own methods
-        return type(what).__qualname__
+        return str(getattr(function, "__qualname__", function))
+    except BaseException:  # from the program's own methods
+        return type(function).__qualname__
 
 
-discard_unread: Callable[[], None] = _unread.clear  # in a forked child: they are the parent's
+discard_unread: Callable[[], None] = _unread.clear  # for a forked child: the failures belong to the parent

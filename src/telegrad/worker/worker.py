@@ -36,7 +36,7 @@ from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
 from telegrad.worker.native import ENVIRONMENT, make_engine, make_server
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import Scope, current
-from telegrad.worker.serving.dispatch import Incoming
+from telegrad.worker.serving.dispatch import Dispatcher
 from telegrad.worker.serving.event_loop import EventLoop
 from telegrad.worker.serving.handlers import Handlers
 from telegrad.worker.serving.thread_pool import COMPLETION, EVENT, ONEWAY, ThreadPool
@@ -67,11 +67,11 @@ class Worker:
         options: see `telegrad.options`.
         store_at: the host of the store, which decides the address to listen on.
         first_id: where ids of references start.
-        layers: what the layers above bring.
+        plugins: what the plugins above bring.
     """
 
     def __init__(
-        self, info: WorkerInfo, group: Group, options: Options, store_at: str, first_id: int, layers: WorkerPlugins
+        self, info: WorkerInfo, group: Group, options: Options, store_at: str, first_id: int, plugins: WorkerPlugins
     ) -> None:
         self.info = info
         self.group = group
@@ -81,22 +81,24 @@ class Worker:
         self.store: Any = None
         self.closed: bool = False
         self.joined: bool = False
-        self.finishing: bool = False
+        self.is_leaving: bool = False
         self.ready: threading.Event = threading.Event()  # all members are known: requests may run
-        self.lost: dict[int, str] = {}  # workers that are gone, and why
-        self.left: set[int] = set()  # those of them who said goodbye
-        self.gone: set[int] = set()  # those of them on whom the whole group agreed when it began to shut down
-        self.extras: dict[str, Any] = {}  # what the layers above keep for this worker
+        self.lost_peers: dict[int, str] = {}  # workers that are gone, and why
+        self.departed_peers: set[int] = set()  # those of them who said goodbye
+        self.gone_at_shutdown: set[int] = (
+            set()
+        )  # those of them on whom the whole group agreed when it began to shut down
+        self.attachments: dict[str, Any] = {}  # what the plugins above keep for this worker
         self.loss_listeners: list[Callable[[], Any]] = []
         self._infos: dict[str | int, WorkerInfo] = {info.name: info, info.id: info}
         self._members: dict[int, Member] = {}
-        self._gone: set[int] = set()  # ids whose workers have left the group
+        self._retired: set[int] = set()  # ids whose workers have left the group
         self._names: dict[int, str] = {info.id: info.name}  # theirs too, for messages
         self._lock = threading.Lock()
-        self._closing = threading.Lock()
-        self._closer: int | None = None  # the thread that closes it
-        self._ended = threading.Event()  # it is closed, and all its threads have ended or been left behind
-        self.ending: threading.Lock = threading.Lock()  # held while a graceful shutdown is under way
+        self._close_lock = threading.Lock()
+        self._closing_thread: int | None = None  # the thread that closes it
+        self._close_done = threading.Event()  # it is closed, and all its threads have ended or been left behind
+        self.shutdown_lock: threading.Lock = threading.Lock()  # held while a graceful shutdown is under way
         self._idle_check = threading.Event()  # never set: paces `drain`
 
         listen, host = addresses.listen_addresses(options, store_at, info.name)
@@ -122,11 +124,11 @@ class Worker:
             self.name_of,
             self._send_reference_message,
             lambda: self.engine.nudge(_RELEASE_DELAY),
-            lambda rref, owner, fork: layers.handle.of(self, rref, owner, fork),
+            lambda rref, owner, fork: plugins.rref_type.of(self, rref, owner, fork),
         )
-        self.autograd: AutogradHooks = layers.recorder(self, first_id)
+        self.autograd: AutogradHooks = plugins.make_autograd(self, first_id)
         self.messages: Messages = Messages(
-            layers.handle,
+            plugins.rref_type,
             self._share,
             self.references.unshare,
             self.references.receive,
@@ -137,7 +139,7 @@ class Worker:
         self.calls: Calls = Calls(
             self.engine,
             self.messages,
-            self.info_of,
+            self.resolve_worker,
             self.name_of,
             info.id,
             self._infos,
@@ -145,34 +147,34 @@ class Worker:
             ENVIRONMENT,
         )
         self.timers: Timers = Timers(f"telegrad-{info.name}-timers")
-        self.loop: EventLoop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.later)
+        self.loop: EventLoop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.call_later)
         self.handlers: Handlers = Handlers(
             self, info, self.engine, self.messages, self.references, self.loop, options.remote_error_number()
         )
         self.callback_scope: Scope = Scope(self, 0, True)
         self.server: AnyServer = make_server(self, self.callback_scope)
-        self.handlers.admit()
-        self.calls.delay = self.timers.later
+        self.handlers.update_recording()
+        self.calls.delay = self.timers.call_later
         # The group ends in two stages: all work is done, then all references are given up.
         self.stages: tuple[ShutdownBarrier, ...] = tuple(
             ShutdownBarrier(
                 info.id,
                 self.ensure_connected,
                 partial(self._send_shutdown_message, stage),
-                self.timers.later,
+                self.timers.call_later,
                 self._activity,
             )
             for stage in range(2)
         )
-        self.incoming: Incoming = Incoming(self)
+        self.dispatcher: Dispatcher = Dispatcher(self)
         self.pool: ThreadPool = ThreadPool(
             self.engine,
             self.server,
             info.name,
             {
-                ONEWAY: self.incoming.on_message,
-                COMPLETION: self.incoming.on_completion,
-                EVENT: self.incoming.on_event,
+                ONEWAY: self.dispatcher.on_message,
+                COMPLETION: self.dispatcher.on_completion,
+                EVENT: self.dispatcher.on_event,
             },
         )
         self.pool.start()
@@ -193,16 +195,16 @@ class Worker:
             self._members[member.id] = member
             self._names[member.id] = member.name
             self._infos[member.name] = self._infos[member.id] = info
-            was_here = member.id in self._gone
-            self._gone.discard(member.id)
+            was_here = member.id in self._retired
+            self._retired.discard(member.id)
         if known is not None and known.incarnation != member.incarnation:
             why = "a new worker has taken its place"
             self.references.peer_lost(member.id, why)
             self.autograd.peer_lost(member.id, why)
             was_here = True
         if was_here:
-            self.lost.pop(member.id, None)
-            self.left.discard(member.id)
+            self.lost_peers.pop(member.id, None)
+            self.departed_peers.discard(member.id)
             self.references.peer_joined(member.id)
         usable = addresses.candidates(member.addresses, member.host == self.host, self.options.transports)
         self.engine.set_peer(member.id, member.name, member.incarnation, usable)
@@ -214,7 +216,7 @@ class Worker:
             if member is not None:
                 self._infos.pop(member.name, None)
                 self._infos.pop(worker_id, None)
-                self._gone.add(worker_id)
+                self._retired.add(worker_id)
 
     def remove_member(self, worker_id: int, why: str) -> None:
         """A worker has left the group."""
@@ -223,8 +225,8 @@ class Worker:
         self.references.peer_lost(worker_id, why)
         self.autograd.peer_lost(worker_id, why)
         lifecycle_log.peer_left(self, worker_id, why)
-        self.left.add(worker_id)
-        self.lost[worker_id] = why
+        self.departed_peers.add(worker_id)
+        self.lost_peers[worker_id] = why
         for listener in list(self.loss_listeners):
             listener()
 
@@ -242,7 +244,7 @@ class Worker:
         with self._lock:
             return sorted({id(i): i for i in self._infos.values()}.values(), key=lambda info: info.id)
 
-    def info_of(self, to: object) -> WorkerInfo:
+    def resolve_worker(self, to: object) -> WorkerInfo:
         """A worker by its name, id or info.
 
         Raises:
@@ -296,7 +298,7 @@ class Worker:
         future: CallFuture[Any] = calls.client.start(to, func, args, kwargs, within)
         return future
 
-    def internal(self, to: int, func: Any, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
+    def start_internal(self, to: int, func: Any, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
         """A call of Telegrad's own, which a shutdown does not wait for."""
         calls = self.calls
         future: CallFuture[Any] = calls.client.start(
@@ -340,7 +342,7 @@ class Worker:
         def send() -> None:
             self.engine.send(peer, int(Tag.REFERENCES), message.flags, message.body, message.segments)
 
-        self.calls.filtered(kind, False, peer, send)
+        self.calls.send_filtered(kind, False, peer, send)
 
     def _submit(self, job: Callable[..., None], *arguments: Any) -> None:
         self.pool.submit(job, *arguments)
@@ -356,13 +358,13 @@ class Worker:
         finally:
             self.loss_listeners.remove(listener)
 
-    def left_names(self) -> set[str]:
+    def departed_names(self) -> set[str]:
         """Names of those who said goodbye."""
-        return self._names_of(self.left)
+        return self._names_of(self.departed_peers)
 
     def lost_names(self) -> set[str]:
         """Names of the workers that are gone."""
-        return self._names_of(self.lost)
+        return self._names_of(self.lost_peers)
 
     def _names_of(self, gone: Iterable[int]) -> set[str]:
         """Whoever has come again, with another id, is not gone."""
@@ -383,10 +385,10 @@ class Worker:
         for peer in peers:
             self.engine.send(peer, int(Tag.CONNECT), 0, b"", None)
 
-    def expect(self, members: Sequence[int]) -> None:
+    def set_members(self, members: Sequence[int]) -> None:
         """The other workers of a static group. Called before anybody can shut down."""
         for stage in self.stages:
-            stage.expect(members)
+            stage.set_members(members)
 
     def finish(self, timeout: float, last: bool) -> None:
         """Waits until all workers of a static group shut down and all their work is done.
@@ -398,20 +400,20 @@ class Worker:
         Raises:
             ShutdownTimeout: some did not come in time, or gave up and left.
         """
-        self.finishing = last
+        self.is_leaving = last
         budget = SharedDeadline(timeout)
         end = self.stages[last].run(timeout, last)
         if self.closed:
             raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut the worker down meanwhile.)")
         if isinstance(end, GaveUp):
-            rendezvous.abandon(self.store, budget.left())
+            rendezvous.mark_abandoned(self.store, budget.left())
             raise ShutdownTimeout(timeout, tuple(self.name_of(worker) for worker in end.missing))
         gone = (*end.lost, *end.left)
         if gone and not last and rendezvous.is_abandoned(self.store, budget.left()):
             raise ShutdownTimeout(timeout, tuple(map(self.name_of, gone)), gave_up=True)
-        self.gone.update(end.lost, end.left)
+        self.gone_at_shutdown.update(end.lost, end.left)
         for worker in end.lost if last else ():
-            if worker not in self.lost:
+            if worker not in self.lost_peers:
                 lifecycle_log.lost(self, worker, "others noticed; this worker had no connection to it")
 
     def drain(self, timeout: float) -> bool:
@@ -428,25 +430,29 @@ class Worker:
         """Leaves the group without waiting for anybody. Calls under way fail, handlers under way are waited for for a
         few seconds. Safe to call again, from any thread, and from a handler: a second one waits for the first,
         unless that waits for its thread. `interrupted`: by Ctrl+C, which needs no warnings."""
-        with self._closing:
+        with self._close_lock:
             first, self.closed = not self.closed, True
             if first:
-                self._closer = threading.get_ident()
+                self._closing_thread = threading.get_ident()
         if first:
             try:
                 self._close(interrupted)
             finally:
-                self._ended.set()
-        elif not self._is_mine():
-            self._ended.wait()
+                self._close_done.set()
+        elif not self._must_not_wait():
+            self._close_done.wait()
 
-    def _is_mine(self) -> bool:
+    def _must_not_wait(self) -> bool:
         """Does the thread that closes the worker wait for the calling one, if it is not the same?"""
-        return self._closer == threading.get_ident() or self.runs_here() or self.timers.is_here()
+        return (
+            self._closing_thread == threading.get_ident()
+            or self.owns_current_thread()
+            or self.timers.owns_current_thread()
+        )
 
-    def runs_here(self) -> bool:
+    def owns_current_thread(self) -> bool:
         """Is the calling thread one that runs handlers and callbacks of this worker? Takes no lock."""
-        return self.pool.is_here() or self.loop.is_here()
+        return self.pool.owns_current_thread() or self.loop.owns_current_thread()
 
     def _close(self, interrupted: bool) -> None:
         self.ready.set()
@@ -473,14 +479,14 @@ class Worker:
             if self.joined:
                 lifecycle_log.left(self)
 
-    def abandon(self) -> AnyEngine:
+    def detach_after_fork(self) -> AnyEngine:
         """In a forked child: here the worker, which is the parent's, is as good as closed. Returns the parent's engine,
         which must neither be used nor freed."""
         self.closed = True
-        self._ended = threading.Event()  # not the parent's, whose lock a thread may have
-        self._ended.set()
-        self.references.abandon()
-        self.autograd.abandon()
+        self._close_done = threading.Event()  # not the parent's, whose lock a thread may have
+        self._close_done.set()
+        self.references.detach_after_fork()
+        self.autograd.detach_after_fork()
         engine = self.engine
         self._replace_engine(ClosedEngine(None))
         return engine
@@ -488,7 +494,7 @@ class Worker:
     def _replace_engine(self, ended: ClosedEngine) -> None:
         """Lets go of the engine: it ends with the last thread that is inside one of its methods."""
         self.engine = self.server = self.calls.engine = self.calls.client = self.handlers.engine = ended
-        self.pool.end(ended)
+        self.pool.replace_engine(ended)
 
     @property
     def busy(self) -> bool:

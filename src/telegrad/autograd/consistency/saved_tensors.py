@@ -38,7 +38,7 @@ __all__ = [
     "unprotected",
 ]
 
-PROTECTION: Final = "autograd.protection"  # in a worker's extras
+PROTECTION: Final = "autograd.protection"  # in a worker's attachments
 _RETIRED: Final = "_telegrad_retired"  # of a storage: the version of the parameter that it was under to the last
 
 MODIFIED: Final = (
@@ -158,13 +158,13 @@ class Protection:
 
 def protect(worker: Any) -> Protection:
     """Return the protection of a worker. The first call switches it on there, for good."""
-    protection: Protection = worker.extras.setdefault(PROTECTION, Protection())
+    protection: Protection = worker.attachments.setdefault(PROTECTION, Protection())
     return protection
 
 
 def protection_of(worker: Any) -> Protection | None:
     """Return the protection of a worker; None if it is off there, as nothing is stepped."""
-    protection: Protection | None = worker.extras.get(PROTECTION)
+    protection: Protection | None = worker.attachments.get(PROTECTION)
     return protection
 
 

@@ -145,7 +145,7 @@ class BackwardManager:
             question.run, question.peer = run, peer
             call = NOT_PLAIN if profile is not None else worker.calls.client.ask(peer, body, timeout, question)
             if call == NOT_PLAIN:
-                m = worker.messages.bare(peer, body)
+                m = worker.messages.encode_internal(peer, body)
                 if profile is not None:
                     m = worker.messages.with_trace(m, profile)
                 call = worker.engine.start(
@@ -241,7 +241,7 @@ class BackwardManager:
     def _answer(self, asked: Any, mine: list[Any], said: profiled.Profile | None) -> None:
         messages, handlers = self.worker.messages, self.worker.handlers
         try:
-            message = messages.bare(asked.peer, mine)
+            message = messages.encode_internal(asked.peer, mine)
             if said is not None:
                 message = messages.with_trace(message, said)
         except BaseException as e:

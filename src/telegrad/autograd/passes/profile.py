@@ -58,8 +58,8 @@ class PassProfile:
 
     def __init__(self, calls: Calls, root: bool) -> None:
         observer = tracing.observer
-        self._node = calls.me
-        self._root: tracing.Recording | None = observer.beside(calls) if root and observer.on else None
+        self._node = calls.worker_id
+        self._root: tracing.Recording | None = observer.side_thread_recording(calls) if root and observer.on else None
         self._options: int | None = None if self._root is None else int(self._root.options)
         self._began = time.time_ns() if root else 0
         self._inside = 0

@@ -11,7 +11,7 @@ logger = logging.getLogger("telegrad")
 
 def _group_membership_management(store: Any, name: str, is_join: bool) -> AbstractContextManager[None]:
     """Lock the membership of the group: no other worker joins or leaves in the block."""
-    return rendezvous.membership(store, name, is_join)
+    return rendezvous.membership_lock(store, name, is_join)
 
 
 def _update_group_membership(*_: object) -> NoReturn:

@@ -11,7 +11,6 @@ from telegrad.serialize.function_names import resolve
 from telegrad.serialize.pickling import NOT_FOUND_HINT
 
 __all__ = [
-    "as_torch_says",
     "checked_arguments",
     "find_builtin",
     "find_function",
@@ -20,6 +19,7 @@ __all__ = [
     "name_of",
     "read_attribute",
     "read_with",
+    "rerun_for_torch_error",
     "run",
 ]
 
@@ -47,13 +47,15 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     except TypeError as e:
-        result, error = as_torch_says(function, args, kwargs, e)
+        result, error = rerun_for_torch_error(function, args, kwargs, e)
         if error is not None:
             raise
         return result
 
 
-def as_torch_says(function: Any, args: Any, kwargs: Any, error: BaseException) -> tuple[Any, BaseException | None]:
+def rerun_for_torch_error(
+    function: Any, args: Any, kwargs: Any, error: BaseException
+) -> tuple[Any, BaseException | None]:
     """A torch operator that is called with wrong arguments says so as it does through torch's own RPC.
 
     Returns:

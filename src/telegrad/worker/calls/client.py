@@ -82,9 +82,9 @@ class Calls:
     Args:
         engine: the native engine; the worker puts another object in its place when it closes.
         messages: writes and reads messages.
-        info_of: finds a worker by its name, id or info, or raises.
+        resolve_worker: finds a worker by its name, id or info, or raises.
         name_of: a worker's name by its id.
-        me: the id of the worker itself.
+        worker_id: the id of the worker itself.
         infos: the workers by name and by id; the worker changes it.
         default_timeout: seconds; 0: none.
         environment: what the native client needs of the process.
@@ -94,9 +94,9 @@ class Calls:
         self,
         engine: AnyEngine,
         messages: Messages,
-        info_of: Callable[[object], WorkerInfo],
+        resolve_worker: Callable[[object], WorkerInfo],
         name_of: Callable[[int], str],
-        me: int,
+        worker_id: int,
         infos: dict[str | int, WorkerInfo],
         default_timeout: float,
         environment: Any,
@@ -104,14 +104,14 @@ class Calls:
         self.engine = engine
         self.messages = messages
         self.name_of = name_of
-        self.me = me
+        self.worker_id = worker_id
         self.peers: dict[str | int, WorkerInfo] = infos
         self.default_timeout: int = nanoseconds(default_timeout)  # the program may change it
         self.names: NameTable = NameTable()
         self.set_result: Callable[[torch.futures.Future[Any], Any], None] = complete
         self.delay: Callable[[float, Callable[[], object]], None] | None = None
         self._send_filter: faults.Filter | None = None
-        self._info_of = info_of
+        self._resolve_worker = resolve_worker
         self.client: AnyClient = _core.Client(engine, messages.serializer.codec, messages.recorder, self, environment)
 
     @property
@@ -138,7 +138,7 @@ class Calls:
         Raises:
             ValueError, UnknownWorker: there is none.
         """
-        return self._info_of(to).id
+        return self._resolve_worker(to).id
 
     def find_name(self, function: Any) -> tuple[int, bytes] | None:
         """The number and text of a function's name, or a method's; None if it has none."""
@@ -172,7 +172,7 @@ class Calls:
             keep = receiver
         if call.keep_as is not None:
             flags |= _KEEP_AS | _MUST_DELIVER  # it leaves even if it times out first: others may know of the reference
-            target = RRefId(self.me, call.keep_as)  # in the metadata, too: the body may not be decoded there
+            target = RRefId(self.worker_id, call.keep_as)  # in the metadata, too: the body may not be decoded there
             if pickler is None:
                 parts, body = (*parts, "the local id"), (*body, call.keep_as)
         if receiver is not None:
@@ -230,7 +230,7 @@ class Calls:
             if request.span is not None:
                 request.span.end()
 
-    def filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object]) -> None:
+    def send_filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object]) -> None:
         """Sends a one-way message, past a fault injector if there is one."""
         if self._send_filter is None:
             send()

@@ -81,8 +81,8 @@ def _settle(future: CallFuture[Any], done: Any) -> None:
     else:
         if not future.done():
             future.set_result(value)
-        elif future._late is not None:
-            future._late()
+        elif future._on_late_reply is not None:
+            future._on_late_reply()
 
 
 def _fail(future: CallFuture[Any], error: Exception) -> None:

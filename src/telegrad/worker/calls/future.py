@@ -52,7 +52,9 @@ class CallFuture(torch.futures.Future[T]):
     _parent_calls: Any = None  # of what `then` has returned: whose pool tells of a failure
     _has_callbacks = False  # of the program's
     _span: tracing.Span | None = None  # in a profile
-    _late: Callable[[], None] | None = None  # called if the reply comes after the time-out, where only Python knows
+    _on_late_reply: Callable[[], None] | None = (
+        None  # called if the reply comes after the time-out, where only Python knows
+    )
 
     def wait(self) -> T:
         """Block until the call has ended.
@@ -123,7 +125,7 @@ class CallFuture(torch.futures.Future[T]):
         child: CallFuture[S] = CallFuture(NO_DEVICES)
         child._request = (-1, callback, 0)
         child._parent_calls = getattr(self, "_calls", None) or self._parent_calls
-        callback = in_scope(callback)
+        callback = bind_scope(callback)
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
@@ -144,7 +146,7 @@ class CallFuture(torch.futures.Future[T]):
             callback: gets this future. Where it runs: see `then`. Torch prints what it raises.
         """
         self._has_callbacks = True
-        super().add_done_callback(_core.shielded(in_scope(callback)))
+        super().add_done_callback(_core.shielded(bind_scope(callback)))
 
     def set_exception(self, result: object) -> None:
         """Complete it with an exception, which `wait`, `value` and ``await`` raise.
@@ -206,7 +208,7 @@ class CallFuture(torch.futures.Future[T]):
             raise strip_own_frames(error)
 
 
-def in_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+def bind_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     """The callback, as part of what runs here: its calls end with the same request, and go through the same worker,
     in whichever thread it runs.
 
@@ -219,7 +221,7 @@ def in_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     if scope is None:
         return callback
     if tracing.observer.on and (recording := tracing.recording.get()) is not None:
-        callback = tracing.within(recording, callback)
+        callback = tracing.bind_recording(recording, callback)
 
     def run(done: Any) -> S:
         here = current.get()
@@ -227,7 +229,7 @@ def in_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
             return callback(done)
         nested = scope.nested or (here is not None and here.nested)
         token = current.set(scope._replace(nested=nested, request=False))
-        guard = None if scope.autograd is None else scope.worker.autograd.within(scope.autograd)
+        guard = None if scope.autograd is None else scope.worker.autograd.context_guard(scope.autograd)
         try:
             if guard is None:
                 return callback(done)

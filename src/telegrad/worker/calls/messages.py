@@ -26,7 +26,7 @@ from telegrad.wire import BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls.tracing import Span
 
-__all__ = ["NO_FORK", "NO_METADATA", "CallMetadata", "Encoded", "Messages", "Written", "is_serializing"]
+__all__ = ["NO_FORK", "NO_METADATA", "CallMetadata", "Encoded", "Messages", "SharedBody", "is_serializing"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
     recorded: tuple[Any, int] | None = None  # the autograd context that it was made in, and its id there (0: none)
 
 
-class Written(NamedTuple):
+class SharedBody(NamedTuple):
     """What several peers are to get, but for what is said to each alone."""
 
     flags: int
@@ -55,7 +55,7 @@ class Written(NamedTuple):
     recorded: Sequence[Any]  # the tensors in it that require grad, if it is made in an autograd context
 
 
-class Addressed(NamedTuple):
+class PeerMetadata(NamedTuple):
     """What a message to several peers says to one of them alone."""
 
     metadata: bytes
@@ -75,7 +75,7 @@ class CallMetadata(NamedTuple):
 
 
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
-_EVERYBODY = -1  # in place of the peer to which a message being written goes
+_ALL_PEERS = -1  # in place of the peer to which a message being written goes
 _MAX_TICKETS = 250_000  # of metadata,
 _MAX_METADATA = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
 NO_METADATA = CallMetadata([], None, None)
@@ -91,12 +91,12 @@ class _SerializationContext(threading.local):
         self.handles: list[Any] = []
 
 
-_passing = _SerializationContext()
+_serialization = _SerializationContext()
 
 
 def is_serializing() -> bool:
     """Is this thread writing a message? Then references can be pickled."""
-    return _passing.peer is not None
+    return _serialization.peer is not None
 
 
 class Messages:
@@ -147,17 +147,17 @@ class Messages:
         Raises:
             RRefNotPicklable: no message is being written.
         """
-        peer = _passing.peer
+        peer = _serialization.peer
         if peer is None:
             raise RRefNotPicklable
-        if _passing.tickets is None:
-            _passing.tickets = []
-        _passing.tickets.append(handle if peer == _EVERYBODY else self._share(handle, peer))
-        return len(_passing.tickets) - 1
+        if _serialization.tickets is None:
+            _serialization.tickets = []
+        _serialization.tickets.append(handle if peer == _ALL_PEERS else self._share(handle, peer))
+        return len(_serialization.tickets) - 1
 
     def unpack_handle(self, index: int) -> Any:
         """The reference that came at this place."""
-        return _passing.handles[index]
+        return _serialization.handles[index]
 
     def encode(
         self,
@@ -189,16 +189,16 @@ class Messages:
         Raises:
             what pickling the value raises; the tickets made so far are taken back.
         """
-        passing = _passing
-        outer = passing.peer, passing.tickets
-        passing.peer, passing.tickets = peer, None if ticket is None else [ticket]
+        state = _serialization
+        outer = state.peer, state.tickets
+        state.peer, state.tickets = peer, None if ticket is None else [ticket]
         try:
             recorded: list[Any] | None = None  # tensors
             if context is not None and not (request and not is_grad_enabled()):
                 recorded = []
             flags, body, segments = self._body(peer, value, ticket, custom, parts, recorded)
-            tickets = passing.tickets
-            self._check_number(tickets)
+            tickets = state.tickets
+            self._check_ticket_count(tickets)
             message = None
             if request or recorded:
                 message = self.recorder.carry(context, peer, recorded or (), request)
@@ -214,15 +214,15 @@ class Messages:
         except BaseException as e:
             if span is not None:
                 span.end()
-            self._take_back(peer, keep=None)
+            self._return_tickets(peer, keep=None)
             if isinstance(e, DeviceNotMapped):
                 to = self._name_of(peer)
                 raise type(e)(f"{e} Request device mapping is not available for destination {to}.") from e
             raise
         finally:
-            passing.peer, passing.tickets = outer
+            state.peer, state.tickets = outer
 
-    def write(self, value: Any, parts: tuple[str, ...], context: Any) -> Written:
+    def encode_shared(self, value: Any, parts: tuple[str, ...], context: Any) -> SharedBody:
         """Writes what the body of a request to several peers says, once for all of them.
 
         Args:
@@ -231,20 +231,20 @@ class Messages:
         Raises:
             what pickling the value raises.
         """
-        passing = _passing
-        outer = passing.peer, passing.tickets
-        passing.peer, passing.tickets = _EVERYBODY, None
+        state = _serialization
+        outer = state.peer, state.tickets
+        state.peer, state.tickets = _ALL_PEERS, None
         try:
             recorded: list[Any] | None = None if context is None or not is_grad_enabled() else []
-            flags, body, segments = self._body(_EVERYBODY, value, None, None, parts, recorded)
-            self._check_number(_passing.tickets)
-            return Written(flags, body, segments, tuple(_passing.tickets or ()), recorded or ())
+            flags, body, segments = self._body(_ALL_PEERS, value, None, None, parts, recorded)
+            self._check_ticket_count(_serialization.tickets)
+            return SharedBody(flags, body, segments, tuple(_serialization.tickets or ()), recorded or ())
         finally:
-            passing.peer, passing.tickets = outer
+            state.peer, state.tickets = outer
 
-    def address(
-        self, peer: int, written: Written, autocast: tuple[tuple[str, str], ...] | None, context: Any
-    ) -> Addressed | None:
+    def encode_for_peer(
+        self, peer: int, written: SharedBody, autocast: tuple[tuple[str, str], ...] | None, context: Any
+    ) -> PeerMetadata | None:
         """What is said to one of them alone, or None if there is nothing to say; the tickets and what is recorded are
         made for it.
 
@@ -264,9 +264,9 @@ class Messages:
             return None
         context_id = None if message is None else context.id
         metadata = self._metadata(tickets, None, autocast, context_id, message or 0, None)
-        return Addressed(metadata, tuple(tickets), None if message is None else (context, message))
+        return PeerMetadata(metadata, tuple(tickets), None if message is None else (context, message))
 
-    def bare(self, peer: int, value: Any) -> Encoded:
+    def encode_internal(self, peer: int, value: Any) -> Encoded:
         """As `encode`, of what is most often plain, and has nothing to do with the program's calls."""
         coded = self._codec.encode(value)
         if coded is None:
@@ -295,23 +295,23 @@ class Messages:
                 body, segments, tensors = known
                 recorded += tensors
                 return _CODEC, body, segments
-        self._take_back(peer, keep=ticket)
+        self._return_tickets(peer, keep=ticket)
         return int(BodyKind.PICKLE), *self.serializer.dumps(value, parts, recorded)
 
-    def _check_number(self, tickets: list[Any] | None) -> None:
+    def _check_ticket_count(self, tickets: list[Any] | None) -> None:
         if tickets is not None and len(tickets) > _MAX_TICKETS:
             raise SerializationError(
                 f"a message with {len(tickets)} references is more than the {_MAX_TICKETS} that one may have. Send it"
                 " in parts."
             )
 
-    def _take_back(self, peer: int, keep: Ticket | None) -> None:
-        for ticket in _passing.tickets or ():
-            if ticket is not keep and peer != _EVERYBODY:
+    def _return_tickets(self, peer: int, keep: Ticket | None) -> None:
+        for ticket in _serialization.tickets or ():
+            if ticket is not keep and peer != _ALL_PEERS:
                 self._unshare(ticket, peer)
-        _passing.tickets = None if keep is None else [keep]
+        _serialization.tickets = None if keep is None else [keep]
 
-    def rollback(self, peer: int, message: Encoded | Addressed) -> None:
+    def rollback(self, peer: int, message: Encoded | PeerMetadata) -> None:
         """The message did not leave."""
         for ticket in message.tickets:
             self._unshare(ticket, peer)
@@ -382,13 +382,13 @@ class Messages:
             what unpickling raises.
         """
         kind = flags & _BODY
-        passing = _passing
-        outer = passing.handles
-        passing.handles = handles
+        state = _serialization
+        outer = state.handles
+        state.handles = handles
         try:
             if kind == _CODEC:
                 return self._codec.decode(body, segments, wrap)
             value = self.serializer.loads(body, segments, wrap)
             return self.load_custom(*value) if kind == BodyKind.CUSTOM else value
         finally:
-            passing.handles = outer
+            state.handles = outer

@@ -10,7 +10,7 @@ from telegrad.wire import Flag, Tag
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
-from telegrad.worker.calls.messages import Addressed
+from telegrad.worker.calls.messages import PeerMetadata
 from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 
 __all__ = ["call_many"]
@@ -52,12 +52,12 @@ def call_many(
         number, text = calls.names.find(function)
     except NotByName:
         parts, body = ("the function", *parts), (function, *body)
-    written = calls.messages.write(body, parts, context)
+    written = calls.messages.encode_shared(body, parts, context)
     autocast = caller_state()
 
     flags |= caller_flags() | written.flags
     futures: list[CallFuture[Any]] = []
-    spoken_to: list[tuple[int, CallFuture[Any], Addressed]] = []  # alone, besides
+    spoken_to: list[tuple[int, CallFuture[Any], PeerMetadata]] = []  # alone, besides
     others: list[tuple[int, CallFuture[Any], None]] = []
     try:
         for peer in peers:
@@ -66,7 +66,7 @@ def call_many(
             future._request = (peer, function, timeout)
             futures.append(future)
             try:
-                alone = calls.messages.address(peer, written, autocast, context)
+                alone = calls.messages.encode_for_peer(peer, written, autocast, context)
             except Exception as e:  # a reference cannot travel there
                 future.set_exception(e)
             else:

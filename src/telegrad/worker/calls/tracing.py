@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from telegrad.worker.calls.client import Calls
 
-__all__ = ["Observer", "Recording", "Report", "Span", "TraceContext", "recording", "within"]
+__all__ = ["Observer", "Recording", "Report", "Span", "TraceContext", "bind_recording", "recording"]
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Recording(Protocol):
         """Adds what others have drained of theirs, done for something that began at that time (ns since the epoch)."""
 
     def end_side_recording(self) -> None:
-        """Ends it, if it was made by `Observer.beside`."""
+        """Ends it, if it was made by `Observer.side_thread_recording`."""
 
 
 class Observer(Protocol):
@@ -73,7 +73,7 @@ class Observer(Protocol):
     def range(self, name: str) -> AbstractContextManager[Any]:
         """A part of what this thread does, where it is being profiled."""
 
-    def beside(self, calls: "Calls") -> Recording | None:
+    def side_thread_recording(self, calls: "Calls") -> Recording | None:
         """For other threads that do something for this one, where it is being profiled; to be reported at the end."""
 
     def record(self, node: int, asked: TraceContext | None) -> Recording:
@@ -102,7 +102,7 @@ observer: Any = (
 recording: ContextVar[Recording | None] = ContextVar("telegrad_recording", default=None)
 
 
-def within(inner: Recording, callback: Callable[[Any], T]) -> Callable[[Any], T]:
+def bind_recording(inner: Recording, callback: Callable[[Any], T]) -> Callable[[Any], T]:
     """The callback, as part of the request that a recording is of."""
 
     def run(done: Any) -> T:

@@ -18,29 +18,29 @@ class OwnedValue:
         lock: the lock of the worker's references. It guards `set_result` and `add_waiter`, and no other method.
     """
 
-    __slots__ = ("_lock", "_parked", "error", "ready", "value")
+    __slots__ = ("_lock", "_waiters", "error", "ready", "value")
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self.value: Any = None
         self.error: BaseException | None = None
         self.ready: bool = False  # the last to be set
         self._lock = lock
-        self._parked: list[Callable[[], None]] | None = None
+        self._waiters: list[Callable[[], None]] | None = None
 
     def set_result(self, value: Any, error: BaseException | None) -> Sequence[Callable[[], None]]:
-        """The value is there (or will never be). Returns what was parked, to be run without the lock."""
+        """The value is there (or will never be). Returns what was waiters, to be run without the lock."""
         self.value, self.error = value, error
         self.ready = True
-        parked, self._parked = self._parked, None
-        return parked or ()
+        waiters, self._waiters = self._waiters, None
+        return waiters or ()
 
     def add_waiter(self, resume: Callable[[], None]) -> bool:
         """Runs `resume` when the value is there. False: it is there already, so it was not kept."""
         if self.ready:
             return False
-        if self._parked is None:
-            self._parked = []
-        self._parked.append(resume)
+        if self._waiters is None:
+            self._waiters = []
+        self._waiters.append(resume)
         return True
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -30,15 +30,15 @@ from telegrad.protocols.rref import (
     UserState,
 )
 from telegrad.serialize.tracebacks import text_of
-from telegrad.waits import SLICE
+from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker.refs.messages import as_plain, from_plain
 from telegrad.worker.refs.owned_value import OwnedValue
 
 __all__ = ["CreationTarget", "References", "rref_id"]
 
 _NOTHING: Sequence[Callable[[], None]] = ()
-_LONGEST_WHY = 8 << 10  # characters of an error that travel in a message that must not be too large
-_SOUND = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' states in which nothing is wrong
+_MAX_REASON = 8 << 10  # characters of an error that travel in a message that must not be too large
+_USABLE = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' states in which nothing is wrong
 
 
 rref_id: partial[RRefId] = partial(tuple.__new__, RRefId)  # of a pair, as RRefId(*pair), but at once
@@ -55,7 +55,7 @@ class References:
     """All references of one worker.
 
     Args:
-        me: the worker's id.
+        worker_id: the worker's id.
         first_id: where its local ids start; no earlier incarnation may have used one from there on.
         name_of: a worker's name by its id.
         send: sends a plain value to a peer; False if the peer is gone.
@@ -65,21 +65,21 @@ class References:
 
     def __init__(
         self,
-        me: int,
+        worker_id: int,
         first_id: int,
         name_of: Callable[[int], str],
         send: Callable[[int, Any, str], None],
         nudge: Callable[[], None],
         make_handle: Callable[[RRefId, int, tuple[int, int]], Any],
     ) -> None:
-        self.me = me
-        self.table: RRefTable = RRefTable(me)
+        self.worker_id = worker_id
+        self.table: RRefTable = RRefTable(worker_id)
         self.values: dict[RRefId, OwnedValue] = {}  # always the same object: the core looks there, too
         self._batched = self.table.batched
-        self._collects = False  # `collect` has been asked for since something was batched
+        self._collect_requested = False  # `collect` has been asked for since something was batched
         self.dropped: deque[tuple[RRefId, int]] = deque()
         self.pending_creations: int = 0
-        self._waited_for = False  # somebody waits for all to be gone
+        self._has_waiter = False  # somebody waits for all to be gone
         self._failed_here: dict[RRefId, str] = {}  # creations on this worker itself that its caller has given up
         self.closed: bool = False
         self._confirmations: dict[RRefId, list[tuple[set[RRefId], Callable[[], None]]]] = {}
@@ -91,7 +91,7 @@ class References:
         self._nudge = nudge
         self._make_handle = make_handle
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child: all is dead, and the thread of the parent that had the lock will not give it back."""
         self.closed = True
         self.dropped = deque(maxlen=0)  # a handle's end here concerns nobody
@@ -112,11 +112,11 @@ class References:
     def collect(self) -> None:
         """Tells the machine of the handles that are gone, and sends what it batched."""
         with self.lock:
-            self._collects = False
-            after = self._apply([*self._drop_all(), *self.table.flush()])
-        self._finish(after)
+            self._collect_requested = False
+            deferred = self._apply([*self._drop_handles(), *self.table.flush()])
+        self._run_deferred(deferred)
 
-    def _drop_all(self) -> list[Effect]:
+    def _drop_handles(self) -> list[Effect]:
         """With the lock held: tells the machine of the handles that are gone."""
         effects: list[Effect] = []
         while self.dropped:
@@ -131,34 +131,34 @@ class References:
 
     def own(self, value: Any) -> RRefId:
         """A reference to a value that is here."""
-        rref = RRefId(self.me, self.new_id())
+        rref = RRefId(self.worker_id, self.new_id())
         with self.lock:
             owned = self.values[rref] = OwnedValue(self.lock)
             owned.set_result(value, None)
-            after = self._apply(self.table.own(rref))
-        self._finish(after)
+            deferred = self._apply(self.table.own(rref))
+        self._run_deferred(deferred)
         return rref
 
     def begin_create(self, owner: int, local_id: int, creation: CreationTarget) -> RRefId:
         """A reference to what a remote call will make, or is making already."""
-        rref = rref_id((self.me, local_id))
+        rref = rref_id((self.worker_id, local_id))
         with self.lock:
             creation.rref = rref
-            if owner == self.me:
+            if owner == self.worker_id:
                 self.values[rref] = OwnedValue(self.lock)
             self.pending_creations += 1
             effects = self.table.begin_create(rref, owner)
             if self.dropped:  # who makes many lets go of as many: here this costs no other thread's time
-                effects = [*effects, *self._drop_all()]
-            after = self._apply(effects)
-        self._finish(after)
+                effects = [*effects, *self._drop_handles()]
+            deferred = self._apply(effects)
+        self._run_deferred(deferred)
         return rref
 
     def created(self, rref: RRefId) -> None:
         """The owner says that the value, or the failure to make it, is in place."""
         with self.lock:
-            after = self._apply(self.table.created(rref))
-        self._finish(after)
+            deferred = self._apply(self.table.created(rref))
+        self._run_deferred(deferred)
 
     def finish_creation(self, creation: CreationTarget, created: bool) -> bool:
         """The creating call has ended, in whatever way; and its reference has been `created` by it. False:
@@ -169,23 +169,23 @@ class References:
                 return False
             self.pending_creations -= 1
             creation.ended = True
-            after = self._apply(self.table.created(rref) if created else ())
-        self._finish(after)
+            deferred = self._apply(self.table.created(rref) if created else ())
+        self._run_deferred(deferred)
         return True
 
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
         """The creating call failed: for its users here there is no value."""
-        why = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_WHY]
+        why = f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
         with self.lock:
             owned = self.values.get(rref)
             if owned is not None:  # on this worker itself
-                after: Sequence[Callable[[], None]] = ()
+                deferred: Sequence[Callable[[], None]] = ()
                 self._failed_here[rref] = why
                 if not may_exist and not owned.ready:
-                    after = (*owned.set_result(None, error), *self._apply(self.table.value_failed(rref)))
+                    deferred = (*owned.set_result(None, error), *self._apply(self.table.value_failed(rref)))
             else:
-                after = self._apply(self.table.create_failed(rref, why, may_exist))
-        self._finish(after)
+                deferred = self._apply(self.table.create_failed(rref, why, may_exist))
+        self._run_deferred(deferred)
 
     def accept_create(self, rref: RRefId, creator: int) -> OwnedValue:
         """Owner: a creation has arrived."""
@@ -193,9 +193,9 @@ class References:
             owned = self.values.get(rref)
             if owned is None or owned.ready:  # ready: it was given up because its creator was lost, who is back now
                 owned = self.values[rref] = OwnedValue(self.lock)
-            after = self._apply(self.table.accept_create(rref, creator)) if creator != self.me else _NOTHING
-        if after:
-            self._finish(after)
+            deferred = self._apply(self.table.accept_create(rref, creator)) if creator != self.worker_id else _NOTHING
+        if deferred:
+            self._run_deferred(deferred)
         return owned
 
     def settle(self, rref: RRefId, value: Any, error: BaseException | None) -> None:
@@ -205,11 +205,11 @@ class References:
             if owned is None or owned.ready:
                 return
             parked = owned.set_result(value, error)
-            after = self._apply(self.table.value_ready(rref) if error is None else self.table.value_failed(rref))
+            deferred = self._apply(self.table.value_ready(rref) if error is None else self.table.value_failed(rref))
             if parked:
-                after = (*parked, *after)
-        if after:
-            self._finish(after)
+                deferred = (*parked, *deferred)
+        if deferred:
+            self._run_deferred(deferred)
 
     def knows(self, rref: RRefId) -> bool:
         """Is there a value of this name here, or is there to be one?"""
@@ -269,7 +269,7 @@ class References:
 
     def check(self, rref: RRefId, owner: int) -> None:
         """Raises what stands against using the reference, if anything."""
-        if not self.closed and not self._failed_here and self.table.state_of(rref) in _SOUND:
+        if not self.closed and not self._failed_here and self.table.state_of(rref) in _USABLE:
             return  # nearly always; a look needs no lock
         error = self.unusable_reason(rref, owner)
         if error is not None:
@@ -287,7 +287,7 @@ class References:
         with self.lock:
             if rref in self._failed_here:
                 return RRefTimeout(f"{rref}: {self._failed_here[rref]}")
-            failure = self.table.failure_of(rref) if owner != self.me else None
+            failure = self.table.failure_of(rref) if owner != self.worker_id else None
         return None if failure is None else self.failure(rref, owner, *failure)
 
     def failure(self, rref: RRefId, owner: int, why: str, lost: bool) -> RRefError | OwnerLost:
@@ -303,8 +303,8 @@ class References:
     def unshare(self, ticket: Ticket, peer: int) -> None:
         """The message with this ticket did not leave."""
         with self.lock:
-            after = self._apply(self.table.unshare(ticket, peer))
-        self._finish(after)
+            deferred = self._apply(self.table.unshare(ticket, peer))
+        self._run_deferred(deferred)
 
     def receive(self, tickets: Sequence[Ticket], forks: Sequence[int], sender: int) -> list[Any]:
         """Makes the Python objects of references that have arrived, with the sender's numbers of these forks."""
@@ -314,12 +314,12 @@ class References:
         with self.lock:
             for ticket in tickets:
                 effects += self.table.receive(ticket, sender)
-            after = self._apply(effects)
+            deferred = self._apply(effects)
         handles = [
             self._make_handle(ticket.rref, ticket.owner, (sender, fork))
             for ticket, fork in zip(tickets, forks, strict=True)
         ]
-        self._finish(after)
+        self._run_deferred(deferred)
         return handles
 
     def when_confirmed(self, rrefs: Sequence[RRefId], resume: Callable[[], None]) -> bool:
@@ -345,18 +345,18 @@ class References:
     def on_message(self, sender: int, plain: Any) -> None:
         """A message of a peer's machine."""
         with self.lock:
-            after = self._apply(self.table.handle(sender, from_plain(plain)))
-        self._finish(after)
+            deferred = self._apply(self.table.handle(sender, from_plain(plain)))
+        self._run_deferred(deferred)
 
     def peer_lost(self, peer: int, why: str) -> None:
         with self.lock:
-            after = self._apply(self.table.peer_lost(peer, why))
-        self._finish(after)
+            deferred = self._apply(self.table.peer_lost(peer, why))
+        self._run_deferred(deferred)
 
     def peer_joined(self, peer: int) -> None:
         with self.lock:
-            after = self._apply(self.table.peer_joined(peer))
-        self._finish(after)
+            deferred = self._apply(self.table.peer_joined(peer))
+        self._run_deferred(deferred)
 
     # ---- the end
 
@@ -364,17 +364,17 @@ class References:
         """Gives up every reference to other workers' values, and waits until all are confirmed gone and nobody refers
         to this worker's. False: not within `timeout` seconds."""
         with self.lock:
-            after = self._apply(self.table.release_all())
-        self._finish(after)
+            deferred = self._apply(self.table.release_all())
+        self._run_deferred(deferred)
         self.collect()
         deadline = time.monotonic() + timeout
         with self._changed:
-            self._waited_for = True
+            self._has_waiter = True
             while self._busy():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._changed.wait(min(left, SLICE))
+                self._changed.wait(min(left, SIGNAL_CHECK_INTERVAL))
         return True
 
     def _busy(self) -> bool:
@@ -411,34 +411,34 @@ class References:
 
     def _apply(self, effects: Sequence[Effect]) -> Sequence[Callable[[], None]]:
         """With the lock held: does what touches tables; returns what must be done without it."""
-        if self._waited_for:
+        if self._has_waiter:
             self._changed.notify_all()
-        collects = self._collects or not self._batched
+        collects = self._collect_requested or not self._batched
         if not effects and collects:
             return _NOTHING
-        after: list[Callable[[], None]] = []
+        deferred: list[Callable[[], None]] = []
         for effect in effects:
             if isinstance(effect, Send):
-                after.append(partial(self._send, effect.to, as_plain(effect.message), type(effect.message).__name__))
+                deferred.append(partial(self._send, effect.to, as_plain(effect.message), type(effect.message).__name__))
             elif isinstance(effect, Delete):
                 owned = self.values.pop(effect.rref, None)
                 self._failed_here.pop(effect.rref, None)
                 if owned is not None:
-                    after.append(partial(_free, owned))
+                    deferred.append(partial(_free, owned))
             elif isinstance(effect, Confirmed):
-                after += self._confirmed(effect.rref)
+                deferred += self._confirmed(effect.rref)
             elif isinstance(effect, Failed):
-                after += self._confirmed(effect.rref)
+                deferred += self._confirmed(effect.rref)
                 owned = self.values.get(effect.rref)
                 if owned is not None and not owned.ready:
-                    after += owned.set_result(None, self.never_arrived(effect.rref, effect.why, effect.lost))
+                    deferred += owned.set_result(None, self.never_arrived(effect.rref, effect.why, effect.lost))
         if not collects:  # whatever changed has queued something: a pool thread sends it
-            self._collects = True
-            after.append(self._nudge)
-        return after
+            self._collect_requested = True
+            deferred.append(self._nudge)
+        return deferred
 
-    def _finish(self, after: Sequence[Callable[[], None]]) -> None:
-        for action in after:
+    def _run_deferred(self, deferred: Sequence[Callable[[], None]]) -> None:
+        for action in deferred:
             action()
 
 

@@ -11,14 +11,14 @@ from telegrad.worker.unread_failures import log_unread
 if TYPE_CHECKING:
     from telegrad.worker.worker import Worker
 
-__all__ = ["Incoming"]
+__all__ = ["Dispatcher"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 PEER_LOST, PEER_LEFT, LOG, CALLBACK, PEER_BACK, CONNECTED = map(int, EventKind)
 
 
-class Incoming:
+class Dispatcher:
     """Hands each item of `Engine.next` that is not a request to the part of the worker that it is for."""
 
     def __init__(self, worker: "Worker") -> None:
@@ -60,9 +60,9 @@ class Incoming:
                 lifecycle_log.lost(worker, peer, text)
             else:
                 lifecycle_log.peer_left(worker, peer, text)
-                worker.left.add(peer)
-            worker.lost[peer] = text
-            if not (worker.finishing and event == PEER_LEFT):  # then what it still holds is a leak to report
+                worker.departed_peers.add(peer)
+            worker.lost_peers[peer] = text
+            if not (worker.is_leaving and event == PEER_LEFT):  # then what it still holds is a leak to report
                 worker.references.peer_lost(peer, text)
             worker.autograd.peer_lost(peer, text)
             for stage in worker.stages:
@@ -70,8 +70,8 @@ class Incoming:
             for listener in list(worker.loss_listeners):
                 listener()
         elif event == PEER_BACK:
-            worker.lost.pop(peer, None)
-            worker.left.discard(peer)
+            worker.lost_peers.pop(peer, None)
+            worker.departed_peers.discard(peer)
             worker.references.peer_joined(peer)
         elif event == CONNECTED:
             lifecycle_log.connected(worker, peer, text)

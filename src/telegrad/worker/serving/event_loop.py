@@ -81,7 +81,7 @@ class _Job(NamedTuple):
         finally:
             del error  # its frames have this one
 
-    def refuse(self) -> None:
+    def cancel_unstarted(self) -> None:
         self.coroutine.close()
         self.ended(None, RuntimeError("the handler was not run: its worker shuts down"))
 
@@ -92,7 +92,7 @@ class _LoopThread:
     def __init__(self, owner: "EventLoop", name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.to_begin: deque[_Job] = deque()
+        self.pending: deque[_Job] = deque()
         self.load = 0  # coroutines that have not ended, whether begun or not
         self.waits = 0  # is it held up? A wait may be inside another: a signal handler's
         self._thread = threading.Thread(target=self._serve, args=(owner,), name=name, daemon=True)
@@ -208,7 +208,7 @@ class EventLoop:
         coroutine.close()
         raise NotInitialized
 
-    def is_here(self) -> bool:
+    def owns_current_thread(self) -> bool:
         """Is the calling thread one of these?"""
         here: tuple[EventLoop, _LoopThread] | None = getattr(_here, "loop", None)
         return here is not None and here[0] is self
@@ -219,12 +219,12 @@ class EventLoop:
         with self._lock:
             self._stopped = True
             threads, self._threads = self._threads, []
-            refused = [job for thread in threads for job in thread.to_begin]
+            refused = [job for thread in threads for job in thread.pending]
             for thread in threads:
-                thread.to_begin.clear()
+                thread.pending.clear()
                 thread.end()
         for job in refused:
-            job.refuse()
+            job.cancel_unstarted()
         until = time.monotonic() + timeout
         in_time = [thread.join(max(0.0, until - time.monotonic())) for thread in threads]
         return all(in_time)
@@ -247,16 +247,16 @@ class EventLoop:
 
     def _give(self, thread: _LoopThread, job: _Job) -> None:
         thread.load += 1
-        thread.to_begin.append(job)
+        thread.pending.append(job)
         thread.loop.call_soon_threadsafe(self._begin, thread)
 
     # ---- on the loop's thread
 
     def _begin(self, thread: _LoopThread) -> None:
         with self._lock:
-            if not thread.to_begin:  # it has begun elsewhere
+            if not thread.pending:  # it has begun elsewhere
                 return
-            job = thread.to_begin.popleft()
+            job = thread.pending.popleft()
         task = thread.loop.create_task(job.run(), context=job.context)
         thread.tasks.add(task)
         task.add_done_callback(lambda done: self._ended(thread, done))
@@ -276,7 +276,7 @@ class EventLoop:
     def enter_blocking(self, thread: _LoopThread) -> None:
         with self._lock:
             thread.waits += 1
-            if thread.to_begin:
+            if thread.pending:
                 self._later(_PATIENCE, lambda: self._spill_over(thread))
 
     def go_on(self, thread: _LoopThread) -> None:
@@ -286,12 +286,12 @@ class EventLoop:
     def _spill_over(self, thread: _LoopThread) -> None:
         """If it is held up still, what has yet to begin there begins elsewhere."""
         with self._lock:
-            if self._stopped or not thread.waits or not thread.to_begin:
+            if self._stopped or not thread.waits or not thread.pending:
                 return
             free = next((t for t in self._threads if not t.waits), None) or self._start()
-            while thread.to_begin:
+            while thread.pending:
                 thread.load -= 1
-                self._give(free, thread.to_begin.popleft())
+                self._give(free, thread.pending.popleft())
             warn, self._warned = not self._warned, True
         if warn:
             logger.warning(

@@ -86,7 +86,7 @@ class SlowRequest:
 
     def enter(self) -> None:
         """Enter the autograd context's guard and the caller's state of torch."""
-        guard = None if self.context is None else self._handlers.worker.autograd.running(self.context)
+        guard = None if self.context is None else self._handlers.worker.autograd.handler_guard(self.context)
         if guard is not None:
             self._guard.enter_context(guard)
         if self.flags & _STATE or self.metadata.autocast:
@@ -139,14 +139,14 @@ class Handlers:
         self._references = references
         self._loop = loop
         self._error_level = error_level
-        self._later: set[tuple[int, int]] = set()  # requests whose function has returned before its result is there
+        self._deferred: set[tuple[int, int]] = set()  # requests whose function has returned before its result is there
 
     @property
     def async_calls(self) -> int:
         """The number of requests whose result comes later: coroutines, and functions that returned a future."""
-        return len(self._later)
+        return len(self._deferred)
 
-    def admit(self) -> None:
+    def update_recording(self) -> None:
         """Have requests recorded, or not, for the profile of a server."""
         self.worker.server.record_all(tracing.observer.serving)
 
@@ -155,7 +155,7 @@ class Handlers:
     def prepare(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> SlowRequest | None:
         """Read the metadata of a request. None: it has been answered, or will be."""
         if flags & _LEFT_OUT:
-            self._refuse(info, tag, flags, body, segments)
+            self._reply_left_out(info, tag, flags, body, segments)
             return None
         if tag == _GRADIENTS:
             self.worker.autograd.on_request(info, flags, body, segments)
@@ -176,7 +176,7 @@ class Handlers:
         info = info._replace(target=target, context=context, recording=recording)
         return SlowRequest(self, info, flags, body, segments, metadata)
 
-    def _refuse(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> None:
+    def _reply_left_out(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> None:
         """Answers a request that came without its content, and takes up what its metadata says all the same."""
         try:
             target = self.messages.read_metadata(info.peer, flags, segments, request=tag != _GRADIENTS).target
@@ -242,29 +242,29 @@ class Handlers:
             process_hooks.leave_child(None)
         key = (info.connection, info.call)
         if type(result) is CoroutineType:
-            self._later.add(key)
+            self._deferred.add(key)
             flags, autocast = (0, None) if slow is None else (slow.flags, slow.metadata.autocast)
             self._loop.run(
                 result, current.get(), flags, autocast, info.recording,
-                lambda value, error: self._settle_later(info, value, error),
+                lambda value, error: self._reply_deferred(info, value, error),
             )  # fmt: skip
             return
         if not isinstance(result, torch._C.Future):
             kind = type(result)
             raise RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
-        self._later.add(key)
+        self._deferred.add(key)
         result.add_done_callback(lambda done: self._complete(info, done))
 
     def _complete(self, info: RequestInfo, done: Any) -> None:
         try:
             value = done.value()
         except BaseException as e:  # user code may have put a SystemExit there
-            self._settle_later(info, None, e)
+            self._reply_deferred(info, None, e)
         else:
-            self._settle_later(info, value, None)
+            self._reply_deferred(info, value, None)
 
-    def _settle_later(self, info: RequestInfo, value: Any, error: BaseException | None) -> None:
-        self._later.discard((info.connection, info.call))
+    def _reply_deferred(self, info: RequestInfo, value: Any, error: BaseException | None) -> None:
+        self._deferred.discard((info.connection, info.call))
         if error is not None:
             self.reply_error(info, error)
         else:

@@ -44,7 +44,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._count = 0
-        self._short = False  # of threads, and it has been said
+        self._thread_limit_hit = False  # of threads, and it has been said
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
     def start(self) -> None:
@@ -108,12 +108,12 @@ class ThreadPool:
         """Starts one more thread, if the machine has one; else the core asks again with a later item."""
         try:
             self.start()
-            self._short = False
+            self._thread_limit_hit = False
         except BaseException as e:
             self._engine.not_spawned()
-            if self._short:
+            if self._thread_limit_hit:
                 return
-            self._short = True
+            self._thread_limit_hit = True
             logger.error(
                 "worker %s cannot start another thread (%s): requests run on the %d threads it has. Raise the limit on"
                 " threads (ulimit -u, or the container's) or lower num_worker_threads.",
@@ -122,7 +122,7 @@ class ThreadPool:
                 len(self._threads),
             )
 
-    def is_here(self) -> bool:
+    def owns_current_thread(self) -> bool:
         """Is the calling thread one of these?"""
         return threading.current_thread() in self._threads
 
@@ -144,7 +144,7 @@ class ThreadPool:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
 
-    def end(self, ended: ClosedEngine) -> None:
+    def replace_engine(self, ended: ClosedEngine) -> None:
         """Forgets what was submitted and has not been run, and lets go of the engine."""
         self._engine = self._server = ended
         self._jobs = deque(maxlen=0)

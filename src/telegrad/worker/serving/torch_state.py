@@ -77,7 +77,7 @@ class CoroutineTorchState:
         self._threads: list[tuple[Any, Any, _Autocast]] = []
 
     def __enter__(self) -> Self:
-        within = None if self._scope is None else self._scope.worker.autograd.within(self._scope.autograd)
+        within = None if self._scope is None else self._scope.worker.autograd.context_guard(self._scope.autograd)
         if within is not None:
             within.__enter__()
         for pack, unpack in self._hooks:
