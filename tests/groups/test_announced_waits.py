@@ -278,7 +278,7 @@ def test_member_that_is_busy(said: Callable[[], list[str]]) -> None:
         busy.wait()
         joining.join(30)
         joined[0].shutdown(timeout=30)
-    assert said()[0].startswith("w1 is waiting for w0 (rank 0) to take it up since ")
+    assert said()[0].startswith("w1 is waiting for w0 (rank 0) to add it since ")
 
 
 PROGRAM = """

@@ -279,7 +279,7 @@ def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
 
 def test_a_store_gives_way_once_nobody_of_its_process_uses_it() -> None:
     port = free_port()
-    store = hosting.as_host(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
+    store = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
     request_release(port)
     store.set("key", "1")
     assert has(port, "key")
@@ -292,7 +292,7 @@ def test_a_store_gives_way_once_nobody_of_its_process_uses_it() -> None:
 
 def test_one_process_may_be_host_and_guest() -> None:
     port = free_port()
-    store = hosting.as_host(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
+    store = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
     again = stores._as_client(hosting.StoreAddress("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE))
     store.set("key", "1")
     assert again.get("key") == b"1"
