@@ -157,7 +157,7 @@ def test_a_door_that_is_left_lets_nobody_in_and_makes_room(behind: Any, caplog: 
         door = UnixStoreServer(number)
         door.open(behind)
         LocalStore("localhost", number, LONG).set("key", "value")
-        door.leave()
+        door.close_later()
         with pytest.raises(ConnectionRefusedError):
             LocalStore("localhost", number, LONG)
     UnixStoreServer(number).close()
