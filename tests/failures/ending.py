@@ -94,7 +94,7 @@ class Slow:
 
 def timed_out_at_the_end(w0: rpc.Worker) -> None:
     """The call of a thread ends when the interpreter does, since no worker is closed before."""
-    atexit.unregister(process_hooks._end)
+    atexit.unregister(process_hooks._close_at_exit)
     w0.rpc_sync("w1", time.sleep, (3600,), timeout=0.5)
 
 

@@ -72,7 +72,10 @@ def test_one_limit_for_all_that_a_shutdown_waits_for(monkeypatch: pytest.MonkeyP
 
 def test_a_member_that_leaves_waits_for_others_no_longer_than_its_limit() -> None:
     store = HashStore()
-    with cluster(1, store=store, dynamic=True, graceful=False) as w, rendezvous.membership(store, "slow", joining=True):
+    with (
+        cluster(1, store=store, dynamic=True, graceful=False) as w,
+        rendezvous.membership_lock(store, "slow", joining=True),
+    ):
         with pytest.raises(TelegradError, match="does not give the group's lock back"):
             run_all([lambda: w[0].shutdown(timeout=SOON)], timeout=10)
         assert w[0]._worker.closed

@@ -293,7 +293,9 @@ def test_a_store_gives_way_once_nobody_of_its_process_uses_it() -> None:
 def test_one_process_may_be_host_and_guest() -> None:
     port = free_port()
     store = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
-    again = stores._connect_as_client(hosting.StoreAddress("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE))
+    again = stores._connect_as_client(
+        hosting.StoreAddress("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE)
+    )
     store.set("key", "1")
     assert again.get("key") == b"1"
     del store, again
