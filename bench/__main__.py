@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.competitors.table import COMPETITORS
+from bench.competitors.table import COMPETITORS, add_parent
 from bench.machine import in_words, machine
 from bench.markdown import markdown
 from bench.plots import draw
@@ -81,6 +81,7 @@ def arguments() -> argparse.Namespace:
         f"{', '.join(family.name for family in FAMILIES)}; repeatable",
     )
     parser.add_argument("--competitors", metavar="NAME,...", help=f"only these; there are {', '.join(COMPETITORS)}")
+    parser.add_argument("--parent", type=Path, metavar="CHECKOUT", help="measure another checkout of Telegrad, too")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of fresh processes (3; 1 with --quick)")
     parser.add_argument("--quick", action="store_true", help="small rows, few samples: does it all run?")
     parser.add_argument("--full", action="store_true", help="four times as long for every row")
@@ -92,6 +93,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown too")
     args = parser.parse_args()
 
+    if args.parent:
+        try:
+            add_parent(str(args.parent.resolve()))
+        except FileNotFoundError as e:
+            parser.error(str(e))
     args.competitors = args.competitors.split(",") if args.competitors else list(COMPETITORS)
     if unknown := set(args.competitors) - set(COMPETITORS):
         parser.error(f"no such competitor: {', '.join(sorted(unknown))}")

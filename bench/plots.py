@@ -11,7 +11,8 @@ from bench.figures import show
 from bench.row import BASELINE, Family
 from bench.verdict import RowVerdict
 
-COLORS = dict(zip(COMPETITORS, ("#d1495b", "#30638e", "#7fa6c9", "#edae49", "#00798c", "#8f6bb3"), strict=True))
+PALETTE = ("#d1495b", "#30638e", "#7fa6c9", "#edae49", "#00798c", "#8f6bb3", "#5c5c5c")
+COLORS = dict(zip(dict.fromkeys((*COMPETITORS, "parent")), PALETTE, strict=True))
 HEIGHT, GAP = 0.16, 0.35  # inches of a bar, and between rows
 LEAST = 1e-9  # smallest value on the logarithmic scale
 

@@ -1,6 +1,8 @@
 """Telegrad, by default and over each of its transports."""
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,3 +41,32 @@ class Telegrad(TorchApiCompetitor):
         if transports:
             options.transports = transports
         return options
+
+
+class Parent(Telegrad):
+    """Another checkout of Telegrad, such as the parent of a commit, with its core compiled (`make build`)."""
+
+    name = "parent"
+
+    def __init__(self, checkout: Path) -> None:
+        super().__init__()
+        self.source = checkout / "src"
+        self.about = f"Telegrad of {checkout}"
+        if not list(self.source.glob("telegrad/_core*.so")):
+            raise FileNotFoundError(f"{checkout} has no compiled Telegrad: run `make build` there")
+
+    def prepare(self) -> None:
+        self._select()
+        super().prepare()
+
+    def join(self, seat: Seat) -> Client:
+        self._select()
+        return super().join(seat)
+
+    def _select(self) -> None:
+        if str(self.source) not in sys.path:
+            sys.path.insert(0, str(self.source))
+        import telegrad
+
+        if not Path(telegrad.__file__).is_relative_to(self.source):
+            raise RuntimeError(f"imported {telegrad.__file__} instead of the Telegrad in {self.source}")

@@ -33,7 +33,7 @@ __all__ = ["AUTOGRAD", "TRAINING", "one_pass"]
 BATCHES = (1, 8, 32)
 NODES = (100, 1000, 10_000, 100_000)
 SHARE = 0.1  # largest share of bookkeeping in a backward pass whose nodes work
-ONLY = {OURS: "", TORCH: "", "": "has no distributed autograd, or torch's"}
+ONLY = {OURS: "", "parent": "", TORCH: "", "": "has no distributed autograd, or torch's"}
 
 Pair = tuple[Step, Step | None]  # a step, and the same in this process
 

@@ -17,7 +17,7 @@ IN_FLIGHT = 1000
 SILENCE = 1.0  # seconds without a call before a cold one
 PAIR = torch.tensor([1.0, 2.0])
 SERVER = 1
-TORCH_API = {"telegrad": "", "torch": "", "torch uv": ""}
+TORCH_API = {"telegrad": "", "parent": "", "torch": "", "torch uv": ""}
 NO_REFERENCES = TORCH_API | {"": "has no references to results that a call could fetch"}
 
 

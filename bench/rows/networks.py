@@ -23,6 +23,7 @@ MB = 1 << 20
 SIZE = 64 * MB
 SPANNING = {
     "telegrad": "",
+    "parent": "",
     "torch uv": "",
     "gRPC": "",
     "torch": "",

@@ -22,9 +22,10 @@ __all__ = ["STARTUP"]
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {"": "has no group that workers join: its calls need none, or it starts their processes itself"}
-TORCH_API = OTHERS | {"telegrad": "", "torch": ""}
+TORCH_API = OTHERS | {"telegrad": "", "parent": "", "torch": ""}
 OURS_ALONE = {
     "telegrad": "",
+    "parent": "",
     "": "of 128 workers of torch.distributed.rpc on one host most fail to join: all connect to the first one at once,"
     " and its Unix socket refuses them (connect: Resource temporarily unavailable)",
 }
