@@ -74,8 +74,9 @@ class Pair {
     caller_.start(1, request(kEcho), std::move(options));
     answer(callee_pool_);
     WorkItem item;
-    if (!caller_.next(caller_pool_, item) || item.kind != WorkKind::kCompletion ||
-        item.completion.status != CallStatus::kReplied) {
+    bool working = caller_.next(caller_pool_, item);
+    while (working && item.kind == WorkKind::kEvent) working = caller_.next(caller_pool_, item);  // connected
+    if (!working || item.kind != WorkKind::kCompletion || item.completion.status != CallStatus::kReplied) {
       die("an asynchronous call failed: " + item.completion.why);
     }
   }
