@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: links to the repository, code blocks of docstrings, and a check of loaded files.
+"""Hooks of mkdocs: links to the repository, docstrings, a check of loaded files.
 
 Links to files that are not pages become links to the repository. Scripts and styles of the pages must exist.
 """
@@ -27,7 +27,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
-    """Remove the second colon before the code blocks of docstrings. mkdocs calls this for each page."""
+    """Remove the second colon before code blocks. mkdocs calls this for each page."""
     return re.sub(r"::</p>(?=\s*<div class=\"highlight\">)", ":</p>", html).replace(
         "<p>Example:</p>", "<p><strong>Example:</strong></p>"
     )
