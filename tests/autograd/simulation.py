@@ -60,8 +60,8 @@ class Group:
         if wanted:
             self.sent[src] += 1
             message = src << 48 | self.sent[src]
-            self.contexts[src].sends[message] = recording.sent(message, dst, [tensors[n] for n in wanted])
-            record, made = recording.received(message, src, [copies[n] for n in wanted])
+            self.contexts[src].sends[message] = recording.record_sent(message, dst, [tensors[n] for n in wanted])
+            record, made = recording.record_received(message, src, [copies[n] for n in wanted])
             self.contexts[dst].receipts[message] = record
             for number, tensor in zip(wanted, made, strict=True):
                 copies[number] = tensor
@@ -116,7 +116,7 @@ class Group:
     def result(self, number: int) -> None:
         results = self.results.get(number, [])
         if not results:
-            raise Hang(self.passes[self.roots[number], number].waiting_for())
+            raise Hang(self.passes[self.roots[number], number].describe_pending())
         assert len(results) == 1, "finished twice"
         if results[0] is not None:
             raise results[0]

@@ -23,7 +23,7 @@ def table(worker: Any) -> dict[int, Context]:
 
 
 def late(worker: Any) -> dict[int, Any]:
-    return worker._worker.autograd.contexts.late  # type: ignore[no-any-return]
+    return worker._worker.autograd.contexts.tombstones  # type: ignore[no-any-return]
 
 
 def nothing_left(group: Cluster) -> None:
@@ -221,11 +221,11 @@ class World:
     def call(self, me: int, context: Context, depth: int) -> None:
         """A request to anybody, whose handler makes more of them."""
         peer = self.choice.randrange(len(self.tables))
-        if self.tables[me].carry(context, peer, (), True) is None:
+        if self.tables[me].on_send(context, peer, (), True) is None:
             return
 
         def handle() -> None:
-            there = self.tables[peer].arrived(context.id, me)
+            there = self.tables[peer].on_request(context.id, me)
             if there is not None:
                 for _ in range(self.choice.randrange(3) if depth else 0):
                     self.under_way.append(lambda: self.call(peer, there, depth - 1))
@@ -254,33 +254,33 @@ def test_whatever_comes_late_nothing_stays(seed: int) -> None:
             world.step()
     for contexts in world.tables:
         assert not contexts.table
-        assert not contexts.late
+        assert not contexts.tombstones
 
 
 def test_a_request_that_is_overtaken_by_the_end_begins_nothing() -> None:
     told: list[tuple[int, Any]] = []
     me = Contexts(1, 0, lambda peer, word: told.append((peer, word)), lambda *_: None)
     me.on_ended(0, 7, 2)
-    assert me.arrived(7, 0) is None
-    assert me.late == {7: {0: 1}}
-    assert me.arrived(7, 0) is None
-    assert not me.late
+    assert me.on_request(7, 0) is None
+    assert me.tombstones == {7: {0: 1}}
+    assert me.on_request(7, 0) is None
+    assert not me.tombstones
     assert not told
 
 
 def test_an_end_is_passed_on_once() -> None:
     told: list[tuple[int, Any]] = []
     me = Contexts(1, 0, lambda peer, word: told.append((peer, word)), lambda *_: None)
-    context = me.arrived(7, 0)
+    context = me.on_request(7, 0)
     assert context is not None
-    assert me.carry(context, 2, (), True) == 0
-    assert me.arrived(7, 2) is context
+    assert me.on_send(context, 2, (), True) == 0
+    assert me.on_request(7, 2) is context
     me.on_ended(0, 7, 1)
     assert told == [(2, (7, 1))]
-    assert me.carry(context, 2, (), True) is None
-    assert me.late == {7: {2: -1}}, "worker 2 will say how many requests it has sent"
+    assert me.on_send(context, 2, (), True) is None
+    assert me.tombstones == {7: {2: -1}}, "worker 2 will say how many requests it has sent"
     me.on_ended(2, 7, 1)
-    assert not me.late
+    assert not me.tombstones
     assert len(told) == 1
 
 
@@ -288,9 +288,9 @@ def test_what_is_remembered_is_bounded() -> None:
     me = Contexts(1, 0, lambda *_: None, lambda *_: None)
     for context_id in range(10_000):
         me.on_ended(0, context_id, 1)
-    assert len(me.late) <= 4096
+    assert len(me.tombstones) <= 4096
     me.peer_lost(0)
-    assert not me.late
+    assert not me.tombstones
 
 
 @pytest.mark.slow

@@ -40,17 +40,17 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         original: Callable[..., Any] = getattr(BackwardPass, name)
 
         def counting(self: BackwardPass, *args: Any) -> Any:
-            is_new = self._part is None and (name != "_schedule" or self._ran is not None)
+            is_new = self._schedule is None and (name != "_materialize_schedule" or self._fast_source is not None)
             result = original(self, *args)
             if result and is_new:
-                seen[at_root if self._root == self._me.id else elsewhere] += 1
+                seen[at_root if self._root == self._worker.id else elsewhere] += 1
             return result
 
         monkeypatch.setattr(BackwardPass, name, counting)
 
     count("_run_fast", "begun", "answered")
     count("_finish_fast", "finished")
-    count("_schedule", "root catches up", "other catches up")
+    count("_materialize_schedule", "root catches up", "other catches up")
     return seen
 
 
@@ -90,7 +90,7 @@ def test_a_call_takes_it(taken: Counter[str]) -> None:
     assert taken == {"begun": 1, "answered": 1, "finished": 1}
     assert torch.equal(group.contexts[0].gradients[x], w)
     assert torch.equal(group.contexts[1].gradients[w], x)
-    assert all(not part.busy and part.idle for part in group.passes.values())
+    assert all(not part.holds_graph and part.is_idle for part in group.passes.values())
 
 
 def test_how_many_python_functions_it_takes() -> None:
@@ -230,7 +230,7 @@ def test_marks_pass_a_worker_that_has_answered(taken: Counter[str]) -> None:
     group.backward(0, [back.sum()])
     assert taken["answered"] == 1
     assert taken["other catches up"] == 1
-    assert group.passes[1, 1].idle
+    assert group.passes[1, 1].is_idle
     assert torch.equal(group.contexts[2].gradients[y], 4 * w)
 
 
@@ -261,7 +261,7 @@ def test_a_hook_that_fails_on_the_way_fails_the_pass(where: str) -> None:
     (w if where == "there" else x).register_hook(fail)
     with pytest.raises(RemoteError if where == "there" else Oops, match="on the way"):
         group.backward(0, [called(group, x, w).sum()])
-    assert all(part.over and not part.busy for part in group.passes.values())
+    assert all(part.is_over and not part.holds_graph for part in group.passes.values())
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -287,7 +287,7 @@ def test_a_worker_that_dies_fails_the_pass(delivered: int) -> None:
     group.notice(0, 1)
     with pytest.raises(WorkerLost):
         group.result(number)
-    assert not group.passes[0, number].busy
+    assert not group.passes[0, number].holds_graph
 
 
 def test_a_root_that_dies_is_nobody_waited_for(taken: Counter[str]) -> None:
@@ -297,8 +297,8 @@ def test_a_root_that_dies_is_nobody_waited_for(taken: Counter[str]) -> None:
     group.kill(0)
     group.notice(1, 0)
     assert taken["other catches up"] == 1
-    assert group.passes[1, 1].over
-    assert not group.passes[1, 1].busy
+    assert group.passes[1, 1].is_over
+    assert not group.passes[1, 1].holds_graph
 
 
 def test_a_second_gradient_for_one_message_fails_the_pass(taken: Counter[str]) -> None:
@@ -307,7 +307,7 @@ def test_a_second_gradient_for_one_message_fails_the_pass(taken: Counter[str]) -
     _, src, dst, message = group.net[0]
     group.net.append((number, src, dst, (*message[:4], [t.clone() for t in message[4]], None)))
     group.settle()
-    with pytest.raises(RemoteError, match="had all the gradients that it can get"):
+    with pytest.raises(RemoteError, match="already received all its gradients"):
         group.result(number)
     assert taken["other catches up"] == 1
 
@@ -315,9 +315,9 @@ def test_a_second_gradient_for_one_message_fails_the_pass(taken: Counter[str]) -
 def test_what_the_root_waits_for() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     number = group.begin(0, [called(group, x, w).sum()])
-    assert group.passes[0, number].waiting_for() == "worker w1: 1 x gradients"
+    assert group.passes[0, number].describe_pending() == "worker w1: 1 x gradients"
     group.settle()
-    assert group.passes[0, number].waiting_for() == "nothing"
+    assert group.passes[0, number].describe_pending() == "nothing"
 
 
 def test_leaves_with_hooks_of_either_kind() -> None:

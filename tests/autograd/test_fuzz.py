@@ -91,7 +91,9 @@ def break_down(seed: int) -> str:
     ended = group.results.get(number)
     if root in group.dead or (ended and ended[0] is not None):
         for (worker, _), part in group.passes.items():
-            assert worker in group.dead or part.over or not part.busy, f"seed {seed}: worker {worker} waits for ever"
+            assert worker in group.dead or part.is_over or not part.holds_graph, (
+                f"seed {seed}: worker {worker} waits for ever"
+            )
     if root in group.dead:
         return "dead root"
     try:

@@ -39,7 +39,7 @@ def test_a_call_gets_the_gradients_of_its_nodes() -> None:
 def test_a_node_that_a_call_does_not_expect_is_refused() -> None:
     there = received()
     with capture([]) as call:
-        with pytest.raises(RuntimeError, match="goes on at another worker"):
+        with pytest.raises(RuntimeError, match="continues on another worker"):
             run(call, there)
         assert not call.captured
 
@@ -50,7 +50,7 @@ def test_a_plain_backward_in_a_hook_is_refused_and_captures_nothing(reached: boo
     errors: list[RuntimeError] = []
 
     def stray(_: Tensor) -> None:
-        with torch.enable_grad(), pytest.raises(RuntimeError, match="goes on at another worker") as info:
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="continues on another worker") as info:
             ((there if reached else other) * 7).sum().backward()
         errors.append(info.value)
 

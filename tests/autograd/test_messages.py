@@ -27,7 +27,7 @@ def gradient_there_and_back() -> None:
 def test_both_ways_lead_to_a_gradient(four: Cluster) -> None:
     gradient_there_and_back()
     contexts = four[1]._worker.autograd.contexts  # type: ignore[attr-defined]
-    eventually(lambda: not contexts.table and not contexts.late)
+    eventually(lambda: not contexts.table and not contexts.tombstones)
 
 
 @pytest.mark.parametrize("body", [b"\xff", (1, 2), ("no", 0, 1, 1, [])], ids=["garbage", "too little", "no context"])

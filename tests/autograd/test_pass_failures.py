@@ -27,7 +27,7 @@ def test_a_remote_error_is_raised_with_its_origin() -> None:
     assert isinstance(caught.value, RemoteError)
     assert caught.value.worker == "w1"
     assert "in fail" in caught.value.remote_traceback
-    assert all(part.over and not part.busy for part in group.passes.values())
+    assert all(part.is_over and not part.holds_graph for part in group.passes.values())
 
 
 def test_a_local_error_is_raised_as_it_is() -> None:
@@ -86,20 +86,20 @@ def test_time_is_up() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     number = group.begin(0, [called(group, x, w).sum()])
     root = group.passes[0, number]
-    assert root.waiting_for() == "worker w1: 1 x gradients"
-    root.abort(RpcTimeout(1, "a backward pass", root.waiting_for()))
-    assert root.over
+    assert root.describe_pending() == "worker w1: 1 x gradients"
+    root.abort(RpcTimeout(1, "a backward pass", root.describe_pending()))
+    assert root.is_over
     group.settle()
     with pytest.raises(RpcTimeout, match="worker w1"):
         group.result(number)
-    assert not group.contexts[1].gradients or not group.passes[1, number].busy
+    assert not group.contexts[1].gradients or not group.passes[1, number].holds_graph
 
 
 def test_a_gradient_for_nothing_that_was_sent_is_an_error() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     loss = called(group, x, w).sum()
     group.contexts[1].sends.clear()
-    with pytest.raises(LookupError, match="sent no tensors from here"):
+    with pytest.raises(LookupError, match="no record at this worker"):
         group.backward(0, [loss])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.execution.stages import Stages
+from telegrad.autograd.execution.stages import StageRunner
 
 
 def leaf(*shape: int) -> Tensor:
@@ -69,7 +69,7 @@ def test_the_local_graph_is_let_go_of() -> None:
     (back,) = group.transfer(1, 0, [product])
     del product, there
     group.backward(0, [back.sum()])
-    assert all(not part.busy and part.idle for part in group.passes.values())
+    assert all(not part.holds_graph and part.is_idle for part in group.passes.values())
     gc.collect()
     assert seen() is None
 
@@ -148,7 +148,7 @@ def test_sources_stand_in_the_order_of_their_ids() -> None:
     context = group.contexts[0]
     ids = sorted(context.sends)
     context.sends = {number: context.sends[number] for number in reversed(ids)}
-    assert list(Stages(context).open().bits) == ids
+    assert list(StageRunner(context).open().bits) == ids
 
 
 def test_two_passes_add_up() -> None:
@@ -380,8 +380,8 @@ def test_a_root_with_nothing_left_to_run_is_not_idle() -> None:
     (one,), (two,) = (group.transfer(at, 0, [leaf * 2]) for at, leaf in enumerate(leaves, 1))
     number = group.begin(0, [(one + two).sum()])
     root = group.passes[0, number]
-    assert not root.busy
-    assert not root.idle
+    assert not root.holds_graph
+    assert not root.is_idle
     group.settle()
     group.result(number)
-    assert root.idle
+    assert root.is_idle

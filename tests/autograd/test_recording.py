@@ -141,7 +141,7 @@ def test_calls_that_the_codec_encodes(four: Cluster, context: Context) -> None:
     assert rpc.rpc_sync("w1", grad_mode) == (True, True)
     assert [len(context.sends), len(context.receipts)] == [3, 3]
     assert [len(of(four[1], context).sends), len(of(four[1], context).receipts)] == [3, 3]
-    assert of(four[1], context).heard == {0: context.asked[1]} == {0: 4}
+    assert of(four[1], context).requests_received == {0: context.requests_sent[1]} == {0: 4}
 
 
 def test_calls_in_which_python_has_a_part(four: Cluster, context: Context) -> None:
@@ -361,14 +361,14 @@ def test_memory_is_shared_only_where_gradients_cannot_notice(context: Context) -
 
 
 def test_what_cannot_be_sent_is_not_recorded(four: Cluster, context: Context) -> None:
-    before = dict(context.asked)
+    before = dict(context.requests_sent)
     with pytest.raises(Exception, match="pickle"):
         rpc.rpc_sync("w1", pass_through, (leaf(2), threading.Lock()))
     with pytest.raises(Exception, match=r"Lock|pickle"):
         rpc.rpc_sync("w1", make_unsendable, (leaf(2),))
     assert len(context.sends) == 1
     assert not of(four[1], context).sends
-    assert context.asked[1] == before.get(1, 0) + 1
+    assert context.requests_sent[1] == before.get(1, 0) + 1
 
 
 def make_unsendable(x: Tensor) -> Any:
@@ -389,7 +389,7 @@ def test_what_is_lost_on_purpose_is_not_recorded(four: Cluster, context: Context
     finally:
         calls.send_filter = None
     assert not context.sends
-    assert not context.asked
+    assert not context.requests_sent
 
 
 def test_outside_of_a_context_tensors_arrive_as_leaves(four: Cluster) -> None:
@@ -403,7 +403,7 @@ def test_outside_of_a_context_tensors_arrive_as_leaves(four: Cluster) -> None:
 
 def test_a_pass_of_one_worker_does_not_go_past_what_was_received(context: Context) -> None:
     y = rpc.rpc_sync("w1", double, (leaf(2),))
-    with pytest.raises(RuntimeError, match="goes on at another worker"):
+    with pytest.raises(RuntimeError, match="continues on another worker"):
         y.sum().backward()
 
 
@@ -420,7 +420,7 @@ def test_calls_of_its_own_stay_outside(four: Cluster, context: Context) -> None:
     assert four[0]._worker.start_internal(1, grad_mode, (), 5.0).wait() == (True, False)
     rref = rpc.remote("w1", Doubler)
     rref.to_here()
-    asked = context.asked[1]
+    asked = context.requests_sent[1]
     with contextlib.suppress(AttributeError):
         rref._get_type()
-    assert context.asked[1] == asked
+    assert context.requests_sent[1] == asked

@@ -132,7 +132,7 @@ def test_late_words_of_a_pass_do_not_end_an_earlier_one(four: Cluster, gate: thr
             assert _inside.wait(20)
             with four[0]:
                 autograd.backward(context_id, [z])
-            passes.ask(late[-1], 1, [(ABORT, "late")], None)
+            passes.send(late[-1], 1, [(ABORT, "late")], None)
             eventually(lambda: (0, late[-1].number) in table(four[1])[context_id].passes)
             _gate.set()
 

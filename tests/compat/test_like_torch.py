@@ -98,8 +98,8 @@ def test_nodes_have_the_same_names() -> None:
 def test_viewers_show_the_same_name() -> None:
     """Graph viewers print the name of a node's type, Python prints its qualified name."""
     importlib.import_module("telegrad.compat.autograd")
-    from telegrad.autograd.recording import received
+    from telegrad.autograd.recording import record_received
 
-    (tensor,) = received(1, 1, [torch.ones(1)])[1]
+    (tensor,) = record_received(1, 1, [torch.ones(1)])[1]
     assert type(tensor.grad_fn).__name__ == "torch::distributed::autograd::RecvRpcBackward"
     assert repr(tensor.grad_fn).startswith("<torch.distributed.autograd.RecvRpcBackward object")

@@ -1,8 +1,8 @@
 """Model of backward passes over small programs.
 
-Every `Part` is real; local graphs and the network are modeled. A program is a list of sends in the order of the forward
-pass. Each send names the earlier messages that its tensors depend on. This gives each worker's recvs and sources, and
-those that the roots reach.
+Every `PassSchedule` is real; local graphs and the network are modeled. A program is a list of sends in the order of the
+forward pass. Each send names the earlier messages that its tensors depend on. This gives each worker's recvs and
+sources, and those that the roots reach.
 """
 
 import copy
@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from telegrad.protocols.backward import Part
+from telegrad.protocols.backward import PassSchedule
 from telegrad.protocols.backward_messages import (
     FINAL,
     ROOT,
@@ -104,7 +104,7 @@ class World:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.locals = {w: Local(program, w) for w in range(program.workers)}
-        self.parts = {w: Part(w, program.root, local.layout, local.pending) for w, local in self.locals.items()}
+        self.parts = {w: PassSchedule(w, program.root, local.layout, local.pending) for w, local in self.locals.items()}
         self.taking_part = program.takes_part()
         self.net: list[tuple[int, int, Any]] = []
         self.dead: int | None = None
@@ -245,7 +245,7 @@ class World:
     def fingerprint(self) -> str:
         fixed = ("_layout", "_make_layout", "_pending", "ledger", "_reached")
         parts = [
-            (w, [getattr(part, name) for name in Part.__slots__ if name not in fixed], ledger_of(part))
+            (w, [getattr(part, name) for name in PassSchedule.__slots__ if name not in fixed], ledger_of(part))
             for w, part in self.parts.items()
         ]
         local = [(w, x.arrived, sorted(x.ran)) for w, x in self.locals.items()]
@@ -262,7 +262,7 @@ class World:
         )
 
 
-def ledger_of(part: Part) -> str:
+def ledger_of(part: PassSchedule) -> str:
     return repr([getattr(part.ledger, name, None) for name in Ledger.__slots__])
 
 

@@ -4,7 +4,7 @@ import pytest
 from backward_world import Counterexample, Program, Sent, World, explore, random_program, wander
 
 from telegrad.protocols import backward, backward_root
-from telegrad.protocols.backward import Part
+from telegrad.protocols.backward import PassSchedule
 from telegrad.protocols.backward_messages import Gradients, Report
 
 # One call: 0 sends an argument, 1 sends the reply that used it.
@@ -115,22 +115,22 @@ def test_an_unknown_send_is_an_error() -> None:
 
 
 def deaf_to_marks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Part, "_wave_ended", lambda self: None)
+    patch.setattr(PassSchedule, "_end_mark_phase", lambda self: None)
 
 
 def runs_too_early(patch: pytest.MonkeyPatch) -> None:
-    look_at = Part._look_at
+    look_at = PassSchedule._update_groups
 
     def hasty(self, groups):
         self._expected = self._arrived
         look_at(self, groups)
 
-    patch.setattr(Part, "_look_at", hasty)
+    patch.setattr(PassSchedule, "_update_groups", hasty)
 
 
 def reports_consumption_first(patch: pytest.MonkeyPatch) -> None:
     """Report consumed and produced tokens of one event separately."""
-    close = Part._close
+    close = PassSchedule._close
 
     def split(self, effects):
         if self.ledger is None and self._produced:
@@ -139,7 +139,7 @@ def reports_consumption_first(patch: pytest.MonkeyPatch) -> None:
             return [backward.Send(self.root, first), *close(self, effects)]
         return close(self, effects)
 
-    patch.setattr(Part, "_close", split)
+    patch.setattr(PassSchedule, "_close", split)
 
 
 def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def watches_no_worker(patch: pytest.MonkeyPatch) -> None:
-    lost = Part.lost
+    lost = PassSchedule.lost
 
     def only_the_root(self, peer, why):
         if self.root in (peer, self.me):
@@ -155,11 +155,11 @@ def watches_no_worker(patch: pytest.MonkeyPatch) -> None:
         self._gone[peer] = why
         return ()
 
-    patch.setattr(Part, "lost", only_the_root)
+    patch.setattr(PassSchedule, "lost", only_the_root)
 
 
 def notifies_only_workers_it_sent_to(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Part, "_after_the_end", lambda self, sender, message: ())
+    patch.setattr(PassSchedule, "_after_the_end", lambda self, sender, message: ())
 
 
 def believes_old_reports(patch: pytest.MonkeyPatch) -> None:

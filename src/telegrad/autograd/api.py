@@ -1,15 +1,17 @@
-"""What programs call: contexts, the backward pass, gradients. Names with an underscore are torch's private ones."""
+"""The public API: contexts, the backward pass, gradients.
+
+Names with an underscore are torch's private ones."""
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import ID_BITS
-from telegrad.autograd.passes import profile as profiled
+from telegrad.autograd.passes.profile import backward_range
 from telegrad.autograd.recording import SEND_NODE, edges_of
 from telegrad.autograd.service import Autograd
 from telegrad.errors import NotInitialized, TelegradError
@@ -30,28 +32,28 @@ NO_WORKER = "Need to initialize distributed autograd using torch.distributed.aut
 
 
 def is_available() -> bool:
-    """Whether this package can be used: always."""
+    """Return True: this package can always be used."""
     return True
 
 
 class context:
-    """Around a forward pass and the backward pass through it; ``with context() as context_id:``.
+    """Context of a forward and backward pass: ``with context() as context_id:``.
 
-    Calls that are made within, by this thread or coroutine and by the handlers that they run elsewhere, record the
-    tensors that travel and require grad. Its gradients are its own: `backward` never touches ``.grad``, and many
-    contexts, of any workers, may be open over the same parameters at once. Leaving it frees what was recorded and the
-    gradients, on every worker that took part. Opening and leaving one within which nothing was called sends nothing.
+    Calls of this thread or coroutine within it, and nested calls of their handlers on other workers, record the tensors
+    that travel and require grad. Each context has its own gradients: `backward` never touches ``.grad``, and many
+    contexts, of any workers, may be open over the same parameters at once. Leaving the context frees its records and
+    gradients on every worker that took part. A context without calls sends no messages.
 
     Raises:
-        RuntimeError: this process has not joined a group, or there is a context already in this thread or coroutine.
+        RuntimeError: This process has not joined a group, or this thread or coroutine has a context already.
     """
 
     __slots__ = ("_context", "_guard", "_inner", "_outer", "_service")
 
     def __enter__(self) -> int:
-        """The context's id, the same on all workers."""
+        """Open the context, and return its id, the same on all workers."""
         self._outer = current.get()
-        self._service, self._inner = _enter(self._outer)
+        self._service, self._inner = _enter_context(self._outer)
         opened: Context = self._inner.autograd
         self._context = opened
         self._guard = self._service.context_guard(opened)
@@ -67,65 +69,72 @@ class context:
         if current.get() is self._inner:
             current.set(self._outer)
         else:
-            _leave(self._context)
+            _leave_context(self._context)
         self._service.contexts.end(self._context)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """Computes the gradients of the sum of some scalars with respect to the leaves of their graph, on all workers.
+    """Compute the gradients of the sum of scalars with respect to all leaves.
 
-    They are added up in the context, at the worker of each leaf; see `get_gradients`. Returns when all are in place.
-    Waits no longer than the worker's rpc time-out, and in a handler no longer than its caller does.
+    The leaves may be on any worker. Each worker accumulates the gradients of its leaves in the context; see
+    `get_gradients`. Returns when all gradients are in place. The limit is the worker's rpc timeout, and in a handler
+    the deadline of its caller.
 
     Args:
-        context_id: what `context` gave.
-        roots: tensors of this worker with one element each, each the result of some operation.
-        retain_graph: keep what operations have saved, so that there can be another pass over them.
+        context_id: The id that `context` returned.
+        roots: Tensors of this worker with one element each, each the result of an operation.
+        retain_graph: Keep the saved tensors of operations, for another pass over them.
 
     Raises:
-        RuntimeError: there is no such context, a root is not as it should be, a worker was lost, or the time is over;
-            or what a backward function or a hook raised, on whichever worker, see `telegrad.errors.RemoteError`.
-        TypeError: roots is not a sequence of tensors.
+        RuntimeError: There is no such context, a root is invalid, a worker was lost, or the pass timed out; or the
+            error of a backward function or a hook on any worker, see `telegrad.errors.RemoteError`.
+        TypeError: `roots` is not a sequence of tensors.
     """
     if not _is_id(context_id) or not isinstance(roots, (list, tuple)):
-        raise _no_arguments(context_id, roots)
+        raise _type_error(context_id, roots)
     for root in roots:
         if not isinstance(root, Tensor):
-            raise _no_arguments(context_id, roots)
+            raise _type_error(context_id, roots)
     service = _service()
     found = service.contexts.table.get(context_id) or _find(service, context_id)
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
     for number, root in enumerate(roots):
         if not root.requires_grad or root.grad_fn is None or root.numel() != 1:
-            _refuse(number, root)
+            _raise_invalid_root(number, root)
     if tracing.observer.on:
-        with profiled.whole():
+        with backward_range():
             service.backward(found, list(roots), retain_graph)
     else:
         service.backward(found, list(roots), retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients that a context has on this worker, by leaf: a copy of the table, not of the gradients.
+    """Return the gradients that a context has on this worker, by leaf.
+
+    The result is a copy of the table, not of the gradients.
 
     Args:
-        context_id: what `context` gave, here or elsewhere.
+        context_id: The id that `context` returned, on any worker.
 
     Raises:
-        RuntimeError: there is no such context here.
-        TypeError: that is no id.
+        RuntimeError: This worker has no such context.
+        TypeError: `context_id` is not an int.
     """
     found = _find(_service(), context_id)
     with found.lock:
         return dict(found.gradients)
 
 
-# ---- contexts in the thread
+# ---- the context of the running code
 
 
-def _enter(scope: Scope | None) -> tuple[Autograd, Scope]:
-    """Opens a context, and makes it that of what runs here, which has this scope: the new one."""
+def _enter_context(scope: Scope | None) -> tuple[Autograd, Scope]:
+    """Open a context for the running code, and return the new scope.
+
+    Args:
+        scope: The current scope.
+    """
     service = _service()
     if scope is None:
         inner = _new(Scope, (service.worker, 0, False, False, service.contexts.open(), 0))
@@ -137,10 +146,10 @@ def _enter(scope: Scope | None) -> tuple[Autograd, Scope]:
     return service, inner
 
 
-def _leave(left: Context) -> None:
-    """If it is that of what runs here, there is none any more."""
+def _leave_context(context: Context) -> None:
+    """Remove a context from the current scope, if the scope has it."""
     scope = current.get()
-    if scope is not None and scope.autograd is left:
+    if scope is not None and scope.autograd is context:
         current.set(scope._replace(autograd=None))
 
 
@@ -159,7 +168,7 @@ def _find(service: Autograd, context_id: int) -> Context:
     if found is None:
         raise TelegradError(
             f"Could not find autograd context with id: {context_id}. It has been left, or no call that was made in it"
-            " has come to this worker."
+            " has reached this worker."
         )
     return found
 
@@ -167,31 +176,31 @@ def _find(service: Autograd, context_id: int) -> Context:
 # ---- roots
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> TypeGuard[int]:
     return isinstance(value, int)
 
 
-def _no_arguments(context_id: Any, roots: Any) -> TypeError:
+def _type_error(context_id: object, roots: object) -> TypeError:
     return TypeError(
-        "backward(): incompatible function arguments. It takes a context's id, a list of tensors, and whether to"
-        f" retain the graph; got {context_id!r} and {type(roots).__name__}."
+        "backward(): incompatible function arguments. Its arguments are the id of a context, a list of tensors, and"
+        f" retain_graph; got {context_id!r} and {type(roots).__name__}."
     )
 
 
-def _refuse(number: int, root: Tensor) -> NoReturn:
+def _raise_invalid_root(number: int, root: Tensor) -> NoReturn:
     which = f"root {number} of shape {tuple(root.shape)}"
     if not root.requires_grad:
-        raise RuntimeError(f"requires_grad not set on root ({which}): no tensor that it was made of requires grad.")
+        raise RuntimeError(f"requires_grad not set on root ({which}): none of its inputs requires grad.")
     if root.numel() != 1:
-        raise RuntimeError(f"{which} is not a scalar, all roots need to be scalar. Sum it up, for example.")
-    raise RuntimeError(f"{which} does not have a valid gradient function. It has to be an operation's result.")
+        raise RuntimeError(f"{which} is not a scalar, all roots need to be scalar. Call its sum(), for example.")
+    raise RuntimeError(f"{which} does not have a valid gradient function. It must be the result of an operation.")
 
 
 # ---- torch's private names
 
 
 class _SendFunction:
-    """Stands for a node of torch's: what a message with tensors hangs on to."""
+    """Stand-in for torch's node of a sent message."""
 
     def __init__(self, next_functions: tuple[tuple[Node, int], ...]) -> None:
         self.next_functions = next_functions
@@ -201,7 +210,7 @@ class _SendFunction:
 
 
 class DistAutogradContext:
-    """A context as torch's tests look at it."""
+    """A context with the private interface that torch's tests use."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -223,20 +232,20 @@ class DistAutogradContext:
 
     def _known_worker_ids(self) -> set[int]:
         with self._context.lock:
-            return set(self._context.asked)
+            return set(self._context.requests_sent)
 
 
 def _new_context() -> DistAutogradContext:
-    """Opens a context, and makes it that of this thread."""
-    return DistAutogradContext(_enter(current.get())[1].autograd)
+    """Open a context for this thread."""
+    return DistAutogradContext(_enter_context(current.get())[1].autograd)
 
 
 def _release_context(context_id: int) -> None:
-    """Leaves a context."""
+    """End a context."""
     service = _service()
-    left = _find(service, context_id)
-    _leave(left)
-    service.contexts.end(left)
+    context = _find(service, context_id)
+    _leave_context(context)
+    service.contexts.end(context)
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
@@ -251,7 +260,7 @@ def _current_context() -> DistAutogradContext:
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raises if it is not, as in torch."""
+    """Raise an error if the context does not exist, as in torch."""
     _find(_service(), context_id)
 
 
@@ -264,6 +273,6 @@ def _get_debug_info() -> dict[str, int]:
 
 
 def _init(worker_id: int) -> None:
-    """Called by ``init_rpc`` in torch; here there is nothing to do."""
+    """Check the worker id. Torch's ``init_rpc`` calls this; it has no other effect."""
     if not 0 <= worker_id < 1 << (64 - ID_BITS):
         raise ValueError(f"worker_id needs to be in the range [0, {(1 << (64 - ID_BITS)) - 1}], but got {worker_id}")

@@ -1,32 +1,41 @@
-"""The record of one worker in one autograd context: tensors sent, tensors received, gradients.
+"""The record of one worker in one autograd context: sends, receipts, gradients.
 
 Data only. `recording.py` fills it while the forward pass runs. A `BackwardPass` reads it while `backward` runs, and
-adds to `gradients`. Nothing in here keeps the data of a sent tensor alive: an edge holds the node that made the tensor.
+adds to `gradients`. No record keeps the data of a sent tensor alive: an edge holds the node that made the tensor.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import GradientEdge, Node
+
+WireMessage: TypeAlias = tuple[Any, ...]
+"""A message of a pass as it travels: its kind, then fields that depend on the kind (`passes/backward_pass.py`)."""
+
+Profile: TypeAlias = tuple[int, list[object]]
+"""What a message carries for a profile: the options of the recording, and events for the root."""
+
+ReplyCallback: TypeAlias = "Callable[[list[WireMessage], Profile | None], None]"
+"""Sends the messages for a peer, and an optional profile, as the reply to a request of that peer."""
 
 
 class ActivePass(Protocol):
     """A backward pass at this worker (`passes/task.py`)."""
 
     @property
-    def idle(self) -> bool:
-        """Whether it expects nothing more."""
+    def is_idle(self) -> bool:
+        """Whether the pass expects no further messages."""
 
-    def messages(self, peer: int, messages: list[Any], answer: Callable[..., None] | None = None) -> None:
-        """Process messages of a peer, and answer with those for the peer."""
+    def on_messages(self, peer: int, messages: list[WireMessage], reply: ReplyCallback | None = None) -> None:
+        """Process messages of a peer, and reply with those for the peer."""
 
-    def arrived(self, profile: tuple[int, list[Any]]) -> None:
-        """Process what a message has for a profile."""
+    def on_profile(self, profile: Profile) -> None:
+        """Process the profile that a message carried."""
 
     def peer_lost(self, peer: int, why: str) -> None:
         """Process the loss of a worker."""
@@ -36,43 +45,46 @@ class ActivePass(Protocol):
 
 
 class Sent(NamedTuple):
-    """A message of mine that carried tensors: where the gradients that come back for it enter my graph."""
+    """A sent message with tensors: where their gradients enter the local graph."""
 
     id: int
-    """Of the message, the same on both sides: `worker id << 48 | counter`, the sender's worker id."""
+    """Of the message, the same on both sides: `worker id << 48 | counter`, with the sender's worker id."""
     peer: int
-    """Worker id of the receiver; my own for a call to myself."""
+    """Worker id of the receiver; this worker's for a call to itself."""
     edges: tuple[GradientEdge | Tensor | None, ...]
-    """For each tensor of the message, in its order, the edge taken as it was sent, or of a leaf the leaf itself; None
-    if it required no gradient."""
+    """For each tensor of the message, in order: its gradient edge when it was sent, for a leaf the leaf itself; None
+    for a tensor that required no gradient."""
     owners: tuple[Node, ...] = ()
-    """Nodes that keep the graph behind the edges alive: torch does not let the nodes of Python functions do it."""
+    """Nodes that keep the graph behind the edges alive: nodes of Python functions do not."""
 
 
 class Received(NamedTuple):
-    """A message that brought me tensors: where gradients leave my graph."""
+    """A received message with tensors: where gradients leave the local graph."""
 
     id: int
     """Of the message: that of the sender's `Sent`."""
     peer: int
-    """Worker id of the sender; my own for a call to myself."""
+    """Worker id of the sender; this worker's for a call to itself."""
     node: Node
-    """The recv: the node of the tensors made from the message. The local graph ends there; only stages with parameters
-    under DistributedDataParallel run it (`grad_capture.py`). Its only edge leads to an anchor. It must keep its
-    identity: hold the very object that `tensor.grad_fn` returns."""
+    """The recv: the node of the tensors of the message. The local graph ends at it; only stages with parameters under
+    DistributedDataParallel run it (`grad_capture.py`). Its only edge leads to an anchor. It must keep its identity:
+    hold the very object that `tensor.grad_fn` returns."""
     outputs: int
-    """How many gradients it reports: one per tensor of the message, in its order. Output k of `node` is tensor k;
-    a tensor that requires no gradient has its place too (None is reported for it)."""
+    """Number of gradients that it reports: one per tensor of the message, in order. Output k of `node` is tensor k; for
+    a tensor that requires no gradient it reports None."""
 
 
 class Context:
-    """One worker's part of one autograd context. Guard changes of its tables with `lock`.
+    """One worker's part of one autograd context. `lock` guards changes of its tables.
 
     Args:
         id: `worker id << 48 | counter`, of the worker that opened it.
     """
 
-    __slots__ = ("asked", "ended", "gradients", "heard", "id", "lock", "min_live_pass", "passes", "receipts", "sends")
+    __slots__ = (
+        *("ended", "gradients", "id", "lock", "min_live_pass", "passes", "receipts", "requests_received"),
+        *("requests_sent", "sends"),
+    )
 
     def __init__(self, id: int) -> None:
         self.id: int = id
@@ -81,13 +93,13 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}
         """Leaf to its gradient, by identity of the leaf; same shape and dtype as the leaf, dense or sparse."""
         self.ended: bool = False
-        """It was left: nothing is recorded in it, no pass begins in it."""
+        """An ended context records no tensors and begins no pass."""
         self.lock: threading.Lock = threading.Lock()
-        self.asked: dict[int, int] = {}
-        """By worker: how many requests I have sent it in this context. They are to be told when it ends."""
-        self.heard: dict[int, int] = {}
-        """By worker: how many requests have come from it in this context."""
+        self.requests_sent: dict[int, int] = {}
+        """Worker id -> requests sent to it in this context. These workers are notified when the context ends."""
+        self.requests_received: dict[int, int] = {}
+        """Worker id -> requests received from it in this context."""
         self.passes: dict[tuple[int, int], ActivePass] = {}
-        """Backward passes, by (root, number among those of the root): what has not been forgotten here yet."""
+        """(Root, number of the pass at the root) -> backward pass, until the root reports a later minimum."""
         self.min_live_pass: dict[int, int] = {}
-        """By root: all its passes with a lower number are over."""
+        """Root -> the lowest number of its passes that may still be running."""

@@ -1,77 +1,79 @@
-"""The autograd contexts of one worker: how they begin here, and how they end.
+"""The autograd contexts of one worker: how they begin and end on this worker.
 
-A context begins where a program opens it, its *root*, and on every other worker with the first request made in it that
-comes there. Each worker counts the requests that it sends in a context, by receiver, and those that come, by sender.
-When it ends, whoever sent requests tells the receivers how many these were; they end it too, and tell theirs.
+A context begins on the worker that opens it, its *root*, and on every other worker with the first request of the
+context that arrives. Each worker counts the requests that it sends in a context, by receiver, and those that it
+receives, by sender. At the end of a context, each sender notifies its receivers of its count; these end the context as
+well, and notify the receivers of their own requests.
 
-A request may come later than the word of the end, whether its caller has given it up or it was overtaken. It must not
-begin the context anew. So a worker remembers an ended context as long as the counts differ, and no longer: until all
-requests of those who told it have come, and all who sent requests have told it. A context that was opened and left
-without a request to anybody costs no message and no memory.
+A request may arrive after that notification, because its caller has timed out or the notification overtook it. Such a
+request must not begin the context again. Therefore a worker keeps a *tombstone* of an ended context while the counts
+differ: until all announced requests have arrived, and all senders have announced theirs. A context that is opened and
+ended without a request to another worker costs no message and no memory.
 
-The root remembers nothing: its ids are never used twice, so what is not in its table has ended.
+The root keeps no tombstones: its ids are never reused, so a context that is not in its table has ended.
 """
 
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.recording import received, sent
+from telegrad.autograd.recording import record_received, record_sent
 from telegrad.errors import NotInitialized
 
 __all__ = ["ID_BITS", "Contexts"]
 
-ID_BITS = 48  # of a context's and a message's id; above them stands the worker that made it
-_MOST_LATE = 4096  # ended contexts that are remembered; a request that timed out may never have left
+ID_BITS = 48  # of the id of a context or message; the bits above are the id of the worker that made it
+_MAX_TOMBSTONES = 4096  # a request that timed out may never have left, so some counts never match
 
 
 class Contexts:
-    """The table of one worker. Thread-safe; no lock is held while a message is sent or a tensor dropped.
+    """The table of one worker.
+
+    Thread-safe; no lock is held while a message is sent or a tensor is freed.
 
     Args:
-        me: the worker's id.
-        first_id: where counters start; no earlier incarnation of the worker may have used one from there on.
-        tell: sends a peer the word that a context has ended: (peer, (context id, number of requests)).
-        ended: called with each context that has ended, and why.
+        worker_id: The worker's id.
+        first_id: Start of the counters; no earlier incarnation of the worker may have used an id from it on.
+        notify_end: Notifies a peer that a context has ended: (peer, (context id, number of requests)).
+        on_end: Called with each context that has ended, and the reason.
     """
 
     def __init__(
         self,
-        me: int,
+        worker_id: int,
         first_id: int,
-        tell: Callable[[int, tuple[int, int]], None],
-        ended: Callable[[Context, str], None],
+        notify_end: Callable[[int, tuple[int, int]], None],
+        on_end: Callable[[Context, str], None],
     ) -> None:
-        self.me = me
+        self.worker_id = worker_id
         self.table: dict[int, Context] = {}
-        self.late: dict[int, dict[int, int]] = {}
-        """Ended contexts: by peer, the requests that it has told of, less those that came. Never 0."""
-        self.left_open: int = 0
-        """How many that were opened here had not been left when the worker was closed."""
-        self._tell = tell
-        self._ended = ended
+        self.tombstones: dict[int, dict[int, int]] = {}
+        """Ended contexts: for each peer, the requests that it has announced less those that have arrived. Never 0."""
+        self.leaked: int = 0
+        """Number of contexts opened by this worker that were still open when the worker was closed."""
+        self._notify_end = notify_end
+        self._on_end = on_end
         self._closed = False
         self._lock = threading.Lock()
-        base = me << ID_BITS
+        base = worker_id << ID_BITS
         self._context_ids = itertools.count(base + first_id % (1 << ID_BITS) + 1)
         self._message_ids = itertools.count(base + first_id % (1 << ID_BITS) + 1)
 
     @property
     def max_id(self) -> int:
-        """The largest id that this worker may give."""
-        return (self.me << ID_BITS) + (1 << ID_BITS) - 1
+        """The largest id that this worker may assign."""
+        return (self.worker_id << ID_BITS) + (1 << ID_BITS) - 1
 
-    # ---- life
+    # ---- begin and end
 
     def open(self) -> Context:
-        """A new context, whose root is this worker.
+        """Create a context whose root is this worker.
 
         Raises:
-            NotInitialized: the worker is closed.
+            NotInitialized: The worker is closed.
         """
         if self._closed:
             raise NotInitialized
@@ -80,147 +82,159 @@ class Contexts:
         return context
 
     def find(self, context_id: int) -> Context | None:
-        """The context of an id, if it has not ended here."""
+        """Return the context with an id, or None if it has ended on this worker."""
         return self.table.get(context_id)
 
-    def arrived(self, context_id: int, peer: int) -> Context | None:
-        """A request made in a context has come; see `AutogradHooks`."""
+    def on_request(self, context_id: int, peer: int) -> Context | None:
+        """Count a request made in a context; see `AutogradHooks.arrived`."""
         with self._lock:
             context = self.table.get(context_id)
-            if peer == self.me or self._closed:
+            if peer == self.worker_id or self._closed:
                 return context
             if context is None:
-                if context_id >> ID_BITS == self.me:
+                if context_id >> ID_BITS == self.worker_id:
                     return None
-                late = self.late.get(context_id)
-                if late is not None:
-                    self._settle(context_id, late, peer, -1)
+                tombstone = self.tombstones.get(context_id)
+                if tombstone is not None:
+                    self._adjust(context_id, tombstone, peer, -1)
                     return None
                 context = self.table[context_id] = Context(context_id)
-            context.heard[peer] = context.heard.get(peer, 0) + 1
+            context.requests_received[peer] = context.requests_received.get(peer, 0) + 1
         return context
 
     def end(self, context: Context, why: str = "it was left") -> None:
-        """Ends a context here, and wherever requests were sent in it."""
+        """End a context on this worker, and on all workers that received its requests."""
         with self._lock:
             if self.table.pop(context.id, None) is None:
                 return
-            if context.heard and context.id >> ID_BITS != self.me:
-                self._remember(context.id, {peer: -count for peer, count in context.heard.items()})
-        self._leave(context, why)
+            if context.requests_received and context.id >> ID_BITS != self.worker_id:
+                self._add_tombstone(context.id, {peer: -count for peer, count in context.requests_received.items()})
+        self._release(context, why)
 
     def on_ended(self, peer: int, context_id: int, requests: int) -> None:
-        """A peer says that a context has ended, in which it has sent this worker so many requests."""
-        if context_id >> ID_BITS == self.me:
-            return  # one's own ends when it is left
+        """Process a peer's notification that a context has ended.
+
+        Args:
+            peer: The peer.
+            context_id: The context.
+            requests: The number of requests that the peer has sent this worker in the context.
+        """
+        if context_id >> ID_BITS == self.worker_id:
+            return  # a root's context ends when the program leaves it
         with self._lock:
             context = self.table.pop(context_id, None)
-            late = self.late.get(context_id)
-            if late is None:
-                late = {} if context is None else {who: -count for who, count in context.heard.items()}
-                self._remember(context_id, late)
-            self._settle(context_id, late, peer, requests)
+            tombstone = self.tombstones.get(context_id)
+            if tombstone is None:
+                received = {} if context is None else context.requests_received
+                tombstone = {sender: -count for sender, count in received.items()}
+                self._add_tombstone(context_id, tombstone)
+            self._adjust(context_id, tombstone, peer, requests)
         if context is not None:
-            self._leave(context, f"worker {peer} said so")
+            self._release(context, f"worker {peer} ended it")
 
-    def _leave(self, context: Context, why: str) -> None:
-        """It is in no table any more."""
+    def _release(self, context: Context, why: str) -> None:
+        """Free the records of a context that is in no table, and notify its receivers."""
         with context.lock:
             context.ended = True
-            asked, context.asked = context.asked, {}
-            gone = context.sends, context.receipts, context.gradients
+            requests_sent, context.requests_sent = context.requests_sent, {}
+            freed = context.sends, context.receipts, context.gradients
             context.sends, context.receipts, context.gradients = {}, {}, {}
-        self._ended(context, why)
-        del gone
-        for peer, requests in asked.items():
-            self._tell(peer, (context.id, requests))
+        self._on_end(context, why)
+        del freed
+        for peer, requests in requests_sent.items():
+            self._notify_end(peer, (context.id, requests))
 
-    # ---- with the lock held
+    # ---- tombstones; with the lock held
 
-    def _remember(self, context_id: int, late: dict[int, int]) -> None:
-        if len(self.late) >= _MOST_LATE:
-            self.late.pop(next(iter(self.late)))
-        self.late[context_id] = late
+    def _add_tombstone(self, context_id: int, tombstone: dict[int, int]) -> None:
+        if len(self.tombstones) >= _MAX_TOMBSTONES:
+            self.tombstones.pop(next(iter(self.tombstones)))
+        self.tombstones[context_id] = tombstone
 
-    def _settle(self, context_id: int, late: dict[int, int], peer: int, change: int) -> None:
-        balance = late.pop(peer, 0) + change
+    def _adjust(self, context_id: int, tombstone: dict[int, int], peer: int, change: int) -> None:
+        balance = tombstone.pop(peer, 0) + change
         if balance:
-            late[peer] = balance
-        if not late:
-            self.late.pop(context_id, None)
+            tombstone[peer] = balance
+        if not tombstone:
+            self.tombstones.pop(context_id, None)
 
     # ---- the group
 
     def peer_lost(self, peer: int) -> list[Context]:
-        """A worker is gone: the contexts that it opened end, and those whose requests came from nobody else. Returns
-        the others."""
+        """End the contexts that a lost worker opened, or that got requests only from it.
+
+        Returns:
+            The other contexts.
+        """
         with self._lock:
-            for context_id, late in list(self.late.items()):
-                if late.pop(peer, 0) and not late:
-                    del self.late[context_id]
-            ends: list[Context] = []
-            stay: list[Context] = []
-            for context in list(self.table.values()):  # others open theirs without the lock
-                mine = context.id >> ID_BITS == self.me
-                heard = context.heard.pop(peer, 0)
-                orphan = not mine and heard and not context.heard
-                (ends if orphan or context.id >> ID_BITS == peer else stay).append(context)
-        for context in ends:
+            for context_id, tombstone in list(self.tombstones.items()):
+                if tombstone.pop(peer, 0) and not tombstone:
+                    del self.tombstones[context_id]
+            ending: list[Context] = []
+            remaining: list[Context] = []
+            for context in list(self.table.values()):  # `open` adds contexts without the lock
+                is_root = context.id >> ID_BITS == self.worker_id
+                requests = context.requests_received.pop(peer, 0)
+                orphan = not is_root and requests and not context.requests_received
+                (ending if orphan or context.id >> ID_BITS == peer else remaining).append(context)
+        for context in ending:
             self.end(context, f"worker {peer} is lost")
-        for context in stay:
+        for context in remaining:
             with context.lock:
-                context.asked.pop(peer, None)
-                gone = [message for message, sent in context.sends.items() if sent.peer == peer]
-                dropped = [context.sends.pop(message) for message in gone]
+                context.requests_sent.pop(peer, None)
+                messages = [message for message, sent in context.sends.items() if sent.peer == peer]
+                dropped = [context.sends.pop(message) for message in messages]
             del dropped
-        return stay
+        return remaining
 
     def close(self) -> None:
-        """Ends all, without a word to anybody."""
+        """End all contexts without notifying any peer."""
         with self._lock:
             self._closed = True
             contexts = list(self.table.values())
             self.table.clear()
-            self.late.clear()
-        self.left_open += sum(context.id >> ID_BITS == self.me for context in contexts)
+            self.tombstones.clear()
+        self.leaked += sum(context.id >> ID_BITS == self.worker_id for context in contexts)
         for context in contexts:
-            context.asked = {}
-            self._leave(context, "this worker shuts down")
+            context.requests_sent = {}
+            self._release(context, "this worker shuts down")
 
     def detach_after_fork(self) -> None:
-        """In a forked child: locks may be held by threads that are not there."""
+        """Discard the state in a forked child: no thread will release the parent's locks."""
         self._closed = True
         self._lock = threading.Lock()
-        self.table, self.late = {}, {}
+        self.table, self.tombstones = {}, {}
 
     # ---- messages
 
-    def carry(self, context: Context, peer: int, tensors: Sequence[Tensor], request: bool) -> int | None:
-        """A message made in a context is about to leave; see `AutogradHooks`."""
+    def on_send(self, context: Context, peer: int, tensors: Sequence[Tensor], request: bool) -> int | None:
+        """Record a message that is about to leave; see `AutogradHooks.carry`."""
         message = next(self._message_ids) if tensors else 0
-        record = sent(message, peer, tensors) if tensors else None
+        record = record_sent(message, peer, tensors) if tensors else None
         with context.lock:
             if context.ended:
                 return None
             if record is not None:
                 context.sends[message] = record
-            if request and peer != self.me:
-                context.asked[peer] = context.asked.get(peer, 0) + 1
+            if request and peer != self.worker_id:
+                context.requests_sent[peer] = context.requests_sent.get(peer, 0) + 1
         return message
 
     def rollback(self, context: Context, message: int, peer: int) -> None:
-        """A request made in a context did not leave."""
+        """Remove the record of a request that did not leave."""
         with context.lock:
             record = context.sends.pop(message, None)
-            requests = context.asked.pop(peer, 0) - 1
+            requests = context.requests_sent.pop(peer, 0) - 1
             if requests > 0:
-                context.asked[peer] = requests
+                context.requests_sent[peer] = requests
         del record
 
-    def receive(self, context: Context, peer: int, message: int, tensors: list[Tensor]) -> Sequence[Any]:
-        """Records tensors that have come, made without requiring grad."""
-        record, made = received(message, peer, tensors)
+    def on_receive(self, context: Context, peer: int, message: int, tensors: list[Tensor]) -> Sequence[Tensor]:
+        """Record received tensors, and return those that the program gets.
+
+        The given tensors do not require grad."""
+        record, outputs = record_received(message, peer, tensors)
         with context.lock:
             if not context.ended:
                 context.receipts[message] = record
-        return made
+        return outputs

@@ -1,12 +1,14 @@
-"""Leaves whose AccumulateGrad node must run: parameters under DDP, and leaves with post-accumulate hooks.
+"""Leaves with an AccumulateGrad node that must run.
 
-Elsewhere a leaf's gradient is captured as an output of the engine, and `.grad` is not touched. DDP's reducer, and hooks
-that belong to `.grad`, see nothing of that. So for them the node runs, with `.grad` put aside, and what it leaves in
-`.grad` is moved to the context; then `.grad` is what it was.
+These are parameters under DDP, and leaves with post-accumulate hooks.
 
-While that happens another thread that reads `.grad` of these leaves sees the context's gradient; passes of this process
-wait for each other. That is the one place where user code (those hooks) runs under a lock of ours, because `.grad` is
-one place, too. The lock is re-entrant; a hook must not wait for a backward pass of another thread.
+Usually the engine returns a leaf's gradient, and `.grad` is not touched; DDP's reducer, and hooks on `.grad`, would not
+run. For these leaves the node runs while `.grad` is detached, and its result in `.grad` is moved to the context. Then
+`.grad` is restored.
+
+Meanwhile other threads that read `.grad` of these leaves see the context's gradient, and passes of this process wait
+for each other. Only here user code (these hooks) runs under a lock of Telegrad, because a leaf has only one `.grad`.
+The lock is reentrant; a hook must not wait for a backward pass of another thread.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,27 +33,27 @@ __all__ = ["grads_detached", "has_ddp_param", "run_accumulate_grad"]
 
 _grad_lock = threading.RLock()
 _replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
-_ever: list[bool] = []  # not empty once there was one
+_used_ddp: list[bool] = []  # not empty once a replica was created
 
 
-def _notice(module: torch.nn.Module, name: str, submodule: Any) -> None:
-    """DDP has registered the module that it replicates: the first thing that it does."""
+def _on_registration(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+    """Record the module that DDP replicates: DDP registers it before anything else."""
     if isinstance(module, DistributedDataParallel) and submodule is not None:
-        _ever[:] = [True]
+        _used_ddp[:] = [True]
         _replicas[module] = frozenset(id(p) for p in submodule.parameters())
 
 
-register_module_module_registration_hook(_notice)
+register_module_module_registration_hook(_on_registration)
 if torch.distributed.is_available() and torch.distributed.is_initialized():
-    for _found in gc.get_objects():  # those made before this module was imported
+    for _found in gc.get_objects():  # replicas created before this module was imported
         if isinstance(_found, DistributedDataParallel):
-            _notice(_found, "module", _found.module)
+            _on_registration(_found, "module", _found.module)
     del _found
 
 
 def has_ddp_param(leaves: Sequence[Tensor]) -> bool:
     """Return whether a reducer of DDP waits for the gradient of one of these leaves."""
-    if not _ever:
+    if not _used_ddp:
         return False
     parameters = {id(leaf) for leaf in leaves}
     return any(not parameters.isdisjoint(ids) for ids in list(_replicas.values()))
@@ -59,10 +61,14 @@ def has_ddp_param(leaves: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def grads_detached(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Takes `.grad` off the leaves; at the end, unless there is an error, gives what is there then to `put`. `.grad` is
-    restored."""
+    """Detach `.grad` from the leaves within, and restore it at the end.
+
+    Args:
+        leaves: The leaves.
+        put: Gets each leaf, and its `.grad` at the end, unless there is an error.
+    """
     with _grad_lock:
-        # With this option DDP makes `.grad` a view of its buckets, even the program's own, and reuses them.
+        # With this option DDP makes `.grad` a view of its buckets, also the `.grad` of the program, and reuses them.
         views = any(getattr(replica, "gradient_as_bucket_view", False) for replica in list(_replicas))
         before = [leaf.grad.clone() if views and leaf.grad is not None else leaf.grad for leaf in leaves]
         try:
@@ -80,11 +86,14 @@ def grads_detached(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], Non
 
 
 def run_accumulate_grad(leaf: Tensor, grad: Tensor, context: Context) -> None:
-    """Runs the AccumulateGrad node of a leaf with post-accumulate hooks (its tensor hooks have run). As in local
-    training the hooks see `grad` added to what the context has so far, in `.grad`; it gets what they leave there."""
+    """Run the AccumulateGrad node of a leaf with post-accumulate hooks.
+
+    Its tensor hooks have run. As in local training the hooks see in `.grad` the sum of `grad` and the
+    gradient that the context already has. The context gets the `.grad` that they leave.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         node = get_gradient_edge(leaf).node
-    with _grad_lock:  # from the look at what there is to its change: another pass of the context may do the same
+    with _grad_lock:  # until the context has the sum: another pass of the context may do the same
         before = leaf.grad
         try:
             with context.lock:

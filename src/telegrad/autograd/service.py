@@ -1,12 +1,11 @@
-"""Distributed autograd of one worker: its contexts, and the backward passes that run in them.
+"""Distributed autograd of one worker: contexts, and the backward passes in them.
 
-The worker calls it through `telegrad.worker.autograd_hooks.AutogradHooks`. The notice that a context has ended is a
-one-way message. The messages of a pass are requests (`telegrad.autograd.passes.manager`).
+The worker calls it through `telegrad.worker.autograd_hooks.AutogradHooks`. The notification that a context has ended is
+a one-way message. The messages of a pass are requests (`telegrad.autograd.passes.manager`).
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -15,98 +14,99 @@ from telegrad.autograd.consistency.step_gate import BodyGuard, HandlerGuard
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.passes.manager import BackwardManager
+from telegrad.worker import Worker
 
 __all__ = ["Autograd"]
 
 
 class Autograd:
-    """Everything of one worker.
+    """Contexts and passes of one worker.
 
     Args:
-        worker: the worker.
-        first_id: see `Contexts`.
+        worker: The worker.
+        first_id: See `Contexts`.
     """
 
-    def __init__(self, worker: Any, first_id: int) -> None:
+    def __init__(self, worker: Worker, first_id: int) -> None:
         self.worker = worker
-        self.contexts: Contexts = Contexts(worker.info.id, first_id, self._tell, self._ended)
+        self.contexts: Contexts = Contexts(worker.info.id, first_id, self._notify_end, self._on_context_end)
         self.passes: BackwardManager = BackwardManager(worker, self.contexts)
         self.backward: Callable[[Context, list[Tensor], bool], None] = self.passes.backward
         self.on_request: Callable[..., None] = self.passes.on_request
-        self.on_gradients: Callable[[int, int, int, int, Any], None] = self.passes.on_gradients
-        self.carry: Callable[[Context, int, Sequence[Tensor], bool], int | None] = self.contexts.carry
+        self.on_gradients: Callable[..., None] = self.passes.on_gradients
+        self.carry: Callable[[Context, int, Sequence[Tensor], bool], int | None] = self.contexts.on_send
         self.rollback: Callable[[Context, int, int], None] = self.contexts.rollback
-        self.arrived: Callable[[int, int], Context | None] = self.contexts.arrived
+        self.arrived: Callable[[int, int], Context | None] = self.contexts.on_request
         self.find: Callable[[int], Context | None] = self.contexts.find
-        self.receive: Callable[[Context, int, int, list[Tensor]], Sequence[Any]] = self.contexts.receive
+        self.receive: Callable[[Context, int, int, list[Tensor]], Sequence[Tensor]] = self.contexts.on_receive
 
     # ---- contexts
 
-    def _tell(self, peer: int, ended: tuple[int, int]) -> None:
+    def _notify_end(self, peer: int, ended: tuple[int, int]) -> None:
         calls = self.worker.calls
         if calls.send_filter is None:
             calls.client.tell(peer, ended)
         else:
             calls.send_filtered("Cleanup", False, peer, partial(calls.client.tell, peer, ended))
 
-    def on_ended(self, peer: int, plain: Any) -> None:
-        """A peer says that a context has ended."""
-        context_id, requests = plain
+    def on_ended(self, peer: int, notification: tuple[int, int]) -> None:
+        """Process a peer's notification of an end: (context id, number of requests)."""
+        context_id, requests = notification
         self.contexts.on_ended(peer, context_id, requests)
 
-    def _ended(self, context: Context, why: str) -> None:
+    def _on_context_end(self, context: Context, why: str) -> None:
         if context.passes:
-            self.passes.context_ended(context, why)
+            self.passes.on_context_end(context, why)
 
     # ---- code that runs in a context
 
     def handler_guard(self, context: Context) -> HandlerGuard | None:
-        """Around the run of a handler; see `telegrad.autograd.consistency.saved_tensors`."""
+        """Return a guard around the run of a handler; see `consistency.saved_tensors`."""
         protection = protection_of(self.worker)
         return None if protection is None else protection.handler_guard(context.id)
 
     @property
     def plain(self) -> bool:
-        """Is there nothing around the run of a handler?"""
+        """Whether handlers run without a guard."""
         return PROTECTION not in self.worker.attachments
 
     def context_guard(self, context: Context) -> BodyGuard | None:
-        """Around other code."""
+        """Return a guard around other code that runs in a context."""
         protection = protection_of(self.worker)
         return None if protection is None else protection.context_guard(context.id)
 
     @property
     def busy(self) -> bool:
-        """Is a backward pass under way?"""
+        """Whether a backward pass is in progress."""
         return self.passes.count > 0
 
     # ---- the group
 
     def peer_lost(self, peer: int, why: str) -> None:
-        """A worker is gone."""
+        """Process the loss of a worker."""
         for context in self.contexts.peer_lost(peer):
             if context.passes:
                 self.passes.peer_lost(context, peer, why)
 
     def close(self) -> None:
-        """The worker is closed."""
+        """End all contexts and passes: the worker is closed."""
         self.passes.close()
         self.contexts.close()
 
     def detach_after_fork(self) -> None:
-        """In a forked child."""
+        """Discard the state in a forked child."""
         self.contexts.detach_after_fork()
 
     def left(self) -> dict[str, int]:
-        """What there must be none of when nothing is under way."""
+        """Return the counts that are zero on a quiescent worker."""
         contexts = self.contexts
         return {
             "autograd contexts": len(contexts.table),
-            "autograd contexts that have ended, but not for all": len(contexts.late),
-            "autograd contexts that were not left before the end": contexts.left_open,
+            "autograd contexts that have ended, but not for all": len(contexts.tombstones),
+            "autograd contexts that were not left before the end": contexts.leaked,
             "backward passes": self.passes.count,
         }
 
     def stats(self) -> dict[str, int]:
-        """How many there are now, under torch's names."""
+        """Return the numbers of passes and contexts under torch's names."""
         return {"num_current_backward_passes": self.passes.count, "num_autograd_contexts": len(self.contexts.table)}

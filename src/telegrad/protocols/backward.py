@@ -1,4 +1,4 @@
-"""Schedule of one backward pass at one worker: the pure machine `Part`.
+"""Schedule of one backward pass at one worker: the pure machine `PassSchedule`.
 
 README.md and docs/autograd.md have the theory.
 
@@ -62,7 +62,7 @@ from .backward_messages import (
 )
 from .backward_root import Ledger
 
-__all__ = ["Part", "UnknownSend"]
+__all__ = ["PassSchedule", "UnknownSend"]
 
 GRADIENT, MARK, MARKED, FINISH = map(int, TokenKind)
 
@@ -75,7 +75,7 @@ class UnknownSend(LookupError):
         self.send = send
 
 
-class Part:
+class PassSchedule:
     """Schedule of one pass at one worker.
 
     Args:
@@ -88,8 +88,8 @@ class Part:
     __slots__ = (
         *("me", "root", "over", "watched", "ledger"),
         *("_arrived", "_consumed", "_done", "_event", "_expected", "_final_ran", "_finishing", "_gone", "_layout"),
-        *("_make_layout", "_marked", "_marks_sent", "_partly", "_pending", "_produced", "_reached", "_ready"),
-        "_wave_is_over",
+        *("_make_layout", "_marked", "_marks_sent", "_incomplete", "_pending", "_produced", "_reached", "_ready"),
+        "_mark_phase_over",
     )
 
     def __init__(self, me: int, root: int, layout: Callable[[], Layout], pending: Callable[[], bool]) -> None:
@@ -104,13 +104,13 @@ class Part:
         self._arrived = 0  # sources, by bit
         self._expected = 0  # sources that have arrived or may arrive: all, or after the mark phase the marked ones
         self._marked = 0
-        self._wave_is_over = False
+        self._mark_phase_over = False
         self._finishing = False
         self._final_ran = False
         self._reached: list[list[int]] = []  # bit -> the groups that it reaches
         self._ready: list[int] = []  # a heap of groups
         self._done: set[int] = set()  # groups that are ready or have run
-        self._partly: set[int] = set()  # groups with some sources arrived and some missing
+        self._incomplete: set[int] = set()  # groups with some sources arrived and some missing
         self._marks_sent: set[int] = set()  # groups (or FINAL) with their recvs marked
         self._gone: dict[int, Any] = {}
         self._event = 0
@@ -134,15 +134,15 @@ class Part:
             return self._after_the_end(sender, message)
         if isinstance(message, Gradients):
             if message.report is not None:
-                self._take_report(sender, message.report)
+                self._record_report(sender, message.report)
             self._arrive(message.sends)
             self._consumed += [(GRADIENT, send) for send in message.sends]
             if message.marked:
-                self._wave_ended()
+                self._end_mark_phase()
             return self._advance()
         if isinstance(message, Report):
-            self._take_report(sender, message)
-            return self._judge()
+            self._record_report(sender, message)
+            return self._check_progress()
         if isinstance(message, Mark):
             self._learn_layout()
             self._consumed += [(MARK, send) for send in message.sends]
@@ -150,7 +150,7 @@ class Part:
             return self._close(sends)
         if isinstance(message, Marked):
             self._consumed.append((MARKED, self.me))
-            self._wave_ended()
+            self._end_mark_phase()
             return self._advance()
         if isinstance(message, Finish):
             self._consumed.append((FINISH, self.me))
@@ -181,7 +181,7 @@ class Part:
             self._arrive(mine)
         for peer, sends in by_peer.items():
             self._produced += [((GRADIENT, send), peer) for send in sends]
-            effects += self._send(peer, Gradients(tuple(sends), self._wave_is_over))
+            effects += self._send(peer, Gradients(tuple(sends), self._mark_phase_over))
         return self._advance(effects)
 
     def failed(self, why: Any) -> Sequence[Effect]:
@@ -201,8 +201,8 @@ class Part:
             return ()
         if self.ledger is None:
             return self.failed(why)
-        everybody = (self.ledger.known | self.watched) - self._gone.keys() - {self.me}
-        return [*(Send(peer, Abort(why)) for peer in sorted(everybody)), *self._end(Finished(why))]
+        peers = (self.ledger.known | self.watched) - self._gone.keys() - {self.me}
+        return [*(Send(peer, Abort(why)) for peer in sorted(peers)), *self._end(Finished(why))]
 
     def lost(self, peer: int, why: Any) -> Sequence[Effect]:
         """Record the loss of worker `peer`.
@@ -223,7 +223,7 @@ class Part:
     @property
     def blocked(self) -> bool:
         """Whether a recv has part of its gradient and waits for another source."""
-        if self._partly:
+        if self._incomplete:
             return True
         layout = self._layout
         return bool(
@@ -247,7 +247,7 @@ class Part:
             and self._arrived
             and (self._finishing or not self._expected & ~self._arrived)
             and not self._ready
-            and not self._partly
+            and not self._incomplete
             and (self._final_ran or not (self._layout.final or self._pending()))
         )
 
@@ -270,15 +270,15 @@ class Part:
         for send in sends:
             bit = sources.get(send)
             if bit is None:
-                raise UnknownSend(send, "sent no tensors from here, or did so after backward began")
+                raise UnknownSend(send, "no record at this worker, or was sent after backward began")
             if self._arrived >> bit & 1:
-                raise UnknownSend(send, "had its gradient already")
+                raise UnknownSend(send, "already received its gradient")
             self._arrived |= 1 << bit
             self._marked |= 1 << bit
             if self._reached[bit]:
-                self._look_at(self._reached[bit])
+                self._update_groups(self._reached[bit])
 
-    def _look_at(self, groups: Iterable[int]) -> None:
+    def _update_groups(self, groups: Iterable[int]) -> None:
         """Move groups that are now complete to the ready heap."""
         layout = self._layout or self._learn_layout()
         waiting = self._expected & ~self._arrived
@@ -286,18 +286,18 @@ class Part:
             if number in self._done:
                 continue
             if layout.groups[number].mask & waiting:
-                self._partly.add(number)
+                self._incomplete.add(number)
             else:
-                self._partly.discard(number)
+                self._incomplete.discard(number)
                 self._done.add(number)
                 heappush(self._ready, number)
 
-    def _wave_ended(self) -> None:
-        if not self._wave_is_over:
+    def _end_mark_phase(self) -> None:
+        if not self._mark_phase_over:
             self._learn_layout()
-            self._wave_is_over = True
+            self._mark_phase_over = True
             self._expected = self._marked
-            self._look_at(sorted(self._partly))
+            self._update_groups(sorted(self._incomplete))
 
     def _advance(self, effects: Iterable[Effect] = ()) -> Sequence[Effect]:
         """Run the next stage, or close the event.
@@ -310,7 +310,7 @@ class Part:
         if (
             not self._final_ran
             and self._arrived
-            and not self._partly
+            and not self._incomplete
             and (self._finishing or not self._expected & ~self._arrived)
             and (layout.final or self._pending())
         ):
@@ -325,7 +325,7 @@ class Part:
         sent = list(effects)
         if self.ledger is not None:
             self.ledger.enter(self.me, report)
-            sent += self._judge()
+            sent += self._check_progress()
         else:
             for place in range(len(sent) - 1, -1, -1):
                 effect = sent[place]
@@ -341,8 +341,8 @@ class Part:
         self.watched.add(peer)
         if peer not in self._gone:
             return [Send(peer, message)]
-        # No worker will report this message as consumed. The root finds the lost worker in its ledger and `_judge`
-        # aborts.
+        # No worker will report this message as consumed. The root finds the lost worker in its ledger, and
+        # `_check_progress` aborts.
         return [] if self.ledger is not None else [Send(self.root, Lost(peer, self._gone[peer]))]
 
     def _pass_marks(self, sends: Iterable[int]) -> list[Effect]:
@@ -354,7 +354,7 @@ class Part:
             send = todo.pop()
             bit = layout.sources.get(send)
             if bit is None:
-                raise UnknownSend(send, "sent no tensors from here, or did so after backward began")
+                raise UnknownSend(send, "no record at this worker, or was sent after backward began")
             self._marked |= 1 << bit
             recvs: list[tuple[int, int]] = []
             for number in (FINAL, *self._reached[bit]):
@@ -372,12 +372,12 @@ class Part:
 
     # ---- the root's part ---------------------------------------------------------------------------------------------
 
-    def _take_report(self, worker: int, report: Report) -> None:
+    def _record_report(self, worker: int, report: Report) -> None:
         if self.ledger is None:
             raise LookupError(f"worker {worker} sent a report to worker {self.me}, but the root is worker {self.root}")
         self.ledger.enter(worker, report)
 
-    def _judge(self) -> Sequence[Effect]:
+    def _check_progress(self) -> Sequence[Effect]:
         """Begin the next phase, or finish, if no message is in flight.
 
         At the root, between events.
@@ -387,34 +387,36 @@ class Part:
         if self.over is not None:
             return ()
         for peer, why in self._gone.items():
-            if peer in ledger.known or peer in self.watched:  # lost before the root knew that it takes part
+            if peer in ledger.known or peer in self.watched:  # lost before the root learned that it takes part
                 return self.abort(why)
         if ledger.outstanding:
             return ()
         blocked = ledger.blocked()
         if blocked:
-            if not ledger.wave_begun:
-                ledger.wave_begun = True
+            if not ledger.mark_phase_begun:
+                ledger.mark_phase_begun = True
                 return self._close(self._pass_marks((ROOT,)))
-            told = blocked & ledger.told
-            assert not told, f"workers {sorted(told)} are blocked although all sources that will arrive have arrived"
-            return self._tell(blocked, MARKED, Marked(), self._wave_ended)
+            notified = blocked & ledger.notified
+            assert not notified, (
+                f"workers {sorted(notified)} are blocked although all sources that will arrive have arrived"
+            )
+            return self._notify(blocked, MARKED, Marked(), self._end_mark_phase)
         deferred = ledger.deferred()
         if deferred and not ledger.finishing:
             ledger.finishing = True
-            return self._tell(deferred, FINISH, Finish(), self._finish)
+            return self._notify(deferred, FINISH, Finish(), self._finish)
         assert not deferred, f"workers {sorted(deferred)} keep gradients after the last stage"
         return self._end(Finished())
 
-    def _tell(self, workers: set[int], kind: int, message: Message, here: Callable[[], None]) -> Sequence[Effect]:
+    def _notify(self, workers: set[int], kind: int, message: Message, locally: Callable[[], None]) -> Sequence[Effect]:
         assert self.ledger is not None
         sends: list[Effect] = []
-        self.ledger.told |= workers
+        self.ledger.notified |= workers
         for worker in sorted(workers - {self.me}):
             self._produced.append(((kind, worker), worker))
             sends += self._send(worker, message)
         if self.me in workers:
-            here()
+            locally()
         return self._advance(sends)
 
     def _finish(self) -> None:
@@ -423,11 +425,11 @@ class Part:
     def _end(self, how: Finished | Dropped) -> Sequence[Effect]:
         self.over = how
         self._ready.clear()
-        self._partly.clear()
+        self._incomplete.clear()
         return [how]
 
     def _after_the_end(self, sender: int, message: Message) -> Sequence[Effect]:
-        """At a root that has aborted: notify the workers that it learns of only now."""
+        """At a root that has aborted: notify the workers that became known after the abort."""
         ledger = self.ledger
         if ledger is None or not isinstance(self.over, Finished) or self.over.why is None:
             return ()

@@ -19,14 +19,14 @@ __all__ = ["Ledger"]
 class Ledger:
     """The root's counts of one pass."""
 
-    __slots__ = ("_states", "finishing", "known", "outstanding", "told", "wave_begun", "where")
+    __slots__ = ("_states", "finishing", "known", "mark_phase_begun", "notified", "outstanding", "where")
 
     def __init__(self) -> None:
         self.outstanding: dict[Token, int] = {}  # never 0
         self.where: dict[Token, int] = {}  # token -> the worker that is to process it
         self.known: set[int] = set()  # participants: workers that reported, and receivers of reported messages
-        self.told: set[int] = set()  # workers notified that the mark phase has ended, or to finish
-        self.wave_begun: bool = False
+        self.notified: set[int] = set()  # workers notified that the mark phase has ended, or to finish
+        self.mark_phase_begun: bool = False
         self.finishing: bool = False
         self._states: dict[int, Report] = {}  # worker -> its latest report
 

@@ -1,25 +1,26 @@
-"""Gradients of the parameters that the forward pass used, while optimizers change these parameters.
+"""Keeps the parameters of a forward pass while optimizers of other trainers step.
 
-Between one trainer's forward and its backward pass another trainer's step may change the parameters of a server. Torch
-then raises ("modified by an inplace operation"), or, if the step puts new memory under a parameter (``p.data = new``),
-silently computes with the new values wherever an operation has saved the parameter itself (``w * x``, ``x @ w``). Here:
+Between one trainer's forward and backward pass another trainer's step may change the parameters of a server. Torch then
+raises an error ("modified by an inplace operation"), or, if the step replaces the memory of a parameter (``p.data =
+new``), silently computes with the new values where an operation has saved the parameter itself (``w * x``, ``x @ w``).
+To prevent both:
 
-- What runs in a context runs under saved-tensor hooks that save, in place of a tensor, a detached alias of it. An
-  alias keeps the memory that it was made over when a step puts other memory under the parameter.
-- Such hooks switch torch's own check of versions off, so `unpack` makes it: an alias whose memory was written to since
-  raises. A step that puts new memory under a parameter counts the parameter's version up too, for graphs outside of
-  contexts to notice; the old memory is marked with the version at which it was retired (`swap_storage`), so that its
-  aliases are known to be whole. The mark is an attribute of the storage's Python object, which lives as long as the
-  memory.
+- Code in a context runs under saved-tensor hooks that save a detached alias instead of a tensor. An alias keeps its
+  memory when a step replaces the memory of the parameter.
+- Such hooks disable torch's own check of versions, so `_unpack` checks them: it raises an error if the memory of the
+  alias has been written to. A step that replaces the memory of a parameter also increments the parameter's version, for
+  graphs outside of contexts. The old memory is marked with the version at which it was retired (`swap_storage`), so
+  that its aliases are known to be unchanged. The mark is an attribute of the storage's Python object, which lives as
+  long as the memory.
 
-All of it is switched on, together with the gate, by the first optimizer of a worker (`protect`); until then, and on
-workers without one, a context costs nothing here.
+The first optimizer of a worker enables the hooks and the gate (`protect`). Before, and on workers without optimizers, a
+context has no additional cost.
 """
 
 import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 PROTECTION: Final = "autograd.protection"  # in a worker's attachments
-_RETIRED: Final = "_telegrad_retired"  # of a storage: the version of the parameter that it was under to the last
+_RETIRED: Final = "_telegrad_retired"  # attribute of a storage: last version of the parameter that used it
 
 MODIFIED: Final = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}] is at"
@@ -52,7 +53,7 @@ MODIFIED: Final = (
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Does its memory belong to other processes as well?"""
+    """Return whether other processes share the tensor's memory."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
@@ -65,7 +66,7 @@ def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _pack_shared(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Memory that other processes share stays under its parameter, and is written to in place."""
+    """Save a copy of shared memory: steps write to it in place."""
     alias = tensor.detach()
     if is_shared(alias):
         alias = alias.clone()
@@ -80,13 +81,14 @@ def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def _check_retired(alias: torch.Tensor, version: int) -> None:
-    """Another version is right if the parameter has other memory by now, and this one was not written to before.
+    """Check that an alias with a later version has unchanged, retired memory.
 
     Raises:
-        RuntimeError: the alias has changed.
+        RuntimeError: The alias has changed.
     """
     retired = getattr(alias.untyped_storage(), _RETIRED, None) if alias.layout is torch.strided else None
-    # `swap_storage` counts up, then changes the memory: an alias made in between has the next version, the old memory
+    # `swap_storage` increments the version before it changes the memory: an alias created in between has the next
+    # version and the old memory.
     if retired is None or version not in (retired, retired + 1):
         raise RuntimeError(MODIFIED.format(alias.type(), list(alias.shape), alias._version, version))
 
@@ -96,15 +98,14 @@ _HOOKS_SHARED: Final = (_pack_shared, _unpack)
 
 
 def swap_storage(parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Puts other memory under a parameter. What has saved the parameter keeps what it has saved.
+    """Replace the memory of a parameter; saved aliases keep the old memory.
 
     Args:
-        parameter: a leaf.
-        new: of the same shape, type and device; the parameter shares its memory afterwards.
+        parameter: A leaf.
+        new: Tensor of the same shape, type and device; the parameter shares its memory afterwards.
 
     Returns:
-        The old memory, as a tensor. Code that reads the parameter outside of any gate at this very moment may still be
-        reading that, so keep it for a while.
+        The old memory, as a tensor. Code outside of any gate may be reading it at this moment, so keep it for a while.
     """
     old = parameter.data
     if old.layout is torch.strided:
@@ -115,21 +116,21 @@ def swap_storage(parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def reuse_storage(old: torch.Tensor) -> None:
-    """Memory that `swap_storage` retired is to be used again; nothing refers to it."""
+    """Prepare memory that `swap_storage` retired, and that has no aliases, for reuse."""
     storage = old.untyped_storage()
     if hasattr(storage, _RETIRED):
         delattr(storage, _RETIRED)
 
 
-# ---- what code in a context runs in
+# ---- guards of code in a context
 
 
 class Protection:
-    """The gate of a worker, and the saved-tensor hooks that code in its contexts runs under.
+    """The gate of a worker, and the saved-tensor hooks of code in its contexts.
 
     Attributes:
-        gate: between handlers and steps.
-        copies_shared: parameters in memory that other processes share are stepped here, in place.
+        gate: Orders handlers and steps.
+        copies_shared: Whether optimizers of this worker step parameters in shared memory, in place.
     """
 
     __slots__ = ("copies_shared", "gate")
@@ -143,62 +144,70 @@ class Protection:
         return _HOOKS_SHARED if self.copies_shared else _HOOKS
 
     def handler_guard(self, context: int) -> HandlerGuard:
-        """Return a context manager around the run of a handler, on the thread that runs it."""
+        """Return a guard around the run of a handler, for the thread that runs it."""
         return self.gate.handler(context, self._hooks)
 
     def context_guard(self, context: int) -> BodyGuard:
-        """Return a context manager around other code that runs in a context: its body, ``with context():``, a step of a
-        coroutine, a callback.
+        """Return a guard around other code in a context.
 
-        Steps do not wait for its end: the code may last long, and may itself make the steps. So two of its operations
-        may see a parameter before and after another trainer's step; gradients are those of what each used.
+        This is its body, a step of a coroutine, or a callback. Steps do not wait for its end: the code
+        may run long, and may itself make the steps. So two of its operations may use a parameter before and after
+        another trainer's step; each gets the gradients of the value that it used.
         """
         return self.gate.body(context, self._hooks)
 
 
-def protect(worker: Any) -> Protection:
-    """Return the protection of a worker. The first call switches it on there, for good."""
+class HasAttachments(Protocol):
+    """A worker, as far as its protection needs it."""
+
+    attachments: dict[str, Any]  # objects of the layers above the worker, by key
+
+
+def protect(worker: HasAttachments) -> Protection:
+    """Return the protection of a worker. The first call enables it permanently."""
     protection: Protection = worker.attachments.setdefault(PROTECTION, Protection())
     return protection
 
 
-def protection_of(worker: Any) -> Protection | None:
-    """Return the protection of a worker; None if it is off there, as nothing is stepped."""
+def protection_of(worker: HasAttachments) -> Protection | None:
+    """Return the protection of a worker, or None if no optimizer has enabled it."""
     protection: Protection | None = worker.attachments.get(PROTECTION)
     return protection
 
 
-def between_steps(worker: Any) -> AbstractContextManager[None]:
-    """Within, no step of an optimizer changes parameters of a worker, as in handlers that run in a context. Steps wait
-    meanwhile; that of the own thread does not. Where nothing is stepped it costs nothing.
+def between_steps(worker: HasAttachments) -> AbstractContextManager[None]:
+    """Return a context manager in which no step changes parameters of a worker.
+
+    It acts like a handler that runs in a context. Steps of other threads wait for its end. On workers without
+    optimizers it has no effect.
 
     Args:
-        worker: the `telegrad.worker.Worker`.
+        worker: The `telegrad.worker.Worker`.
     """
     protection = protection_of(worker)
     return nullcontext() if protection is None else protection.gate.handler(-next(_outsiders))
 
 
-_outsiders = itertools.count(1)  # below 0 they are ids of no context
+_outsiders = itertools.count(1)  # negated, they are the id of no context
 
 
 @contextmanager
 def unprotected() -> Iterator[None]:
-    """Within, operations save tensors as torch does by itself.
+    """Disable the saved-tensor hooks within: operations save tensors as usual.
 
-    For code that refuses saved-tensor hooks, which ``torch.func.grad`` and its kin do, in a handler that runs in a
-    context on a worker whose parameters an optimizer steps. Gradients through what runs within are right only if no
-    step comes between its forward and its backward pass; some raise, and some do not.
+    For code that does not support saved-tensor hooks, such as ``torch.func.grad``, in a handler that runs in a context
+    on a worker with an optimizer. Gradients of this code are correct only if no step runs between its forward and
+    backward pass; otherwise some raise an error, and some are silently wrong.
     """
     pop = torch._C._autograd._pop_saved_tensors_default_hooks
     push = torch._C._autograd._push_saved_tensors_default_hooks
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks
-    taken = []
+    removed = []
     while (hooks := top(False)) is not None:
-        taken.append(hooks)
+        removed.append(hooks)
         pop()
     try:
         yield
     finally:
-        for pack, unpack in reversed(taken):
+        for pack, unpack in reversed(removed):
             push(pack, unpack)

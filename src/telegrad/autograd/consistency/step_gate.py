@@ -1,22 +1,22 @@
-"""When a step of an optimizer becomes visible: between the runs of handlers, not in the middle of one.
+"""Makes optimizer steps visible between the runs of handlers, not during one.
 
-One `StepGate` per worker. Handlers that run in an autograd context pass the gate as readers, any number at once. A step
-holds the gate alone while the parameters change. Handlers and steps may depend on each other across workers, so the
-gate guarantees progress whatever user code does:
+There is one `StepGate` per worker. Handlers that run in an autograd context pass the gate as readers, any number at
+once. A step has exclusive access while the parameters change. Handlers and steps may depend on each other across
+workers, so the gate guarantees progress for any user code:
 
-- The holder of a step runs no user code, so a step always ends.
-- A step waits for handlers of *other* contexts only, and not for handlers of its own thread: a handler that steps its
-  own context, however deep in calls, does not wait for itself.
-- While a step waits, arriving handlers wait for the step (or a busy server would never let a step through). Two kinds
-  are let in: handlers of the step's own context, and handlers whose context has one inside already, since the step may
-  be waiting for them. A handler waits for one step at most.
-- A step waits `MAX_WAIT` seconds for handlers at most: they may be waiting for the step. Then it takes effect while
-  they are inside, and a warning is logged.
+- A step runs no user code while it has access, so it always ends.
+- A step waits only for handlers of *other* contexts, and not for handlers of its own thread: a handler that steps its
+  own context, at any depth of calls, does not wait for itself.
+- While a step waits, arriving handlers wait for the step; otherwise a step on a busy server would never run. Two kinds
+  may enter: handlers of the step's own context, and handlers of contexts that have a handler inside already, because
+  the step may be waiting for them. A handler waits for at most one step.
+- A step waits at most `MAX_WAIT` seconds for handlers, because they may be waiting for the step. Then it takes effect
+  while they are inside, and a warning is logged.
 
-A fair lock with the order of arrival would be the usual choice where none of this can happen; here handlers call each
-other across workers, and the lock cannot see how.
+A fair lock in the order of arrival would deadlock: handlers call each other across workers, and a lock does not know
+these dependencies.
 
-The gate itself is native (csrc/python/step_gate.cc), so that a signal handler that raises cannot leave it half changed.
+The gate is native (csrc/python/step_gate.cc), so a signal handler that raises cannot interrupt a change of its state.
 """
 
 import logging
@@ -37,7 +37,7 @@ def new_gate(max_wait: float = MAX_WAIT) -> StepGate:
     """Create the gate of a worker.
 
     Args:
-        max_wait: seconds that a step waits for handlers inside.
+        max_wait: Limit in seconds for a step to wait for handlers inside.
     """
     push = torch._C._autograd._push_saved_tensors_default_hooks
     pop = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -45,17 +45,17 @@ def new_gate(max_wait: float = MAX_WAIT) -> StepGate:
 
 
 def warn_if_overtaken(step: StepGuard, context: int) -> None:
-    """Log that a step took effect while handlers of other contexts were inside, if it did.
+    """Log a warning if a step took effect with handlers of other contexts inside.
 
     Args:
-        step: a step that has ended.
-        context: its context's id.
+        step: A step that has ended.
+        context: The id of its context.
     """
     if step.overtaken:
         logger.warning(
             "a step of autograd context %d took effect while %d handlers of other contexts ran: they did not end within"
-            " the time that a step waits. They see some parameters before the step and some after it; gradients stay"
-            " those of what each operation used.",
+            " the time that a step waits. They may use some parameters before the step and some after it; each"
+            " operation gets the gradients of the values that it used.",
             context,
             step.overtaken,
         )

@@ -1,1 +1,1 @@
-"""Execution of a pass on one worker: torch's engine, stages, and the accumulation into leaves."""
+"""Execution of a pass on one worker: torch's engine, stages, leaf gradients."""

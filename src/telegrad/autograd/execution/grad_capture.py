@@ -1,4 +1,4 @@
-"""Identify the engine call in which a recv's node runs, so that the call gets the gradients of that node.
+"""Passes the gradients of recv nodes to the engine call that runs these nodes.
 
 Only a stage with parameters under DistributedDataParallel runs recv nodes (see `ddp.py`). Another call may reach the
 same node at the same time: a call of another thread, or one that a hook of the program makes. The engine gives each
@@ -6,20 +6,22 @@ call an id, which is visible only to code inside the call. That code is the hook
 The engine runs the nodes of leaves first (on the CPU, where received tensors reside).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 __all__ = ["EngineCall", "capture", "deliver"]
 
 Gradients: TypeAlias = Sequence[Tensor | None]
-Captured: TypeAlias = dict[Any, Gradients | None]
+Captured: TypeAlias = dict[Node | BackwardCFunction, Gradients | None]
 
-_current_call: Any = torch._C._current_graph_task_id
+_current_call: Callable[[], int] = torch._C._current_graph_task_id
 _active_calls: dict[int, Captured] = {}  # id of an engine call -> gradients of its recv nodes
 
 
@@ -37,7 +39,7 @@ class EngineCall:
 
     __slots__ = ("captured", "gradient", "ids", "leaf")
 
-    def __init__(self, nodes: Sequence[Any]) -> None:
+    def __init__(self, nodes: Sequence[Node]) -> None:
         self.captured: Captured = dict.fromkeys(nodes)
         self.ids: list[int] = []
         with torch.inference_mode(False):
@@ -53,17 +55,17 @@ def _register(ids: list[int], captured: Captured, _: Tensor) -> None:
 
 
 @contextmanager
-def capture(nodes: Sequence[Any]) -> Iterator[EngineCall]:
+def capture(nodes: Sequence[Node]) -> Iterator[EngineCall]:
     """Prepare one engine call that runs these recv nodes.
 
     Args:
         nodes: The recv nodes.
 
     Yields:
-        The call: its `leaf` and `gradient` are to be given to the engine with the other roots.
+        The call: pass its `leaf` and `gradient` to the engine with the other roots.
     """
     for node in nodes:
-        node.materialize_grads = False  # an undefined gradient stays None
+        node.materialize_grads = False  # type: ignore[attr-defined]  # an undefined gradient stays None
     call = EngineCall(nodes)
     try:
         yield call
@@ -72,8 +74,8 @@ def capture(nodes: Sequence[Any]) -> Iterator[EngineCall]:
             _active_calls.pop(number, None)
 
 
-def deliver(node: Any, gradients: Gradients) -> bool:
-    """Hand the gradients of a recv's node to the engine call that runs it.
+def deliver(node: Node | BackwardCFunction, gradients: Gradients) -> bool:
+    """Pass the gradients of a recv's node to the engine call that runs it.
 
     Args:
         node: The node.

@@ -1,11 +1,11 @@
-"""Gradients of leaves on their way into the context: whose memory they are, and in which order they are added up.
+"""Accumulation of leaf gradients: ownership of their memory, and order of sums.
 
-A gradient in a context belongs to nobody else and has its leaf's strides, as `.grad` does; the rule for when the tensor
-that the engine made can be kept, and when it is copied, is torch's own (`AccumulateGrad`).
+A gradient in a context is uniquely owned and has its leaf's strides, like `.grad`. Whether the engine's tensor is kept
+or copied follows torch's own rule (`AccumulateGrad`).
 
-A leaf that several sources of a forest reach gets one part from each. They are added in the order of the sources,
-whatever order they come in, each as soon as those before it have come: so two runs agree bit for bit, and where parts
-come in order, as from the micro-batches of a pipeline, no more than one sum is held.
+A leaf that several disjoint sources reach gets one partial gradient from each. They are added in the order of the
+sources, each as soon as all earlier ones have arrived, regardless of the order of arrival. So two runs agree bit for
+bit. If the partial gradients arrive in order, as from the micro-batches of a pipeline, only one sum is in memory.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from telegrad.autograd.ddp import run_accumulate_grad
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
 
-__all__ = ["ALONE", "ALONE_IN_TUPLE", "Leaves", "accumulate", "add_to_context", "total_of"]
+__all__ = ["ELEMENT_REFCOUNT", "VARIABLE_REFCOUNT", "SharedLeaves", "accumulate", "add_to_context", "sum_of"]
 
 _use_count = getattr(Tensor, "_use_count", None)
 
 
-def _references_at_rest() -> tuple[int, int]:
-    """Return `getrefcount` of what one variable holds, and of what a tuple holds and a loop looks at."""
-    alone = object()
-    for inside in (object(),):
-        return getrefcount(alone), getrefcount(inside)
+def _base_refcounts() -> tuple[int, int]:
+    """Return `getrefcount` of an object in one variable, and of a tuple's element."""
+    variable = object()
+    for element in (object(),):
+        return getrefcount(variable), getrefcount(element)
     raise AssertionError
 
 
-ALONE, ALONE_IN_TUPLE = _references_at_rest()
+VARIABLE_REFCOUNT, ELEMENT_REFCOUNT = _base_refcounts()
 
 
 class _Sum:
-    """Parts of one leaf's gradient."""
+    """Sum of partial gradients of one leaf."""
 
-    __slots__ = ("added", "early", "leaf", "own", "total")
+    __slots__ = ("leaf", "out_of_order", "sources_added", "total", "uniquely_owned")
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = leaf
-        self.added = 0  # sources that are in `total`, the first so many
+        self.sources_added = 0  # number of the first sources that are in `total`
         self.total: Tensor | None = None
-        self.own = False  # `total` was made here
-        self.early: dict[int, Tensor | None] = {}  # source -> its part, until those before it are there
+        self.uniquely_owned = False  # `total` is a sum, not a tensor of the engine
+        self.out_of_order: dict[int, Tensor | None] = {}  # source -> its partial gradient, until earlier ones arrive
 
-    def take(self, part: Tensor | None) -> None:
+    def add(self, part: Tensor | None) -> None:
         if part is not None:
             if self.total is None:
                 self.total = part
             else:
-                self.total, self.own = add(self.total, part, self.own), True
+                self.total, self.uniquely_owned = _add(self.total, part, self.uniquely_owned), True
 
 
-class Leaves:
+class SharedLeaves:
     """The gradients of leaves that several sources reach, in one pass.
 
     Args:
@@ -75,41 +75,48 @@ class Leaves:
 
     @property
     def waiting(self) -> bool:
-        """Whether some leaf has parts, and not all."""
+        """Whether some leaf has partial gradients of some sources, but not of all."""
         return bool(self._sums)
 
-    def part(self, leaf: Tensor, source: int, grad: Tensor | None) -> None:
-        """Take the part of one source for a leaf; each source, once; None: nothing."""
+    def add(self, leaf: Tensor, source: int, grad: Tensor | None) -> None:
+        """Add the partial gradient of a source; None is an undefined gradient."""
         sources = self._shared[id(leaf)]
-        found = self._sums.get(id(leaf))
-        if found is None:
-            found = self._sums[id(leaf)] = _Sum(leaf)
-        found.early[source] = grad
-        while found.added < len(sources) and sources[found.added] in found.early:
-            found.take(found.early.pop(sources[found.added]))
-            found.added += 1
-        if found.added == len(sources):
+        leaf_sum = self._sums.get(id(leaf))
+        if leaf_sum is None:
+            leaf_sum = self._sums[id(leaf)] = _Sum(leaf)
+        leaf_sum.out_of_order[source] = grad
+        while leaf_sum.sources_added < len(sources) and sources[leaf_sum.sources_added] in leaf_sum.out_of_order:
+            leaf_sum.add(leaf_sum.out_of_order.pop(sources[leaf_sum.sources_added]))
+            leaf_sum.sources_added += 1
+        if leaf_sum.sources_added == len(sources):
             del self._sums[id(leaf)]
-            self._whole(found)
+            self._accumulate(leaf_sum)
 
     def finish(self) -> None:
-        """Add up what has come: no more will."""
+        """Add up the partial gradients that have arrived: no more will arrive."""
         sums, self._sums = self._sums, {}
-        for found in sums.values():
-            for source in sorted(found.early):
-                found.take(found.early.pop(source))
-            self._whole(found)
+        for leaf_sum in sums.values():
+            for source in sorted(leaf_sum.out_of_order):
+                leaf_sum.add(leaf_sum.out_of_order.pop(source))
+            self._accumulate(leaf_sum)
 
-    def _whole(self, found: _Sum) -> None:
-        total, found.total = found.total, None
+    def _accumulate(self, leaf_sum: _Sum) -> None:
+        total, leaf_sum.total = leaf_sum.total, None
         if total is not None:
-            accumulate(self._context, found.leaf, total, found.own)
+            accumulate(self._context, leaf_sum.leaf, total, leaf_sum.uniquely_owned)
 
 
-def accumulate(context: Context, leaf: Tensor, grad: Tensor, alone: bool) -> None:
-    """Adds a leaf's whole gradient to a context. `alone`: nobody else in Python has this tensor."""
-    if not (alone and _use_count is not None and _use_count(grad) <= 1 and _lies_alike(leaf, grad)):
-        grad = _copied(leaf, grad)
+def accumulate(context: Context, leaf: Tensor, grad: Tensor, uniquely_owned: bool) -> None:
+    """Add a leaf's complete gradient to a context.
+
+    Args:
+        context: The context.
+        leaf: The leaf.
+        grad: Its gradient.
+        uniquely_owned: Whether no other Python code refers to `grad`.
+    """
+    if not (uniquely_owned and _use_count is not None and _use_count(grad) <= 1 and _has_same_layout(leaf, grad)):
+        grad = _copy(leaf, grad)
     if not getattr(leaf, "_post_accumulate_grad_hooks", None):
         add_to_context(context, leaf, grad)
         return
@@ -117,38 +124,38 @@ def accumulate(context: Context, leaf: Tensor, grad: Tensor, alone: bool) -> Non
 
 
 def add_to_context(context: Context, leaf: Tensor, grad: Tensor) -> None:
-    """Adds to a context what is its own."""
+    """Add a uniquely owned gradient to a context."""
     gradients = context.gradients
     with context.lock:
         before = gradients.setdefault(leaf, grad)
         if before is not grad:
-            gradients[leaf] = add(before, grad, False)
+            gradients[leaf] = _add(before, grad, False)
 
 
-def total_of(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of two or more, in this order; a tensor of its own."""
-    total = add(parts[0], parts[1], False)
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of two or more tensors, added in this order, as a new tensor."""
+    total = _add(parts[0], parts[1], False)
     for part in parts[2:]:
-        total = add(total, part, True)
+        total = _add(total, part, True)
     return total
 
 
-def add(total: Tensor, part: Tensor, own: bool) -> Tensor:
-    """total + part, in place if `total` is ours and that can be. Dense comes first: torch refuses sparse + dense."""
+def _add(total: Tensor, part: Tensor, in_place: bool) -> Tensor:
+    """Return total + part, dense before sparse: torch does not support sparse + dense."""
     if total.layout is not part.layout and total.is_sparse:
         return part + total
-    if own and total.layout is torch.strided:
+    if in_place and total.layout is torch.strided:
         return total.add_(part)
     return total + part
 
 
-def _lies_alike(leaf: Tensor, grad: Tensor) -> bool:
+def _has_same_layout(leaf: Tensor, grad: Tensor) -> bool:
     if grad.layout is torch.strided is leaf.layout:
         return grad.stride() == leaf.stride()
     return grad.is_sparse  # other layouts have no strides to compare; torch copies them
 
 
-def _copied(leaf: Tensor, grad: Tensor) -> Tensor:
+def _copy(leaf: Tensor, grad: Tensor) -> Tensor:
     if grad.layout is not torch.strided or leaf.layout is not torch.strided:
         return grad.clone()
     return torch.empty_like(leaf, dtype=grad.dtype, requires_grad=False).copy_(grad)

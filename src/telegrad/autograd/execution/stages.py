@@ -1,20 +1,20 @@
-"""Runs the stages of a local graph with torch's engine, and keeps the gradients between them.
+"""Runs the stages of a local graph, and keeps the gradients between them.
 
-Gradients wait in `_crossed` at the edge where they enter, each with a label by which they are ordered: first those
-that came for sends, by send id, then those that crossed from other cells. A stage gives them to the engine as its
-outputs, one by one in this order, so the engine adds them up (and reduces what was broadcast, and adds sparse to dense
-in the one order that there is).
+Gradients wait at the edge where they enter (`_pending`), each with a label that gives its place in the sum: first those
+that arrived for sends, by send id, then those of cut edges from other cells. A stage passes them to the engine as roots
+of the call, one by one in this order. The engine adds them, reduces broadcast dimensions, and adds dense before sparse,
+the only order that it supports.
 
-A *crossing* U -> M is taken from U's grad_inputs by a hook on U for the time of the call; M is no input of the engine,
-because capturing fires M's tensor hooks, on a part of the gradient. The engine has a node written in C++ compute only
-what leads to an input, so where such a U gives nothing for M, it is called once more by itself, which runs no hooks. (A
-Python function computes all.)
+The gradient of a *cut edge* U -> M is read from U's grad_inputs by a hook on U during the call. M is no input of the
+engine, because capturing it runs M's tensor hooks on part of the gradient. The engine has a node written in C++ compute
+only what leads to an input. If such a U therefore gives nothing for M, it is called once more outside of the engine,
+which runs no hooks. (A Python function computes all its gradients.)
 
-A leaf's gradient is captured, and goes to `Leaves`. Parts of it that come from several stages are added up first; in
-the engine where it has tensor hooks, which must see the sum.
+A leaf's gradient is captured and goes to `SharedLeaves` or the context. Partial gradients of several stages are added
+first; the engine adds them if the leaf has tensor hooks, which must get the sum.
 
-The graph is walked when it is first needed, and released as soon as nothing more can come. The schedule and the pass
-both refer to the stages, which refer to neither: no cycle is left for the collector.
+The graph is walked when it is first needed, and released as soon as no more gradients can arrive. The schedule and the
+pass both refer to the stages, which refer to neither: no reference cycle is left to the garbage collector.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,9 +30,16 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.ddp import grads_detached, has_ddp_param
 from telegrad.autograd.execution.grad_capture import capture
-from telegrad.autograd.execution.leaves import ALONE, ALONE_IN_TUPLE, Leaves, accumulate, add_to_context, total_of
+from telegrad.autograd.execution.leaves import (
+    ELEMENT_REFCOUNT,
+    VARIABLE_REFCOUNT,
+    SharedLeaves,
+    accumulate,
+    add_to_context,
+    sum_of,
+)
 from telegrad.autograd.execution.torch_engine import run_engine
-from telegrad.autograd.graph.local_graph import Edges, Foreign, LocalGraph, Segment, Stage, by_id
+from telegrad.autograd.graph.local_graph import Cell, Edges, ForeignRecvError, LocalGraph, Stage, by_id
 from telegrad.autograd.graph.planner import plan
 from telegrad.protocols.backward import UnknownSend
 from telegrad.protocols.backward_messages import FINAL, ROOT, Layout
@@ -42,31 +49,42 @@ if TYPE_CHECKING:
 
     from telegrad.autograd.context import Context, Received
 
-__all__ = ["Stages"]
+__all__ = ["StageRunner"]
 
-Label = tuple[int, ...]  # (0, bit of the source), or (1, rank of the cell, number of the crossing)
-Waiting = tuple[list[Any], list[Tensor]]  # edges, and a gradient for each
-Reports = tuple[list["Received"], list[Tensor | None]]  # recvs, and one gradient for each of their tensors
+Entry: TypeAlias = GradientEdge | Tensor
+"""Where a gradient enters the engine: an edge, or a leaf."""
+
+Label: TypeAlias = tuple[int, ...]
+"""Place in a sum: (0, bit of the source), or (1, rank of the cell, number of the cut edge)."""
+
+Roots: TypeAlias = tuple[list[Entry], list[Tensor]]
+"""Roots of an engine call: entries, and a gradient for each."""
+
+Reports: TypeAlias = tuple[list["Received"], list[Tensor | None]]
+"""Recvs, and one gradient for each of their tensors."""
+
+NodeGradients: TypeAlias = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
+"""The grad_inputs and grad_outputs of a node, as its hook gets them."""
 
 _python_function: type = torch.autograd.function.BackwardCFunction
 _new: Any = tuple.__new__  # an edge without its constructor's frame
 _REST = (None,) * (len(GradientEdge._fields) - 2)
 
 
-class Stages:
-    """The local graph of one pass, at work. One thread at a time.
+class StageRunner:
+    """Runs the stages of one pass at one worker. One thread at a time.
 
     Args:
         context: The record of the forward pass at this worker. Its `gradients` are added to.
 
     Attributes:
-        graph: The graph, from its walk to the end of its use.
-        retain_graph: Whether torch is to keep the graph when it has run. Set it whenever a message has it: a mark may
-            come first.
+        graph: The graph, from its walk until it is released.
+        retain_graph: Whether torch keeps the graph after it has run. To be set whenever a message has it: a mark may
+            arrive first.
     """
 
     __slots__ = (
-        *("_arrived", "_closed", "_context", "_crossed", "_done", "_entered", "_leaves", "_roots"),
+        *("_arrived", "_closed", "_context", "_done", "_pending", "_roots", "_shared_leaves", "_source_grads"),
         *("graph", "retain_graph"),
     )
 
@@ -75,19 +93,19 @@ class Stages:
         self.graph: LocalGraph | None = None
         self.retain_graph: bool = False
         self._closed = False
-        self._roots: Sequence[Tensor] = ()  # which keep the graph alive
-        self._leaves: Leaves | None = None  # those that several disjoint sources reach
-        self._done: set[Segment] = set()
-        self._arrived = 0
-        self._entered: dict[int, Waiting] = {}  # disjoint sources: bit of the source -> what came for it
-        # Else: cell (None: the final stage) -> entry (id, input) -> its edge, and [(label, gradient)]
-        self._crossed: dict[Segment | None, dict[tuple[int, int], tuple[Any, list[tuple[Label, Tensor]]]]] = {}
+        self._roots: Sequence[Tensor] = ()  # they keep the graph alive
+        self._shared_leaves: SharedLeaves | None = None  # leaves that several disjoint sources reach
+        self._done: set[Cell] = set()
+        self._arrived = 0  # sources with gradients, by bit
+        self._source_grads: dict[int, Roots] = {}  # disjoint sources: bit of the source -> its gradients
+        # Sources that meet: cell (None: the final stage) -> (id of the node, input) -> entry, and [(label, gradient)]
+        self._pending: dict[Cell | None, dict[tuple[int, int], tuple[Entry, list[tuple[Label, Tensor]]]]] = {}
 
     def open(self, roots: Sequence[Tensor] = ()) -> LocalGraph:
         """Return the graph, after walking it in the first call.
 
         Args:
-            roots: At the root of the pass, what `backward` was called with.
+            roots: At the root of the pass, the arguments of `backward`.
 
         Raises:
             UnknownSend: The graph has been released.
@@ -95,7 +113,7 @@ class Stages:
         if self.graph is not None:
             return self.graph
         if self._closed:
-            raise UnknownSend(-1, "had all the gradients that it can get")
+            raise UnknownSend(-1, "already received all its gradients")
         context = self._context
         with context.lock:
             sends, receipts = list(context.sends.values()), list(context.receipts.values())
@@ -104,7 +122,7 @@ class Stages:
         sources: list[tuple[int, Edges]] = []
         if roots:
             self._roots = roots
-            entries: list[Any] = []
+            entries: list[Entry] = []
             for root in roots:
                 node = root.grad_fn
                 entries.append(root if node is None else _new(GradientEdge, (node, root.output_nr, *_REST)))
@@ -112,7 +130,7 @@ class Stages:
         for sent in sends:
             edges: Edges = sent.edges
             for edge in edges:
-                if isinstance(edge, Tensor) and not edge.requires_grad:  # a leaf that did when it was sent
+                if isinstance(edge, Tensor) and not edge.requires_grad:  # a leaf that required grad when it was sent
                     edges = [None if isinstance(e, Tensor) and not e.requires_grad else e for e in edges]
                     break
             sources.append((sent.id, edges))
@@ -120,55 +138,55 @@ class Stages:
         if not graph.is_disjoint:
             plan(graph)
         if graph.shared:
-            self._leaves = Leaves(context, graph.shared)
+            self._shared_leaves = SharedLeaves(context, graph.shared)
         self.graph = graph
         return graph
 
     def close(self) -> None:
-        """Release the graph: nothing more can come."""
+        """Release the graph: no more gradients can arrive."""
         self._closed = True
         self.graph = None
         self._roots = ()
-        self._entered.clear()
-        self._crossed.clear()
+        self._source_grads.clear()
+        self._pending.clear()
 
     def layout(self) -> Layout:
         """Return the graph as the schedule needs it."""
         return self.open().layout()
 
     def pending(self) -> bool:
-        """Return whether gradients wait that only the final stage takes up."""
+        """Return whether gradients wait for the final stage."""
         graph = self.graph
         if graph is None:
             return False
         if graph.is_disjoint:
-            waiting = self._leaves is not None and self._leaves.waiting
-            return waiting or (len(graph.bits) == 1 and bool(self._entered))
-        return None in self._crossed
+            waiting = self._shared_leaves is not None and self._shared_leaves.waiting
+            return waiting or (len(graph.bits) == 1 and bool(self._source_grads))
+        return None in self._pending
 
     def add(self, source: int, grads: Sequence[Tensor | None], place: int = 0) -> int:
-        """Take the gradients of a source, one for each of its edges.
+        """Add the gradients of a source, one for each of its edges.
 
         Args:
             source: Its id.
             grads: The gradients.
-            place: Where those of the source begin in `grads`.
+            place: Index in `grads` of the first gradient of the source.
 
         Returns:
-            The place after them.
+            The index after the last gradient of the source.
 
         Raises:
-            UnknownSend: There is no such source, or it had its gradient already.
+            UnknownSend: There is no such source, or it has its gradients already.
         """
         graph = self.graph or self.open()
         edges = graph.sources.get(source)
         if edges is None:
-            raise UnknownSend(source, "sent no tensors from here, or did so after backward began")
+            raise UnknownSend(source, "no record at this worker, or was sent after backward began")
         bit = graph.bits[source]
         if self._arrived >> bit & 1:
-            raise UnknownSend(source, "had its gradient already")
+            raise UnknownSend(source, "already received its gradient")
         self._arrived |= 1 << bit
-        outputs: list[Any] = []
+        outputs: list[Entry] = []
         given: list[Tensor] = []
         for edge in edges:
             grad = grads[place]
@@ -177,101 +195,104 @@ class Stages:
                 outputs.append(edge)
                 given.append(grad)
         if graph.is_disjoint:
-            self._entered[bit] = outputs, given
+            self._source_grads[bit] = outputs, given
         else:
             for edge, grad in zip(outputs, given, strict=True):
-                self._put(edge, (0, bit), grad)
+                self._add_pending(edge, (0, bit), grad)
         return place
 
     def run(self, group: int) -> Reports:
-        """Run the stage of a group, or FINAL, and return what its recvs report: an undefined gradient is None.
+        """Run the stage of a group, or FINAL, and return the gradients of its recvs.
 
-        Raises what hooks and functions raise, and Foreign.
+        An undefined gradient is None. Errors of hooks and functions are passed on.
+
+        Raises:
+            ForeignRecvError: A gradient reaches a tensor of another context.
         """
         graph = self.graph or self.open()
         if graph.foreign and any(mask & self._arrived for _, mask in graph.foreign):
-            raise Foreign(
+            raise ForeignRecvError(
                 "The gradient reaches a tensor that was received in another autograd context. Gradients do not"
                 " flow from one context into another: detach() the tensor, or fetch it again inside this context."
             )
         if not graph.is_disjoint:
             stage = graph.stage(group, self._done)
             self._done.update(stage.cells)
-            outputs, grads = self._take(stage.cells or (None,))
-            if group == FINAL and has_ddp_param(stage.whole):
-                return self._run_reduced(stage, outputs, grads)
+            outputs, grads = self._take_pending(stage.cells or (None,))
+            if group == FINAL and has_ddp_param(stage.complete_leaves):
+                return self._run_unbounded(stage, outputs, grads)
         elif group == FINAL and len(graph.bits) > 1:
-            if self._leaves is not None:
-                self._leaves.finish()
+            if self._shared_leaves is not None:
+                self._shared_leaves.finish()
             return [], []
         else:
             stage = graph.final if group == FINAL else graph.stages[group]
-            outputs, grads = self._entered.pop(stage.rank)
-        inputs: list[Any] = []
+            outputs, grads = self._source_grads.pop(stage.rank)
+        inputs: list[Entry] = []
         for received in stage.recvs:
             node = received.node
-            for place in range(received.outputs):
-                inputs.append(_new(GradientEdge, (node, place, *_REST)))
+            for output in range(received.outputs):
+                inputs.append(_new(GradientEdge, (node, output, *_REST)))
         reported = len(inputs)
-        if not stage.crossings:
+        if not stage.cut_edges:
             for edge in outputs:
                 if type(edge) is GradientEdge or getattr(edge, "_backward_hooks", None):
                     break
-            else:  # gradients that wait at leaves need no engine
-                self._land_directly(stage, outputs, grads)
+            else:  # gradients of leaves need no engine
+                self._accumulate_directly(stage, outputs, grads)
                 return stage.recvs, [None] * reported
-        inputs += stage.whole
-        inputs += stage.parts
-        if stage.crossings:
-            found = self._run_crossing(stage, outputs, grads, inputs)
+        inputs += stage.complete_leaves
+        inputs += stage.partial_leaves
+        if stage.cut_edges:
+            found = self._run_with_cut_edges(stage, outputs, grads, inputs)
         else:
             found = self._engine_call(outputs, grads, inputs, self.retain_graph)
         del outputs, grads, inputs
         place = reported
-        for leaf in stage.whole:
+        for leaf in stage.complete_leaves:
             grad = found[place]
             place += 1
             if grad is not None:
-                alone = getrefcount(grad) <= ALONE_IN_TUPLE  # but for `found`
-                accumulate(self._context, leaf, grad, alone)
-        for leaf in stage.parts:
+                uniquely_owned = getrefcount(grad) <= ELEMENT_REFCOUNT  # only `found` and `grad` refer to it
+                accumulate(self._context, leaf, grad, uniquely_owned)
+        for leaf in stage.partial_leaves:
             grad = found[place]
-            if self._leaves is not None:
-                self._leaves.part(leaf, stage.rank, grad)
+            if self._shared_leaves is not None:
+                self._shared_leaves.add(leaf, stage.rank, grad)
             elif grad is not None:
-                self._put(leaf, (1, stage.rank, -1, place), grad)
+                self._add_pending(leaf, (1, stage.rank, -1, place), grad)
             place += 1
         return stage.recvs, list(found[:reported])
 
     # ---- one engine call -------------------------------------------------------------------------------------------
 
     def _engine_call(
-        self, outputs: list[Any], grads: list[Tensor], inputs: list[Any], retain_graph: bool
+        self, outputs: list[Entry], grads: list[Tensor], inputs: list[Entry], retain_graph: bool
     ) -> tuple[Tensor | None, ...]:
         """Run one call of torch's engine."""
-        if not outputs or not inputs:  # all gradients undefined; or nothing wants one
+        if not outputs or not inputs:  # all gradients are undefined, or none is needed
             return (None,) * len(inputs)
         return run_engine(tuple(outputs), tuple(grads), tuple(inputs), retain_graph)
 
-    def _run_crossing(
-        self, stage: Stage, outputs: list[Any], grads: list[Tensor], inputs: list[Any]
+    def _run_with_cut_edges(
+        self, stage: Stage, outputs: list[Entry], grads: list[Tensor], inputs: list[Entry]
     ) -> tuple[Tensor | None, ...]:
-        """Run the engine call of a stage with crossings, and put their gradients where they lead."""
-        seen: dict[Node, tuple[Any, Any]] = {}
-        nodes = dict.fromkeys(crossing.node for crossing in stage.crossings)
-        again = any(not isinstance(node, _python_function) for node in nodes)
-        hooks = [node.register_hook(partial(_see, seen, node)) for node in nodes]
+        """Run the engine call of a stage, and keep the gradients of its cut edges."""
+        seen: dict[Node, NodeGradients] = {}
+        nodes = dict.fromkeys(edge.node for edge in stage.cut_edges)
+        may_repeat = any(not isinstance(node, _python_function) for node in nodes)
+        hooks = [node.register_hook(partial(_record, seen, node)) for node in nodes]
         try:
-            found = self._engine_call(outputs, grads, inputs, self.retain_graph or again)
+            found = self._engine_call(outputs, grads, inputs, self.retain_graph or may_repeat)
         finally:
             for hook in hooks:
                 hook.remove()
         assert self.graph is not None
         cell_of = self.graph.cell_of
-        repeated: dict[Node, Any] = {}
-        for number, (node, output, target, place) in enumerate(stage.crossings):
+        repeated: dict[Node, Sequence[Tensor | None]] = {}
+        for number, (node, output, target, place) in enumerate(stage.cut_edges):
             if node not in seen:
-                continue  # no gradient has reached it
+                continue  # no gradient has reached the node
             grad_inputs, grad_outputs = seen[node]
             grad = grad_inputs[output]
             if grad is None and not isinstance(node, _python_function):
@@ -280,82 +301,95 @@ class Stages:
                         result = node(*grad_outputs)  # type: ignore[operator]
                     repeated[node] = result if isinstance(result, tuple) else (result,)
                 grad = repeated[node][output]
-                if grad is not None and isinstance(target, Tensor):  # else the engine will do it
+                if grad is not None and isinstance(target, Tensor):  # for other targets the engine does it
                     grad = grad.sum_to_size(target.shape).to(target.dtype)
             if grad is not None:
                 edge = target if isinstance(target, Tensor) else GradientEdge(target, place)
-                self._put(edge, (1, cell_of[node].rank, number), grad)
+                self._add_pending(edge, (1, cell_of[node].rank, number), grad)
         return found
 
-    def _put(self, edge: Any, label: Label, grad: Tensor) -> None:
-        """Let a gradient wait for the cell of its node."""
+    def _add_pending(self, entry: Entry, label: Label, grad: Tensor) -> None:
+        """Keep a gradient until the stage of its node runs."""
         assert self.graph is not None
-        if isinstance(edge, Tensor):
-            cell, entry = None, (id(edge), 0)
+        if isinstance(entry, Tensor):
+            cell, key = None, (id(entry), 0)
         else:
-            cell, entry = self.graph.cell_of.get(edge.node), (id(edge.node), edge.output_nr)
-        self._crossed.setdefault(cell, {}).setdefault(entry, (edge, []))[1].append((label, grad))
+            cell, key = self.graph.cell_of.get(entry.node), (id(entry.node), entry.output_nr)
+        self._pending.setdefault(cell, {}).setdefault(key, (entry, []))[1].append((label, grad))
 
-    def _take(self, cells: Sequence[Segment | None]) -> Waiting:
-        """Return what waits for some cells, in the order in which it is to be added up."""
-        outputs: list[Any] = []
+    def _take_pending(self, cells: Sequence[Cell | None]) -> Roots:
+        """Remove and return the gradients for some cells, in the order of their sum."""
+        outputs: list[Entry] = []
         grads: list[Tensor] = []
         for cell in cells:
-            for edge, parts in self._crossed.pop(cell, {}).values():
+            for edge, parts in self._pending.pop(cell, {}).values():
                 parts.sort(key=_label)
                 outputs += [edge] * len(parts)
                 grads += [grad for _, grad in parts]
         return outputs, grads
 
-    def _run_reduced(self, stage: Stage, outputs: list[Any], grads: list[Tensor]) -> Reports:
-        """Run the final stage where a reducer of DDP waits for some leaf: AccumulateGrad and the recvs' nodes run."""
+    def _run_unbounded(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
+        """Run the final stage including AccumulateGrad and recv nodes, for DDP's reducer."""
         nodes = [received.node for received in stage.recvs]
         with capture(nodes) as call:
             if outputs:
-                inputs: list[Any] = [call.leaf, *stage.whole, *[GradientEdge(node, 0) for node in nodes]]
-                with grads_detached(stage.whole, partial(add_to_context, self._context)):
+                recvs = [GradientEdge(node, 0) for node in nodes]
+                inputs: list[Entry] = [call.leaf, *stage.complete_leaves, *recvs]
+                with grads_detached(stage.complete_leaves, partial(add_to_context, self._context)):
                     torch.autograd.backward(
-                        [call.leaf, *outputs], [call.gradient, *grads], retain_graph=self.retain_graph, inputs=inputs
+                        [call.leaf, *outputs],  # type: ignore[arg-type]  # torch accepts a mixture
+                        [call.gradient, *grads],
+                        retain_graph=self.retain_graph,
+                        inputs=inputs,  # type: ignore[arg-type]
                     )
             tensors: list[Tensor | None] = []
             for received in stage.recvs:
                 tensors += call.captured[received.node] or (None,) * received.outputs
             return stage.recvs, tensors
 
-    def _land_directly(self, stage: Stage, outputs: list[Any], grads: list[Tensor]) -> None:
-        """Land gradients that wait at leaves. Empties `grads`: nothing here holds a gradient that the context gets."""
+    def _accumulate_directly(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> None:
+        """Accumulate gradients of leaves without the engine.
+
+        Empties `grads`, so that only the context holds its gradients.
+        """
         assert self.graph is not None
         shared = self.graph.shared
         storages: set[int] = set()
         by_leaf: dict[int, tuple[Tensor, list[Tensor]]] = {}
         grads.reverse()
         for leaf in outputs:
+            assert isinstance(leaf, Tensor)
             if id(leaf) in by_leaf:
                 by_leaf[id(leaf)][1].append(grads.pop())
             else:
                 by_leaf[id(leaf)] = leaf, [grads.pop()]
         several = len(outputs) > 1
-        given: dict[int, Tensor] = {}
+        partial_grads: dict[int, Tensor] = {}
         for leaf, parts in by_leaf.values():
             if len(parts) > 1:
-                grad, alone = total_of(parts), True
+                grad, uniquely_owned = sum_of(parts), True
             else:
                 grad = parts.pop()
-                alone = getrefcount(grad) <= ALONE
-                if alone and several and grad.layout is torch.strided:  # tensors of one message may share their memory
-                    storage = grad.untyped_storage().data_ptr()
-                    alone = storage not in storages
+                uniquely_owned = getrefcount(grad) <= VARIABLE_REFCOUNT
+                if uniquely_owned and several and grad.layout is torch.strided:
+                    storage = grad.untyped_storage().data_ptr()  # tensors of one message may share their memory
+                    uniquely_owned = storage not in storages
                     storages.add(storage)
             if id(leaf) in shared:
-                given[id(leaf)] = grad
+                partial_grads[id(leaf)] = grad
             else:
-                accumulate(self._context, leaf, grad, alone)
-        if self._leaves is not None:
-            for leaf in stage.parts:
-                self._leaves.part(leaf, stage.rank, given.get(id(leaf)))
+                accumulate(self._context, leaf, grad, uniquely_owned)
+        if self._shared_leaves is not None:
+            for leaf in stage.partial_leaves:
+                self._shared_leaves.add(leaf, stage.rank, partial_grads.get(id(leaf)))
 
 
-def _see(seen: dict[Any, tuple[Any, Any]], node: Any, grad_inputs: Any, grad_outputs: Any) -> None:
+def _record(
+    seen: dict[Node, NodeGradients],
+    node: Node,
+    grad_inputs: Sequence[Tensor | None],
+    grad_outputs: Sequence[Tensor | None],
+) -> None:
     seen[node] = (grad_inputs, grad_outputs)
 
 

@@ -1,4 +1,4 @@
-"""Torch's engine, called without what torch puts around it."""
+"""Torch's autograd engine, called without torch's Python wrapper."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 
 __all__ = ["run_engine"]
 
@@ -17,26 +18,38 @@ _log: Any = getattr(torch.autograd.graph, "log", None)
 
 
 def _has_devices() -> bool:
-    """May the engine run nodes on threads of its own?"""
+    """Return whether the engine may run nodes on its device threads."""
     accelerator = getattr(torch, "accelerator", None)
     return accelerator is None or accelerator.current_accelerator() is not None
 
 
-# What torch puts around its engine hands this thread's context on to the threads of devices.
-_may_be_bare = _bare_engine is not None and _log is not None and not _has_devices()
+# Torch's wrapper passes the context of this thread to the device threads.
+_can_skip_wrapper = _bare_engine is not None and _log is not None and not _has_devices()
 
 
 def run_engine(
-    outputs: tuple[Any, ...], grads: tuple[Tensor, ...], inputs: tuple[Any, ...], retain_graph: bool
+    outputs: tuple[GradientEdge | Tensor, ...],
+    grads: tuple[Tensor, ...],
+    inputs: tuple[GradientEdge | Tensor, ...],
+    retain_graph: bool,
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(..., allow_unused=True)` without its checks, which take as long as the engine's start."""
+    """Run `torch.autograd.grad` with allow_unused, without its checks.
+
+    The checks take as long as the start of the engine.
+    """
     found: tuple[Tensor | None, ...]
-    if _may_be_bare and not _log.isEnabledFor(logging.DEBUG):
+    if _can_skip_wrapper and not _log.isEnabledFor(logging.DEBUG):
         found = _bare_engine.run_backward(
             outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
         )
     elif _engine is not None:
         found = _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False)
     else:
-        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
+        found = torch.autograd.grad(
+            outputs,  # type: ignore[arg-type]  # torch accepts a mixture
+            inputs,  # type: ignore[arg-type]
+            grads,
+            retain_graph=retain_graph,
+            allow_unused=True,
+        )
     return found

@@ -1,13 +1,13 @@
-"""Deep graphs, which torch would free recursively until the stack overflows.
+"""Guard against stack overflow when torch frees a deep graph.
 
-From torch 2.13 on (2.12 was not tried) a node that Python has seen keeps its Python object, and a chain of such nodes
-is freed recursively: a chain of 20,000 overflows a stack of 8 MiB when its last tensor dies. A walk makes a Python
-object of every node. Therefore some nodes of a large graph get, in their `metadata`, an object that holds the nodes
-below. When such a node dies, the nodes below it die as well, but not further down the stack: the first such object on
-the way frees what all the others have held, one after the other.
+From torch 2.13 on (2.12 was not tested) a node with a Python object keeps it, and a chain of such nodes is freed
+recursively: a chain of 20,000 overflows a stack of 8 MiB when its last tensor is freed. A walk creates a Python object
+for every node. Therefore some nodes of a large graph get, in their `metadata`, an object that holds the next nodes.
+When such a node is freed, the next nodes are freed too, but not deeper in the stack: the first such object in the stack
+frees the nodes of all others, one after the other.
 
-Every way down the graph has such nodes: they are drawn with pseudo-random gaps, of 64 nodes on average, which have
-nothing to do with the shape of the graph. That a way of 2000 nodes has none has a probability of 2e-14.
+Every path has such nodes: they are chosen with pseudo-random gaps of 64 nodes on average, independent of the shape of
+the graph. A path of 2000 nodes has none with a probability of 2e-14.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import itertools
 import random
 import threading
 from collections.abc import Iterable
-from typing import Any
+
+from torch.autograd.graph import Node
 
 __all__ = ["FIRST", "RecursionGuard"]
 
@@ -26,7 +27,7 @@ _GAPS = random.Random(0).choices(range(1, 128), k=1021)
 
 
 class _Freeing(threading.local):
-    nodes: list[Any] | None = None  # to be freed by the first object on the stack of this thread
+    nodes: list[Node] | None = None  # to be freed by the first object on the stack of this thread
 
 
 _freeing = _Freeing()
@@ -35,11 +36,11 @@ _freeing = _Freeing()
 class _EdgeHolder:
     __slots__ = ("nodes",)
 
-    def __init__(self, nodes: list[Any]) -> None:
+    def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes
 
     def __del__(self) -> None:
-        # Torch takes the node's own edges apart before its metadata, so the nodes die here.
+        # Torch destroys the node's edges before its metadata, so this is the last reference to the nodes.
         others = _freeing.nodes
         if others is not None:
             others += self.nodes
@@ -53,7 +54,9 @@ class _EdgeHolder:
 
 
 class RecursionGuard:
-    """Makes a large graph fit to be freed, while it is walked. The walk creates it at its `first`-th node.
+    """Prepares a large graph for being freed, while it is walked.
+
+    The walk creates it at its `first`-th node.
 
     `checkpoint` creates an object for some nodes, and none of these objects is garbage. The cycle collector would scan
     the whole heap again and again, which takes longer than the walk, so it is off until `close`.
@@ -67,17 +70,18 @@ class RecursionGuard:
         self._collecting = gc.isenabled()
         gc.disable()
 
-    def checkpoint(self, node: Any, nexts: Iterable[tuple[Any, int]]) -> int:
-        """Have a node hold the nodes below it.
+    def checkpoint(self, node: Node, nexts: Iterable[tuple[Node | None, int]]) -> int:
+        """Have a node hold its next nodes.
 
         Args:
             node: The node.
             nexts: Its `next_functions`.
 
         Returns:
-            The count of nodes at which the walk is to call this again.
+            The count of nodes at which the walk calls this again.
         """
-        node.metadata["telegrad"] = _EdgeHolder([there for there, _ in nexts if there is not None])
+        holder = _EdgeHolder([below for below, _ in nexts if below is not None])
+        node.metadata["telegrad"] = holder  # type: ignore[index]  # torch declares a method
         self._at += next(self._gaps)
         return self._at
 

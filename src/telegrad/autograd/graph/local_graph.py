@@ -1,19 +1,19 @@
-"""The local graph of one pass at one worker, walked once: what each source leads to, and the stages in which it runs.
+"""The local graph of one pass: a walk from its sources, and its stages.
 
 A source is a send recorded at this worker, or the root (`ROOT`, the call of `backward`). Each has the edges where its
 gradients enter. The walk goes from all sources to leaves and recvs, in time linear in nodes and edges.
 
-**Disjoint sources.** Most often no two sources reach the same node, except leaves: one source and nothing else; the
-replies of a server; the micro-batches of a pipeline. Then each source is a stage of its own, which runs all that the
-source reaches when its gradients have arrived. A leaf that several sources reach is captured by each stage, and the
-parts are added up (`leaves.py`). Where sources meet, `planner.py` makes the stages of what the walk has found.
+**Disjoint sources.** Usually no two sources reach the same node, except leaves. Examples are a single source, the
+replies of a server, and the micro-batches of a pipeline. Then each source is a stage of its own, which runs all nodes
+that the source reaches, once its gradients have arrived. A leaf that several sources reach is captured by each stage,
+and the partial gradients are added (`leaves.py`). If sources meet, `planner.py` creates the stages from the walk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 __all__ = [
     "LEAF",
     "RECV",
+    "Cell",
     "CutEdge",
     "Edges",
-    "Foreign",
+    "ForeignRecvError",
     "LocalGraph",
-    "Segment",
     "Stage",
     "by_id",
     "has_hooks",
@@ -55,7 +55,7 @@ _recv_types: set[type] = set()
 
 
 class _Kinds(dict[type, int]):
-    """Type of node -> its kind."""
+    """Kinds of nodes, by type."""
 
     def __missing__(self, kind: type) -> int:
         found = INNER
@@ -63,7 +63,7 @@ class _Kinds(dict[type, int]):
             found = LEAF
         elif issubclass(kind, BackwardCFunction):
             found = INNER if _recv_types.isdisjoint(kind.__mro__) else RECV
-        if len(self) < 10_000:  # every autograd.Function has a type of its own, and programs make them in functions
+        if len(self) < 10_000:  # every autograd.Function has its own type, and programs may define them in functions
             self[kind] = found
         return found
 
@@ -72,23 +72,23 @@ kinds: _Kinds = _Kinds()
 
 
 def mark_recv(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Declares that nodes of this Function are recvs. (A decorator of the class.)"""
+    """Declare that nodes of this Function are recvs (decorator of the class)."""
     _recv_types.add(function._backward_cls)  # the class of its nodes
     kinds.clear()
     return function
 
 
 def has_hooks(leaf: Tensor) -> bool:
-    """Return whether a leaf has tensor hooks, which must see the whole gradient."""
+    """Return whether a leaf has tensor hooks, which must get the complete gradient."""
     return bool(getattr(leaf, "_backward_hooks", None))
 
 
-class Foreign(TelegradError):
+class ForeignRecvError(TelegradError):
     """A gradient reached a tensor that was received in another context."""
 
 
 class CutEdge(NamedTuple):
-    """An edge from a stage to a node that runs later, or to a leaf that is not captured."""
+    """An edge from a stage to a node that runs later, or to a leaf not captured."""
 
     node: Node  # in the stage
     output: int  # of its gradients
@@ -96,18 +96,16 @@ class CutEdge(NamedTuple):
     input: int  # of the target
 
 
-class Segment:
-    """Nodes that are always run by the same stage (see planner.py)."""
+class Cell:
+    """Nodes that always run in the same stage (see planner.py)."""
 
-    __slots__ = ("crossings", "key", "leaves", "number", "rank")
+    __slots__ = ("cut_edges", "key", "leaves", "number", "rank")
 
     def __init__(self, key: tuple[int, ...], number: int) -> None:
         self.key: tuple[int, ...] = key
         self.number: int = number
-        self.rank: int = 0  # its place in the order in which sums are made; a cell leads only to cells of higher rank
-        self.crossings: dict[
-            Segment | None, list[CutEdge]
-        ] = {}  # to nodes and recvs of that cell; None: the final stage
+        self.rank: int = 0  # order of sums; a cell leads only to cells of higher rank
+        self.cut_edges: dict[Cell | None, list[CutEdge]] = {}  # by the cell of the target; None: the final stage
         self.leaves: list[CutEdge] = []  # to leaves
 
 
@@ -115,16 +113,18 @@ class Stage(NamedTuple):
     """The nodes that one engine call runs."""
 
     rank: int  # of sums
-    cells: Sequence[Segment]  # none where sources are disjoint, and in the final stage
+    cells: Sequence[Cell]  # empty for disjoint sources, and in the final stage
     recvs: list[Received]
-    whole: list[Tensor]  # leaves to capture whose gradient is whole
-    parts: list[Tensor]  # leaves to capture, of whose gradient this is a part
-    crossings: Sequence[CutEdge]
+    complete_leaves: list[Tensor]  # leaves to capture, with the complete gradient
+    partial_leaves: list[Tensor]  # leaves to capture, with a part of the gradient
+    cut_edges: Sequence[CutEdge]
 
 
 _new: Any = tuple.__new__  # a stage without its constructor's frame
 _NO_STAGE = Stage(1 << 60, (), [], [], [], ())  # the final stage of several disjoint sources
-Edges = Sequence["GradientEdge | Tensor | None"]  # of a leaf, its tensor
+
+Edges: TypeAlias = Sequence["GradientEdge | Tensor | None"]
+"""Edges of a source; a leaf is its tensor."""
 
 
 class LocalGraph:
@@ -135,45 +135,46 @@ class LocalGraph:
         receipts: The messages received in the context.
 
     Attributes:
-        met: The walk, if the sources are not disjoint: `planning.plan` is to make the stages from it.
-        foreign: Recvs of other contexts, each with the sources that reach it.
+        walk: The walk, if the sources are not disjoint, until `planner.plan` has created the stages from it.
+        foreign: Recvs of other contexts, each with the mask of sources that reach it.
         shared: The id of a leaf -> the sources that reach it, by bit, if there are several. Disjoint sources only.
     """
 
     __slots__ = (
-        *("bits", "cell_of", "cells_of", "final", "foreign", "groups", "hooked", "is_disjoint", "met"),
-        *("pairs", "recvs", "recvs_of", "shared", "sources", "stages", "taint"),
+        *("bits", "cell_of", "cells_of", "final", "foreign", "groups", "hooked", "is_disjoint"),
+        *("pairs", "recvs", "recvs_of", "shared", "sources", "stages", "taint", "walk"),
     )
-    # Where sources meet, by planner.py:
+    # Set by planner.py if sources meet:
     recvs_of: list[list[Received]]  # group -> recvs
-    cells_of: list[list[Segment]]  # group -> the cells that it runs, if they have not run
-    cell_of: dict[Any, Segment]  # nodes and recvs of other stages than the final one
-    taint: dict[int, int]  # id of a leaf -> the pairs of cells whose crossings lead to it
-    pairs: dict[tuple[Segment, Segment | None], int]  # -> bit in `taint`
+    cells_of: list[list[Cell]]  # group -> the cells that it runs, unless they have run
+    cell_of: dict[Node, Cell]  # nodes and recvs of other stages than the final one
+    taint: dict[int, int]  # id of a leaf -> the pairs of cells with cut edges that lead to it
+    pairs: dict[tuple[Cell, Cell | None], int]  # -> bit in `taint`
     hooked: set[int]  # ids of leaves with hooks
 
     def __init__(self, sources: Sequence[tuple[int, Edges]], receipts: Iterable[Received]) -> None:
         self.sources: dict[int, Edges] = dict(sources)
         self.bits: dict[int, int] = dict(zip(self.sources, range(len(sources)), strict=True))
-        self.recvs: dict[Any, Received] = {}
+        self.recvs: dict[Node, Received] = {}
         for received in receipts:
             self.recvs[received.node] = received
-        self.groups: list[Group] | None = None  # if they have been needed
+        self.groups: list[Group] | None = None  # created when needed
         self.final: Stage = _NO_STAGE
-        self.foreign: list[tuple[Any, int]] = []
+        self.foreign: list[tuple[Node, int]] = []
         self.shared: dict[int, list[int]] = {}
         self.stages: list[Stage] = []  # of disjoint sources, by bit
         reach = Reach(kinds, RecursionGuard)
         try:
             self.is_disjoint: bool = self._walk(reach)
         finally:
-            guard: Any = reach.guard
-            if guard is not None:
-                guard.close()
-        self.met: Reach | None = None if self.is_disjoint else reach
+            if reach.guard is not None:
+                cast("RecursionGuard", reach.guard).close()
+        self.walk: Reach | None = None if self.is_disjoint else reach
 
     def _walk(self, reach: Reach) -> bool:
-        """Walk from all sources, and return whether they are disjoint, and no leaf needs the final stage."""
+        """Walk from all sources; return whether each can be a stage of its own.
+
+        They can if they are disjoint and no leaf needs the final stage."""
         recvs, stages = self.recvs, self.stages
         simple = True
         reached: list[Tensor] = []
@@ -195,12 +196,12 @@ class LocalGraph:
             reached += leaves
         if reach.sources_meet or not simple or has_ddp_param(reached):
             return False
-        if len(stages) == 1:  # then it comes last, too
+        if len(stages) == 1:  # it is also the final stage
             self.final = stages[0]
         elif self.shared:
             for stage in stages:
-                stage.parts.extend([leaf for leaf in stage.whole if id(leaf) in self.shared])
-                stage.whole[:] = [leaf for leaf in stage.whole if id(leaf) not in self.shared]
+                stage.partial_leaves.extend([leaf for leaf in stage.complete_leaves if id(leaf) in self.shared])
+                stage.complete_leaves[:] = [leaf for leaf in stage.complete_leaves if id(leaf) not in self.shared]
         return True
 
     def layout(self) -> Layout:
@@ -210,14 +211,20 @@ class LocalGraph:
             self.groups = [Group(1 << stage.rank, _pairs(stage.recvs)) for stage in stages]
         return Layout(self.bits, tuple(self.groups), _pairs(self.final.recvs))
 
-    def single_peer(self, me: int) -> int | None:
-        """Return the one other worker that gets gradients, if the root leads to it and what was sent leads to leaves,
-        each message to its own; else None."""
+    def single_peer(self, worker_id: int) -> int | None:
+        """Return the only worker that gets gradients; None if there is no fast path.
+
+        The fast path needs a root that leads to recvs of one other worker, and sends that lead only to leaves, each to
+        different ones.
+
+        Args:
+            worker_id: This worker.
+        """
         if not self.is_disjoint or self.shared:
             return None
         root, *others = self.stages
         peers = set(map(_peer_of, root.recvs))
-        if len(peers) != 1 or me in peers:
+        if len(peers) != 1 or worker_id in peers:
             return None
         for stage in others:
             if stage.recvs:
@@ -225,31 +232,33 @@ class LocalGraph:
         return peers.pop()
 
     def leads_back(self, source: int, peer: int) -> bool:
-        """Return whether a source is the only one, and leads to leaves and to recvs from one worker."""
+        """Return whether the only source leads just to leaves and to recvs from `peer`."""
         return len(self.bits) == 1 and source in self.bits and {peer}.issuperset(map(_peer_of, self.final.recvs))
 
-    def stage(self, group: int, done: Set[Segment]) -> Stage:
-        """Return the stage of a group, or FINAL, of sources that meet, when the cells `done` have run."""
+    def stage(self, group: int, done: Set[Cell]) -> Stage:
+        """Return the stage of a group, or FINAL, after the cells `done` have run.
+
+        To be called if sources meet."""
         if group == FINAL:
             return self.final
         cells = [cell for cell in self.cells_of[group] if cell not in done]
         cells.sort(key=attrgetter("rank"))
-        crossings: list[CutEdge] = []
+        cut_edges: list[CutEdge] = []
         active = 0
         for cell in cells:
-            for target, edges in cell.crossings.items():
+            for target, edges in cell.cut_edges.items():
                 if target not in cells:
-                    crossings += edges
+                    cut_edges += edges
                     active |= self.pairs[cell, target]
-        leaves: dict[int, Any] = {}
+        leaves: dict[int, Tensor] = {}
         for cell in cells:
             for edge in cell.leaves:
                 leaf = id(edge.target)
                 if leaf in self.hooked or self.taint.get(leaf, 0) & active:
-                    crossings.append(edge)
+                    cut_edges.append(edge)
                 else:
-                    leaves[leaf] = edge.target
-        return Stage(cells[-1].rank, cells, self.recvs_of[group], [], list(leaves.values()), crossings)
+                    leaves[leaf] = cast("Tensor", edge.target)
+        return Stage(cells[-1].rank, cells, self.recvs_of[group], [], list(leaves.values()), cut_edges)
 
 
 by_id: attrgetter[int] = attrgetter("id")

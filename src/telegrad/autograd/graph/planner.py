@@ -1,27 +1,30 @@
 """Plans the stages of a local graph in which sources meet.
 
-Every node has a *mask*, the set of sources that reach it, and the recvs with equal masks are a group (see
-protocols/backward.py). Recvs that all sources reach belong to the final stage. A group's stage runs its recvs'
-ancestors, as far as no other stage has run them. Nodes that are always run by the same stage are a *cell*: those whose
-smallest groups (by mask; a larger one cannot be complete earlier) are the same. A cell with one smallest group is run
-by that group, whatever arrives when, so sums are made in the same order in every run; one with several, which do not
-contain each other, is run by the first of them.
+Every node has a *mask*, the set of sources that reach it. Recvs with equal masks form a group (see
+protocols/backward.py); recvs that all sources reach belong to the final stage. A group's stage runs those ancestors of
+its recvs that no other stage has run. Nodes with the same smallest groups (by mask; a larger group cannot be complete
+earlier) form a *cell*: they always run in the same stage. With one smallest group, that group's stage runs the cell, in
+any order of arrival, so that sums have the same order in every run. With several smallest groups, of which none
+contains another, the first one to be complete runs the cell.
 
-An edge that leaves a stage for a node that runs later is a *crossing*, unless it leads to a leaf that can be captured
-as an engine input: one without hooks, which cannot be reached from the stage by way of a crossing (or else the engine
-would run the nodes between on part of their gradient). For each leaf `taint` has the pairs of cells whose crossings
-lead to it.
+An edge from a stage to a node that runs later is a *cut edge*, unless it leads to a leaf that can be captured as an
+engine input: a leaf without hooks that cannot be reached from the stage through another cut edge. (Otherwise the engine
+would run the nodes between on part of their gradients.) `taint` has, for each leaf, the pairs of cells with cut edges
+that lead to it.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-from telegrad.autograd.graph.local_graph import LEAF, RECV, CutEdge, LocalGraph, Segment, Stage, by_id, has_hooks
+from telegrad.autograd.graph.local_graph import LEAF, RECV, Cell, CutEdge, LocalGraph, Stage, by_id, has_hooks
 from telegrad.protocols.backward_messages import Group
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
     from telegrad._core import Reach
     from telegrad.autograd.context import Received
 
@@ -29,8 +32,8 @@ __all__ = ["plan"]
 
 
 def plan(graph: LocalGraph) -> None:
-    """Make the groups, cells and final stage of a graph whose sources are not disjoint, from its walk."""
-    reach, graph.met = graph.met, None
+    """Create groups, cells and final stage of a graph with sources that meet."""
+    reach, graph.walk = graph.walk, None
     assert reach is not None
     graph.groups, graph.recvs_of, graph.cells_of = [], [], []
     graph.cell_of, graph.taint, graph.pairs, graph.hooked = {}, {}, {}, set()
@@ -40,12 +43,12 @@ def plan(graph: LocalGraph) -> None:
 
 
 class _Planner:
-    """Four passes over the nodes, in order: masks, needs, cells, crossings."""
+    """Four linear passes over the nodes: masks, needs, cells, cut edges."""
 
     def __init__(self, graph: LocalGraph, reach: Reach) -> None:
         self.graph = graph
         self.below = reach.below
-        self.nodes: list[Any] = reach.nodes
+        self.nodes: list[Node] = reach.nodes
         self.kinds: list[int] = reach.kinds
         self.order: list[int] = reach.order()
         self.groups: list[Group] = []
@@ -53,22 +56,23 @@ class _Planner:
         recvs = self._masks([reach.starts(bit) for bit in range(len(graph.sources))])
         if self.groups:
             self._cells(self._needs(recvs))
-            self._crossings()
-        graph.final.whole.extend([n for n, kind in zip(self.nodes, self.kinds, strict=True) if kind == LEAF])
+            self._cut_edges()
+        leaves = [n for n, kind in zip(self.nodes, self.kinds, strict=True) if kind == LEAF]
+        graph.final.complete_leaves.extend(cast("list[Tensor]", leaves))
 
     def _masks(self, starts: list[list[int]]) -> list[list[int]]:
-        """Push sources down, and group the recvs. Return the numbers of each group's recvs."""
+        """Push masks down, and group the recvs. Return the numbers of each group's recvs."""
         graph, nodes, below = self.graph, self.nodes, self.below
         mask = [0] * len(nodes)
         for bit, numbers in enumerate(starts):
             for number in numbers:
                 if number >= 0:
                     mask[number] |= 1 << bit
-        for here in self.order:
-            reached = mask[here]
-            for there in below(here):
-                if there >= 0:
-                    mask[there] |= reached
+        for upper in self.order:
+            reached = mask[upper]
+            for lower in below(upper):
+                if lower >= 0:
+                    mask[lower] |= reached
         by_mask: dict[int, list[int]] = {}
         for number, kind in enumerate(self.kinds):
             if kind == RECV:
@@ -89,29 +93,29 @@ class _Planner:
         return sorted([self.graph.recvs[self.nodes[number]] for number in numbers], key=by_id)
 
     def _needs(self, recvs: list[list[int]]) -> list[int]:
-        """Return for each node the groups that it is an ancestor of, by bit."""
-        need = [0] * (len(self.nodes) + 1)  # the last stands for nowhere
+        """Return for each node the groups of which it is an ancestor, by bit."""
+        need = [0] * (len(self.nodes) + 1)  # the last entry is for edges without a target, number -1
         for group, numbers in enumerate(recvs):
             for number in numbers:
                 need[number] = 1 << group
         below = self.below
-        for here in reversed(self.order):
+        for upper in reversed(self.order):
             groups = 0
-            for there in below(here):
-                groups |= need[there]
-            need[here] = groups
+            for lower in below(upper):
+                groups |= need[lower]
+            need[upper] = groups
         return need
 
     def _cells(self, need: list[int]) -> None:
-        """Gives each node that a group needs its cell."""
+        """Assign the nodes that some group needs to cells."""
         graph = self.graph
         masks = [group.mask for group in self.groups]
-        cells: dict[tuple[int, ...], Segment] = {}
-        by_need: dict[int, Segment] = {}
+        cells: dict[tuple[int, ...], Cell] = {}
+        by_need: dict[int, Cell] = {}
         graph.cells_of = [[] for _ in masks]
-        self.cell: list[Segment | None] = [None] * len(self.nodes)
-        for here, node in enumerate(self.nodes):
-            groups = need[here]
+        self.cell: list[Cell | None] = [None] * len(self.nodes)
+        for upper, node in enumerate(self.nodes):
+            groups = need[upper]
             if not groups:
                 continue
             cell = by_need.get(groups)
@@ -123,48 +127,48 @@ class _Planner:
                 key = tuple(smallest)
                 cell = cells.get(key)
                 if cell is None:
-                    cell = cells[key] = Segment(key, len(cells))
+                    cell = cells[key] = Cell(key, len(cells))
                     for number in key:
                         graph.cells_of[number].append(cell)
                 by_need[groups] = cell
-            graph.cell_of[node] = self.cell[here] = cell
+            graph.cell_of[node] = self.cell[upper] = cell
         self.cells = list(cells.values())
 
-    def _crossings(self) -> None:
-        """Finds the edges that leave a cell, and by which of them each leaf can be reached."""
+    def _cut_edges(self) -> None:
+        """List the edges that leave a cell, and the cut edges that reach each leaf."""
         graph, cells = self.graph, self.cell
         pairs, nodes, below, kinds = graph.pairs, self.nodes, self.below, self.kinds
         taint = [0] * len(nodes)
-        for here in self.order:
-            cell = cells[here]
-            above = taint[here]
+        for upper in self.order:
+            cell = cells[upper]
+            above = taint[upper]
             if cell is None and not above:
                 continue
-            for output, there in enumerate(below(here)):
-                if there < 0:
+            for output, lower in enumerate(below(upper)):
+                if lower < 0:
                     continue
                 passed = above
-                if cell is not None and cells[there] is not cell:
-                    node = nodes[here]
-                    edge = CutEdge(node, output, nodes[there], node.next_functions[output][1])
-                    if kinds[there] == LEAF:
+                if cell is not None and cells[lower] is not cell:
+                    node = nodes[upper]
+                    edge = CutEdge(node, output, nodes[lower], node.next_functions[output][1])
+                    if kinds[lower] == LEAF:
                         cell.leaves.append(edge)
                     else:
-                        target = cells[there]
-                        cell.crossings.setdefault(target, []).append(edge)
+                        target = cells[lower]
+                        cell.cut_edges.setdefault(target, []).append(edge)
                         passed |= pairs.setdefault((cell, target), 1 << len(pairs))
                 if passed:
-                    taint[there] |= passed
+                    taint[lower] |= passed
         graph.taint = {id(nodes[n]): taint[n] for n, kind in enumerate(kinds) if kind == LEAF and taint[n]}
-        leaves: list[Any] = [edge.target for cell in self.cells for edge in cell.leaves]
+        leaves = [cast("Tensor", edge.target) for cell in self.cells for edge in cell.leaves]
         graph.hooked = {id(leaf) for leaf in leaves if has_hooks(leaf)}
         self._rank()
 
     def _rank(self) -> None:
-        """Orders the cells: each before those that it leads to, else by key."""
+        """Order the cells topologically, and by key."""
         before = dict.fromkeys(self.cells, 0)
         for cell in self.cells:
-            for target in cell.crossings:
+            for target in cell.cut_edges:
                 if target is not None:
                     before[target] += 1
         free = [(cell.key, cell.number, cell) for cell, count in before.items() if not count]
@@ -174,12 +178,12 @@ class _Planner:
             cell = heappop(free)[-1]
             cell.rank = rank
             rank += 1
-            for target in cell.crossings:
+            for target in cell.cut_edges:
                 if target is not None:
                     before[target] -= 1
                     if not before[target]:
                         heappush(free, (target.key, target.number, target))
-        assert rank == len(self.cells), "the cells lead to each other in a circle"
+        assert rank == len(self.cells), "the cells form a cycle"
 
 
 def _bits(mask: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""Backward passes: one task for each pass of a worker, and the messages between workers."""
+"""Backward passes: one task per pass of a worker, and messages between workers."""

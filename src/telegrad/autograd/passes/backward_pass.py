@@ -1,7 +1,9 @@
-"""One backward pass at one worker: the schedule (protocols/backward.py) at the wheel of the local stages.
+"""One backward pass at one worker: runs the local stages as the schedule requires.
 
-A message of a pass is a plain tuple that begins with its kind, an int; it holds ints, bytes, texts, tuples of them, and
-in `GRADIENTS` a list of tensors and None.
+protocols/backward.py has the schedule.
+
+A message of a pass is a plain tuple that begins with its kind, an int. It has ints, bytes, texts and tuples of them;
+`GRADIENTS` also has a list of tensors and None.
 """
 
 from __future__ import annotations
@@ -9,15 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from telegrad.autograd.context import Context
-from telegrad.autograd.execution.stages import Stages
+from telegrad.autograd.context import Context, WireMessage
+from telegrad.autograd.execution.stages import StageRunner
 from telegrad.errors import TEXT, RemoteError, WorkerLost, is_drop_in
-from telegrad.protocols.backward import Part
+from telegrad.protocols.backward import PassSchedule
 from telegrad.protocols.backward_messages import (
     FINAL,
     ROOT,
@@ -50,71 +52,79 @@ logger: logging.Logger = logging.getLogger("telegrad")
 GRADIENTS, MARK, MARKED, FINISH, REPORT, FAILED, LOST, ABORT = range(8)
 
 
-Failure = tuple[int, bytes, str]  # worker id, packed exception, its text
+RemoteFailure: TypeAlias = tuple[int, bytes, str]
+"""An error of another worker: worker id, packed exception, its text."""
+
+Reason: TypeAlias = "BaseException | RemoteFailure | tuple[int, str] | str"
+"""Why a pass failed: an error of this worker or another one, the loss of a worker, or the text of an abort."""
+
+FastReport: TypeAlias = tuple[int, tuple[Token, ...], tuple[tuple[Token, int], ...], bool, bool]
+"""A `Report` as it travels."""
+
 _GRADIENT = int(TokenKind.GRADIENT)
 
 
 class BackwardPass:
     """One worker's part in one call of `backward`.
 
-    Most workers have one stage to run, and send its gradients to one other worker, in most passes: a trainer that
-    computes its loss from the replies of a server; the server. On this *fast path* the schedule's messages are known
-    in advance, and the pass sends them without a schedule. On any other event, `_schedule` makes the schedule and has
-    it catch up.
+    In most passes a worker has one stage to run, and sends its gradients to one other worker: for example a server, and
+    a trainer that computes its loss from the server's replies. On this *fast path* the schedule's messages are known in
+    advance, and the pass sends them without a schedule. On any other event `_materialize_schedule` creates the schedule
+    and brings it up to date.
 
-    Its methods never block but for the local engine (and DDP's reductions in it), which runs hooks and functions of the
-    user; none raises. They must be called one at a time; which thread does not matter. `send` and `finished` are called
-    from inside them only.
+    Its methods block only in the local engine (and DDP's reductions in it), which runs hooks and functions of the user;
+    none raises. They must be called one at a time, from any thread. They call `send` and `finished`.
 
     Args:
-        me: this worker.
-        context: what was recorded here. Its `gradients` are added to.
-        number: of the pass among the root's, for messages in logs.
-        root_worker: the id of the worker that called `backward`.
-        send: takes (a worker id, a message); at once, or later, but never to be lost without `peer_lost`. What it
-            raises fails the pass. Tensors must be taken up (copied, or held) before it returns, and not be written to.
-        finished: at the root only, and once: the pass is over, with None or the error that `backward` is to raise. All
-            gradients are then in the contexts of their workers.
-        name_of: a worker's name by its id, for errors.
+        worker: This worker.
+        context: The record of the forward pass at this worker. Its `gradients` are added to.
+        number: Number of the pass among the root's, for log messages.
+        root_worker: Id of the worker that called `backward`.
+        send: Gets (a worker id, a message), and sends it at once or later; a message may only be lost together with a
+            call of `peer_lost`. If it raises, the pass fails. It must copy or hold the tensors before it returns, and
+            not write to them.
+        finished: Called once, at the root only, when the pass is over, with None or the error that `backward` raises.
+            All gradients are then in the contexts of their workers.
+        name_of: Returns the name of a worker, for errors.
     """
 
-    _cause: BaseException | None = None  # at the root: of the error that it raises, if it was its own
-    _part: Part | None = None
-    _reported: dict[int, Sequence[Tensor | None]]  # recv -> gradients, from its stage to their sending
+    _cause: BaseException | None = None  # at the root: cause of the error that it raises, if it is the root's own error
+    _schedule: PassSchedule | None = None
+    _unsent: dict[int, Sequence[Tensor | None]]  # recv -> gradients, between its stage and their sending
     # Without a schedule:
-    _ran: int | None = None  # the source whose stage the fast path has run
-    _produced: tuple[tuple[Token, int], ...] = ()  # by this stage, each with the worker that is to process it
-    _ended = False  # at the root: nothing else was to be done
+    _fast_source: int | None = None  # the source with the stage that the fast path has run
+    _produced: tuple[tuple[Token, int], ...] = ()  # by this stage, each with the worker that will process it
+    _finished_fast = False  # at the root: the pass has ended without a schedule
 
     def __init__(
         self,
-        me: WorkerInfo,
+        worker: WorkerInfo,
         context: Context,
         number: int,
         root_worker: int,
-        send: Callable[[tuple[int, tuple[Any, ...]]], None],
+        send: Callable[[tuple[int, WireMessage]], None],
         finished: Callable[[BaseException | None], None],
         name_of: Callable[[int], str] = str,
     ) -> None:
         self._number = number
-        self._me = me
+        self._worker = worker
         self._context = context
         self._send = send
         self._finished = finished
         self._name_of = name_of
         self._root = root_worker
-        self._stages = Stages(context)
+        self._stages = StageRunner(context)
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def start(self, roots: Sequence[Tensor], retain_graph: bool) -> None:
-        """At the root: begins, with a gradient of one at each of the roots: real scalars that require grad."""
+        """Begin at the root worker, with a gradient of one for each root tensor."""
         try:
             stages = self._stages
             stages.retain_graph = retain_graph
             graph = stages.open(roots)
             stages.add(ROOT, [torch.ones_like(root) for root in roots])
-            peer = graph.single_peer(self._me.id)
+            peer = graph.single_peer(self._worker.id)
             if peer is not None:
                 sends, tensors = self._run_fast(ROOT, graph.bits[ROOT], peer)
                 self._send((peer, (GRADIENTS, retain_graph, False, sends, tensors, None)))
@@ -122,75 +132,79 @@ class BackwardPass:
         except BaseException as error:
             self._fail(error)
             return
-        self._guarded(self._start)
+        self._run_event(self._start)
 
-    def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
-        """A message that `send` of the worker `peer` was given. Also after the end: some are late."""
-        if self._part is None:
-            if self._ended:
+    def on_message(self, peer: int, message: WireMessage) -> None:
+        """Process a message of a worker, also a late one after the end of the pass."""
+        if self._schedule is None:
+            if self._finished_fast:
                 return
             try:
-                handle = self._finish_fast if self._root == self._me.id else self._answer_fast
+                handle = self._finish_fast if self._root == self._worker.id else self._reply_fast
                 if handle(peer, message):
                     return
             except BaseException as error:
-                self._fail(error, self._handle)
+                self._fail(error, from_message=True)
                 return
-        self._guarded(self._handle, peer, message)
+        self._run_event(partial(self._handle, peer, message), from_message=True)
 
     def peer_lost(self, peer: int, why: str) -> None:
-        """Worker `peer` is gone; tell it for every peer that is lost while the context lives."""
-        if not self._ended:
-            self._guarded(self._lost, peer, why)
+        """Process the loss of a worker; required for every loss during the context."""
+        if not self._finished_fast:
+            self._run_event(lambda: self._materialize_schedule().lost(peer, (peer, why)))
 
     def abort(self, error: BaseException) -> None:
-        """Ends the pass with this error, which at the root goes to `finished`: time is up, or the worker shuts down."""
-        if not self._ended:
-            self._guarded(self._abort, error)
+        """End the pass with an error, which at the root goes to `finished`."""
+        if not self._finished_fast:
+            self._run_event(lambda: self._materialize_schedule().abort(self._pack_error(error, False)))
 
     @property
     def key(self) -> tuple[int, int]:
-        """Of its context, and its number."""
+        """The id of its context, and its number."""
         return self._context.id, self._number
 
-    # ---- what it knows -----------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
-    def over(self) -> bool:
-        """At the root: `finished` was called. Elsewhere: it has failed; a part that went well waits for the root's
-        word, which need not come."""
-        return self._ended if self._part is None else self._part.over is not None
+    def is_over(self) -> bool:
+        """Whether the root has called `finished`, or another worker has failed.
+
+        The pass of another worker that succeeds waits for a notification of the root, which need not arrive.
+        """
+        return self._finished_fast if self._schedule is None else self._schedule.over is not None
 
     @property
-    def busy(self) -> bool:
-        """Something is held for it here: the local graph."""
+    def holds_graph(self) -> bool:
+        """Whether the local graph has not been released."""
         return self._stages.graph is not None
 
     @property
-    def idle(self) -> bool:
-        """Nothing is expected to arrive any more, and the local graph is let go of. A root waits for reports to the
-        end, though nothing may be left for it to run."""
-        if self._root == self._me.id:
-            return self.over
-        if self._part is None:
-            return self._ran is not None
-        return self._part.over is not None or (self._part.complete and not self.busy)
+    def is_idle(self) -> bool:
+        """Whether no message is expected any more and the local graph has been released.
 
-    def waiting_for(self) -> str:
-        """At the root: what is outstanding, and where, for the error of a time-out."""
-        words = {TokenKind.GRADIENT: "gradients", TokenKind.MARK: "marks"}
+        A root waits for reports until the end, even if it has no stage left to run.
+        """
+        if self._root == self._worker.id:
+            return self.is_over
+        if self._schedule is None:
+            return self._fast_source is not None
+        return self._schedule.over is not None or (self._schedule.complete and not self.holds_graph)
+
+    def describe_pending(self) -> str:
+        """Describe what the root waits for, for the error of a timeout."""
+        nouns = {TokenKind.GRADIENT: "gradients", TokenKind.MARK: "marks"}
         found: dict[tuple[int, str], int] = {}
-        part = self._part
-        if part is None:
-            if self._produced and not self._ended:
-                found[self._produced[0][1], words[TokenKind.GRADIENT]] = len(self._produced)
-        elif part.ledger is not None and not self.over:
-            for kind, number in part.ledger.outstanding:
-                what = words.get(TokenKind(kind), "its report")
-                worker = part.ledger.where.get((kind, number), -1)
+        schedule = self._schedule
+        if schedule is None:
+            if self._produced and not self._finished_fast:
+                found[self._produced[0][1], nouns[TokenKind.GRADIENT]] = len(self._produced)
+        elif schedule.ledger is not None and not self.is_over:
+            for kind, number in schedule.ledger.outstanding:
+                what = nouns.get(TokenKind(kind), "its report")
+                worker = schedule.ledger.where.get((kind, number), -1)
                 found[worker, what] = found.get((worker, what), 0) + 1
         rows = [
-            f"worker {self._name_of(worker) if worker >= 0 else '(not heard of yet)'}: {count} x {what}"
+            f"worker {self._name_of(worker) if worker >= 0 else '(not known yet)'}: {count} x {what}"
             for (worker, what), count in sorted(found.items())
         ]
         return "; ".join(rows) if rows else "nothing"
@@ -198,10 +212,10 @@ class BackwardPass:
     # ---- the fast path -----------------------------------------------------------------------------------------------
 
     def _run_fast(self, source: int, stage: int, peer: int) -> tuple[tuple[int, ...], list[Tensor | None]]:
-        """Run the stage of a source whose gradients all go to one worker.
+        """Run the stage of a source from which all gradients go to one worker.
 
         Returns:
-            The messages that there are gradients for, and the gradients.
+            The ids of the messages that get gradients, and the gradients.
         """
         recvs, tensors = self._stages.run(stage)
         sends: list[int] = []
@@ -210,11 +224,11 @@ class BackwardPass:
             sends.append(received.id)
             produced.append(((_GRADIENT, received.id), peer))
         self._produced = tuple(produced)
-        self._ran = source
+        self._fast_source = source
         return tuple(sends), tensors
 
-    def _finish_fast(self, peer: int, message: tuple[Any, ...]) -> bool:
-        """At the root: end the pass, if this message is the last; else do nothing and return False."""
+    def _finish_fast(self, peer: int, message: WireMessage) -> bool:
+        """End the pass if this message is the last, else do nothing and return False."""
         sends: Sequence[int] = ()
         tensors: list[Tensor | None] = []
         if message[0] == GRADIENTS:
@@ -228,8 +242,8 @@ class BackwardPass:
         stages = self._stages
         graph = stages.graph
         assert graph is not None
-        # The last message reports that all gradients which were sent have been consumed, that as many were produced as
-        # it brings, and that no work is left.
+        # The last message reports that all sent gradients have been consumed, that it carries all that were produced,
+        # and that no work is left.
         event, consumed, produced, blocked, deferred = report
         if event != 1 or blocked or deferred or len(consumed) != len(self._produced) or len(produced) != len(sends):
             return False
@@ -239,17 +253,19 @@ class BackwardPass:
         place = 0
         for send in sends:
             place = stages.add(send, tensors, place)
-        tensors.clear()  # they are in the stages now, and nobody else's
+        tensors.clear()  # only the stages hold them now
         for send in sends:
             stages.run(graph.bits[send])
         stages.close()
-        self._ended = True
+        self._finished_fast = True
         self._finished(None)
         return True
 
-    def _answer_fast(self, peer: int, message: tuple[Any, ...]) -> bool:
-        """At another worker: run everything, if this message brings all gradients and everything goes back to its
-        sender; else run nothing and return False."""
+    def _reply_fast(self, peer: int, message: WireMessage) -> bool:
+        """Run all stages if a message has all gradients, and its sender gets all results.
+
+        Else run nothing and return False. At other workers than the root.
+        """
         if message[0] != GRADIENTS or peer != self._root:
             return False
         _, retain_graph, marked, sends, tensors, _ = message
@@ -261,7 +277,7 @@ class BackwardPass:
         tensors.clear()
         back, found = self._run_fast(sends[0], FINAL, peer)
         stages.close()
-        report = (1, ((_GRADIENT, sends[0]),), self._produced, False, False)
+        report: FastReport = (1, ((_GRADIENT, sends[0]),), self._produced, False, False)
         if back:
             self._send((peer, (GRADIENTS, retain_graph, False, back, found, report)))
         else:
@@ -270,100 +286,96 @@ class BackwardPass:
 
     # ---- the schedule ------------------------------------------------------------------------------------------------
 
-    def _schedule(self) -> Part:
-        """Return the schedule. The first call makes it, and has it catch up with the fast path."""
-        part = self._part
-        if part is None:
-            stages, source = self._stages, self._ran
+    def _materialize_schedule(self) -> PassSchedule:
+        """Return the schedule; the first call creates it, and replays the fast path."""
+        schedule = self._schedule
+        if schedule is None:
+            stages, source = self._stages, self._fast_source
             layout: Callable[[], Layout] = stages.layout
             if source is not None and source != ROOT:  # all has run, and the graph has been released
                 recvs = tuple([(send, peer) for (_, send), peer in self._produced])
                 layout = partial(Layout, {source: 0}, (), recvs)
-            part = Part(self._me.id, self._root, layout, stages.pending)
+            schedule = PassSchedule(self._worker.id, self._root, layout, stages.pending)
             if source is not None:
-                effects = part.start() if source == ROOT else part.handle(self._root, Gradients((source,), False))
+                effects = (
+                    schedule.start() if source == ROOT else schedule.handle(self._root, Gradients((source,), False))
+                )
                 if isinstance(effects[-1], Run):
-                    part.ran(effects[-1].stage)
-            self._part, self._reported = part, {}
-        return part
+                    schedule.ran(effects[-1].stage)
+            self._schedule, self._unsent = schedule, {}
+        return schedule
 
-    def _guarded(self, event: Callable[..., Sequence[Effect]], *args: Any) -> None:
+    def _run_event(self, event: Callable[[], Sequence[Effect]], from_message: bool = False) -> None:
         try:
-            self._carry_out(event(*args))
+            self._apply(event())
         except BaseException as error:  # of hooks, functions, the engine, or of sending: the pass has failed
-            self._fail(error, event)
-        self._tidy()
+            self._fail(error, from_message)
+        self._release_if_complete()
 
-    def _fail(self, error: BaseException, event: Any = None) -> None:
+    def _fail(self, error: BaseException, from_message: bool = False) -> None:
         try:
-            part = self._schedule()
-            self._carry_out(part.failed(self._failure(error, event)))
+            schedule = self._materialize_schedule()
+            self._apply(schedule.failed(self._pack_error(error, from_message)))
         except BaseException:
-            logger.exception("backward pass %s: worker %s cannot tell that it failed", self.key, self._me.name)
-        self._tidy()
+            logger.exception("backward pass %s: worker %s cannot report its failure", self.key, self._worker.name)
+        self._release_if_complete()
 
-    def _tidy(self) -> None:
-        part = self._part
-        if self.busy and part is not None and (part.over is not None or part.complete):
+    def _release_if_complete(self) -> None:
+        schedule = self._schedule
+        if self.holds_graph and schedule is not None and (schedule.over is not None or schedule.complete):
             self._stages.close()
-            self._reported.clear()
-
-    def _lost(self, peer: int, why: str) -> Sequence[Effect]:
-        return self._schedule().lost(peer, (peer, why))
-
-    def _abort(self, error: BaseException) -> Sequence[Effect]:
-        return self._schedule().abort(self._failure(error))
+            self._unsent.clear()
 
     def _start(self) -> Sequence[Effect]:
-        return self._schedule().start()
+        return self._materialize_schedule().start()
 
-    def _handle(self, peer: int, message: tuple[Any, ...]) -> Sequence[Effect]:
-        part = self._schedule()
+    def _handle(self, peer: int, message: WireMessage) -> Sequence[Effect]:
+        schedule = self._materialize_schedule()
         if message[0] == GRADIENTS:
             _, retain_graph, marked, sends, tensors, report = message
-            if part.over is None:
+            if schedule.over is None:
                 stages = self._stages
                 stages.retain_graph = retain_graph
                 place = 0
                 for send in sends:
                     place = stages.add(send, tensors, place)
-            tensors.clear()  # they are in the stages now, and nobody else's
-            return part.handle(peer, Gradients(sends, marked, report and _report(report)))
-        return part.handle(peer, _received(message))
+            tensors.clear()  # only the stages hold them now
+            return schedule.handle(peer, Gradients(sends, marked, report and Report(*report)))
+        return schedule.handle(peer, _decode(message))
 
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
+    def _apply(self, effects: Sequence[Effect]) -> None:
         while effects:
             for effect in effects:
                 if isinstance(effect, Send):
-                    self._send((effect.to, self._wire(effect.message)))
+                    self._send((effect.to, self._encode(effect.message)))
             last = effects[-1]
             effects = ()
             if isinstance(last, Run):
                 effects = self._run(last.stage)
             elif isinstance(last, Finished):
-                self._finished(None if last.why is None else self._error(last.why))
+                self._finished(None if last.why is None else self._unpack_error(last.why))
             elif isinstance(last, Dropped):
-                logger.debug("backward pass %s: dropped by worker %s: %s", self.key, self._me.name, last.why)
+                logger.debug("backward pass %s: dropped by worker %s: %s", self.key, self._worker.name, last.why)
 
     def _run(self, stage: int) -> Sequence[Effect]:
         stages = self._stages
         recvs, tensors = stages.run(stage)
-        self._reported.clear()
+        self._unsent.clear()
         place = 0
         for received in recvs:
             grads = tensors[place : place + received.outputs]
             place += received.outputs
-            if received.peer == self._me.id:
+            if received.peer == self._worker.id:
                 stages.add(received.id, grads)
             else:
-                self._reported[received.id] = grads
-        return self._schedule().ran(stage)
+                self._unsent[received.id] = grads
+        return self._materialize_schedule().ran(stage)
 
-    def _wire(self, message: Message) -> tuple[Any, ...]:
+    def _encode(self, message: Message) -> WireMessage:
         if isinstance(message, Gradients):
             tensors: list[Tensor | None] = []
             for send in message.sends:
-                tensors += self._reported.pop(send)
+                tensors += self._unsent.pop(send)
             report = message.report and tuple(message.report)
             return GRADIENTS, self._stages.retain_graph, message.marked, message.sends, tensors, report
         if isinstance(message, Report):
@@ -375,23 +387,26 @@ class BackwardPass:
         if isinstance(message, Lost):
             return LOST, message.peer, message.why
         if isinstance(message, Abort):
-            return ABORT, str(self._error(message.why))
+            return ABORT, str(self._unpack_error(message.why))
         return (MARKED,) if isinstance(message, Marked) else (FINISH,)
 
     # ---- errors ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, error: BaseException, event: Any = None) -> Any:
-        """What travels of an error; the error itself where it need not. As in torch, what a message has led to at the
-        root, after its own first stage, is told of as if it came from elsewhere; but for what is no `Exception`: what
-        a signal handler raises (KeyboardInterrupt) must not look like an error of the pass."""
-        if self._root == self._me.id:
-            if event != self._handle or not isinstance(error, Exception):
+    def _pack_error(self, error: BaseException, from_message: bool) -> Reason:
+        """Return an error as it travels; at the root usually the error itself.
+
+        As in torch, an error at the root that a message has caused, after the root's first stage, is reported like an
+        error of another worker. The exception is what a signal handler raises (KeyboardInterrupt), which is no
+        `Exception` and must not look like an error of the pass.
+        """
+        if self._root == self._worker.id:
+            if not from_message or not isinstance(error, Exception):
                 return error
             self._cause = error
-        return self._me.id, pack_exception(error, self._me), text_of(error)
+        return self._worker.id, pack_exception(error, self._worker), text_of(error)
 
-    def _error(self, why: Any) -> BaseException:
-        """The error that `backward` raises."""
+    def _unpack_error(self, why: Reason) -> BaseException:
+        """Return the error that `backward` raises."""
         if isinstance(why, BaseException):
             return why
         if isinstance(why, str):
@@ -401,21 +416,17 @@ class BackwardPass:
             return WorkerLost(self._name_of(peer), reason)
         worker, packed, text = why
         error = unpack_exception(packed)
-        if self._cause is not None and worker == self._me.id:
+        if self._cause is not None and worker == self._worker.id:
             error.__cause__ = self._cause
         if isinstance(error, RemoteError) and is_drop_in():
             error.__dict__[TEXT] = f"Error on Node {worker}: {text}\n{error.__dict__[TEXT]}"
         return error
 
 
-def _report(plain: Sequence[Any]) -> Report:
-    return Report(*plain)
-
-
-def _received(message: tuple[Any, ...]) -> Message:
+def _decode(message: WireMessage) -> Message:
     kind = message[0]
     if kind == REPORT:
-        return _report(message[1])
+        return Report(*message[1])
     if kind == MARK:
         return Mark(message[1])
     if kind == MARKED:

@@ -1,59 +1,59 @@
-"""What a profile shows of a backward pass, under the names that torch's own has for it.
+"""The profile of a backward pass, with torch's names for its parts.
 
-The root's operators run in the thread that calls `backward`, which is the one that is profiled, or in one of the pool,
-whose events join that profile. The other workers record what they do for the pass, and send it to the root with the
-message that tells the root of it, so it is there before the pass is over.
+The root's operators run in the thread that calls `backward`, which is profiled, or in pool threads, whose events are
+added to that profile. The other workers record what they run for the pass. They send it to the root with the message
+that reports their progress, so the root has all events before the pass is over.
 """
 
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from telegrad.autograd.passes.backward_pass import GRADIENTS, BackwardPass
+from telegrad.autograd.context import Profile, WireMessage
+from telegrad.autograd.passes.backward_pass import GRADIENTS
 from telegrad.autograd.recording import RECV_NODE, SEND_NODE
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import Calls
 
-__all__ = ["NOTHING", "PassProfile", "Profile", "sending", "taking", "whole"]
+__all__ = ["NOTHING", "PassProfile", "backward_range", "receive_range", "send_range"]
 
 _BACKWARD = "torch::distributed::autograd::backward"
 
-_PATIENCE = 0.1  # s
+_EXIT_GRACE = 0.1  # s for threads to leave the pass at its end; a thread inside a hook may take longer
 NOTHING = nullcontext()
-Profile = tuple[int, list[Any]]  # in a message: what to note, and events for the root
 
 
-_Range: TypeAlias = AbstractContextManager[Any]
+_Range: TypeAlias = AbstractContextManager[object]
 
 
-def whole() -> _Range:
-    """Around all of `backward`."""
+def backward_range() -> _Range:
+    """Return a profiler range around a call of `backward`."""
     around: _Range = tracing.observer.range(_BACKWARD) if tracing.observer.on else NOTHING
     return around
 
 
-def sending(messages: Sequence[tuple[Any, ...]]) -> _Range:
-    """Around the sending of messages of a pass."""
-    wanted = tracing.observer.on and any(message[0] == GRADIENTS for message in messages)
-    around: _Range = tracing.observer.range(RECV_NODE) if wanted else NOTHING
+def send_range(messages: Sequence[WireMessage]) -> _Range:
+    """Return a profiler range around sending messages of a pass."""
+    recorded = tracing.observer.on and any(message[0] == GRADIENTS for message in messages)
+    around: _Range = tracing.observer.range(RECV_NODE) if recorded else NOTHING
     return around
 
 
-def taking(event: tuple[Any, ...]) -> _Range:
-    """Around what happens to a pass: (a method of it, its arguments)."""
-    wanted = tracing.observer.on and event[0].__name__ == BackwardPass.on_message.__name__ and event[2][0] == GRADIENTS
-    around: _Range = tracing.observer.range(SEND_NODE) if wanted else NOTHING
+def receive_range(message: WireMessage | None) -> _Range:
+    """Return a profiler range around processing a message; None is another event."""
+    recorded = tracing.observer.on and message is not None and message[0] == GRADIENTS
+    around: _Range = tracing.observer.range(SEND_NODE) if recorded else NOTHING
     return around
 
 
 class PassProfile:
-    """Of one pass on one worker. Nothing happens in it unless somebody profiles.
+    """Profile of one pass on one worker. Records nothing unless a profiler is active.
 
     Args:
-        calls: of the worker.
-        root: is this the thread and the worker of `backward`?
+        calls: The calls of the worker.
+        root: Whether this is the thread and the worker of `backward`.
     """
 
     def __init__(self, calls: Calls, root: bool) -> None:
@@ -61,49 +61,52 @@ class PassProfile:
         self._node = calls.worker_id
         self._root: tracing.Recording | None = observer.side_thread_recording(calls) if root and observer.on else None
         self._options: int | None = None if self._root is None else int(self._root.options)
-        self._began = time.time_ns() if root else 0
-        self._inside = 0
-        self._left: Any = None if self._root is None else threading.Condition()
+        self._start = time.time_ns() if root else 0
+        self._threads = 0  # inside the root's recording
+        self._all_left = threading.Condition()
 
-    def recording(self) -> tracing.Recording | None:
-        """For a thread that is about to do something for the pass: to be entered, and then handed to `done`."""
+    def begin_recording(self) -> tracing.Recording | None:
+        """Return a recording for a thread to enter; the thread then calls `end_recording`."""
         if self._root is not None:
-            with self._left:
-                self._inside += 1
+            with self._all_left:
+                self._threads += 1
             return self._root
         if self._options is None and not tracing.observer.serving:
             return None
-        asked = None if self._options is None else (0, self._options)
-        recording: tracing.Recording = tracing.observer.record(self._node, asked)
+        trace = None if self._options is None else (0, self._options)
+        recording: tracing.Recording = tracing.observer.record(self._node, trace)
         return recording
 
-    def done(self, recording: tracing.Recording | None) -> None:
-        """The thread has done it."""
+    def end_recording(self, recording: tracing.Recording | None) -> None:
+        """End the work of a thread for the pass."""
         if recording is None:
             return
         if recording is not self._root:
             recording.report()
             return
-        with self._left:
-            self._inside -= 1
-            self._left.notify_all()
+        with self._all_left:
+            self._threads -= 1
+            self._all_left.notify_all()
 
-    def leaving(self, recording: tracing.Recording | None, to_root: bool) -> Profile | None:
-        """What a message that leaves is to say; None for nothing."""
+    def for_message(self, recording: tracing.Recording | None, to_root: bool) -> Profile | None:
+        """Return the profile that a message to another worker carries, if any."""
         events = recording.drain() if to_root and recording is not None else []
         return None if self._options is None else (self._options, events)
 
-    def arrived(self, profile: Profile) -> None:
-        """What a message has said."""
+    def on_profile(self, profile: Profile) -> None:
+        """Process the profile that a message carried."""
         options, events = profile
         if self._root is not None:
-            self._root.join(_BACKWARD, self._began, events)
-        elif not self._began:
+            self._root.join(_BACKWARD, self._start, events)
+        elif not self._start:
             self._options = options
 
     def end(self) -> None:
-        """At the root: the pass is over. The thread that has ended it may be inside still; one in a hook may stay."""
+        """End the profile, at the root, when the pass is over.
+
+        The thread that has ended the pass may still be inside for a short time.
+        """
         if self._root is not None:
-            with self._left:
-                self._left.wait_for(lambda: not self._inside, _PATIENCE)
+            with self._all_left:
+                self._all_left.wait_for(lambda: not self._threads, _EXIT_GRACE)
             self._root.end_side_recording()

@@ -1,7 +1,7 @@
-"""A backward pass at work on one worker: what `BackwardPass` decides, carried out by threads.
+"""A backward pass on one worker: its threads run the events of a `BackwardPass`.
 
-Whoever brings something for a pass, a message or news, carries it out unless another thread is in it; then that one
-will. What is to be sent goes to `manager.py`.
+A thread that brings events for a pass, such as a message or the loss of a worker, runs them unless another thread is in
+the pass; then that thread runs them. `manager.py` sends the messages.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from torch import Tensor
 
-from telegrad.autograd.passes import profile as profiled
+from telegrad.autograd.context import Profile, ReplyCallback, WireMessage
 from telegrad.autograd.passes.backward_pass import BackwardPass
+from telegrad.autograd.passes.profile import NOTHING, PassProfile, receive_range, send_range
+from telegrad.worker import Worker
 from telegrad.worker.calls import tracing
 from telegrad.worker.scope import Scope, current
 
@@ -23,219 +25,228 @@ if TYPE_CHECKING:
     from telegrad.autograd.context import Context
     from telegrad.worker.calls.tracing import Recording
 
-__all__ = ["PassResult", "PassTask", "PendingRequest"]
+__all__ = ["Outcome", "PassResult", "PassTask", "PendingRequest"]
 
 _new: Any = tuple.__new__  # a scope without its constructor's frame
 
-Answer: TypeAlias = Callable[[list[Any], profiled.Profile | None], None]
-Event: TypeAlias = tuple[Any, ...]  # a method of a pass, and its arguments
+Event: TypeAlias = tuple[Callable[..., None], *tuple[object, ...]]  # a method of a pass, and its arguments
+Outcome: TypeAlias = tuple[Any, ...]  # completion of a request, as `Engine.call` returns it
 
 
 class PassResult:
-    """How a pass ended, at its root, and who waits for that: one thread."""
+    """Result of a pass at its root, for the one thread that waits for it."""
 
-    over: bool = False
+    done: bool = False
     error: BaseException | None = None
-    _waiting: threading.Event | None = None
+    _event: threading.Event | None = None
 
-    def come(self, error: BaseException | None) -> None:
-        """It is over, at the root."""
-        if self.over:
+    def set(self, error: BaseException | None) -> None:
+        """End the pass, with an error or without; later calls have no effect."""
+        if self.done:
             return
         self.error = error
-        self.over = True  # the waiting thread looks at this after it has said that it waits
-        if self._waiting is not None:
-            self._waiting.set()
+        self.done = True  # before `_event` is read: `wait` reads it after it has set `_event`
+        if self._event is not None:
+            self._event.set()
 
     def wait(self, nanoseconds: int) -> None:
-        """Until the pass has ended, or the time is over."""
-        if self._waiting is None:
-            self._waiting = threading.Event()
-        if not self.over:
-            self._waiting.wait(nanoseconds / 1e9)
+        """Block until the pass has ended, or the time is over."""
+        if self._event is None:
+            self._event = threading.Event()
+        if not self.done:
+            self._event.wait(nanoseconds / 1e9)
 
 
-class Messenger(Protocol):
-    """The passes of a worker, as far as one of them needs them (`manager.py`)."""
+class MessageSender(Protocol):
+    """The manager's interface for its passes (`manager.py`)."""
 
-    me: int
-    worker: Any
-    working: set[PassTask]
+    worker: Worker
+    worker_id: int
+    active_tasks: set[PassTask]
 
-    def ask(self, run: PassTask, peer: int, messages: list[Any], profile: profiled.Profile | None) -> None:
-        """Send a peer messages of a pass."""
+    def send(self, task: PassTask, peer: int, messages: list[WireMessage], profile: Profile | None) -> None:
+        """Send messages of a pass to a peer."""
 
-    def answered(self, run: PassTask, peer: int, outcome: tuple[Any, ...]) -> None:
+    def on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
         """Process the completion of such a request."""
 
 
 class PassTask:
-    """One pass on this worker: at most one thread at a time is in it, and takes up what others bring meanwhile.
+    """One pass on this worker.
+
+    At most one thread is in it, and also runs the events that other threads bring meanwhile.
 
     Args:
-        passes: those of the worker.
-        context: in which it runs.
-        root: id of the worker on which `backward` was called.
-        number: of the pass among all of that worker.
-        deadline: monotonic ns by which the root gives up; 0: never.
+        manager: Sends its messages.
+        context: The context of the pass.
+        root: Id of the worker that called `backward`.
+        number: Number of the pass among those of the root.
+        deadline: Monotonic ns at which the root gives up; 0: never.
     """
 
     __slots__ = (
-        *("asked", "context", "deadline", "end", "number", "passes", "profile", "root"),
-        *("_events", "_pass", "_to_send", "_working"),
+        *("context", "deadline", "manager", "number", "pending_requests", "profile", "result", "root"),
+        *("_events", "_lock", "_pass", "_to_send"),
     )
 
-    def __init__(self, passes: Messenger, context: Context, root: int, number: int, deadline: int) -> None:
+    def __init__(self, manager: MessageSender, context: Context, root: int, number: int, deadline: int) -> None:
         self.context = context
         self.root = root
         self.number = number
         self.deadline = deadline
-        self.asked: deque[PendingRequest] = deque()  # at the root: what its thread may wait for
-        self.end: PassResult = PassResult()
-        self.passes = passes
-        self._working = threading.Lock()  # held by the thread that is in it
+        self.pending_requests: deque[PendingRequest] = deque()  # at the root: for its thread to wait for
+        self.result: PassResult = PassResult()
+        self.manager = manager
+        self._lock = threading.Lock()  # held by the thread that is in the pass
         self._events: deque[Event] = deque()
-        self._to_send: list[tuple[int, tuple[Any, ...]]] = []
-        worker = passes.worker
-        self.profile: profiled.PassProfile | None = None
-        if tracing.observer.on or tracing.observer.serving:  # later, too, a message may ask for it
-            self._profile()
-        # The pass gets nothing of this object itself: that would be a cycle, for the collector to find.
+        self._to_send: list[tuple[int, WireMessage]] = []
+        worker = manager.worker
+        self.profile: PassProfile | None = None
+        if tracing.observer.on or tracing.observer.serving:  # a later message may also request one
+            self._ensure_profile()
+        # The pass does not refer to this task: a reference cycle would wait for the garbage collector.
         self._pass = BackwardPass(
-            worker.info, context, number, root, self._to_send.append, self.end.come, worker.name_of
+            worker.info, context, number, root, self._to_send.append, self.result.set, worker.name_of
         )
 
     # ---- events
 
     def start(self, roots: list[Tensor], retain_graph: bool) -> None:
-        """At the root: begins."""
-        self._take((self._pass.start, roots, retain_graph))
+        """Begin the pass, at the root."""
+        self._add_events((self._pass.start, roots, retain_graph))
 
-    def messages(self, peer: int, messages: list[Any], answer: Answer | None = None) -> None:
-        """A peer has sent these.
+    def on_messages(self, peer: int, messages: list[WireMessage], reply: ReplyCallback | None = None) -> None:
+        """Process messages of a peer.
 
         Args:
-            answer: called once, soon, with messages for that peer, and what to say to a profile.
+            peer: The peer.
+            messages: Its messages.
+            reply: Called once, soon, with the messages for that peer.
         """
         on_message = self._pass.on_message
         if len(messages) == 1:
-            self._take((on_message, peer, messages[0]), peer=peer, answer=answer)
+            self._add_events((on_message, peer, messages[0]), peer=peer, reply=reply)
         else:
-            self._take(*[(on_message, peer, message) for message in messages], peer=peer, answer=answer)
+            self._add_events(*[(on_message, peer, message) for message in messages], peer=peer, reply=reply)
 
     def peer_lost(self, peer: int, why: str) -> None:
-        """A worker is gone."""
-        self._take((self._pass.peer_lost, peer, why))
+        """Process the loss of a worker."""
+        self._add_events((self._pass.peer_lost, peer, why))
 
     def abort(self, error: BaseException) -> None:
-        """It cannot go on here."""
-        self._take((self._pass.abort, error))
+        """End the pass with an error."""
+        self._add_events((self._pass.abort, error))
 
-    def _take(self, *happened: Event, peer: int | None = None, answer: Answer | None = None) -> None:
-        """Whoever finds nobody in it carries out all that has happened; else who is in it will, on its way out."""
+    def _add_events(self, *added: Event, peer: int | None = None, reply: ReplyCallback | None = None) -> None:
+        """Queue events, and run all queued events unless another thread is in the pass."""
         events = self._events
-        events += happened
-        working = self._working
-        while events and working.acquire(False):
+        events += added
+        lock = self._lock
+        while events and lock.acquire(False):
             try:
                 if self.profile is None and not tracing.observer.serving:
-                    self._carry_out(peer, answer, None)
+                    self._run_events(peer, reply, None)
                 else:
-                    recording = self._profile().recording()
-                    with recording or profiled.NOTHING:
-                        self._carry_out(peer, answer, recording)
-                    self._profile().done(recording)
-                answer = None
+                    recording = self._ensure_profile().begin_recording()
+                    with recording or NOTHING:
+                        self._run_events(peer, reply, recording)
+                    self._ensure_profile().end_recording(recording)
+                reply = None
             finally:
-                working.release()
-        if answer is not None:
-            answer([], None)
+                lock.release()
+        if reply is not None:
+            reply([], None)
 
-    def _carry_out(self, peer: int | None, answer: Answer | None, recording: Recording | None) -> None:
-        events, to_send, passes = self._events, self._to_send, self.passes
+    def _run_events(self, peer: int | None, reply: ReplyCallback | None, recording: Recording | None) -> None:
+        events, to_send, manager = self._events, self._to_send, self.manager
         scope = current.get()
-        if scope is None or scope.autograd is not self.context:  # hooks that make calls make them in the context
+        if scope is None or scope.autograd is not self.context:  # calls of hooks belong to the context
             request = scope is not None and scope.request
-            current.set(_new(Scope, (passes.worker, self.deadline, True, request, self.context, 0)))
-        if self.root != passes.me:
-            passes.working.add(self)
+            current.set(_new(Scope, (manager.worker, self.deadline, True, request, self.context, 0)))
+        if self.root != manager.worker_id:
+            manager.active_tasks.add(self)
         try:
             while True:
                 for _ in range(len(events)):
                     event = events.popleft()
                     if tracing.observer.on:
-                        with profiled.taking(event):
+                        with receive_range(self._message_of(event)):
                             event[0](*event[1:])
                     else:
                         event[0](*event[1:])
-                mine: list[Any] = []
+                for_peer: list[WireMessage] = []
                 if to_send:
-                    by_peer: dict[int, list[Any]] = {}
+                    by_peer: dict[int, list[WireMessage]] = {}
                     for to, message in to_send:
                         if to in by_peer:
                             by_peer[to].append(message)
                         else:
                             by_peer[to] = [message]
                     to_send.clear()
-                    if answer is not None and peer is not None:
-                        mine = by_peer.pop(peer, mine)
+                    if reply is not None and peer is not None:
+                        for_peer = by_peer.pop(peer, for_peer)
                     for to, messages in by_peer.items():
                         if self.profile is None:
-                            passes.ask(self, to, messages, None)
+                            manager.send(self, to, messages, None)
                         else:
-                            self._send(partial(passes.ask, self, to), messages, to, recording)
-                if answer is not None:
+                            self._send_recorded(partial(manager.send, self, to), messages, to, recording)
+                if reply is not None:
                     if self.profile is None:
-                        answer(mine, None)
+                        reply(for_peer, None)
                     else:
-                        self._send(answer, mine, peer, recording)
-                    answer = None
+                        self._send_recorded(reply, for_peer, peer, recording)
+                    reply = None
                 if not events:
                     return
         finally:
-            if self.root != passes.me:
-                passes.working.discard(self)
+            if self.root != manager.worker_id:
+                manager.active_tasks.discard(self)
             current.set(scope)
 
-    def _send(self, send: Answer, messages: list[Any], to: int | None, recording: Recording | None) -> None:
-        profile = None if self.profile is None else self.profile.leaving(recording, to == self.root)
+    @property
+    def is_idle(self) -> bool:
+        """Whether no further message is expected, except notifications of the end."""
+        return self._pass.is_idle
+
+    # ---- profiles
+
+    def _send_recorded(
+        self, send: ReplyCallback, messages: list[WireMessage], to: int | None, recording: Recording | None
+    ) -> None:
+        profile = None if self.profile is None else self.profile.for_message(recording, to == self.root)
         if tracing.observer.on:
-            with profiled.sending(messages):
+            with send_range(messages):
                 send(messages, profile)
         else:
             send(messages, profile)
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is expected to come any more; it is over, or only the root does not know yet that it is."""
-        return self._pass.idle
+    def _message_of(self, event: Event) -> WireMessage | None:
+        return cast("tuple[object, int, WireMessage]", event)[2] if event[0] == self._pass.on_message else None
 
-    # ---- profiles
-
-    def _profile(self) -> profiled.PassProfile:
+    def _ensure_profile(self) -> PassProfile:
         if self.profile is None:
-            self.profile = profiled.PassProfile(self.passes.worker.calls, self.root == self.passes.me)
+            self.profile = PassProfile(self.manager.worker.calls, self.root == self.manager.worker_id)
         return self.profile
 
-    def arrived(self, profile: profiled.Profile) -> None:
-        """A message has said this to a profile."""
-        self._profile().arrived(profile)
+    def on_profile(self, profile: Profile) -> None:
+        """Process the profile that a message carried."""
+        self._ensure_profile().on_profile(profile)
 
     # ---- waiting
 
-    def waiting_for(self) -> str:
-        """What is outstanding, and where."""
-        return self._pass.waiting_for()
+    def describe_pending(self) -> str:
+        """Describe what the root waits for, and from which workers."""
+        return self._pass.describe_pending()
 
 
 class PendingRequest:
-    """Messages on their way to a peer, whose answer is awaited. Called with what became of them."""
+    """Completion target of messages that were sent to a peer: called with the outcome."""
 
-    call = 0
+    call: int = 0
     done: bool = False
     peer: int
-    run: PassTask
+    task: PassTask
 
-    def __call__(self, outcome: tuple[Any, ...]) -> None:
+    def __call__(self, outcome: Outcome) -> None:
         self.done = True
-        self.run.passes.answered(self.run, self.peer, outcome)
+        self.task.manager.on_reply(self.task, self.peer, outcome)
