@@ -26,6 +26,10 @@ std::unique_ptr<Outgoing> encode_basic(const codec::Codec& codec, int tag, int f
   return compose(tag, flags, encoded);
 }
 
+nb::object id_of(nb::handle context) {
+  return context.is_none() ? nb::none() : python_result(PyObject_GetAttrString(context.ptr(), "id"));
+}
+
 void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb::handle context, nb::handle message) {
   const nb::object metadata = python_result(
       PyTuple_Pack(kFields, nb::tuple().ptr(), target.ptr(), Py_None, context.ptr(), message.ptr(), Py_None));
@@ -46,21 +50,17 @@ AutogradHooks::AutogradHooks(const nb::object& recorder)
       arrived_(recorder.attr("arrived")),
       partial_(nb::module_::import_("functools").attr("partial")) {}
 
-std::unique_ptr<Outgoing> AutogradHooks::encode(const codec::Codec& codec, int tag, int flags, nb::handle value,
-                                                std::int32_t peer, nb::handle context, bool request) const {
-  codec::Encoded encoded;
-  if (!is_encoded(codec.encode_recorded(value.ptr(), encoded, false))) return nullptr;
-  if (!request && encoded.recorded.empty()) return compose(tag, flags, encoded);
+bool AutogradHooks::encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context,
+                           bool request, codec::Encoded& encoded, nb::object& message) const {
+  message = nb::none();
+  if (!is_encoded(codec.encode_recorded(value.ptr(), encoded, false))) return false;
+  if (!request && encoded.recorded.empty()) return true;
   const nb::object tensors = python_result(PyTuple_New(static_cast<Py_ssize_t>(encoded.recorded.size())));
   for (std::size_t i = 0; i < encoded.recorded.size(); ++i)
     PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), encoded.recorded[i].release().ptr());
-  const nb::object message = python_result(
+  message = python_result(
       call_python(carry_.ptr(), context.ptr(), nb::int_(peer).ptr(), tensors.ptr(), request ? Py_True : Py_False));
-  if (message.is_none()) return request ? nullptr : compose(tag, flags, encoded);
-  // A request has been counted: its receiver waits for it when the context ends.
-  auto m = compose(tag, flags | (request ? wire::kMustDeliver : 0), encoded);
-  add_metadata(*m, codec, nb::none(), python_result(PyObject_GetAttrString(context.ptr(), "id")), message);
-  return m;
+  return !request || !message.is_none();
 }
 
 bool AutogradHooks::read(const codec::Codec& codec, const Incoming& message, ContextTag& out) {

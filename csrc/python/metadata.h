@@ -17,6 +17,9 @@ bool is_encoded(codec::EncodeStatus completion);
 /// Encodes a value without metadata; null if the codec cannot. Throws nb::python_error.
 std::unique_ptr<Outgoing> encode_basic(const codec::Codec& codec, int tag, int flags, nb::handle value);
 
+/// Returns the id of an autograd context, or None for None. Throws nb::python_error.
+nb::object id_of(nb::handle context);
+
 /// Appends metadata to a message: its last segment. Throws nb::python_error.
 void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb::handle context, nb::handle message);
 
@@ -31,10 +34,11 @@ class AutogradHooks {
  public:
   explicit AutogradHooks(const nb::object& recorder);
 
-  /// Encodes a message of a context; null if the codec cannot, or the context has ended. A request always gets
-  /// metadata, a reply only if it has tensors to record. Throws nb::python_error.
-  std::unique_ptr<Outgoing> encode(const codec::Codec& codec, int tag, int flags, nb::handle value, std::int32_t peer,
-                                   nb::handle context, bool request) const;
+  /// Encodes the body of a message of a context and records its tensors. False if the codec cannot encode it, or a
+  /// request's context has ended. `message` is the number for the metadata, or None: a reply without tensors to record,
+  /// or whose context has ended, needs no metadata. Throws nb::python_error.
+  bool encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context, bool request,
+              codec::Encoded& encoded, nb::object& message) const;
 
   /// Reads the last segment, the metadata. `out` is empty if it names no context, but the reference to create, which
   /// the body names, too. False: it says more, or something else. Throws nb::python_error.

@@ -136,12 +136,21 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
     flags |= wire::kReceiver;
     add(python_result(PyTuple_GetSlice(form.receiver.attr(id_).ptr(), 0, 2)));
   }
-  auto m = call.context.is_none() ? encode_basic(codec_, wire::kCall, flags, body)
-                                  : autograd_.encode(codec_, wire::kCall, flags, body, call.peer, call.context, true);
-  if (!m) return nullptr;
-  if (keeps && m->payload_size() + (named ? PyBytes_GET_SIZE(name.text.ptr()) : 0) >= kAlwaysTaken) {
-    // It may arrive without its content, and says in its metadata, too, which reference it creates.
-    add_metadata(*m, codec_, nb::make_tuple(me_, form.keep_as), nb::none(), nb::int_(0));
+  codec::Encoded encoded;
+  nb::object message;
+  const bool in_context = !call.context.is_none();
+  const bool encodable = in_context ? autograd_.encode(codec_, body, call.peer, call.context, true, encoded, message)
+                                    : is_encoded(codec_.encode_basic(body.ptr(), encoded));
+  if (!encodable) return nullptr;
+  if (in_context) flags |= wire::kMustDeliver;  // counted at the caller: the callee's context waits for it when it ends
+  auto m = compose(wire::kCall, flags, encoded);
+  // A large request may arrive without its content, so its metadata names the reference to create, too.
+  const bool large = keeps && m->payload_size() + (named ? PyBytes_GET_SIZE(name.text.ptr()) : 0) >= kAlwaysTaken;
+  if (in_context || large) {
+    nb::object target = nb::none();
+    if (large) target = nb::make_tuple(me_, form.keep_as);
+    if (!in_context) message = nb::int_(0);
+    add_metadata(*m, codec_, target, id_of(call.context), message);
   }
   if (named) set_name(*m, name.number, name.text);
   return m;
@@ -152,7 +161,6 @@ bool Preparer::is_fast(const CallForm& form, const PreparedCall& call, int& flag
   if (form.introduce || form.internal || PyDict_GET_SIZE(interceptors_.ptr()) != 0) return false;
   if (!returns(is_autocast_enabled_, Py_False)) return false;
   const bool creates = !form.keep_as.is_none();
-  if (creates && !call.context.is_none()) return false;
   if (returns(is_grad_enabled_, Py_True)) return true;
   if (creates || !call.context.is_none()) return false;
   flags = nb::cast<int>(python_result(PyObject_CallNoArgs(caller_flags_.ptr())));

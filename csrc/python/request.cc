@@ -75,8 +75,7 @@ void RequestServer::serve(Request& arrived) {
     } else if (r->slow.is_valid() && nb::cast<bool>(r->slow.attr("has_state"))) {
       reply = nullptr;  // what it records depends on the caller's state
     } else {
-      reply = r->context.is_none() ? encode_basic(codec_, wire::kValue, 0, result)
-                                   : autograd_.encode(codec_, wire::kValue, 0, result, r->item.peer, r->context, false);
+      reply = encode_value(*r, result);
     }
   });
   if (what == kParked && !error.is_valid()) {
@@ -97,6 +96,17 @@ void RequestServer::serve(Request& arrived) {
   }
   if (r->slow.is_valid()) ask(r->slow.attr("leave"));
   if (ran) call_back(python_.clean_state);
+}
+
+/// Returns a reply with a value, or null if the codec cannot encode it.
+std::unique_ptr<Outgoing> RequestServer::encode_value(const Request& r, const nb::object& value) const {
+  if (r.context.is_none()) return encode_basic(codec_, wire::kValue, 0, value);
+  codec::Encoded encoded;
+  nb::object message;
+  if (!autograd_.encode(codec_, value, r.item.peer, r.context, false, encoded, message)) return nullptr;
+  auto reply = compose(wire::kValue, 0, encoded);
+  if (!message.is_none()) add_metadata(*reply, codec_, nb::none(), id_of(r.context), message);
+  return reply;
 }
 
 void RequestServer::reply_slow(Request& r, nb::object result, bool deferred) {

@@ -107,6 +107,7 @@ class RequestServer {
 
  private:
   /// Replies with what the codec cannot encode, or when it is there.
+  std::unique_ptr<Outgoing> encode_value(const Request& r, const nb::object& value) const;
   void reply_slow(Request& r, nb::object result, bool deferred);
   /// What Python is told of a request.
   nb::object info_of(const Request& r) const;

@@ -1,6 +1,7 @@
 """Backward passes over workers: what they compute."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -200,3 +201,45 @@ def test_a_reference_as_root(four: Cluster) -> None:
         rpc.RRef("foo").backward()
     with pytest.raises(RuntimeError, match="Could not find autograd context with id: 100"):
         rpc.RRef(scalar(x)).backward(100)
+
+
+class Layer:
+    """Holds a weight on a worker."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.y = x * 2
+
+    def value(self) -> Tensor:
+        return self.y
+
+
+@pytest.mark.parametrize("size", [3, 100_000])  # a large request also has the reference in its metadata
+def test_a_creation_in_a_context_is_recorded_by_the_native_client(
+    four: Cluster, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = leaf(size)
+    rpc.rpc_sync("w1", Layer, (torch.zeros(1),))  # its name is known
+    messages = type(four[0]._worker.messages)
+    encode, caller = messages.encode, threading.get_ident()
+
+    def not_by_the_caller(*args: Any, **kwargs: Any) -> Any:
+        assert threading.get_ident() != caller
+        return encode(*args, **kwargs)
+
+    with autograd.context() as context_id:
+        with monkeypatch.context() as patch:
+            patch.setattr(messages, "encode", not_by_the_caller)
+            layer = rpc.remote("w1", Layer, (x,))
+        autograd.backward(context_id, [layer.rpc_sync().value().sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full_like(x, 2))
+
+
+def test_gradients_that_arrive_in_one_tensor_are_kept_apart(four: Cluster) -> None:
+    a, b = leaf(3), leaf(3)
+    with autograd.context() as context_id:
+        loss = (rpc.rpc_sync("w1", torch.add, (a, b)) * torch.rand(3, dtype=torch.float64)).sum()
+        autograd.backward(context_id, [loss])
+        gradients = autograd.get_gradients(context_id)
+        expected = gradients[b].clone()
+        gradients[a].zero_()
+        assert torch.equal(gradients[b], expected)

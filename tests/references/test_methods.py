@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from things import PATIENCE, freed, make, started
 
 from telegrad.errors import RpcTimeout
 from telegrad.protocols.rref import RRefId
-from telegrad.rpc import RRef
+from telegrad.rpc import Options, RRef
 from telegrad.rpc.functions import async_execution
-from telegrad.testing import Cluster, cluster
+from telegrad.testing import Cluster, Gate, cluster
 
+SOON = 0.05  # s
 _open = threading.Event()
 
 
@@ -116,3 +118,29 @@ def test_of_a_value_that_is_gone(desk: RRef[Desk], w: Cluster) -> None:
     for function in ("take", type):
         with pytest.raises(RuntimeError, match="has been deleted"):
             w[0]._worker.calls.client.call(1, function, (), {}, 0, made_up)
+
+
+@pytest.mark.parametrize("mode", ["call", "creation beyond its timeout"])
+def test_a_receiver_is_kept_alive_until_its_method_has_run(mode: str) -> None:
+    with cluster(2, Options(num_worker_threads=1)) as w:
+        receiver, other = w[0].remote("w1", make, ("receiver",)), w[0].remote("w1", make, ("other",))
+        for rref in (receiver, other):
+            rref.rpc_sync().greet("x")
+        receiver.remote(timeout=PATIENCE).greet("x")  # its type is known
+        gate = Gate()
+        blocked = w[0].rpc_async("w1", gate.enter)  # w1 runs no other request until the gate opens
+        gate.wait_for()
+        if mode == "call":
+            child = receiver.rpc_async().child("child")
+        else:
+            child = receiver.remote(timeout=SOON).child("child")
+            with pytest.raises(RpcTimeout):
+                child._get_future().wait()
+        del receiver, other, rref
+        assert freed("other").wait(PATIENCE)  # its release follows where that of the receiver would have been
+        assert not freed("receiver").is_set()
+        gate.open()
+        assert started("child").wait(PATIENCE)
+        blocked.wait()
+        assert freed("receiver").wait(PATIENCE)
+        del child
