@@ -142,7 +142,7 @@ def _check_calls() -> None:
         assert held.to_here() == [1, 2]
         rpc.rpc_sync("w1", go_on)
         assert call.wait() == "undisturbed"
-        assert not worker.lost
+        assert not worker.lost_names()
         del held, call
         assert_quiescent(worker)
         rpc.rpc_sync("w1", nothing_left)

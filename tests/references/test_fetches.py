@@ -94,7 +94,7 @@ def test_fetches_wait_without_a_thread(w: Cluster) -> None:
         thread.start()
     gate.wait_for()
     owned = w[1]._worker.references.values[rref.id]
-    eventually(lambda: len(owned._parked or ()) == 20, what="all fetches to wait for the value")
+    eventually(lambda: len(owned._waiters or ()) == 20, what="all fetches to wait for the value")
     assert w[1]._worker.engine.stats()["running_requests"] == 1
     assert plain.to_here() == ((1,), {})
     gate.open()
