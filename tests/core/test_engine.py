@@ -1,4 +1,4 @@
-"""`_core.Engine` from Python: who holds what, the GIL, and a port that anybody may write to."""
+"""`_core.Engine` from Python: ownership, the GIL, and untrusted connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from engines import ECHO, EV_LOG, HOLD, NEVER, PEER_LOST, REPLIED, STOPPED, TIMED_OUT, UNREACHABLE, Native
+from engine_helpers import ECHO, EV_LOG, HOLD, NEVER, PEER_LOST, REPLIED, STOPPED, TIMED_OUT, UNREACHABLE, Native
 
 from telegrad import _core
 from telegrad.testing import eventually
@@ -54,12 +54,12 @@ def test_received_memory_is_aligned_writable_and_outlives_the_engine(pair: tuple
     assert bytes(blocks[1]) == b"\x07yz"
 
 
-def test_each_outcome_has_its_own_status(pair: tuple[Native, Native]) -> None:
+def test_each_completion_has_its_own_status(pair: tuple[Native, Native]) -> None:
     a, b = pair
     assert a.call(1, NEVER, timeout=1_000_000)[0] == TIMED_OUT
     assert a.call(9)[0] == UNREACHABLE
     assert a.call(9)[6] == "no such worker"
-    assert a.call(1)[0] == REPLIED  # what was sent before has come by now
+    assert a.call(1)[0] == REPLIED  # earlier messages have arrived by now
     before = b.engine.stats()["requests"]
     waiting: list[int] = []
     thread = threading.Thread(target=lambda: waiting.append(a.call(1, NEVER)[0]))
@@ -73,16 +73,16 @@ def test_each_outcome_has_its_own_status(pair: tuple[Native, Native]) -> None:
     assert a.call(1)[0] == STOPPED
 
 
-class Thing:
-    """Something a weak reference can watch."""
+class Tracked:
+    """Object for weak references."""
 
 
-def test_nothing_that_was_handed_over_is_kept(pair: tuple[Native, Native]) -> None:
+def test_passed_objects_are_released(pair: tuple[Native, Native]) -> None:
     a, b = pair
-    watched: list[weakref.ref[Thing]] = []
+    watched: list[weakref.ref[Tracked]] = []
 
-    def thing() -> Thing:
-        t = Thing()
+    def thing() -> Tracked:
+        t = Tracked()
         watched.append(weakref.ref(t))
         return t
 
@@ -97,7 +97,7 @@ def test_nothing_that_was_handed_over_is_kept(pair: tuple[Native, Native]) -> No
         del owner, segment
     a.wait_for(lambda: len(a.outcomes) == 20)
     a.outcomes.clear()
-    b.call(0)  # any call lets go of what other threads have put aside
+    b.call(0)  # any call releases what other threads have deferred
     a.call(1)
     gc.collect()
     assert not [w for w in watched if w() is not None]
@@ -105,10 +105,10 @@ def test_nothing_that_was_handed_over_is_kept(pair: tuple[Native, Native]) -> No
     assert a.engine.stats()["pending_calls"] == 0
 
 
-def test_an_engine_that_is_dropped_with_calls_under_way() -> None:
+def test_an_engine_is_dropped_with_calls_in_flight() -> None:
     a, b = Native(0, threads=0), Native(1)
     a.meet(1, b.address)
-    watched = weakref.ref(cookie := Thing())
+    watched = weakref.ref(cookie := Tracked())
     a.start(1, cookie, NEVER)
     del cookie
     fds = len(os.listdir("/proc/self/fd"))
@@ -120,7 +120,7 @@ def test_an_engine_that_is_dropped_with_calls_under_way() -> None:
     b.stop()
 
 
-def test_waiting_is_without_the_gil(pair: tuple[Native, Native]) -> None:
+def test_waiting_releases_the_gil(pair: tuple[Native, Native]) -> None:
     a, b = pair
     outcome = []
     thread = threading.Thread(target=lambda: outcome.append(a.call(1, HOLD, b"x")))
@@ -152,7 +152,7 @@ def test_many_python_threads(pair: tuple[Native, Native]) -> None:
 
 
 def hello() -> bytes:
-    """What an engine sends first, recorded."""
+    """Return the recorded first bytes that an engine sends."""
     listener = socket.socket(socket.AF_UNIX)
     name = f"\0telegrad-test-record-{os.getpid()}"
     listener.bind(name)
@@ -169,7 +169,7 @@ def hello() -> bytes:
 
 
 def test_a_hostile_byte_stream(pair: tuple[Native, Native]) -> None:
-    """Noise, greetings cut short, greetings with changed bytes: the link ends, and nobody else notices."""
+    """Noise and truncated or corrupted handshakes close only their own connection."""
     a, b = pair
     rng = random.Random(1)
     greeting = hello()
@@ -199,8 +199,8 @@ def test_a_hostile_byte_stream(pair: tuple[Native, Native]) -> None:
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds)
 
 
-def test_a_call_that_comes_after_the_end_is_not_made(pair: tuple[Native, Native]) -> None:
-    """There is no thread of the pool left that could bring its outcome."""
+def test_a_call_after_stop_is_rejected(pair: tuple[Native, Native]) -> None:
+    """No pool thread is left to complete it."""
     a, _ = pair
     a.stop()
     cookie = threading.Event()

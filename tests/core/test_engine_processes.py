@@ -1,4 +1,4 @@
-"""Engines in processes of their own: killed, stopped, interrupted, forked."""
+"""Engines in separate processes: killed, stopped, interrupted, forked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from engines import ECHO, EV_LOST, FORK, HOLD, NEVER, PEER_LOST, REPLIED, UNREACHABLE, WINDOW, Child, Native
+from engine_helpers import ECHO, EV_LOST, FORK, HOLD, NEVER, PEER_LOST, REPLIED, UNREACHABLE, WINDOW, Child, Native
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def spawn(worker: Native) -> Iterator[Callable[..., Child]]:
 
 
 class Waiting:
-    """A call in a thread of its own."""
+    """Call in a separate thread."""
 
     def __init__(self, worker: Native, peer: int, tag: int, body: bytes = b""):
         self.thread = threading.Thread(target=self.run, args=(worker, peer, tag, body))
@@ -76,12 +76,12 @@ def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable
     assert held.join()[0] == PEER_LOST
 
 
-def test_a_peer_killed_while_it_is_sent_to(worker: Native, spawn: Callable[..., Child]) -> None:
+def test_a_peer_is_killed_while_receiving(worker: Native, spawn: Callable[..., Child]) -> None:
     victim, other = spawn(1), spawn(2)
     assert worker.call(1)[0] == REPLIED
     victim.kill(signal.SIGSTOP)
     stuck = [Waiting(worker, 1, ECHO, bytes(16 << 20)) for _ in range(2)]
-    for i in range(200):  # a peer that does not read holds up nobody else
+    for i in range(200):  # a peer that does not read delays no other call
         assert worker.call(2, ECHO, b"%d" % i)[3] == b"%d" % i
     assert all(s.thread.is_alive() for s in stuck)
     victim.kill()
@@ -90,7 +90,7 @@ def test_a_peer_killed_while_it_is_sent_to(worker: Native, spawn: Callable[..., 
     assert other.process.poll() is None
 
 
-def test_a_stopped_peer_goes_on_where_it_was(worker: Native, spawn: Callable[..., Child]) -> None:
+def test_a_stopped_peer_resumes(worker: Native, spawn: Callable[..., Child]) -> None:
     child = spawn(1)
     child.kill(signal.SIGSTOP)
     waiting = Waiting(worker, 1, ECHO, b"hello" * 1000)
@@ -100,7 +100,7 @@ def test_a_stopped_peer_goes_on_where_it_was(worker: Native, spawn: Callable[...
 
 @pytest.mark.parametrize(("tag", "size"), [(NEVER, 10), (ECHO, 8 << 20), (WINDOW, 40 << 20)])
 def test_control_c_ends_a_call(worker: Native, spawn: Callable[..., Child], tag: int, size: int) -> None:
-    """Whose answer does not come, whose tensors do not leave, and that has to wait for the peer's window."""
+    """Calls without reply, with unsent tensors, and waiting for the window."""
     silent = spawn(1)
     caller = spawn(2, "1", silent.address, str(tag), str(size))
     assert caller.line() == f"connected {REPLIED}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 FIRST_CALLS = """
 import threading
-from engines import UNREACHABLE, Native
+from engine_helpers import UNREACHABLE, Native
 
 real, inside, go_on = threading.main_thread, threading.Event(), threading.Event()
 
@@ -34,7 +34,7 @@ print("done")
 """
 
 
-def test_a_thread_that_makes_its_first_call_beside_another() -> None:
+def test_two_threads_make_their_first_calls_at_once() -> None:
     program = subprocess.run(
         [sys.executable, "-c", FIRST_CALLS],
         cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False,

@@ -1,4 +1,4 @@
-"""Threads of tests, which end with them."""
+"""Threads that end with their test."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def in_thread() -> Any:
-    """Runs something in a thread, which the test joins at its end."""
+    """Return a function that runs its argument in a thread joined after the test."""
     threads = []
 
     def begin(function: Callable[[], Any]) -> threading.Thread:

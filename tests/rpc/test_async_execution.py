@@ -1,4 +1,7 @@
-"""Handlers under `async_execution` answer when their future completes, and hold no thread until then."""
+"""Handlers with `async_execution` reply when their future completes.
+
+They hold no thread until then.
+"""
 
 import threading
 from typing import Any
@@ -117,7 +120,7 @@ def no_future(x: int) -> Any:
 
 
 @pytest.mark.parametrize("how", ["sync", "async", "remote"])
-def test_something_else_than_a_future(how: str) -> None:
+def test_a_result_that_is_no_future_raises(how: str) -> None:
     with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future object, but got builtins\.int"):
         call(how, no_future, 1)
 
@@ -160,14 +163,14 @@ def test_errors(how: str) -> None:
         call(how, raises_in_callback, "w0")
 
 
-def test_called_directly_it_is_the_function() -> None:
+def test_a_local_call_runs_the_function() -> None:
     assert add_there("w1", 1, 2).wait() == 3
     assert Forms.static_outside("w1", 1).wait() == 2
     assert Forms(1).bound("w1", 1).wait() == 2
 
 
 class Batcher:
-    """The classical use: requests wait for each other, and one answer serves all."""
+    """Batching: requests wait for each other, and one result serves all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -190,7 +193,7 @@ class Batcher:
         return answer
 
 
-def test_requests_that_wait_for_each_other_need_no_thread_each() -> None:
+def test_requests_waiting_for_each_other_hold_no_threads() -> None:
     with cluster(2, rpc.Options(num_worker_threads=1)):
         batcher = rpc.remote("w1", Batcher, (64,))
         for _ in range(3):
@@ -209,7 +212,7 @@ def hands_out(gate: Gate) -> Any:
     return pending[-1]
 
 
-def test_the_answer_may_come_from_any_thread_at_any_time() -> None:
+def test_the_future_may_complete_in_any_thread_at_any_time() -> None:
     gate = Gate()
     future = rpc.rpc_async("w1", hands_out, (gate,))
     gate.wait_for()
@@ -220,7 +223,7 @@ def test_the_answer_may_come_from_any_thread_at_any_time() -> None:
     thread.join()
 
 
-def test_a_future_that_completes_after_the_time_out() -> None:
+def test_a_future_completes_after_the_timeout() -> None:
     gate = Gate()
     with pytest.raises(RuntimeError, match="RPC ran for more than"):
         rpc.rpc_sync("w1", hands_out, (gate,), timeout=0.05)

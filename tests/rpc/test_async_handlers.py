@@ -1,4 +1,4 @@
-"""``async def`` handlers: on the worker's event loop, as many at once as there are."""
+"""``async def`` handlers run concurrently on the worker's event loop."""
 
 import asyncio
 import threading
@@ -66,7 +66,7 @@ class Owned:
         return cls.__name__
 
 
-def test_in_every_way_of_calling() -> None:
+def test_all_kinds_of_calls() -> None:
     assert rpc.rpc_sync("w1", double, (2,)) == 4
     assert rpc.rpc_async("w1", double, (2,)).wait() == 4
     assert rpc.remote("w1", double, (2,)).to_here() == 4
@@ -85,12 +85,12 @@ def test_in_every_way_of_calling() -> None:
     assert rpc.rpc_sync("w1", local, (2,)) == 3
 
 
-def test_on_the_workers_own_loop() -> None:
+def test_handlers_run_on_the_workers_loop() -> None:
     assert rpc.rpc_sync("w1", thread_and_worker) == ("telegrad-w1-loop", "w1")
     assert rpc.rpc_sync("w0", thread_and_worker) == ("telegrad-w0-loop", "w0")
 
 
-def test_errors_come_as_from_functions() -> None:
+def test_errors_are_those_of_functions() -> None:
     for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait(), lambda *a: rpc.remote(*a).to_here()):
         with pytest.raises(KeyError, match="in a coroutine") as caught:
             call("w1", fails)
@@ -100,7 +100,7 @@ def test_errors_come_as_from_functions() -> None:
         rpc.rpc_sync("w1", double)
 
 
-def test_they_await_calls_of_their_own() -> None:
+def test_handlers_await_nested_calls() -> None:
     assert rpc.rpc_sync("w1", asks, ("w0", 3)) == (6, [0, 1, 2])
     assert rpc.rpc_sync("w1", asks, ("w1", 3)) == (6, [0, 1, 2])
     assert rpc.rpc_sync("w1", asks, ("w0", torch.ones(1)))[0] == 2
@@ -113,7 +113,7 @@ async def meets(barrier: "Meeting", n: int) -> int:
 
 
 class Meeting:
-    """Coroutines of one loop that go on when all of them are there."""
+    """Barrier for coroutines of one loop."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -138,19 +138,19 @@ async def deadline_of_nested_call(gate: Gate) -> None:
     await rpc.rpc_async("w0", gate.enter)
 
 
-def test_the_callers_deadline_holds_for_what_they_await() -> None:
+def test_nested_calls_inherit_the_callers_deadline() -> None:
     gate = Gate()
-    nested = rpc.rpc_async("w1", records_time_out, (gate,), timeout=0.1)
+    nested = rpc.rpc_async("w1", records_timeout, (gate,), timeout=0.1)
     with pytest.raises(RuntimeError, match="RPC ran for more than"):
         nested.wait()
-    assert ended.wait(10)  # the nested call has ended too, although its own time-out is a minute
+    assert ended.wait(10)  # the nested call has ended too, although its own timeout is a minute
     gate.open()
 
 
 ended = threading.Event()
 
 
-async def records_time_out(gate: Gate) -> None:
+async def records_timeout(gate: Gate) -> None:
     try:
         await deadline_of_nested_call(gate)
     except RuntimeError:
@@ -185,15 +185,15 @@ def test_async_execution_of_a_coroutine_function() -> None:
         rpc.rpc_sync("w1", both_with_future, (1,))
 
 
-async def waits_for_ever(gate: Gate) -> None:
+async def waits_forever(gate: Gate) -> None:
     gate.entered.release()
     await asyncio.Event().wait()
 
 
-def test_shutdown_ends_those_that_wait(two: Cluster) -> None:
+def test_shutdown_cancels_waiting_handlers(two: Cluster) -> None:
     with cluster(2, graceful=False, check=True) as group:
         gate = Gate()
-        future = group[0].rpc_async("w1", waits_for_ever, (gate,))
+        future = group[0].rpc_async("w1", waits_forever, (gate,))
         gate.wait_for()
         group[1].shutdown(graceful=False)
         group.workers.pop()
@@ -201,7 +201,7 @@ def test_shutdown_ends_those_that_wait(two: Cluster) -> None:
             future.wait()
 
 
-def test_a_slow_handler_does_not_hold_up_the_others() -> None:
+def test_a_slow_handler_does_not_delay_others() -> None:
     gate = Gate()
     slow = rpc.rpc_async("w1", waits_at, (gate,))
     gate.wait_for()
@@ -217,11 +217,11 @@ async def waits_at(gate: Gate) -> str:
     return "went on"
 
 
-# ---- coroutines that wait without await
+# ---- coroutines that block without await
 
 
 async def calls_back(to: str, path: list[str], way: str) -> str:
-    """Leads back to the worker whose loop waits for it."""
+    """Call back to the worker that waits on its loop for this call."""
     if not path:
         return "end"
     arguments = (path[0], calls_back, (path[0], path[1:], way))
@@ -245,7 +245,7 @@ def test_what_a_coroutine_waits_for_may_need_another_one(way: str, caplog: pytes
 
 
 def test_what_came_before_the_wait_goes_on_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
-    """Calls that were on their way when the coroutine began to wait."""
+    """Calls were in flight when the coroutine began to block."""
     with cluster(2) as group:
         assert group[0].rpc_sync("w1", starts_and_waits, timeout=20) == [2] * 20
         caplog.clear()

@@ -9,7 +9,7 @@ from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 
 
 @pytest.fixture(autouse=True)
-def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def restored_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_registry, "BackendType", backend_registry.BackendType)
 
 
@@ -21,7 +21,7 @@ def init(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return ("agent", args, kwargs)
 
 
-def test_there_is_one_to_begin_with() -> None:
+def test_one_backend_is_registered() -> None:
     backend = backend_registry.BackendType.TENSORPIPE
     assert repr(backend) == "BackendType.TENSORPIPE"
     assert backend_registry.backend_registered("TENSORPIPE")
@@ -32,7 +32,7 @@ def test_there_is_one_to_begin_with() -> None:
     assert pickle.loads(pickle.dumps(backend)) is backend
 
 
-def test_one_more() -> None:
+def test_register_another_backend() -> None:
     before = backend_registry.BackendType.TENSORPIPE
     backend = backend_registry.register_backend("OTHER", construct, init)
     assert backend is backend_registry.BackendType["OTHER"] is backend_registry.BackendType.OTHER
@@ -40,20 +40,20 @@ def test_one_more() -> None:
     assert backend_registry.construct_rpc_backend_options(backend, 1, "m", x=2) == ("options", (1, "m"), {"x": 2})
     assert backend_registry.init_backend(backend, store=1) == ("agent", (), {"store": 1})
     assert backend_registry.is_backend(backend)
-    assert backend_registry.is_backend(before)  # though the enumeration is another one now
+    assert backend_registry.is_backend(before)  # though the enumeration has been replaced
     with pytest.raises(RuntimeError, match=r"^RPC backend .+: already registered$"):
         backend_registry.register_backend("OTHER", construct, init)
 
 
-def test_what_is_no_backend() -> None:
+def test_values_that_are_no_backend_raise() -> None:
     class Other(enum.Enum):
         TENSORPIPE = 1
 
-    for stranger in ("TENSORPIPE", Other.TENSORPIPE, None, 5):
-        assert not backend_registry.is_backend(stranger)
+    for unknown in ("TENSORPIPE", Other.TENSORPIPE, None, 5):
+        assert not backend_registry.is_backend(unknown)
 
 
-def test_arguments_of_the_wrong_kind_are_refused_before_anything_is_started() -> None:
+def test_wrong_arguments_raise_before_anything_starts() -> None:
     from torch.distributed import HashStore
 
     backend = backend_registry.BackendType.TENSORPIPE

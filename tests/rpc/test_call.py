@@ -1,4 +1,4 @@
-"""``await rpc.call(...)``: calls as coroutines, for tasks, groups and timeouts of asyncio."""
+"""``await rpc.call(...)``: calls as coroutines in tasks, groups and timeouts."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("erro
 
 
 class Counter:
-    """A value whose methods are called through references."""
+    """Value for method calls through references."""
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
@@ -48,7 +48,7 @@ def fail_after(gate: Gate) -> None:
     fail("after the wait for it was canceled")
 
 
-def test_a_coroutine_that_tasks_and_groups_take() -> None:
+def test_it_works_in_tasks_and_groups() -> None:
     async def main() -> list[Any]:
         made = rpc.call("w1", add, (1,), {"y": 2})
         assert asyncio.iscoroutine(made)
@@ -73,7 +73,7 @@ def test_it_starts_when_awaited() -> None:
     assert asyncio.run(main()) == 7
 
 
-def test_no_thread_for_each_await() -> None:
+def test_awaits_hold_no_threads() -> None:
     async def main(gate: Gate) -> None:
         before = threading.active_count()
         tasks = [asyncio.create_task(rpc.call("w1", wait_on, (gate,))) for _ in range(200)]
@@ -113,7 +113,7 @@ def test_errors_and_timeouts() -> None:
     asyncio.run(main())
 
 
-def test_forms_of_workers_and_references(two: Cluster) -> None:
+def test_calls_through_workers_and_references(two: Cluster) -> None:
     async def main() -> None:
         assert await two[1].call("w0", add, (1,)) == 2
         assert await asyncio.create_task(two[1].call(0, rpc.get_worker_info)) == two[0].info
@@ -150,7 +150,7 @@ async def through_a_future(gate: Gate) -> Any:
 
 @pytest.mark.parametrize("make", [lambda gate: rpc.call("w1", fail_after, (gate,)), through_a_future])
 @pytest.mark.parametrize("fails", ["while the loop runs", "after the loop"])
-def test_a_canceled_await_leaves_no_leak_and_no_noise(
+def test_a_canceled_await_leaks_nothing_and_logs_nothing(
     two: Cluster, caplog: pytest.LogCaptureFixture, make: Any, fails: str
 ) -> None:
     def under_way() -> int:

@@ -1,4 +1,4 @@
-"""Whom a call may go to, in which forms its arguments come, and that values arrive as they left."""
+"""Destinations, forms of arguments, and round trips of values."""
 
 import asyncio
 import collections
@@ -71,12 +71,12 @@ def test_an_unknown_worker(to: Any, text: str) -> None:
     for start in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         with pytest.raises(UnknownWorker, match=text):
             start(to, where)
-    with pytest.raises(RuntimeError, match="w0, w1"):  # who there is
+    with pytest.raises(RuntimeError, match="w0, w1"):  # the existing workers
         rpc.get_worker_info(to)
 
 
 @pytest.mark.parametrize("to", [1.5, None, [], b"w1"])
-def test_what_is_no_worker(to: Any) -> None:
+def test_values_that_are_no_worker_raise(to: Any) -> None:
     for start in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         with pytest.raises(ValueError, match="Cannot get WorkerInfo from name"):
             start(to, where)
@@ -130,7 +130,7 @@ class Frozen:
     key: int
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -183,7 +183,7 @@ class Slots:
         Point(1, [Point(2, 3)]),
         Record("r", [1]),
         Frozen(3),
-        Colour.RED,
+        Color.RED,
         Flags.A | Flags.B,
         Weird(a=1),
         Slots(4),
@@ -215,7 +215,7 @@ class Slots:
     ],
     ids=lambda v: f"{type(v).__name__}-{str(v)[:12]!a}",
 )
-def test_values_arrive_as_they_left(value: Any) -> None:
+def test_values_survive_the_round_trip(value: Any) -> None:
     for shape in (value, [value], {"k": (value, value)}):
         got = rpc.rpc_sync("w1", echo, (shape,))
         assert got == shape
@@ -224,7 +224,7 @@ def test_values_arrive_as_they_left(value: Any) -> None:
     assert type(inner) is type(value)
 
 
-def test_not_a_number() -> None:
+def test_nan_survives_the_round_trip() -> None:
     got = rpc.rpc_sync("w1", echo, (float("nan"),))
     assert math.isnan(got)
 
@@ -263,7 +263,7 @@ def test_numpy_arrays(array: Any) -> None:
         got[...] = got  # writable
 
 
-def test_big_plain_values() -> None:
+def test_big_codec_values() -> None:
     text = "é" * 3_000_000
     assert rpc.rpc_sync("w1", echo, (text,)) == text
     data = bytes(range(256)) * 40_000
@@ -276,7 +276,7 @@ def test_big_plain_values() -> None:
     assert rpc.rpc_sync("w1", echo, (deep,)) == deep
 
 
-def test_deeper_than_pickle_goes_is_an_error_and_no_crash() -> None:
+def test_too_deep_nesting_raises() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -291,7 +291,7 @@ def test_results_that_cannot_be_sent_are_errors_at_the_caller(caplog: pytest.Log
         rpc.rpc_sync("w1", threading.Lock)
     with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
         rpc.rpc_sync("w1", torch.futures.Future)
-    assert "lock" in caplog.text  # and it is said over there
+    assert "lock" in caplog.text  # and the callee logs it
 
 
 CALLS: dict[str, Any] = {
@@ -317,7 +317,7 @@ def test_arguments_that_are_no_tuple_are_an_error_at_the_caller(call: str, args:
         CALLS[call](args=(1,), timeout=None)
 
 
-def test_drop_in_unpacks_them_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_in_unpacks_arguments_like_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed.rpc", types.ModuleType("telegrad.compat.rpc"))
     assert rpc.rpc_sync("w1", echo, args=torch.ones(1)) == torch.ones(())
     assert rpc.rpc_sync("w1", echo, args="x") == "x"

@@ -1,4 +1,4 @@
-"""Everything that can be called can be called remotely."""
+"""Remote calls of every kind of callable."""
 
 import functools
 import math
@@ -182,13 +182,13 @@ gate = Gate()
 
 
 @torch.jit.ignore
-def come_in() -> None:
+def enter_script() -> None:
     gate.entered.release()
 
 
 @torch.jit.script
 def long_script(x: torch.Tensor) -> torch.Tensor:
-    come_in()
+    enter_script()
     for _ in range(100_000_000):
         if float(x[0]) > 0:
             break
@@ -196,7 +196,7 @@ def long_script(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_scripts_run_without_the_gil() -> None:
-    """The script spins until this thread, which needs the GIL for it, changes the very tensor that it looks at."""
+    """The script spins until this thread, which needs the GIL, changes its tensor."""
     watched = torch.zeros(1)
     held[0] = watched
     future = rpc.rpc_async("w1", run_on_held, timeout=20)
@@ -212,7 +212,7 @@ def run_on_held() -> Any:
     return long_script(held[0])
 
 
-def test_calls_from_inside_a_script_are_refused_with_a_clear_word() -> None:
+def test_calls_from_inside_a_script_raise_a_clear_error() -> None:
     def call_from_script(x: torch.Tensor) -> torch.Tensor:
         return rpc.rpc_sync("w1", torch.add, (x, x))
 
@@ -235,7 +235,7 @@ def echo(x: Any) -> Any:
 
 @pytest.mark.parametrize("start", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
 @pytest.mark.parametrize("nothing", [None, 3, "torch.add", []])
-def test_what_cannot_be_called(start: Any, nothing: Any) -> None:
+def test_values_that_are_not_callable_raise(start: Any, nothing: Any) -> None:
     with pytest.raises(TypeError, match="function should be callable"):
         start("w1", nothing)
 
@@ -250,19 +250,19 @@ def test_a_function_replaced_in_its_module_takes_effect(monkeypatch: pytest.Monk
     other.__module__ = __name__
     monkeypatch.setitem(globals(), "where", other)
     assert rpc.rpc_sync("w1", where) == "other"
-    # The one that has lost its name still arrives, by value.
+    # The function without a name is still sent, by value.
     assert rpc.rpc_sync("w1", original) == ("w1", (), {})
     monkeypatch.undo()
     assert rpc.rpc_sync("w1", where) == ("w1", (), {})
 
 
 def test_a_mock_in_a_module_is_called_by_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is patched here runs there when it is reached through its module, as with pickle."""
+    """A patched function found through its module runs on the callee, as with pickle."""
     monkeypatch.setattr(Account, "bank", staticmethod(lambda name: ("patched", name)))
     assert rpc.rpc_sync("w1", Account.bank, ("b",)) == ("patched", "b")
 
 
-def test_unpicklable_callables_name_the_culprit() -> None:
+def test_errors_name_the_unpicklable_part() -> None:
     lock = threading.Lock()
     with pytest.raises((RuntimeError, TypeError), match="lock"):
         rpc.rpc_sync("w1", lambda: lock)

@@ -1,4 +1,4 @@
-"""Calls from many threads, to many workers, within each other, and more of them than anybody has room for."""
+"""Calls from many threads, to many workers, nested, and beyond the window."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ def echo(x: Any) -> Any:
 
 
 class ExitsWhenRead:
-    """A result whose unpickling raises what ends a thread."""
+    """Result that raises SystemExit when unpickled."""
 
     def __reduce__(self) -> Any:
         return sys.exit, (3,)
@@ -29,7 +29,7 @@ def make_exits_when_read() -> ExitsWhenRead:
     return ExitsWhenRead()
 
 
-def test_a_result_that_exits_when_it_is_read_ends_no_thread(two: Cluster) -> None:
+def test_a_result_that_exits_when_unpickled_ends_no_thread(two: Cluster) -> None:
     engine = two[0]._worker.engine
     for _ in range(20):
         future = two[0].rpc_async("w1", make_exits_when_read)
@@ -48,10 +48,10 @@ def test_a_result_that_exits_when_it_is_read_ends_no_thread(two: Cluster) -> Non
     [(threading.Thread, "start", RuntimeError("can't start new thread")), (_core, "PoolThread", MemoryError())],
     ids=["started", "made"],
 )
-def test_a_thread_that_cannot_be_had(
+def test_a_pool_thread_cannot_be_started(
     owner: Any, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The request runs all the same, and a later one asks for a thread again."""
+    """The request still runs, and a later one starts a thread again."""
     tried = threading.Event()
 
     def fail(*_: Any) -> None:
@@ -114,16 +114,16 @@ def test_worker_objects_are_used_by_many_threads(clean: Cluster) -> None:
     run_all([lambda thread=thread: calls(thread) for thread in range(8)])  # type: ignore[misc]
 
 
-def who(*_: Any) -> str:
+def worker_name(*_: Any) -> str:
     return rpc.get_worker_info().name
 
 
 def test_all_to_all(four: Cluster) -> None:
     def calls(rank: int) -> None:
-        futures = [(to, rpc.rpc_async(to, who, (torch.ones(100),))) for _ in range(20) for to in range(4)]
+        futures = [(to, rpc.rpc_async(to, worker_name, (torch.ones(100),))) for _ in range(20) for to in range(4)]
         assert all(future.wait() == f"w{to}" for to, future in futures)
         for _ in range(10):
-            assert [rpc.rpc_sync(to, who) for to in range(4)] == ["w0", "w1", "w2", "w3"]
+            assert [rpc.rpc_sync(to, worker_name) for to in range(4)] == ["w0", "w1", "w2", "w3"]
 
     four.on_each(calls)
     for worker in four:
@@ -131,7 +131,7 @@ def test_all_to_all(four: Cluster) -> None:
 
 
 def tree(depth: int, width: int) -> int:
-    """Each request makes `width` more, on other workers, and waits for all of them."""
+    """Make `width` nested calls on other workers and wait for all of them."""
     if depth == 0:
         return 1
     me = rpc.get_worker_info().id
@@ -141,26 +141,26 @@ def tree(depth: int, width: int) -> int:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_nested_calls_always_find_a_thread(threads: int) -> None:
+def test_nested_calls_always_find_a_thread_in_the_pool(threads: int) -> None:
     with cluster(3, rpc.Options(num_worker_threads=threads)) as group:
         assert rpc.rpc_sync("w1", tree, (4, 3)) == 81
         assert group.on_each(lambda rank: rpc.rpc_sync((rank + 1) % 3, tree, (3, 2))) == [8] * 3
 
 
-def test_no_more_requests_run_at_once_than_the_option_says() -> None:
+def test_num_worker_threads_limits_concurrent_requests() -> None:
     with cluster(2, rpc.Options(num_worker_threads=3)) as group:
         gate = Gate()
         futures = [rpc.rpc_async("w1", gate.enter, (i,)) for i in range(10)]
         gate.wait_for(3)
         assert not gate.entered.acquire(timeout=0.1)
         assert group[1]._worker.engine.stats()["running_requests"] == 3
-        assert group[0].rpc_sync("w0", echo, (1,)) == 1  # the others are not held up
+        assert group[0].rpc_sync("w0", echo, (1,)) == 1  # the others are not delayed
         gate.open()
         assert [f.wait() for f in futures] == list(range(10))
 
 
 @pytest.mark.slow
-def test_threads_go_home_when_there_is_nothing_to_do() -> None:
+def test_idle_threads_exit() -> None:
     with cluster(2, rpc.Options(num_worker_threads=32)) as group:
         gate = Gate()
         futures = [rpc.rpc_async("w1", gate.enter) for _ in range(32)]
@@ -193,8 +193,8 @@ def test_requests_larger_than_the_window_pass() -> None:
         assert rpc.rpc_sync("w1", rpc.rpc_sync, ("w0", rpc.rpc_sync, ("w1", nbytes, (big,)))) == big.nbytes
 
 
-def test_senders_wait_for_a_callee_that_does_not_keep_up() -> None:
-    """What is not yet taken up is no more than the window, however much there is to send."""
+def test_senders_wait_for_a_slow_callee() -> None:
+    """Unprocessed requests never exceed the window."""
     window = 100_000
     with cluster(2, rpc.Options(request_window_bytes=window, num_worker_threads=1)) as group:
         gate = Gate()
@@ -257,7 +257,7 @@ def test_a_hundred_thousand_calls_leave_memory_flat() -> None:
         after = resident(), len(os.listdir("/proc/self/fd")), threading.active_count()
         assert after[0] <= before[0] * 1.05
         assert after[1] <= before[1]
-        assert after[2] <= before[2] + len(group)  # a thread for a moment of waiting, at most
+        assert after[2] <= before[2] + len(group)  # at most one thread for a short wait
         for worker in group:
             assert_quiescent(worker)
 

@@ -1,4 +1,4 @@
-"""What a handler raises arrives as what it is, and says where it was raised; tests/serialize has its packing."""
+"""Exceptions of handlers keep their type and origin at the caller."""
 
 import asyncio
 import dataclasses
@@ -58,7 +58,7 @@ def _particular(code: int, reason: str) -> Particular:
 
 
 class Careless(Exception):
-    """Its arguments are not those of its constructor, so pickle cannot make it again."""
+    """Exception that pickle cannot restore: its args differ from its constructor's."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
@@ -99,7 +99,7 @@ class Data(Exception):
     ],
     ids=lambda e: type(e).__name__,
 )
-def test_the_original_type_is_caught(
+def test_the_caller_catches_the_original_type(
     way: str, error: Exception, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "telegrad.remote")
@@ -124,7 +124,7 @@ def test_the_original_type_is_caught(
 
 
 @ways
-def test_attributes_come_along(way: str) -> None:
+def test_attributes_are_sent(way: str) -> None:
     with pytest.raises(Particular, match="4: why") as caught:
         WAYS[way](throw, Particular(4, reason="why"))
     assert caught.value.code == 4
@@ -132,37 +132,37 @@ def test_attributes_come_along(way: str) -> None:
 
 
 @ways
-def test_those_that_cannot_be_made_again(way: str) -> None:
+def test_exceptions_that_pickle_cannot_restore(way: str) -> None:
     with pytest.raises(RemoteError, match=r"\.Unpicklable: <unlocked _thread.lock object") as caught:
-        WAYS[way](raise_made, Unpicklable)
+        WAYS[way](raise_result_of, Unpicklable)
     assert any("could not be pickled" in note for note in caught.value.__notes__)
-    assert "in raise_made" in caught.value.remote_traceback
+    assert "in raise_result_of" in caught.value.remote_traceback
     assert caught.value.original_type.endswith("Unpicklable")
 
 
 @ways
-def test_those_whose_constructor_takes_other_arguments(way: str) -> None:
+def test_exceptions_with_another_constructor(way: str) -> None:
     with pytest.raises(Careless) as caught:
-        WAYS[way](raise_made, lambda: Careless(1, 2))
+        WAYS[way](raise_result_of, lambda: Careless(1, 2))
     assert caught.value.args == ("1 and 2",)
     assert isinstance(caught.value, RemoteError)
 
 
-def raise_made(make: Any) -> None:
+def raise_result_of(make: Any) -> None:
     raise make()
 
 
 @ways
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException])
-def test_exits_are_errors_at_the_caller_and_nothing_at_the_callee(way: str, kind: type[BaseException]) -> None:
+def test_exits_raise_at_the_caller_and_end_nothing_at_the_callee(way: str, kind: type[BaseException]) -> None:
     for _ in range(3):
         with pytest.raises(RemoteError, match=rf"^the call raised {kind.__name__}\(\) on worker w[01], which ends"):
-            WAYS[way](raise_made, kind)
+            WAYS[way](raise_result_of, kind)
     assert rpc.rpc_sync("w1", len, ((1,),)) == 1
 
 
 @ways
-def test_text_comes_whole(way: str) -> None:
+def test_long_texts_are_complete(way: str) -> None:
     text = "Grüße, 世界 🐍 \\n \\x41 'quoted'\nsecond line"
     with pytest.raises(Own) as caught:
         WAYS[way](throw, Own(text))
@@ -170,7 +170,7 @@ def test_text_comes_whole(way: str) -> None:
     assert str(caught.value) == text
 
 
-def test_the_whole_way_through_several_workers_is_told() -> None:
+def test_the_traceback_covers_all_workers_of_a_nested_call() -> None:
     with pytest.raises(Own, match="deep") as caught:
         rpc.rpc_sync("w1", rpc.rpc_sync, ("w0", rpc.rpc_sync, ("w1", throw, (Own("deep"),))))
     text = "".join(traceback.format_exception(caught.value))
@@ -186,7 +186,7 @@ def cause() -> None:
         raise ValueError("second") from e
 
 
-def test_causes_are_told() -> None:
+def test_causes_are_sent() -> None:
     with pytest.raises(ValueError, match="second") as caught:
         rpc.rpc_sync("w1", cause)
     assert "KeyError: 'first'" in caught.value.remote_traceback
@@ -218,7 +218,7 @@ def echo(x: Any) -> Any:
     return x
 
 
-def test_exceptions_are_values_too() -> None:
+def test_exceptions_can_be_arguments_and_results() -> None:
     got = rpc.rpc_sync("w1", echo, (ValueError("just a value"),))
     assert type(got) is ValueError
 
@@ -234,11 +234,11 @@ def test_wrong_arguments() -> None:
         rpc.rpc_sync("w1", echo)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         rpc.rpc_sync("w1", echo, (1,), {"y": 1})
-    with pytest.raises(RuntimeError, match=r"aten::add"):  # as torch's own RPC says it
+    with pytest.raises(RuntimeError, match=r"aten::add"):  # the text of torch's own RPC
         rpc.rpc_sync("w1", torch.add, ())
 
 
-def test_errors_of_arguments_are_the_callers_own() -> None:
+def test_errors_of_arguments_raise_at_the_caller() -> None:
     with pytest.raises(SerializationError, match="lock") as caught:
         rpc.rpc_sync("w1", echo, ({"a": [1, pytest, unpicklable()]},))
     assert not isinstance(caught.value, RemoteError)
@@ -256,9 +256,9 @@ class Hostile(Exception):
 
 
 @ways
-def test_exceptions_that_fail_to_show_themselves(way: str) -> None:
+def test_exceptions_with_a_failing_repr(way: str) -> None:
     with pytest.raises(RemoteError):
-        WAYS[way](raise_made, Hostile)
+        WAYS[way](raise_result_of, Hostile)
     assert rpc.rpc_sync("w1", len, ((1,),)) == 1
 
 
@@ -275,7 +275,7 @@ def test_drop_in_prints_what_a_handler_raises(
     assert "in throw" in capfd.readouterr().err
 
 
-def test_stderr_that_is_closed_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stderr_delays_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     drop_in(monkeypatch)
     closed = io.StringIO()
     closed.close()
@@ -288,7 +288,7 @@ def test_stderr_that_is_closed_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
 
 
 @ways
-def test_classes_of_closures_come_as_themselves(way: str) -> None:
+def test_classes_of_closures_keep_their_type(way: str) -> None:
     class Local(ValueError):
         pass
 
@@ -313,18 +313,18 @@ def test_callers_traceback_has_no_frames_below_the_call() -> None:
         assert frames[-2:] == ["<lambda>", name]
 
 
-def test_a_callee_without_memory_for_a_request_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callee_without_memory_replies_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: Any) -> Any:
         raise MemoryError("on purpose")
 
     monkeypatch.setattr(handlers, "SlowRequest", no_memory)
     with pytest.raises(MemoryError, match="on purpose"):
-        rpc.rpc_sync("w1", len, ({1, 2},), timeout=5)  # a set: the core does not run it by itself
+        rpc.rpc_sync("w1", len, ({1, 2},), timeout=5)  # a set: the core does not run it on its own
     monkeypatch.undo()
     assert rpc.rpc_sync("w1", len, ({1, 2},)) == 2
 
 
-def test_level_of_the_log_is_an_option(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_level_is_an_option(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="remote_error_level has to be one of DEBUG, INFO"):
         Options(remote_error_level="LOUD")
     caplog.set_level("DEBUG", "telegrad.remote")

@@ -1,4 +1,4 @@
-"""Several groups in one process, one after the other and side by side."""
+"""Several groups in one process, consecutive and concurrent."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ async def me_later() -> str:
     return rpc.get_worker_info().name
 
 
-def test_two_groups_side_by_side() -> None:
+def test_two_concurrent_groups() -> None:
     with cluster(2, names="a{}") as a, cluster(2, names="b{}") as b:
         assert rpc.get_worker_info().name == "b0"  # the innermost
         with a[0]:
@@ -84,7 +84,7 @@ def test_threads_and_contexts_have_their_own_current_worker() -> None:
         assert me() == "w0"
 
 
-def test_the_same_group_again_and_again() -> None:
+def test_a_group_is_formed_repeatedly() -> None:
     before = ResourceSnapshot.now()
     for _ in range(5):
         with cluster(2):
@@ -96,7 +96,7 @@ def join(rank: int, store: Any, calls: Any = None) -> rpc.Worker:
     return rpc.Worker(f"w{rank}", rank, 2, store=store)
 
 
-def test_a_worker_after_its_end() -> None:
+def test_a_closed_worker() -> None:
     store = HashStore()
     workers = run_all([lambda rank=rank: join(rank, store) for rank in range(2)])  # type: ignore[misc]
     first, _ = workers
@@ -127,12 +127,12 @@ def test_shutdown_twice_and_by_several_threads() -> None:
         run_all([lambda worker=worker: worker.shutdown(graceful=False) for worker in group for _ in range(3)])  # type: ignore[misc]
 
 
-def test_a_worker_with_its_own_thread_pool_has_no_say_in_anothers() -> None:
+def test_thread_pools_of_workers_are_independent() -> None:
     with cluster(2, rpc.Options(num_worker_threads=1), names="a{}"), cluster(2, names="b{}"):
         assert rpc.rpc_sync("b1", me) == "b1"
 
 
-def test_not_in_any_group() -> None:
+def test_outside_of_any_group() -> None:
     for use in (
         lambda: rpc.rpc_sync("w1", me),
         lambda: rpc.rpc_async("w1", me),
@@ -167,7 +167,7 @@ def test_init_call_shutdown_and_again() -> None:
     before.assert_not_grown()
 
 
-def test_the_process_has_a_worker_beside_others() -> None:
+def test_the_default_worker_coexists_with_others() -> None:
     init_alone()
     try:
         with cluster(2, current=None) as group:
@@ -181,7 +181,7 @@ def test_the_process_has_a_worker_beside_others() -> None:
         rpc.shutdown()
 
 
-# ---- groups whose members come and go
+# ---- dynamic groups
 
 
 def test_a_dynamic_group() -> None:

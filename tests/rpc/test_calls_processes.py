@@ -1,4 +1,4 @@
-"""Calls between real processes that do not have the same definitions."""
+"""Calls between processes with different definitions."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def different_definitions(rank: int, n: int, init_method: str) -> Any:
     return errors
 
 
-def test_what_the_other_process_does_not_have() -> None:
+def test_definitions_that_the_callee_lacks() -> None:
     errors, _ = processes(2, different_definitions, method="fork")
     names = ["function", "Class", "Class", "Class", "Class", "only_in_this"]
     for name, error in zip(names, errors, strict=True):
@@ -96,7 +96,7 @@ rpc.shutdown()
 """
 
 
-def test_exception_of_another_script_comes_as_itself(tmp_path: Path) -> None:
+def test_exception_of_another_script_keeps_its_type(tmp_path: Path) -> None:
     meeting = f"file://{tmp_path}/meeting"
     caller, callee = (
         subprocess.Popen([sys.executable, "-c", program, meeting], stdout=subprocess.PIPE, text=True)
@@ -154,10 +154,10 @@ def test_exits_in_handlers_end_neither_process_nor_thread() -> None:
 
 @pytest.mark.slow
 def test_spawned_processes_call_each_other() -> None:
-    assert processes(3, everybody_calls, method="spawn") == [[0, 1, 2]] * 3
+    assert processes(3, call_all, method="spawn") == [[0, 1, 2]] * 3
 
 
-def everybody_calls(rank: int, n: int, init_method: str) -> list[int]:
+def call_all(rank: int, n: int, init_method: str) -> list[int]:
     join(rank, n, init_method)
     got = [rpc.rpc_sync(f"w{to}", echo, (to,)) for to in range(n)]
     rpc.shutdown()

@@ -1,4 +1,4 @@
-"""Tensors of every kind arrive as they left, and belong to whoever got them."""
+"""Tensors of every kind survive the round trip and belong to the receiver."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def echo(*x: Any) -> Any:
 
 
 def facts(x: torch.Tensor) -> dict[str, Any]:
-    """Made at the far end: what arrived there."""
+    """Describe a tensor as the callee received it."""
     return {
         "dtype": x.dtype,
         "shape": tuple(x.shape),
@@ -68,7 +68,7 @@ for dtype in (
 @pytest.mark.parametrize("name", DENSE)
 def test_dense(name: str) -> None:
     sent = DENSE[name]()
-    for arguments in ((sent,), (sent, "and more", {1, 2})):  # the codec's, and pickle's way
+    for arguments in ((sent,), (sent, "and more", {1, 2})):  # by the codec and by pickle
         got = rpc.rpc_sync("w1", echo, arguments)
         got = got if len(arguments) == 1 else got[0]
         assert type(got) is type(sent)
@@ -80,7 +80,7 @@ def test_dense(name: str) -> None:
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """For comparison; some element types know none."""
+    """Return the bytes; some element types have no comparison."""
     return (
         x.detach()
         .resolve_conj()
@@ -98,7 +98,7 @@ def test_strides_are_kept(name: str) -> None:
     assert rpc.rpc_sync("w1", echo, (sent,)).stride() == sent.stride()
 
 
-def test_what_requires_gradients_does_so_there() -> None:
+def test_requires_grad_is_kept() -> None:
     for sent in (torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True) * 2):
         there = rpc.rpc_sync("w1", facts, (sent,))
         assert there["requires_grad"]
@@ -128,7 +128,7 @@ OTHERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kinds(name: str) -> None:
-    """Arrive, or are refused with an error; a strided nested tensor ends a process of torch's own RPC."""
+    """They arrive or raise; a strided nested tensor ends a process of torch's own RPC."""
     sent = OTHERS[name]()
     try:
         got = rpc.rpc_sync("w1", echo, (sent,))
@@ -150,7 +150,7 @@ def test_other_kinds(name: str) -> None:
     assert rpc.rpc_sync("w1", len, ((1,),)) == 1
 
 
-def test_views_share_memory_at_the_far_end() -> None:
+def test_views_share_memory_at_the_callee() -> None:
     base = torch.zeros(4)
     got_base, got_view = rpc.rpc_sync("w1", echo, (base, base[1:3]))
     got_view += 1
@@ -160,7 +160,7 @@ def test_views_share_memory_at_the_far_end() -> None:
     assert base.sum() == 0
 
 
-def test_a_small_view_of_a_large_tensor_does_not_bring_it_along() -> None:
+def test_a_small_view_is_sent_without_its_base() -> None:
     large = torch.zeros(10_000_000)
     got = rpc.rpc_sync("w1", storage_size, (large[:4],))
     assert got <= 1024
@@ -220,7 +220,7 @@ def enter_and_echo(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [10, 20_000, 4_000_000])
-def test_a_tensor_may_be_changed_once_the_call_has_left(size: int) -> None:
+def test_a_tensor_may_be_changed_once_the_call_is_sent(size: int) -> None:
     tensor = torch.zeros(size)
     futures = []
     for number in range(3):
@@ -233,8 +233,8 @@ def test_a_tensor_may_be_changed_once_the_call_has_left(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 20_000, 4_000_000])
-def test_a_tensor_may_be_changed_once_the_first_call_has_left(size: int) -> None:
-    """The first call to a worker finds no connection yet."""
+def test_a_tensor_may_be_changed_once_the_first_call_is_sent(size: int) -> None:
+    """The first call to a worker precedes the connection."""
     with cluster(3) as fresh:
         tensor = torch.ones(size)
         future = fresh[0].rpc_async("w1", echo, (tensor,))
@@ -245,8 +245,8 @@ def test_a_tensor_may_be_changed_once_the_first_call_has_left(size: int) -> None
 
 
 @pytest.mark.parametrize("size", [10, 20_000, 4_000_000])
-def test_what_a_reply_holds_may_be_changed_afterwards(size: int) -> None:
-    """The handler's reply has left its memory when the caller has it."""
+def test_the_tensors_of_a_reply_may_be_changed_afterwards(size: int) -> None:
+    """The reply no longer uses the handler's memory when the caller has it."""
     owner = rpc.remote("w1", torch.zeros, (size,))
     first = owner.to_here()
     owner.rpc_sync().fill_(5)
@@ -278,7 +278,7 @@ def test_big_tensors_in_both_directions_at_once(two: Cluster) -> None:
     two.on_each(exchange)
 
 
-def test_buffers_go_back_when_their_tensors_die(two: Cluster) -> None:
+def test_buffers_are_released_with_their_tensors(two: Cluster) -> None:
     got = rpc.rpc_sync("w1", echo, (torch.zeros(100_000),))
     part = got[5:6]
     del got
@@ -289,7 +289,7 @@ def test_buffers_go_back_when_their_tensors_die(two: Cluster) -> None:
     assert_quiescent(two[1])
 
 
-def test_storages_travel() -> None:
+def test_storages_are_sent() -> None:
     tensor = torch.arange(4.0)
     storage, back = rpc.rpc_sync("w1", echo, (tensor.untyped_storage(), tensor))
     assert storage.data_ptr() == back.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Time-outs: per call, by default, none; and deadlines that pass on to the calls that a request makes."""
+"""Timeouts per call, by default and without limit; deadlines of nested calls."""
 
 import contextlib
 import re
@@ -39,7 +39,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_time_out_says_what_and_how_long(way: str, gate: Gate) -> None:
+def test_a_timeout_names_the_call_and_its_limit(way: str, gate: Gate) -> None:
     begun = time.monotonic()
     with pytest.raises(RpcTimeout, match=TEXT) as caught:
         WAYS[way](gate.enter, timeout=0.1)
@@ -53,7 +53,7 @@ def test_a_time_out_says_what_and_how_long(way: str, gate: Gate) -> None:
     assert WAYS[way](echo, (1,)) == 1
 
 
-def test_the_default(two: Cluster, gate: Gate) -> None:
+def test_the_default_timeout(two: Cluster, gate: Gate) -> None:
     assert rpc.get_rpc_timeout() == 60
     api._set_rpc_timeout(0.1)
     try:
@@ -61,14 +61,14 @@ def test_the_default(two: Cluster, gate: Gate) -> None:
         for timeout in ({}, {"timeout": -1}, {"timeout": -1.0}):
             with pytest.raises(RpcTimeout, match=r"\(100 ms\)"):
                 rpc.rpc_sync("w1", gate.enter, **timeout)
-        with pytest.raises(RpcTimeout, match=r"\(50 ms\)"):  # a call's own is stronger
+        with pytest.raises(RpcTimeout, match=r"\(50 ms\)"):  # the timeout of the call has precedence
             rpc.rpc_sync("w1", gate.enter, timeout=0.05)
     finally:
         api._set_rpc_timeout(60)
     assert rpc.get_rpc_timeout() == 60
 
 
-def test_a_worker_has_the_default_that_its_options_say(gate: Gate) -> None:
+def test_the_default_timeout_is_an_option(gate: Gate) -> None:
     with cluster(2, rpc.Options(rpc_timeout=0.1)):
         with pytest.raises(RpcTimeout, match=r"\(100 ms\)"):
             rpc.rpc_sync("w1", gate.enter)
@@ -90,7 +90,7 @@ def test_no_limit(endless: float, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("over", [-2, -0.5, 1e-12])
-def test_what_is_over_before_it_begins(over: float, gate: Gate) -> None:
+def test_an_expired_timeout_fails_at_once(over: float, gate: Gate) -> None:
     for start in (rpc.rpc_sync, lambda *a, **k: rpc.rpc_async(*a, **k).wait()):
         with pytest.raises(RpcTimeout, match="RPC ran for more than set timeout"):
             start("w1", gate.enter, timeout=over)
@@ -107,7 +107,7 @@ def test_an_endless_default(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("nonsense", ["1", None, float("nan"), []])
-def test_what_is_no_time(nonsense: Any) -> None:
+def test_values_that_are_no_timeout_raise(nonsense: Any) -> None:
     for start in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         with pytest.raises((TypeError, ValueError), match=r"timeout|time-out"):
             start("w1", echo, (1,), timeout=nonsense)
@@ -120,7 +120,7 @@ def test_a_late_reply_is_dropped(gate: Gate) -> None:
     assert [rpc.rpc_sync("w1", echo, (i,)) for i in range(50)] == list(range(50))
 
 
-def test_a_future_times_out_though_nobody_waits(gate: Gate) -> None:
+def test_a_future_times_out_without_a_waiting_thread(gate: Gate) -> None:
     future = rpc.rpc_async("w1", gate.enter, timeout=0.05)
     eventually(future.done)
     with pytest.raises(RpcTimeout):
@@ -173,7 +173,7 @@ def call_on(to: str, *args: Any, timeout: float = -1) -> Any:
     return rpc.rpc_sync(to, *args, timeout=timeout)
 
 
-def note_how_it_ends(to: str, gate: Gate, timeout: float, kind: str) -> None:
+def record_completion(to: str, gate: Gate, timeout: float, kind: str) -> None:
     try:
         if kind == "sync":
             rpc.rpc_sync(to, gate.enter, timeout=timeout)
@@ -193,17 +193,17 @@ class Errors:
 
 @pytest.mark.parametrize("kind", ["sync", "async", "fetch"])
 @pytest.mark.parametrize("timeout", [-1, 0, 60])
-def test_a_nested_call_ends_with_the_request_that_it_is_made_for(kind: str, timeout: float, gate: Gate) -> None:
+def test_a_nested_call_ends_with_its_request(kind: str, timeout: float, gate: Gate) -> None:
     Errors.seen.clear()
     Errors.any.clear()
     with contextlib.suppress(RpcTimeout):  # both end at the same time: either may be the first
-        rpc.rpc_sync("w1", note_how_it_ends, ("w0", gate, timeout, kind), timeout=0.1)
+        rpc.rpc_sync("w1", record_completion, ("w0", gate, timeout, kind), timeout=0.1)
     assert Errors.any.wait(10)
     assert isinstance(Errors.seen[0], RpcTimeout)
     assert Errors.seen[0].timeout <= 0.1
 
 
-def test_a_shorter_time_out_of_a_nested_call_is_its_own(gate: Gate) -> None:
+def test_a_shorter_timeout_of_a_nested_call_applies(gate: Gate) -> None:
     with pytest.raises(RpcTimeout, match=r"\(50 ms\)"):
         rpc.rpc_sync("w1", call_on, ("w0", gate.enter), {"timeout": 0.05}, timeout=30)
 
@@ -215,7 +215,7 @@ def ping_pong(depth: int, timeout: float) -> int:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_deep_ping_pong_with_few_threads(threads: int) -> None:
-    """With torch's own RPC both processes hang for ever, and the time-out of 5 s is never delivered."""
+    """In torch's own RPC both processes hang and the timeout of 5 s never fires."""
     with cluster(2, rpc.Options(num_worker_threads=threads)):
         assert rpc.rpc_sync("w1", ping_pong, (12, 5), timeout=5) == 12
         assert rpc.rpc_sync("w1", ping_pong, (100, 30), timeout=30) == 100
@@ -223,7 +223,7 @@ def test_deep_ping_pong_with_few_threads(threads: int) -> None:
         assert [f.wait() for f in futures] == [12] * 20
 
 
-def test_many_time_outs_at_once(gate: Gate) -> None:
+def test_many_timeouts_at_once(gate: Gate) -> None:
     futures = [rpc.rpc_async("w1", gate.enter, timeout=0.05 + 0.001 * (i % 7)) for i in range(200)]
     for future in futures:
         with pytest.raises(RpcTimeout):
@@ -256,11 +256,11 @@ never = threading.Event()
 
 
 @pytest.mark.parametrize("way", ["then", "add_done_callback"])
-def test_calls_in_a_callback_end_with_the_request_that_they_are_made_for(way: str, gate: Gate) -> None:
+def test_calls_in_a_callback_end_with_their_request(way: str, gate: Gate) -> None:
     never.clear()
     seen = Local([])
     gate.open()
-    with contextlib.suppress(RpcTimeout):  # its answer comes just then
+    with contextlib.suppress(RpcTimeout):  # the reply arrives at that moment
         rpc.rpc_sync("w1", calls_on_in_a_callback, (way, gate, seen), timeout=0.3)
     gate.wait_for()
     eventually(lambda: seen.value == ["ended"])

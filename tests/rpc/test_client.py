@@ -1,5 +1,7 @@
-"""Calls through the native client: it resolves the worker and the function's name, and has Python encode what the codec
-cannot encode."""
+"""Calls through the native client.
+
+It resolves the worker and the function's name. Python encodes arguments that the codec cannot encode.
+"""
 
 import asyncio
 import threading
@@ -20,7 +22,7 @@ def echo(*args: Any, **kwargs: Any) -> Any:
     return args, kwargs
 
 
-def who() -> str:
+def worker_name() -> str:
     worker = rpc.get_worker_info()
     return worker.name
 
@@ -52,7 +54,7 @@ def start(request: pytest.FixtureRequest, w0: Any) -> Any:
 
 @pytest.fixture
 def only_native(w0: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails a test in which Python encodes a call."""
+    """Fail the test if Python encodes a call."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("Python has encoded a message")
@@ -62,33 +64,33 @@ def only_native(w0: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("to", ["w1", 1, rpc.WorkerInfo("w1", 1)])
 def test_workers(start: Any, to: Any, request: pytest.FixtureRequest) -> None:
-    assert start(to, who) == "w1"
+    assert start(to, worker_name) == "w1"
     request.getfixturevalue("only_native")
-    assert start(to, who) == "w1"
+    assert start(to, worker_name) == "w1"
 
 
 @pytest.mark.parametrize("to", ["w0", 0, rpc.WorkerInfo("w0", 0)])
 def test_a_worker_calls_itself(start: Any, to: Any) -> None:
-    assert start(to, who) == start(to, who) == "w0"
+    assert start(to, worker_name) == start(to, worker_name) == "w0"
 
 
 def test_ranks_of_odd_types(start: Any) -> None:
     class Name(str):
         pass
 
-    assert start(True, who) == start(Name("w1"), who) == "w1"
+    assert start(True, worker_name) == start(Name("w1"), worker_name) == "w1"
 
 
 @pytest.mark.parametrize("to", ["w7", 7, rpc.WorkerInfo("w7", 7)])
 def test_unknown_workers(start: Any, to: Any) -> None:
     with pytest.raises(UnknownWorker):
-        start(to, who)
+        start(to, worker_name)
 
 
 @pytest.mark.parametrize("to", [None, 1.0, [], b"w1"])
-def test_what_is_no_worker(start: Any, to: Any) -> None:
+def test_values_that_are_no_worker_raise(start: Any, to: Any) -> None:
     with pytest.raises(ValueError, match="Cannot get WorkerInfo"):
-        start(to, who)
+        start(to, worker_name)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,10 @@ def test_other_forms_of_arguments(start: Any) -> None:
     assert torch.equal(start("w1", echo, (tensor,))[0][0], tensor)
     assert start("w1", echo, (frozenset({1}),)) == ((frozenset({1}),), {})
     with pytest.raises(TypeError):
-        start("w1", who, (1,))
+        start("w1", worker_name, (1,))
 
 
-def test_torchs_state_travels(start: Any) -> None:
+def test_torchs_state_is_sent(start: Any) -> None:
     for _ in range(2):
         assert start("w1", state) == (True, False)
         with torch.no_grad():
@@ -127,14 +129,14 @@ def test_torchs_state_travels(start: Any) -> None:
 
 
 def test_a_function_that_is_replaced(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = who
+    old = worker_name
     assert start("w1", old) == start("w1", old) == "w1"
-    monkeypatch.setitem(globals(), "who", lambda: "another")
+    monkeypatch.setitem(globals(), "worker_name", lambda: "another")
     assert start("w1", old) == "w1"  # by value
-    assert start("w1", who) == "another"
+    assert start("w1", worker_name) == "another"
 
 
-def test_a_module_that_travels_by_value(start: Any) -> None:
+def test_a_module_is_sent_by_value(start: Any) -> None:
     import telegrad.testing.waiting as module
 
     assert start("w1", echo) == ((), {})
@@ -146,7 +148,7 @@ def test_a_module_that_travels_by_value(start: Any) -> None:
 
 
 class Odd:
-    """Not hashable."""
+    """Callable that is not hashable."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -155,7 +157,7 @@ class Odd:
 
 
 class Interrupting:
-    """Hashing it is interrupted, once."""
+    """Callable that is interrupted when first hashed."""
 
     def __init__(self) -> None:
         self.interruptions = [KeyboardInterrupt("while hashing")]
@@ -181,7 +183,7 @@ def test_other_callables(start: Any) -> None:
 
 def test_in_an_event_loop(start: Any, w0: Any) -> None:
     async def main() -> Any:
-        return start("w1", who), await w0.rpc_async("w1", who)
+        return start("w1", worker_name), await w0.rpc_async("w1", worker_name)
 
     assert asyncio.run(main()) == asyncio.run(main()) == ("w1", "w1")
 
@@ -189,30 +191,30 @@ def test_in_an_event_loop(start: Any, w0: Any) -> None:
 def test_a_worker_that_is_closed() -> None:
     with cluster(2, current=None, graceful=False) as group:
         w0 = group[0]._worker
-        assert w0.rpc_sync("w1", who) == w0.rpc_sync("w1", who) == "w1"
+        assert w0.rpc_sync("w1", worker_name) == w0.rpc_sync("w1", worker_name) == "w1"
         group[0].shutdown(graceful=False)
         for start in (w0.rpc_sync, w0.rpc_async):
             with pytest.raises(NotInitialized):
-                start("w1", who)
+                start("w1", worker_name)
 
 
 def test_a_fault_injector_sees_every_call(start: Any, w0: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start("w1", who) == "w1"
+    assert start("w1", worker_name) == "w1"
     seen: list[str] = []
     monkeypatch.setattr(w0.calls, "send_filter", lambda kind, *_: seen.append(kind))
-    assert start("w1", who) == "w1"
+    assert start("w1", worker_name) == "w1"
     assert seen == ["call"]
 
 
-def test_a_pickler_of_the_programs_own_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start("w1", who) == "w1"
+def test_a_custom_pickler_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start("w1", worker_name) == "w1"
 
     def refuse(*_: Any) -> None:
         raise ValueError("the pickler was asked")
 
     monkeypatch.setitem(interceptors.active, interceptors.PICKLER, (None, refuse))
     with pytest.raises(ValueError, match="the pickler was asked"):
-        start("w1", who)
+        start("w1", worker_name)
 
 
 def test_a_profiler_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +228,8 @@ def test_a_profiler_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(tracing, "observer", Observer())
     monkeypatch.setitem(interceptors.active, interceptors.PROFILER, True)
-    assert start("w1", who) == "w1"
-    assert [function for _, function in seen] == [who]
+    assert start("w1", worker_name) == "w1"
+    assert [function for _, function in seen] == [worker_name]
     assert seen[0][0] in ("sync", "async")
 
 
@@ -239,7 +241,7 @@ def when_open() -> str:
     return "open"
 
 
-def test_a_time_out_of_its_own(start: Any) -> None:
+def test_a_timeout_of_the_call(start: Any) -> None:
     OPEN.set()
     assert start("w1", when_open) == start("w1", when_open) == "open"
     OPEN.clear()

@@ -1,5 +1,7 @@
-"""SystemExit, KeyboardInterrupt and CancelledError in the program's code that runs inside of Telegrad: the caller hears
-of them, and no thread and no event loop ends."""
+"""SystemExit, KeyboardInterrupt and CancelledError in user code.
+
+They raise at the caller and end no thread and no event loop.
+"""
 
 import asyncio
 import logging
@@ -20,8 +22,8 @@ options = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
-def all_goes_on(clean: Cluster, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """After each test: no error of Telegrad's own was logged, and handlers of every kind run where they ran before."""
+def everything_still_runs(clean: Cluster, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Check after each test: no internal error logged, all kinds of handlers run."""
     loop, engines = rpc.rpc_sync("w1", thread_of_loop), [worker._worker.engine for worker in clean]
     with caplog.at_level(logging.WARNING, "telegrad"):
         yield
@@ -47,7 +49,7 @@ def throw(kind: type[BaseException]) -> Any:
 
 
 class Reduced:
-    """Raises when it is pickled."""
+    """Value that raises when pickled."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         self.kind = kind
@@ -57,7 +59,7 @@ class Reduced:
 
 
 class Stateful:
-    """Raises when it is unpickled."""
+    """Value that raises when unpickled."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         self.kind = kind
@@ -67,7 +69,7 @@ class Stateful:
 
 
 class Broken(Exception):
-    """An exception of which nothing works."""
+    """Exception with methods that all raise."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ ways = pytest.mark.parametrize("way", list(WAYS))
 @options
 @ways
 @pytest.mark.parametrize("function", [reduced, reduced_later, reduced_in_a_future, broken, broken_later])
-def test_the_caller_hears_of_a_result_that_cannot_be_written(
+def test_a_result_that_cannot_be_encoded_raises_at_the_caller(
     function: Any, way: str, kind: type[BaseException]
 ) -> None:
     for _ in range(2):
@@ -135,7 +137,7 @@ def test_the_caller_hears_of_a_result_that_cannot_be_written(
 
 @options
 @ways
-def test_the_caller_hears_of_an_argument_that_cannot_be_read(way: str, kind: type[BaseException]) -> None:
+def test_an_argument_that_cannot_be_decoded_raises_at_the_caller(way: str, kind: type[BaseException]) -> None:
     with pytest.raises(RuntimeError, match=kind.__name__):
         WAYS[way]("w1", plain, (Stateful(kind),))
 
@@ -148,7 +150,7 @@ def test_a_method_of_a_reference(kind: type[BaseException]) -> None:
     assert rref.rpc_sync().get("key") == 1
 
 
-class Leaves:
+class ExitsInFinalizer:
     def __init__(self, kind: type[BaseException], gone: list[int]) -> None:
         self.kind, self.gone = kind, gone
 
@@ -158,9 +160,9 @@ class Leaves:
 
 
 def leaves(kind: type[BaseException]) -> bool:
-    """A value that goes with the handler's frame."""
+    """Return with a value that dies with the handler's frame."""
     gone: list[int] = []
-    Leaves(kind, gone)
+    ExitsInFinalizer(kind, gone)
     return gone == [1]
 
 
@@ -218,7 +220,7 @@ def test_a_handler_that_stops_the_loop() -> None:
 
 
 @options
-def test_a_result_that_a_thread_of_the_pool_cannot_read(kind: type[BaseException]) -> None:
+def test_a_result_that_a_pool_thread_cannot_decode(kind: type[BaseException]) -> None:
     future = rpc.rpc_async("w1", stateful, (kind,))
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
@@ -227,7 +229,7 @@ def test_a_result_that_a_thread_of_the_pool_cannot_read(kind: type[BaseException
 
 
 @options
-def test_a_creation_whose_error_cannot_be_read(kind: type[BaseException]) -> None:
+def test_a_creation_error_that_cannot_be_decoded(kind: type[BaseException]) -> None:
     rref = rpc.remote("w1", broken, (kind,))
     eventually(rref._get_future().done)
     with pytest.raises(RuntimeError):
@@ -247,7 +249,7 @@ def test_callbacks(kind: type[BaseException]) -> None:
 
 
 class Hashed:
-    """A function that cannot be looked for."""
+    """Callable that cannot be hashed."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         self.kind = kind
@@ -270,7 +272,7 @@ def test_a_function_that_cannot_be_hashed_leaves_no_reference(clean: Cluster, ki
 
 
 @options
-def test_an_argument_that_cannot_be_written_leaves_no_reference(clean: Cluster, kind: type[BaseException]) -> None:
+def test_an_argument_that_cannot_be_encoded_leaves_no_reference(clean: Cluster, kind: type[BaseException]) -> None:
     mine = rpc.RRef(1)
     for way in WAYS.values():
         with pytest.raises(kind):

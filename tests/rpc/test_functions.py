@@ -38,14 +38,14 @@ class Methods:
         return (cls, x)
 
 
-def test_mark_is_found_however_the_function_is_reached() -> None:
+def test_the_mark_is_found_through_every_kind_of_method() -> None:
     for holder in (Methods, Methods()):
         for name in ("bound", "static_outside", "static_inside", "class_outside", "class_inside"):
             assert hasattr(getattr(holder, name), "_wrapped_async_rpc_function"), name
     assert hasattr(plain, "_wrapped_async_rpc_function")
 
 
-def test_functions_do_what_they_did() -> None:
+def test_marked_functions_still_run_locally() -> None:
     assert plain(1) == 1
     assert plain.__doc__ == "Its own text."
     assert pickle.loads(pickle.dumps(plain)) is plain

@@ -1,4 +1,4 @@
-"""Futures of calls: torch's own, driven by whoever waits, awaited in asyncio, and never failing unheard."""
+"""Futures of calls: torch's API, asyncio, and logging of unread failures."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ def call(function: Any = echo, *args: Any) -> Any:
 # ---- torch's futures
 
 
-def test_is_a_future_of_torchs() -> None:
+def test_it_is_a_torch_future() -> None:
     future = call()
     assert isinstance(future, torch.futures.Future)
     assert isinstance(future, torch._C.Future)
@@ -75,7 +75,7 @@ def test_then_and_callbacks() -> None:
 
     future = call()
     future.add_done_callback(callback)
-    assert done.wait(10)  # nobody waits for the future
+    assert done.wait(10)  # no thread waits for the future
     assert seen == [1]
     future.add_done_callback(callback)  # at once now
     assert seen == [1, 1]
@@ -89,13 +89,13 @@ def caught(done: Any) -> Exception | None:
     return None
 
 
-def test_what_is_no_callback() -> None:
+def test_values_that_are_no_callback_raise() -> None:
     for add in (call().then, call().add_done_callback):
         with pytest.raises(TypeError, match="incompatible function arguments"):
             add(None)
 
 
-def test_callbacks_run_on_threads_of_the_pool_and_may_call_on() -> None:
+def test_callbacks_run_in_the_pool_and_may_make_calls() -> None:
     gate = Gate()
     chained = rpc.rpc_async("w1", gate.enter, (5,)).then(
         lambda done: (threading.current_thread().name, rpc.rpc_sync("w1", echo, (done.value() + 1,)))
@@ -107,7 +107,7 @@ def test_callbacks_run_on_threads_of_the_pool_and_may_call_on() -> None:
     assert value == 6
 
 
-def test_a_callback_that_fails_is_its_own_affair() -> None:
+def test_a_failing_callback_affects_no_other() -> None:
     future = call()
     chained = future.then(lambda _: fail("in the callback"))
     with pytest.raises(Exception, match="in the callback"):
@@ -116,7 +116,7 @@ def test_a_callback_that_fails_is_its_own_affair() -> None:
     assert call().wait() == 1
 
 
-def test_done_tells_without_waiting() -> None:
+def test_done_does_not_wait() -> None:
     gate = Gate()
     future = rpc.rpc_async("w1", gate.enter, ("x",))
     gate.wait_for()
@@ -172,10 +172,10 @@ def test_the_same_error_each_time() -> None:
         with pytest.raises(ValueError, match="on purpose") as caught_error:
             read()
         assert caught_error.value.args == ("on purpose",)
-        assert len(caught_error.traceback) <= 4  # it does not grow with every reading
+        assert len(caught_error.traceback) <= 4  # the traceback does not grow with every read
 
 
-def test_a_future_that_nobody_keeps_still_runs() -> None:
+def test_a_dropped_future_still_runs() -> None:
     gate = Gate()
     rpc.rpc_async("w1", gate.enter)
     gate.wait_for()
@@ -224,7 +224,7 @@ def test_the_loop_runs_while_a_call_is_awaited() -> None:
     assert asyncio.run(main()) == "late"
 
 
-def test_await_with_a_deadline_and_after_the_loop_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_await_with_a_deadline_and_after_the_loop_is_closed(capfd: pytest.CaptureFixture[str]) -> None:
     gate = Gate()
 
     async def main() -> Any:
@@ -236,7 +236,7 @@ def test_await_with_a_deadline_and_after_the_loop_is_gone(capfd: pytest.CaptureF
     future: Any = None
     asyncio.run(main())
     gate.open()
-    assert future.wait() == "late"  # giving up the await gives up nothing else
+    assert future.wait() == "late"  # canceling the await cancels nothing else
     assert capfd.readouterr() == ("", "")
 
 
@@ -262,7 +262,7 @@ def test_awaited_stop_iteration_does_not_end_the_coroutine() -> None:
     asyncio.run(main())
 
 
-# ---- failures that nobody reads
+# ---- unread failures
 
 
 @pytest.fixture
@@ -276,20 +276,20 @@ def logged(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 def test_an_unread_failure_is_logged(logged: Any) -> None:
-    future = call(fail, "nobody listens")
+    future = call(fail, "unheard")
     eventually(future.done)
     assert logged() == []
     del future
     eventually(logged)
     (message,) = logged()
-    assert "nobody listens" in message
+    assert "unheard" in message
     assert "fail" in message
     assert "did not read" in message
 
 
 @pytest.mark.parametrize("make", [lambda: call(fail), lambda: call().then(fail_again)], ids=["call", "then"])
 def test_a_finalizer_does_not_log(logged: Any, caplog: pytest.LogCaptureFixture, make: Any) -> None:
-    """It may run inside of a logging call of its thread."""
+    """A finalizer may run inside of a logging call of its thread."""
     future = make()
     eventually(future.done)
     ran = threading.Event()
@@ -305,7 +305,7 @@ def fail_again(_: Any) -> None:
     raise ValueError("again")
 
 
-def test_what_goes_after_its_worker_is_logged_all_the_same(logged: Any) -> None:
+def test_a_failure_is_logged_after_its_worker_has_closed(logged: Any) -> None:
     with cluster(2) as group:
         future = group[0].rpc_async("w1", fail)
         eventually(future.done)
@@ -317,7 +317,7 @@ def test_what_goes_after_its_worker_is_logged_all_the_same(logged: Any) -> None:
     assert "did not read" in message
 
 
-def test_an_unread_failure_of_a_call_that_nobody_kept_is_logged(logged: Any) -> None:
+def test_an_unread_failure_of_a_dropped_call_is_logged(logged: Any) -> None:
     rpc.rpc_async("w1", fail, ("dropped at once",))
     eventually(lambda: any("dropped at once" in m for m in logged()))
 
@@ -333,7 +333,7 @@ def test_an_unread_failure_of_a_call_that_nobody_kept_is_logged(logged: Any) -> 
     ],
     ids=["then reads", "then does not", "callback", "callback fails", "remote"],
 )
-def test_a_failure_is_logged_wherever_nobody_looks(logged: Any, begin: Any) -> None:
+def test_a_failure_is_logged_if_no_code_reads_it(logged: Any, begin: Any) -> None:
     begin()
     eventually(logged)
     (message,) = logged()
@@ -392,7 +392,7 @@ def test_success_is_not_logged(logged: Any) -> None:
 
 
 def test_reading_a_failure_leaves_no_garbage(two: Cluster) -> None:
-    """The exception has a traceback, whose frames have the future, which has the exception."""
+    """The exception references its traceback, frames, the future and so itself."""
     gc.collect()
     gc.disable()
     try:
@@ -408,7 +408,7 @@ def test_reading_a_failure_leaves_no_garbage(two: Cluster) -> None:
         gc.enable()
 
 
-def test_a_time_out_is_a_time_out_in_every_way_of_reading() -> None:
+def test_every_way_of_reading_raises_the_timeout() -> None:
     gate = Gate()
     for read in (lambda f: f.wait(), lambda f: asyncio.run(awaits(f)), lambda f: torch.futures.wait_all([f])):
         future = rpc.rpc_async("w1", gate.enter, timeout=0.05)

@@ -1,4 +1,4 @@
-"""One call for several workers: written once, stored once, and otherwise as calls of their own."""
+"""`rpc.multicast`: encoded once, stored once, otherwise like separate calls."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mapped import place
+from shared_memory_helpers import place
 
 from telegrad import autograd, rpc
 from telegrad.options import TRANSPORTS, Options
@@ -47,7 +47,7 @@ def values(futures: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def shared() -> Any:
-    """Workers that have shared memory in common."""
+    """Workers that share memory."""
     with cluster(4, Options(transports=("shm",))) as group:
         x = torch.ones(N)
         eventually(lambda: len(set(values(rpc.multicast((1, 2, 3), where, (x,))))) == 1)
@@ -79,7 +79,7 @@ def test_all_have_the_same_memory() -> None:
         assert len({each.data_ptr() for each in kept}) == 3
 
 
-def test_all_of_it_is_given_back(shared: Cluster) -> None:
+def test_all_memory_is_released(shared: Cluster) -> None:
     x = torch.ones(N)
     values(rpc.multicast((1, 2, 3), keep, (x,)))
     engine = shared[0]._worker.engine
@@ -93,7 +93,7 @@ def test_all_of_it_is_given_back(shared: Cluster) -> None:
 
 
 @pytest.mark.usefixtures("shared")
-def test_each_has_its_own() -> None:
+def test_receivers_get_separate_tensors() -> None:
     x = torch.ones(N)
     for _ in range(4):
         futures = rpc.multicast((1, 2, 3), keep, (x,))
@@ -106,13 +106,13 @@ def test_each_has_its_own() -> None:
 
 
 @pytest.mark.usefixtures("shared")
-def test_one_that_gets_it_twice_has_two() -> None:
+def test_a_worker_listed_twice_gets_two_tensors() -> None:
     first, second = values(rpc.multicast(("w1", "w1"), add_in_place, (torch.ones(N), 1.0)))
     assert (first == 2.0).all()
     assert (second == 2.0).all()
 
 
-def test_a_call_to_oneself_among_them(shared: Cluster) -> None:
+def test_the_caller_may_be_a_receiver(shared: Cluster) -> None:
     x = torch.ones(N)
     got = values(rpc.multicast([info for worker in shared for info in (worker.info,)], add_in_place, (x, 1.0)))
     assert len(got) == 4
@@ -120,7 +120,7 @@ def test_a_call_to_oneself_among_them(shared: Cluster) -> None:
     assert (x == 1.0).all()
 
 
-# ---- as calls of their own
+# ---- like separate calls
 
 
 @pytest.mark.usefixtures("any_four")
@@ -144,7 +144,7 @@ def echo(x: Any) -> Any:
 
 
 class Pickled:
-    """Says how often it is pickled."""
+    """Value that counts its picklings."""
 
     times = 0
 
@@ -161,7 +161,7 @@ def unpacked(x: Pickled) -> float:
 
 
 @pytest.mark.usefixtures("any_four")
-def test_it_is_written_once() -> None:
+def test_arguments_are_encoded_once() -> None:
     Pickled.times = 0
     assert values(rpc.multicast((1, 2, 3), unpacked, (Pickled(torch.ones(N)),))) == [float(N)] * 3
     assert Pickled.times == 1
@@ -180,7 +180,7 @@ def fail_on(name: str, x: torch.Tensor) -> float:
 
 
 @pytest.mark.usefixtures("any_four")
-def test_failures_are_of_one() -> None:
+def test_a_failure_affects_one_receiver() -> None:
     first, second, third = rpc.multicast((1, 2, 3), fail_on, ("w2", torch.ones(N)))
     assert first.wait() == third.wait() == N
     with pytest.raises(ValueError, match="not on w2"):
@@ -188,7 +188,7 @@ def test_failures_are_of_one() -> None:
 
 
 @pytest.mark.usefixtures("shared")
-def test_what_cannot_be_sent() -> None:
+def test_arguments_that_cannot_be_sent_raise() -> None:
     with pytest.raises(RuntimeError, match="w9"):
         rpc.multicast(("w1", "w9"), echo, (1,))
     with pytest.raises(RuntimeError, match="pickle"):
@@ -198,7 +198,7 @@ def test_what_cannot_be_sent() -> None:
     assert values(rpc.multicast(("w1", "w2"), echo, (1,))) == [1, 1]
 
 
-def test_of_a_worker_of_its_own(any_four: Cluster) -> None:
+def test_multicast_of_a_worker_object(any_four: Cluster) -> None:
     x = torch.ones(N)
     for worker in any_four:
         mine = worker.rref("travels only in calls of its worker")
@@ -221,7 +221,7 @@ def enter_gate() -> None:
 
 
 @pytest.mark.usefixtures("any_four")
-def test_time_outs() -> None:
+def test_timeouts() -> None:
     gate = seen["gate"] = Gate()
     futures = rpc.multicast((1, 2), enter_gate, timeout=0.2)
     for future in futures:
@@ -235,7 +235,7 @@ def fetch(rref: Any, other: Any) -> Any:
     return rref.to_here()
 
 
-def test_references_travel_with_tickets_of_their_own(any_four: Cluster) -> None:
+def test_references_are_sent_with_separate_tickets(any_four: Cluster) -> None:
     mine = rpc.RRef(torch.ones(3))
     theirs = rpc.remote("w3", torch.full, ((2,), 7.0))
     for _ in range(3):
@@ -258,7 +258,7 @@ def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
     return x * by
 
 
-def test_gradients_come_back_from_all(any_four: Cluster) -> None:
+def test_gradients_are_returned_by_all(any_four: Cluster) -> None:
     for size in (3, N):
         x = torch.ones(size, requires_grad=True)
         with autograd.context() as context_id:
@@ -276,7 +276,7 @@ def state() -> tuple[bool, bool]:
 
 
 @pytest.mark.usefixtures("any_four")
-def test_the_callers_state_travels() -> None:
+def test_the_callers_state_is_sent() -> None:
     with torch.no_grad():
         assert values(rpc.multicast((1, 2), state)) == [(False, False)] * 2
     with torch.autocast("cpu"):
@@ -314,14 +314,14 @@ def test_all_gather_reaches_all(any_four: Cluster) -> None:
         assert all((value[1] == value[0]).all() for value in got.values())
 
 
-def test_nothing_may_be_shared() -> None:
+def test_without_shared_memory() -> None:
     with cluster(3, Options(transports=("shm",), shared_memory_bytes=0)):
         x = torch.ones(N)
         for _ in range(3):
             assert values(rpc.multicast((1, 2), where, (x,))) == [None, None]
 
 
-def test_more_is_held_than_may_be_shared() -> None:
+def test_beyond_the_shared_memory_limit() -> None:
     with cluster(3, Options(transports=("shm",), shared_memory_bytes=8 << 20)):
         kept = [values(rpc.multicast((1, 2), echo, (torch.full((N,), float(i)),))) for i in range(20)]
         for number, both in enumerate(kept):
@@ -361,7 +361,7 @@ def _stays(rank: int, n: int, init_method: str) -> Any:
     sums = [first.wait()]
     values(rpc.multicast((1,), forget))
     eventually(lambda: engine.stats()["common_pieces"] == 0)
-    eventually(lambda: None not in values(rpc.multicast((1,), where, (x,))))  # elsewhere than what it may have had
+    eventually(lambda: None not in values(rpc.multicast((1,), where, (x,))))  # in other memory than before
     rpc.shutdown(graceful=False)
     return sums
 
@@ -395,6 +395,6 @@ def _slow(rank: int, n: int, init_method: str) -> Any:
     return took
 
 
-def test_a_stopped_receiver_holds_up_nobody() -> None:
+def test_a_stopped_receiver_delays_no_other() -> None:
     with Processes(3, _slow) as group:
-        assert group.results(ranks=(0,))[0] < 30  # for ever, if they waited for each other
+        assert group.results(ranks=(0,))[0] < 30  # forever, if they waited for each other

@@ -14,13 +14,16 @@ pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Alarm(Exception):
-    """What the handler raises."""
+    """Exception that the signal handler raises."""
 
 
 @pytest.fixture
 def raise_once(two: Cluster) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Runs something in the main thread, with another thread polling, and has a signal arrive while it waits for a
-    call: the handler lets the call end, and raises once the reply has come."""
+    """Return a function that runs its argument in the main thread under a signal.
+
+    Another thread is the leader. The signal arrives while the main thread waits for a call; the handler completes the
+    call and raises once the reply has arrived.
+    """
 
     def replies() -> int:
         return int(two[0]._worker.engine.stats()["replies"])
@@ -28,7 +31,10 @@ def raise_once(two: Cluster) -> Iterator[Callable[[Callable[[], Any]], Any]]:
     before = signal.getsignal(signal.SIGUSR1)
 
     def attempt(begin: Callable[[Gate], Callable[[], Any]]) -> bool:
-        """Did the reply come while the handler ran? (Only if another thread had the polling role.)"""
+        """Return whether the reply arrived while the handler ran.
+
+        It does only if another thread is the leader.
+        """
         elsewhere, mine = Gate(), Gate()
         poller = threading.Thread(target=two[0].rpc_sync, args=("w1", elsewhere.enter))
         poller.start()
@@ -59,7 +65,7 @@ def raise_once(two: Cluster) -> Iterator[Callable[[Callable[[], Any]], Any]]:
         wait = begin(mine)
         sender.start()
         try:
-            if came_of(about_to_wait, wait):
+            if reply_arrived(about_to_wait, wait):
                 assert came
         finally:
             sender.join()
@@ -67,7 +73,7 @@ def raise_once(two: Cluster) -> Iterator[Callable[[Callable[[], Any]], Any]]:
             poller.join()
         return came
 
-    def came_of(about_to_wait: threading.Event, wait: Callable[[], Any]) -> bool:
+    def reply_arrived(about_to_wait: threading.Event, wait: Callable[[], Any]) -> bool:
         try:
             about_to_wait.set()
             wait()
@@ -75,19 +81,19 @@ def raise_once(two: Cluster) -> Iterator[Callable[[Callable[[], Any]], Any]]:
             return True
         return False
 
-    def until_it_comes(begin: Callable[[Gate], Callable[[], Any]]) -> None:
+    def wait_until_replied(begin: Callable[[Gate], Callable[[], Any]]) -> None:
         assert any(attempt(begin) for _ in range(10)), "the main thread has always polled"
 
-    yield until_it_comes
+    yield wait_until_replied
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_the_reply_comes_before_the_handler_raises(raise_once: Any) -> None:
+def test_the_reply_arrives_before_the_handler_raises(raise_once: Any) -> None:
     raise_once(lambda gate: lambda: rpc.rpc_sync("w1", gate.enter, (5,)))
     assert rpc.rpc_sync("w1", abs, (-1,)) == 1
 
 
-def test_a_future_keeps_the_reply_that_comes_before_the_handler_raises(raise_once: Any) -> None:
+def test_a_future_keeps_the_reply_that_arrives_before_the_handler_raises(raise_once: Any) -> None:
     futures = []
 
     def begin(gate: Gate) -> Any:
@@ -99,7 +105,7 @@ def test_a_future_keeps_the_reply_that_comes_before_the_handler_raises(raise_onc
     assert [future.wait() for future in futures] == [5] * len(futures)
 
 
-def test_references_in_a_reply_that_nobody_waits_for_any_more_are_given_up(raise_once: Any) -> None:
+def test_references_in_an_abandoned_reply_are_released(raise_once: Any) -> None:
     raise_once(lambda gate: lambda: rpc.rpc_sync("w1", makes_a_reference, (gate,)))  # `clean` looks for it
 
 

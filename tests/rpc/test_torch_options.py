@@ -13,7 +13,7 @@ from telegrad.options import RpcBackendOptions, as_options
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
 
 
-def test_is_what_it_is_in_torch() -> None:
+def test_attributes_match_torch() -> None:
     ours, theirs = TensorPipeRpcBackendOptions(), torch_rpc.TensorPipeRpcBackendOptions()
     assert isinstance(ours, RpcBackendOptions)
     for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
@@ -34,7 +34,7 @@ def test_is_what_it_is_in_torch() -> None:
     ],
     ids=lambda w: next(iter(w)),
 )
-def test_what_torch_refuses_is_refused_alike(wrong: dict[str, Any]) -> None:
+def test_values_that_torch_rejects_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(Exception) as theirs:
         torch_rpc.TensorPipeRpcBackendOptions(**wrong)
     with pytest.raises(type(theirs.value)) as ours:
@@ -42,7 +42,7 @@ def test_what_torch_refuses_is_refused_alike(wrong: dict[str, Any]) -> None:
     assert str(ours.value).split(".")[0] == str(theirs.value).split(".")[0]
 
 
-def test_what_programs_pass_to_work_around_tensorpipe_is_taken() -> None:
+def test_workarounds_for_tensorpipe_are_accepted() -> None:
     TensorPipeRpcBackendOptions(_transports=["uv", "shm"], _channels=["mpt_uv", "basic", "cuda_ipc"])
     TensorPipeRpcBackendOptions(_transports=None, _channels=[])
 
@@ -68,7 +68,7 @@ def test_devices_are_cuda() -> None:
         options.set_devices(["cpu"])
 
 
-def test_attributes_can_be_set_and_all_is_copied() -> None:
+def test_attributes_can_be_set_and_are_copied() -> None:
     options = TensorPipeRpcBackendOptions(device_maps={"w1": {0: 1}})
     options.rpc_timeout = 7
     options.init_method += "x"
@@ -80,9 +80,9 @@ def test_attributes_can_be_set_and_all_is_copied() -> None:
 
 
 def test_derived_classes_may_call_either_constructor() -> None:
-    class Theirs(RpcBackendOptions):
+    class Derived(RpcBackendOptions):
         def __init__(self, init_method: str) -> None:
             RpcBackendOptions.__init__(self)
             self.init_method = init_method
 
-    assert Theirs("file:///x").rpc_timeout == 60
+    assert Derived("file:///x").rpc_timeout == 60

@@ -1,4 +1,4 @@
-"""Grad mode, inference mode and autocast of the caller hold in the handler, and nowhere else."""
+"""The caller's grad mode, inference mode and autocast hold in the handler only."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ DEFAULT = (True, False, False, torch.bfloat16, True)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[Cluster]:
-    """With one thread for requests, whatever a handler leaves in its thread is met by the next one."""
+    """With one pool thread, the next request sees the state that a handler left."""
     with cluster(2, rpc.Options(num_worker_threads=1)) as group:
         yield group
 
@@ -88,7 +88,7 @@ def test_the_handler_has_the_callers_state(mode: str) -> None:
 
 
 def leave(what: str) -> None:
-    """A handler that does not tidy up."""
+    """Handler that leaves torch's state changed."""
     if what == "no_grad":
         torch.set_grad_enabled(False)
     elif what == "inference":
@@ -99,7 +99,7 @@ def leave(what: str) -> None:
         kept[-1].__enter__()
 
 
-kept: list[Any] = []  # for ever: a guard that dies puts back its state in whichever thread that happens
+kept: list[Any] = []  # forever: a guard that dies restores its state in the thread that frees it
 
 
 def leave_and_fail(what: str) -> None:
@@ -114,7 +114,7 @@ async def leave_in_coroutine(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
-def test_what_a_handler_leaves_switched_is_undone(what: str) -> None:
+def test_state_changed_by_a_handler_is_restored(what: str) -> None:
     for enter, expected in MODES.values():
         with enter():
             rpc.rpc_sync("w1", leave, (what,))
@@ -129,7 +129,7 @@ def test_what_a_handler_leaves_switched_is_undone(what: str) -> None:
 
 
 async def modes_across_awaits(mode: str, gate: Gate) -> list[Any]:
-    """Holds a mode while others run on the same thread."""
+    """Hold a mode while other coroutines run in the same thread."""
     seen = [state()]
     with MODES[mode][0]():
         seen.append(state())
@@ -157,7 +157,7 @@ def test_coroutines_keep_the_modes_they_entered_and_no_others(callers: str) -> N
     assert rpc.rpc_sync("w1", state_in_coroutine) == [DEFAULT] * 2
 
 
-def test_no_grad_means_no_graph_there() -> None:
+def test_no_grad_records_no_graph_at_the_callee() -> None:
     x = torch.ones(2, requires_grad=True)
     assert rpc.rpc_sync("w1", has_graph, (x,))
     with torch.no_grad():
@@ -176,7 +176,7 @@ def makes_inference_tensors() -> bool:
     return torch.ones(1).is_inference()
 
 
-def test_autocast_computes_in_its_type_there() -> None:
+def test_autocast_computes_in_its_type_at_the_callee() -> None:
     x = torch.ones(2, 2)
     assert rpc.rpc_sync("w1", torch.mm, (x, x)).dtype == torch.float32
     with torch.autocast("cpu"):
@@ -197,9 +197,11 @@ def fail_there() -> None:
 
 @pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
 @pytest.mark.parametrize("function", [state, fail_there], ids=["value", "error"])
-def test_what_a_callback_leaves_switched_is_undone(one_thread: Cluster, what: str, function: Any) -> None:
-    """The thread that runs the callback also runs the request that follows it, or one thread more is started: then the
-    state of all of them is looked at."""
+def test_state_changed_by_a_callback_is_restored(one_thread: Cluster, what: str, function: Any) -> None:
+    """The thread of the callback also runs the next request, or another one starts.
+
+    In the second case the state of all threads is checked.
+    """
     states: list[Any] = []
     ran = threading.Event()
 
@@ -233,7 +235,7 @@ class Then:
 
 
 @rpc.functions.async_execution
-def leave_and_answer_later(what: str) -> torch.futures.Future[Any]:
+def leave_and_return_future(what: str) -> torch.futures.Future[Any]:
     leave(what)
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(None)
@@ -241,6 +243,6 @@ def leave_and_answer_later(what: str) -> torch.futures.Future[Any]:
 
 
 @pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
-def test_what_a_handler_leaves_that_answers_later_is_undone(what: str) -> None:
-    rpc.rpc_sync("w1", leave_and_answer_later, (what,))
+def test_state_changed_by_a_deferred_handler_is_restored(what: str) -> None:
+    rpc.rpc_sync("w1", leave_and_return_future, (what,))
     assert rpc.rpc_sync("w1", state) == DEFAULT

@@ -1,5 +1,7 @@
-"""Calls that give up while they wait for the other end to keep up. Both ends count references that travel, and requests
-that are made in autograd contexts: nothing of such calls may be missing, or be waited for."""
+"""Calls that time out or are interrupted while they wait for the window.
+
+Both ends count references in messages and requests in autograd contexts: such calls must leave both counts right.
+"""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -37,8 +39,8 @@ def group() -> Iterator[Cluster]:
             assert_quiescent(worker)
 
 
-class Shut:
-    """Within, the window of w1 is shut: it does not keep up."""
+class FullWindow:
+    """Context in which the window of w1 is full."""
 
     def __enter__(self) -> None:
         held[:] = [Gate()]
@@ -66,7 +68,7 @@ way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_references(group: Cluster, way: Any) -> None:
     rref = rpc.remote("w2", torch.ones, (3,))
     assert rref.to_here().sum() == 3
-    with Shut(), pytest.raises(RpcTimeout):
+    with FullWindow(), pytest.raises(RpcTimeout):
         way("w1", size, (LARGE, rref))
     del rref
     for worker in group:
@@ -79,14 +81,14 @@ def test_autograd_contexts(group: Cluster, way: Any, plain: bool) -> None:
     x = LARGE.clone().requires_grad_()
     with autograd.context():
         assert rpc.rpc_sync("w1", size, (x,)) == len(x)
-        with Shut(), pytest.raises(RpcTimeout):
+        with FullWindow(), pytest.raises(RpcTimeout):
             way("w1", size, (x,) if plain else (x, {"a set"}))
     for worker in group:
         assert_quiescent(worker)
 
 
 class Stop(BaseException):
-    """What a signal handler raises."""
+    """Exception that the signal handler raises."""
 
 
 def test_a_signal(group: Cluster) -> None:
@@ -96,7 +98,7 @@ def test_a_signal(group: Cluster) -> None:
     before = signal.signal(signal.SIGALRM, stop)
     rref = rpc.remote("w2", torch.ones, (3,))
     try:
-        with Shut():
+        with FullWindow():
             signal.setitimer(signal.ITIMER_REAL, SOON)
             with pytest.raises(Stop):
                 rpc.multicast(("w1", "w1", "w1"), size, (LARGE, rref))
@@ -107,7 +109,7 @@ def test_a_signal(group: Cluster) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_signal_before_anything_is_sent(group: Cluster, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """It comes when the first requests have been addressed."""
+    """The signal arrives when the first requests have been encoded."""
     address = Messages.address
     addressed: list[Any] = []
 

@@ -1,6 +1,6 @@
-"""A worker made of nothing but `_core.Engine` and a few threads, for tests of the engine from Python.
+"""Minimal worker of `_core.Engine` and a few threads, for tests of the engine.
 
-Run as a program it is such a worker in a process of its own: it prints a line whenever something happens.
+Run as a program, it is such a worker in a separate process and prints a line per event.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SECOND = 1_000_000_000
 
 
 class Native:
-    """One engine with `threads` pool threads (and more when the engine asks for them)."""
+    """Engine with `threads` pool threads, and more if the engine requests them."""
 
     def __init__(
         self, ident: int, *, threads: int = 2, said: Callable[[str], None] = lambda line: None, **options: Any
@@ -127,14 +127,14 @@ class Native:
         self.engine.reply(connection, call, 0, 0, bytes(body), [bytes(s) for s in segments])
 
     def fork(self) -> None:
-        """A child that stays, with everything that it has inherited, until its parent's standard input ends."""
+        """Fork a child that keeps all inherited resources until standard input ends."""
         if os.fork() == 0:
             sys.stdin.buffer.raw.read()  # type: ignore[attr-defined]
             os._exit(0)
 
 
 class Child:
-    """A `Native` in a process of its own."""
+    """`Native` in a separate process."""
 
     def __init__(self, ident: int, *more: str):
         self.ident = ident
@@ -165,7 +165,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def tell_when_under_way(worker: Native, calls: int) -> None:
+def report_when_in_flight(worker: Native, calls: int) -> None:
     while worker.engine.stats()["pending_calls"] < calls:
         time.sleep(0.001)
     say("under way")
@@ -175,12 +175,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     worker = Native(int(sys.argv[1]), said=say)
     say(worker.address)
-    if len(sys.argv) > 2:  # call somebody, in the main thread, until interrupted
+    if len(sys.argv) > 2:  # call a peer in the main thread until interrupted
         peer, address, tag, size = int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
         worker.meet(peer, address)
         say(f"connected {worker.call(peer)[0]}")
         sys.stdin.readline()
-        threading.Thread(target=tell_when_under_way, args=(worker, 2 if tag == WINDOW else 1), daemon=True).start()
+        threading.Thread(target=report_when_in_flight, args=(worker, 2 if tag == WINDOW else 1), daemon=True).start()
         try:
             if tag == WINDOW:
                 worker.start(peer, "cookie", ECHO, bytes(size))

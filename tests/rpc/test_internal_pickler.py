@@ -1,4 +1,4 @@
-"""The pickler that programs derive from and replace."""
+"""The pickler that programs subclass and replace."""
 
 import threading
 from typing import Any
@@ -11,7 +11,7 @@ from telegrad.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_k
 
 
 class Nested:
-    """Pickles within pickling, as programs do."""
+    """Value that pickles inside of its own pickling."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -36,7 +36,7 @@ def gone() -> None:
     pass
 
 
-def test_tensors_stand_beside_the_bytes() -> None:
+def test_tensors_are_separate_from_the_bytes() -> None:
     x = torch.ones(1000)
     data, tensors = internal.serialize(PythonUDF(torch.add, (x, {"y": x}), None))
     assert len(data) < 500
@@ -53,7 +53,7 @@ def test_pickling_within_pickling() -> None:
     assert (first[0], nested.tensor[0], last[0]) == (0, 3, 7)
 
 
-def test_error_leaves_nothing_behind() -> None:
+def test_error_keeps_no_state() -> None:
     with pytest.raises(TypeError):
         internal.serialize([torch.ones(1), threading.Lock()])
     data, tensors = internal.serialize(torch.ones(1))
@@ -61,7 +61,7 @@ def test_error_leaves_nothing_behind() -> None:
     assert torch.equal(internal.deserialize(data, tensors), torch.ones(1))
 
 
-def test_scripted_module_travels_whole() -> None:
+def test_scripted_module_is_sent_completely() -> None:
     module = torch.jit.script(torch.nn.Linear(2, 2))
     twin = internal.deserialize(*internal.serialize(module))
     assert torch.equal(twin(torch.ones(2)), module(torch.ones(2)))
@@ -82,7 +82,7 @@ def test_derived_pickler_overrides_reducers() -> None:
     assert internal.deserialize(*Doubling().serialize([torch.ones(1)]))[0] == 2
 
 
-def test_function_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_function(monkeypatch: pytest.MonkeyPatch) -> None:
     data, tensors = internal.serialize(PythonUDF(gone, (), {}))
     monkeypatch.delattr(f"{__name__}.gone")
     error = internal.deserialize(data, tensors)

@@ -1,4 +1,4 @@
-"""Waiting for many calls of which some fail, time out or are lost; signals meanwhile; and what is left over."""
+"""`wait_all` with failures, timeouts, lost peers and signals."""
 
 import gc
 import signal
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from many import call, echo, fail, held, unpickled, until_it_collects
+from waiting_helpers import call, echo, fail, held, unpickled, wait_until_in_core
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, WorkerLost
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("erro
 # ---- errors
 
 
-def test_leaves_at_the_first_error() -> None:
+def test_raises_at_the_first_error() -> None:
     gate = Gate()
     late = held(gate, "late")
     with pytest.raises(ValueError, match="on purpose"):
@@ -31,7 +31,7 @@ def test_leaves_at_the_first_error() -> None:
     assert late.wait() == "late"
 
 
-def test_leaves_at_an_error_of_before() -> None:
+def test_raises_at_an_earlier_error() -> None:
     gate = Gate()
     late, failed = held(gate), call(fail)
     with pytest.raises(ValueError, match="on purpose"):
@@ -44,7 +44,7 @@ def test_leaves_at_an_error_of_before() -> None:
     late.wait()
 
 
-def test_leaves_at_an_error_of_another_kind_of_future() -> None:
+def test_raises_at_an_error_of_another_kind_of_future() -> None:
     gate = Gate()
     late = held(gate)
     torchs: torch.futures.Future[int] = torch.futures.Future()
@@ -58,8 +58,8 @@ def test_leaves_at_an_error_of_another_kind_of_future() -> None:
     late.wait()
 
 
-def test_leaves_at_an_error_that_another_thread_has_in_hand(in_thread: Any) -> None:
-    """A thread of the pool is reading an outcome when this one begins to wait, and cannot."""
+def test_raises_at_an_error_that_another_thread_is_decoding(in_thread: Any) -> None:
+    """A pool thread is decoding a completion when this thread begins to wait."""
     reading, late = Gate(), Gate()
 
     def read() -> None:
@@ -77,7 +77,7 @@ def test_leaves_at_an_error_that_another_thread_has_in_hand(in_thread: Any) -> N
         errors.append(caught.value)
 
     thread = in_thread(wait)
-    until_it_collects(thread)
+    wait_until_in_core(thread)
     reading.open()
     thread.join(10)
     assert not never.done()
@@ -86,14 +86,14 @@ def test_leaves_at_an_error_that_another_thread_has_in_hand(in_thread: Any) -> N
     assert never.wait() == "late"
 
 
-def test_what_another_thread_has_in_hand_is_waited_for(in_thread: Any) -> None:
+def test_waits_for_a_completion_that_another_thread_is_decoding(in_thread: Any) -> None:
     reading, late = Gate(), Gate()
     read = Local(lambda: reading.enter("read"))
     slow, other = call(unpickled, read), held(late, "late")
     reading.wait_for()
     values: list[Any] = []
     thread = in_thread(lambda: values.append(rpc.wait_all([other, slow])))
-    until_it_collects(thread)
+    wait_until_in_core(thread)
     late.open()
     eventually(other.done)
     assert not slow.done()
@@ -102,7 +102,7 @@ def test_what_another_thread_has_in_hand_is_waited_for(in_thread: Any) -> None:
     assert values == [["late", "read"]]
 
 
-def test_an_outcome_that_cannot_be_read(in_thread: Any) -> None:
+def test_a_completion_that_cannot_be_decoded(in_thread: Any) -> None:
     gate = Gate()
     read = Local(lambda: fail("cannot be read"))
     unreadable = call(unpickled, read, gate)
@@ -113,7 +113,7 @@ def test_an_outcome_that_cannot_be_read(in_thread: Any) -> None:
             rpc.wait_all([unreadable])
 
     thread = in_thread(wait)
-    until_it_collects(thread)
+    wait_until_in_core(thread)
     gate.open()
     thread.join(10)
     with pytest.raises(ValueError, match="cannot be read"):
@@ -121,7 +121,7 @@ def test_an_outcome_that_cannot_be_read(in_thread: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_program_while_an_outcome_is_read(in_thread: Any, kind: type[BaseException]) -> None:
+def test_exits_while_a_completion_is_decoded(in_thread: Any, kind: type[BaseException]) -> None:
     gate = Gate()
 
     def read() -> None:
@@ -136,7 +136,7 @@ def test_what_ends_the_program_while_an_outcome_is_read(in_thread: Any, kind: ty
             rpc.wait_all(futures)
 
     thread = in_thread(wait)
-    until_it_collects(thread)
+    wait_until_in_core(thread)
     gate.open()
     thread.join(10)
     with pytest.raises(kind, match="while reading"):
@@ -144,7 +144,7 @@ def test_what_ends_the_program_while_an_outcome_is_read(in_thread: Any, kind: ty
     assert [f.wait() for f in futures[1:]] == [0, 1, 2]
 
 
-def test_time_outs() -> None:
+def test_timeouts() -> None:
     gate = Gate()
     late, other = call(gate.enter, timeout=0.05), call(gate.enter, "other")
     gate.wait_for(2)
@@ -166,7 +166,7 @@ def test_a_worker_that_is_lost(in_thread: Any) -> None:
                 rpc.wait_all(its)
 
         thread = in_thread(wait)
-        until_it_collects(thread)
+        wait_until_in_core(thread)
         closing = in_thread(lambda: group[1].shutdown(graceful=False))
         thread.join(10)
         for future in its:
@@ -177,8 +177,8 @@ def test_a_worker_that_is_lost(in_thread: Any) -> None:
     assert mine.wait() == "mine"
 
 
-def test_a_worker_that_is_closed_meanwhile(in_thread: Any) -> None:
-    """All of its futures end, also those that nobody waits for any more."""
+def test_a_worker_is_closed_during_the_wait(in_thread: Any) -> None:
+    """Its futures all complete, also those without a waiting thread."""
     gate, ended = Gate(), threading.Semaphore(0)
     with cluster(2, graceful=False) as group:
         futures = [call(gate.enter, i) for i in range(3)]
@@ -189,7 +189,7 @@ def test_a_worker_that_is_closed_meanwhile(in_thread: Any) -> None:
                 rpc.wait_all(futures)
 
         thread = in_thread(wait)
-        until_it_collects(thread)
+        wait_until_in_core(thread)
         for future in futures:
             future.add_done_callback(lambda _: ended.release())
         group[0].shutdown(graceful=False)
@@ -213,7 +213,7 @@ def on_signal() -> Any:
 
 
 class Alarm(Exception):
-    """What a signal's handler raises."""
+    """Exception that the signal handler raises."""
 
 
 def test_a_signal_ends_the_wait(on_signal: Any, in_thread: Any) -> None:
@@ -226,7 +226,7 @@ def test_a_signal_ends_the_wait(on_signal: Any, in_thread: Any) -> None:
     main = threading.main_thread()
 
     def send() -> None:
-        until_it_collects(main)
+        wait_until_in_core(main)
         signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
 
     in_thread(send)
@@ -236,8 +236,8 @@ def test_a_signal_ends_the_wait(on_signal: Any, in_thread: Any) -> None:
     assert [f.wait() for f in futures] == [0, 1, 2]
 
 
-def test_a_signal_while_a_future_is_being_ended(monkeypatch: pytest.MonkeyPatch, in_thread: Any) -> None:
-    """Its outcome is nobody else's then, so it ends with what the handler raises."""
+def test_a_signal_while_a_future_is_being_completed(monkeypatch: pytest.MonkeyPatch, in_thread: Any) -> None:
+    """No other thread has its completion, so it ends with the handler's exception."""
     gate = Gate()
     read = Local(echo)
     odd, other = call(unpickled, read, gate), held(gate, "other")
@@ -254,7 +254,7 @@ def test_a_signal_while_a_future_is_being_ended(monkeypatch: pytest.MonkeyPatch,
     main = threading.current_thread()
 
     def open_late() -> None:
-        until_it_collects(main)
+        wait_until_in_core(main)
         gate.open()
 
     in_thread(open_late)
@@ -266,10 +266,10 @@ def test_a_signal_while_a_future_is_being_ended(monkeypatch: pytest.MonkeyPatch,
     assert other.wait() == "other"
 
 
-# ---- what is left over
+# ---- leaks
 
 
-def test_leaves_nothing_behind() -> None:
+def test_no_leaks() -> None:
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Waiting for many calls at once: the thread that waits has their outcomes brought to it."""
+"""`wait_all`: the waiting thread decodes the completions of many calls."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from many import call, echo, held, unpickled, until_it_collects, until_it_waits
+from waiting_helpers import call, echo, held, unpickled, wait_until_in_core, wait_until_in_wait_all
 
 from telegrad import rpc
 from telegrad.testing import Cluster, Gate, Local, eventually, run_all
@@ -43,7 +43,7 @@ def test_the_same_future_more_than_once() -> None:
     twice, once = held(gate, "twice"), call(echo, "once")
     gate.open()
     assert rpc.wait_all([twice, once, twice]) == ["twice", "once", "twice"]
-    assert rpc.wait_all([twice, twice]) == ["twice", "twice"]  # it is over
+    assert rpc.wait_all([twice, twice]) == ["twice", "twice"]  # it is complete
     assert twice.value() == "twice"
 
 
@@ -78,7 +78,7 @@ def test_in_handlers_and_in_event_loops() -> None:
         assert asyncio.run(wait_for_all_in_a_loop(to, 20)) == list(range(20))
 
 
-def test_beside_other_threads(two: Cluster) -> None:
+def test_alongside_other_threads(two: Cluster) -> None:
     w0 = two[0]
 
     def many(t: int) -> None:
@@ -90,10 +90,10 @@ def test_beside_other_threads(two: Cluster) -> None:
     run_all([lambda t=t: many(t) for t in range(4)])  # type: ignore[misc]
 
 
-# ---- who completes the futures
+# ---- the thread that completes the futures
 
 
-def test_the_thread_that_waits_reads_the_outcomes(in_thread: Any) -> None:
+def test_the_waiting_thread_decodes_the_completions(in_thread: Any) -> None:
     read_by: list[Any] = []
     read = Local(lambda: read_by.append(threading.current_thread()))
     gate = Gate()
@@ -101,7 +101,7 @@ def test_the_thread_that_waits_reads_the_outcomes(in_thread: Any) -> None:
     late = held(gate)
     others = [call(unpickled, read, gate) for _ in range(3)]
     thread = in_thread(lambda: values.extend(rpc.wait_all([late, *others])))
-    until_it_collects(thread)
+    wait_until_in_core(thread)
     gate.open()
     thread.join(10)
     assert values == [None] * 4
@@ -120,7 +120,7 @@ def test_callbacks_may_wait_for_others_of_these_futures(in_thread: Any) -> None:
 
     first.add_done_callback(callback)
     thread = in_thread(lambda: values.extend(rpc.wait_all([first, second])))
-    until_it_waits(thread)
+    wait_until_in_wait_all(thread)
     gate.open()
     thread.join(10)
     assert values == [1, 2]
@@ -133,7 +133,7 @@ def test_callbacks_may_wait_for_each_other(in_thread: Any) -> None:
     met = [future.then(lambda _: meeting.wait(10) >= 0) for future in futures]
     values: list[Any] = []
     thread = in_thread(lambda: values.extend(rpc.wait_all(futures)))
-    until_it_waits(thread)
+    wait_until_in_wait_all(thread)
     gate.open()
     thread.join(10)
     assert values == [0, 1]
@@ -145,7 +145,7 @@ def test_threads_that_wait_for_the_same_futures(in_thread: Any) -> None:
     futures = [held(gate, i) for i in range(3)]
     results: list[Any] = []
     collects = in_thread(lambda: results.append(rpc.wait_all(futures)))
-    until_it_collects(collects)
+    wait_until_in_core(collects)
     others: list[Callable[[], Any]] = [lambda: rpc.wait_all(futures), lambda: rpc.wait_all(futures[1:])]
     for function in (*others, futures[2].wait, futures[0].wait):
         in_thread(lambda function=function: results.append(function()))

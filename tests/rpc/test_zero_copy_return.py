@@ -1,4 +1,7 @@
-"""Tensors that came with a call and that nobody keeps go home with its result as they are; all others are copied."""
+"""Zero-copy return: argument tensors that the handler does not keep are returned.
+
+All other tensors are copied.
+"""
 
 import multiprocessing
 import os
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from mapped import Kept, place
+from shared_memory_helpers import Kept, place
 
 from telegrad import rpc
 from telegrad.autograd import backward, context, get_gradients
@@ -30,7 +33,7 @@ def add_one(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_set(x: torch.Tensor) -> Any:
-    """Not a plain value."""
+    """Return a value that the codec cannot encode."""
     return {"a set"}, add_one(x)
 
 
@@ -59,7 +62,7 @@ def keep_array(x: torch.Tensor) -> torch.Tensor:
 
 
 def keep_in_graph(x: torch.Tensor) -> torch.Tensor:
-    """By a graph, which has saved it for its backward pass."""
+    """Keep the tensor in a graph that has saved it for its backward pass."""
     product = same(x) * torch.ones(N, requires_grad=True)
     seen["kept"] = Saved(product.grad_fn)
     return x
@@ -106,31 +109,31 @@ def both(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def forward(x: torch.Tensor) -> torch.Tensor:
-    """What another worker sends home to this one."""
+    """Return a tensor that another worker returns to this one."""
     return rpc.rpc_sync("w2", add_one, (x,))
 
 
-def crumb(x: torch.Tensor) -> torch.Tensor:
-    """A little of what came home to this worker."""
+def small_part(x: torch.Tensor) -> torch.Tensor:
+    """Return a small part of a tensor returned to this worker."""
     came = rpc.rpc_sync("w0", same, (x,))
     assert place(came) == seen["place"]
     return came[:10_000]
 
 
-class Lingering(bytearray):
-    """Holds up whoever lets go of it last."""
+class BlocksOnRelease(bytearray):
+    """Bytes with a finalizer that blocks."""
 
     def __del__(self) -> None:
         assert seen["release"].wait(60)
 
 
-def linger(_: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The message stays until it is released, with what it brought the tensor home in."""
-    return same(x), torch.frombuffer(Lingering(1000), dtype=torch.uint8)
+def keep_message(_: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep the message, and so its memory, until it is released."""
+    return same(x), torch.frombuffer(BlocksOnRelease(1000), dtype=torch.uint8)
 
 
-def after_it(x: torch.Tensor) -> torch.Tensor:
-    """Returns when the message of the last handler has gone."""
+def after_the_last_message(x: torch.Tensor) -> torch.Tensor:
+    """Return when the message of the last handler is released."""
     stats = seen["stats"]
     blocks = stats()["live_blocks"]
     seen["release"].set()
@@ -139,8 +142,8 @@ def after_it(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def where_the_last_was(x: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that begins where that of the last handler did."""
+def part_at_the_last_address(x: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that begins where the last handler's began."""
     last, mine = seen["place"], place(x)
     assert mine is not None
     assert (mine[0], mine[1] < last[1]) == (last[0], True)
@@ -153,7 +156,7 @@ class Server:
 
 
 def warm_up(worker: str = "w1") -> None:
-    """Calls until there is shared memory."""
+    """Make calls until shared memory is in use."""
     eventually(lambda: place(rpc.rpc_sync(worker, same, (torch.zeros(N),))) is not None)
 
 
@@ -166,7 +169,7 @@ def two() -> Any:
 
 
 @pytest.mark.usefixtures("two")
-def test_it_comes_back_to_where_it_was() -> None:
+def test_an_argument_is_returned_to_its_own_memory() -> None:
     places = set()
     x = torch.ones(N)
     for number in range(5):
@@ -181,7 +184,7 @@ def test_it_comes_back_to_where_it_was() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_results_go_out_again() -> None:
+def test_returned_tensors_can_be_sent_again() -> None:
     x = torch.zeros(N)
     for _ in range(10):
         x = rpc.rpc_sync("w1", add_one, (x,))
@@ -192,7 +195,7 @@ def test_results_go_out_again() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_every_way_of_calling() -> None:
+def test_all_kinds_of_calls() -> None:
     x = torch.ones(N)
     assert place(rpc.rpc_async("w1", add_one, (x,)).wait()) == seen["place"]
     got = rpc.rpc_sync("w1", add_one, kwargs={"x": x})
@@ -219,7 +222,7 @@ def test_every_way_of_calling() -> None:
 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("function", [keep, keep_view, keep_storage, keep_array, keep_in_graph, keep_in_thread])
-def test_what_the_handler_keeps_is_copied(function: Any) -> None:
+def test_tensors_that_the_handler_keeps_are_copied(function: Any) -> None:
     for _ in range(3):
         got = rpc.rpc_sync("w1", function, (torch.ones(N),))
         assert seen["place"] is not None
@@ -231,7 +234,7 @@ def test_what_the_handler_keeps_is_copied(function: Any) -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_parts_of_it() -> None:
+def test_parts_of_an_argument() -> None:
     x = torch.arange(N, dtype=torch.float32)
     got = rpc.rpc_sync("w1", part, (x, 160, N))
     file, offset = seen["place"]
@@ -248,36 +251,36 @@ def test_parts_of_it() -> None:
     assert torch.equal(second, x[N // 2 :])
 
 
-def test_a_little_of_what_came_home_is_copied(two: Any) -> None:
+def test_a_small_part_of_a_returned_tensor_is_copied(two: Any) -> None:
     with two[1]:
         warm_up("w0")
     x = torch.arange(N, dtype=torch.float32)
-    got = rpc.rpc_sync("w1", crumb, (x,))
+    got = rpc.rpc_sync("w1", small_part, (x,))
     assert place(got) != seen["place"]
     assert torch.equal(got, x[:10_000])
 
 
 @pytest.mark.usefixtures("two")
-def test_what_has_gone_home_is_not_taken_for_what_comes_there_next() -> None:
+def test_returned_memory_is_not_mistaken_for_its_next_content() -> None:
     seen["release"] = threading.Event()
     before = torch.zeros(N // 3)
-    got, _ = rpc.rpc_sync("w1", linger, (before, torch.zeros(N)))
+    got, _ = rpc.rpc_sync("w1", keep_message, (before, torch.zeros(N)))
     assert place(got) == seen["place"]
     del got
     x = torch.arange(len(before) + N, dtype=torch.float32)  # where both were
-    got = rpc.rpc_sync("w1", where_the_last_was, (x,))
+    got = rpc.rpc_sync("w1", part_at_the_last_address, (x,))
     assert place(got) == seen["place"]
     assert torch.equal(got, x[-len(got) :])
     seen["release"].set()
 
 
-def test_what_has_gone_home_does_not_take_what_comes_there_next_along(two: Any) -> None:
+def test_returning_memory_does_not_return_its_next_content(two: Any) -> None:
     seen["release"], seen["stats"] = threading.Event(), two[1]._worker.engine.stats
-    rpc.rpc_sync("w1", linger, (torch.zeros(0), torch.zeros(N)))
-    assert place(rpc.rpc_sync("w1", after_it, (torch.zeros(N),))) == seen["place"]
+    rpc.rpc_sync("w1", keep_message, (torch.zeros(0), torch.zeros(N)))
+    assert place(rpc.rpc_sync("w1", after_the_last_message, (torch.zeros(N),))) == seen["place"]
 
 
-def test_to_others_it_is_copied() -> None:
+def test_replies_to_other_workers_are_copied() -> None:
     with cluster(3, Options(transports=("shm",))) as group:
         warm_up("w1")
         with group[1]:
@@ -290,7 +293,7 @@ def test_to_others_it_is_copied() -> None:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_without_shared_memory_it_is_a_tensor_like_any(transport: str) -> None:
+def test_without_shared_memory_it_is_an_ordinary_tensor(transport: str) -> None:
     with cluster(2, Options(transports=(transport,))):
         for number in range(3):
             got = rpc.rpc_sync("w1", add_one, (torch.full((N,), float(number)),))
@@ -326,7 +329,7 @@ def test_many_threads(two: Any) -> None:
     assert sorted(right) == [0, 1, 2, 3]
 
 
-def test_nothing_is_left() -> None:
+def test_no_memory_is_leaked() -> None:
     before = ResourceSnapshot.now()
     with cluster(2, Options(transports=("shm",)), check=False) as group:
         warm_up()
@@ -345,7 +348,7 @@ def test_nothing_is_left() -> None:
 # ---- forks and deaths
 
 
-def test_forks_have_each_their_own() -> None:
+def test_forks_have_separate_memory() -> None:
     with cluster(2, Options(transports=("shm",)), check=False):  # the loader keeps a process until it is collected
         warm_up()
         x = rpc.rpc_sync("w1", same, (torch.ones(N),))
@@ -363,7 +366,7 @@ def test_forks_have_each_their_own() -> None:
     seen.clear()
 
 
-def _other_end_dies(rank: int, n: int, init_method: str) -> float:
+def _peer_dies(rank: int, n: int, init_method: str) -> float:
     options = Options(init_method=init_method, transports=("shm",))
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     if rank == 1:
@@ -381,6 +384,6 @@ def _other_end_dies(rank: int, n: int, init_method: str) -> float:
     return total
 
 
-def test_the_other_end_dies() -> None:
-    with Processes(2, _other_end_dies) as group:
+def test_the_peer_dies() -> None:
+    with Processes(2, _peer_dies) as group:
         assert group.results(ranks=(0,)) == [3.0 * N]

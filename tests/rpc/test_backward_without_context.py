@@ -1,4 +1,4 @@
-"""What `loss.backward()` over received tensors says, without an autograd context."""
+"""Warnings of `loss.backward()` over received tensors without an autograd context."""
 
 import re
 import warnings
@@ -42,7 +42,7 @@ def step(y: Tensor) -> None:
 
 
 @pytest.fixture(autouse=True)
-def not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_graphs, "_said", False)
 
 
@@ -79,14 +79,14 @@ def test_callee_warns_of_the_callers_graph() -> None:
         rpc.rpc_sync("w1", step, (torch.ones(3, requires_grad=True) * 2,))
 
 
-def test_what_loses_nothing_says_nothing() -> None:
+def test_passes_that_lose_no_gradient_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        copy = rpc.rpc_sync("w1", weight)  # a leaf, whose gradients are this worker's own
+        copy = rpc.rpc_sync("w1", weight)  # a leaf of this worker
         copy.sum().backward()
         assert copy.grad is not None
         y = rpc.rpc_sync("w1", forward, (torch.ones(3),))
-        (gradient,) = torch.autograd.grad(y.sum(), y)  # the program takes it itself
+        (gradient,) = torch.autograd.grad(y.sum(), y)  # the program computes it
         assert gradient.tolist() == [1, 1, 1]
         with autograd.context() as context:
             autograd.backward(context, [rpc.rpc_sync("w1", forward, (torch.ones(3, requires_grad=True),)).sum()])
@@ -97,7 +97,7 @@ def test_plain_backward_within_a_context_raises() -> None:
         rpc.rpc_sync("w1", forward, (torch.ones(3),)).sum().backward()
 
 
-def test_watched_tensors_travel_on_and_can_be_saved(tmp_path: Any) -> None:
+def test_watched_tensors_can_be_sent_and_saved(tmp_path: Any) -> None:
     y = rpc.rpc_sync("w1", forward, (torch.ones(3),))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Where tensors lie: for tests of memory that workers share."""
+"""Helpers for tests of tensors in shared memory."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def place(x: torch.Tensor) -> tuple[str, int] | None:
-    """Which file a tensor's memory is of, and where in it; None if of none. Both ends map the same file."""
+    """Return the mapped file and offset of a tensor; None if it has none."""
     at = x.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, _, inode, *_ = line.split()
@@ -18,7 +18,7 @@ def place(x: torch.Tensor) -> tuple[str, int] | None:
 
 
 class Kept(torch.utils.data.Dataset[float]):
-    """A tensor in memory that workers share, read and written in forks of its holder once `go` says so."""
+    """Shared-memory tensor that forks of its holder access after `go`."""
 
     def __init__(self, x: torch.Tensor, go: Any) -> None:
         self.x, self.go = x, go

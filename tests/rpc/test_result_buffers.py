@@ -1,4 +1,7 @@
-"""Tensors made in memory that two workers share arrive where they are; all that could tell the difference is copied."""
+"""Results built by `rpc.empty` in shared memory arrive without a copy.
+
+Tensors for which the difference would be visible are copied.
+"""
 
 import multiprocessing
 import os
@@ -7,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mapped import Kept, place
+from shared_memory_helpers import Kept, place
 
 from telegrad import rpc
 from telegrad.options import Options
@@ -39,7 +42,7 @@ def build_and_keep(value: float) -> torch.Tensor:
 
 
 def write_to_kept(value: float) -> bool:
-    """Writes; was it still as it was made?"""
+    """Write to the kept tensor; return whether it was unchanged before."""
     same = bool((made["kept"] == 1.0).all())
     made["kept"].fill_(value)
     return same
@@ -55,7 +58,7 @@ def halves() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def nested(value: float) -> torch.Tensor:
-    """What another worker made for this one."""
+    """Return a tensor that another worker built for this one."""
     return rpc.rpc_sync("w2", build, (value,))
 
 
@@ -69,7 +72,7 @@ async def build_later(value: float) -> torch.Tensor:
 
 
 def build_in_set(value: float) -> Any:
-    """Not a plain value."""
+    """Return a value that the codec cannot encode."""
     return {"a set"}, build(value)
 
 
@@ -78,7 +81,7 @@ def dtype_of(empty: Any, dtype: torch.dtype) -> torch.dtype:
 
 
 def warm_up(worker: str = "w1", n: int = N, **kwargs: Any) -> None:
-    """Calls until there is shared memory."""
+    """Make calls until shared memory is in use."""
 
     def call() -> bool:
         got = rpc.rpc_sync(worker, build, (0.0, n), kwargs)
@@ -96,7 +99,7 @@ def two() -> Any:
 
 
 @pytest.mark.usefixtures("two")
-def test_a_result_arrives_where_it_was_made() -> None:
+def test_a_result_arrives_without_a_copy() -> None:
     seen = set()
     for number in range(5):
         got = rpc.rpc_sync("w1", build, (float(number),))
@@ -121,7 +124,7 @@ def test_several_in_one_result() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_every_way_of_calling() -> None:
+def test_all_kinds_of_calls() -> None:
     assert place(rpc.rpc_async("w1", build, (1.0,)).wait()) == made["place"]
     with torch.no_grad():
         got = rpc.rpc_sync("w1", build, (2.0,))
@@ -143,7 +146,7 @@ def test_every_way_of_calling() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_what_the_maker_keeps_is_copied() -> None:
+def test_a_result_that_the_callee_keeps_is_copied() -> None:
     for _ in range(3):
         got = rpc.rpc_sync("w1", build_and_keep, (1.0,))
         assert place(got) != made["place"]
@@ -153,7 +156,7 @@ def test_what_the_maker_keeps_is_copied() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_a_part_of_it() -> None:
+def test_a_part_of_a_buffer() -> None:
     got = rpc.rpc_sync("w1", part, (0, 1000))
     assert place(got) == made["place"]
     assert got.untyped_storage().nbytes() == 4000
@@ -168,14 +171,14 @@ def test_a_part_of_it() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_two_parts_of_it_have_each_their_own() -> None:
+def test_two_parts_of_a_buffer_have_separate_memory() -> None:
     first, second = rpc.rpc_sync("w1", halves)
     first.zero_()
     assert (second == 5.0).all()
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
-def test_of_two_callers_each_gets_its_own() -> None:
+def test_two_callers_get_separate_memory() -> None:
     with cluster(3, Options(transports=("shm",))) as group:
         warm_up("w1")
         with group[2]:
@@ -185,13 +188,13 @@ def test_of_two_callers_each_gets_its_own() -> None:
         mine = rpc.rpc_sync("w1", build, (1.0,))
         assert place(mine) == made["place"]
         assert (theirs == 2.0).all()
-        # What was made for another worker is copied.
+        # A tensor built for another worker is copied.
         with group[2]:
             got = rpc.rpc_sync("w1", build, (3.0, N, "w0"))
         assert made["place"] is not None
         assert place(got) != made["place"]
         assert (got == 3.0).all()
-        # And so is what was received: it is in memory of its sender.
+        # So is a received one: it is in memory of its sender.
         got = rpc.rpc_sync("w1", nested, (4.0,))
         assert (got == 4.0).all()
 
@@ -215,7 +218,7 @@ def test_arguments_are_copied() -> None:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_without_shared_memory_it_is_a_tensor_like_any(transport: str) -> None:
+def test_without_shared_memory_it_is_an_ordinary_tensor(transport: str) -> None:
     with cluster(2, Options(transports=(transport,))):
         for number in range(3):
             got = rpc.rpc_sync("w1", build, (float(number),))
@@ -223,7 +226,7 @@ def test_without_shared_memory_it_is_a_tensor_like_any(transport: str) -> None:
             assert (got == number).all()
 
 
-def test_more_than_may_be_shared() -> None:
+def test_beyond_the_shared_memory_limit() -> None:
     with cluster(2, Options(transports=("shm",), shared_memory_bytes=8 << 20)):
         warm_up()
         kept = [rpc.rpc_sync("w1", build, (float(number),)) for number in range(20)]
@@ -266,7 +269,7 @@ def test_calls_to_oneself() -> None:
     made.clear()
 
 
-def test_nothing_is_left() -> None:
+def test_no_memory_is_leaked() -> None:
     before = ResourceSnapshot.now()
     with cluster(2, Options(transports=("shm",)), check=False) as group:
         warm_up()
@@ -285,7 +288,7 @@ def test_nothing_is_left() -> None:
 # ---- forks and deaths
 
 
-def test_forks_have_each_their_own() -> None:
+def test_forks_have_separate_memory() -> None:
     with cluster(2, Options(transports=("shm",)), check=False):  # the loader keeps a process until it is collected
         warm_up()
         rpc.rpc_sync("w1", build_and_keep, (1.0,))
@@ -304,7 +307,7 @@ def test_forks_have_each_their_own() -> None:
         assert (got == 2.0).all()
 
 
-def _maker_dies(rank: int, n: int, init_method: str) -> float:
+def _callee_dies(rank: int, n: int, init_method: str) -> float:
     options = Options(init_method=init_method, transports=("shm",))
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     if rank == 1:
@@ -322,8 +325,8 @@ def _maker_dies(rank: int, n: int, init_method: str) -> float:
     return total
 
 
-def test_maker_dies() -> None:
-    with Processes(2, _maker_dies) as group:
+def test_callee_dies() -> None:
+    with Processes(2, _callee_dies) as group:
         assert group.results(ranks=(0,)) == [3.0 * N]
 
 
@@ -332,7 +335,7 @@ def _die_with(x: torch.Tensor) -> None:
 
 
 def keep_for(to: str) -> None:
-    """Lent memory that stays here."""
+    """Keep a leased buffer on this worker."""
     made["kept"] = rpc.empty(N, to=to).fill_(1.0)
 
 

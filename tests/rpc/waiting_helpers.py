@@ -1,4 +1,4 @@
-"""What tests of waiting for many calls share: calls that the test holds, and threads that wait."""
+"""Helpers for tests of `wait_all`: calls held by a gate, and waiting threads."""
 
 import sys
 import threading
@@ -23,14 +23,14 @@ def call(function: Any = echo, *args: Any, **kwargs: Any) -> Any:
 
 
 def held(gate: Gate, value: Any = None) -> Any:
-    """A call that runs until the gate opens."""
+    """Handler that runs until the gate opens."""
     future = call(gate.enter, value)
     gate.wait_for()
     return future
 
 
 class Unpickled:
-    """Is read by calling a function of the test's, which the test keeps."""
+    """Value that a function of the test unpickles."""
 
     def __init__(self, read: Local[Callable[[], Any]]) -> None:
         self.read = read
@@ -49,8 +49,8 @@ def unpickled(read: Local[Callable[[], Any]], gate: Gate | None = None) -> Any:
     return Unpickled(read)
 
 
-def until_it_collects(thread: threading.Thread) -> None:
-    """Waits until the thread is inside the core, which brings it what comes."""
+def wait_until_in_core(thread: threading.Thread) -> None:
+    """Wait until the thread waits inside the core."""
 
     def collects() -> bool:
         frame = sys._current_frames().get(thread.ident or 0)
@@ -59,8 +59,8 @@ def until_it_collects(thread: threading.Thread) -> None:
     eventually(collects)
 
 
-def until_it_waits(thread: threading.Thread) -> None:
-    """Waits until the thread is inside `wait_all`, however that waits."""
+def wait_until_in_wait_all(thread: threading.Thread) -> None:
+    """Wait until the thread is inside `wait_all`."""
 
     def waits() -> bool:
         frame = sys._current_frames().get(thread.ident or 0)

@@ -1,4 +1,7 @@
-"""Tensors of more than 2 GiB, there and back over every transport. They take some 7 GB of memory."""
+"""Round trips of tensors of more than 2 GiB over every transport.
+
+They need about 7 GB of memory.
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,7 @@ NEEDED = 8 << 30
 
 
 def _marks() -> torch.Tensor:
-    """What every STEPth byte is; the others are 0."""
+    """Return the values of every STEPth byte; the others are 0."""
     marks = torch.arange((SIZE + STEP - 1) // STEP, dtype=torch.int64)
     return (marks * 31 + marks // 256 + 1).to(torch.uint8)
 
@@ -29,7 +32,7 @@ def _pattern() -> torch.Tensor:
 
 
 def _same(x: torch.Tensor) -> bool:
-    """Is it the pattern? Compared without a second one."""
+    """Return whether `x` is the pattern, without a second copy of it."""
     marks = _marks()
     total = sum(int(part.sum()) for part in x.split(1 << 24))
     return x.numel() == SIZE and torch.equal(x[::STEP], marks) and total == int(marks.sum())
