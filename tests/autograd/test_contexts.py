@@ -1,4 +1,4 @@
-"""How contexts begin and end, on one worker and on others."""
+"""Begin and end of contexts on one and several workers."""
 
 import asyncio
 import contextvars
@@ -26,7 +26,7 @@ def late(worker: Any) -> dict[int, Any]:
     return worker._worker.autograd.contexts.tombstones  # type: ignore[no-any-return]
 
 
-def nothing_left(group: Cluster) -> None:
+def assert_no_contexts(group: Cluster) -> None:
     eventually(lambda: not any(table(worker) or late(worker) for worker in group))
 
 
@@ -54,7 +54,7 @@ def test_ids_name_the_worker_and_count(four: Cluster) -> None:
                 api._retrieve_context(context_id)
 
 
-def test_there_is_one_context_at_a_time_in_a_thread(four: Cluster) -> None:
+def test_a_thread_has_one_context_at_a_time(four: Cluster) -> None:
     with autograd.context() as context_id:
         with pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"):
             autograd.context().__enter__()
@@ -76,7 +76,7 @@ def test_there_is_one_context_at_a_time_in_a_thread(four: Cluster) -> None:
         pass
 
 
-def test_coroutines_have_their_own(four: Cluster) -> None:
+def test_coroutines_have_separate_contexts(four: Cluster) -> None:
     async def one(gate: asyncio.Event, mine: asyncio.Event) -> tuple[int, int | None]:
         with autograd.context() as context_id:
             mine.set()
@@ -91,7 +91,7 @@ def test_coroutines_have_their_own(four: Cluster) -> None:
     assert a == seen_a != b == seen_b
 
 
-def test_the_private_way_in_and_out(four: Cluster) -> None:
+def test_private_functions_to_enter_and_leave(four: Cluster) -> None:
     with pytest.raises(RuntimeError, match="Current thread doesn't have a valid autograd context"):
         api._current_context()
     opened = api._new_context()
@@ -113,7 +113,7 @@ def test_without_a_group() -> None:
         api._init(1 << 16)
 
 
-def test_what_nobody_saw_sends_nothing(four: Cluster) -> None:
+def test_a_context_that_was_never_sent_sends_no_end(four: Cluster) -> None:
     rpc.rpc_sync("w1", int)
     engine = four[0]._worker.engine
     before = engine.stats()["sent_messages"]
@@ -128,7 +128,7 @@ def test_what_nobody_saw_sends_nothing(four: Cluster) -> None:
 
 
 def hop(*way: str) -> list[int | None]:
-    """The contexts of a call that goes on to other workers."""
+    """Return the contexts along a chain of nested calls."""
     return [here(), *(rpc.rpc_sync(way[0], hop, way[1:]) if way else [])]
 
 
@@ -141,10 +141,10 @@ def test_handlers_run_in_the_context_of_their_caller(four: Cluster) -> None:
         assert [set(table(worker)) for worker in four] == [{context_id}] * 4
         assert api._current_context()._known_worker_ids() == {1}
     assert rpc.rpc_sync("w1", here) is None
-    nothing_left(four)
+    assert_no_contexts(four)
 
 
-def test_another_worker_of_the_process_is_outside(four: Cluster) -> None:
+def test_other_workers_of_the_process_are_outside(four: Cluster) -> None:
     with autograd.context() as context_id:
         with four[1]:
             assert here() is None
@@ -155,14 +155,14 @@ def test_another_worker_of_the_process_is_outside(four: Cluster) -> None:
         assert four[1].rpc_sync("w0", here) is None
 
 
-def test_two_at_once_do_not_see_each_other(four: Cluster) -> None:
+def test_concurrent_contexts_are_separate(four: Cluster) -> None:
     def run(rank: int) -> None:
         for _ in range(50):
             with autograd.context() as context_id:
                 assert rpc.rpc_sync(f"w{(rank + 1) % 4}", hop, (f"w{rank}",)) == [context_id] * 2
 
     four.on_each(run)
-    nothing_left(four)
+    assert_no_contexts(four)
 
 
 _gate = threading.Event()
@@ -173,17 +173,17 @@ def slow(way: str) -> list[int | None]:
     return hop(way)
 
 
-def test_what_comes_of_a_call_that_was_given_up_stays_outside(four: Cluster) -> None:
+def test_a_late_reply_is_not_recorded(four: Cluster) -> None:
     _gate.clear()
     with autograd.context(), pytest.raises(RpcTimeout):
         rpc.rpc_sync("w1", slow, ("w2",), timeout=0.05)
     eventually(lambda: not table(four[1]))
     _gate.set()
     eventually(lambda: not four[1]._worker.engine.stats()["running_requests"])
-    nothing_left(four)
+    assert_no_contexts(four)
 
 
-def test_a_lost_worker_takes_its_contexts_along() -> None:
+def test_contexts_of_a_lost_worker_are_removed() -> None:
     with cluster(3, current=None) as group:
         with group[2]:
             begun = api._new_context()
@@ -198,14 +198,14 @@ def test_a_lost_worker_takes_its_contexts_along() -> None:
             eventually(lambda: [set(table(worker)) for worker in group] == [{mine}] * 2)
             eventually(lambda: api._current_context()._known_worker_ids() == {1})
             assert not table(lost)
-        nothing_left(group)
+        assert_no_contexts(group)
 
 
 # ---- the counts, in every order
 
 
 class World:
-    """Some tables of contexts, and what is under way between them, which arrives in any order."""
+    """Tables of contexts, with messages between them that arrive in any order."""
 
     def __init__(self, workers: int, choice: random.Random) -> None:
         self.choice = choice
@@ -219,7 +219,7 @@ class World:
         self.under_way.append(lambda: self.tables[peer].on_ended(me, *word))
 
     def call(self, me: int, context: Context, depth: int) -> None:
-        """A request to anybody, whose handler makes more of them."""
+        """Send a request to a random worker; its handler makes more requests."""
         peer = self.choice.randrange(len(self.tables))
         if self.tables[me].on_send(context, peer, (), True) is None:
             return
@@ -237,7 +237,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_whatever_comes_late_nothing_stays(seed: int) -> None:
+def test_late_messages_leave_no_context(seed: int) -> None:
     choice = random.Random(seed)
     world = World(choice.choice((2, 3, 4)), choice)
     opened = []
@@ -257,7 +257,7 @@ def test_whatever_comes_late_nothing_stays(seed: int) -> None:
         assert not contexts.tombstones
 
 
-def test_a_request_that_is_overtaken_by_the_end_begins_nothing() -> None:
+def test_a_request_after_the_end_creates_no_context() -> None:
     told: list[tuple[int, Any]] = []
     me = Contexts(1, 0, lambda peer, word: told.append((peer, word)), lambda *_: None)
     me.on_ended(0, 7, 2)
@@ -268,7 +268,7 @@ def test_a_request_that_is_overtaken_by_the_end_begins_nothing() -> None:
     assert not told
 
 
-def test_an_end_is_passed_on_once() -> None:
+def test_an_end_is_forwarded_once() -> None:
     told: list[tuple[int, Any]] = []
     me = Contexts(1, 0, lambda peer, word: told.append((peer, word)), lambda *_: None)
     context = me.on_request(7, 0)
@@ -284,7 +284,7 @@ def test_an_end_is_passed_on_once() -> None:
     assert len(told) == 1
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_tombstones_are_bounded() -> None:
     me = Contexts(1, 0, lambda *_: None, lambda *_: None)
     for context_id in range(10_000):
         me.on_ended(0, context_id, 1)
@@ -310,4 +310,4 @@ def test_a_million_contexts_leave_memory_flat(four: Cluster) -> None:
     before = rss()
     many(1_000_000)
     assert rss() - before < 4 << 20
-    nothing_left(four)
+    assert_no_contexts(four)

@@ -1,4 +1,4 @@
-"""The fast path of a pass says what the schedule would, and makes the schedule where it has to."""
+"""The fast path of a pass sends the schedule's messages, and falls back to it."""
 
 import sys
 from collections import Counter
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Program, compare, distributed, local
-from simulation import Group
+from random_programs import Program, compare, distributed, local
+from simulated_group import Group
 from test_fuzz import Oops
 from torch import Tensor
 
@@ -25,15 +25,15 @@ def leaf(*shape: int) -> Tensor:
 
 
 def called(group: Group, x: Tensor, weight: Tensor, by: int = 0, of: int = 1) -> Tensor:
-    """`x * weight` at one worker, called by another."""
+    """Compute `x * weight` at one worker, called by another."""
     (there,) = group.transfer(by, of, [x])
     (back,) = group.transfer(of, by, [there * weight])
     return back
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What has been done on the fast path, and how often it was left."""
+def steps_taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the steps on the fast path, and the fallbacks from it."""
     seen: Counter[str] = Counter()
 
     def count(name: str, at_root: str, elsewhere: str = "") -> None:
@@ -54,8 +54,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
-def talk(program: Program, network: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All that is said in a program's passes, in the order in which it is sent."""
+def messages_of(program: Program, network: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the messages of a program's passes, in the order of sending."""
     said: list[str] = []
     plain = Group.pass_of
 
@@ -69,35 +69,35 @@ def talk(program: Program, network: int, monkeypatch: pytest.MonkeyPatch) -> lis
     return said
 
 
-def test_it_says_what_the_schedule_would(monkeypatch: pytest.MonkeyPatch, taken: Counter[str]) -> None:
+def test_its_messages_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, steps_taken: Counter[str]) -> None:
     for seed in range(SEEDS):
         size = 3 + seed % 6
-        found = talk(Program(seed, size), seed, monkeypatch)
+        found = messages_of(Program(seed, size), seed, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(LocalGraph, "single_peer", lambda *_: None)
             patch.setattr(LocalGraph, "leads_back", lambda *_: False)
-            expected = talk(Program(seed, size), seed, monkeypatch)
+            expected = messages_of(Program(seed, size), seed, monkeypatch)
         assert found == expected, f"seed {seed}"
-    assert min(taken[what] for what in ("begun", "answered", "finished", "root catches up")) >= 5, taken
+    assert min(steps_taken[what] for what in ("begun", "answered", "finished", "root catches up")) >= 5, steps_taken
 
 
-# ---- where it ends
+# ---- fallbacks
 
 
-def test_a_call_takes_it(taken: Counter[str]) -> None:
+def test_a_pass_over_a_call_takes_it(steps_taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     group.backward(0, [called(group, x, w).sum()])
-    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    assert steps_taken == {"begun": 1, "answered": 1, "finished": 1}
     assert torch.equal(group.contexts[0].gradients[x], w)
     assert torch.equal(group.contexts[1].gradients[w], x)
     assert all(not part.holds_graph and part.is_idle for part in group.passes.values())
 
 
-def test_how_many_python_functions_it_takes() -> None:
-    """A small pass spends most of its time in code that has left the caches."""
+def test_number_of_python_functions() -> None:
+    """A small pass spends most of its time in cold code."""
     group, x, w = Group(2, 0), leaf(), leaf()
     loss = called(group, x, w).sum()
-    group.backward(0, [loss], retain_graph=True)  # what happens only once has happened
+    group.backward(0, [loss], retain_graph=True)  # one-time work is done
     entered: list[str] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -118,25 +118,25 @@ def chain(y: Tensor, nodes: int) -> Tensor:
     return y
 
 
-def test_large_graphs_take_it_too(taken: Counter[str]) -> None:
+def test_large_graphs_take_it_too(steps_taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     y = chain(called(group, x, w), 2000)
     group.backward(0, [y.sum()])
     assert torch.equal(group.contexts[0].gradients[x], w)
-    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    assert steps_taken == {"begun": 1, "answered": 1, "finished": 1}
     node, held = y.grad_fn, 0
     for _ in range(2000):
         assert node is not None
         held += (
             "telegrad" in node.metadata
-        )  # what it leads to, so that the graph is freed step by step (see deep_graph.py)
+        )  # its successors, so that the graph is freed step by step (see deep_graph.py)
         (node, _), *_ = node.next_functions
     assert 10 < held < 100
 
 
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[LocalGraph]:
-    """All graphs that have been walked."""
+    """Record the graphs that are walked."""
     found: list[LocalGraph] = []
     walk = LocalGraph._walk
 
@@ -148,26 +148,26 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[LocalGraph]:
     return found
 
 
-def test_graphs_are_walked_once_on_either_path(taken: Counter[str], walks: list[LocalGraph]) -> None:
+def test_graphs_are_walked_once_on_either_path(steps_taken: Counter[str], walks: list[LocalGraph]) -> None:
     group, x, y, w = Group(3, 0), leaf(), leaf(), leaf()
     (there,) = group.transfer(0, 1, [x])
     (further,) = group.transfer(0, 2, [y])
     (across,) = group.transfer(2, 1, [further * w])
     (back,) = group.transfer(1, 0, [there * across])
     group.backward(0, [back.sum()])
-    assert taken["begun"] == taken["root catches up"] == 1
+    assert steps_taken["begun"] == steps_taken["root catches up"] == 1
     assert len(walks) == 3
     twice = x * 2
     group = Group(2, 0)
-    there, again = group.transfer(0, 1, [twice])[0], group.transfer(0, 1, [twice * 2])[0]  # they meet at one node
+    there, again = group.transfer(0, 1, [twice])[0], group.transfer(0, 1, [twice * 2])[0]  # both paths meet at one node
     (back,) = group.transfer(1, 0, [there * w + again * w])
     group.backward(0, [back.sum()])
-    assert taken["begun"] == 1
+    assert steps_taken["begun"] == 1
     assert len(walks) == 3 + 2
     assert torch.allclose(group.contexts[0].gradients[x], 6 * w)
 
 
-def test_a_pass_that_fails_does_not_keep_later_ones_from_it(taken: Counter[str]) -> None:
+def test_after_a_failed_pass_later_ones_take_it(steps_taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
 
     def fail(_: Tensor) -> None:
@@ -181,22 +181,22 @@ def test_a_pass_that_fails_does_not_keep_later_ones_from_it(taken: Counter[str])
         with pytest.raises(failure):
             group.backward(0, [back.sum()], retain_graph=True)
     hook.remove()
-    assert taken["root catches up"] == 2
+    assert steps_taken["root catches up"] == 2
     group.backward(0, [back.sum()])
-    assert taken["finished"] == 1
+    assert steps_taken["finished"] == 1
     assert torch.equal(group.contexts[0].gradients[x], w)
 
 
-def test_parameters_that_are_far_away_take_it(taken: Counter[str]) -> None:
-    """Nothing that was sent requires grad."""
+def test_remote_parameters_take_it(steps_taken: Counter[str]) -> None:
+    """No sent tensor requires grad."""
     group, w = Group(2, 0), leaf()
     (back,) = group.transfer(1, 0, [w * 2])
     assert group.backward(0, [back.sum()]) == 2
-    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    assert steps_taken == {"begun": 1, "answered": 1, "finished": 1}
     assert torch.equal(group.contexts[1].gradients[w], torch.full_like(w, 2))
 
 
-def test_the_root_makes_the_schedule_when_a_third_worker_has_a_gradient_for_it(taken: Counter[str]) -> None:
+def test_a_gradient_of_a_third_worker_needs_the_schedule(steps_taken: Counter[str]) -> None:
     group, x, y = Group(3, 0), leaf(), leaf()
     (there,) = group.transfer(0, 1, [x])
     (further,) = group.transfer(1, 2, [there * 2])
@@ -204,37 +204,37 @@ def test_the_root_makes_the_schedule_when_a_third_worker_has_a_gradient_for_it(t
     (near,) = group.transfer(2, 1, [further * mine])
     (back,) = group.transfer(1, 0, [near])
     group.backward(0, [back.sum()])
-    assert taken["begun"] == taken["root catches up"] == 1
+    assert steps_taken["begun"] == steps_taken["root catches up"] == 1
     assert torch.allclose(group.contexts[0].gradients[x], 6 * y)
     assert torch.allclose(group.contexts[0].gradients[y], 6 * x)
 
 
-def test_a_root_that_has_more_to_send_makes_the_schedule(taken: Counter[str]) -> None:
-    """What it sent leads to what it received of a third worker."""
+def test_a_root_with_more_to_send_needs_the_schedule(steps_taken: Counter[str]) -> None:
+    """A sent tensor depends on a tensor received from a third worker."""
     group, y, w = Group(3, 0), leaf(), leaf()
     (h,) = group.transfer(2, 0, [y * 2])
     (there,) = group.transfer(0, 1, [h * 2])
     (back,) = group.transfer(1, 0, [there * w])
     group.backward(0, [back.sum()])
-    assert taken == {"answered": 2}
+    assert steps_taken == {"answered": 2}
     assert torch.equal(group.contexts[2].gradients[y], 4 * w)
     assert torch.equal(group.contexts[1].gradients[w], 4 * y)
 
 
-def test_marks_pass_a_worker_that_has_answered(taken: Counter[str]) -> None:
+def test_marks_pass_a_worker_that_has_replied(steps_taken: Counter[str]) -> None:
     group, y, w = Group(3, 0), leaf(), leaf()
     (h,) = group.transfer(2, 0, [y * 2])
     (there,) = group.transfer(0, 1, [h * 2])
-    group.transfer(0, 2, [h * 3])  # the loss does not use it, so h waits for the end of the wave
+    group.transfer(0, 2, [h * 3])  # the loss does not use it, so h waits for the end of the mark phase
     (back,) = group.transfer(1, 0, [there * w])
     group.backward(0, [back.sum()])
-    assert taken["answered"] == 1
-    assert taken["other catches up"] == 1
+    assert steps_taken["answered"] == 1
+    assert steps_taken["other catches up"] == 1
     assert group.passes[1, 1].is_idle
     assert torch.equal(group.contexts[2].gradients[y], 4 * w)
 
 
-def test_a_hook_that_fails_here_fails_the_pass(taken: Counter[str]) -> None:
+def test_a_failing_hook_at_the_root_fails_the_pass(steps_taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     back = called(group, x, w)
     again = back * 2
@@ -247,12 +247,12 @@ def test_a_hook_that_fails_here_fails_the_pass(taken: Counter[str]) -> None:
         group.backward(0, [again.sum()])
     assert not group.net
     group.backward(0, [back.sum()])
-    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    assert steps_taken == {"begun": 1, "answered": 1, "finished": 1}
     assert torch.equal(group.contexts[0].gradients[x], w)
 
 
 @pytest.mark.parametrize("where", ["there", "back"])
-def test_a_hook_that_fails_on_the_way_fails_the_pass(where: str) -> None:
+def test_a_failing_hook_on_another_worker_fails_the_pass(where: str) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
 
     def fail(_: Tensor) -> None:
@@ -265,7 +265,7 @@ def test_a_hook_that_fails_on_the_way_fails_the_pass(where: str) -> None:
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_leaf_that_requires_no_gradient_by_now_gets_none(taken: Counter[str], hooked: bool) -> None:
+def test_a_leaf_that_no_longer_requires_grad_gets_none(steps_taken: Counter[str], hooked: bool) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     if hooked:
         x.register_hook(lambda gradient: gradient * 2)
@@ -274,34 +274,34 @@ def test_a_leaf_that_requires_no_gradient_by_now_gets_none(taken: Counter[str], 
     group.backward(0, [back.sum()])
     assert not group.contexts[0].gradients
     assert torch.equal(group.contexts[1].gradients[w], x)
-    assert taken == {"begun": 1, "answered": 1, "finished": 1}
+    assert steps_taken == {"begun": 1, "answered": 1, "finished": 1}
 
 
 @pytest.mark.parametrize("delivered", [0, 1])
-def test_a_worker_that_dies_fails_the_pass(delivered: int) -> None:
+def test_a_lost_worker_fails_the_pass(delivered: int) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     number = group.begin(0, [called(group, x, w).sum()])
     for _ in range(delivered):
         group.deliver()
     group.kill(1)
-    group.notice(0, 1)
+    group.report_loss(0, 1)
     with pytest.raises(WorkerLost):
         group.result(number)
     assert not group.passes[0, number].holds_graph
 
 
-def test_a_root_that_dies_is_nobody_waited_for(taken: Counter[str]) -> None:
+def test_no_worker_waits_for_a_lost_root(steps_taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     group.begin(0, [called(group, x, w).sum()])
     group.deliver()
     group.kill(0)
-    group.notice(1, 0)
-    assert taken["other catches up"] == 1
+    group.report_loss(1, 0)
+    assert steps_taken["other catches up"] == 1
     assert group.passes[1, 1].is_over
     assert not group.passes[1, 1].holds_graph
 
 
-def test_a_second_gradient_for_one_message_fails_the_pass(taken: Counter[str]) -> None:
+def test_a_second_gradient_for_one_message_fails_the_pass(steps_taken: Counter[str]) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     number = group.begin(0, [called(group, x, w).sum()])
     _, src, dst, message = group.net[0]
@@ -309,10 +309,10 @@ def test_a_second_gradient_for_one_message_fails_the_pass(taken: Counter[str]) -
     group.settle()
     with pytest.raises(RemoteError, match="already received all its gradients"):
         group.result(number)
-    assert taken["other catches up"] == 1
+    assert steps_taken["other catches up"] == 1
 
 
-def test_what_the_root_waits_for() -> None:
+def test_the_root_reports_what_it_waits_for() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     number = group.begin(0, [called(group, x, w).sum()])
     assert group.passes[0, number].describe_pending() == "worker w1: 1 x gradients"
@@ -321,7 +321,7 @@ def test_what_the_root_waits_for() -> None:
 
 
 def test_leaves_with_hooks_of_either_kind() -> None:
-    """They are leaves that were sent as they are."""
+    """Leaves are sent without an operation."""
     group, w = Group(2, 0), leaf()
     x, y = leaf(), leaf()
     seen: list[str] = []

@@ -1,12 +1,12 @@
-"""Random programs on simulated workers, with every order of delivery, against the same program in one place."""
+"""Random programs on simulated workers, compared with one process."""
 
 import random
 from typing import Any
 
 import pytest
 import torch
-from programs import Program, compare, distributed, local
-from simulation import Group
+from random_programs import Program, compare, distributed, local
+from simulated_group import Group
 
 from telegrad.errors import WorkerLost
 
@@ -35,14 +35,14 @@ def test_thousands_of_random_programs(first: int) -> None:
 
 
 def gradients(seed: int, network: int) -> list[torch.Tensor]:
-    """Of a program over floating-point numbers that no sum is exact for."""
+    """Return the gradients of a program with inexact floating-point sums."""
     program = Program(seed, floats=True)
     found, _ = distributed(program, network)
     return [grad.to_dense() for grad in found.gradients.values() if grad is not None]
 
 
 def test_two_runs_agree_bit_for_bit() -> None:
-    """In whatever order gradients arrive, sums are made in the same order."""
+    """Sums have the same order in whatever order gradients arrive."""
     for seed in range(60):
         first = gradients(seed, 1)
         for network in (2, 3, 4):
@@ -54,8 +54,8 @@ class Oops(Exception):
     pass
 
 
-def break_down(seed: int) -> str:
-    """A pass in which a hook fails, or a worker dies: it ends, with the error. Returns how."""
+def fail_randomly(seed: int) -> str:
+    """Run a pass in which a hook fails or a worker dies; return how it ended."""
     rng = random.Random(f"trouble {seed}")
     program = Program(seed)
     group = Group(program.workers, seed)
@@ -86,7 +86,7 @@ def break_down(seed: int) -> str:
                 for _ in range(rng.randrange(3)):
                     if group.net:
                         group.deliver()
-                group.notice(worker, dies)
+                group.report_loss(worker, dies)
     group.settle()
     ended = group.results.get(number)
     if root in group.dead or (ended and ended[0] is not None):
@@ -109,16 +109,16 @@ def break_down(seed: int) -> str:
     return "lost"
 
 
-def break_down_often(seeds: range) -> None:
-    ends = [break_down(seed) for seed in seeds]
+def fail_often(seeds: range) -> None:
+    ends = [fail_randomly(seed) for seed in seeds]
     assert {"hook", "lost", "done", "dead root"} <= set(ends)
 
 
-def test_hooks_that_fail_and_workers_that_die() -> None:
-    break_down_often(range(250))
+def test_failing_hooks_and_lost_workers() -> None:
+    fail_often(range(250))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_thousands_of_troubles() -> None:
-    break_down_often(range(1000, 11000))
+def test_thousands_of_failures() -> None:
+    fail_often(range(1000, 11000))

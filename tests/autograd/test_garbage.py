@@ -1,5 +1,7 @@
-"""What calls, references and backward passes leave behind goes with its last user. Nothing waits for the cycle
-collector: it would come late, hold tensors until then, and hand out cold memory meanwhile."""
+"""Calls, references and backward passes leave no reference cycles.
+
+The cycle collector would run late and hold tensors until then.
+"""
 
 import gc
 from collections import Counter
@@ -44,7 +46,7 @@ def many() -> None:
     [lambda: rpc.rpc_sync("w1", double, (1,)), many, reference, one_pass, lambda: one_pass(there_and_on)],
     ids=["call", "futures", "reference", "pass", "pass over three workers"],
 )
-def test_nothing_waits_for_the_collector(four: Cluster, use: Callable[[], object]) -> None:
+def test_no_garbage_needs_the_collector(four: Cluster, use: Callable[[], object]) -> None:
     use()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Recv nodes that run deliver their gradients to the engine call that was prepared for them, and to no other call."""
+"""Recv nodes deliver their gradients only to the engine call prepared for them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulation import Group
+from simulated_group import Group
 from torch import Tensor
 
 from telegrad.autograd.execution import grad_capture
@@ -36,7 +36,7 @@ def test_a_call_gets_the_gradients_of_its_nodes() -> None:
     assert none is None
 
 
-def test_a_node_that_a_call_does_not_expect_is_refused() -> None:
+def test_an_unexpected_node_is_rejected() -> None:
     there = received()
     with capture([]) as call:
         with pytest.raises(RuntimeError, match="continues on another worker"):
@@ -45,7 +45,7 @@ def test_a_node_that_a_call_does_not_expect_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_a_plain_backward_in_a_hook_is_refused_and_captures_nothing(reached: bool) -> None:
+def test_a_local_backward_in_a_hook_is_rejected_and_captures_nothing(reached: bool) -> None:
     there, other = received(), received()
     errors: list[RuntimeError] = []
 
@@ -63,7 +63,7 @@ def test_a_plain_backward_in_a_hook_is_refused_and_captures_nothing(reached: boo
         assert call.captured[other.grad_fn] is None
 
 
-def test_a_call_in_a_hook_of_another_over_the_same_node_gets_its_own() -> None:
+def test_a_nested_call_over_the_same_node_captures_separately() -> None:
     there = received()
     inner: list[Any] = []
 
@@ -80,7 +80,7 @@ def test_a_call_in_a_hook_of_another_over_the_same_node_gets_its_own() -> None:
     assert torch.equal(inner[0][0], torch.full((3,), 5.0))
 
 
-def test_it_works_wherever_it_is_made() -> None:
+def test_it_works_in_every_thread_and_mode() -> None:
     there = received()
     with ExitStack() as stack:
         for mode in (torch.inference_mode(), torch.no_grad(), torch.device("meta")):

@@ -1,4 +1,4 @@
-"""Generated models, their parts placed at random: the same outputs and gradients as in one process."""
+"""Generated models with random placement compute the results of one process."""
 
 import threading
 from collections.abc import Callable
@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from models import (
+from gradcheck_models import (
     CALLS,
     WIDTH,
     Add,
-    Around,
     Checkpointed,
-    Dropped,
     InPlace,
     Mix,
     Residual,
     Scale,
+    Surrounding,
+    UnusedResult,
     Views,
     integers,
     wait,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
@@ -33,7 +33,7 @@ WORKERS = ("w1", "w2", "w3")
 
 @pytest.fixture(scope="module")
 def group() -> Any:
-    """The caller, and three workers."""
+    """Start a caller and three workers."""
     with cluster(4) as c:
         yield c
 
@@ -49,8 +49,8 @@ def models(depth: int) -> st.SearchStrategy[nn.Module]:
         st.lists(inner, min_size=2, max_size=3).map(lambda parts: nn.Sequential(*parts)),
         st.lists(inner, min_size=2, max_size=3).map(lambda parts: Add(*parts)),
         st.builds(Residual, inner),
-        st.builds(Around, simple, inner),
-        st.builds(Dropped, inner, inner),
+        st.builds(Surrounding, simple, inner),
+        st.builds(UnusedResult, inner, inner),
         st.builds(InPlace, inner),
         st.builds(Views, inner),
         st.builds(Checkpointed, inner),
@@ -86,7 +86,7 @@ def test_many_generated_models(group: Cluster, data: st.DataObject) -> None:
 
 
 def deep(n: int) -> tuple[nn.Module, dict[str, str]]:
-    """Calls nested n deep, back and forth between two workers."""
+    """Return `n` nested calls, back and forth between two workers."""
     model: nn.Module = Mix(0)
     for i in range(n):
         model = Residual(nn.Sequential(Scale(i), model))
@@ -98,17 +98,17 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, str]]]] = {
     "a chain": lambda: (nn.Sequential(Mix(1), Mix(2), Mix(3), Scale(4)), {"0": "w1", "1": "w2", "2": "w3", "3": "w1"}),
     "a diamond": lambda: (Add(Mix(1), Mix(2)), {"parts.0": "w1", "parts.1": "w2"}),
     "one activation to several": lambda: (Add(*map(Mix, range(3))), {f"parts.{i}": WORKERS[i] for i in range(3)}),
-    "never used": lambda: (Dropped(Mix(1), Mix(2)), {"unused": "w1", "part": "w2"}),
+    "never used": lambda: (UnusedResult(Mix(1), Mix(2)), {"unused": "w1", "part": "w2"}),
     "nested three deep": lambda: deep(3),
     "nested seven deep": lambda: deep(7),
-    "a cell around a call": lambda: (Around(Mix(1), Mix(2)), {"part": "w1"}),
-    "a remote cell around a remote call": lambda: (Around(Mix(1), Mix(2)), {"cell": "w1", "part": "w2"}),
+    "a cell around a call": lambda: (Surrounding(Mix(1), Mix(2)), {"part": "w1"}),
+    "a remote cell around a remote call": lambda: (Surrounding(Mix(1), Mix(2)), {"cell": "w1", "part": "w2"}),
     "a residual": lambda: (Residual(Mix(1)), {"part": "w1"}),
     "in place": lambda: (InPlace(Mix(1)), {"part": "w1"}),
     "views": lambda: (Views(InPlace(Mix(1))), {"part": "w2", "part.part": "w1"}),
     "checkpointed calls": lambda: (Checkpointed(nn.Sequential(Mix(1), Mix(2))), {"part.0": "w1"}),
     "a checkpointed part": lambda: (Residual(Checkpointed(Mix(1))), {"part": "w1"}),
-    "the whole model": lambda: (Around(Mix(1), Scale(2)), {"": "w1", "part": "w2"}),
+    "the whole model": lambda: (Surrounding(Mix(1), Scale(2)), {"": "w1", "part": "w2"}),
     "the caller itself": lambda: (nn.Sequential(Mix(1), Scale(2)), {"0": "w0", "1": "w1"}),
 }
 
@@ -157,9 +157,9 @@ def test_complex_gradients(group: Cluster) -> None:
     )
 
 
-def test_makes_a_group_of_its_own_where_there_is_none() -> None:
+def test_it_starts_a_group_if_there_is_none() -> None:
     model = nn.Sequential(Mix(1), Mix(2))
-    # In a thread of its own, for this one may be within another test's group.
+    # In a separate thread: this one may be within another test's group.
     assert run_all([lambda: gradcheck(model, {"0": "alice", "1": "bob"}, [integers(2, WIDTH)])]) == [True]
 
 
@@ -167,16 +167,16 @@ def test_contexts_at_once(group: Cluster) -> None:
     def one(seed: int) -> None:
         with group[0]:
             for _ in range(5):
-                gradcheck(Around(Mix(seed), Mix(2)), {"cell": "w1", "part": "w2"}, [integers(4, WIDTH, seed=seed)])
+                gradcheck(Surrounding(Mix(seed), Mix(2)), {"cell": "w1", "part": "w2"}, [integers(4, WIDTH, seed=seed)])
 
     run_all([lambda seed=seed: one(seed) for seed in range(4)])  # type: ignore[misc]
 
 
-# ---- the check itself
+# ---- gradcheck
 
 
 class Wrong(nn.Module):
-    """Computes something else where it does not run in the main thread."""
+    """Module with another result outside of the main thread."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def random_output(part: Any, args: Any, kwargs: Any) -> Any:
     return wait(part, args, kwargs) + torch.rand(())
 
 
-def test_runs_that_differ_from_each_other_are_found(group: Cluster) -> None:
+def test_nondeterministic_runs_are_found(group: Cluster) -> None:
     with pytest.raises(GradcheckError, match="second distributed run"):
         gradcheck(nn.Sequential(Mix(1), Mix(2)), {"1": "w1"}, [integers(4, WIDTH)], call=random_output)
 
@@ -224,7 +224,7 @@ def test_bad_placements(group: Cluster) -> None:
         gradcheck(nn.ReLU(), {"": "w1"}, [integers(2, WIDTH)])
 
 
-def test_the_model_is_left_as_it_was(group: Cluster) -> None:
+def test_the_model_is_unchanged(group: Cluster) -> None:
     model = nn.Sequential(Mix(1), Mix(2))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     x = integers(2, WIDTH).requires_grad_()

@@ -1,4 +1,4 @@
-"""The program's hooks in backward passes: in which context, and in which threads, they run."""
+"""Contexts and threads of user hooks in backward passes."""
 
 import sys
 import threading
@@ -21,7 +21,7 @@ def leaf() -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(four: Cluster) -> Iterator[None]:
+def no_leaks(four: Cluster) -> Iterator[None]:
     yield
     for worker in four:
         eventually(lambda worker=worker: not any(worker._worker.autograd.left().values()))  # type: ignore[misc]
@@ -45,7 +45,7 @@ def where() -> int | None:
     return None if scope is None or scope.autograd is None else scope.autograd.id
 
 
-def test_hooks_make_their_calls_in_the_context(four: Cluster) -> None:
+def test_calls_of_hooks_belong_to_the_context(four: Cluster) -> None:
     _seen.clear()
     with autograd.context() as context_id:
         y = rpc.rpc_sync("w1", calling, (leaf(),))
@@ -61,13 +61,13 @@ def double(x: Tensor) -> Tensor:
 
 
 def beyond(x: Tensor, to: str) -> Tensor:
-    """The way back comes by here again, with the answer of another worker."""
+    """Call another worker, so that its gradient passes this worker again."""
     y = x * 2
     y.register_hook(lambda _: _hooked.add(threading.current_thread().name))
     return rpc.rpc_sync(to, double, (y,))  # type: ignore[no-any-return]
 
 
-def test_hooks_run_in_nobody_elses_call(four: Cluster) -> None:
+def test_hooks_run_in_no_unrelated_call(four: Cluster) -> None:
     over = threading.Event()
 
     def call_all_the_time() -> None:
@@ -100,7 +100,7 @@ def is_in(thread: threading.Thread, code: Any) -> bool:
 
 
 def test_passes_of_one_context_take_turns_at_a_leaf_with_hooks() -> None:
-    """The second gets there while the hook of the first one runs."""
+    """The second pass arrives while the hook of the first one runs."""
     context, x = Context(1), leaf()
     seen: list[Tensor | None] = []
 

@@ -1,4 +1,4 @@
-"""Messages of backward passes, and of contexts, that make no sense; and both ways that they can take."""
+"""Invalid messages of passes and contexts, on the fast and the slow path."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ def gradient_there_and_back() -> None:
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 2.0))
 
 
-def test_both_ways_lead_to_a_gradient(four: Cluster) -> None:
+def test_both_paths_compute_a_gradient(four: Cluster) -> None:
     gradient_there_and_back()
     contexts = four[1]._worker.autograd.contexts  # type: ignore[attr-defined]
     eventually(lambda: not contexts.table and not contexts.tombstones)
 
 
 @pytest.mark.parametrize("body", [b"\xff", (1, 2), ("no", 0, 1, 1, [])], ids=["garbage", "too little", "no context"])
-def test_gradients_that_make_no_sense_are_answered(four: Cluster, body: Any) -> None:
+def test_invalid_gradients_get_an_error_reply(four: Cluster, body: Any) -> None:
     me = four[0]._worker
     coded = body if type(body) is bytes else me.messages.encode(1, body).body
     outcome: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, coded, None, int(PATIENCE * 1e9), True, None)
@@ -41,7 +41,7 @@ def test_gradients_that_make_no_sense_are_answered(four: Cluster, body: Any) -> 
 
 
 @pytest.mark.parametrize("body", [b"\xff", 5], ids=["garbage", "too little"])
-def test_an_end_that_makes_no_sense_harms_nobody(
+def test_an_invalid_end_is_ignored(
     four: Cluster, body: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     me = four[0]._worker
@@ -51,9 +51,7 @@ def test_an_end_that_makes_no_sense_harms_nobody(
 
 
 @pytest.mark.parametrize("answer", [(1, 2), 7, [5], [()]], ids=["a tuple", "a number", "no message", "an empty one"])
-def test_an_answer_that_makes_no_sense_ends_the_pass(
-    four: Cluster, answer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_reply_fails_the_pass(four: Cluster, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: Any = four[1]._worker.autograd.passes  # type: ignore[attr-defined]
     reply = passes._reply
     with monkeypatch.context() as patch:

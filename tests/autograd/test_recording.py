@@ -1,4 +1,4 @@
-"""What is recorded of the tensors that travel within a context, at both ends."""
+"""Recording of tensors sent within a context, at both ends."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import contexts, is_received, leads_to, leaf, of
+from recording_helpers import context_at, contexts, is_received, leads_to, leaf
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
@@ -23,7 +23,7 @@ from telegrad.worker.serving import handlers
 
 @pytest.fixture
 def context(four: Cluster) -> Iterator[Context]:
-    """An open context of w0."""
+    """Open a context of w0."""
     with autograd.context() as context_id:
         yield contexts(four[0])[context_id]
 
@@ -89,7 +89,7 @@ def test_every_kind_of_call_is_recorded_at_both_ends(four: Cluster, context: Con
     y = WAYS[way](x)
     assert torch.equal(y, x * 2)
     assert is_received(y)
-    there = context if way == "to itself" else of(four[1], context)
+    there = context if way == "to itself" else context_at(four[1], context)
     (out,) = [sent for sent in context.sends.values() if leads_to(context, sent.id) == [x]]
     (back,) = [received for received in context.receipts.values() if received.node is y.grad_fn]
     assert there.receipts[out.id].outputs == 1
@@ -106,8 +106,8 @@ def pass_on(x: Tensor, *way: str) -> Tensor:
 def test_nested_calls_are_recorded_on_every_worker(four: Cluster, context: Context) -> None:
     x = leaf(2)
     assert torch.allclose(pass_on(x, "w1", "w2", "w3"), x * 6)
-    assert [len(of(worker, context).sends) for worker in four] == [1, 2, 2, 1]
-    assert [len(of(worker, context).receipts) for worker in four] == [1, 2, 2, 1]
+    assert [len(context_at(worker, context).sends) for worker in four] == [1, 2, 2, 1]
+    assert [len(context_at(worker, context).receipts) for worker in four] == [1, 2, 2, 1]
 
 
 def test_one_message_has_one_function(context: Context) -> None:
@@ -126,7 +126,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 @pytest.fixture
 def native(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has no part in encoding and decoding calls of w0 to w1, or they fail."""
+    """Fail the test if Python encodes or decodes calls of w0 to w1."""
     rpc.rpc_sync("w1", int)
     monkeypatch.setattr(four[0]._worker.messages, "encode", refuse)
     monkeypatch.setattr(handlers, "SlowRequest", refuse)
@@ -140,11 +140,11 @@ def test_calls_that_the_codec_encodes(four: Cluster, context: Context) -> None:
     assert is_received(rpc.rpc_sync("w1", torch.add, (x, p)))
     assert rpc.rpc_sync("w1", grad_mode) == (True, True)
     assert [len(context.sends), len(context.receipts)] == [3, 3]
-    assert [len(of(four[1], context).sends), len(of(four[1], context).receipts)] == [3, 3]
-    assert of(four[1], context).requests_received == {0: context.requests_sent[1]} == {0: 4}
+    assert [len(context_at(four[1], context).sends), len(context_at(four[1], context).receipts)] == [3, 3]
+    assert context_at(four[1], context).requests_received == {0: context.requests_sent[1]} == {0: 4}
 
 
-def test_calls_in_which_python_has_a_part(four: Cluster, context: Context) -> None:
+def test_calls_that_python_encodes(four: Cluster, context: Context) -> None:
     x = leaf(3)
     rref = rpc.RRef(x)
     assert rpc.rpc_sync("w1", type_name, (rref,)) == "RRef"
@@ -169,10 +169,10 @@ def with_holder(x: Tensor) -> Any:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_short_way_into_a_context_that_has_ended(four: Cluster, context: Context) -> None:
+def test_the_fast_path_into_an_ended_context(four: Cluster, context: Context) -> None:
     assert is_received(rpc.rpc_sync("w1", double, (leaf(2),)))
     there = four[1]._worker.autograd.contexts
-    there.end(of(four[1], context))
+    there.end(context_at(four[1], context))
     y = rpc.rpc_sync("w1", pass_through, (leaf(2),))
     assert y.is_leaf
     assert y.requires_grad
@@ -182,11 +182,11 @@ def test_the_short_way_into_a_context_that_has_ended(four: Cluster, context: Con
 # ---- which tensors
 
 
-def test_what_does_not_require_grad_is_not_recorded(four: Cluster, context: Context) -> None:
+def test_tensors_without_requires_grad_are_not_recorded(four: Cluster, context: Context) -> None:
     assert not rpc.rpc_sync("w1", torch.add, (torch.ones(2), 1)).requires_grad
     assert not context.sends
     assert not context.receipts
-    assert not of(four[1], context).sends, "but it has the context, for what the handler might have sent"
+    assert not context_at(four[1], context).sends, "but it has the context, for what the handler might have sent"
 
 
 def grad_mode() -> tuple[bool, bool]:
@@ -201,14 +201,14 @@ def test_without_grad_mode_nothing_is_recorded(four: Cluster, context: Context) 
     assert y.is_leaf
     assert y.requires_grad
     assert not context.sends
-    assert not of(four[1], context).sends
+    assert not context_at(four[1], context).sends
 
 
 def pass_through(x: Any) -> Any:
     return x
 
 
-def test_a_reply_that_is_read_without_grad_mode_is_recorded(context: Context) -> None:
+def test_a_reply_decoded_without_grad_mode_is_recorded(context: Context) -> None:
     future = rpc.rpc_async("w1", double, (leaf(2),))
     with torch.no_grad():
         assert is_received(future.wait())
@@ -238,7 +238,7 @@ def marked(value: Marked) -> tuple[str, str, Any]:
 
 
 @pytest.mark.parametrize("grad_mode", [True, False])
-def test_a_tensor_of_a_subclass_is_recorded_and_stays_one(context: Context, grad_mode: bool) -> None:
+def test_a_tensor_subclass_is_recorded_and_kept(context: Context, grad_mode: bool) -> None:
     x = torch.ones(2).as_subclass(Marked).requires_grad_()
     for sent in (x, x * 3):
         sent.mark = "here"
@@ -301,7 +301,7 @@ class Holder:
         self.value = value
 
 
-def test_what_was_received_can_be_sent_on(context: Context) -> None:
+def test_received_tensors_can_be_sent_again(context: Context) -> None:
     x = rpc.rpc_sync("w1", double, (leaf(2),))
     rpc.rpc_sync("w2", double, (x,))
     node = list(context.sends.values())[-1].edges[0]
@@ -309,7 +309,7 @@ def test_what_was_received_can_be_sent_on(context: Context) -> None:
     assert node.node is x.grad_fn
 
 
-def test_the_graph_behind_what_was_sent_lives_and_its_data_do_not(context: Context) -> None:
+def test_the_graph_of_a_sent_tensor_is_kept_but_not_its_data(context: Context) -> None:
     x = rpc.rpc_sync("w1", double, (leaf(2),))
     big = x.view(2) * 1
     gone = weakref.ref(big.untyped_storage())
@@ -323,7 +323,7 @@ def test_the_graph_behind_what_was_sent_lives_and_its_data_do_not(context: Conte
         (edge,) = sent.edges
         assert edge is not None
         assert edge.node.next_functions, "the graph goes on"
-    assert len(received.owners) == 1, "the node of a Python function does not keep its graph by itself"
+    assert len(received.owners) == 1, "the node of a Python function does not keep its graph on its own"
 
 
 def test_received_tensors_may_be_written_to(context: Context) -> None:
@@ -344,7 +344,7 @@ def write(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def test_memory_is_shared_only_where_gradients_cannot_notice(context: Context) -> None:
+def test_memory_is_shared_only_if_gradients_are_unaffected(context: Context) -> None:
     base = torch.ones(4)
     _, view = rpc.rpc_sync("w1", write, (base, base[:2]))
     assert torch.equal(view, torch.zeros(2)), "shared, as without a context"
@@ -357,17 +357,17 @@ def test_memory_is_shared_only_where_gradients_cannot_notice(context: Context) -
     assert one is two
 
 
-# ---- what did not leave
+# ---- calls that were not sent
 
 
-def test_what_cannot_be_sent_is_not_recorded(four: Cluster, context: Context) -> None:
+def test_calls_that_cannot_be_sent_are_not_recorded(four: Cluster, context: Context) -> None:
     before = dict(context.requests_sent)
     with pytest.raises(Exception, match="pickle"):
         rpc.rpc_sync("w1", pass_through, (leaf(2), threading.Lock()))
     with pytest.raises(Exception, match=r"Lock|pickle"):
         rpc.rpc_sync("w1", make_unsendable, (leaf(2),))
     assert len(context.sends) == 1
-    assert not of(four[1], context).sends
+    assert not context_at(four[1], context).sends
     assert context.requests_sent[1] == before.get(1, 0) + 1
 
 
@@ -375,7 +375,7 @@ def make_unsendable(x: Tensor) -> Any:
     return x * 2, threading.Lock()
 
 
-def test_what_is_lost_on_purpose_is_not_recorded(four: Cluster, context: Context) -> None:
+def test_calls_dropped_by_fault_injection_are_not_recorded(four: Cluster, context: Context) -> None:
     from telegrad.worker.calls.faults import DroppedMessage
 
     def lose(kind: str, *_: Any) -> None:
@@ -401,7 +401,7 @@ def test_outside_of_a_context_tensors_arrive_as_leaves(four: Cluster) -> None:
     assert rpc.rpc_sync("w1", pass_through, (sparse,)).is_leaf
 
 
-def test_a_pass_of_one_worker_does_not_go_past_what_was_received(context: Context) -> None:
+def test_a_local_pass_ends_at_received_tensors(context: Context) -> None:
     y = rpc.rpc_sync("w1", double, (leaf(2),))
     with pytest.raises(RuntimeError, match="continues on another worker"):
         y.sum().backward()
@@ -415,7 +415,7 @@ def test_a_picklers_tensors_are_recorded(context: Context) -> None:
         assert is_received(rpc.rpc_sync("w1", double, (leaf(2),)))
 
 
-def test_calls_of_its_own_stay_outside(four: Cluster, context: Context) -> None:
+def test_internal_calls_are_not_recorded(four: Cluster, context: Context) -> None:
     four[0]._worker.start_internal(1, grad_mode, (), 5.0).wait()
     assert four[0]._worker.start_internal(1, grad_mode, (), 5.0).wait() == (True, False)
     rref = rpc.remote("w1", Doubler)

@@ -1,4 +1,4 @@
-"""Local graphs that end at received tensors: the gradients that their recvs report, and what hooks may do meanwhile."""
+"""Gradients of received tensors, and hooks that run during the pass."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulation import Group
+from simulated_group import Group
 from torch import Tensor
 
 
@@ -35,7 +35,7 @@ def test_under_no_grad_inference_mode_and_another_default_device() -> None:
     assert torch.equal(gradient_of(group, x), torch.full((3,), 4.0))
 
 
-def test_tensors_of_a_message_that_get_nothing() -> None:
+def test_tensors_of_a_message_without_gradient() -> None:
     x, y, z = leaf(), leaf(), leaf()
     group, (a, _, c) = received(x, y, z)
     group.backward(1, [(a * 2 + c).sum()])
@@ -52,7 +52,7 @@ def test_leaves_keep_their_grad() -> None:
 
 
 def test_a_function_in_place_on_a_view() -> None:
-    """Torch's node for that contains the node of the Function."""
+    """Torch's node for such a view contains the node of the Function."""
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -85,8 +85,8 @@ def test_hooks_of_the_tensor_run_and_those_of_its_node_do_not() -> None:
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_a_plain_backward_in_a_hook_is_refused_and_takes_nothing(reached: bool) -> None:
-    """Whether or not the pass reaches the tensor at which the stray one ends."""
+def test_a_local_backward_in_a_hook_is_rejected(reached: bool) -> None:
+    """Whether the outer pass reaches the tensor of the inner one does not matter."""
     x, y = leaf(), leaf()
     group, (there,) = received(x)
     other = group.transfer(0, 1, [y])[0]
@@ -131,7 +131,7 @@ def test_passes_of_two_threads_over_one_graph_at_once() -> None:
     middle = there * 1
 
     def wait(_: Tensor) -> None:
-        if not inside.is_set():  # the first of the two
+        if not inside.is_set():  # the first of the two threads
             inside.set()
             assert other_done.wait(60)
 

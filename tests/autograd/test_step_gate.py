@@ -1,4 +1,4 @@
-"""The turns of handlers and steps. No test sleeps: a thread that has to wait is seen waiting."""
+"""Order of handlers and optimizer steps."""
 
 import logging
 import random
@@ -17,7 +17,7 @@ PATIENCE = 10.0
 
 
 class Busy(threading.Thread):
-    """Runs something in a thread; `done` says whether it has ended."""
+    """Thread that runs a function; `done` is set at its end."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -41,31 +41,31 @@ class Busy(threading.Thread):
 
 @contextmanager
 def inside(gate: StepGate, context: int) -> Iterator[None]:
-    """A handler of a context stands in the gate, in a thread of its own."""
-    door = Gate()
+    """Run a handler of a context inside the gate, in another thread."""
+    opened = Gate()
 
     def handler() -> None:
         with gate.handler(context):
-            door.enter()
+            opened.enter()
 
     thread = Busy(handler)
-    door.wait_for()
+    opened.wait_for()
     try:
         yield
     finally:
-        door.open()
+        opened.open()
         thread.finish()
 
 
-def stepping(gate: StepGate, context: int, order: list[str] | None = None, door: Gate | None = None) -> Busy:
-    """A step in a thread of its own."""
+def stepping(gate: StepGate, context: int, order: list[str] | None = None, opened: Gate | None = None) -> Busy:
+    """Run a step in another thread."""
 
     def step() -> None:
         with gate.step(context) as turn:
             if order is not None:
                 order.append(f"step {context} {'among others' if turn.overtaken else 'alone'}")
-            if door is not None:
-                door.enter()
+            if opened is not None:
+                opened.enter()
         warn_if_overtaken(turn, context)
 
     return Busy(step)
@@ -101,20 +101,20 @@ def test_a_step_does_not_wait_for_its_own_context_or_thread() -> None:
         assert turn.overtaken == 0
 
 
-def entering(gate: StepGate, context: int, order: list[str], door: Gate | None = None) -> Busy:
-    """A handler in a thread of its own."""
+def entering(gate: StepGate, context: int, order: list[str], opened: Gate | None = None) -> Busy:
+    """Run a handler in another thread."""
 
     def handler() -> None:
         with gate.handler(context):
             order.append(f"handler {context}")
-            if door is not None:
-                door.enter()
+            if opened is not None:
+                opened.enter()
             order.append(f"end of handler {context}")
 
     return Busy(handler)
 
 
-def test_handlers_wait_for_a_step_that_waits() -> None:
+def test_handlers_wait_for_a_waiting_step() -> None:
     gate = new_gate(PATIENCE)
     order: list[str] = []
     with inside(gate, 1):
@@ -146,17 +146,17 @@ def test_no_second_step_overtakes_a_handler_that_has_waited_for_one() -> None:
     assert order == ["step 2 alone", "handler 3", "end of handler 3", "step 4 alone"]
 
 
-def test_a_nested_handler_passes_a_step_that_waits_for_its_caller() -> None:
+def test_a_nested_handler_does_not_wait_for_a_step_that_waits_for_its_caller() -> None:
     gate = new_gate(PATIENCE)
     with inside(gate, 1):
         step = stepping(gate, 2)
         until_waits(gate, 2)
-        with inside(gate, 1):  # of the same context: it may be what the first one waits for
+        with inside(gate, 1):  # of the same context: the first one may wait for it
             assert not step.done.is_set()
     step.finish()
 
 
-def test_handlers_of_the_context_whose_step_waits_pass() -> None:
+def test_handlers_of_the_stepping_context_do_not_wait() -> None:
     gate = new_gate(PATIENCE)
     with inside(gate, 1):
         step = stepping(gate, 2)
@@ -166,7 +166,7 @@ def test_handlers_of_the_context_whose_step_waits_pass() -> None:
     step.finish()
 
 
-def test_steps_hold_the_gate_one_after_another() -> None:
+def test_steps_are_exclusive() -> None:
     gate = new_gate()
     inside_now: list[int] = []
 
@@ -180,7 +180,7 @@ def test_steps_hold_the_gate_one_after_another() -> None:
     run_all([lambda c=c: step(c) for c in range(4)])  # type: ignore[misc]
 
 
-def test_a_step_waits_no_longer_than_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_wait_of_a_step_is_limited(caplog: pytest.LogCaptureFixture) -> None:
     gate = new_gate(max_wait=0.1)
     order: list[str] = []
     with inside(gate, 1), caplog.at_level(logging.WARNING, "telegrad"):
@@ -205,7 +205,7 @@ def test_after_its_limit_a_step_still_waits_for_another_step(caplog: pytest.LogC
     assert not caplog.records
 
 
-def test_bodies_hold_nothing_up_but_are_known() -> None:
+def test_context_bodies_block_no_step_but_are_counted() -> None:
     gate = new_gate()
     with gate.body(1):
         with gate.body(1):
@@ -237,7 +237,7 @@ def test_a_guard_is_entered_once_at_a_time() -> None:
             guard.__enter__()
         with guard:
             pass
-        guard.__exit__(None, None, None)  # leaves nothing twice
+        guard.__exit__(None, None, None)  # leaves the gate once
     assert (gate.handlers, gate.bodies, gate.waiting) == (0, 0, [])
 
 
@@ -254,12 +254,12 @@ def test_hooks_that_fail_leave_the_gate() -> None:
 
 
 class Alarm(Exception):
-    """What a signal handler raises."""
+    """Exception that the signal handler raises."""
 
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[], None]]:
-    """Has a signal handler raise in the main thread."""
+    """Install a signal handler that raises in the main thread."""
 
     def on_signal(*_: object) -> None:
         raise Alarm
@@ -305,8 +305,8 @@ def test_a_signal_while_a_step_waits_leaves_the_gate(interrupt: Callable[[], Non
 
 
 @pytest.mark.parametrize("kind", ["handler", "body", "step"])
-def test_a_storm_of_signals_leaves_the_gate_whole(kind: str) -> None:
-    """A signal may raise between any two bytecodes of the main thread; the gate's counts are changed between none."""
+def test_many_signals_leave_the_gate_consistent(kind: str) -> None:
+    """A signal may raise between any two bytecodes; the counts stay consistent."""
     gate = new_gate(PATIENCE)
     stop = threading.Event()
 

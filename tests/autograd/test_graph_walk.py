@@ -30,7 +30,7 @@ def same(found: Any, expected: Any) -> bool:
     return found is expected or (type(found) is int and found == expected)
 
 
-def test_leaves_come_once_for_each_source_with_the_one_before(x: Tensor) -> None:
+def test_leaves_are_listed_once_per_source(x: Tensor) -> None:
     y = torch.rand(3, requires_grad=True)
     first, second, third = [node_of(z) for z in ((x * 2) * (y + x), x - 1, y * x)]
     reach = Reach(kinds)
@@ -46,20 +46,20 @@ def test_leaves_come_once_for_each_source_with_the_one_before(x: Tensor) -> None
 
 
 class Node:
-    """As much of a node as a walk looks at."""
+    """Node with the attributes that a walk reads."""
 
     def __init__(self, *nexts: Any) -> None:
         self.next_functions = tuple([(there, 0) for there in nexts])
 
 
 class PassResult(Node):
-    """Where a walk ends."""
+    """Node at which a walk ends."""
 
 
 KINDS = {Node: INNER, PassResult: RECV}
 
 
-def test_where_sources_meet_all_nodes_and_edges_are_kept() -> None:
+def test_shared_nodes_keep_all_nodes_and_edges() -> None:
     end, other = PassResult(), PassResult()
     common = Node(end)
     first, second = Node(None, common), Node(Node(other), common, other)
@@ -81,7 +81,7 @@ def test_where_sources_meet_all_nodes_and_edges_are_kept() -> None:
         assert not {below for below, _ in node.next_functions} & set(order[:place])
 
 
-def test_a_recv_that_two_sources_reach_is_a_meeting() -> None:
+def test_a_recv_reached_from_two_sources_is_shared() -> None:
     end = PassResult()
     reach = Reach(KINDS)
     assert reach.walk([(Node(end), 0)]) == ([], [end], [])
@@ -89,8 +89,8 @@ def test_a_recv_that_two_sources_reach_is_a_meeting() -> None:
     assert reach.sources_meet
 
 
-def test_many_types_that_take_turns() -> None:
-    """More than the walk knows at a time."""
+def test_many_alternating_types() -> None:
+    """There are more types than the walk caches."""
     types = [type(f"Node{number}", (Node,), {}) for number in range(200)]
     end: Any = PassResult()
     start = end
@@ -130,8 +130,8 @@ def test_next_functions_of_any_kind(x: Tensor) -> None:
     assert same(Reach({**kinds, OfTheClass: INNER}).walk([(OfTheClass(), 0)]), ([x], [], []))
 
 
-def test_some_nodes_of_a_large_graph_hold_those_below(x: Tensor) -> None:
-    """Every 64th or so: else the stack would overflow when they die."""
+def test_some_nodes_of_a_large_graph_keep_their_successors(x: Tensor) -> None:
+    """About every 64th does: otherwise freeing them would overflow the stack."""
     y = x
     for _ in range(100_000):
         y = y * 1.0
@@ -166,11 +166,11 @@ def test_nodes_are_released_with_the_walk(x: Tensor) -> None:
     y = x * 2
     gone: list[int] = []
 
-    class Tell:
+    class ReportsDeletion:
         def __del__(self) -> None:
             gone.append(1)
 
-    node_of(y).metadata["tell"] = Tell()
+    node_of(y).metadata["tell"] = ReportsDeletion()
     reach.walk([(node_of(y), 0)])
     del y
     assert not gone
@@ -178,7 +178,7 @@ def test_nodes_are_released_with_the_walk(x: Tensor) -> None:
     assert gone
 
 
-def test_what_is_no_graph() -> None:
+def test_values_that_are_no_graph_raise() -> None:
     with pytest.raises(AttributeError, match="next_functions"):
         Reach({int: INNER}).walk([(7, 0)])
     with pytest.raises(AttributeError, match="variable"):

@@ -1,4 +1,4 @@
-"""Gradients of the values that operations used, whatever happens to the parameters afterwards."""
+"""Gradients use the values of the forward pass, even if parameters change later."""
 
 import gc
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from telegrad.autograd.consistency.saved_tensors import Protection, reuse_storag
 
 
 class OneWorker:
-    """What `versions` wants of a worker."""
+    """Subset of a worker that `saved_tensors` uses."""
 
     def __init__(self) -> None:
         self.attachments: dict[str, Any] = {}
@@ -65,8 +65,8 @@ def test_gradients_are_those_of_the_values_used(
     assert torch.equal(again, got)
 
 
-def test_without_protection_they_are_not() -> None:
-    """What is guarded against: torch's own way, silently wrong for what has saved the parameter itself."""
+def test_without_protection_gradients_are_wrong() -> None:
+    """Torch alone is silently wrong for operations that saved the parameter itself."""
     w = nn.Parameter(W.clone())
     y = USES["itself"](w).sum()
     w.data = w.data * 2
@@ -96,7 +96,7 @@ def test_an_in_place_change_by_the_program_raises(protection: Protection) -> Non
         torch.autograd.grad(y, [w])
 
 
-def test_one_before_the_memory_was_replaced_raises_too(protection: Protection) -> None:
+def test_a_change_before_the_memory_was_replaced_raises(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
     with protection.handler_guard(1):
         y = USES["itself"](w).sum()
@@ -107,7 +107,7 @@ def test_one_before_the_memory_was_replaced_raises_too(protection: Protection) -
         torch.autograd.grad(y, [w])
 
 
-def test_one_afterwards_does_not(protection: Protection) -> None:
+def test_a_change_afterwards_does_not_raise(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
     with protection.handler_guard(1):
         y = USES["itself"](w).sum()
@@ -127,7 +127,7 @@ def test_an_activation_changed_in_place_raises(protection: Protection) -> None:
         torch.autograd.grad(y, [w])
 
 
-def test_a_graph_outside_of_contexts_notices() -> None:
+def test_a_graph_outside_of_contexts_raises() -> None:
     w = nn.Parameter(W.clone())
     for use in (USES["itself"], USES["matmul"]):
         y = use(w).sum()
@@ -151,7 +151,7 @@ def test_memory_that_is_used_again_is_checked_again(protection: Protection) -> N
 
 def test_nothing_is_kept_alive(protection: Protection) -> None:
     w = nn.Parameter(W.clone())
-    gc.disable()  # the alias of a result must make no circle with its node
+    gc.disable()  # the alias of a result must not form a cycle with its node
     try:
         before = sum(type(thing) is Tensor for thing in gc.get_objects())
         with protection.handler_guard(1):
@@ -173,7 +173,7 @@ def test_second_derivatives(protection: Protection) -> None:
     assert torch.allclose(second, 6 * W)
 
 
-def test_a_worker_without_an_optimizer_pays_nothing() -> None:
+def test_a_worker_without_an_optimizer_has_no_overhead() -> None:
     idle = OneWorker()
     assert saved_tensors.protection_of(idle) is None
     with saved_tensors.between_steps(idle):
@@ -181,7 +181,7 @@ def test_a_worker_without_an_optimizer_pays_nothing() -> None:
     assert not idle.attachments
 
 
-def test_functional_transforms_want_to_be_unprotected(protection: Protection) -> None:
+def test_functional_transforms_need_unprotected_tensors(protection: Protection) -> None:
     def slope() -> Tensor:
         return torch.func.grad(lambda x: (x * x).sum())(X)
 

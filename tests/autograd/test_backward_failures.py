@@ -1,4 +1,4 @@
-"""Backward passes over workers: what goes wrong, and what ends them."""
+"""Failures of backward passes over workers."""
 
 import threading
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_running import leaf, nothing_left, scalar, table
+from test_backward import leaf, no_leaks, scalar, table
 from torch import Tensor
 
 from telegrad import autograd, rpc
@@ -14,7 +14,7 @@ from telegrad.autograd.passes.backward_pass import ABORT
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
 from telegrad.testing import Cluster, LeakError, assert_quiescent, cluster, eventually
 
-__all__ = ["nothing_left"]  # a fixture of every test
+__all__ = ["no_leaks"]  # a fixture of every test
 
 
 def failing(x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def test_an_error_is_raised_with_its_origin(four: Cluster) -> None:
         assert x in autograd.get_gradients(context_id), "the context is as good as before"
 
 
-def test_an_error_of_ones_own(four: Cluster) -> None:
+def test_a_local_error(four: Cluster) -> None:
     x = leaf(3)
     with autograd.context() as context_id:
         with pytest.raises(KeyError, match="no such gradient") as caught:
@@ -55,7 +55,7 @@ def test_an_error_of_ones_own(four: Cluster) -> None:
 
 
 @pytest.mark.parametrize("when", ["first", "last"])
-def test_what_a_signal_handler_raises_is_no_error_of_the_pass(four: Cluster, when: str) -> None:
+def test_an_exception_of_a_signal_handler_is_raised_unchanged(four: Cluster, when: str) -> None:
     x = leaf(3)
 
     def interrupt(gradient: Tensor) -> None:  # as if the signal came now
@@ -71,7 +71,7 @@ def test_what_a_signal_handler_raises_is_no_error_of_the_pass(four: Cluster, whe
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 4.0, dtype=torch.float64))
 
 
-def test_an_error_reaches_the_root_past_others(four: Cluster) -> None:
+def test_an_error_reaches_the_root_before_slower_gradients(four: Cluster) -> None:
     x = leaf(3)
     with autograd.context() as context_id:
         y = rpc.rpc_sync("w1", rpc.rpc_sync, ("w2", rpc.rpc_sync, ("w3", failing, (x,))))
@@ -102,7 +102,7 @@ def gate() -> Iterator[threading.Event]:
     _gate.set()
 
 
-def test_the_time_out_says_what_is_outstanding(four: Cluster, gate: threading.Event) -> None:
+def test_the_timeout_reports_the_outstanding_gradients(four: Cluster, gate: threading.Event) -> None:
     calls = four[0]._worker.calls
     x = leaf(3)
     with autograd.context() as context_id:
@@ -119,7 +119,7 @@ def test_the_time_out_says_what_is_outstanding(four: Cluster, gate: threading.Ev
         eventually(lambda: not four[2]._worker.autograd.passes.count)
 
 
-def test_late_words_of_a_pass_do_not_end_an_earlier_one(four: Cluster, gate: threading.Event) -> None:
+def test_late_messages_do_not_end_another_pass(four: Cluster, gate: threading.Event) -> None:
     x = leaf(3)
     passes: Any = four[0]._worker.autograd.passes  # type: ignore[attr-defined]
     late: list[Any] = []
@@ -195,7 +195,7 @@ def train_slowly(x: Tensor) -> str:
     return "in time"
 
 
-def test_in_a_handler_it_waits_no_longer_than_the_caller(four: Cluster, gate: threading.Event) -> None:
+def test_a_pass_in_a_handler_has_the_callers_deadline(four: Cluster, gate: threading.Event) -> None:
     try:
         said = rpc.rpc_sync("w1", train_slowly, (leaf(3),), timeout=0.2)
     except RpcTimeout as e:  # both have the same deadline
@@ -225,7 +225,7 @@ def test_leaving_the_context_ends_the_pass(four: Cluster, gate: threading.Event)
     opened.__exit__(None, None, None)
 
 
-def test_a_worker_that_has_lost_its_part_says_so(four: Cluster) -> None:
+def test_a_worker_without_its_schedule_reports_an_error(four: Cluster) -> None:
     x = leaf(3)
     with autograd.context() as context_id:
         y = rpc.rpc_sync("w1", scalar, (x,))
@@ -261,7 +261,7 @@ def test_a_lost_worker_ends_the_pass() -> None:
             assert x in autograd.get_gradients(context_id), "what does not lead there goes on"
 
 
-def test_a_worker_that_is_closed_waits_no_longer() -> None:
+def test_closing_a_worker_ends_its_pass() -> None:
     with cluster(2, current=None, check=False) as group, group[0]:
         _gate.clear()
         _inside.clear()
@@ -281,7 +281,7 @@ def test_a_worker_that_is_closed_waits_no_longer() -> None:
         group.close()
 
 
-def test_a_context_that_is_not_left_is_a_leak() -> None:
+def test_an_open_context_is_a_leak() -> None:
     with cluster(2, current=None, check=False) as group, group[0]:
         core = group[0]._worker
         opened = autograd.api._new_context()

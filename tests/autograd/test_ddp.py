@@ -1,4 +1,4 @@
-"""Parameters that DistributedDataParallel manages, in graphs that go on at other workers."""
+"""Parameters of DistributedDataParallel in graphs over several workers."""
 
 from typing import Any
 
@@ -18,8 +18,10 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 class AroundACall(nn.Module):
-    """Parameters before and after a call: their gradients come in different stages, but the reducer wants all in one
-    pass."""
+    """Parameters before and after a call.
+
+    Their gradients belong to different stages, but the reducer needs all in one pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()

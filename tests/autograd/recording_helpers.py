@@ -1,4 +1,4 @@
-"""Looking at what is recorded in a context."""
+"""Helpers to inspect the recordings of a context."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ def contexts(worker: Any) -> dict[int, Context]:
     return worker._worker.autograd.contexts.table  # type: ignore[no-any-return]
 
 
-def of(worker: Any, context: Context) -> Context:
-    """Another worker's part of it."""
+def context_at(worker: Any, context: Context) -> Context:
+    """Return the context at another worker."""
     return contexts(worker)[context.id]
 
 
 def leads_to(context: Context, message: int) -> list[Any]:
-    """The leaves that the tensors of a message were, None for those that were results."""
+    """Return the leaves in a message; None for a tensor that is a result."""
     edges = edges_of(context.sends[message])
     return [getattr(edge.node, "variable", None) for edge in edges if edge is not None]
 

@@ -1,4 +1,4 @@
-"""One backward pass over simulated workers: what it costs, whose the gradients are, and what hooks see."""
+"""Messages, gradients and hooks of a backward pass over simulated workers."""
 
 import gc
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulation import Group
+from simulated_group import Group
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def called(group: Group, x: Tensor, weight: Tensor) -> Tensor:
-    """`x * weight` at worker 1, called by worker 0."""
+    """Compute `x * weight` at worker 1, called by worker 0."""
     (there,) = group.transfer(0, 1, [x])
     (back,) = group.transfer(1, 0, [there * weight])
     return back
@@ -39,15 +39,15 @@ def test_a_call_takes_two_messages() -> None:
     assert torch.equal(group.contexts[1].gradients[w], x)
 
 
-def test_a_value_that_the_loss_does_not_use_costs_nothing() -> None:
+def test_an_unused_value_needs_no_message() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     used, unused = called(group, x, w), called(group, x, w)
-    assert group.backward(0, [used.sum()]) == 2 + 2  # the end is told, because both replies used the same parameter
+    assert group.backward(0, [used.sum()]) == 2 + 2  # the end is sent, because both replies used the same parameter
     assert torch.equal(group.contexts[1].gradients[w], x)
     assert unused.requires_grad
 
 
-def test_nothing_remote() -> None:
+def test_a_local_graph() -> None:
     group, x = Group(1, 0), leaf()
     assert group.backward(0, [(x * 2).sum()]) == 0
     assert torch.equal(group.contexts[0].gradients[x], torch.full_like(x, 2))
@@ -61,7 +61,7 @@ def test_a_call_to_oneself_takes_no_message() -> None:
     assert torch.equal(group.contexts[0].gradients[x], 8 * x)
 
 
-def test_the_local_graph_is_let_go_of() -> None:
+def test_the_local_graph_is_released() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     (there,) = group.transfer(0, 1, [x])
     product = there * w
@@ -77,8 +77,8 @@ def test_the_local_graph_is_let_go_of() -> None:
 # ---- gradients ----------------------------------------------------------------------------------------------------
 
 
-def test_gradients_are_nobody_elses() -> None:
-    """Whoever scales one in place changes no other; as with `.grad`, strides are the leaf's."""
+def test_gradients_share_no_memory() -> None:
+    """Scaling one in place changes no other; strides are the leaf's, as for `.grad`."""
     group = Group(2, 0)
     a, b, c = leaf(2, 3), leaf(2, 3), leaf(3, 2)
     there = group.transfer(0, 1, [a, b, c])
@@ -93,8 +93,8 @@ def test_gradients_are_nobody_elses() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_gradient_that_nobody_else_has_is_not_copied(others: int) -> None:
-    """Once from the engine, at worker 1; once from a message, at worker 0."""
+def test_a_uniquely_owned_gradient_is_not_copied(others: int) -> None:
+    """Gradients come from the engine at worker 1 and from a message at worker 0."""
     made: list[int] = []
     group, x, w = Group(2, 0), leaf(4), leaf(4)
 
@@ -140,8 +140,8 @@ def test_a_gradient_that_a_hook_keeps_is_copied(through: str) -> None:
     assert torch.equal(gradient, before)
 
 
-def test_sources_stand_in_the_order_of_their_ids() -> None:
-    """Threads may record them in any order, and sums are made in this one."""
+def test_sources_are_ordered_by_their_ids() -> None:
+    """Threads may record them in any order; sums have this one."""
     group, x = Group(2, 0), leaf()
     for _ in range(3):
         group.transfer(0, 1, [x * 2])
@@ -163,7 +163,7 @@ def test_two_passes_add_up() -> None:
         group.backward(0, [loss])
 
 
-def test_several_roots_of_which_one_is_the_other() -> None:
+def test_roots_of_which_one_depends_on_the_other() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     y = called(group, x, w)
     group.backward(0, [y.sum(), y.sum(), (x * 3).sum()])
@@ -221,7 +221,7 @@ def test_an_undefined_gradient_is_none() -> None:
     assert w in group.contexts[1].gradients
 
 
-def test_a_value_of_another_context_is_refused() -> None:
+def test_a_value_of_another_context_is_rejected() -> None:
     group, other, x = Group(2, 0), Group(2, 1), leaf()
     (there,) = other.transfer(0, 1, [x])
     with pytest.raises(RuntimeError, match="another autograd context"):
@@ -235,8 +235,8 @@ def test_a_value_of_another_context_is_refused() -> None:
 # ---- hooks ----------------------------------------------------------------------------------------------------------
 
 
-def test_hooks_see_the_whole_gradient_once_though_it_comes_in_parts() -> None:
-    """A residual around a call: part of x's gradient is there before the call's own has come back."""
+def test_hooks_get_the_complete_gradient_once() -> None:
+    """A residual around a call: part of x's gradient precedes that of the call."""
     group, x, w = Group(2, 0), leaf(), leaf()
     seen: list[Tensor] = []
     inner = x * 2
@@ -250,7 +250,7 @@ def test_hooks_see_the_whole_gradient_once_though_it_comes_in_parts() -> None:
     assert torch.equal(group.contexts[0].gradients[x], 2 * (w + 1))
 
 
-def test_post_accumulate_hooks_find_the_gradient_in_grad() -> None:
+def test_post_accumulate_hooks_read_grad() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     w.grad = torch.full_like(w, 5)
     seen: list[Tensor] = []
@@ -269,7 +269,7 @@ def test_post_accumulate_hooks_find_the_gradient_in_grad() -> None:
     assert torch.equal(w.grad, torch.full_like(w, 5))
 
 
-def test_a_post_accumulate_hook_may_take_the_gradient_away() -> None:
+def test_a_post_accumulate_hook_may_clear_grad() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
 
     def use_up(parameter: Tensor) -> None:
@@ -281,7 +281,7 @@ def test_a_post_accumulate_hook_may_take_the_gradient_away() -> None:
     assert w.grad is None
 
 
-def test_reentrant_checkpoints_are_refused_with_the_way_out() -> None:
+def test_reentrant_checkpoints_raise_with_advice() -> None:
     group, x = Group(2, 0), leaf()
     (there,) = group.transfer(0, 1, [x])
     loss = checkpoint(lambda t: t * t, there, use_reentrant=True).sum()
@@ -293,7 +293,7 @@ def test_reentrant_checkpoints_are_refused_with_the_way_out() -> None:
 
 
 def test_contexts_at_once_over_the_same_parameters() -> None:
-    """Threads with groups of their own, whose workers share parameters, one with hooks of both kinds."""
+    """Threads have separate groups; the workers share parameters, one with hooks."""
     shared = [leaf(8, 8) for _ in range(4)]
     shared[0].register_hook(lambda grad: grad * 2)
     shared[1].register_post_accumulate_grad_hook(lambda parameter: None)
@@ -325,12 +325,12 @@ def test_contexts_at_once_over_the_same_parameters() -> None:
 
 @pytest.mark.parametrize("path", ["fast", "schedule"])
 def test_graphs_deeper_than_torch_can_free(path: str) -> None:
-    """In a process of its own: what this is about ends it."""
+    """The test runs in a separate process, since a failure would end it."""
     program = """
         import gc, sys, threading
         sys.path.insert(0, sys.argv[1])
         import torch
-        from simulation import Group
+        from simulated_group import Group
         from telegrad.autograd.graph.local_graph import LocalGraph
         if sys.argv[2] == "schedule":
             LocalGraph.single_peer = LocalGraph.leads_back = lambda *_: None
@@ -362,8 +362,8 @@ def test_graphs_deeper_than_torch_can_free(path: str) -> None:
     assert done.stdout.split() == ["20000.0", "40000.0"]
 
 
-def test_contexts_are_independent_of_what_others_record() -> None:
-    """A send recorded after the pass began is no part of it."""
+def test_later_recordings_do_not_change_a_pass() -> None:
+    """A send recorded after the pass began does not belong to it."""
     group, x, w = Group(2, 0), leaf(), leaf()
     number = group.begin(0, [called(group, x, w).sum()])
     group.deliver()
@@ -374,7 +374,7 @@ def test_contexts_are_independent_of_what_others_record() -> None:
     assert torch.equal(group.contexts[1].gradients[w], x)
 
 
-def test_a_root_with_nothing_left_to_run_is_not_idle() -> None:
+def test_a_root_without_stages_left_is_not_idle() -> None:
     group = Group(3, 0)
     leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
     (one,), (two,) = (group.transfer(at, 0, [leaf * 2]) for at, leaf in enumerate(leaves, 1))

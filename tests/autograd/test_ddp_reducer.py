@@ -1,4 +1,4 @@
-"""Parameters under DistributedDataParallel: the reducer runs, its result lands in the context, `.grad` is untouched."""
+"""DistributedDataParallel: the reducer's result is the gradient in the context."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulation import Group
+from simulated_group import Group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of one."""
+    """Start a process group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 def threefold(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook, to see that the reducer has run: all gradients come out three times as large."""
+    """Communication hook that triples all gradients, to show that the reducer ran."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer() * 3)
     return future
@@ -33,14 +33,14 @@ def replicated(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def loss_of(group: Group, module: nn.Module, x: Tensor, table: Tensor) -> Tensor:
-    """A row of a remote table, through a module at worker 0."""
+    """Return the loss of a remote table's row, through a module at worker 0."""
     (fetched,) = group.transfer(1, 0, [table * 2])
     found: Tensor = module(x + fetched)
     return found.sum()
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
-def test_what_the_reducer_made_lands_in_the_context(alone: None, options: dict[str, bool]) -> None:
+def test_reduced_gradients_are_in_the_context(alone: None, options: dict[str, bool]) -> None:
     plain = nn.Linear(4, 4)
     table = torch.rand(3, 4, requires_grad=True)
     x = torch.rand(3, 4, requires_grad=True)
@@ -65,7 +65,7 @@ def test_what_the_reducer_made_lands_in_the_context(alone: None, options: dict[s
         assert x.grad is None
 
 
-def test_what_one_reduction_made_the_next_does_not_change(alone: None) -> None:
+def test_a_reduction_does_not_change_earlier_results(alone: None) -> None:
     plain = nn.Linear(4, 4)
     ddp = replicated(plain, gradient_as_bucket_view=True)
     table = torch.rand(3, 4, requires_grad=True)
@@ -79,7 +79,7 @@ def test_what_one_reduction_made_the_next_does_not_change(alone: None) -> None:
 
 
 def test_a_stage_in_the_middle(alone: None) -> None:
-    """The module is at worker 1, between a call and its reply; part of the value goes round it."""
+    """The module is at worker 1, between a call and its reply; a part bypasses it."""
     plain = nn.Linear(4, 4)
     ddp = replicated(plain)
     seen: list[Tensor] = []
@@ -104,7 +104,7 @@ def test_a_stage_in_the_middle(alone: None) -> None:
     assert plain.weight.grad is None
 
 
-def test_an_error_leaves_grad_as_it_was(alone: None) -> None:
+def test_an_error_leaves_grad_unchanged(alone: None) -> None:
     plain = nn.Linear(4, 4)
     ddp = replicated(plain)
     plain.weight.grad = torch.ones_like(plain.weight)

@@ -1,7 +1,8 @@
-"""Random programs: the same steps run on simulated workers or in one place, and gradients are compared.
+"""Random programs, run on simulated workers and in one process.
 
-Values are small integers in float64, so that sums are exact in any order and gradients must agree bit for bit. Gradient
-hooks that are not linear (remainders) keep them small, and would show any hook that sees part of a gradient.
+The gradients of both runs are compared. Values are small integers in float64, so that sums are exact in any order and
+gradients must agree bit for bit. Nonlinear gradient hooks (remainders) keep them small, and reveal any hook that gets
+a part of a gradient.
 """
 
 import random
@@ -11,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from simulation import Group
+from simulated_group import Group
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,7 @@ Transfer = Callable[[int, int, Sequence[Tensor]], list[Tensor]]
 
 
 class Shift(torch.autograd.Function):
-    """A Python function of two tensors that gives no gradient to the second."""
+    """Python function of two tensors without a gradient for the second."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ class Shift(torch.autograd.Function):
 
 
 class Pair(torch.autograd.Function):
-    """A Python function with two outputs."""
+    """Python function with two outputs."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Any:
@@ -42,15 +43,15 @@ class Pair(torch.autograd.Function):
         return g + h, g - h
 
 
-class Outcome(NamedTuple):
+class RunResult(NamedTuple):
     gradients: dict[str, Tensor | None]
     hooks: Counter[str]
 
 
 class Program:
-    """`seed` decides everything.
+    """Program determined by `seed`.
 
-    `undefined`: with operations whose gradients may be undefined. `floats`: leaves that are no integers.
+    `undefined`: with operations with possibly undefined gradients. `floats`: leaves that are no integers.
     """
 
     def __init__(self, seed: int, size: int | None = None, floats: bool = False) -> None:
@@ -65,7 +66,7 @@ class Program:
         self.special = rng.random() < 0.4  # complex and sparse, modules, checkpoints
 
     def run(self, transfer: Transfer) -> tuple[int, list[Tensor], dict[str, Tensor], Counter[str]]:
-        """The forward pass. Returns (root worker, roots, leaves by name, hooks that have fired)."""
+        """Run forward; return (root worker, roots, leaves by name, hooks that fired)."""
         rng = random.Random(f"steps {self.seed}")
         fired: Counter[str] = Counter()
         leaves: dict[str, Tensor] = {}
@@ -196,16 +197,16 @@ class Program:
         return [(a * 2).to(torch.float32).double()]
 
 
-def local(program: Program) -> Outcome:
-    """In one place: a message is a copy."""
+def local(program: Program) -> RunResult:
+    """Run the program in one process: a message is a copy."""
     _, roots, leaves, fired = program.run(lambda src, dst, tensors: [t.clone() for t in tensors])
     if roots:
         for _ in range(1 + program.twice):
             torch.autograd.backward(roots, retain_graph=program.twice)
-    return Outcome({name: leaf.grad for name, leaf in leaves.items()}, fired)
+    return RunResult({name: leaf.grad for name, leaf in leaves.items()}, fired)
 
 
-def distributed(program: Program, network: int) -> tuple[Outcome, Group]:
+def distributed(program: Program, network: int) -> tuple[RunResult, Group]:
     group = Group(program.workers, network)
     root, roots, leaves, fired = program.run(group.transfer)
     names = {id(leaf): name for name, leaf in leaves.items()}
@@ -219,16 +220,16 @@ def distributed(program: Program, network: int) -> tuple[Outcome, Group]:
             name = names[id(leaf)]
             assert name.endswith(f" of {worker}"), f"{name} got a gradient at worker {worker}"
             gradients[name] = grad
-    return Outcome(gradients, fired), group
+    return RunResult(gradients, fired), group
 
 
-def compare(program: Program, expected: Outcome, found: Outcome) -> None:
+def compare(program: Program, expected: RunResult, found: RunResult) -> None:
     where = f"seed {program.seed}"
     for name, grad in expected.gradients.items():
         other = found.gradients[name]
         if grad is None or other is None:
             left = grad if grad is not None else other
-            # Where a gradient is undefined locally, a Python function makes zeros of it, and then it is defined.
+            # If a gradient is undefined locally, a Python function replaces it by zeros, which are defined.
             assert left is None or (program.undefined and not left.to_dense().any()), (
                 f"{where}: {name} is {grad}, and {other} when distributed"
             )

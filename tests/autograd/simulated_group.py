@@ -1,8 +1,8 @@
-"""Workers in one process that record sends and run real passes, over a network that delivers in any order.
+"""Simulated workers that run real passes over a network with random order.
 
-`Group` does what a worker does around `BackwardPass`, so that passes run without workers: tensors are copied from
-worker to worker, messages wait in one list, and `deliver` takes them in the order that its random numbers say.
-When no message is left and `backward` has not returned, it hangs: that is an error here.
+`Group` performs a worker's part around `BackwardPass`, so that passes run without workers: tensors are copied from
+worker to worker, messages wait in one list, and `deliver` takes them in random order.
+If no message is left and `backward` has not returned, the pass hangs, which raises `Hang`.
 """
 
 import random
@@ -20,14 +20,14 @@ PLAIN = (int, bytes, str, bool, type(None))
 
 
 class Hang(AssertionError):
-    """Nothing is in flight, and `backward` waits."""
+    """No message is in flight, but `backward` waits."""
 
 
-def check_plain(message: Any, depth: int = 0) -> None:
-    """A message holds what the codec takes, and tensors only in lists."""
+def check_encodable(message: Any, depth: int = 0) -> None:
+    """Check that the codec can encode a message, with tensors only in lists."""
     if type(message) is tuple:
         for item in message:
-            check_plain(item, depth + 1)
+            check_encodable(item, depth + 1)
     elif type(message) is list:
         assert all(t is None or type(t) is Tensor for t in message), message
     else:
@@ -35,7 +35,7 @@ def check_plain(message: Any, depth: int = 0) -> None:
 
 
 class Group:
-    """`size` workers, and one context that spans them."""
+    """Workers with one common context."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
@@ -54,7 +54,7 @@ class Group:
     # ---- the forward pass --------------------------------------------------------------------------------------------
 
     def transfer(self, src: int, dst: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sends tensors in one message, and returns what is received."""
+        """Send tensors in one message and return the received ones."""
         copies = [tensor.detach().clone() for tensor in tensors]
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
         if wanted:
@@ -76,8 +76,8 @@ class Group:
             def send(item: tuple[int, tuple[Any, ...]]) -> None:
                 to, message = item
                 assert to != worker, "messages to oneself stay inside"
-                assert to not in self.dead or worker in self.dead or not self.noticed(worker, to), "sent to the dead"
-                check_plain(message)
+                assert to not in self.dead or worker in self.dead or not self.has_noticed(worker, to), "dead peer"
+                check_encodable(message)
                 self.on_send(worker, to, message)
                 if to not in self.dead:
                     self.net.append((number, worker, to, copied(message) if self.copies else message))
@@ -93,7 +93,7 @@ class Group:
             )
         return made
 
-    def noticed(self, worker: int, dead: int) -> bool:
+    def has_noticed(self, worker: int, dead: int) -> bool:
         return (worker, dead) in self._noticed
 
     _noticed: set[tuple[int, int]] = set()
@@ -106,7 +106,7 @@ class Group:
         return number
 
     def backward(self, root: int, roots: Sequence[Tensor], retain_graph: bool = False) -> int:
-        """Returns how many messages it took. Raises what the pass raises, or Hang."""
+        """Run a pass and return its number of messages; raise its error, or `Hang`."""
         before = self.delivered
         number = self.begin(root, roots, retain_graph)
         self.settle()
@@ -122,7 +122,7 @@ class Group:
             raise results[0]
 
     def settle(self, watch: Callable[[], None] = lambda: None) -> None:
-        """Delivers messages in random order until there are none."""
+        """Deliver messages in random order until none is left."""
         while self.net:
             self.deliver()
             watch()
@@ -137,7 +137,7 @@ class Group:
         self.dead.add(worker)
         self.net = [packet for packet in self.net if packet[2] != worker]
 
-    def notice(self, worker: int, dead: int) -> None:
+    def report_loss(self, worker: int, dead: int) -> None:
         self._noticed = {*self._noticed, (worker, dead)}
         self.net = [packet for packet in self.net if packet[1:3] != (dead, worker)]
         for (owner, _), made in list(self.passes.items()):
@@ -146,7 +146,7 @@ class Group:
 
 
 def copied(message: Any) -> Any:
-    """As a network copies it: no tensor is shared, each is whole."""
+    """Copy a message like a network: no tensor shares memory."""
     if type(message) is tuple:
         return tuple(copied(item) for item in message)
     if type(message) is list:

@@ -1,4 +1,4 @@
-"""Backward passes over workers: what they compute."""
+"""Gradients of backward passes over workers."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(four: Cluster) -> Iterator[None]:
+def no_leaks(four: Cluster) -> Iterator[None]:
     yield
     for worker in four:
         eventually(lambda worker=worker: not any(worker._worker.autograd.left().values()))  # type: ignore[misc]
@@ -32,7 +32,7 @@ WEIGHT = leaf(3, 3)
 
 
 def through(x: Tensor, *way: str) -> Tensor:
-    """A layer on each of some workers, each called by the one before it."""
+    """Apply a layer on each worker of `way`, in nested calls."""
     y = x @ WEIGHT
     return rpc.rpc_sync(way[0], through, (y, *way[1:])) + y if way else y
 
@@ -73,7 +73,7 @@ def test_a_pass_over_two_workers_is_one_call(four: Cluster) -> None:
         assert x in autograd.get_gradients(context_id)
 
 
-def test_passes_add_up_and_those_that_are_over_are_forgotten(four: Cluster) -> None:
+def test_passes_accumulate_and_finished_ones_are_removed(four: Cluster) -> None:
     x = leaf(2, 3)
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("w1", through, (x, "w2")).sum()
@@ -88,7 +88,7 @@ def test_passes_add_up_and_those_that_are_over_are_forgotten(four: Cluster) -> N
             autograd.backward(context_id, [loss])
 
 
-def test_what_the_loss_does_not_need_is_not_waited_for(four: Cluster) -> None:
+def test_a_pass_does_not_wait_for_unused_values(four: Cluster) -> None:
     x = leaf(2, 3)
     with autograd.context() as context_id:
         rpc.rpc_sync("w1", through, (x, "w2"))
@@ -154,7 +154,7 @@ def test_in_coroutines(four: Cluster) -> None:
 # ---- roots
 
 
-def test_roots_that_are_none(four: Cluster) -> None:
+def test_values_that_are_no_root_raise(four: Cluster) -> None:
     with autograd.context() as context_id:
         for wrong in (None, leaf(), [leaf(), 1]):
             with pytest.raises(TypeError, match="incompatible function arguments"):

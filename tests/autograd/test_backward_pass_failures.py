@@ -1,11 +1,11 @@
-"""One backward pass over simulated workers: errors, losses, time-outs."""
+"""Errors, losses and timeouts of a backward pass over simulated workers."""
 
 from typing import Any
 
 import pytest
 import torch
-from simulation import Group, Hang
-from test_passes import called, leaf
+from simulated_group import Group, Hang
+from test_backward_pass import called, leaf
 from torch import Tensor
 
 from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
@@ -30,7 +30,7 @@ def test_a_remote_error_is_raised_with_its_origin() -> None:
     assert all(part.is_over and not part.holds_graph for part in group.passes.values())
 
 
-def test_a_local_error_is_raised_as_it_is() -> None:
+def test_a_local_error_is_raised_unchanged() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     error = Oops("here")
 
@@ -46,7 +46,7 @@ def test_a_local_error_is_raised_as_it_is() -> None:
     assert caught.value.__cause__ is error
 
 
-def test_after_an_error_the_context_is_of_use() -> None:
+def test_a_context_can_be_used_after_an_error() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     failing = True
 
@@ -63,8 +63,8 @@ def test_after_an_error_the_context_is_of_use() -> None:
     assert torch.equal(group.contexts[1].gradients[w], x)
 
 
-def test_a_worker_that_only_others_know_is_missed() -> None:
-    """The root has no link to worker 2."""
+def test_loss_of_an_indirectly_connected_worker_is_noticed() -> None:
+    """The root has no connection to worker 2."""
     group, x, w = Group(3, 0), leaf(), leaf()
     (one,) = group.transfer(0, 1, [x])
     (two,) = group.transfer(1, 2, [one])
@@ -76,13 +76,13 @@ def test_a_worker_that_only_others_know_is_missed() -> None:
     group.settle()
     with pytest.raises(Hang, match="worker w2: 1 x gradients"):
         group.result(number)
-    group.notice(1, 2)
+    group.report_loss(1, 2)
     group.settle()
     with pytest.raises(WorkerLost, match="worker w2 is lost: its process died"):
         group.result(number)
 
 
-def test_time_is_up() -> None:
+def test_timeout() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     number = group.begin(0, [called(group, x, w).sum()])
     root = group.passes[0, number]
@@ -95,7 +95,7 @@ def test_time_is_up() -> None:
     assert not group.contexts[1].gradients or not group.passes[1, number].holds_graph
 
 
-def test_a_gradient_for_nothing_that_was_sent_is_an_error() -> None:
+def test_a_gradient_for_an_unknown_message_is_an_error() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
     loss = called(group, x, w).sum()
     group.contexts[1].sends.clear()
@@ -103,7 +103,7 @@ def test_a_gradient_for_nothing_that_was_sent_is_an_error() -> None:
         group.backward(0, [loss])
 
 
-def test_what_cannot_be_sent_fails_the_pass() -> None:
+def test_a_message_that_cannot_be_sent_fails_the_pass() -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
 
     def refuse(src: int, dst: int, message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parts of models whose arithmetic is exact on integers, and ways to call a part that lives elsewhere."""
+"""Parts of models with exact integer arithmetic, and ways to call remote parts."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ WIDTH = 3
 
 
 def integers(*shape: int, seed: int = 0) -> Tensor:
-    """Small integers in float64."""
+    """Return small integers in float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator, dtype=torch.float64)
 
 
 class Scale(nn.Module):
-    """Elementwise: saves the parameter itself for its gradient."""
+    """Elementwise product, which saves the parameter for its gradient."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Mix(nn.Module):
 
 
 class Add(nn.Module):
-    """A diamond: one activation to all, their results together."""
+    """Diamond: all parts get the same activation, and their results are added."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ class Residual(nn.Module):
         return x + self.part(x)
 
 
-class Around(nn.Module):
-    """A cell used before and after another part: with tied weights across what lies between."""
+class Surrounding(nn.Module):
+    """Cell used before and after another part: tied weights."""
 
     def __init__(self, cell: nn.Module, part: nn.Module) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class Around(nn.Module):
         return self.cell(self.part(self.cell(x)))
 
 
-class Dropped(nn.Module):
-    """One part's result is never used."""
+class UnusedResult(nn.Module):
+    """Model in which the result of a part is unused."""
 
     def __init__(self, unused: nn.Module, part: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Dropped(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes what it received, and views of it, in place."""
+    """Module that changes its input and views of it in place."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class InPlace(nn.Module):
 
 
 class Views(nn.Module):
-    """Sends a view, and uses part of what comes back."""
+    """Module that sends a view and uses a part of the result."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
