@@ -1,4 +1,4 @@
-"""Signals that the main thread has to notice by itself: the kernel gave them to another thread."""
+"""Signals delivered to another thread interrupt waits of the main thread."""
 
 import signal
 import sys
@@ -20,7 +20,7 @@ PATIENCE = 20.0  # s
 
 
 def codes(thread: int) -> list[CodeType]:
-    """What a thread runs, the innermost function first."""
+    """Return the code of a thread's frames, the innermost first."""
     frame: FrameType | None = sys._current_frames()[thread]
     found = []
     while frame is not None:
@@ -30,14 +30,14 @@ def codes(thread: int) -> list[CodeType]:
 
 
 def waits(thread: int) -> bool:
-    """Is a thread inside of `wait_for`, and within that in Python's own wait?"""
+    """Return whether a thread is in `wait_for`, and within that in Python's wait."""
     running = codes(thread)
     return running[0] is threading.Condition.wait.__code__ and wait_for.__code__ in running
 
 
 @contextmanager
 def interrupted_elsewhere(release: Callable[[], None]) -> Iterator[None]:
-    """Interrupts the main thread's wait by a signal that another thread takes; releases it when it has ended."""
+    """Interrupt the main thread's wait by a signal delivered to another thread."""
     main = threading.main_thread().ident
     assert main is not None
     failures: list[BaseException] = []
@@ -70,7 +70,7 @@ def test_a_wait_for_an_event(timeout: float | None) -> None:
         wait_for(event, timeout)
 
 
-def test_what_a_wait_returns() -> None:
+def test_results_of_waits() -> None:
     event = threading.Event()
     assert not wait_for(event, 0)
     assert not wait_for(event, 0.01)
@@ -79,7 +79,7 @@ def test_what_a_wait_returns() -> None:
     assert wait_for(event, 0)
 
 
-def test_a_use_of_a_store_that_is_silent() -> None:
+def test_a_use_of_an_unresponsive_store() -> None:
     event = threading.Event()
     with interrupted_elsewhere(event.set):
         within(2 * PATIENCE, event.wait)
@@ -102,7 +102,7 @@ def test_a_graceful_shutdown_with_a_handler_that_runs(monkeypatch: pytest.Monkey
         running.wait()
 
 
-def test_a_value_that_is_being_made() -> None:
+def test_a_value_that_is_being_created() -> None:
     gate = Gate()
     with rpc.Worker("alone", 0, 1, store=HashStore()) as worker:
         made = worker.remote("alone", enter, (gate,))

@@ -1,4 +1,4 @@
-"""Messages over the limits of their receiver: each fails its own call and nothing else."""
+"""Messages over the receiver's limits fail only their own call."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ ELEMENTS = TENSORS // 4
 
 @pytest.fixture(scope="module", params=["shm", "unix", "tcp", "self"])
 def group(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, str]]:
-    """Workers w0 and w1, and the name of the one that w0 calls."""
+    """Start workers w0 and w1; return them and the name of the one that w0 calls."""
     transports = ("shm",) if request.param == "self" else (request.param,)
     options = Options(max_message_bytes=TENSORS, max_header_bytes=HEADER, transports=transports)
     with cluster(2, options) as workers:
@@ -29,7 +29,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, str]]:
 
 @pytest.fixture
 def to(group: tuple[Cluster, str], caplog: pytest.LogCaptureFixture) -> Iterator[str]:
-    """The worker to call. A reference to a value there and a call to it span each test, and go on; nothing is left."""
+    """Return the worker to call; keep a reference and a call to it during the test."""
     workers, name = group
     gate = Gate()
     call = rpc.rpc_async(name, gate.enter, ("undisturbed",))
@@ -62,7 +62,7 @@ def first(values: list[Any]) -> Any:
     return values[0]
 
 
-def kept(_: Any) -> int:
+def keep_alive(_: Any) -> int:
     return 3
 
 
@@ -77,10 +77,10 @@ HEADER_TOO_LARGE = rf"a message of \d+ bytes .* max_header_bytes of worker w\d a
 
 REQUESTS = [
     (torch.sum, lambda: (ones(ELEMENTS + 1),), TENSORS_TOO_LARGE),
-    (kept, lambda: ([ones(ELEMENTS // 2), ones(ELEMENTS // 2 + 1)],), TENSORS_TOO_LARGE),
+    (keep_alive, lambda: ([ones(ELEMENTS // 2), ones(ELEMENTS // 2 + 1)],), TENSORS_TOO_LARGE),
     (len, lambda: (text(HEADER),), HEADER_TOO_LARGE),
-    (kept, lambda: ({1, 2, text(HEADER)},), HEADER_TOO_LARGE),  # pickled
-    (kept, lambda: ([object, ones(ELEMENTS + 1)],), TENSORS_TOO_LARGE),
+    (keep_alive, lambda: ({1, 2, text(HEADER)},), HEADER_TOO_LARGE),  # pickled
+    (keep_alive, lambda: ([object, ones(ELEMENTS + 1)],), TENSORS_TOO_LARGE),
 ]
 
 
@@ -129,7 +129,7 @@ def test_result(to: str, function: Callable[[int], Any], size: int, why: str) ->
 
 
 def test_exception(to: str) -> None:
-    """It comes in place of the call's own, whose class it names."""
+    """The error replaces the handler's and names its class."""
     for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait()):
         with pytest.raises(MessageTooLarge, match=rf"ValueError was raised on worker {to}, .* allows {HEADER}") as e:
             call(to, raise_large, (HEADER,))
@@ -141,9 +141,9 @@ def test_exception(to: str) -> None:
         rpc.rpc_sync(to, raise_large, (3,))
 
 
-def test_references_in_what_is_not_sent(to: str) -> None:
-    """Their tickets travel all the same, or are taken back: `to` looks for what is left."""
-    mine, theirs = RRef(1), rpc.remote(to, kept, (1,))
+def test_references_in_messages_that_are_not_sent(to: str) -> None:
+    """Their tickets are still sent, or rolled back: `to` checks for leaks."""
+    mine, theirs = RRef(1), rpc.remote(to, keep_alive, (1,))
     for reference in (mine, theirs):
         arguments = ([reference, ones(ELEMENTS + 1)],)
         with pytest.raises(MessageTooLarge, match=f"first on {to}: {TENSORS_TOO_LARGE}"):
@@ -168,8 +168,8 @@ def repeated(x: Tensor, times: int) -> Tensor:
     return x.repeat(times)
 
 
-def test_autograd_goes_on(to: str) -> None:
-    """Requests and results that are too large in an autograd context: it can be used, and ends, as any other."""
+def test_autograd_continues(to: str) -> None:
+    """After too large requests and results, the context works and ends normally."""
     x = torch.ones(3, requires_grad=True)
     with context() as ident:
         with pytest.raises(MessageTooLarge):
@@ -190,9 +190,9 @@ def squared(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [doubled, squared], ids=["request", "reply"])
 def test_gradients(to: str, function: Callable[[Tensor], Tensor]) -> None:
-    """Two tensors go one by one, and their gradients in one message, there or back."""
+    """Two tensors are sent separately, and their gradients in one message."""
     if to == "w0":
-        return  # these gradients do not travel
+        return  # these gradients are not sent
     half = ELEMENTS // 2 + 1
     x, y = torch.ones(half, requires_grad=True), torch.ones(half, requires_grad=True)
     with context() as ident:
@@ -206,7 +206,7 @@ def test_gradients(to: str, function: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("size", [0, (1 << 16) - 1])
-def test_limits_have_a_least(size: int) -> None:
+def test_limits_have_a_minimum(size: int) -> None:
     for name in ("max_header_bytes", "max_message_bytes"):
         with pytest.raises(ValueError, match=f"option {name} has to be 65536 or more"):
             Options(**{name: size})

@@ -1,4 +1,4 @@
-"""Workers that share memory: who dies takes none of it along, and who can have none of it gets bytes."""
+"""Shared memory: released after a peer's death; without it, tensors go as bytes."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from actors import PATIENCE, Actor, actors, begin_calls, call, failures_of_calls, hang, state
+from process_helpers import PATIENCE, Actor, actors, begin_calls, call, failures_of_calls, hang, state
 
 from telegrad import rpc
 from telegrad.testing import ResourceSnapshot, eventually
@@ -21,7 +21,7 @@ HELD = 20
 
 
 def shared_bytes() -> int:
-    """Of the address space, that other workers may have, too."""
+    """Return the bytes of mapped memory that other workers may have mapped as well."""
     total = 0
     if "maps" not in state:
         state["maps"] = Path("/proc/self/maps").open()  # noqa: SIM115 -- stays open: no descriptor is needed then
@@ -38,19 +38,19 @@ def wait_until_not_shared(before: int) -> None:
     eventually(lambda: shared_bytes() <= before, PATIENCE)
 
 
-def look() -> None:
+def measure() -> None:
     state["before"] = shared_bytes(), len(ResourceSnapshot.now().fds)
 
 
 def share(to: str) -> int:
-    """Has tensors of another worker, and memory for it; bytes that are shared since `look`."""
+    """Exchange tensors with another worker; return the bytes shared since then."""
     state["got"] = [call(to, torch.mul, torch.ones(N), i) for i in range(HELD)]
     state["lent"] = [rpc.empty(N, to=to).fill_(i) for i in range(HELD)]
     return shared_bytes() - state["before"][0]
 
 
 def use(to: str) -> None:
-    """What came stays as it is; nothing is shared any more."""
+    """Use received tensors after the peer's death, when no memory is shared."""
     for i in range(HELD):
         for held in ("got", "lent"):
             x = state[held][i]
@@ -61,7 +61,7 @@ def use(to: str) -> None:
         call(to, torch.neg, state["lent"][0])
 
 
-def let_go() -> None:
+def release_tensors() -> None:
     del state["got"], state["lent"]
     gc.collect()
     shared, descriptors = state["before"]
@@ -70,7 +70,7 @@ def let_go() -> None:
 
 
 def refuse_descriptors() -> None:
-    """From here on, this process gets none."""
+    """Prevent new file descriptors in this process."""
     few = 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     state["limits"] = soft, hard
@@ -107,23 +107,23 @@ def exchange_until_shared(to: str, before: int) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[list[Actor]]:
-    with actors(2, tmp_path, transports=("shm",)) as company:
-        yield company
+    with actors(2, tmp_path, transports=("shm",)) as group:
+        yield group
 
 
-def test_a_survivor_gives_back_what_it_shared_with_the_dead(two: list[Actor]) -> None:
+def test_memory_shared_with_a_killed_peer_is_released(two: list[Actor]) -> None:
     w0, w1 = two
-    w0.do(look)
+    w0.do(measure)
     assert w0.do(share, "w1") >= HELD * N  # a part of it at least: the first ones go as bytes
     w0.do(begin_calls, "w1", hang, 3)
     w1.end()
     w0.do(use, "w1")
     assert len(w0.do(failures_of_calls)[1]) == 3
-    w0.do(let_go)
+    w0.do(release_tensors)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["sender", "receiver"])
-def test_without_descriptors_tensors_go_as_bytes(two: list[Actor], which: int) -> None:
+def test_without_descriptors_tensors_are_sent_as_bytes(two: list[Actor], which: int) -> None:
     w0 = two[0]
     w0.do(call, "w1", abs, -1)  # they are connected
     before = w0.do(shared_bytes)

@@ -1,4 +1,4 @@
-"""Shutdowns that somebody does not take part in, or that come at an odd moment."""
+"""Shutdowns with missing workers or at unusual moments."""
 
 import asyncio
 import subprocess
@@ -22,7 +22,7 @@ from telegrad.worker.scope import current
 SOON = 0.2  # s; of shutdowns that are meant to give up
 
 
-def test_graceful_shutdown_names_who_does_not_come() -> None:
+def test_graceful_shutdown_names_the_missing_worker() -> None:
     with cluster(4, graceful=False) as w:
 
         def end(rank: int) -> None:
@@ -36,7 +36,7 @@ def test_graceful_shutdown_names_who_does_not_come() -> None:
         assert w[1].rpc_sync("w3", abs, (-1,)) == 1
 
 
-def test_leader_that_does_not_come_is_named() -> None:
+def test_a_missing_leader_is_named() -> None:
     with cluster(3, graceful=False) as w:
         gate = Gate()
 
@@ -56,7 +56,7 @@ def test_timeout_is_an_option_too() -> None:
         w[0].shutdown()
 
 
-def test_one_limit_for_all_that_a_shutdown_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_deadline_for_all_waits_of_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []
 
     def release_all(self: Any, timeout: float) -> bool:
@@ -70,7 +70,7 @@ def test_one_limit_for_all_that_a_shutdown_waits_for(monkeypatch: pytest.MonkeyP
     assert all(0 < limit <= 5 for limit in limits)
 
 
-def test_a_member_that_leaves_waits_for_others_no_longer_than_its_limit() -> None:
+def test_a_leaving_member_waits_until_its_deadline() -> None:
     store = HashStore()
     with (
         cluster(1, store=store, dynamic=True, graceful=False) as w,
@@ -88,7 +88,7 @@ def test_steps_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = SharedDeadline(0.5), SharedDeadline(60)
     assert (short.left(), long.left()) == (1, 60)
     now = 159.8
-    assert long.left() == 1  # it begins late, and has a second all the same
+    assert long.left() == 1  # it begins late, but still has a second
     now = 160.6
     assert long.left() == pytest.approx(0.4)  # but all together have no more than that one
     now = 1000.0
@@ -114,12 +114,12 @@ def test_graceful_shutdown_waits_for_work_of_others() -> None:
 
 
 def chain(path: list[str], gate: Gate) -> str:
-    """Work that makes other work."""
+    """Handler that starts further work."""
     gate.enter()
     return str(rpc.rpc_sync(path[0], chain, (path[1:], gate))) if path else "end"
 
 
-def test_graceful_shutdown_waits_for_what_work_leads_to() -> None:
+def test_graceful_shutdown_waits_for_further_work() -> None:
     with cluster(3) as w:
         gate = Gate()
         call = w[2].rpc_async("w1", chain, (["w0", "w2", "w1", "w0"], gate))
@@ -152,7 +152,7 @@ outcomes: list[str] = []
 
 
 def test_shutdown_without_grace_in_a_handler() -> None:
-    """It does not wait for itself."""
+    """The shutdown does not wait for its own handler."""
     outcomes.clear()
     with cluster(2, graceful=False, check=False) as w:
         call = w[0].rpc_async("w1", shut_down_here, (False, SOON))
@@ -242,8 +242,8 @@ def test_shutdown_without_grace_ends_calls_on_both_sides(two_alone: Cluster) -> 
     assert not end.is_alive()
 
 
-def test_whoever_comes_when_others_have_given_up_hears_of_it() -> None:
-    """It finds itself alone, and could end well; but the group has not ended as one."""
+def test_a_late_worker_learns_that_others_gave_up() -> None:
+    """The last worker is alone, but the group has not shut down together."""
     with cluster(3, graceful=False) as w:
         for worker in w[:2]:
             with pytest.raises(ShutdownTimeout, match=r"gave up after 0\.\d+ s"):
@@ -339,8 +339,8 @@ print("came to its end")
     [("pass", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2)],
     ids=["end", "exit", "interrupt"],
 )
-def test_programs_that_never_shut_down_end_quietly(tmp_path: Path, end: str, code: int) -> None:
-    """As whole Python programs: the interpreter goes down with threads, futures and references around."""
+def test_programs_without_shutdown_exit_silently(tmp_path: Path, end: str, code: int) -> None:
+    """Complete programs: the interpreter exits with live threads, futures, references."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.replace("END", end))
     both = [
@@ -365,15 +365,15 @@ async def blocks_the_loop(gate: Gate) -> None:
     gate.enter()
 
 
-async def is_not_to_be_stopped(gate: Gate) -> None:
+async def ignores_cancellation(gate: Gate) -> None:
     gate.entered.release()
     while not gate.is_open():
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("handler", [blocks_the_loop, is_not_to_be_stopped])
-def test_shutdown_leaves_coroutines_behind_that_do_not_end(
+@pytest.mark.parametrize("handler", [blocks_the_loop, ignores_cancellation])
+def test_shutdown_abandons_coroutines_that_do_not_end(
     handler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("telegrad.worker.worker._JOIN_TIMEOUT", SOON)

@@ -1,4 +1,4 @@
-"""Makes the processes of `tests/failures` available."""
+"""Makes the helpers of `tests/failures` importable."""
 
 import sys
 from pathlib import Path

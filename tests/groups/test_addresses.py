@@ -17,16 +17,16 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Make all routes lead to one address, and list the routes asked for."""
     asked: list[tuple[str, int]] = []
 
-    def own_address(towards: str, wanted: int = socket.AF_UNSPEC) -> str:
+    def address_towards(towards: str, wanted: int = socket.AF_UNSPEC) -> str:
         asked.append((towards, wanted))
         return "10.1.2.3"
 
-    monkeypatch.setattr(addresses, "_own_address", own_address)
+    monkeypatch.setattr(addresses, "_own_address", address_towards)
     return asked
 
 
 @pytest.mark.parametrize(
-    ("bound", "store_at", "told"),
+    ("bound", "store_at", "advertised"),
     [
         ("tcp:0.0.0.0:7", ELSEWHERE, "tcp:10.1.2.3:7"),
         ("tcp:[::]:7", ELSEWHERE, "tcp:10.1.2.3:7"),
@@ -39,13 +39,15 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         ("unix:@name", ELSEWHERE, "unix:@name"),
     ],
 )
-def test_nobody_is_told_a_wildcard(routes: list[tuple[str, int]], bound: str, store_at: str, told: str) -> None:
-    assert addresses.advertised([bound], Options(), store_at) == [told]
-    if "10.1.2.3" in told:
+def test_wildcards_are_never_advertised(
+    routes: list[tuple[str, int]], bound: str, store_at: str, advertised: str
+) -> None:
+    assert addresses.advertised([bound], Options(), store_at) == [advertised]
+    if "10.1.2.3" in advertised:
         assert routes == [(store_at, socket.AF_INET if "0.0.0.0" in bound else socket.AF_UNSPEC)]
 
 
-def test_what_is_to_be_advertised_is(routes: list[tuple[str, int]]) -> None:
+def test_advertised_address(routes: list[tuple[str, int]]) -> None:
     options = Options(advertise="10.9.9.9")
     assert addresses.advertised(["tcp:0.0.0.0:7", "unix:@a"], options, ELSEWHERE) == ["tcp:10.9.9.9:7", "unix:@a"]
     assert routes == []
@@ -65,7 +67,7 @@ def test_worker_that_listens_everywhere_is_called(wildcard: str) -> None:
     first.shutdown()
 
 
-def test_an_empty_bind_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_bind_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_BIND", "")
     listen, host = addresses.listen_addresses(Options(transports=("unix", "tcp")), "127.0.0.1", "a")
     assert host == "127.0.0.1"

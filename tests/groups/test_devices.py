@@ -34,8 +34,8 @@ C0, C1, CPU = "cuda:0", "cuda:1", "cpu"
     ],
 )
 @pytest.mark.parametrize("static", [True, False])
-def test_what_torch_refuses_is_refused_alike(members: dict[str, Devices], static: bool) -> None:
-    theirs = said_by(
+def test_maps_that_torch_rejects_are_rejected(members: dict[str, Devices], static: bool) -> None:
+    theirs = error_of(
         lambda: _validate_device_maps(  # type: ignore[no-untyped-call]
             list(members),
             {name: d.cuda for name, d in members.items()},
@@ -44,15 +44,15 @@ def test_what_torch_refuses_is_refused_alike(members: dict[str, Devices], static
             static,
         )
     )
-    assert said_by(lambda: check(members, static)) == theirs
+    assert error_of(lambda: check(members, static)) == theirs
 
 
 def as_devices(devices: dict[str, str]) -> dict[torch.device, torch.device]:
     return {torch.device(here): torch.device(there) for here, there in devices.items()}
 
 
-def said_by(checking: Any) -> str:
-    """The first line of what it raises."""
+def error_of(checking: Any) -> str:
+    """Return the first line of its error."""
     try:
         checking()
     except ValueError as e:
@@ -60,7 +60,7 @@ def said_by(checking: Any) -> str:
     return ""
 
 
-def test_every_member_of_a_static_group_hears_of_an_unknown_worker() -> None:
+def test_an_unknown_worker_fails_every_member_of_a_static_group() -> None:
     store = dist.HashStore()
     options = [TensorPipeRpcBackendOptions(device_maps=maps) for maps in ({"nope": {"cpu": "cpu"}}, {})]
     with ThreadPoolExecutor(2) as threads:
@@ -70,7 +70,7 @@ def test_every_member_of_a_static_group_hears_of_an_unknown_worker() -> None:
                 one.result()
 
 
-def test_a_group_whose_members_come_and_go_may_not_know_them_yet() -> None:
+def test_a_dynamic_group_allows_unknown_workers() -> None:
     options = TensorPipeRpcBackendOptions(device_maps={"later": {"cpu": "cpu"}})
     Worker("a", options=options, store=dist.HashStore()).shutdown()
     options = TensorPipeRpcBackendOptions(devices=[torch.cuda.device_count()])
@@ -79,7 +79,7 @@ def test_a_group_whose_members_come_and_go_may_not_know_them_yet() -> None:
 
 
 class OnADevice:
-    """Stands for a tensor on a device that this machine need not have."""
+    """Fake tensor on a device that this machine need not have."""
 
     def __reduce__(self) -> Any:
         raise DeviceNotMapped(CPU_ONLY.format("cuda:0"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from actors import (
+from process_helpers import (
     PATIENCE,
     Actor,
     actors,
@@ -39,8 +39,8 @@ AT_ONCE = 3.0  # s; milliseconds unless the machine is busy
 
 @pytest.fixture
 def two(tmp_path: Path) -> Any:
-    with actors(2, tmp_path) as company:
-        yield company
+    with actors(2, tmp_path) as group:
+        yield group
 
 
 # ---- steps
@@ -67,7 +67,7 @@ def square(x: int) -> int:
     return x * x
 
 
-def what_is_left(_: int) -> list[str]:
+def errors_in_child(_: int) -> list[str]:
     """Return the errors of calls in a child."""
     return [failure(use)[0] for use in (lambda: rpc.rpc_sync("w0", abs, (-1,)), rpc.shutdown)]
 
@@ -86,7 +86,7 @@ def fork_sleeper() -> int:
     return pid
 
 
-def fork_under_way(to: str, count: int) -> int:
+def fork_during_calls(to: str, count: int) -> int:
     """Fork while calls are pending in other threads."""
     stop = threading.Event()
     right = [0]
@@ -185,7 +185,7 @@ def test_data_loader(two: list[Actor]) -> None:
 def test_pool(two: list[Actor]) -> None:
     two[0].do(call_many, "w1", 3)
     assert two[0].do(use_pool, square) == [0, 1, 4, 9]
-    assert two[0].do(use_pool, what_is_left) == [["NotInitialized"] * 2] * 4
+    assert two[0].do(use_pool, errors_in_child) == [["NotInitialized"] * 2] * 4
     for a, b in ((0, 1), (1, 0)):
         assert two[a].do(call_many, f"w{b}", 10) == 10
     shut_all_down(two)
@@ -197,16 +197,16 @@ def test_handler_forks(two: list[Actor]) -> None:
     shut_all_down(two)
 
 
-def test_forks_while_calls_are_under_way(two: list[Actor]) -> None:
+def test_forks_while_calls_are_pending(two: list[Actor]) -> None:
     """A thread with the GIL must not wait for a lock that a fork holds."""
     calls = two[1].begin(call_many, "w0", 1000)
-    assert two[0].do(fork_under_way, "w1", 20) == 20
+    assert two[0].do(fork_during_calls, "w1", 20) == 20
     assert calls.result() == 1000
     shut_all_down(two)
 
 
 @pytest.mark.parametrize("how", ["killed", "exits"])
-def test_death_of_a_parent_is_seen_though_its_child_lives(two: list[Actor], how: str) -> None:
+def test_death_of_a_parent_is_noticed_while_its_child_lives(two: list[Actor], how: str) -> None:
     two[0].do(call_many, "w1", 3)
     child = two[1].do(fork_sleeper)
     try:
@@ -242,7 +242,7 @@ def test_child_with_a_worker_of_its_own(two: list[Actor], tmp_path: Path) -> Non
     shut_all_down(two)
 
 
-def test_a_child_that_ends_as_a_program_does(tmp_path: Path) -> None:
+def test_a_child_that_runs_to_its_exit(tmp_path: Path) -> None:
     """At its exit the interpreter frees inherited objects, but not the engine."""
     program = f"""
 import os, sys

@@ -1,11 +1,11 @@
-"""Several workers of one process that meet at an address."""
+"""Several workers of one process that join at one address."""
 
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from actors import free_port
+from process_helpers import free_port
 
 from telegrad.errors import TelegradError
 from telegrad.group import hosting, stores
@@ -15,7 +15,7 @@ from telegrad.testing import run_all
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
-def test_workers_of_one_process_meet(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_one_process_join(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -30,7 +30,7 @@ def test_workers_of_one_process_meet(tmp_path: Path, scheme: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("by_port", [False, True])
-def test_a_guest_at_the_store_of_the_group_before(by_port: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_at_the_store_of_the_previous_group(by_port: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store closes while the client joins; it then joins its own group's store."""
     port = free_port()
     options = Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=30)
@@ -52,7 +52,7 @@ def test_a_guest_at_the_store_of_the_group_before(by_port: bool, monkeypatch: py
     run_all([lambda worker=worker: worker.shutdown(timeout=30) for worker in workers])  # type: ignore[misc]
 
 
-def test_a_guest_whose_store_goes_for_good() -> None:
+def test_a_client_of_a_store_that_closes() -> None:
     port = free_port()
     before: list[Any] = [
         hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), timedelta(seconds=30))
@@ -73,7 +73,7 @@ def test_a_guest_whose_store_goes_for_good() -> None:
     run_all([end, join])
 
 
-def test_a_rank_that_two_of_them_want(tmp_path: Path) -> None:
+def test_a_rank_used_twice(tmp_path: Path) -> None:
     """The second one belongs to the next group, which no other worker joins."""
     options = Options(init_method=f"file://{tmp_path}/meeting", rpc_timeout=0.3)
 
@@ -84,7 +84,7 @@ def test_a_rank_that_two_of_them_want(tmp_path: Path) -> None:
     run_all([join, join])
 
 
-def test_numbers_of_groups() -> None:
+def test_group_numbers() -> None:
     numbers = _Numbers()
     with numbers.joining("here", 2, 0) as first, numbers.joining("here", 2, 1) as same:
         assert first == same == 0

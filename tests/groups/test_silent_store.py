@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from actors import PATIENCE, actors, free_port, state
+from process_helpers import PATIENCE, actors, free_port, state
 
 from telegrad.errors import ShutdownTimeout
 from telegrad.group import rendezvous
@@ -26,7 +26,7 @@ def host_store(port: int) -> None:
     state["store"] = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
-def test_a_member_leaves_though_the_stores_host_has_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_member_leaves_while_the_stores_host_is_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     with actors(1, tmp_path, method="none") as (host,):
         host.do(host_store, port)
@@ -45,7 +45,7 @@ def test_a_member_leaves_though_the_stores_host_has_stopped(tmp_path: Path, capl
 
 
 class Silent:
-    """A store that can be switched off."""
+    """Store that can stop replying."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ class Silent:
         return getattr(self.store, name)
 
 
-def test_a_worker_gives_up_though_it_cannot_say_so() -> None:
+def test_a_worker_gives_up_without_the_store() -> None:
     store = Silent()
     with cluster(2, store=store, graceful=False) as group:
         store.answers.clear()
@@ -68,7 +68,7 @@ def test_a_worker_gives_up_though_it_cannot_say_so() -> None:
             store.answers.set()
 
 
-def test_whether_the_group_was_given_up_is_not_waited_for() -> None:
+def test_shutdown_does_not_wait_for_the_store() -> None:
     store = Silent()
     store.answers.clear()
     try:
@@ -78,7 +78,7 @@ def test_whether_the_group_was_given_up_is_not_waited_for() -> None:
         store.answers.set()
 
 
-def test_operations_within_a_time() -> None:
+def test_operations_with_a_timeout() -> None:
     def fails() -> None:
         raise KeyError("as it is")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from actors import free_port
+from process_helpers import free_port
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
@@ -59,7 +59,7 @@ def host(address: str, port: int) -> Any:
 
 
 @pytest.mark.parametrize(("asked", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("[::1]", "::1")])
-def test_store_on_loopback_stays_there(forget: None, asked: str, bound: str) -> None:
+def test_store_on_loopback_listens_only_there(forget: None, asked: str, bound: str) -> None:
     if bound == "::1" and not hosting.is_own(socket.AF_INET6, ("::1", 0, 0, 0)):
         pytest.skip("this machine has no IPv6")
     port = free_port()
@@ -70,20 +70,20 @@ def test_store_on_loopback_stays_there(forget: None, asked: str, bound: str) -> 
     assert client.get("key") == b"value"
 
 
-def test_store_at_another_address_is_at_no_other(forget: None, own_address: str) -> None:
+def test_store_listens_at_its_address_only(forget: None, own_address: str) -> None:
     port = free_port()
     _store = host(own_address, port)
     assert listening(port) == [own_address]
 
 
 @pytest.mark.parametrize("asked", ["0.0.0.0", socket.gethostname()])
-def test_store_at_all_addresses_where_that_is_asked_for(forget: None, asked: str) -> None:
+def test_store_listens_at_all_addresses_on_request(forget: None, asked: str) -> None:
     port = free_port()
     _store = host(asked, port)
     assert listening(port) in (["::"], ["0.0.0.0"])
 
 
-def test_file_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_file_is_private_to_its_user(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     before = os.umask(0)
     try:
@@ -94,7 +94,7 @@ def test_file_is_for_its_user_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_file_that_was_there_becomes_private(tmp_path: Path) -> None:
+def test_an_existing_file_becomes_private(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     path.touch()
     path.chmod(0o666)
@@ -103,7 +103,7 @@ def test_file_that_was_there_becomes_private(tmp_path: Path) -> None:
     rpc.shutdown()
 
 
-def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "meeting"
     path.touch()
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
@@ -111,26 +111,26 @@ def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=Options(init_method=f"file://{path}"))
 
 
-def test_link_to_a_file_is_refused(tmp_path: Path) -> None:
+def test_link_to_a_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RuntimeError, match="the group cannot meet at"):
         rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=Options(init_method=f"file://{path}"))
 
 
-def test_file_that_cannot_be_made() -> None:
+def test_file_that_cannot_be_created() -> None:
     where = "file:///no/such/folder/file"
     with pytest.raises(RuntimeError, match=f"the group cannot meet at {where}: No such file or directory"):
         rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=Options(init_method=where))
 
 
-def test_random_secret_is_gone_once_all_are_there(tmp_path: Path) -> None:
+def test_random_secret_is_removed_once_all_have_joined(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     store = dist.FileStore(str(path), 2)  # type: ignore[attr-defined]
     secret = ""
     written = path.read_bytes
 
-    def look_while_joining() -> None:
+    def read_store_while_joining() -> None:
         nonlocal secret
         store.wait(["member/1"], LONG)
         secret = json.loads(store.get("agreement"))["key"]
@@ -139,7 +139,7 @@ def test_random_secret_is_gone_once_all_are_there(tmp_path: Path) -> None:
     joined: list[Worker] = []
     early = threading.Thread(target=lambda: joined.append(Worker("w1", 1, 2, store=store)))
     early.start()
-    look_while_joining()
+    read_store_while_joining()
     joined.append(Worker("w0", 0, 2, store=store))
     early.join(30)
     assert len(secret) == 64
@@ -182,7 +182,7 @@ def through_store(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("group", [GROUP, GROUP._replace(shared_secret=True)])
-def test_record_comes_back(group: Group) -> None:
+def test_records_survive_the_round_trip(group: Group) -> None:
     back = member_of(through_store(record_of(ME, group)), group)
     assert back[:5] == ME[:5]
     assert list(back.devices) == list(ME.devices)
@@ -201,7 +201,7 @@ def test_record_comes_back(group: Group) -> None:
     ],
     ids=["address", "rank", "mac", "none", "kind", "other secret", "other group"],
 )
-def test_record_that_a_stranger_wrote(forged: dict[str, Any]) -> None:
+def test_forged_record(forged: dict[str, Any]) -> None:
     with pytest.raises(TelegradError, match=r"record of worker w1 .* was not made with the group's secret"):
         member_of(through_store({**record_of(ME, GROUP), **forged}), GROUP)
 
@@ -213,12 +213,12 @@ def test_secret_where_others_have_none() -> None:
         member_of(through_store(record_of(ME, GROUP)), Group("token", b"random", True))
 
 
-def test_stranger_in_the_list_of_a_dynamic_group() -> None:
+def test_forged_member_of_a_dynamic_group() -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     with cluster(1, GIVEN, store=store, dynamic=True):
         members = json.loads(store.get("members"))
-        stranger = {"facts": [5, "intruder", 1, ["tcp:10.6.6.6:5"], "there"]}
-        store.set("members", json.dumps([*members, stranger]))
+        forged = {"facts": [5, "intruder", 1, ["tcp:10.6.6.6:5"], "there"]}
+        store.set("members", json.dumps([*members, forged]))
         with pytest.raises(TelegradError, match=r"record of worker intruder \(rank 5\) .* was not made with"):
             Worker("w1", options=GIVEN, store=store)
         store.set("members", json.dumps(members))

@@ -69,30 +69,30 @@ def test_tensors_outlive_their_workers(transport: str) -> None:
     assert_quiescent(core)
 
 
-def test_more_is_held_than_may_be_shared() -> None:
+def test_beyond_the_shared_memory_limit() -> None:
     with cluster(2, Options(shared_memory_bytes=4 << 20)):
         kept = [rpc.rpc_sync("w1", torch.full, ((LARGE,), float(i))) for i in range(40)]
         for number, y in enumerate(kept):
             assert torch.equal(y, torch.full((LARGE,), float(number)))
 
 
-def test_nothing_may_be_shared() -> None:
+def test_without_shared_memory() -> None:
     with cluster(2, Options(shared_memory_bytes=0)):
         for number in range(5):
             assert rpc.rpc_sync("w1", torch.full, ((LARGE,), float(number))).sum() == LARGE * number
 
 
-def test_pair_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_pair_falls_back_and_logs_the_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     real = addresses.candidates
 
     def gone(*args: Any) -> list[str]:
-        return ["shm:@telegrad-nobody-is-here", *[a for a in real(*args) if not a.startswith("shm:")]]
+        return ["shm:@telegrad-no-listener", *[a for a in real(*args) if not a.startswith("shm:")]]
 
     monkeypatch.setattr(addresses, "candidates", gone)
     with caplog.at_level(logging.INFO), cluster(2, Options(transports=("shm", "unix"))):
         assert rpc.rpc_sync("w1", abs, (-1,)) == 1
     assert "w1 is reached at unix:" in caplog.text
-    assert "cannot reach shm:@telegrad-nobody-is-here: Connection refused" in caplog.text
+    assert "cannot reach shm:@telegrad-no-listener: Connection refused" in caplog.text
 
 
 class Received(torch.utils.data.Dataset[float]):
@@ -112,7 +112,7 @@ class Received(torch.utils.data.Dataset[float]):
         return share
 
 
-def test_forked_loader_finds_received_tensors_as_they_were() -> None:
+def test_forked_loader_reads_received_tensors() -> None:
     with cluster(2, check=False):  # the loader keeps a process until it is collected
         received = [rpc.rpc_sync("w1", torch.full, ((LARGE,), 7.0)) for _ in range(4)]
         data = Received(received.pop(), multiprocessing.get_context("fork").Event())

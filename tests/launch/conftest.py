@@ -1,4 +1,4 @@
-"""The processes of `tests/failures` serve here too."""
+"""Makes the helpers of `tests/failures` importable."""
 
 import sys
 from pathlib import Path

@@ -23,7 +23,7 @@ def store() -> Any:
 
 @pytest.fixture
 def of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets what an agent sets."""
+    """Set the environment variables that an agent sets."""
 
     def become(run: str | None, count: int = 0, agents: int = 1) -> None:
         if run is None:
@@ -50,7 +50,7 @@ def end(workers: list[Worker]) -> None:
 
 
 @pytest.mark.parametrize("agents", [1, 2])
-def test_attempts_meet_apart_while_others_are_there(store: Any, of_run: Callable[..., None], agents: int) -> None:
+def test_attempts_are_separate_while_older_ones_run(store: Any, of_run: Callable[..., None], agents: int) -> None:
     companies = []
     for count in range(3):
         of_run("job", count if agents == 1 else 0, agents)  # several agents may count nothing at all
@@ -62,8 +62,8 @@ def test_attempts_meet_apart_while_others_are_there(store: Any, of_run: Callable
 
 
 @pytest.mark.parametrize("agents", [1, 2])
-def test_an_attempt_that_never_was_complete(store: Any, of_run: Callable[..., None], agents: int) -> None:
-    """Its rank 0 had announced it, and its rank 1 had written itself; both are gone."""
+def test_an_incomplete_attempt(store: Any, of_run: Callable[..., None], agents: int) -> None:
+    """Rank 0 had announced it and rank 1 had joined; both have ended."""
     of_run("job", 0, agents)
     before = Attempts(store, "w0", 0, 1.0).part()
     before.set("rank/1", "w1 of before")
@@ -73,7 +73,7 @@ def test_an_attempt_that_never_was_complete(store: Any, of_run: Callable[..., No
 
 
 def test_a_worker_that_tried_the_attempt_before_moves_on(store: Any, of_run: Callable[..., None]) -> None:
-    """It cannot know that the attempt, of another agent, is over, until the next one is announced."""
+    """Only the next announcement shows that another agent's attempt has ended."""
     of_run("job", 0, 2)
     before = Attempts(store, "w0", 0, 1.0).part()
     joined: list[Worker] = []
@@ -86,7 +86,7 @@ def test_a_worker_that_tried_the_attempt_before_moves_on(store: Any, of_run: Cal
     end(joined)
 
 
-def test_rank_0_of_an_attempt_that_was_followed_gives_up(store: Any, of_run: Callable[..., None]) -> None:
+def test_rank_0_of_a_replaced_attempt_gives_up(store: Any, of_run: Callable[..., None]) -> None:
     of_run("job", 0)
     late = Attempts(store, "w0", 0, 1.0)
     late.part()
@@ -101,7 +101,7 @@ def test_rank_0_of_an_attempt_that_was_followed_gives_up(store: Any, of_run: Cal
 
 
 class _Overtaken:
-    """A store at which another worker does something right after the first check at a key."""
+    """Store in which another worker acts right after the first check of a key."""
 
     def __init__(self, store: Any, meanwhile: Callable[[], object]) -> None:
         self._store = store
@@ -147,7 +147,7 @@ def test_runs_at_one_store(store: Any, of_run: Callable[..., None]) -> None:
     end(first + second)
 
 
-def test_rank_1_that_no_agent_has_started(store: Any, of_run: Callable[..., None]) -> None:
+def test_rank_1_without_an_agent(store: Any, of_run: Callable[..., None]) -> None:
     of_run(None)
     outside = Attempts(store, "w1", 1, 30.0)
     assert outside.part() is store
@@ -161,7 +161,7 @@ def test_rank_1_that_no_agent_has_started(store: Any, of_run: Callable[..., None
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_rank_0_that_no_agent_has_started(store: Any, of_run: Callable[..., None], first: int) -> None:
+def test_rank_0_without_an_agent(store: Any, of_run: Callable[..., None], first: int) -> None:
     of_run(None)
     rank_0 = Attempts(store, "w0", 0, 30.0)
     of_run("job")
@@ -177,7 +177,7 @@ def test_rank_0_that_no_agent_has_started(store: Any, of_run: Callable[..., None
     assert parts == [store, store]
 
 
-def test_rank_0_does_not_come(store: Any, of_run: Callable[..., None]) -> None:
+def test_missing_rank_0(store: Any, of_run: Callable[..., None]) -> None:
     of_run("job")
     with pytest.raises(
         TelegradError, match=r"worker w1 \(rank 1\) waited 0.1 s for the worker with rank 0 of the run job"
@@ -185,7 +185,7 @@ def test_rank_0_does_not_come(store: Any, of_run: Callable[..., None]) -> None:
         join(store, 1, 2, Options(rpc_timeout=0.1))
 
 
-def test_a_rank_that_is_taken(store: Any, of_run: Callable[..., None]) -> None:
+def test_a_rank_used_twice(store: Any, of_run: Callable[..., None]) -> None:
     of_run("job")
     company = join_all(store, range(2), 2)
     with pytest.raises(TelegradError, match=r"waited 0\.1 s for the worker with rank 0"):

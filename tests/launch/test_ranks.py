@@ -1,10 +1,10 @@
-"""Where rank and world size come from when a program gives neither."""
+"""Rank and world size of programs that specify neither."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from actors import free_port
+from process_helpers import free_port
 
 from telegrad import compat, rpc
 from telegrad.rpc import Options
@@ -12,7 +12,7 @@ from telegrad.rpc import Options
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """As the only worker that a launcher has started."""
+    """Set the environment of the only worker of a launcher."""
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": 0, "WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     yield monkeypatch
@@ -25,19 +25,19 @@ def is_static() -> bool:
 
 
 @pytest.mark.parametrize("options", [None, Options()])
-def test_from_the_environment(launched: pytest.MonkeyPatch, options: Options | None) -> None:
+def test_ranks_from_the_environment(launched: pytest.MonkeyPatch, options: Options | None) -> None:
     rpc.init_rpc("only", rpc_backend_options=options)
     assert is_static()
     assert rpc.get_worker_info().id == 0
 
 
 @pytest.mark.parametrize("off", ["option", "variable", "rank", "torch", "drop-in"])
-def test_not_from_the_environment(launched: pytest.MonkeyPatch, off: str) -> None:
+def test_ranks_not_from_the_environment(launched: pytest.MonkeyPatch, off: str) -> None:
     if off == "variable":
         launched.setenv("TELEGRAD_RANKS_FROM_ENVIRONMENT", "0")
     options: Any = None
     if off in ("option", "variable"):
-        launched.setenv("WORLD_SIZE", "2")  # nobody waits for the other one
+        launched.setenv("WORLD_SIZE", "2")  # no worker waits for the other one
     if off == "option":
         options = Options(ranks_from_environment=False)
     elif off == "torch":
@@ -51,13 +51,13 @@ def test_not_from_the_environment(launched: pytest.MonkeyPatch, off: str) -> Non
     assert not is_static()
 
 
-def test_variable_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_RANKS_FROM_ENVIRONMENT", "no")
     with pytest.raises(ValueError, match="TELEGRAD_RANKS_FROM_ENVIRONMENT should be 0 or 1, but is 'no'"):
         Options()
 
 
-def test_ranks_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="RANK=first and WORLD_SIZE=2 should be numbers"):

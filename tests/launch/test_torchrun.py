@@ -1,4 +1,4 @@
-"""Programs that the real torchrun starts, and starts again."""
+"""Programs started and restarted by the real torchrun."""
 
 import os
 import subprocess
@@ -8,17 +8,17 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from actors import free_port
+from process_helpers import free_port
 
 from telegrad.testing import eventually
 
 PROGRAMS = Path(__file__).parent
 AGENT = ("-m", "torch.distributed.run", "--monitor-interval", "0.05")
-LIMIT = 50.0  # s; some 10 of processor time, most of it imports
+LIMIT = 50.0  # s; about 10 s of processor time, most of it imports
 
 
 class Launcher:
-    """Starts agents and awaits them."""
+    """Starts agents and waits for them."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -33,7 +33,7 @@ class Launcher:
         self._agents.append(agent)
 
     def make_pipe(self) -> None:
-        """A worker that reads of it ends, if not before, with the test."""
+        """Create a pipe; a worker that reads from it ends with the test at the latest."""
         os.mkfifo(self.folder / "pipe")
         self._stack.callback(self._end_readers)
 
@@ -42,7 +42,7 @@ class Launcher:
             self.open_pipe()
 
     def open_pipe(self) -> None:
-        """Raises OSError if nobody reads."""
+        """Open the pipe; raise OSError without a reader."""
         os.close(os.open(self.folder / "pipe", os.O_WRONLY | os.O_NONBLOCK))
 
     def output(self) -> str:
@@ -67,17 +67,17 @@ def torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
 
 def test_a_rank_is_killed_in_each_of_two_attempts(torchrun: Launcher) -> None:
     words = (*AGENT, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
-    torchrun.start(*words, str(PROGRAMS / "member.py"), str(torchrun.folder), "1", "0")
+    torchrun.start(*words, str(PROGRAMS / "member_program.py"), str(torchrun.folder), "1", "0")
     torchrun.finish()
     assert torchrun.done() == [f"w{rank} {rank} of 2 in attempt 2" for rank in range(2)]
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_worker_of_the_first_attempt_is_still_there(torchrun: Launcher, victim: int) -> None:
-    """The new attempt meets without it, whether it has rank 0 or not, and it leaves its own group in order."""
+def test_a_worker_of_the_first_attempt_still_runs(torchrun: Launcher, victim: int) -> None:
+    """The new attempt forms without it, and it leaves its own group in order."""
     torchrun.make_pipe()
     words = (*AGENT, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    torchrun.start(*words, str(PROGRAMS / "survivor.py"), str(torchrun.folder), str(victim))
+    torchrun.start(*words, str(PROGRAMS / "survivor_program.py"), str(torchrun.folder), str(victim))
     torchrun.finish()
     assert torchrun.done() == ["attempt 1"] * 2
     survived = torchrun.folder / f"survived{1 - victim}"
@@ -96,21 +96,21 @@ SLOWLY = ("a command", "from outside")
 
 @pytest.mark.parametrize("form", ["a module", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)])
 def test_a_drop_in_program(torchrun: Launcher, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forms that docs/drop-in.md shows."""
+    """Run the forms that docs/drop-in.md shows."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     agent = FORMS[form].index("AGENT")
     before, after = FORMS[form][:agent], FORMS[form][agent + 1 :]
-    words = ("--standalone", "--nproc-per-node", "2", *after, str(PROGRAMS / "torchs.py"), str(torchrun.folder))
+    words = ("--standalone", "--nproc-per-node", "2", *after, str(PROGRAMS / "torch_program.py"), str(torchrun.folder))
     torchrun.start(*before, *words)
     torchrun.finish()
     assert torchrun.done() == [f"telegrad.rpc.start rank {rank} of 2" for rank in range(2)]
 
 
 def test_two_agents_that_count_differently(torchrun: Launcher) -> None:
-    """An agent counts the restarts that its own workers have caused, not those that others have."""
+    """An agent counts only the restarts that its own workers have caused."""
     where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "job")
     for _ in range(2):
         words = (*AGENT, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *where)
-        torchrun.start(*words, str(PROGRAMS / "member.py"), str(torchrun.folder), "1", "1")
+        torchrun.start(*words, str(PROGRAMS / "member_program.py"), str(torchrun.folder), "1", "1")
     torchrun.finish()
     assert torchrun.done() == [f"w{rank} {rank} of 2 in attempt 2" for rank in range(2)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from actors import PATIENCE, Actor, actors, call_many, free_port, join, shut_all_down, state
+from process_helpers import PATIENCE, Actor, actors, call_many, free_port, join, shut_all_down, state
 
 from telegrad import rpc
 from telegrad.group import hosting, probing, stores
@@ -25,19 +25,19 @@ BLINK = timedelta(seconds=0.05)
 
 
 @pytest.fixture
-def behind() -> Any:
-    """Return the store behind the server."""
+def backing() -> Any:
+    """Return the store that the server serves."""
     return dist.HashStore()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def port(behind: Any) -> Iterator[int]:
+def port(backing: Any) -> Iterator[int]:
     """Run a server, and return its port."""
     number = free_port()
-    door = UnixStoreServer(number)
-    door.open(behind)
+    server = UnixStoreServer(number)
+    server.open(backing)
     yield number
-    door.close()
+    server.close()
 
 
 def later(function: Callable[[], Any]) -> "threading.Thread":
@@ -46,11 +46,11 @@ def later(function: Callable[[], Any]) -> "threading.Thread":
     return thread
 
 
-def test_whatever_is_written_is_in_the_store_behind(port: int, behind: Any) -> None:
+def test_written_keys_are_in_the_backing_store(port: int, backing: Any) -> None:
     store = LocalStore("localhost", port, LONG)
     store.set("text", "äö")
     store.set("bytes", b"\0\xff")
-    assert (behind.get("text"), behind.get("bytes")) == ("äö".encode(), b"\0\xff")
+    assert (backing.get("text"), backing.get("bytes")) == ("äö".encode(), b"\0\xff")
     assert store.get("bytes") == b"\0\xff"
     assert store.compare_set("chosen", "", "mine") == b"mine"
     assert LocalStore("localhost", port, LONG).compare_set("chosen", "", "other") == b"mine"
@@ -60,18 +60,18 @@ def test_whatever_is_written_is_in_the_store_behind(port: int, behind: Any) -> N
     store.multi_set(["a", "b"], ["1", b"2"])
     assert store.multi_get(["b", "a"]) == [b"2", b"1"]
     store.append("a", "9")
-    assert behind.get("a") == b"19"
-    large = os.urandom(5_000_000)  # more than a socket takes at once
+    assert backing.get("a") == b"19"
+    large = os.urandom(5_000_000)  # more than a socket buffers
     store.set("large", large)
     assert store.get("large") == large
 
 
-def test_as_torch_uses_a_store(port: int, behind: Any) -> None:
+def test_use_through_torchs_prefix_store(port: int, backing: Any) -> None:
     """PrefixStore uses the store from C++."""
     whole = LocalStore("localhost", port, LONG)
     part = dist.PrefixStore("part", whole)  # type: ignore[attr-defined]
     part.set("key", "value")
-    assert behind.get("part/key") == b"value"
+    assert backing.get("part/key") == b"value"
     assert part.get("key") == b"value"
     assert part.has_extended_api()
     assert part.multi_get(["key"]) == [b"value"]
@@ -82,8 +82,8 @@ def test_as_torch_uses_a_store(port: int, behind: Any) -> None:
 
 
 @pytest.mark.parametrize("writer", ["over the socket", "directly"])
-def test_whoever_waits_hears_of_what_is_written(port: int, behind: Any, writer: str) -> None:
-    other = LocalStore("localhost", port, LONG) if writer == "over the socket" else behind
+def test_waiting_clients_are_notified_of_writes(port: int, backing: Any, writer: str) -> None:
+    other = LocalStore("localhost", port, LONG) if writer == "over the socket" else backing
     store, asking = LocalStore("localhost", port, LONG), LocalStore("localhost", port, LONG)
     got: list[bytes] = []
     threads = [later(lambda: store.wait(["a", "b"], LONG)), later(lambda: got.append(asking.get("b")))]
@@ -97,16 +97,16 @@ def test_whoever_waits_hears_of_what_is_written(port: int, behind: Any, writer: 
     assert got == [b"2"]
 
 
-def test_waiting_in_vain_ends_and_the_store_can_be_used_again(port: int, behind: Any) -> None:
+def test_after_a_timed_out_wait_the_store_can_be_used(port: int, backing: Any) -> None:
     store = LocalStore("localhost", port, BLINK)
     for wait in (lambda: store.wait(["nothing"]), lambda: store.get("nothing"), lambda: store.wait(["x"], BLINK)):
         with pytest.raises(dist.DistStoreError):
             wait()
     store.set("x", "1")
-    assert behind.get("x") == b"1"
+    assert backing.get("x") == b"1"
 
 
-def test_what_the_store_behind_refuses(port: int) -> None:
+def test_errors_of_the_backing_store(port: int) -> None:
     store = LocalStore("localhost", port, LONG)
     store.set("word", "one")
     with pytest.raises(dist.DistStoreError):
@@ -115,25 +115,25 @@ def test_what_the_store_behind_refuses(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\1\0\0\0\x63", b"\5\0\0\0\0\xff\xff\xff\xff", b"\2"], ids=repr
+    "sent", [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\1\0\0\0\x63", b"\5\0\0\0\0\xff\xff\xff\xff", b"\2"], ids=repr
 )
-def test_nonsense_harms_nobody_else(port: int, said: bytes) -> None:
+def test_invalid_messages_affect_no_other_client(port: int, sent: bytes) -> None:
     store = LocalStore("localhost", port, LONG)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(f"\0telegrad-store-{port}")
-        stranger.sendall(said)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"\0telegrad-store-{port}")
+        client.sendall(sent)
     store.set("a", "1")
     assert store.get("a") == b"1"
 
 
-def test_a_door_that_closes_sends_everybody_away(behind: Any) -> None:
+def test_a_closing_server_disconnects_all_clients(backing: Any) -> None:
     number = free_port()
     with pytest.raises(ConnectionRefusedError):
         LocalStore("localhost", number, LONG)
-    door = UnixStoreServer(number)
+    server = UnixStoreServer(number)
     with pytest.raises(OSError, match="in use"):
         UnixStoreServer(number)
-    door.open(behind)
+    server.open(backing)
     store = LocalStore("localhost", number, LONG)
     ended = []
 
@@ -143,7 +143,7 @@ def test_a_door_that_closes_sends_everybody_away(behind: Any) -> None:
         ended.append(True)
 
     thread = later(wait)
-    door.close()
+    server.close()
     thread.join(PATIENCE)
     assert ended == [True]
     with pytest.raises(StoreGone):
@@ -151,13 +151,13 @@ def test_a_door_that_closes_sends_everybody_away(behind: Any) -> None:
     UnixStoreServer(number).close()
 
 
-def test_a_door_that_is_left_lets_nobody_in_and_makes_room(behind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_server_rejects_clients_and_frees_its_address(backing: Any, caplog: pytest.LogCaptureFixture) -> None:
     number = free_port()
     for _ in range(20):
-        door = UnixStoreServer(number)
-        door.open(behind)
+        server = UnixStoreServer(number)
+        server.open(backing)
         LocalStore("localhost", number, LONG).set("key", "value")
-        door.close_later()
+        server.close_later()
         with pytest.raises(ConnectionRefusedError):
             LocalStore("localhost", number, LONG)
     UnixStoreServer(number).close()
@@ -165,7 +165,7 @@ def test_a_door_that_is_left_lets_nobody_in_and_makes_room(behind: Any, caplog: 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_not_let_in(port: int) -> None:
+def test_another_user_is_rejected(port: int) -> None:
     pid = os.fork()
     if pid == 0:
         os.setuid(65534)
@@ -182,8 +182,8 @@ def test_another_user_is_not_let_in(port: int) -> None:
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[list[Actor]]:
-    with actors(3, tmp_path, method="none") as company:
-        yield company
+    with actors(3, tmp_path, method="none") as group:
+        yield group
 
 
 def kind_of_store() -> str:
@@ -199,20 +199,20 @@ def join_as_torchs_host(name: str, port: int, size: int) -> None:
     rpc.init_rpc(name, rank=0, world_size=size, store=state["store"])
 
 
-def all_meet(company: list[Actor], where: str) -> None:
-    for step in [actor.begin(join, actor.name, actor.rank, len(company), where, {}) for actor in company]:
+def join_all(group: list[Actor], where: str) -> None:
+    for step in [actor.begin(join, actor.name, actor.rank, len(group), where, {}) for actor in group]:
         step.result()
-    for actor in company:
-        assert actor.do(call_many, company[0].name, 2) == 2
+    for actor in group:
+        assert actor.do(call_many, group[0].name, 2) == 2
 
 
-def test_workers_of_one_host_meet_at_the_door(three: list[Actor]) -> None:
-    all_meet(three, f"tcp://localhost:{free_port()}")
+def test_workers_of_one_host_use_the_socket(three: list[Actor]) -> None:
+    join_all(three, f"tcp://localhost:{free_port()}")
     assert [actor.do(kind_of_store) for actor in three] == ["LocalStore"] * 3
     shut_all_down(three)
 
 
-def test_without_a_door_they_meet_at_the_port(three: list[Actor]) -> None:
+def test_without_a_socket_they_use_the_port(three: list[Actor]) -> None:
     port = free_port()
     steps = [actor.begin(join, actor.name, actor.rank, 3, f"tcp://127.0.0.1:{port}", {}) for actor in three[1:]]
     steps.append(three[0].begin(join_as_torchs_host, "w0", port, 3))
@@ -222,7 +222,7 @@ def test_without_a_door_they_meet_at_the_port(three: list[Actor]) -> None:
     shut_all_down(three)
 
 
-def forks_that_stay(count: int) -> None:
+def fork_idle_children(count: int) -> None:
     """Fork children that stay idle while the parent lives, as an open DataLoader's do."""
     end, held = os.pipe()
     state["held"] = held
@@ -239,13 +239,13 @@ def end_forks() -> None:
         os.wait()
 
 
-def test_children_of_the_host_do_not_hold_its_door(three: list[Actor]) -> None:
+def test_children_of_the_host_do_not_keep_its_socket(three: list[Actor]) -> None:
     port = free_port()
     where = f"tcp://127.0.0.1:{port}"
-    all_meet(three[:2], where)
-    three[0].do(forks_that_stay, 2)
+    join_all(three[:2], where)
+    three[0].do(fork_idle_children, 2)
     shut_all_down(three[:2])
-    all_meet(three[:2], f"tcp://127.0.0.1:{free_port()}")  # closes the first store
+    join_all(three[:2], f"tcp://127.0.0.1:{free_port()}")  # closes the first store
     with pytest.raises(ConnectionRefusedError):
         LocalStore("localhost", port, LONG)
     shut_all_down(three[:2])
@@ -264,7 +264,7 @@ def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
     """A worker of the next group finds the previous store; the new host joins last."""
     port = free_port()
     where = f"tcp://127.0.0.1:{port}"
-    all_meet(three, where)
+    join_all(three, where)
     shut_all_down(three)
     guest = three[2].begin(join, "w2", 2, 3, where, {})
     eventually(lambda: has(port, "rpc_prefix_1/member/2"), PATIENCE)
@@ -277,7 +277,7 @@ def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
     shut_all_down(three)
 
 
-def test_a_store_gives_way_once_nobody_of_its_process_uses_it() -> None:
+def test_an_unused_store_makes_room_for_the_next() -> None:
     port = free_port()
     store = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
     request_release(port)
@@ -290,7 +290,7 @@ def test_a_store_gives_way_once_nobody_of_its_process_uses_it() -> None:
     request_release(port)
 
 
-def test_one_process_may_be_host_and_guest() -> None:
+def test_one_process_may_be_server_and_client() -> None:
     port = free_port()
     store = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
     again = stores._connect_as_client(
@@ -304,7 +304,7 @@ def test_one_process_may_be_host_and_guest() -> None:
         LocalStore("localhost", port, LONG)
 
 
-def test_a_host_that_does_not_come() -> None:
+def test_missing_host() -> None:
     options = Options(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=0.1)
     with pytest.raises(RuntimeError, match=r"no store at 127.0.0.1:\d+ within 0.1 s: rank 0, which hosts it, did not"):
         rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=options)

@@ -1,7 +1,7 @@
-"""A program that ends while daemon threads of its own, and handlers, are in Telegrad: `python ending.py WHAT COUNT`.
+"""Program that exits while its daemon threads and handlers are in Telegrad.
 
-Forks COUNT children, each of which goes to the end of the program, and so of its interpreter. Prints how many of them
-ended in which other way than with status 0.
+Usage: python exiting_program.py CASE COUNT. It forks COUNT children that run to the exit of the interpreter, and prints
+the number of children per exit status other than 0.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ async def never_returns_later(x: Any) -> None:
 
 
 class Pickled:
-    """Travels by pickle, and has a finalizer."""
+    """Value that is pickled and has a finalizer."""
 
     def __del__(self) -> None:
         sum(range(100))
@@ -86,14 +86,14 @@ LEFT_BEHIND: dict[str, Callable[[rpc.Worker], object]] = {
 
 
 class Slow:
-    """Holds up the end of the interpreter, so that what happens elsewhere happens during it."""
+    """Value that delays the exit of the interpreter, for events during it."""
 
     def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         sleep(1.0)
 
 
 def timed_out_at_the_end(w0: rpc.Worker) -> None:
-    """The call of a thread ends when the interpreter does, since no worker is closed before."""
+    """Make a call that times out during the exit, before the worker closes."""
     atexit.unregister(process_hooks._close_at_exit)
     w0.rpc_sync("w1", time.sleep, (3600,), timeout=0.5)
 
@@ -102,7 +102,7 @@ DURING_THE_END: dict[str, Callable[[rpc.Worker], object]] = {"calls during the e
 
 
 def begin(what: str) -> list[Any]:
-    """Starts threads that never end, and returns when each of them is at it."""
+    """Start threads that never end; return when all are running."""
     store = HashStore()
     other: list[rpc.Worker] = []
     thread = threading.Thread(target=lambda: other.append(rpc.Worker("w1", 1, 2, store=store)))
@@ -138,7 +138,7 @@ def begin(what: str) -> list[Any]:
 
 
 def fork(what: str, count: int) -> bool:
-    """True: this is a child."""
+    """Fork children; return True in a child."""
     ended: Counter[int] = Counter()
     running = 0
     for _ in range(count):

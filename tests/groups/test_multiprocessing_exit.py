@@ -1,4 +1,4 @@
-"""Children of multiprocessing that end with a worker.
+"""Children of multiprocessing that exit with a worker.
 
 The worker ends after the program's own `atexit` handlers, with a goodbye message.
 """
@@ -32,17 +32,17 @@ def join(rank: int, n: int, init_method: str) -> None:
 
 
 @rpc.functions.async_execution
-def never_answered() -> Any:
+def never_completed() -> Any:
     _called.set()
     return torch.futures.Future()
 
 
-def hear(text: str) -> None:
+def record(text: str) -> None:
     _heard.put(text)
 
 
-def tell(text: str) -> None:
-    rpc.rpc_sync("w0", hear, (text,), timeout=PATIENCE)
+def report(text: str) -> None:
+    rpc.rpc_sync("w0", record, (text,), timeout=PATIENCE)
 
 
 def shut_down_at_exit(rank: int, n: int, init_method: str) -> str:
@@ -52,7 +52,7 @@ def shut_down_at_exit(rank: int, n: int, init_method: str) -> str:
         rpc.shutdown(timeout=PATIENCE)
         return text
     atexit.register(rpc.shutdown, timeout=PATIENCE)
-    atexit.register(tell, "its handlers run, and it can call")
+    atexit.register(report, "its handlers run, and it can call")
     return ""
 
 
@@ -62,12 +62,12 @@ def end_without_shutdown(rank: int, n: int, init_method: str) -> bool:
         assert _called.wait(PATIENCE)
         return True
     with pytest.raises(WorkerLost) as lost:
-        rpc.rpc_sync("w1", never_answered, timeout=PATIENCE)
+        rpc.rpc_sync("w1", never_completed, timeout=PATIENCE)
     return lost.value.left
 
 
 @pytest.mark.parametrize("method", HANDLERS_RUN)
-def test_the_worker_is_there_for_the_programs_handlers(method: str) -> None:
+def test_the_worker_is_usable_in_atexit_handlers(method: str) -> None:
     assert processes(2, shut_down_at_exit, method=method) == ["its handlers run, and it can call", ""]
 
 

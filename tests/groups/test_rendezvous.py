@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from actors import PATIENCE, Actor, actors, call, call_many, free_port, join, shut_all_down, state
+from process_helpers import PATIENCE, Actor, actors, call, call_many, free_port, join, shut_all_down, state
 
 from telegrad import rpc
 from telegrad.rpc import Options
@@ -68,49 +68,49 @@ def names() -> list[str]:
     return [info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()]
 
 
-def everybody(company: list[Actor], function: Any, *args: Any) -> list[Any]:
+def on_all(group: list[Actor], function: Any, *args: Any) -> list[Any]:
     """Run a step on all processes at once; the argument "rank" is replaced."""
-    steps = [actor.begin(function, *[actor.rank if a == "rank" else a for a in args]) for actor in company]
+    steps = [actor.begin(function, *[actor.rank if a == "rank" else a for a in args]) for actor in group]
     return [step.result() for step in steps]
 
 
-def all_talk(company: list[Actor]) -> None:
-    for actor in company:
-        for other in company:
+def call_each_other(group: list[Actor]) -> None:
+    for actor in group:
+        for other in group:
             assert actor.do(call_many, other.name, 2) == 2
 
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[list[Actor]]:
     """Three processes that have not joined yet."""
-    with actors(3, tmp_path, method="none") as company:
-        yield company
+    with actors(3, tmp_path, method="none") as group:
+        yield group
 
 
-def test_by_environment(three: list[Actor]) -> None:
+def test_ranks_from_the_environment(three: list[Actor]) -> None:
     port = free_port()
-    everybody(three, environment, "rank", 3, port)
+    on_all(three, environment, "rank", 3, port)
     steps = [actor.begin(join_by_environment, actor.name) for actor in three]
     for step in steps:
         step.result()
-    all_talk(three)
+    call_each_other(three)
     shut_all_down(three)
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
-def test_again_and_again_at_one_address(three: list[Actor], tmp_path: Path, scheme: str) -> None:
+def test_repeatedly_at_one_address(three: list[Actor], tmp_path: Path, scheme: str) -> None:
     port = free_port()
-    everybody(three, environment, "rank", 3, port)
+    on_all(three, environment, "rank", 3, port)
     where = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meeting", "env": "env://"}[scheme]
     for _ in range(4):
         steps = [actor.begin(join, actor.name, actor.rank, 3, where, {}) for actor in three]
         for step in steps:
             step.result()
-        all_talk(three)
+        call_each_other(three)
         shut_all_down(three)
 
 
-def test_again_under_other_names_and_ranks(three: list[Actor], tmp_path: Path) -> None:
+def test_repeatedly_with_other_names_and_ranks(three: list[Actor], tmp_path: Path) -> None:
     for turn in range(3):
         for actor in three:
             actor.name = f"turn{turn}-{actor.rank}"
@@ -118,22 +118,22 @@ def test_again_under_other_names_and_ranks(three: list[Actor], tmp_path: Path) -
         steps = [actor.begin(join, actor.name, (actor.rank + turn) % 3, 3, where, {}) for actor in three]
         for step in steps:
             step.result()
-        all_talk(three)
+        call_each_other(three)
         shut_all_down(three)
 
 
-def test_after_one_has_died(three: list[Actor], tmp_path: Path) -> None:
-    """The survivors meet again, without the lost worker."""
+def test_after_a_worker_has_died(three: list[Actor], tmp_path: Path) -> None:
+    """The survivors form a group without the lost worker."""
     steps = [a.begin(join, a.name, a.rank, 3, f"file://{tmp_path}/meeting", {}) for a in three]
     for step in steps:
         step.result()
-    all_talk(three)
+    call_each_other(three)
     three[2].end()
     shut_all_down(three[:2])
     steps = [a.begin(join, a.name, a.rank, 2, f"file://{tmp_path}/meeting", {}) for a in three[:2]]
     for step in steps:
         step.result()
-    all_talk(three[:2])
+    call_each_other(three[:2])
     assert three[0].do(names) == ["w0", "w1"]
     shut_all_down(three[:2])
 
@@ -143,29 +143,29 @@ def test_at_a_given_store(three: list[Actor], tmp_path: Path) -> None:
     for _ in range(3):
         steps = [actor.begin(join_store, actor.name, actor.rank, 3, path, 3) for actor in three]
         assert [step.result() for step in steps] == [("w0", 0), ("w1", 1), ("w2", 2)]
-        all_talk(three)
+        call_each_other(three)
         shut_all_down(three)
 
 
 @pytest.mark.parametrize("first", ["process group", "rpc"])
-def test_beside_a_process_group_on_one_port(three: list[Actor], first: str) -> None:
+def test_alongside_a_process_group_on_one_port(three: list[Actor], first: str) -> None:
     """Both share MASTER_PORT, in either order, and work at the same time."""
     port = free_port()
-    everybody(three, environment, "rank", 3, port)
+    on_all(three, environment, "rank", 3, port)
     if first == "process group":
-        everybody(three, begin_process_group, "rank", 3)
+        on_all(three, begin_process_group, "rank", 3)
     steps = [actor.begin(join_with_ranks, actor.name, actor.rank, 3) for actor in three]
     for step in steps:
         step.result()
     if first == "rpc":
-        everybody(three, begin_process_group, "rank", 3)
+        on_all(three, begin_process_group, "rank", 3)
     steps = [actor.begin(call_and_reduce, actor.rank, f"w{(actor.rank + 1) % 3}") for actor in three]
     assert [step.result() for step in steps] == [(50, 6.0)] * 3
     if first == "process group":
         shut_all_down(three)
-        everybody(three, end_process_group)
+        on_all(three, end_process_group)
     else:
-        everybody(three, end_process_group)
+        on_all(three, end_process_group)
         shut_all_down(three)
 
 
@@ -181,53 +181,53 @@ def join_dynamic_at(name: str, rank: int, where: str) -> None:
     rpc.init_rpc(name, rank=rank, rpc_backend_options=Options(init_method=where, rpc_timeout=PATIENCE))
 
 
-def test_dynamic_group_in_all_its_changes(three: list[Actor], tmp_path: Path) -> None:
+def test_dynamic_group_with_joins_and_leaves(three: list[Actor], tmp_path: Path) -> None:
     path = str(tmp_path / "given")
     for actor in three:
         assert actor.do(join_dynamic, actor.name, path) == actor.rank
-        all_talk(three[: actor.rank + 1])  # the new worker with the earlier ones, in both directions
+        call_each_other(three[: actor.rank + 1])  # the new worker with the earlier ones, in both directions
     three[1].do(leave)
-    all_talk([three[0], three[2]])
+    call_each_other([three[0], three[2]])
     assert three[0].do(names) == ["w0", "w2"]
     assert three[1].do(join_dynamic, "w1", path) == 1, "the free rank"
-    all_talk(three)
+    call_each_other(three)
     three[0].do(leave)
     assert three[0].do(join_dynamic, "w0", path, 7) == 7
-    all_talk(three)
+    call_each_other(three)
     assert three[1].do(names) == ["w1", "w2", "w0"]
     for actor in three:
         actor.do(leave)
     assert [actor.stderr() for actor in three] == [""] * 3
 
 
-def test_dynamic_group_all_come_and_go_at_once(three: list[Actor], tmp_path: Path) -> None:
+def test_dynamic_group_with_concurrent_joins_and_leaves(three: list[Actor], tmp_path: Path) -> None:
     path = str(tmp_path / "given")
     for _ in range(3):
         steps = [actor.begin(join_dynamic, actor.name, path) for actor in three]
         assert sorted(step.result() for step in steps) == [0, 1, 2]
-        all_talk(three)
-        everybody(three, leave)
+        call_each_other(three)
+        on_all(three, leave)
 
 
 def test_dynamic_group_by_address(three: list[Actor]) -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     for actor in three:
         actor.do(join_dynamic_at, actor.name, actor.rank, where)
-    all_talk(three)
+    call_each_other(three)
     for actor in reversed(three):
         actor.do(leave)
 
 
-def test_dynamic_group_replaces_its_dead(three: list[Actor], tmp_path: Path) -> None:
+def test_dynamic_group_replaces_a_dead_worker(three: list[Actor], tmp_path: Path) -> None:
     """The other workers call the replacement of a dead worker as before."""
     path = str(tmp_path / "given")
     for actor in three[:2]:
         actor.do(join_dynamic, actor.name, path)
-    all_talk(three[:2])
+    call_each_other(three[:2])
     three[1].end()
     three[2].name = "w1"
     assert three[2].do(join_dynamic, "w1", path) == 1
-    all_talk([three[0], three[2]])
+    call_each_other([three[0], three[2]])
     three[2].do(leave)
     three[0].do(leave)
 
@@ -258,7 +258,7 @@ class CountingStore:
         return getattr(self.store, name)
 
 
-def test_uses_of_the_store_grow_as_the_group_does() -> None:
+def test_store_operations_are_linear_in_the_group_size() -> None:
     uses = {}
     for size in (4, 8, 16):
         store = CountingStore()

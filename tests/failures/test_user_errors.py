@@ -1,4 +1,4 @@
-"""What programs get wrong: each has its own error, where it can be mended, and spoils nothing else."""
+"""Errors of programs: each raises a clear error and affects nothing else."""
 
 import re
 import sys
@@ -29,8 +29,8 @@ def w() -> Iterator[Cluster]:
 
 
 @pytest.fixture(autouse=True)
-def others_go_on(w: Cluster) -> Iterator[None]:
-    """A call between two other workers spans each test."""
+def other_calls_continue(w: Cluster) -> Iterator[None]:
+    """Keep a call between two other workers in flight during each test."""
     gate = Gate()
     call = w[2].rpc_async("w1", gate.enter, ("undisturbed", FAR))
     gate.wait_for()
@@ -65,7 +65,7 @@ def test_unknown_worker(w: Cluster, kind: str, to: Any, error: type[Exception], 
             w[0].get_worker_info(to)
 
 
-# ---- what cannot travel
+# ---- values that cannot be sent
 
 
 class Stubborn:
@@ -94,7 +94,7 @@ def test_argument_that_cannot_be_pickled(w: Cluster, kind: str, args: tuple[Any,
     assert w[0].rpc_sync("w1", abs, (-1,)) == 1
 
 
-def test_argument_whose_own_method_fails(w: Cluster) -> None:
+def test_argument_with_a_failing_method(w: Cluster) -> None:
     with pytest.raises(OSError, match="will not be pickled"):
         w[0].rpc_sync("w1", print, (Stubborn(),))
     assert w[0].rpc_sync("w1", abs, (-1,)) == 1
@@ -126,7 +126,7 @@ def test_result_that_cannot_be_pickled(
     assert "cannot pickle" in caplog.text, "it is told on the callee too"
 
 
-def test_exception_whose_attribute_cannot_be_pickled(w: Cluster) -> None:
+def test_exception_with_an_unpicklable_attribute(w: Cluster) -> None:
     with pytest.raises(ValueError, match=r"holds a lock\nIts attributes were not sent: they .*cannot pickle"):
         w[0].rpc_sync("w1", _raise_with_lock)
     assert w[0].rpc_sync("w1", abs, (-1,)) == 1
@@ -160,7 +160,7 @@ def test_function_that_the_other_side_cannot_import(w: Cluster, monkeypatch: pyt
         del made
 
 
-def test_what_is_not_a_function(w: Cluster) -> None:
+def test_values_that_are_not_callable_raise(w: Cluster) -> None:
     for kind in ("rpc_sync", "rpc_async", "remote"):
         with pytest.raises(TypeError, match="function should be callable"):
             getattr(w[0], kind)("w1", 5)
@@ -170,7 +170,7 @@ def test_what_is_not_a_function(w: Cluster) -> None:
 
 
 def together(*joins: Callable[[], Worker]) -> list[Worker | BaseException]:
-    """Joins at the same time; what came of each."""
+    """Join concurrently; return the workers or errors."""
     with ThreadPoolExecutor(len(joins)) as threads:
         begun = [threads.submit(join) for join in joins]
         return [future.exception(FAR) or future.result() for future in begun]
@@ -191,7 +191,7 @@ def store() -> Any:
 PATIENT = Options(rpc_timeout=FAR)
 
 
-def test_wrong_world_size_is_told_to_all_at_once(store: Any) -> None:
+def test_wrong_world_size_fails_all_at_once(store: Any) -> None:
     first, second = texts(
         together(
             lambda: Worker("a", 0, 2, PATIENT, store=store),
@@ -204,8 +204,8 @@ def test_wrong_world_size_is_told_to_all_at_once(store: Any) -> None:
 
 
 @pytest.mark.parametrize("first", [(1, 3), (0, 2)])
-def test_whoever_was_first_does_not_wait_for_ranks_that_cannot_come(store: Any, first: tuple[int, int]) -> None:
-    """Not for rank 2 either, when rank 0 has failed."""
+def test_the_first_rank_does_not_wait_for_ranks_that_failed(store: Any, first: tuple[int, int]) -> None:
+    """Rank 1 does not wait for rank 2 either if rank 0 has failed."""
     second = (0, 2) if first == (1, 3) else (1, 3)
 
     def late() -> Worker:
@@ -219,7 +219,7 @@ def test_whoever_was_first_does_not_wait_for_ranks_that_cannot_come(store: Any, 
     assert time.monotonic() - began < 15
 
 
-def test_worker_that_does_not_come_is_named(store: Any) -> None:
+def test_a_missing_worker_is_named(store: Any) -> None:
     with pytest.raises(TelegradError, match=r"worker a \(rank 0\) waited 0.2 s .* rank 1 of 2 did not come"):
         Worker("a", 0, 2, Options(rpc_timeout=0.2), store=store)
 
@@ -230,7 +230,7 @@ def test_two_workers_of_one_name(store: Any) -> None:
 
 
 def test_rank_taken_twice(store: Any) -> None:
-    """The one who came first is not disturbed: it waits for the one that is missing."""
+    """The first worker is not affected: it waits for the missing one."""
     outcomes = together(
         lambda: Worker("a", 0, 2, PATIENT, store=store),
         lambda: _late(
@@ -257,7 +257,7 @@ def _late(store: Any, wrong: Callable[[], Worker], right: Callable[[], Worker]) 
         (40_000, 50_000, TypeError, "16 bits"),
     ],
 )
-def test_rank_that_cannot_be(store: Any, rank: int, world_size: int, error: type[Exception], text: str) -> None:
+def test_invalid_rank(store: Any, rank: int, world_size: int, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         Worker("a", rank, world_size, PATIENT, store=store)
     with Worker("a", 0, 1, PATIENT, store=store) as alone:
@@ -266,7 +266,7 @@ def test_rank_that_cannot_be(store: Any, rank: int, world_size: int, error: type
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 128, "é", "a/b", None])
-def test_name_that_cannot_be(store: Any, name: Any) -> None:
+def test_invalid_name(store: Any, name: Any) -> None:
     with pytest.raises((RuntimeError, TypeError), match=r"Worker name must match|incompatible constructor"):
         Worker(name, 0, 1, PATIENT, store=store)
 
@@ -279,7 +279,7 @@ def test_static_and_dynamic_do_not_mix(store: Any) -> None:
     alone.shutdown()
 
 
-def test_dynamic_comes_into_a_static_group_that_gathers(store: Any) -> None:
+def test_a_dynamic_worker_joins_during_a_static_rendezvous(store: Any) -> None:
     outcomes = together(
         lambda: Worker("a", 0, 2, PATIENT, store=store),
         lambda: _dynamic_then_right(store),
@@ -323,7 +323,7 @@ def test_name_or_rank_taken_in_a_dynamic_group(store: Any, name: str, rank: int,
     ],
     ids=str,
 )
-def test_option_that_makes_no_sense(store: Any, wrong: dict[str, Any], text: str) -> None:
+def test_invalid_option(store: Any, wrong: dict[str, Any], text: str) -> None:
     options = Options(rpc_timeout=FAR, transports=("unix", "tcp"))
     for name, value in wrong.items():
         setattr(options, name, value)
@@ -354,7 +354,7 @@ USES_OF_AGENT: dict[str, Callable[[], Any]] = {
 }
 
 
-def nothing_works() -> None:
+def assert_nothing_works() -> None:
     for use in USES.values():
         with pytest.raises(NotInitialized, match=NOT_INITIALIZED):
             use()
@@ -364,20 +364,20 @@ def nothing_works() -> None:
 
 
 def test_before_and_after_and_twice(file_store: str) -> None:
-    nothing_works()
+    assert_nothing_works()
     for round in range(3):
         rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=Options(init_method=file_store))
         with pytest.raises(TelegradError, match="RPC is already initialized"):
             rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=Options(init_method=file_store))
         assert rpc.rpc_sync("w0", abs, (-round,)) == round
         rpc.shutdown()
-        nothing_works()
+        assert_nothing_works()
 
 
 def test_worker_object_after_its_shutdown() -> None:
     worker = Worker("alone", 0, 1, store=HashStore())
     worker.shutdown()
-    worker.shutdown()  # as often as one likes
+    worker.shutdown()  # any number of times
     worker.shutdown(graceful=False)
     for use in (worker.rpc_sync, worker.rpc_async, worker.remote):
         with pytest.raises(NotInitialized, match=NOT_INITIALIZED):
@@ -386,7 +386,7 @@ def test_worker_object_after_its_shutdown() -> None:
         worker.rref(1)
 
 
-def test_failed_init_leaves_nothing(file_store: str) -> None:
+def test_failed_init_leaks_nothing(file_store: str) -> None:
     with pytest.raises(TelegradError, match="did not come"):
         rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=Options(init_method=file_store, rpc_timeout=0.2))
-    nothing_works()
+    assert_nothing_works()

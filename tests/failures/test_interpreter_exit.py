@@ -1,17 +1,17 @@
-"""Programs that end while daemon threads of theirs, and handlers, are in Telegrad: none of them aborts."""
+"""Programs that exit while daemon threads or handlers are in Telegrad."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ending import DURING_THE_END, LEFT_BEHIND, ROUNDS
+from exiting_program import DURING_THE_END, LEFT_BEHIND, ROUNDS
 
 PROGRAM = Path(__file__).with_name("ending.py")
 PATIENCE = 300.0  # s
 
 
-def ends_well(what: str, count: int) -> None:
+def assert_clean_exit(what: str, count: int) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), what, str(count)], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
@@ -19,11 +19,11 @@ def ends_well(what: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["calls", "calls during the end", "passes", "handlers", "callbacks"])
-def test_a_few_ends(what: str) -> None:
-    ends_well(what, 6)
+def test_a_few_exits(what: str) -> None:
+    assert_clean_exit(what, 6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*ROUNDS, *LEFT_BEHIND, *DURING_THE_END])
-def test_many_ends(what: str) -> None:
-    ends_well(what, 60)
+def test_many_exits(what: str) -> None:
+    assert_clean_exit(what, 60)

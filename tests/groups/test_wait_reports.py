@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from actors import free_port
+from process_helpers import free_port
 
 from telegrad import rpc, waits
 from telegrad.errors import TelegradError
@@ -27,7 +27,7 @@ SHORT = 0.3  # s
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def log_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Return the log lines of waits, which are logged at once."""
     monkeypatch.setattr(waits, "FIRST_LOG", 0.0)
     caplog.set_level(logging.WARNING, "telegrad")
@@ -38,7 +38,7 @@ def meet(rank: int, where: str, timeout: float = SHORT) -> Any:
     return stores.meet(f"w{rank}", Options(init_method=where, rpc_timeout=timeout), rank, 2)[0]
 
 
-def test_when_the_log_tells(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_times_of_the_log_lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: clock.now))
     wait = waits.Wait("w1 (rank 1)", 70.0)
@@ -58,55 +58,53 @@ def test_when_the_log_tells(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert caplog.records[0].levelno == logging.WARNING
 
 
-def test_looks_have_a_pace_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polls_are_independent_of_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: clock.now))
     looks = []
     wait = waits.Wait("w1", 60.0, lambda: looks.append(clock.now), 2.0)
     for clock.now in (0.5, 1.9, 2.0, 3.0, 4.5):
-        wait.step(lambda: ("nobody", ""))
+        wait.step(lambda: ("none", ""))
     assert looks == [2.0, 4.5]
 
 
 # ---- for the store
 
 
-def test_host_that_has_not_come(said: Callable[[], list[str]]) -> None:
+def test_missing_host(log_lines: Callable[[], list[str]]) -> None:
     port = free_port()
     with pytest.raises(
         RuntimeError, match=rf"no store at 127.0.0.1:{port} within .* met: connection refused"
     ) as failed:
         meet(1, f"tcp://127.0.0.1:{port}")
     assert "\n" not in str(failed.value)
-    assert len(said()) == 1
-    assert said()[0].startswith(f"w1 (rank 1) is waiting for rank 0's store at 127.0.0.1:{port} since ")
-    assert said()[0].endswith(" s; last: connection refused")
+    assert len(log_lines()) == 1
+    assert log_lines()[0].startswith(f"w1 (rank 1) is waiting for rank 0's store at 127.0.0.1:{port} since ")
+    assert log_lines()[0].endswith(" s; last: connection refused")
 
 
-def test_host_on_another_machine_that_has_not_come(
-    said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_host_on_another_machine(log_lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_is_local", lambda *_: False)
     port = free_port()
     with pytest.raises(RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s"):
         meet(1, f"tcp://127.0.0.1:{port}")
-    assert said()[0].endswith(" s; last: connection refused")
+    assert log_lines()[0].endswith(" s; last: connection refused")
     with pytest.raises(
         RuntimeError, match=rf"no store at 127.0.0.1:{port} within 0.3 s: its host did not start in time"
     ):
         stores.meet("helper", Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=SHORT), -1, None)
-    assert said()[1].startswith("helper is waiting for the group's store at 127.0.0.1:")
+    assert log_lines()[1].startswith("helper is waiting for the group's store at 127.0.0.1:")
 
 
 class Page(BaseHTTPRequestHandler):
-    """A web server that does not log."""
+    """Web server that does not log."""
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
 class Banner(threading.Thread):
-    """A server that speaks first, or never."""
+    """Server that sends first, or never."""
 
     def __init__(self, words: bytes) -> None:
         super().__init__(daemon=True)
@@ -177,24 +175,24 @@ def test_another_group_has_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("server", ["silent"], indirect=True)
-def test_another_program_has_the_port_and_says_nothing(
-    server: Any, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+def test_another_program_has_the_port_and_sends_nothing(
+    server: Any, log_lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probing, "_TIMEOUT", 0.1)
     with pytest.raises(RuntimeError, match="met: the port is open, but its program does not reply as a store does"):
         meet(1, f"tcp://127.0.0.1:{server.server_port}")
-    assert said()[0].endswith("; last: the port is open, but its program does not reply as a store does")
+    assert log_lines()[0].endswith("; last: the port is open, but its program does not reply as a store does")
 
 
 @pytest.mark.parametrize("libuv", [True, False])
-def test_a_store_is_known_as_one(libuv: bool) -> None:
+def test_a_store_is_recognized(libuv: bool) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)  # type: ignore[attr-defined]
     assert probing.probe("127.0.0.1", store.port, 30) == ""
     assert "refused" in probing.probe("127.0.0.1", free_port(), 30)
 
 
 @pytest.mark.parametrize("rank", [-1, 0, 1])
-def test_host_that_nobody_knows(rank: int, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_host(rank: int, log_lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -206,11 +204,11 @@ def test_host_that_nobody_knows(rank: int, said: Callable[[], list[str]], monkey
     with pytest.raises(RuntimeError) as failed:
         stores.meet("w", options, rank, 2 if rank >= 0 else None)
     assert str(failed.value) == f"{text}, or init_method."
-    who = f"w (rank {rank})" if rank >= 0 else "w"
-    assert said()[0].startswith(f"{who} is waiting for the address of nowhere.example, the store's host since ")
+    name = f"w (rank {rank})" if rank >= 0 else "w"
+    assert log_lines()[0].startswith(f"{name} is waiting for the address of nowhere.example, the store's host since ")
 
 
-def test_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: asked.wait())
     with pytest.raises(RuntimeError, match=r"the host of\.example of the group's store cannot be resolved: no answer"):
@@ -221,13 +219,13 @@ def test_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- for workers
 
 
-def test_ranks_that_have_not_come(said: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_missing_ranks(log_lines: Callable[[], list[str]], tmp_path: Path) -> None:
     for rank, missing in ((0, "1, 3"), (1, "0, 3")):
         store = dist.FileStore(str(tmp_path / f"meeting{rank}"), 4)  # type: ignore[attr-defined]
         store.set("member/2", "{}")
         with pytest.raises(TelegradError, match=rf"those with rank {missing} of 4 did not come"):
             Worker(f"w{rank}", rank, 4, Options(rpc_timeout=SHORT), store=store)
-    first, second = said()
+    first, second = log_lines()
     where = f"of 4 at {tmp_path / 'meeting'}"
     assert first.startswith(f"w0 (rank 0) is waiting for ranks 1, 3 {where}0 since ")
     assert first.endswith("; last: 2 have come")
@@ -235,7 +233,7 @@ def test_ranks_that_have_not_come(said: Callable[[], list[str]], tmp_path: Path)
 
 
 class Counting:
-    """Counts questions to a store."""
+    """Store that counts its queries."""
 
     def __init__(self, there: set[int]) -> None:
         self.keys = {f"member/{rank}" for rank in there}
@@ -246,14 +244,14 @@ class Counting:
         return self.keys >= set(keys)
 
 
-def test_few_questions_find_the_few_who_are_missing() -> None:
+def test_few_queries_find_the_missing_ranks() -> None:
     for missing in ([], [0], [255], [3, 77]):
         store = Counting(set(range(256)) - set(missing))
         assert rendezvous._missing(store, 0, 256) == missing
         assert store.questions <= 1 + 16 * len(missing)
 
 
-def test_lock_of_a_dynamic_group(said: Callable[[], list[str]]) -> None:
+def test_lock_of_a_dynamic_group(log_lines: Callable[[], list[str]]) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=SHORT))
     with (
@@ -261,11 +259,11 @@ def test_lock_of_a_dynamic_group(said: Callable[[], list[str]]) -> None:
         pytest.raises(TelegradError, match="the group's lock back"),
     ):
         Worker("quick", store=store)
-    assert said()[0].startswith("quick is waiting for slow to join the group since ")
-    assert said()[0].endswith("; last: it has the group's lock")
+    assert log_lines()[0].startswith("quick is waiting for slow to join the group since ")
+    assert log_lines()[0].endswith("; last: it has the group's lock")
 
 
-def test_member_that_is_busy(said: Callable[[], list[str]]) -> None:
+def test_busy_member(log_lines: Callable[[], list[str]]) -> None:
     gate = Gate()
     with cluster(1, Options(num_worker_threads=1), dynamic=True) as group:
         busy = rpc.rpc_async("w0", gate.enter)
@@ -273,12 +271,12 @@ def test_member_that_is_busy(said: Callable[[], list[str]]) -> None:
         joined: list[Worker] = []
         joining = threading.Thread(target=lambda: joined.append(Worker("w1", 1, store=group.store)))
         joining.start()
-        eventually(said)
+        eventually(log_lines)
         gate.open()
         busy.wait()
         joining.join(30)
         joined[0].shutdown(timeout=30)
-    assert said()[0].startswith("w1 is waiting for w0 (rank 0) to add it since ")
+    assert log_lines()[0].startswith("w1 is waiting for w0 (rank 0) to add it since ")
 
 
 PROGRAM = """
@@ -292,14 +290,14 @@ rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=rpc.Options(init_me
 
 
 def sleeps_of(pid: int) -> int:
-    """How often the main thread of a process has gone to sleep."""
+    """Return how often the main thread of a process has slept."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
 def test_interrupted_at_once(tmp_path: Path, scheme: str) -> None:
-    """Ctrl+C ends the wait, where the store is a file as well."""
+    """Ctrl+C ends the wait, also if the store is a file."""
     where = f"file://{tmp_path}/meeting" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
     with subprocess.Popen([sys.executable, "-c", PROGRAM, where], stderr=subprocess.PIPE, text=True) as waiting:
         assert waiting.stderr is not None

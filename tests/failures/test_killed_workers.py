@@ -1,4 +1,4 @@
-"""Workers that die or go: the others hear of it at once, lose what was theirs, and go on."""
+"""Killed and exiting workers: peers notice at once and continue."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from actors import (
+from process_helpers import (
     PATIENCE,
     Actor,
     actors,
@@ -32,8 +32,8 @@ AT_ONCE = 3.0  # s, on a busy machine; it takes milliseconds
 CALLS = 5
 
 
-class Thing:
-    """A value whose end is noted."""
+class Tracked:
+    """Value that records its deletion."""
 
     ended = 0
 
@@ -45,14 +45,14 @@ class Thing:
 
 
 def _note_end() -> None:
-    Thing.ended += 1
+    Tracked.ended += 1
 
 
 # ---- steps
 
 
 def make_reference(name: str, owner: str) -> None:
-    state[name] = rpc.remote(owner, Thing)
+    state[name] = rpc.remote(owner, Tracked)
     assert state[name].rpc_sync(timeout=PATIENCE).answer() == 42
 
 
@@ -61,7 +61,7 @@ def make_with(name: str, owner: str) -> None:
 
 
 def give(name: str, to: str) -> None:
-    """Hands a reference over; the other one keeps it."""
+    """Send a reference to another worker, which keeps it."""
     rpc.rpc_sync(to, keep, (name, state[name]), timeout=PATIENCE)
 
 
@@ -78,11 +78,11 @@ def use(name: str) -> int:
 
 
 def wait_for_end_of(count: int) -> None:
-    eventually(lambda: Thing.ended >= count, PATIENCE)
+    eventually(lambda: Tracked.ended >= count, PATIENCE)
 
 
 def hold_own(name: str) -> None:
-    state[name] = RRef(Thing())
+    state[name] = RRef(Tracked())
 
 
 def fetch(name: str) -> Any:
@@ -94,18 +94,18 @@ def fetch(name: str) -> Any:
 
 @pytest.fixture
 def four(tmp_path: Path) -> Any:
-    with actors(4, tmp_path) as company:
-        yield company
+    with actors(4, tmp_path) as group:
+        yield group
 
 
 def kill(victim: Actor) -> float:
-    """When it was dead."""
+    """Kill a worker; return the time of its death."""
     before = time.monotonic()
     victim.end()
     return before
 
 
-def test_every_future_that_waits_for_the_dead_fails_at_once(four: list[Actor]) -> None:
+def test_all_calls_to_a_killed_worker_fail_at_once(four: list[Actor]) -> None:
     for actor in four[:3]:
         actor.do(begin_calls, "w3", hang, CALLS)
     others = four[0].begin(call_many, "w1", 500)
@@ -126,7 +126,7 @@ def test_every_future_that_waits_for_the_dead_fails_at_once(four: list[Actor]) -
     assert max(shut_all_down(four[:3])) < AT_ONCE
 
 
-def test_references_of_the_dead(four: list[Actor]) -> None:
+def test_references_of_a_killed_worker(four: list[Actor]) -> None:
     four[0].do(make_reference, "of w1", "w1")
     four[0].do(give, "of w1", "w3")
     four[0].do(forget, "of w1")
@@ -148,39 +148,39 @@ def test_references_of_the_dead(four: list[Actor]) -> None:
     kind, text = four[0].do(failure, use, "of w3")
     assert kind == "OwnerLost"
     assert "was lost with its owner, worker w3" in text
-    for owner in ("w0", "w1"):  # which are not lost: what could not be sent to them is not waited for
+    for owner in ("w0", "w1"):  # these are not lost: no worker waits for messages that could not be sent to them
         assert four[0].do(failure, make_with, "of w3", owner)[0] == "OwnerLost"
     assert max(shut_all_down(four[:3])) < AT_ONCE
 
 
 def _ended() -> int:
-    return Thing.ended
+    return Tracked.ended
 
 
 @pytest.mark.parametrize("names", ["w{}", "reversed"])
-def test_death_that_only_one_can_see(tmp_path: Path, names: str) -> None:
-    """Only the first has a link to the dead; the others hear of it when the group shuts down."""
-    with actors(4, tmp_path, names="w{}") if names == "w{}" else _reversed(tmp_path) as company:
-        victim = company[3]
-        assert company[0].do(call_many, victim.name, 3) == 3
+def test_death_seen_by_one_worker(tmp_path: Path, names: str) -> None:
+    """Only the first is connected to it; the others are notified at shutdown."""
+    with actors(4, tmp_path, names="w{}") if names == "w{}" else _reversed(tmp_path) as group:
+        victim = group[3]
+        assert group[0].do(call_many, victim.name, 3) == 3
         kill(victim)
-        eventually(lambda: company[0].do(failure, call, victim.name, abs, -1)[0] == "WorkerLost")
-        assert max(shut_all_down(company[:3])) < AT_ONCE
+        eventually(lambda: group[0].do(failure, call, victim.name, abs, -1)[0] == "WorkerLost")
+        assert max(shut_all_down(group[:3])) < AT_ONCE
         line = "worker {} is lost to {}: others noticed"
-        told = [line.format(victim.name, actor.name) in actor.stderr() for actor in company]
+        told = [line.format(victim.name, actor.name) in actor.stderr() for actor in group]
         assert told == [False, True, True, False]
 
 
 def _reversed(folder: Path) -> Any:
-    """The worker with the lowest name, which leads torch's own gathering, is not that with the lowest rank."""
+    """Reverse the names, so that torch's gather leader has not the lowest rank."""
     import string
 
     names = type("Names", (str,), {"format": lambda _, rank: string.ascii_lowercase[10 - rank]})
     return actors(4, folder, names=names())
 
 
-def test_death_that_nobody_can_see(four: list[Actor]) -> None:
-    """Nobody ever had a link to it."""
+def test_death_seen_by_no_worker(four: list[Actor]) -> None:
+    """No worker was ever connected to it."""
     kill(four[3])
     assert four[0].do(call_many, "w1", 3) == 3
     assert max(shut_all_down(four[:3])) < AT_ONCE
@@ -193,20 +193,20 @@ def test_death_while_the_others_shut_down(four: list[Actor]) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_death_of_the_one_that_has_the_store(tmp_path: Path, how: signal.Signals) -> None:
-    with actors(3, tmp_path, method="tcp") as company:
-        for actor in company[1:]:
+def test_death_of_the_stores_host(tmp_path: Path, how: signal.Signals) -> None:
+    with actors(3, tmp_path, method="tcp") as group:
+        for actor in group[1:]:
             actor.do(begin_calls, "w0", hang, 1)
-        company[0].end(how)
-        for actor in company[1:]:
+        group[0].end(how)
+        for actor in group[1:]:
             ((kind, text),) = actor.do(failures_of_calls)[1]
             assert (kind, "worker w0 is lost" in text) == ("WorkerLost", True)
-        assert company[1].do(call_many, "w2", 10) == 10
-        assert max(shut_all_down(company[1:])) < AT_ONCE
+        assert group[1].do(call_many, "w2", 10) == 10
+        assert max(shut_all_down(group[1:])) < AT_ONCE
 
 
-def test_stopped_process_is_not_taken_for_dead(four: list[Actor]) -> None:
-    """It may go on, so calls to it wait (until their time-outs)."""
+def test_a_stopped_process_is_not_lost(four: list[Actor]) -> None:
+    """The process may resume, so calls to it wait until their timeouts."""
     four[0].do(call_many, "w3", 1)
     assert four[3].process.pid is not None
     os.kill(four[3].process.pid, signal.SIGSTOP)
@@ -226,7 +226,7 @@ def test_several_die_at_once(four: list[Actor]) -> None:
     assert four[0].do(shut_down) < AT_ONCE
 
 
-# ---- other ends
+# ---- other exits
 
 
 def exit_now(code: int) -> None:
@@ -244,7 +244,7 @@ def test_process_that_exits_in_a_handler(four: list[Actor]) -> None:
     assert max(shut_all_down(four[:3])) < AT_ONCE
 
 
-def test_sys_exit_in_a_handler_is_an_error_and_no_end(four: list[Actor]) -> None:
+def test_sys_exit_in_a_handler_raises_and_ends_no_process(four: list[Actor]) -> None:
     kind, text = four[0].do(failure, call, "w3", raise_system_exit)
     assert kind == "RemoteError"
     assert "SystemExit" in text
@@ -252,7 +252,7 @@ def test_sys_exit_in_a_handler_is_an_error_and_no_end(four: list[Actor]) -> None
     assert max(shut_all_down(four)) < AT_ONCE
 
 
-def test_leaving_without_grace_while_called(four: list[Actor]) -> None:
+def test_ungraceful_shutdown_during_incoming_calls(four: list[Actor]) -> None:
     for actor in four[:3]:
         actor.do(begin_calls, "w3", hang, CALLS)
     four[3].begin(shut_down, False)
@@ -264,7 +264,7 @@ def test_leaving_without_grace_while_called(four: list[Actor]) -> None:
     assert max(shut_all_down(four[:3])) < AT_ONCE
 
 
-def test_leaving_without_grace_fails_the_calls_it_has_made(four: list[Actor]) -> None:
+def test_ungraceful_shutdown_fails_outgoing_calls(four: list[Actor]) -> None:
     four[0].do(begin_calls, "w3", hang, CALLS)
     four[0].do(shut_down, False)
     failures = four[0].do(failures_of_calls)[1]
@@ -272,8 +272,8 @@ def test_leaving_without_grace_fails_the_calls_it_has_made(four: list[Actor]) ->
     assert "was under way when this worker shut down" in failures[0][1]
 
 
-def test_process_that_comes_to_its_end_without_shutdown(four: list[Actor]) -> None:
-    """It says goodbye, and nobody prints anything."""
+def test_process_that_exits_without_shutdown(four: list[Actor]) -> None:
+    """The process sends a goodbye, and no process prints anything."""
     for actor in four:
         actor.do(call_many, "w3", 3)
     assert four[3].leave() == 0
@@ -284,7 +284,7 @@ def test_process_that_comes_to_its_end_without_shutdown(four: list[Actor]) -> No
     assert [actor.stderr() for actor in four] == [""] * 4
 
 
-def test_process_that_comes_to_its_end_while_a_handler_hangs(four: list[Actor]) -> None:
+def test_process_that_exits_while_a_handler_hangs(four: list[Actor]) -> None:
     four[0].do(begin_calls, "w3", hang, 1)
     assert four[3].leave() == 0
     ((kind, text),) = four[0].do(failures_of_calls)[1]
@@ -292,7 +292,7 @@ def test_process_that_comes_to_its_end_while_a_handler_hangs(four: list[Actor]) 
     assert four[3].stderr() == "worker w3 shut down while a handler still ran; it was left behind\n"
 
 
-def test_an_orderly_life_is_silent(four: list[Actor]) -> None:
+def test_an_ordinary_run_prints_nothing(four: list[Actor]) -> None:
     for actor in four:
         for other in four:
             actor.do(call_many, other.name, 5)

@@ -1,7 +1,7 @@
-"""Run by torchrun: in its first attempt the worker is a process that the agent does not know, and so outlives it.
+"""Program for torchrun: the worker of the first attempt is unknown to the agent.
 
-Arguments: a folder, and the rank that is killed in the first attempt. The other one's worker survives it until somebody
-has opened the folder's pipe, and leaves its group only then.
+So it outlives its attempt. Arguments: a folder, and the rank that is killed in the first attempt. The worker of the
+other rank continues until the test has opened the folder's pipe, and leaves its group only then.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Workers in processes of their own that do what the test says, one step after the other, and may be killed."""
+"""Workers in separate processes that run steps for a test, and may be killed."""
 
 import faulthandler
 import itertools
@@ -18,9 +18,9 @@ from typing import Any
 from telegrad import rpc
 from telegrad.rpc import Options
 
-PATIENCE = 30.0  # s; nothing here takes long, but the machine may be busy
+PATIENCE = 30.0  # s; steps are short, but the machine may be busy
 
-# Forked from a process that has imported everything, and has no threads: a worker is there in milliseconds.
+# Forked from a process without threads that has imported everything, so a worker starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["telegrad.rpc", "telegrad.testing"])
 
@@ -29,31 +29,31 @@ state: dict[str, Any] = {}
 
 
 class Step:
-    """Something an actor has been told to do."""
+    """Function that an actor runs."""
 
     def __init__(self, actor: "Actor") -> None:
         self._actor = actor
         self._over = threading.Event()
         self._outcome: tuple[bool, Any] = (False, "")
 
-    def finish(self, worked: bool, value: Any) -> None:
-        self._outcome = worked, value
+    def finish(self, succeeded: bool, value: Any) -> None:
+        self._outcome = succeeded, value
         self._over.set()
 
     def result(self, timeout: float = PATIENCE) -> Any:
-        """What it returned.
+        """Return the result of the step.
 
         Raises:
-            AssertionError: it raised (the text is its traceback), its process died, or it takes too long.
+            AssertionError: It raised (the text is its traceback), its process died, or it takes too long.
         """
         assert self._over.wait(timeout), f"the step takes too long; {self._actor.name} is at\n{self._actor.stacks()}"
-        worked, value = self._outcome
-        assert worked, value
+        succeeded, value = self._outcome
+        assert succeeded, value
         return value
 
 
 class Actor:
-    """One process."""
+    """Process that runs steps."""
 
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank = rank
@@ -69,35 +69,35 @@ class Actor:
         self._reader.start()
 
     def begin(self, function: Callable[..., Any], *args: Any) -> Step:
-        """Has the actor run a function of a module, in a thread of its own."""
+        """Start a function of a module in a new thread of the actor."""
         number, step = next(self._numbers), Step(self)
         self._steps[number] = step
         self._connection.send((number, function, args))
         return step
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The same, and waits for the result."""
+        """Run a function in the actor and return its result."""
         return self.begin(function, *args).result()
 
     def end(self, with_signal: int = signal.SIGKILL) -> None:
-        """Sends a signal, and waits until the process has gone."""
+        """Send a signal and wait until the process has ended."""
         assert self.process.pid is not None
         os.kill(self.process.pid, with_signal)
         self.process.join(PATIENCE)
         assert self.process.exitcode == -with_signal
 
     def leave(self) -> int | None:
-        """Lets the process end as a program does that has come to its end; its exit code."""
+        """Let the process end like a finished program; return its exit code."""
         self._connection.send(None)
         self.process.join(PATIENCE)
         return self.process.exitcode
 
     def stderr(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self._log.read_text()
 
     def stacks(self) -> str:
-        """Where its threads are, and those of its children."""
+        """Return the stacks of its threads and of its children's."""
         before = len(self.stderr())
         for pid in (self.process.pid, *_children_of(self.process.pid)):
             os.kill(pid, signal.SIGUSR1)
@@ -114,12 +114,12 @@ class Actor:
     def _read(self) -> None:
         while True:
             try:
-                number, worked, value = self._connection.recv()
+                number, succeeded, value = self._connection.recv()
             except (EOFError, ConnectionResetError):
                 for step in self._steps.values():
                     step.finish(False, f"process {self.rank} has ended; it said: {self.stderr()}")
                 return
-            self._steps.pop(number).finish(worked, value)
+            self._steps.pop(number).finish(succeeded, value)
 
 
 def _children_of(pid: int | None) -> list[int]:
@@ -150,28 +150,28 @@ def _act(connection: Connection, log: str) -> None:
 def actors(
     count: int, folder: Path, *, method: str = "file", names: str = "w{}", **options: Any
 ) -> Iterator[list[Actor]]:
-    """Starts processes and has them join one group.
+    """Start processes that join one group.
 
     Args:
-        method: "file", or "tcp": then the first has the store; "none": they do not join.
-        names: of the worker with a rank, which stands in the braces.
-        options: of all workers.
+        method: "file"; "tcp", in which the first has the store; or "none", in which they do not join.
+        names: Format of worker names, with the rank in braces.
+        options: Options of all workers.
     """
-    company: list[Actor] = []
+    group: list[Actor] = []
     try:
         for rank in range(count):
-            company.append(Actor(rank, folder))
-            company[rank].name = names.format(rank)
+            group.append(Actor(rank, folder))
+            group[rank].name = names.format(rank)
         if method == "none":
-            yield company
+            yield group
             return
         where = f"file://{folder}/store" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
-        joining = [actor.begin(join, actor.name, actor.rank, count, where, options) for actor in company]
+        joining = [actor.begin(join, actor.name, actor.rank, count, where, options) for actor in group]
         for step in joining:
             step.result()
-        yield company
+        yield group
     finally:
-        for actor in company:
+        for actor in group:
             actor.clean_up()
 
 
@@ -192,18 +192,18 @@ def call(to: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_many(to: str, count: int) -> int:
-    """How many of so many calls came back right."""
+    """Make `count` calls and return the number of correct results."""
     return sum(rpc.rpc_sync(to, abs, (-i,), timeout=PATIENCE) == i for i in range(count))
 
 
 def begin_calls(to: str, function: Callable[..., Any], count: int) -> None:
-    """Starts calls that do not return, and waits until they have arrived."""
+    """Start calls that do not return, and wait until they have arrived."""
     state["calls"] = [rpc.rpc_async(to, function, timeout=0) for _ in range(count)]
-    rpc.rpc_sync(to, abs, (-1,), timeout=PATIENCE)  # on the same link, so behind them
+    rpc.rpc_sync(to, abs, (-1,), timeout=PATIENCE)  # on the same connection, so behind them
 
 
 def failures_of_calls() -> tuple[float, list[tuple[str, str]]]:
-    """When the last of them had failed, and how."""
+    """Return when the last of them had failed, and their errors."""
     failures = []
     for future in state["calls"]:
         try:
@@ -214,7 +214,7 @@ def failures_of_calls() -> tuple[float, list[tuple[str, str]]]:
 
 
 def failure(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    """How it fails."""
+    """Return the error of a function."""
     try:
         value = function(*args)
     except Exception as e:
@@ -223,17 +223,17 @@ def failure(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
 
 
 def shut_down(graceful: bool = True, timeout: float = PATIENCE) -> float:
-    """How long it took."""
+    """Shut down and return the duration."""
     start = time.monotonic()
     rpc.shutdown(graceful, timeout)
     return time.monotonic() - start
 
 
 def hang() -> None:
-    """Runs on the one that will die."""
+    """Block on the worker that will be killed."""
     threading.Event().wait()
 
 
-def shut_all_down(company: list[Actor]) -> list[float]:
-    steps = [actor.begin(shut_down) for actor in company]
+def shut_all_down(group: list[Actor]) -> list[float]:
+    steps = [actor.begin(shut_down) for actor in group]
     return [step.result() for step in steps]

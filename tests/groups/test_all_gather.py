@@ -50,35 +50,35 @@ def four(request: pytest.FixtureRequest) -> Any:
         yield group
 
 
-def side_by_side(*functions: Callable[[], Any]) -> list[Any]:
+def run_concurrently(*functions: Callable[[], Any]) -> list[Any]:
     return run_all(functions, PATIENCE)
 
 
-def test_the_end_of_one_who_is_not_needed_is_nobodys_affair(four: Cluster) -> None:
+def test_the_end_of_an_uninvolved_worker_is_ignored(four: Cluster) -> None:
     def others() -> Any:
         eventually(lambda: waits(four, 0) and waits(four, 1))
         leave(four, 3)
         return gather(four, 2, set(WHOLE))
 
     first = (partial(gather, four, i, set(WHOLE)) for i in range(2))
-    assert side_by_side(*first, others) == [WHOLE] * 3
+    assert run_concurrently(*first, others) == [WHOLE] * 3
 
 
-def test_all_hear_of_the_end_of_one_who_is_needed(four: Cluster) -> None:
+def test_the_end_of_an_involved_worker_fails_all(four: Cluster) -> None:
     names = {"w0", "w1", "w3"}
 
     def others() -> None:
         eventually(lambda: waits(four, 0) and waits(four, 1))
         leave(four, 3)
 
-    first, second, _ = side_by_side(lambda: gather(four, 0, names), lambda: gather(four, 1, names), others)
+    first, second, _ = run_concurrently(lambda: gather(four, 0, names), lambda: gather(four, 1, names), others)
     assert isinstance(first, LeftWhileGathering)
     assert isinstance(second, LeftWhileGathering)
     assert "w3" in str(first)
     assert str(first) == str(second)
 
 
-def test_who_comes_later_hears_of_it_too(four: Cluster) -> None:
+def test_a_later_participant_fails_too(four: Cluster) -> None:
     names = {"w0", "w1", "w3"}
     leave(four, 3)
     assert isinstance(gather(four, 0, names), LeftWhileGathering)
@@ -86,14 +86,14 @@ def test_who_comes_later_hears_of_it_too(four: Cluster) -> None:
     assert isinstance(gather(four, 1, names), LeftWhileGathering)
 
 
-def test_who_comes_again_is_waited_for() -> None:
+def test_a_worker_that_rejoins_is_waited_for() -> None:
     with cluster(3, dynamic=True) as group:
         leave(group, 2)
         group.workers[2] = Worker("w2", 7, None, store=group.store)
-        assert side_by_side(*(partial(gather, group, i, set(WHOLE)) for i in range(3))) == [WHOLE] * 3
+        assert run_concurrently(*(partial(gather, group, i, set(WHOLE)) for i in range(3))) == [WHOLE] * 3
 
 
-def test_the_leader_notices_the_end_of_one_to_whom_it_has_no_link() -> None:
+def test_the_leader_notices_the_end_of_an_unconnected_worker() -> None:
     with cluster(2, graceful=False) as two:
         two[1].shutdown(graceful=False)
         found = gather(two, 0, {"w0", "w1"})

@@ -1,5 +1,4 @@
-"""Bytes that no worker would send, on the port and on the socket: they cost their sender its connection, and others
-nothing."""
+"""Invalid bytes on the TCP port and the Unix socket close only their connection."""
 
 import logging
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from raw import (
+from raw_peer_helpers import (
     CHALLENGE,
     GOODBYE,
     HELLO,
@@ -37,7 +36,7 @@ from telegrad.rpc import Options
 from telegrad.testing import Cluster, Gate, cluster, eventually
 from telegrad.wire import BodyKind, Tag
 
-STRANGER = (7, "stranger", 1)
+NEW_WORKER = (7, "new", 1)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def w() -> Iterator[Cluster]:
 
 @pytest.fixture(params=["tcp", "unix"])
 def peer(w: Cluster, request: pytest.FixtureRequest) -> Iterator[RawPeer]:
-    """A stranger's connection to w1, while w0 and w2 make calls to it that must not be disturbed."""
+    """Open an unauthenticated connection to w1, during calls of w0 and w2 to it."""
     gate = Gate()
     under_way = [w[rank].rpc_async("w1", gate.enter, (rank,)) for rank in (0, 2)]
     gate.wait_for(2)
@@ -60,8 +59,8 @@ def peer(w: Cluster, request: pytest.FixtureRequest) -> Iterator[RawPeer]:
     eventually(lambda: w[1]._worker.engine.stats()["connections"] == 2, what="w1 to have its friends' links only")
 
 
-def refused(caplog: pytest.LogCaptureFixture, why: str) -> None:
-    """w1 logs it, exactly once."""
+def assert_rejected(caplog: pytest.LogCaptureFixture, why: str) -> None:
+    """Check that w1 logs the rejection exactly once."""
     eventually(lambda: any(why in r.getMessage() for r in caplog.records), what=f"{why!r} in the log")
     assert all(r.levelno == logging.WARNING for r in caplog.records)
 
@@ -69,13 +68,13 @@ def refused(caplog: pytest.LogCaptureFixture, why: str) -> None:
 def test_random_bytes(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
     peer.send(random.Random(1).randbytes(4096))
     assert peer.ended() == []
-    refused(caplog, "not a Telegrad frame")
+    assert_rejected(caplog, "not a Telegrad frame")
 
 
-def test_words_of_another_protocol(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_another_protocol(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
     peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: scanner\r\nAccept: */*\r\n\r\n")
     assert peer.ended() == []
-    refused(caplog, "not a Telegrad frame")
+    assert_rejected(caplog, "not a Telegrad frame")
 
 
 @pytest.mark.parametrize(
@@ -89,54 +88,54 @@ def test_huge_sizes_before_the_handshake(
 ) -> None:
     peer.send(frame(kind, **fields))
     assert peer.ended() == []
-    refused(caplog, "is over the limits")
+    assert_rejected(caplog, "is over the limits")
 
 
-def test_coming_and_going_is_not_worth_a_line(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_without_bytes_is_not_logged(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
     peer.socket.close()
     eventually(lambda: peer.core.engine.stats()["connections"] == 2)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_cut_in_the_middle_of_a_frame(peer: RawPeer, caplog: pytest.LogCaptureFixture, cut: int) -> None:
-    peer.send(frame(HELLO, peer.hello(STRANGER))[:cut])
+def test_connection_closed_in_the_middle_of_a_frame(peer: RawPeer, caplog: pytest.LogCaptureFixture, cut: int) -> None:
+    peer.send(frame(HELLO, peer.hello(NEW_WORKER))[:cut])
     peer.socket.shutdown(socket.SHUT_WR)
     assert peer.ended() == []
-    refused(caplog, "the stream ended in the middle of a frame")
+    assert_rejected(caplog, "the stream ended in the middle of a frame")
 
 
 @pytest.mark.parametrize("sent", ["nothing", "half a frame", "a hello"])
 def test_silence_in_the_handshake(peer: RawPeer, caplog: pytest.LogCaptureFixture, sent: str) -> None:
-    hello = frame(HELLO, peer.hello(STRANGER))
+    hello = frame(HELLO, peer.hello(NEW_WORKER))
     peer.send({"nothing": b"", "half a frame": hello[:70], "a hello": hello}[sent])
     assert [kind for kind, _ in peer.ended()] == ([CHALLENGE] if sent == "a hello" else [])
-    refused(caplog, "the handshake took too long")
+    assert_rejected(caplog, "the handshake took too long")
 
 
 def test_wrong_secret(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
-    assert peer.join(STRANGER, secret=b"guessed") == REFUSE
+    assert peer.join(NEW_WORKER, secret=b"guessed") == REFUSE
     assert peer.ended() == []
-    refused(caplog, "the group's secret does not match")
+    assert_rejected(caplog, "the group's secret does not match")
 
 
 def test_another_group(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
-    peer.send(frame(HELLO, peer.hello(STRANGER, group="of somebody else")))
+    peer.send(frame(HELLO, peer.hello(NEW_WORKER, group="other group")))
     ((kind, why),) = peer.ended()
     assert kind == REFUSE
     assert b"belongs to another group" in why
-    refused(caplog, "belongs to another group")
+    assert_rejected(caplog, "belongs to another group")
 
 
 def test_another_version(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
-    peer.send(frame(HELLO, struct.pack("<I", 999) + peer.hello(STRANGER)[4:]))
+    peer.send(frame(HELLO, struct.pack("<I", 999) + peer.hello(NEW_WORKER)[4:]))
     ((kind, why),) = peer.ended()
     assert kind == REFUSE
     assert b"protocol version 999 is not 4" in why
-    refused(caplog, "run one version of telegrad on all workers")
+    assert_rejected(caplog, "run one version of telegrad on all workers")
 
 
-def test_handshake_recorded_and_played_again(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replayed_handshake_is_rejected(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
     transport = "unix" if peer.socket.family == socket.AF_UNIX else "tcp"
     me = member(7, "recorded")
     hello = peer.hello(me)
@@ -153,7 +152,7 @@ def test_handshake_recorded_and_played_again(peer: RawPeer, caplog: pytest.LogCa
         again.send(frame(PROOF, proof))
         assert [kind for kind, _ in again.ended()] == [REFUSE]
     peer.send(frame(GOODBYE))
-    refused(caplog, "the group's secret does not match")
+    assert_rejected(caplog, "the group's secret does not match")
 
 
 @pytest.mark.parametrize("after", ["at once", "after a hello"])
@@ -163,26 +162,26 @@ def test_nothing_is_unpickled_before_the_handshake(
     bomb = pickle.dumps((Bomb(tmp_path / "exploded"), (), {}))
     assert len(bomb) < 4096
     if after == "after a hello":
-        peer.send(frame(HELLO, peer.hello(STRANGER)))
+        peer.send(frame(HELLO, peer.hello(NEW_WORKER)))
         assert peer.receive()[0] == CHALLENGE
     for kind, tag in ((REQUEST, Tag.CALL), (ONEWAY, Tag.REFERENCES), (REPLY, Tag.ERROR)):
         peer.send(frame(kind, bomb, tag=tag, flags=BodyKind.PICKLE, call=1))
     assert peer.ended() == []
-    refused(caplog, "before it had proven its identity")
+    assert_rejected(caplog, "before it had proven its identity")
     assert not (tmp_path / "exploded").exists()
 
 
-def test_bomb_would_go_off_after_the_handshake(w: Cluster, tmp_path: Path) -> None:
-    """Else the test above would prove nothing: members may have each other run anything."""
+def test_the_bomb_works_after_the_handshake(w: Cluster, tmp_path: Path) -> None:
+    """Members may run any code at each other, so the test above is not vacuous."""
     w[0].rpc_sync("w1", id, (Bomb(tmp_path / "exploded"),))
     assert (tmp_path / "exploded").exists()
 
 
-def test_the_group_may_not_be_entered_under_a_members_name(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
-    """With the secret, but under an id that another name has."""
+def test_a_members_id_cannot_be_reused(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
+    """The peer has the secret, but uses the id of another name."""
     assert peer.join(member(0, "impostor")) == WELCOME
     assert peer.ended() == []
-    refused(caplog, "worker id 0 is taken by another name")
+    assert_rejected(caplog, "worker id 0 is taken by another name")
 
 
 # ---- from a member
@@ -198,7 +197,7 @@ def test_the_group_may_not_be_entered_under_a_members_name(peer: RawPeer, caplog
     ],
     ids=["oversized", "name", "type", "zeros"],
 )
-def test_member_that_talks_nonsense_is_cut_off(
+def test_a_member_that_sends_invalid_frames_is_disconnected(
     w: Cluster, caplog: pytest.LogCaptureFixture, data: bytes, why: str
 ) -> None:
     with RawPeer(w[1], "tcp") as raw:
@@ -215,7 +214,7 @@ def test_member_that_talks_nonsense_is_cut_off(
     "body", [b"", b"\xff" * 40, pickle.dumps(1), b"\x80\x05garbage"], ids=["empty", "ff", "int", "cut"]
 )
 @pytest.mark.parametrize("kind", [BodyKind.CODEC, BodyKind.PICKLE, BodyKind.CUSTOM])
-def test_body_that_cannot_be_read_is_answered_with_an_error(w: Cluster, kind: BodyKind, body: bytes) -> None:
+def test_a_body_that_cannot_be_decoded_gets_an_error_reply(w: Cluster, kind: BodyKind, body: bytes) -> None:
     with RawPeer(w[1], "unix") as raw:
         assert raw.join(member(21, "garbled")) == WELCOME
         raw.send(frame(REQUEST, body, tag=Tag.CALL, flags=kind, call=5))
@@ -242,25 +241,25 @@ def test_message_over_the_header_limit_is_an_error_of_its_call() -> None:
         assert w[0].rpc_sync("w1", str.__mul__, ("x", 3)) == "xxx"
 
 
-def test_member_that_does_not_keep_to_the_limits_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_member_that_exceeds_the_limits_is_disconnected(caplog: pytest.LogCaptureFixture) -> None:
     with cluster(2, reachable(), check=False, graceful=False) as w:
         with RawPeer(w[1], "tcp") as raw:
             assert raw.join(member(22, "large")) == WELCOME
             raw.send(frame(REQUEST, size=(256 << 20) + 1, tag=Tag.CALL))
             assert raw.ended() == []
-        refused(caplog, "is over the limits")
+        assert_rejected(caplog, "is over the limits")
         assert w[0].rpc_sync("w1", abs, (-1,)) == 1
 
 
-# ---- who may come
+# ---- users
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the user")
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_process_of_another_user_is_refused_on_the_same_host(
+def test_process_of_another_user_is_rejected_on_the_same_host(
     w: Cluster, caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
-    """It is sent away before it has said a word, though it knows the secret."""
+    """The worker rejects it before the handshake, though it knows the secret."""
     core = w[1]._worker
     address = next(a for a in core.member.addresses if a.startswith(f"{transport}:"))
     host, _, port = address.partition(":")[2].rpartition(":")
@@ -278,13 +277,15 @@ def test_process_of_another_user_is_refused_on_the_same_host(
         [sys.executable, "-S", "-E", "-c", program], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 0, done.stderr
-    refused(caplog, "belongs to another user (uid 65534): workers of one host must run as the same user (here uid 0)")
+    assert_rejected(
+        caplog, "belongs to another user (uid 65534): workers of one host must run as the same user (here uid 0)"
+    )
     assert not any("took too long" in r.getMessage() for r in caplog.records)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_crowd_of_another_user_takes_no_descriptor(w: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """The program can open files, and its peers are told from strangers, while hundreds knock."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the user")
+def test_connections_of_another_user_take_no_descriptor(w: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """The program can open files, and members connect, during hundreds of attempts."""
     core = w[1]._worker
     address = next(a for a in core.member.addresses if a.startswith("tcp:"))
     host, _, port = address.partition(":")[2].rpartition(":")
@@ -313,7 +314,7 @@ def test_crowd_of_another_user_takes_no_descriptor(w: Cluster, caplog: pytest.Lo
         crowd.stdin.close()
         crowd.stdout.close()
         assert crowd.wait(30) == 0
-    refused(caplog, "belongs to another user (uid 65534)")
+    assert_rejected(caplog, "belongs to another user (uid 65534)")
 
 
 SECRET = "correct horse battery staple"

@@ -1,4 +1,4 @@
-"""Messages for which their receiver has no memory: each fails its own call and nothing else."""
+"""Messages without memory at the receiver fail only their own call."""
 
 import gc
 import resource
@@ -25,18 +25,18 @@ MARGIN = 48 << 20
 _go_on = threading.Event()
 
 
-def little_memory() -> None:
-    """From now on this process gets little more than it has."""
+def limit_memory() -> None:
+    """Limit the memory of this process to little more than it uses."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN, resource.RLIM_INFINITY))
 
 
-def much_memory() -> None:
+def unlimit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def nothing_left() -> None:
-    """On w1: nobody refers to what is here, nor does anything here, and no autograd context is open."""
+def assert_no_leaks() -> None:
+    """Check that w1 has no references, calls or autograd contexts left."""
     worker = current_worker()
     assert worker is not None
 
@@ -48,13 +48,13 @@ def nothing_left() -> None:
     eventually(lambda: not left(), what="references or contexts on w1 to go")
 
 
-def wait_to_go_on() -> str:
+def wait_for_release() -> str:
     _go_on.wait(60)
     _go_on.clear()
     return "undisturbed"
 
 
-def go_on() -> None:
+def release() -> None:
     _go_on.set()
 
 
@@ -78,10 +78,10 @@ def no_memory(says: str) -> Iterator[None]:
 
 
 def _arguments() -> None:
-    """What w1 has no memory for."""
+    """Send requests for which w1 has no memory."""
     large, mine, theirs = zeros(LARGE), RRef(1), rpc.remote("w1", int, (2,))
     theirs.to_here()
-    rpc.rpc_sync("w1", little_memory)
+    rpc.rpc_sync("w1", limit_memory)
     says = r"worker w1 has no memory for a message of \d+ bytes"
     with no_memory("len on w1: " + says):
         rpc.rpc_sync("w1", len, (large,))
@@ -99,14 +99,14 @@ def _arguments() -> None:
             call.wait()
     with context(), no_memory(says):
         rpc.rpc_sync("w1", len, (large,))
-    rpc.rpc_sync("w1", much_memory)
+    rpc.rpc_sync("w1", unlimit_memory)
     assert rpc.rpc_sync("w1", len, (large,)) == LARGE
     assert rpc.rpc_sync("w1", first, ([theirs, 1],)).to_here() == 2
 
 
 def _results() -> None:
-    """What w0, this process, has no memory for."""
-    little_memory()
+    """Request replies for which w0, this process, has no memory."""
+    limit_memory()
     says = r"worker w0 has no memory for a message of \d+ bytes"
     with no_memory("the result of zeros on w1: " + says):
         rpc.rpc_sync("w1", zeros, (LARGE,))
@@ -117,7 +117,7 @@ def _results() -> None:
     there = rpc.remote("w1", zeros, (LARGE,))
     with no_memory("the result of to_here on w1: " + says):
         there.to_here()
-    much_memory()
+    unlimit_memory()
     assert there.to_here().numel() == LARGE
 
 
@@ -136,16 +136,16 @@ def _check_calls() -> None:
     assert worker is not None
     for check in (_arguments, _results):
         held = rpc.remote("w1", list, ((1, 2),))
-        call = rpc.rpc_async("w1", wait_to_go_on)
+        call = rpc.rpc_async("w1", wait_for_release)
         assert held.to_here() == [1, 2]
         check()
         assert held.to_here() == [1, 2]
-        rpc.rpc_sync("w1", go_on)
+        rpc.rpc_sync("w1", release)
         assert call.wait() == "undisturbed"
         assert not worker.lost_names()
         del held, call
         assert_quiescent(worker)
-        rpc.rpc_sync("w1", nothing_left)
+        rpc.rpc_sync("w1", assert_no_leaks)
 
 
 def test_no_memory_fails_the_call_alone() -> None:

@@ -1,7 +1,6 @@
-"""Run by torchrun: joins, calls everybody, and dies in the first attempts as the command line says.
+"""Program for torchrun: joins, calls all workers, and dies in the first attempts.
 
-Arguments: the folder where each worker notes what it came to, and the ranks that are killed in the attempts that begin
-one after the other.
+Arguments: the folder in which each worker records its result, and the ranks that are killed in consecutive attempts.
 """
 
 import os

@@ -24,7 +24,7 @@ PATIENCE = 20.0  # s
 LARGE = 1 << 18  # elements; in memory of the pool, not of malloc
 
 
-def timekeepers() -> int:
+def timer_threads() -> int:
     """Return the number of native threads of engines."""
     return sum(_name_of(task) == "telegrad-time\n" for task in Path("/proc/self/task").glob("*/comm"))
 
@@ -37,15 +37,15 @@ def _name_of(task: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_leaks() -> Iterator[None]:
     """Check for leaks after each test."""
     with cluster(2):
-        rpc.rpc_sync("w1", torch.ones, (LARGE,))  # creates what a process has only once
+        rpc.rpc_sync("w1", torch.ones, (LARGE,))  # creates the singletons of a process
     gc.collect()
-    before, engines = ResourceSnapshot.now(), timekeepers()
+    before, engines = ResourceSnapshot.now(), timer_threads()
     yield
     before.assert_not_grown()
-    assert timekeepers() == engines
+    assert timer_threads() == engines
 
 
 def make(value: float) -> torch.Tensor:
@@ -61,7 +61,7 @@ def fail() -> None:
 
 
 class Kept:
-    """An object of each kind that a program may keep of a group."""
+    """Objects of a group that a program may keep, one of each kind."""
 
     def __init__(self, group: Cluster) -> None:
         w0, w1 = group
@@ -91,42 +91,42 @@ class Kept:
             kept.value.seen.append((e, inspect.currentframe()))
 
 
-def assert_native_is_gone(kept: Kept) -> None:
+def assert_native_is_released(kept: Kept) -> None:
     for core in kept.cores:
         assert isinstance(core.engine, ClosedEngine)
         assert core.engine is core.server is core.calls.engine is core.calls.client is core.handlers.engine
         assert core.engine.stats()["connections"] == 0
 
 
-# ---- what is kept
+# ---- kept objects
 
 
 @pytest.mark.parametrize("graceful", [True, False])
-def test_what_is_kept_keeps_nothing_open(graceful: bool) -> None:
-    before, engines = ResourceSnapshot.now(), timekeepers()
+def test_kept_objects_keep_no_resources(graceful: bool) -> None:
+    before, engines = ResourceSnapshot.now(), timer_threads()
     with cluster(2, graceful=graceful, check=False) as group:
-        assert timekeepers() == engines + 2
+        assert timer_threads() == engines + 2
         kept = Kept(group)
     before.assert_not_grown()
-    assert timekeepers() == engines
-    assert_native_is_gone(kept)
+    assert timer_threads() == engines
+    assert_native_is_released(kept)
     assert not any(core.pool.threads() for core in kept.cores)
 
 
 def test_it_needs_no_cycle_collector() -> None:
     gc.disable()
     try:
-        before, engines = len(ResourceSnapshot.now().fds), timekeepers()
+        before, engines = len(ResourceSnapshot.now().fds), timer_threads()
         with cluster(2, check=False) as group:
             kept = Kept(group)
-        assert timekeepers() == engines
+        assert timer_threads() == engines
         assert len(ResourceSnapshot.now().fds) == before
     finally:
         gc.enable()
     assert kept.received[0] == 1
 
 
-def test_received_tensors_live_on() -> None:
+def test_received_tensors_outlive_their_worker() -> None:
     with cluster(2, Options(transports=("unix",))) as group:
         core = group[0]._worker
         received = group[0].rpc_sync("w1", make, (5.0,))
@@ -147,8 +147,8 @@ def test_received_tensors_live_on() -> None:
     assert_quiescent(core)
 
 
-class Later:
-    """Value that `test_requests_that_wait_are_forgotten` creates on w1."""
+class DeferredValue:
+    """Value that `test_parked_requests_are_released` creates on w1."""
 
     def __init__(self, gate: Gate) -> None:
         gate.enter()
@@ -157,13 +157,13 @@ class Later:
         raise AssertionError("the worker was closed before")
 
 
-def test_requests_that_wait_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parked_requests_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for a value that does not exist yet holds the request's tensors."""
     gate = Gate()
     with cluster(2, graceful=False, check=False) as group:
         monkeypatch.setattr(worker_module, "_JOIN_TIMEOUT", 0.0)
         core = group[1]._worker
-        rref = group[0].remote("w1", Later, (gate,))
+        rref = group[0].remote("w1", DeferredValue, (gate,))
         gate.wait_for()
         asked = group[0].rpc_async("w1", abs, (-1,))
         waits = rref.rpc_async().take(make(1.0))
@@ -216,7 +216,7 @@ def test_uses_have_a_known_end(closed: Kept, use: Callable[[Kept], Any]) -> None
     assert "RPC" in said or "rref" in said.lower() or "has been deleted" in said
 
 
-def test_what_is_over_is_still_there(closed: Kept) -> None:
+def test_completed_results_are_kept(closed: Kept) -> None:
     assert bool((closed.done.wait() == 2).all())
     assert bool((closed.received == 1).all())
     assert bool((closed.from_the_loop == 4).all())
@@ -231,7 +231,7 @@ def test_what_is_over_is_still_there(closed: Kept) -> None:
         worker._worker.remove_member(0, "it may be said again")
 
 
-def test_a_creation_that_comes_too_late_leaves_nothing() -> None:
+def test_a_late_creation_leaks_nothing() -> None:
     with cluster(2, check=False) as group:
         core = group[0]._worker
     from telegrad.rref.create import create
@@ -241,7 +241,7 @@ def test_a_creation_that_comes_too_late_leaves_nothing() -> None:
     assert core.references.pending_creations == 0
 
 
-def test_references_may_go_later() -> None:
+def test_references_may_be_deleted_later() -> None:
     with cluster(2) as group:
         core = group[0]._worker
         rrefs = [group[0].remote("w1", dict) for _ in range(10)]
@@ -261,7 +261,7 @@ def test_references_may_go_later() -> None:
 
 
 @pytest.mark.parametrize("how", ["sync", "wait", "await"])
-def test_callers_under_way_hear_of_it(how: str) -> None:
+def test_pending_callers_are_notified(how: str) -> None:
     gate = Gate()
     with cluster(2, graceful=False, check=False) as group:
         worker, core = group[0], group[0]._worker
@@ -290,10 +290,10 @@ def test_callers_under_way_hear_of_it(how: str) -> None:
         assert isinstance(core.engine, ClosedEngine)
 
 
-def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler holds the engine as long as it runs, and its result is dropped."""
     gate = Gate()
-    engines = timekeepers()
+    engines = timer_threads()
     with cluster(2, graceful=False, check=False) as group:
         monkeypatch.setattr(worker_module, "_JOIN_TIMEOUT", 0.0)
         core = group[1]._worker
@@ -303,7 +303,7 @@ def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         future.wait()
     assert isinstance(core.engine, ClosedEngine)
     gate.open()
-    eventually(lambda: not core.pool.threads() and timekeepers() == engines, PATIENCE)
+    eventually(lambda: not core.pool.threads() and timer_threads() == engines, PATIENCE)
 
 
 async def never_runs(ran: Local[list[int]]) -> None:
@@ -336,12 +336,12 @@ def close_my_worker() -> None:
 
 
 def test_handler_that_closes_its_worker() -> None:
-    engines = timekeepers()
+    engines = timer_threads()
     with cluster(2, graceful=False, check=False) as group:
         core = group[1]._worker
         with pytest.raises(RuntimeError):
             group[0].rpc_sync("w1", close_my_worker)
-        eventually(lambda: not core.pool.threads() and timekeepers() == engines + 1, PATIENCE)
+        eventually(lambda: not core.pool.threads() and timer_threads() == engines + 1, PATIENCE)
         assert isinstance(core.engine, ClosedEngine)
 
 
@@ -383,7 +383,7 @@ def test_closing_while_others_call() -> None:
         close_under_callers()
 
 
-def test_other_workers_of_the_process_go_on() -> None:
+def test_other_workers_of_the_process_continue() -> None:
     with cluster(2, current=None, check=False) as stays:
         with cluster(2, current=None, check=False) as goes:
             kept = goes[0].rref(1)
@@ -413,7 +413,7 @@ def test_it_has_every_method_of_an_engine() -> None:
     assert copied.stats()["sent_messages"] == stats["sent_messages"]
 
 
-def test_what_it_refuses_and_what_it_ignores() -> None:
+def test_methods_that_raise_and_methods_without_effect() -> None:
     ended = ClosedEngine(None)
     for refused in (ended.call, ended.start, ended.wait, ended.listen, ended.set_peer):
         with pytest.raises(NotInitialized, match="RPC has not been initialized"):

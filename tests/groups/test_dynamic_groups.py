@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from actors import PATIENCE, Actor, actors, call_many, free_port
+from process_helpers import PATIENCE, Actor, actors, call_many, free_port
 
 from telegrad import rpc
 from telegrad.errors import UnknownWorker
@@ -32,12 +32,12 @@ def leave() -> None:
     rpc.shutdown(timeout=PATIENCE)
 
 
-def ask_for_nobody() -> None:
+def stop_waiting() -> None:
     with pytest.raises(UnknownWorker):
-        rpc.get_worker_info("nobody")
+        rpc.get_worker_info("unknown")
 
 
-def process_group_beside(name: str) -> None:
+def process_group_alongside(name: str) -> None:
     """Join, and create a process group on the port of the store."""
     rpc.init_rpc(name)
     dist.init_process_group("gloo", rank=0, world_size=1)
@@ -47,20 +47,20 @@ def process_group_beside(name: str) -> None:
     leave()
 
 
-def talk(company: list[Actor]) -> None:
-    for actor in company:
-        for other in company:
+def call_each_other(group: list[Actor]) -> None:
+    for actor in group:
+        for other in group:
             assert actor.do(call_many, other.name, 2) == 2
 
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[list[Actor]]:
-    with actors(3, tmp_path, method="none") as company:
-        yield company
+    with actors(3, tmp_path, method="none") as group:
+        yield group
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
-def test_all_come_at_once_again_and_again(three: list[Actor], tmp_path: Path, scheme: str) -> None:
+def test_concurrent_joins_repeatedly(three: list[Actor], tmp_path: Path, scheme: str) -> None:
     port = free_port()
     for actor in three:
         actor.do(set_address, port)
@@ -68,19 +68,19 @@ def test_all_come_at_once_again_and_again(three: list[Actor], tmp_path: Path, sc
     for _ in range(2):
         steps = [actor.begin(join, actor.name, where) for actor in three]
         assert sorted(step.result() for step in steps) == [0, 1, 2]
-        talk(three)
+        call_each_other(three)
         for actor in three:  # also the host's worker: its store stays
             actor.do(leave)
 
 
-def test_those_who_are_there_go_on_without_the_host(three: list[Actor]) -> None:
+def test_members_continue_without_the_host(three: list[Actor]) -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     for actor in three:
         actor.do(join, actor.name, where)
-    talk(three)
+    call_each_other(three)
     three[0].end()
-    talk(three[1:])
-    three[1].do(ask_for_nobody)
+    call_each_other(three[1:])
+    three[1].do(stop_waiting)
     three[1].do(leave)
     assert three[2].do(call_many, "w2", 2) == 2
     three[2].do(leave)
@@ -89,7 +89,7 @@ def test_those_who_are_there_go_on_without_the_host(three: list[Actor]) -> None:
 
 def test_a_process_group_shares_the_port(three: list[Actor]) -> None:
     three[0].do(set_address, free_port())
-    three[0].do(process_group_beside, "w0")
+    three[0].do(process_group_alongside, "w0")
 
 
 @pytest.mark.parametrize("where", ["tcp://127.0.0.1:1", "file:///no/such/folder/x", "env://"])
@@ -109,7 +109,7 @@ def test_a_world_size_needs_a_rank(where: str, monkeypatch: pytest.MonkeyPatch) 
         ("env://", "environment variable MASTER_ADDR expected"),
     ],
 )
-def test_address_that_lacks_something(where: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_address(where: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=text):
@@ -124,7 +124,7 @@ def test_address_with_a_rank_or_a_world_size(tmp_path: Path, query: str, rank: i
         rpc.Worker("w", rank, world_size, options)
 
 
-def test_who_listens() -> None:
+def test_listening_addresses() -> None:
     """Listen only at local addresses, on loopback if so named, and once per port."""
     assert hosting.listen("192.0.2.1", 0) is None
     with hosting.listen("127.0.0.1", 0) as first:  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""A peer made of a bare socket: what an attacker, a port scanner or a broken program sends."""
+"""Bare socket as a peer: an attacker, a port scanner or a broken program."""
 
 import hmac
 import itertools
@@ -19,7 +19,7 @@ PATIENCE = 20.0
 
 
 def frame(kind: int, body: bytes = b"", *, size: int | None = None, magic: int = MAGIC, **fields: int) -> bytes:
-    """A frame; `size` is what its header says of the body, whatever the body is."""
+    """Return a frame; `size` is the size of the body in its header."""
     header = _HEADER.pack(
         magic,
         kind,
@@ -50,20 +50,20 @@ _incarnations = itertools.count(1)
 
 
 def member(worker_id: int, name: str) -> tuple[int, str, int]:
-    """A worker that has never been there before: one that has said goodbye does not come back."""
+    """Return the identity of a new worker: one that has left cannot come back."""
     return worker_id, name, next(_incarnations)
 
 
 def reachable(**options: Any) -> Options:
-    """Options of a worker that raw peers reach; its friends use what they would have used anyway."""
+    """Return options of a worker that raw peers can reach over TCP and Unix sockets."""
     return Options(transports=tuple(dict.fromkeys((*Options().transports, "unix", "tcp"))), **options)
 
 
 class RawPeer:
-    """Connects to a worker's address.
+    """Connection to a worker's address.
 
     Args:
-        target: whom.
+        target: The worker.
         transport: "tcp" or "unix".
     """
 
@@ -86,14 +86,14 @@ class RawPeer:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Sends what the other end still takes."""
+        """Send as much as the peer accepts."""
         try:
             self.socket.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
             pass
 
     def receive(self) -> tuple[int, bytes]:
-        """One frame."""
+        """Receive one frame."""
         header = _HEADER.unpack(self._exactly(_HEADER.size))
         return header[1], self._exactly(header[6])
 
@@ -107,7 +107,7 @@ class RawPeer:
         return data
 
     def ended(self) -> list[tuple[int, bytes]]:
-        """Waits for the other end to close; what it still sent before."""
+        """Wait until the peer closes; return the frames before."""
         frames = []
         try:
             while True:
@@ -118,7 +118,7 @@ class RawPeer:
     # ---- the handshake, as csrc/core/handshake.h describes it
 
     def hello(self, me: tuple[int, str, int], group: str | None = None, nonce: bytes | None = None) -> bytes:
-        """The body of the first frame."""
+        """Return the body of the first frame."""
         core = self.core
         return (
             struct.pack("<I", VERSION)
@@ -128,17 +128,17 @@ class RawPeer:
             + text(nonce or os.urandom(32))
             + struct.pack("<QQII", 256 << 20, 256 << 30, 1 << 20, 1 << 16)  # limits
             + struct.pack("<I", 1)  # lanes
-            + text(b"")  # and of no other link
+            + text(b"")  # and of no other connection
         )
 
     def proof(self, hello: bytes, challenge: bytes, secret: bytes | None = None) -> bytes:
-        """The body of the third."""
+        """Return the body of the third frame."""
         (size,) = struct.unpack_from("<I", challenge)
         transcript = text(hello) + text(challenge[4 : 4 + size])
         return text(hmac.digest(secret or self.core.group.secret, b"initiator" + transcript, "sha256"))
 
     def join(self, me: tuple[int, str, int], secret: bytes | None = None) -> int:
-        """Goes through the whole handshake; the type of the last frame."""
+        """Make the complete handshake; return the type of the last frame."""
         hello = self.hello(me)
         self.send(frame(HELLO, hello))
         kind, challenge = self.receive()
@@ -149,7 +149,7 @@ class RawPeer:
 
 
 class Bomb:
-    """Unpickling it leaves a file."""
+    """Value that creates a file when unpickled."""
 
     def __init__(self, path: Any) -> None:
         self.path = str(path)

@@ -1,4 +1,4 @@
-"""What the logger `telegrad` says of workers that come, are connected, die and go."""
+"""Log lines of workers that join, connect, die and leave."""
 
 import gc
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from actors import PATIENCE, Actor, actors, call, failure, free_port, hang, shut_all_down
+from process_helpers import PATIENCE, Actor, actors, call, failure, free_port, hang, shut_all_down
 
 from telegrad import rpc
 from telegrad.group import addresses
@@ -59,7 +59,7 @@ rpc.shutdown()
 
 @contextmanager
 def programs(count: int, level: str, does: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Workers that have called each other, as programs of their own."""
+    """Run programs with workers that have called each other."""
     where = f"tcp://127.0.0.1:{free_port()}"
     started = [
         subprocess.Popen(
@@ -83,19 +83,19 @@ def programs(count: int, level: str, does: str) -> Iterator[list[subprocess.Pope
 
 @pytest.mark.parametrize("does", ["waits", "shuts down", "calls", "fetches", "polls", "is served"])
 def test_interrupted_programs_print_their_own_traceback_at_most(does: str) -> None:
-    """Ctrl+C at a terminal interrupts all of them."""
+    """Ctrl+C at a terminal interrupts all programs."""
     with programs(2, "WARNING", does) as started:
         for program in started:
             program.send_signal(signal.SIGINT)
-        said = [program.communicate(timeout=PATIENCE)[1] for program in started]
-    for text in said:
+        log_lines = [program.communicate(timeout=PATIENCE)[1] for program in started]
+    for text in log_lines:
         assert "LOG" not in text, text
         assert text.count("Traceback") <= 1, text
         end = text.rstrip().rpartition("\n")[2]
         assert re.fullmatch(r"(KeyboardInterrupt|telegrad\.errors\.WorkerLost: .*: it shut down\..*)?", end), text
 
 
-def test_an_interrupt_at_exit_ends_the_waiting_for_handlers_without_a_word() -> None:
+def test_an_interrupt_at_exit_ends_the_wait_for_handlers_silently() -> None:
     program = (
         "import os, signal, threading, time\n"
         "from telegrad import rpc\n"
@@ -131,8 +131,8 @@ def test_peers_of_an_interrupted_program_log_one_line() -> None:
 # ---- a death
 
 
-def begin_without_a_look(to: str, count: int) -> None:
-    """Starts calls of which nobody reads what becomes of them."""
+def begin_unread_calls(to: str, count: int) -> None:
+    """Start calls without reading their results."""
     for _ in range(count):
         rpc.rpc_async(to, hang, timeout=0)
     rpc.rpc_sync(to, abs, (-1,), timeout=PATIENCE)
@@ -143,11 +143,11 @@ def collect_garbage() -> None:
 
 
 def test_a_death_is_one_line_on_each_worker_that_sees_it(tmp_path: Path) -> None:
-    """However much it had under way, and however often it is called afterwards."""
+    """Neither pending nor later calls add lines."""
     with actors(4, tmp_path) as four:
         rest = four[:3]
         for actor in rest:
-            actor.do(begin_without_a_look, "w3", 3)
+            actor.do(begin_unread_calls, "w3", 3)
         four[3].end()
         for actor in rest:
             eventually(lambda actor=actor: "w3 is lost" in actor.stderr(), PATIENCE)  # type: ignore[misc]
@@ -165,8 +165,8 @@ def see_the_loss_of(name: str) -> None:
     eventually(lambda: failure(call, name, abs, -1)[0] == "WorkerLost", PATIENCE)
 
 
-def test_a_death_that_others_saw_is_one_line_as_well(tmp_path: Path) -> None:
-    """w1 never had a connection to the dead one. It hears of it when the group shuts down."""
+def test_a_death_seen_by_others_is_one_line_as_well(tmp_path: Path) -> None:
+    """Without a connection to it, w1 is notified at shutdown."""
     with actors(3, tmp_path) as three:
         three[0].do(call, "w2", abs, -1)
         three[2].end()
@@ -179,10 +179,10 @@ def test_a_death_that_others_saw_is_one_line_as_well(tmp_path: Path) -> None:
             assert line.startswith(f"worker w2 is lost to {actor.name}: ")
 
 
-# ---- an orderly life
+# ---- an ordinary run
 
 
-def said(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
+def log_lines(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "telegrad" and r.levelno >= level]
 
 
@@ -191,25 +191,25 @@ def both_ways(w: Cluster) -> None:
     assert w[1].rpc_sync("w0", abs, (-1,)) == 1
 
 
-def test_an_orderly_life_is_told_at_info_and_no_louder(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ordinary_run_logs_at_info_at_most(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "telegrad")
     with cluster(2, ALL) as w:
         both_ways(w)
-        eventually(lambda: len(said(caplog)) == 4, what="two lines of each worker")
-        lines = said(caplog)
+        eventually(lambda: len(log_lines(caplog)) == 4, what="two lines of each worker")
+        lines = log_lines(caplog)
         for me, other in ((0, 1), (1, 0)):
             tcp = next(a for a in w[me]._worker.member.addresses if a.startswith("tcp:"))
             assert f"worker w{me} joined as rank {me} of 2; it listens on shm, unix, {tcp}" in lines
             assert f"worker w{me} is connected to w{other} over shm" in lines
-    lines = said(caplog)[4:]
+    lines = log_lines(caplog)[4:]
     assert {"worker w0 left its group", "worker w1 left its group"} <= set(lines)
     gone = {line for line in lines if "is gone" in line}
     assert gone <= {f"worker w{a} is gone from the group of w{b}: it shut down" for a, b in ((0, 1), (1, 0))}
     assert len(lines) == 2 + len(gone)
-    assert said(caplog, logging.WARNING) == []
+    assert log_lines(caplog, logging.WARNING) == []
 
 
-def test_members_of_a_dynamic_group_come_and_go(caplog: pytest.LogCaptureFixture) -> None:
+def test_members_of_a_dynamic_group_join_and_leave(caplog: pytest.LogCaptureFixture) -> None:
     from torch.distributed import HashStore
 
     caplog.set_level(logging.INFO, "telegrad")
@@ -218,14 +218,14 @@ def test_members_of_a_dynamic_group_come_and_go(caplog: pytest.LogCaptureFixture
     second = rpc.Worker("second", store=store)
     assert first.rpc_sync("second", abs, (-1,)) == 1
     second.shutdown()
-    eventually(lambda: any("is gone" in line for line in said(caplog)))
+    eventually(lambda: any("is gone" in line for line in log_lines(caplog)))
     first.shutdown()
-    lines = [line.partition(";")[0] for line in said(caplog)]
+    lines = [line.partition(";")[0] for line in log_lines(caplog)]
     assert "worker first joined as rank 0 of a dynamic group with 0 others" in lines
     assert "worker second joined as rank 1 of a dynamic group with 1 others" in lines
     assert "worker second is gone from the group of first: it left the group" in lines
     assert lines[-1] == "worker first left its group"
-    assert said(caplog, logging.WARNING) == []
+    assert log_lines(caplog, logging.WARNING) == []
 
 
 # ---- the transport
@@ -239,15 +239,15 @@ def pair(options: list[Options]) -> list[Any]:
 
 
 def lines_of_a_pair(caplog: pytest.LogCaptureFixture, options: list[Options]) -> dict[str, str]:
-    """Two workers and a call from the first to the second: what each says of its connection."""
+    """Return what two workers log about the connection of a call."""
     caplog.set_level(logging.INFO, "telegrad")
     workers = pair(options)
     try:
         assert workers[0].rpc_sync("w1", abs, (-1,)) == 1
-        eventually(lambda: len([line for line in said(caplog) if "is connected" in line]) == 2)
+        eventually(lambda: len([line for line in log_lines(caplog) if "is connected" in line]) == 2)
     finally:
         run_all([worker.shutdown for worker in workers])
-    return {line.split()[1]: line for line in said(caplog) if "is connected" in line}
+    return {line.split()[1]: line for line in log_lines(caplog) if "is connected" in line}
 
 
 def test_the_reason_why_no_faster_transport_is_used_peer_without_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -273,7 +273,7 @@ def test_the_reason_why_no_faster_transport_is_used_other_host(
         assert " over tcp, " in lines[me]
 
 
-def test_program_without_logging_sees_nothing_of_an_orderly_life() -> None:
+def test_program_without_logging_prints_nothing_in_an_ordinary_run() -> None:
     program = (
         "from telegrad import rpc\n"
         "rpc.init_rpc('alone', rank=0, world_size=1)\n"
