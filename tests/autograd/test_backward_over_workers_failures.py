@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_backward import leaf, no_leaks, scalar, table
+from test_backward_over_workers import leaf, no_leaks, scalar, table
 from torch import Tensor
 
 from telegrad import autograd, rpc
