@@ -1,5 +1,7 @@
-"""Fixtures for tests of whole workers. Most such tests share one group of the module's: a call takes microseconds, and
-joining and leaving milliseconds."""
+"""Fixtures for tests with workers.
+
+Most tests share a group per module: a call takes microseconds, joining and leaving take milliseconds.
+"""
 
 import logging
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from telegrad import autograd, rpc
 from telegrad.testing import Cluster, eventually
 from telegrad.wire import Status, Tag
 
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 def double(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def test_both_paths_compute_a_gradient(four: Cluster) -> None:
 def test_invalid_gradients_get_an_error_reply(four: Cluster, body: Any) -> None:
     me = four[0]._worker
     coded = body if type(body) is bytes else me.messages.encode(1, body).body
-    outcome: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, coded, None, int(PATIENCE * 1e9), True, None)
+    outcome: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, coded, None, int(TIMEOUT * 1e9), True, None)
     assert outcome[0] == Status.REPLIED
     assert outcome[1] == Tag.ERROR
     gradient_there_and_back()
@@ -58,7 +58,7 @@ def test_an_invalid_reply_fails_the_pass(four: Cluster, answer: Any, monkeypatch
         patch.setattr(
             passes, "_reply", lambda peer, connection, call, _, said: reply(peer, connection, call, answer, said)
         )
-        patch.setattr(four[0]._worker.calls, "default_timeout", int(PATIENCE * 1e9))
+        patch.setattr(four[0]._worker.calls, "default_timeout", int(TIMEOUT * 1e9))
         with pytest.raises((TypeError, IndexError)):
             gradient_there_and_back()
     gradient_there_and_back()

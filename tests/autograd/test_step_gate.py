@@ -13,7 +13,7 @@ import pytest
 from telegrad.autograd.consistency.step_gate import StepGate, new_gate, warn_if_overtaken
 from telegrad.testing import Gate, eventually, run_all
 
-PATIENCE = 10.0
+TIMEOUT = 10.0
 
 
 class Busy(threading.Thread):
@@ -34,7 +34,7 @@ class Busy(threading.Thread):
         self.done.set()
 
     def finish(self) -> None:
-        assert self.done.wait(PATIENCE)
+        assert self.done.wait(TIMEOUT)
         if self.error is not None:
             raise self.error
 
@@ -83,7 +83,7 @@ def test_handlers_do_not_wait_for_each_other() -> None:
 
 
 def test_a_step_waits_for_handlers_of_other_contexts() -> None:
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     order: list[str] = []
     with inside(gate, 1):
         step = stepping(gate, 2, order)
@@ -94,7 +94,7 @@ def test_a_step_waits_for_handlers_of_other_contexts() -> None:
 
 
 def test_a_step_does_not_wait_for_its_own_context_or_thread() -> None:
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     with inside(gate, 1):
         stepping(gate, 1).finish()
     with gate.handler(1), gate.step(2) as turn:
@@ -115,7 +115,7 @@ def entering(gate: StepGate, context: int, order: list[str], opened: Gate | None
 
 
 def test_handlers_wait_for_a_waiting_step() -> None:
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     order: list[str] = []
     with inside(gate, 1):
         step = stepping(gate, 2, order)
@@ -129,7 +129,7 @@ def test_handlers_wait_for_a_waiting_step() -> None:
 
 
 def test_no_second_step_overtakes_a_handler_that_has_waited_for_one() -> None:
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     order: list[str] = []
     in_step, in_handler = Gate(), Gate()
     first = stepping(gate, 2, order, in_step)
@@ -147,7 +147,7 @@ def test_no_second_step_overtakes_a_handler_that_has_waited_for_one() -> None:
 
 
 def test_a_nested_handler_does_not_wait_for_a_step_that_waits_for_its_caller() -> None:
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     with inside(gate, 1):
         step = stepping(gate, 2)
         until_waits(gate, 2)
@@ -157,7 +157,7 @@ def test_a_nested_handler_does_not_wait_for_a_step_that_waits_for_its_caller() -
 
 
 def test_handlers_of_the_stepping_context_do_not_wait() -> None:
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     with inside(gate, 1):
         step = stepping(gate, 2)
         until_waits(gate, 2)
@@ -246,7 +246,7 @@ def test_hooks_that_fail_leave_the_gate() -> None:
         raise ValueError
 
     for push, pop in ((refuse, lambda: None), (lambda *_: None, refuse)):
-        gate = StepGate(push, pop, PATIENCE)
+        gate = StepGate(push, pop, TIMEOUT)
         for guard in (gate.handler(1, (len, len)), gate.body(1, (len, len))):
             with pytest.raises(ValueError), guard:
                 pass
@@ -270,7 +270,7 @@ def interrupt() -> Iterator[Callable[[], None]]:
 
 
 def test_a_signal_while_a_handler_waits_leaves_the_gate(interrupt: Callable[[], None]) -> None:
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     with inside(gate, 1):
         step = stepping(gate, 2)
         until_waits(gate, 2)
@@ -288,7 +288,7 @@ def test_a_signal_while_a_handler_waits_leaves_the_gate(interrupt: Callable[[], 
 
 
 def test_a_signal_while_a_step_waits_leaves_the_gate(interrupt: Callable[[], None]) -> None:
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     with inside(gate, 1):
 
         def send() -> None:
@@ -307,7 +307,7 @@ def test_a_signal_while_a_step_waits_leaves_the_gate(interrupt: Callable[[], Non
 @pytest.mark.parametrize("kind", ["handler", "body", "step"])
 def test_many_signals_leave_the_gate_consistent(kind: str) -> None:
     """A signal may raise between any two bytecodes; the counts stay consistent."""
-    gate = new_gate(PATIENCE)
+    gate = new_gate(TIMEOUT)
     stop = threading.Event()
 
     def read() -> None:

@@ -39,7 +39,7 @@ def run(folder: Path, code: str, packages: dict[str, str] = PACKAGES, **more: st
     return (done.stdout + done.stderr).splitlines()
 
 
-def test_installs_as_soon_as_torch_is_there_and_once(tmp_path: Path) -> None:
+def test_installs_once_when_torch_is_imported(tmp_path: Path) -> None:
     code = "import torch.inner\nprint('program')\nimport torch\nfrom torch import inner"
     assert run(tmp_path, code) == ["torch", "installed True", "program"]
 
@@ -61,7 +61,7 @@ def test_runs_the_sitecustomize_that_it_hides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["subprocess", "spawn", "fork"])
-def test_children_have_it_too(tmp_path: Path, start: str) -> None:
+def test_children_have_it(tmp_path: Path, start: str) -> None:
     if start == "subprocess":
         code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import torch'], check=True)"
     else:
@@ -74,14 +74,14 @@ def test_children_have_it_too(tmp_path: Path, start: str) -> None:
     assert run(tmp_path, code) == ["torch", "installed True"]
 
 
-def test_interpreter_without_telegrad_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_interpreter_without_telegrad_warns_and_continues(tmp_path: Path) -> None:
     broken = {**PACKAGES, "telegrad/compat.py": "raise ImportError('no core')"}
     lines = run(tmp_path, "import torch\nprint('program')", broken)
     assert "program" in lines
     assert any("runs on torch's own RPC: no core" in line for line in lines)
 
 
-def test_interpreter_without_torch_says_what_it_always_says(tmp_path: Path) -> None:
+def test_interpreter_without_torch_raises_the_usual_error(tmp_path: Path) -> None:
     code = "try:\n    import torch\nexcept ModuleNotFoundError as e:\n    print(e)"
     assert run(tmp_path, code, {"empty.py": ""}) == ["No module named 'torch'"]
 

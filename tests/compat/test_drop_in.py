@@ -15,8 +15,8 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
-def test_everyday_program(tmp_path: Path, start: str) -> None:
-    done = run("-m", "telegrad", "run", "--drop-in", str(PROGRAMS / "everyday.py"), start, str(tmp_path))
+def test_typical_program(tmp_path: Path, start: str) -> None:
+    done = run("-m", "telegrad", "run", "--drop-in", str(PROGRAMS / "typical.py"), start, str(tmp_path))
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         expected = rf"worker{rank} ran on telegrad\S*; worker{(rank + 1) % 3} on telegrad"
@@ -24,7 +24,7 @@ def test_everyday_program(tmp_path: Path, start: str) -> None:
 
 
 @pytest.mark.slow
-def test_everyday_program_is_one_that_torch_runs(tmp_path: Path) -> None:
-    done = run(str(PROGRAMS / "everyday.py"), "fork", str(tmp_path))
+def test_typical_program_runs_over_torch(tmp_path: Path) -> None:
+    done = run(str(PROGRAMS / "typical.py"), "fork", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ran on torch.distributed.rpc") == 3

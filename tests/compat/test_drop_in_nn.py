@@ -31,7 +31,7 @@ class Interface:
 
 
 @pytest.mark.usefixtures("two")
-def test_refuses() -> None:
+def test_unsupported_operations_raise() -> None:
     module = RemoteModule("w1/cpu", nn.Linear, (4, 1))
     for name in ("to", "state_dict", "named_modules", "children", "parameters", "share_memory", "extra_repr"):
         with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
@@ -44,7 +44,7 @@ def test_refuses() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_as_a_part_it_answers() -> None:
+def test_as_a_submodule() -> None:
     whole = nn.Sequential(RemoteModule("w1/cpu", nn.Linear, (4, 2)), nn.Linear(2, 1))
     assert whole(X).shape == (2, 1)
     assert len(list(whole.parameters())) == 2
@@ -55,7 +55,7 @@ def test_as_a_part_it_answers() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_sent_it_has_what_torchs_has_and_works() -> None:
+def test_a_sent_module_has_torchs_attributes_and_works() -> None:
     module = RemoteModule("w1/cpu", nn.Linear, (4, 1))
     module.extra = 1
     assert rpc.rpc_sync("w1", attributes, (module,)) == [*_REMOTE_MODULE_PICKLED_ATTRIBUTES, "forward_async", "forward"]

@@ -22,7 +22,7 @@ def test_calls_are_lost_each_time() -> None:
     assert faults("call", False, 2) is None
 
 
-def test_messages_that_are_sent_again_are_lost_so_often() -> None:
+def test_messages_sent_again_are_lost_the_given_number_of_times() -> None:
     faults = Faults(["RREF_USER_DELETE"], {"SCRIPT_CALL": 1.5, "RREF_USER_DELETE": 0.5}, 3)
     for attempt in range(3):
         with pytest.raises(DroppedMessage):
@@ -50,7 +50,7 @@ def ask(rref: RRef[Value]) -> int:
     return answer
 
 
-def test_references_bear_the_loss_of_each_of_their_messages() -> None:
+def test_references_tolerate_the_loss_of_each_message() -> None:
     lost: list[tuple[str, int]] = []
     faults = Faults(["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"], {}, 2)
 

@@ -42,7 +42,7 @@ def snapshot() -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("installed")
-def test_every_way_to_the_module_leads_to_ours() -> None:
+def test_every_import_of_the_module_is_redirected() -> None:
     import torch.distributed.rpc
     import torch.distributed.rpc as renamed
     from torch.distributed import rpc
@@ -53,7 +53,7 @@ def test_every_way_to_the_module_leads_to_ours() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_modules_that_torchs_package_has_loaded_are_there() -> None:
+def test_modules_loaded_by_torchs_package_exist() -> None:
     for leaf in ("rref_proxy", "server_process_global_profiler", "_utils"):
         module = getattr(torch.distributed.rpc, leaf)
         assert module is importlib.import_module(f"torch.distributed.rpc.{leaf}")
@@ -69,7 +69,7 @@ def test_modules_that_torchs_package_has_loaded_are_there() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_proxies_as_torch_makes_them() -> None:
+def test_proxies_like_torchs() -> None:
     from torch.distributed.rpc.rref_proxy import RRefProxy, _invoke_rpc
 
     with cluster(2) as w:
@@ -83,7 +83,7 @@ def test_proxies_as_torch_makes_them() -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("leaf", SUBMODULES)
-def test_submodules_are_the_very_same(leaf: str) -> None:
+def test_submodules_are_identical(leaf: str) -> None:
     module = importlib.import_module(f"torch.distributed.rpc.{leaf}")
     assert module is importlib.import_module(f"telegrad.rpc.{leaf}")
     assert module is importlib.import_module(f"telegrad.compat.rpc.{leaf}")
@@ -104,7 +104,7 @@ def test_names_can_be_imported() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_every_way_to_the_modules_of_torchs_core_leads_to_ours(tmp_path: Path) -> None:
+def test_every_import_of_torchs_core_modules_is_redirected(tmp_path: Path) -> None:
     import torch._C._distributed_rpc as renamed
     from torch._C import _distributed_autograd, _distributed_rpc
     from torch._C._distributed_autograd import _current_context
@@ -126,7 +126,7 @@ def test_every_way_to_the_modules_of_torchs_core_leads_to_ours(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_is_not_there_says_so() -> None:
+def test_missing_names_raise() -> None:
     with pytest.raises(
         ModuleNotFoundError, match=r"torch\.distributed\.rpc\.nothing is not part of Telegrad's drop-in"
     ):
@@ -148,7 +148,7 @@ def test_optimizer_and_remote_module_are_ours_and_the_rest_of_their_packages_is_
     assert telegrad.optim.ZeroRedundancyOptimizer is ZeroRedundancyOptimizer
 
 
-def test_all_comes_back() -> None:
+def test_everything_is_restored() -> None:
     before = snapshot()
     compat.install()
     assert compat.installed()
@@ -163,14 +163,14 @@ def test_all_comes_back() -> None:
     compat.uninstall()
 
 
-def test_refuses_where_torchs_own_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raises_while_torchs_own_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_rpc, "_is_current_rpc_agent_set", lambda: True)
     with pytest.raises(RuntimeError, match="is running in this process"):
         compat.install()
     assert not compat.installed()
 
 
-def test_public_names_are_the_very_same_objects() -> None:
+def test_public_names_are_identical_objects() -> None:
     assert set(telegrad.rpc.__all__) <= set(telegrad.compat.rpc.__all__)
     for name in telegrad.rpc.__all__:
         assert getattr(telegrad.compat.rpc, name) is getattr(telegrad.rpc, name), name
@@ -207,7 +207,7 @@ PRIVATE = (
 
 
 @pytest.mark.parametrize("name", PRIVATE)
-def test_private_names_that_programs_use_are_there(name: str) -> None:
+def test_private_names_that_programs_use_exist(name: str) -> None:
     assert hasattr(telegrad.compat.rpc, name) or hasattr(telegrad.compat.rpc.api, name)
 
 

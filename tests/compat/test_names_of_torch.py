@@ -133,7 +133,7 @@ def missing(theirs: ModuleType, ours: ModuleType) -> set[str]:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), pairs())
-def test_every_name_is_there(theirs: str, ours: str) -> None:
+def test_every_name_exists(theirs: str, ours: str) -> None:
     assert missing(importlib.import_module(theirs), importlib.import_module(ours)) == set(LEFT_OUT.get(theirs, {}))
 
 
@@ -161,10 +161,10 @@ def members_missing(theirs: type, ours: Any) -> set[str]:
     return {name for name in public_and_private(theirs) - base if not hasattr(stands, name)}
 
 
-def test_every_member_of_a_class_is_there() -> None:
+def test_every_member_of_a_class_exists() -> None:
     left_out: dict[str, set[str]] = {}
-    for module, stands in pairs():
-        theirs, ours = importlib.import_module(module), importlib.import_module(stands)
+    for module, replacement in pairs():
+        theirs, ours = importlib.import_module(module), importlib.import_module(replacement)
         for name in names_of(theirs) - missing(theirs, ours):
             cls = getattr(theirs, name)
             if inspect.isclass(cls) and name != "_TensorPipeRpcBackendOptionsBase":  # its members are its subclass's
@@ -179,7 +179,7 @@ def test_every_name_left_out_has_a_reason() -> None:
         assert all(reason.strip() for reason in names.values())
 
 
-def test_what_torch_has_is_found() -> None:
+def test_a_missing_name_is_found() -> None:
     """The comparison itself finds a missing name."""
     theirs = importlib.import_module("torch.distributed.rpc.constants")
     ours = ModuleType("empty")

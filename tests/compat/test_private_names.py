@@ -179,7 +179,7 @@ def not_a_future() -> Any:
 
 
 @pytest.mark.parametrize("function", [held, held_in_a_coroutine])
-def test_metrics_count_calls_whose_result_comes_later(two: Cluster, function: Any) -> None:
+def test_metrics_count_calls_with_deferred_results(two: Cluster, function: Any) -> None:
     agent = rpc.TensorPipeAgent(two[1]._worker)
 
     def active(key: str) -> int:

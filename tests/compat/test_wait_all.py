@@ -47,12 +47,12 @@ def test_several_errors_are_decided_once() -> None:
         wait_all(futures)
 
 
-def test_futures_of_torch_alone_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_futures_alone_use_torchs_wait_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telegrad.compat.futures._torch_wait_all", lambda futures: "torch's")
     assert wait_all([Future()]) == "torch's"  # type: ignore[comparison-overlap]
 
 
-def test_torch_has_the_gap_that_this_closes() -> None:
+def test_torch_still_lacks_this() -> None:
     """The day that this fails, the module can go."""
     never: Future[int] = Future()
     failed: Future[int] = Future()

@@ -1,7 +1,7 @@
-"""Packages that use torch.distributed.rpc run over the drop-in: `make dependents` installs them and runs this.
+"""Packages that use torch.distributed.rpc run over the drop-in.
 
-The programs do what the packages' own tests do, which their wheels do not have. Each runs over torch as well: start it
-with `python` in place of `telegrad run --drop-in`.
+`make dependents` installs them and runs this. The programs do the same as the packages' own tests, which their wheels
+lack. Each runs over torch as well: start it with `python` instead of `telegrad run --drop-in`.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = Path(__file__).parent / "programs"
-LIMIT = 300.0  # s; half a minute, most of it imports, on an idle machine
+LIMIT = 300.0  # s; on an idle machine about 30 s, most of them imports
 CLASSES = ("single", "sync", "async")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30)]
@@ -27,7 +27,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def run(program: str, *words: str) -> None:
-    """Runs one over the drop-in, and checks that it and all its processes end well."""
+    """Run a program over the drop-in; check that all its processes succeed."""
     command = [sys.executable, "-m", "telegrad", "run", "--drop-in", str(PROGRAMS / program), *words]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:

@@ -1,4 +1,4 @@
-"""The reinforcement-learning example: its arithmetic, and the program run as a user runs it."""
+"""The reinforcement-learning example: its arithmetic, and complete runs."""
 
 import importlib.util
 import re
@@ -43,8 +43,8 @@ def test_returns_are_discounted_from_the_end(policy: ModuleType) -> None:
     assert policy.discounted_returns([], 0.5) == []
 
 
-def test_loss_is_that_of_the_tutorial_with_returns_apart(policy: ModuleType) -> None:
-    """Against the tutorial's step-by-step form, with the returns of each observer's episode computed by hand."""
+def test_loss_equals_the_tutorials(policy: ModuleType) -> None:
+    """Compare with the tutorial's step-by-step form, per observer."""
     torch.manual_seed(0)
     model = policy.Policy()
     short = policy.Trajectory(list(torch.randn(2, 4)), [0, 1], [1.0, 1.0])
@@ -64,11 +64,11 @@ def test_loss_is_that_of_the_tutorial_with_returns_apart(policy: ModuleType) -> 
 
 @pytest.mark.timeout(120)  # ten processes, each of which imports torch
 def test_both_variants_run_and_play_the_same_episodes(tmp_path: Path) -> None:
-    """What an observer is told depends on the seed, not on whose call arrives first nor on how calls are batched."""
+    """An observer's actions depend on the seed, not on order or batching of calls."""
     plain = run_example("--smoke", "--out", str(tmp_path / "plain"))
     assert plain.returncode == 0, plain.stderr
     assert "Traceback" not in plain.stderr
-    assert "lost" not in plain.stderr  # everybody left in an orderly way
+    assert "lost" not in plain.stderr  # all workers left gracefully
     assert len(rewards(plain.stdout)) == 3
     assert "speed-up" not in plain.stdout
     assert (tmp_path / "plain" / "cartpole.png").read_bytes().startswith(PNG)
@@ -77,14 +77,14 @@ def test_both_variants_run_and_play_the_same_episodes(tmp_path: Path) -> None:
     batched = run_example("--batched", *limit, "--world-size", "4", "--out", str(tmp_path / "batched"))
     assert batched.returncode == 1, batched.stderr  # it gave up
     assert "Traceback" not in batched.stderr
-    assert "lost" not in batched.stderr  # everybody left in an orderly way
+    assert "lost" not in batched.stderr  # all workers left gracefully
     assert rewards(batched.stdout) == rewards(plain.stdout)
     assert re.search(r"speed-up \d+\.\d\d", batched.stdout)
     assert "Not solved" in batched.stdout
     assert (tmp_path / "batched" / "cartpole.png").read_bytes().startswith(PNG)
 
 
-def test_an_agent_alone_is_refused() -> None:
+def test_an_agent_without_observers_is_rejected() -> None:
     refused = run_example("--world-size", "1")
     assert refused.returncode == 2
     assert "usage:" in refused.stderr

@@ -1,4 +1,4 @@
-"""The training examples, run as a user runs them: in short by `make test`, in full by `make test-slow`."""
+"""Runs of the training examples, short in `make test`, full in `make test-slow`."""
 
 import importlib.util
 import io
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(200)  # up to six processes, each of which impo
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an example, with its figure in `tmp_path / "new"`; whatever is left of it at the end is ended."""
+    """Start an example with its figure in `tmp_path / "new"`; end it after the test."""
     started: list[Program] = []
 
     def start(name: str, *args: str) -> Program:
@@ -63,7 +63,7 @@ def view() -> ModuleType:
 
 
 def signal_all(program: Program, number: signal.Signals) -> None:
-    """To a program and the processes that it has started."""
+    """Send a signal to a program and its processes."""
     try:
         os.killpg(program.pid, number)
     except ProcessLookupError:
@@ -71,7 +71,7 @@ def signal_all(program: Program, number: signal.Signals) -> None:
 
 
 def ending(program: Program, timeout: float = 150) -> tuple[str, str]:
-    """Output and errors of a program that must end; if it does not, all its stacks are shown."""
+    """Return output and errors of a program; show all stacks if it does not end."""
     try:
         return program.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -80,8 +80,8 @@ def ending(program: Program, timeout: float = 150) -> tuple[str, str]:
         pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
 
 
-def ends_well(program: Program, timeout: float = 150) -> str:
-    """Its output, after it has ended with status 0, and no worker has been lost or has failed."""
+def output_of_success(program: Program, timeout: float = 150) -> str:
+    """Return the output of a program that ended well, without lost workers."""
     out, err = ending(program, timeout)
     assert program.returncode == 0, out + err
     assert "Traceback" not in err
@@ -94,7 +94,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_there_are_six() -> None:
+def test_six_examples_exist() -> None:
     assert len(NAMES) == 6
 
 
@@ -105,22 +105,22 @@ def test_fits_on_a_few_screens(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke(name: str, start: Start, tmp_path: Path) -> None:
-    out = ends_well(start(name, "--smoke"))
+    out = output_of_success(start(name, "--smoke"))
     assert "\nReached: " in out
-    assert "as fast" not in out  # a few cold steps say nothing of speed
+    assert "as fast" not in out  # a few cold steps do not show the speed
     assert (tmp_path / "new" / f"{name}.png").read_bytes().startswith(PNG)
 
 
-def test_one_process_a_terminal(start: Start) -> None:
-    """The parameter server as PyTorch's tutorial starts it: the server, then the trainers, each by a command."""
+def test_one_process_per_terminal(start: Start) -> None:
+    """Start the parameter server as PyTorch's tutorial does: one command per process."""
     group = ["--world_size=3", "--num_gpus=0", "--master_addr=localhost", f"--master_port={free_port()}", "--smoke"]
     server, *trainers = [start("parameter_server", *group, f"--rank={rank}") for rank in range(3)]
     for rank, trainer in enumerate(trainers, 1):
-        assert f"Rank {rank} epoch 1 batch 0 loss" in ends_well(trainer)
-    assert "\nReached: " in ends_well(server)
+        assert f"Rank {rank} epoch 1 batch 0 loss" in output_of_success(trainer)
+    assert "\nReached: " in output_of_success(server)
 
 
-def test_a_claim_that_is_not_reached_is_said(start: Start) -> None:
+def test_a_missed_claim_is_reported(start: Start) -> None:
     program = start("batched_parameter_server", "--trainers", "2", "--updates", "1")
     out, err = ending(program)
     assert program.returncode == 1, out + err
@@ -162,4 +162,4 @@ def test_a_terminal_shows_workers_rates_and_time_left(view: ModuleType) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
 def test_in_full(name: str, start: Start) -> None:
-    assert "\nReached: " in ends_well(start(name), timeout=550)
+    assert "\nReached: " in output_of_success(start(name), timeout=550)

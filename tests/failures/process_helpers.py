@@ -18,7 +18,7 @@ from typing import Any
 from telegrad import rpc
 from telegrad.rpc import Options
 
-PATIENCE = 30.0  # s; steps are short, but the machine may be busy
+TIMEOUT = 30.0  # s; steps are short, but the machine may be busy
 
 # Forked from a process without threads that has imported everything, so a worker starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -40,7 +40,7 @@ class Step:
         self._outcome = succeeded, value
         self._over.set()
 
-    def result(self, timeout: float = PATIENCE) -> Any:
+    def result(self, timeout: float = TIMEOUT) -> Any:
         """Return the result of the step.
 
         Raises:
@@ -83,13 +83,13 @@ class Actor:
         """Send a signal and wait until the process has ended."""
         assert self.process.pid is not None
         os.kill(self.process.pid, with_signal)
-        self.process.join(PATIENCE)
+        self.process.join(TIMEOUT)
         assert self.process.exitcode == -with_signal
 
     def leave(self) -> int | None:
         """Let the process end like a finished program; return its exit code."""
         self._connection.send(None)
-        self.process.join(PATIENCE)
+        self.process.join(TIMEOUT)
         return self.process.exitcode
 
     def stderr(self) -> str:
@@ -188,18 +188,18 @@ def join(name: str, rank: int, count: int | None, where: str, options: dict[str,
 
 
 def call(to: str, function: Callable[..., Any], *args: Any) -> Any:
-    return rpc.rpc_sync(to, function, args, timeout=PATIENCE)
+    return rpc.rpc_sync(to, function, args, timeout=TIMEOUT)
 
 
 def call_many(to: str, count: int) -> int:
     """Make `count` calls and return the number of correct results."""
-    return sum(rpc.rpc_sync(to, abs, (-i,), timeout=PATIENCE) == i for i in range(count))
+    return sum(rpc.rpc_sync(to, abs, (-i,), timeout=TIMEOUT) == i for i in range(count))
 
 
 def begin_calls(to: str, function: Callable[..., Any], count: int) -> None:
     """Start calls that do not return, and wait until they have arrived."""
     state["calls"] = [rpc.rpc_async(to, function, timeout=0) for _ in range(count)]
-    rpc.rpc_sync(to, abs, (-1,), timeout=PATIENCE)  # on the same connection, so behind them
+    rpc.rpc_sync(to, abs, (-1,), timeout=TIMEOUT)  # on the same connection, so behind them
 
 
 def failures_of_calls() -> tuple[float, list[tuple[str, str]]]:
@@ -222,7 +222,7 @@ def failure(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
     return "", repr(value)
 
 
-def shut_down(graceful: bool = True, timeout: float = PATIENCE) -> float:
+def shut_down(graceful: bool = True, timeout: float = TIMEOUT) -> float:
     """Shut down and return the duration."""
     start = time.monotonic()
     rpc.shutdown(graceful, timeout)

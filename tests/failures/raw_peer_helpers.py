@@ -15,7 +15,7 @@ HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = 1, 2, 3, 4, 5
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
 
 _HEADER = struct.Struct("<IBBHIIQIIQqQ")  # see csrc/core/message.h
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 def frame(kind: int, body: bytes = b"", *, size: int | None = None, magic: int = MAGIC, **fields: int) -> bytes:
@@ -72,7 +72,7 @@ class RawPeer:
         address = next(a for a in self.core.member.addresses if a.startswith(transport + ":"))
         where = address.partition(":")[2]
         self.socket = socket.socket(socket.AF_UNIX if transport == "unix" else socket.AF_INET)
-        self.socket.settimeout(PATIENCE)
+        self.socket.settimeout(TIMEOUT)
         if transport == "unix":
             self.socket.connect("\0" + where[1:])
         else:

@@ -8,12 +8,12 @@ import pytest
 from exiting_program import DURING_THE_END, LEFT_BEHIND, ROUNDS
 
 PROGRAM = Path(__file__).with_name("ending.py")
-PATIENCE = 300.0  # s
+TIMEOUT = 300.0  # s
 
 
 def assert_clean_exit(what: str, count: int) -> None:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), what, str(count)], capture_output=True, text=True, timeout=PATIENCE, check=True
+        [sys.executable, str(PROGRAM), what, str(count)], capture_output=True, text=True, timeout=TIMEOUT, check=True
     )
     assert done.stdout == "{}\n", f"children by exit status: {done.stdout}{done.stderr[-4000:]}"
 

@@ -16,7 +16,7 @@ from telegrad.testing import Gate, eventually
 from telegrad.waits import wait_for
 from telegrad.worker import worker as worker_module
 
-PATIENCE = 20.0  # s
+TIMEOUT = 20.0  # s
 
 
 def codes(thread: int) -> list[CodeType]:
@@ -44,9 +44,9 @@ def interrupted_elsewhere(release: Callable[[], None]) -> Iterator[None]:
 
     def interrupt() -> None:
         try:
-            eventually(lambda: waits(main), PATIENCE)
+            eventually(lambda: waits(main), TIMEOUT)
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-            eventually(lambda: wait_for.__code__ not in codes(main), PATIENCE, "the main thread notices")
+            eventually(lambda: wait_for.__code__ not in codes(main), TIMEOUT, "the main thread notices")
         except BaseException as e:
             failures.append(e)
         finally:
@@ -63,7 +63,7 @@ def interrupted_elsewhere(release: Callable[[], None]) -> Iterator[None]:
         raise failures[0]
 
 
-@pytest.mark.parametrize("timeout", [None, 2 * PATIENCE])
+@pytest.mark.parametrize("timeout", [None, 2 * TIMEOUT])
 def test_a_wait_for_an_event(timeout: float | None) -> None:
     event = threading.Event()
     with interrupted_elsewhere(event.set):
@@ -82,11 +82,11 @@ def test_results_of_waits() -> None:
 def test_a_use_of_an_unresponsive_store() -> None:
     event = threading.Event()
     with interrupted_elsewhere(event.set):
-        within(2 * PATIENCE, event.wait)
+        within(2 * TIMEOUT, event.wait)
 
 
 def enter(gate: Gate) -> None:
-    gate.enter(timeout=2 * PATIENCE)
+    gate.enter(timeout=2 * TIMEOUT)
 
 
 def test_a_graceful_shutdown_with_a_handler_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

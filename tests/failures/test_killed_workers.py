@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from process_helpers import (
-    PATIENCE,
+    TIMEOUT,
     Actor,
     actors,
     begin_calls,
@@ -53,7 +53,7 @@ def _note_end() -> None:
 
 def make_reference(name: str, owner: str) -> None:
     state[name] = rpc.remote(owner, Tracked)
-    assert state[name].rpc_sync(timeout=PATIENCE).answer() == 42
+    assert state[name].rpc_sync(timeout=TIMEOUT).answer() == 42
 
 
 def make_with(name: str, owner: str) -> None:
@@ -62,7 +62,7 @@ def make_with(name: str, owner: str) -> None:
 
 def give(name: str, to: str) -> None:
     """Send a reference to another worker, which keeps it."""
-    rpc.rpc_sync(to, keep, (name, state[name]), timeout=PATIENCE)
+    rpc.rpc_sync(to, keep, (name, state[name]), timeout=TIMEOUT)
 
 
 def keep(name: str, rref: Any) -> None:
@@ -74,11 +74,11 @@ def forget(name: str) -> None:
 
 
 def use(name: str) -> int:
-    return int(state[name].rpc_sync(timeout=PATIENCE).answer())
+    return int(state[name].rpc_sync(timeout=TIMEOUT).answer())
 
 
 def wait_for_end_of(count: int) -> None:
-    eventually(lambda: Tracked.ended >= count, PATIENCE)
+    eventually(lambda: Tracked.ended >= count, TIMEOUT)
 
 
 def hold_own(name: str) -> None:
@@ -86,7 +86,7 @@ def hold_own(name: str) -> None:
 
 
 def fetch(name: str) -> Any:
-    return state[name].to_here(timeout=PATIENCE)
+    return state[name].to_here(timeout=TIMEOUT)
 
 
 # ---- kill -9

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_helpers import PATIENCE, Actor, actors, call, failure, free_port, hang, shut_all_down
+from process_helpers import TIMEOUT, Actor, actors, call, failure, free_port, hang, shut_all_down
 
 from telegrad import rpc
 from telegrad.group import addresses
@@ -87,7 +87,7 @@ def test_interrupted_programs_print_their_own_traceback_at_most(does: str) -> No
     with programs(2, "WARNING", does) as started:
         for program in started:
             program.send_signal(signal.SIGINT)
-        log_lines = [program.communicate(timeout=PATIENCE)[1] for program in started]
+        log_lines = [program.communicate(timeout=TIMEOUT)[1] for program in started]
     for text in log_lines:
         assert "LOG" not in text, text
         assert text.count("Traceback") <= 1, text
@@ -125,7 +125,7 @@ def test_peers_of_an_interrupted_program_log_one_line() -> None:
             assert line == f"LOG INFO worker w1 is gone from the group of {name}: it shut down\n"
             program.send_signal(signal.SIGINT)
         for program in (started[0], started[2]):
-            assert "w1" not in program.communicate(timeout=PATIENCE)[1]
+            assert "w1" not in program.communicate(timeout=TIMEOUT)[1]
 
 
 # ---- a death
@@ -135,7 +135,7 @@ def begin_unread_calls(to: str, count: int) -> None:
     """Start calls without reading their results."""
     for _ in range(count):
         rpc.rpc_async(to, hang, timeout=0)
-    rpc.rpc_sync(to, abs, (-1,), timeout=PATIENCE)
+    rpc.rpc_sync(to, abs, (-1,), timeout=TIMEOUT)
 
 
 def collect_garbage() -> None:
@@ -150,7 +150,7 @@ def test_a_death_is_one_line_on_each_worker_that_sees_it(tmp_path: Path) -> None
             actor.do(begin_unread_calls, "w3", 3)
         four[3].end()
         for actor in rest:
-            eventually(lambda actor=actor: "w3 is lost" in actor.stderr(), PATIENCE)  # type: ignore[misc]
+            eventually(lambda actor=actor: "w3 is lost" in actor.stderr(), TIMEOUT)  # type: ignore[misc]
             for _ in range(3):
                 assert actor.do(failure, call, "w3", abs, -1)[0] == "WorkerLost"
             actor.do(collect_garbage)
@@ -162,7 +162,7 @@ def test_a_death_is_one_line_on_each_worker_that_sees_it(tmp_path: Path) -> None
 
 
 def see_the_loss_of(name: str) -> None:
-    eventually(lambda: failure(call, name, abs, -1)[0] == "WorkerLost", PATIENCE)
+    eventually(lambda: failure(call, name, abs, -1)[0] == "WorkerLost", TIMEOUT)
 
 
 def test_a_death_seen_by_others_is_one_line_as_well(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_helpers import PATIENCE, Actor, actors, begin_calls, call, failures_of_calls, hang, state
+from process_helpers import TIMEOUT, Actor, actors, begin_calls, call, failures_of_calls, hang, state
 
 from telegrad import rpc
 from telegrad.testing import ResourceSnapshot, eventually
@@ -35,7 +35,7 @@ def shared_bytes() -> int:
 
 
 def wait_until_not_shared(before: int) -> None:
-    eventually(lambda: shared_bytes() <= before, PATIENCE)
+    eventually(lambda: shared_bytes() <= before, TIMEOUT)
 
 
 def measure() -> None:
@@ -66,7 +66,7 @@ def release_tensors() -> None:
     gc.collect()
     shared, descriptors = state["before"]
     wait_until_not_shared(shared)
-    eventually(lambda: len(ResourceSnapshot.now().fds) <= descriptors, PATIENCE)
+    eventually(lambda: len(ResourceSnapshot.now().fds) <= descriptors, TIMEOUT)
 
 
 def refuse_descriptors() -> None:
@@ -99,7 +99,7 @@ def exchange_until_shared(to: str, before: int) -> None:
         exchange(to)
         return shared_bytes() > before
 
-    eventually(shared, PATIENCE)
+    eventually(shared, TIMEOUT)
 
 
 # ---- tests

@@ -123,7 +123,7 @@ def test_result_that_cannot_be_pickled(
     with pytest.raises(TypeError, match=text):
         w[0].rpc_async("w1", function).wait()
     assert w[0].rpc_sync("w1", abs, (-1,)) == 1
-    assert "cannot pickle" in caplog.text, "it is told on the callee too"
+    assert "cannot pickle" in caplog.text, "the callee logs it too"
 
 
 def test_exception_with_an_unpicklable_attribute(w: Cluster) -> None:

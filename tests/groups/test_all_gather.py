@@ -13,7 +13,7 @@ from telegrad.rpc.api import _all_gather
 from telegrad.rpc.collectives import LeftWhileGathering, LostWhileGathering, gathering_of
 from telegrad.testing import Cluster, cluster, eventually, run_all
 
-PATIENCE = 20.0  # s
+TIMEOUT = 20.0  # s
 WHOLE = {"w0": 0, "w1": 1, "w2": 2}
 
 
@@ -38,7 +38,7 @@ def leave(group: Cluster, rank: int) -> None:
         other.loss_listeners.append(taken_up.release)
     group[rank].shutdown(graceful=not group[rank]._worker.static)  # a static group would wait for the other workers
     for _ in others:
-        assert taken_up.acquire(timeout=PATIENCE)
+        assert taken_up.acquire(timeout=TIMEOUT)
 
 
 @pytest.fixture(params=["static", "dynamic"])
@@ -51,7 +51,7 @@ def four(request: pytest.FixtureRequest) -> Any:
 
 
 def run_concurrently(*functions: Callable[[], Any]) -> list[Any]:
-    return run_all(functions, PATIENCE)
+    return run_all(functions, TIMEOUT)
 
 
 def test_the_end_of_an_uninvolved_worker_is_ignored(four: Cluster) -> None:

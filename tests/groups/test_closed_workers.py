@@ -20,7 +20,7 @@ from telegrad.testing import Cluster, Gate, Local, ResourceSnapshot, assert_quie
 from telegrad.worker import worker as worker_module
 from telegrad.worker.closed import ClosedEngine
 
-PATIENCE = 20.0  # s
+TIMEOUT = 20.0  # s
 LARGE = 1 << 18  # elements; in memory of the pool, not of malloc
 
 
@@ -303,7 +303,7 @@ def test_abandoned_handler(monkeypatch: pytest.MonkeyPatch) -> None:
         future.wait()
     assert isinstance(core.engine, ClosedEngine)
     gate.open()
-    eventually(lambda: not core.pool.threads() and timer_threads() == engines, PATIENCE)
+    eventually(lambda: not core.pool.threads() and timer_threads() == engines, TIMEOUT)
 
 
 async def never_runs(ran: Local[list[int]]) -> None:
@@ -323,7 +323,7 @@ def test_no_loop_starts_after_the_end(monkeypatch: pytest.MonkeyPatch, capfd: py
         kept = group[0].rpc_async("w1", late_coroutine, (gate, ran))
         gate.wait_for()
     gate.open()
-    eventually(lambda: not core.pool.threads(), PATIENCE)
+    eventually(lambda: not core.pool.threads(), TIMEOUT)
     core.timers.call_later(0.0, lambda: ran.value.append(2))
     assert not [t for t in threading.enumerate() if t.name in ("telegrad-w1-loop", "telegrad-w1-timers")]
     assert ran.value == []
@@ -341,7 +341,7 @@ def test_handler_that_closes_its_worker() -> None:
         core = group[1]._worker
         with pytest.raises(RuntimeError):
             group[0].rpc_sync("w1", close_my_worker)
-        eventually(lambda: not core.pool.threads() and timer_threads() == engines + 1, PATIENCE)
+        eventually(lambda: not core.pool.threads() and timer_threads() == engines + 1, TIMEOUT)
         assert isinstance(core.engine, ClosedEngine)
 
 
@@ -370,10 +370,10 @@ def close_under_callers() -> None:
 
         def close() -> None:
             for _ in range(20):
-                assert under_way.acquire(timeout=PATIENCE)
+                assert under_way.acquire(timeout=TIMEOUT)
             core.close()
 
-        run_all([*(partial(go_on, call) for call in (sync, wait, refer)), close], PATIENCE)
+        run_all([*(partial(go_on, call) for call in (sync, wait, refer)), close], TIMEOUT)
         eventually(lambda: not core.references.pending_creations)
 
 

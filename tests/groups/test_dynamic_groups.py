@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from process_helpers import PATIENCE, Actor, actors, call_many, free_port
+from process_helpers import TIMEOUT, Actor, actors, call_many, free_port
 
 from telegrad import rpc
 from telegrad.errors import UnknownWorker
@@ -24,12 +24,12 @@ def set_address(port: int) -> None:
 
 
 def join(name: str, where: str) -> int:
-    rpc.init_rpc(name, rpc_backend_options=Options(init_method=where, rpc_timeout=PATIENCE))
+    rpc.init_rpc(name, rpc_backend_options=Options(init_method=where, rpc_timeout=TIMEOUT))
     return rpc.get_worker_info().id
 
 
 def leave() -> None:
-    rpc.shutdown(timeout=PATIENCE)
+    rpc.shutdown(timeout=TIMEOUT)
 
 
 def stop_waiting() -> None:

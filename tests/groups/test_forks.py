@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from process_helpers import (
-    PATIENCE,
+    TIMEOUT,
     Actor,
     actors,
     begin_calls,
@@ -59,7 +59,7 @@ def load_data(to: str, workers: int) -> int:
     loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=workers, multiprocessing_context="fork")
     total = 0
     for batch in loader:
-        total += int(rpc.rpc_sync(to, torch.sum, (batch,), timeout=PATIENCE))
+        total += int(rpc.rpc_sync(to, torch.sum, (batch,), timeout=TIMEOUT))
     return total
 
 
@@ -93,7 +93,7 @@ def fork_during_calls(to: str, count: int) -> int:
 
     def calls() -> None:
         while not stop.is_set():
-            right[0] += bool(rpc.rpc_sync(to, torch.add, (torch.ones(2), 1), timeout=PATIENCE).sum() == 4)
+            right[0] += bool(rpc.rpc_sync(to, torch.add, (torch.ones(2), 1), timeout=TIMEOUT).sum() == 4)
 
     threads = [threading.Thread(target=calls) for _ in range(3)]
     for thread in threads:
@@ -106,7 +106,7 @@ def fork_during_calls(to: str, count: int) -> int:
         ends += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == number
     stop.set()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert not any(thread.is_alive() for thread in threads)
     assert right[0] > 0
     return ends
@@ -124,7 +124,7 @@ def drop_reference_in_child(owner: str) -> int:
         except BaseException:
             os._exit(1)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert rref.rpc_sync(timeout=PATIENCE).__len__() == 0
+    assert rref.rpc_sync(timeout=TIMEOUT).__len__() == 0
     return code
 
 
@@ -168,7 +168,7 @@ def join_in_child(where: str) -> list[int]:
 
 def _alone(where: str) -> int:
     rpc.init_rpc("child", rank=0, world_size=1, rpc_backend_options=rpc.Options(init_method=f"file://{where}"))
-    value = int(rpc.rpc_sync("child", abs, (-7,), timeout=PATIENCE))
+    value = int(rpc.rpc_sync("child", abs, (-7,), timeout=TIMEOUT))
     rpc.shutdown()
     return value
 
@@ -258,7 +258,7 @@ assert rpc.rpc_sync("w0", abs, (-1,)) == 1
 rpc.shutdown()
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
 
@@ -302,15 +302,15 @@ class Forks:
 
 def fork_by_method(to: str, how: str) -> int:
     forks = rpc.remote(to, Forks)
-    return int(forks.rpc_sync(timeout=PATIENCE).fork_and(how))
+    return int(forks.rpc_sync(timeout=TIMEOUT).fork_and(how))
 
 
 def fork_by_remote(to: str, how: str) -> int:
-    return int(rpc.remote(to, fork_and, (how,)).to_here(PATIENCE))
+    return int(rpc.remote(to, fork_and, (how,)).to_here(TIMEOUT))
 
 
 def fork_from_here(to: str, function: Callable[[str], Any], how: str) -> int:
-    return int(rpc.rpc_sync(to, function, (how,), timeout=PATIENCE))
+    return int(rpc.rpc_sync(to, function, (how,), timeout=TIMEOUT))
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("say", 1), ("return", 0)])

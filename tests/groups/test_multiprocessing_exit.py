@@ -19,7 +19,7 @@ from telegrad.testing import processes
 
 METHODS = ["fork", "forkserver", "spawn"]
 HANDLERS_RUN = METHODS if sys.version_info >= (3, 13) else ["spawn"]  # before 3.13 forked children end with os._exit
-PATIENCE = 40.0  # s
+TIMEOUT = 40.0  # s
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(["telegrad.rpc", "telegrad.testing"])
 
@@ -42,16 +42,16 @@ def record(text: str) -> None:
 
 
 def report(text: str) -> None:
-    rpc.rpc_sync("w0", record, (text,), timeout=PATIENCE)
+    rpc.rpc_sync("w0", record, (text,), timeout=TIMEOUT)
 
 
 def shut_down_at_exit(rank: int, n: int, init_method: str) -> str:
     join(rank, n, init_method)
     if rank == 0:
-        text = _heard.get(timeout=PATIENCE)
-        rpc.shutdown(timeout=PATIENCE)
+        text = _heard.get(timeout=TIMEOUT)
+        rpc.shutdown(timeout=TIMEOUT)
         return text
-    atexit.register(rpc.shutdown, timeout=PATIENCE)
+    atexit.register(rpc.shutdown, timeout=TIMEOUT)
     atexit.register(report, "its handlers run, and it can call")
     return ""
 
@@ -59,10 +59,10 @@ def shut_down_at_exit(rank: int, n: int, init_method: str) -> str:
 def end_without_shutdown(rank: int, n: int, init_method: str) -> bool:
     join(rank, n, init_method)
     if rank == 1:
-        assert _called.wait(PATIENCE)
+        assert _called.wait(TIMEOUT)
         return True
     with pytest.raises(WorkerLost) as lost:
-        rpc.rpc_sync("w1", never_completed, timeout=PATIENCE)
+        rpc.rpc_sync("w1", never_completed, timeout=TIMEOUT)
     return lost.value.left
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_helpers import PATIENCE, Actor, actors, call, call_many, free_port, join, shut_all_down, state
+from process_helpers import TIMEOUT, Actor, actors, call, call_many, free_port, join, shut_all_down, state
 
 from telegrad import rpc
 from telegrad.rpc import Options
@@ -18,7 +18,7 @@ from telegrad.testing import cluster
 
 
 def leave() -> None:
-    rpc.shutdown(timeout=PATIENCE)
+    rpc.shutdown(timeout=TIMEOUT)
 
 
 def environment(rank: int, size: int, port: int) -> None:
@@ -55,7 +55,7 @@ def all_reduce(rank: int) -> float:
 
 def call_and_reduce(rank: int, to: str) -> tuple[int, float]:
     """Make remote calls while the process group works."""
-    calls = [rpc.rpc_async(to, abs, (-i,), timeout=PATIENCE) for i in range(50)]
+    calls = [rpc.rpc_async(to, abs, (-i,), timeout=TIMEOUT) for i in range(50)]
     total = all_reduce(rank)
     return sum(call.wait() == i for i, call in enumerate(calls)), total
 
@@ -173,12 +173,12 @@ def test_alongside_a_process_group_on_one_port(three: list[Actor], first: str) -
 
 
 def join_dynamic(name: str, path: str, rank: int = -1) -> int:
-    rpc.init_rpc(name, rank=rank, store=store_of(path, -1), rpc_backend_options=Options(rpc_timeout=PATIENCE))
+    rpc.init_rpc(name, rank=rank, store=store_of(path, -1), rpc_backend_options=Options(rpc_timeout=TIMEOUT))
     return rpc.get_worker_info().id
 
 
 def join_dynamic_at(name: str, rank: int, where: str) -> None:
-    rpc.init_rpc(name, rank=rank, rpc_backend_options=Options(init_method=where, rpc_timeout=PATIENCE))
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=Options(init_method=where, rpc_timeout=TIMEOUT))
 
 
 def test_dynamic_group_with_joins_and_leaves(three: list[Actor], tmp_path: Path) -> None:

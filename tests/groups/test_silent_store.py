@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_helpers import PATIENCE, actors, free_port, state
+from process_helpers import TIMEOUT, actors, free_port, state
 
 from telegrad.errors import ShutdownTimeout
 from telegrad.group import rendezvous
@@ -30,7 +30,7 @@ def test_a_member_leaves_while_the_stores_host_is_stopped(tmp_path: Path, caplog
     port = free_port()
     with actors(1, tmp_path, method="none") as (host,):
         host.do(host_store, port)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE))  # type: ignore[attr-defined]
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT))  # type: ignore[attr-defined]
         worker = Worker("w0", store=store)
         assert host.process.pid is not None
         os.kill(host.process.pid, signal.SIGSTOP)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_helpers import PATIENCE, Actor, actors, call_many, free_port, join, shut_all_down, state
+from process_helpers import TIMEOUT, Actor, actors, call_many, free_port, join, shut_all_down, state
 
 from telegrad import rpc
 from telegrad.group import hosting, probing, stores
@@ -20,7 +20,7 @@ from telegrad.rpc import Options
 from telegrad.testing import eventually
 from telegrad.waits import Wait
 
-LONG = timedelta(seconds=PATIENCE)
+LONG = timedelta(seconds=TIMEOUT)
 BLINK = timedelta(seconds=0.05)
 
 
@@ -92,7 +92,7 @@ def test_waiting_clients_are_notified_of_writes(port: int, backing: Any, writer:
     assert threads[0].is_alive()
     other.set("b", "2")
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
     assert got == [b"2"]
 
@@ -144,7 +144,7 @@ def test_a_closing_server_disconnects_all_clients(backing: Any) -> None:
 
     thread = later(wait)
     server.close()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert ended == [True]
     with pytest.raises(StoreGone):
         store.get("nothing")
@@ -267,9 +267,9 @@ def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
     join_all(three, where)
     shut_all_down(three)
     guest = three[2].begin(join, "w2", 2, 3, where, {})
-    eventually(lambda: has(port, "rpc_prefix_1/member/2"), PATIENCE)
+    eventually(lambda: has(port, "rpc_prefix_1/member/2"), TIMEOUT)
     host = three[1].begin(join, "w0", 0, 3, where, {})
-    eventually(lambda: has(port, "rpc_prefix_1/member/0"), PATIENCE)
+    eventually(lambda: has(port, "rpc_prefix_1/member/0"), TIMEOUT)
     for step in (guest, host, three[0].begin(join, "w1", 1, 3, where, {})):
         step.result()
     for actor in three:
@@ -286,7 +286,7 @@ def test_an_unused_store_makes_room_for_the_next() -> None:
     del store
     assert has(port, "key")
     request_release(port)
-    eventually(lambda: "refused" in probing.probe("127.0.0.1", port, PATIENCE))
+    eventually(lambda: "refused" in probing.probe("127.0.0.1", port, TIMEOUT))
     request_release(port)
 
 
@@ -294,7 +294,7 @@ def test_one_process_may_be_server_and_client() -> None:
     port = free_port()
     store = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
     again = stores._connect_as_client(
-        hosting.StoreAddress("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", PATIENCE)
+        hosting.StoreAddress("127.0.0.1", port, 1, True), True, Wait("w1 (rank 1)", TIMEOUT)
     )
     store.set("key", "1")
     assert again.get("key") == b"1"

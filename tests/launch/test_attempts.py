@@ -13,7 +13,7 @@ from telegrad.group.attempts import Attempts, Superseded
 from telegrad.rpc import Options, Worker
 from telegrad.testing import run_all
 
-PATIENCE = Options(rpc_timeout=30)
+TIMEOUT = Options(rpc_timeout=30)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return become
 
 
-def join(store: Any, rank: int, size: int, options: Options = PATIENCE) -> Worker:
+def join(store: Any, rank: int, size: int, options: Options = TIMEOUT) -> Worker:
     return Worker(f"w{rank}", rank, size, options, store=store)
 
 

@@ -26,17 +26,17 @@ def test_forms(text: str, on: str | int | None, device: str) -> None:
     assert placement_of(text) == (on, torch.device(device))
 
 
-def test_a_device_itself() -> None:
+def test_a_device_object() -> None:
     assert placement_of(torch.device("cpu")) == (None, CPU)
 
 
 @pytest.mark.parametrize("text", ["", "/", "/cuda:0", "w/cuda:0/cuda:1", "rank:x/cpu", "rank:-1", "rack:1", "a:b:c"])
-def test_what_is_no_place(text: str) -> None:
+def test_invalid_placements(text: str) -> None:
     with pytest.raises(ValueError, match=r"Could not parse remote_device: .* The valid format is '<workername>/"):
         placement_of(text)
 
 
-def test_what_is_no_device() -> None:
+def test_invalid_devices() -> None:
     with pytest.raises(RuntimeError, match="Invalid device string: 'cpu2'"):
         placement_of("w1/cpu2")
     with pytest.raises(RuntimeError, match="Device string must not be empty"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from modules import Net, NoModule, failing, noting, pass_back, use
+from module_helpers import Net, NoModule, failing, noting, pass_back, use
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
@@ -52,8 +52,8 @@ def test_places(text: str, on: str | int) -> None:
 
 @pytest.mark.usefixtures("three")
 def test_unknown_places() -> None:
-    with pytest.raises(RuntimeError, match="could not find destination name nobody"):
-        RemoteModule("nobody/cpu", nn.Linear, (4, 1))
+    with pytest.raises(RuntimeError, match="could not find destination name unknown"):
+        RemoteModule("unknown/cpu", nn.Linear, (4, 1))
     with pytest.raises(ValueError, match="Could not parse remote_device: w1/cpu/1"):
         RemoteModule("w1/cpu/1", nn.Linear, (4, 1))
 
@@ -66,7 +66,7 @@ def test_without_a_group() -> None:
         run_all([make])  # a new thread has no current worker
 
 
-def test_nothing_is_left_of_one_that_goes(three: Cluster) -> None:
+def test_a_deleted_module_leaks_nothing(three: Cluster) -> None:
     module = RemoteModule("w1/cpu", Net, (4,))
     module(X)
     module.load_state_dict(module.state_dict())
@@ -83,7 +83,7 @@ def test_repr(net: RemoteModule) -> None:
 
 
 @pytest.mark.usefixtures("three")
-def test_what_cannot_be_made_says_so_at_its_first_use() -> None:
+def test_a_failed_creation_raises_at_first_use() -> None:
     bad = RemoteModule("w1", NoModule, (1,))  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(
@@ -97,7 +97,7 @@ def test_what_cannot_be_made_says_so_at_its_first_use() -> None:
 # ---- running it
 
 
-def test_it_computes_what_it_would_here(net: RemoteModule) -> None:
+def test_results_equal_a_local_module(net: RemoteModule) -> None:
     assert torch.equal(net(X), here()(X))
     assert torch.equal(net.forward(X, scale=2.0), here()(X, scale=2.0))
     assert torch.equal(net.forward_async(X, 3.0).wait(), here()(X, 3.0))
@@ -131,7 +131,7 @@ def test_attributes(net: RemoteModule) -> None:
     del layer
 
 
-def test_hooks_here_run_around_the_call(net: RemoteModule) -> None:
+def test_local_hooks_run_around_the_call(net: RemoteModule) -> None:
     seen: list[Any] = []
     handles = [
         net.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
@@ -150,12 +150,12 @@ def with_hook(module: RRef[nn.Module]) -> None:
     module.local_value().register_forward_hook(lambda module, args, result: result * 10)
 
 
-def test_hooks_there_run_there(net: RemoteModule) -> None:
+def test_remote_hooks_run_remotely(net: RemoteModule) -> None:
     rpc.rpc_sync("w1", with_hook, (net.get_module_rref(),))
     assert torch.equal(net(X), here()(X) * 10)
 
 
-def test_backward_hooks_here(net: RemoteModule) -> None:
+def test_local_backward_hooks(net: RemoteModule) -> None:
     seen: list[Any] = []
     handle = net.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out[0]))
     x = X.clone().requires_grad_()
@@ -185,7 +185,7 @@ def test_parameters_as_references(net: RemoteModule) -> None:
     del references, reference
 
 
-def test_modules_within(net: RemoteModule) -> None:
+def test_submodules(net: RemoteModule) -> None:
     layer = net.get_submodule("first")
     assert isinstance(layer, RemoteModule)
     assert torch.equal(layer(X), here().first(X))
@@ -208,12 +208,12 @@ REFUSED: dict[str, Callable[[RemoteModule], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_only_a_module_here_can_give(net: RemoteModule, name: str) -> None:
+def test_attributes_of_local_modules_only(net: RemoteModule, name: str) -> None:
     with pytest.raises(ValueError, match=rf"Method ``{name}`` not supported for RemoteModule\. .+"):
         REFUSED[name](net)
 
 
-def test_parts_are_not_set_here(net: RemoteModule) -> None:
+def test_parts_cannot_be_set_locally(net: RemoteModule) -> None:
     with pytest.raises(ValueError, match="has no modules here: add_module puts a copy"):
         net.more = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="has no parameters here: register_parameter puts a copy"):
@@ -263,7 +263,7 @@ def test_other_changes(net: RemoteModule) -> None:
 # ---- its state
 
 
-def test_state_comes_and_goes(net: RemoteModule) -> None:
+def test_state_is_saved_and_loaded(net: RemoteModule) -> None:
     state = net.state_dict()
     local = here()
     local.load_state_dict(state)  # names and metadata are those of a module here
@@ -309,7 +309,7 @@ class Hybrid(nn.Module):
         return y
 
 
-def test_as_a_part(net: RemoteModule) -> None:
+def test_as_a_submodule(net: RemoteModule) -> None:
     hybrid = Hybrid(net)
     assert hybrid(X).shape == (3, 1)
     assert [name for name, _ in hybrid.named_parameters()] == ["head.weight", "head.bias"]
@@ -325,7 +325,7 @@ def test_as_a_part(net: RemoteModule) -> None:
     assert torch.equal(net.state_dict()["first.weight"], torch.full((2, 4), 2.0))
 
 
-def test_state_of_a_whole(net: RemoteModule) -> None:
+def test_state_of_a_containing_module(net: RemoteModule) -> None:
     class Local(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -372,14 +372,14 @@ class Mine(RemoteModule):
 
 
 @pytest.mark.usefixtures("three")
-def test_a_subclass_is_sent_as_itself() -> None:
+def test_a_subclass_keeps_its_type() -> None:
     mine = Mine("w1", nn.Linear, (4, 1))
     again = rpc.rpc_sync("w2", pass_back, (mine,))
     assert type(again) is Mine
     assert torch.equal(again.twice(X), mine(X) * 2)
 
 
-def test_not_pickled_elsewhere(net: RemoteModule) -> None:
+def test_pickling_outside_of_calls_raises(net: RemoteModule) -> None:
     uses: list[Callable[[], Any]] = [
         lambda: torch.save(net, io.BytesIO()),
         lambda: pickle.dumps(net),
@@ -390,7 +390,7 @@ def test_not_pickled_elsewhere(net: RemoteModule) -> None:
             attempt()
 
 
-def test_of_a_module_that_exists(net: RemoteModule) -> None:
+def test_from_a_reference(net: RemoteModule) -> None:
     others = [RemoteModule.init_from_module_rref(place, net.get_module_rref()) for place in ("w1/cpu", "w1", "cpu")]
     net.apply(noting)
     assert [(other.on, other.device, torch.equal(other(X), net(X))) for other in others] == [("w1", "cpu", True)] * 3
@@ -403,7 +403,7 @@ def test_of_a_module_that_exists(net: RemoteModule) -> None:
     del others, mine
 
 
-def test_tensors_are_moved_to_another_device_wherever_they_stand() -> None:
+def test_nested_tensors_are_moved_to_another_device() -> None:
     value = ({"a": [X, 1]}, (X, "text"), torch.return_types.max((X, X)), None)
     moved = owner.moved(value, torch.device("meta"))
     assert moved[0]["a"][0].is_meta

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from profiled import double, events, named, only, relay
+from profile_helpers import double, events, named, only, relay
 from torch.autograd import profiler_legacy
 
 from telegrad import autograd, observe, rpc
@@ -29,7 +29,7 @@ def run_pass(profile: Any, function: Any, *arguments: Any) -> Any:
     return prof
 
 
-def test_a_pass_is_shown_with_what_other_workers_run_for_it(profile: Any) -> None:
+def test_a_pass_is_shown_with_its_work_on_other_workers(profile: Any) -> None:
     prof = run_pass(profile, double)
     whole, recv, send = only(prof, BACKWARD), only(prof, RECV), only(prof, SEND)
     assert {event.node_id for event in (whole, recv, send)} == {0}
@@ -42,7 +42,7 @@ def test_a_pass_is_shown_with_what_other_workers_run_for_it(profile: Any) -> Non
         assert whole.time_range.start <= inner.time_range.start <= inner.time_range.end <= whole.time_range.end
 
 
-def test_a_trace_has_what_other_workers_run_for_a_pass(tmp_path: Path) -> None:
+def test_a_trace_has_the_work_of_other_workers(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     run_pass(torch.profiler.profile, relay, "w2").export_chrome_trace(str(path))
     found = json.loads(path.read_text())["traceEvents"]
@@ -54,14 +54,14 @@ def test_a_trace_has_what_other_workers_run_for_a_pass(tmp_path: Path) -> None:
     assert whole["ts"] <= add["ts"] <= add["ts"] + add["dur"] <= whole["ts"] + whole["dur"]
 
 
-def test_workers_further_on_are_shown_too(profile: Any) -> None:
+def test_indirectly_called_workers_are_shown(profile: Any) -> None:
     prof = run_pass(profile, relay, "w2")
     found = [event for event in events(prof) if event.name.endswith("#remote_op: AddBackward0")]
     assert [(event.node_id, event.name) for event in found] == [(2, f"{BACKWARD}#remote_op: AddBackward0")]
     assert [event.node_id for event in named(prof, f"{BACKWARD}#remote_op: {SEND}")].count(2) == 1
 
 
-def test_a_pass_that_fails_leaves_nothing_on() -> None:
+def test_a_failed_pass_leaves_no_profiler_on() -> None:
     x = torch.ones(2, requires_grad=True)
 
     def fail(_: torch.Tensor) -> None:
@@ -75,26 +75,26 @@ def test_a_pass_that_fails_leaves_nothing_on() -> None:
     only(prof, BACKWARD)
 
 
-def test_what_other_threads_do_for_this_one_joins_its_profile(profile: Any, three: Cluster) -> None:
+def test_work_of_other_threads_for_this_one_is_in_its_profile(profile: Any, three: Cluster) -> None:
     """A pool thread that handles a reply of the pass is recorded."""
     calls = three[0]._worker.calls
     with profile() as prof:
-        beside = tracing.observer.side_thread_recording(calls)
+        side = tracing.observer.side_thread_recording(calls)
 
         def help_out() -> None:
-            with beside:
+            with side:
                 torch.mul(torch.ones(2), torch.ones(2))
                 three[0].rpc_sync("w1", torch.sub, (torch.ones(2), torch.ones(2)))
 
         run_all([help_out])
-        beside.report()
+        side.report()
     mul = only(prof, "aten::mul")
     assert (mul.node_id, mul.is_remote) == (0, False)
     assert only(prof, "rpc_sync#aten::sub(w0 -> w1)").is_remote is False
     assert only(prof, "rpc_sync#aten::sub(w0 -> w1)#remote_op: aten::sub").node_id == 1
 
 
-def test_a_recording_goes_on_after_it_was_drained_inside_a_range() -> None:
+def test_a_recording_continues_after_a_drain_inside_a_range() -> None:
     recording = tracing.observer.record(7, (0, 0))
     with recording, torch.profiler.record_function("open"):
         torch.mul(torch.ones(2), torch.ones(2))
@@ -106,7 +106,7 @@ def test_a_recording_goes_on_after_it_was_drained_inside_a_range() -> None:
     assert "aten::mul" not in [event[0] for event in second]
 
 
-def test_nobody_records_beside_a_thread_that_is_not_profiled(three: Cluster) -> None:
+def test_threads_without_a_profiler_are_not_recorded(three: Cluster) -> None:
     with profiler_legacy.profile():
         found: list[Any] = []
         thread = threading.Thread(

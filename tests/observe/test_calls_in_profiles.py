@@ -3,10 +3,10 @@
 import threading
 from typing import Any
 
-import profiled
+import profile_helpers
 import pytest
 import torch
-from profiled import FEW, MANY, Box, double, events, named, only
+from profile_helpers import FEW, MANY, Box, double, events, named, only
 from torch.autograd import profiler_legacy
 
 from telegrad import observe, rpc
@@ -50,12 +50,15 @@ def test_methods_of_referenced_values_are_shown_by_their_names(profile: Any) -> 
     assert only(prof, "rpc_async#_rref_typeof_on_owner(w0 -> w1)").node_id == 0  # for `remote`, once
 
 
-@pytest.mark.parametrize("function", [profiled.relay, profiled.relay_later, profiled.relay_in_coroutine])
-def test_what_a_callee_calls_in_turn_is_shown_under_both_names(profile: Any, function: Any) -> None:
+RELAYS = (profile_helpers.relay, profile_helpers.relay_later, profile_helpers.relay_in_coroutine)
+
+
+@pytest.mark.parametrize("function", RELAYS)
+def test_nested_calls_are_shown_under_both_names(profile: Any, function: Any) -> None:
     with profile() as prof:
         rpc.rpc_sync("w1", function, ("w2", X))
     outer = f"rpc_sync#{function.__name__}(w0 -> w1)"
-    mode = "sync" if function is profiled.relay else "async"
+    mode = "sync" if function is profile_helpers.relay else "async"
     inner = f"{outer}#remote_op: rpc_{mode}#double(w1 -> w2)"
     assert only(prof, inner).node_id == 1
     operator = only(prof, f"{inner}#remote_op: aten::add")
@@ -66,19 +69,19 @@ def test_what_a_callee_calls_in_turn_is_shown_under_both_names(profile: Any, fun
 
 def test_steps_of_a_coroutine_and_callbacks_of_a_future_are_recorded(profile: Any) -> None:
     with profile() as prof:
-        rpc.rpc_sync("w1", profiled.relay_in_coroutine, ("w2", X))
-        rpc.rpc_sync("w1", profiled.relay_later, ("w2", X))
+        rpc.rpc_sync("w1", profile_helpers.relay_in_coroutine, ("w2", X))
+        rpc.rpc_sync("w1", profile_helpers.relay_later, ("w2", X))
     for name in ("aten::mul", "aten::sub"):
         assert only(prof, f"rpc_sync#relay_in_coroutine(w0 -> w1)#remote_op: {name}").node_id == 1
     assert only(prof, "rpc_sync#relay_later(w0 -> w1)#remote_op: aten::mul").node_id == 1
 
 
-def test_a_call_that_fails_is_shown_with_what_it_did(profile: Any) -> None:
+def test_a_failed_call_is_shown_with_its_operators(profile: Any) -> None:
     with profile() as prof:
         with pytest.raises(ValueError, match="on purpose"):
-            rpc.rpc_sync("w1", profiled.fail, (X,))
+            rpc.rpc_sync("w1", profile_helpers.fail, (X,))
         with pytest.raises(ValueError, match="on purpose"):
-            rpc.rpc_async("w1", profiled.fail, (X,)).wait()
+            rpc.rpc_async("w1", profile_helpers.fail, (X,)).wait()
         with pytest.raises(Exception, match="lock"):
             rpc.rpc_sync("w1", double, (threading.Lock(),))
     for mode in ("sync", "async"):
@@ -116,7 +119,7 @@ def test_a_call_that_is_not_sent_leaves_no_span_open(
     assert not tracing.observer._spans
 
 
-def test_a_call_that_times_out_is_shown_and_its_late_report_concerns_nobody(profile: Any) -> None:
+def test_a_timed_out_call_is_shown_and_its_late_report_is_dropped(profile: Any) -> None:
     gate = Gate()
     with profile() as prof:
         with pytest.raises(RuntimeError, match="ran for more than"):
@@ -130,7 +133,7 @@ def test_a_call_that_times_out_is_shown_and_its_late_report_concerns_nobody(prof
     assert sum("rpc_async#" in name for name in names) == 1
 
 
-def test_a_call_that_outlives_the_profiler_completes_as_ever(profile: Any) -> None:
+def test_a_call_that_outlives_the_profiler_completes(profile: Any) -> None:
     gate = Gate()
     with profile() as prof:
         future = rpc.rpc_async("w1", gate.enter)
@@ -147,7 +150,7 @@ def test_calls_of_one_name_in_a_row_are_all_shown(profile: Any) -> None:
     assert not any("telegrad" in event.name for event in events(prof))
 
 
-def test_a_call_within_a_range_of_the_programs_own_lies_in_it(profile: Any) -> None:
+def test_a_call_is_inside_the_users_range(profile: Any) -> None:
     with profile() as prof, torch.profiler.record_function("mine"):
         rpc.rpc_sync("w1", double, (X,))
     mine, call = only(prof, "mine"), only(prof, "rpc_sync#double(w0 -> w1)")
@@ -155,7 +158,7 @@ def test_a_call_within_a_range_of_the_programs_own_lies_in_it(profile: Any) -> N
     assert mine.cpu_children == [call]
 
 
-def test_what_is_noted_of_operators_is_noted_elsewhere_too(profile: Any) -> None:
+def test_options_of_the_profiler_apply_remotely(profile: Any) -> None:
     def remote_add(**options: bool) -> Any:
         with profile(**options) as prof:
             rpc.rpc_sync("w1", double, (torch.ones(3, 4),))
@@ -168,7 +171,7 @@ def test_what_is_noted_of_operators_is_noted_elsewhere_too(profile: Any) -> None
     assert remote_add(with_flops=True).flops > 0
 
 
-def test_operators_of_a_callee_form_a_tree_of_their_own(profile: Any) -> None:
+def test_operators_of_a_callee_form_a_separate_tree(profile: Any) -> None:
     with profile() as prof:
         rpc.rpc_sync("w1", double, (torch.ones(2, dtype=torch.int64),))
         rpc.rpc_sync("w1", torch.relu, (X,))
@@ -198,9 +201,9 @@ def test_profilers_of_two_threads_see_their_own_calls(three: Cluster) -> None:
     assert second == ["rpc_sync#aten::sub(w0 -> w2)#remote_op: aten::sub"]
 
 
-def test_a_callee_may_profile_itself_meanwhile(profile: Any) -> None:
+def test_a_callee_may_profile_itself_at_the_same_time(profile: Any) -> None:
     with profile() as prof:
-        assert rpc.rpc_sync("w1", profiled.profile_yourself, (X,)) == ["aten::mul"]
+        assert rpc.rpc_sync("w1", profile_helpers.profile_yourself, (X,)) == ["aten::mul"]
     for name in ("aten::add", "aten::sub"):
         only(prof, f"rpc_sync#profile_yourself(w0 -> w1)#remote_op: {name}")
 

@@ -16,7 +16,7 @@ MS = 1_000_000  # ns
 
 
 @pytest.mark.parametrize("ahead", [0, 5, -5, 1_000_000, -1_000_000])
-def test_a_clock_that_is_ahead_is_found_out_as_far_as_messages_tell(ahead: int) -> None:
+def test_clock_offsets_are_estimated_from_messages(ahead: int) -> None:
     """The request takes 10, and the reply 20."""
     offset = clock_offset(1000, 1010 + ahead, 1050 + ahead, 1070)
     assert 1000 <= 1010 + ahead - offset <= 1050 + ahead - offset <= 1070
@@ -53,14 +53,14 @@ def session_with_a_call(*events: Event) -> tuple[Session, Any]:
     return session, local
 
 
-def test_remote_events_lie_within_their_call_however_late_the_start_was_noticed() -> None:
+def test_remote_events_are_within_their_call() -> None:
     session, local = session_with_a_call(Event("call#remote_op: op", 1, 1, 600 * MS, 700 * MS))
     call, remote = session.completed(local)
     assert (call.name, remote.name) == ("call", "call#remote_op: op")
     assert remote.time_range.start == pytest.approx(600_000, abs=1000)
 
 
-def test_threads_of_two_workers_are_not_taken_for_one() -> None:
+def test_threads_of_two_workers_are_distinct() -> None:
     """Threads of different workers have equal numbers; torch builds trees by thread."""
     session, local = session_with_a_call(
         Event("outer", 1, 1, 600 * MS, 700 * MS),
@@ -72,7 +72,7 @@ def test_threads_of_two_workers_are_not_taken_for_one() -> None:
     assert found["other worker's"].cpu_parent is None
 
 
-def test_a_report_that_comes_after_the_end_is_dropped() -> None:
+def test_a_report_after_the_end_is_dropped() -> None:
     session, local = session_with_a_call()
     session.close()
     late: Any = SimpleNamespace(key="late", start=0, peer=(1, "w1"), thread=1)

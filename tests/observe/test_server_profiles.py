@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from profiled import FEW, MANY, double, relay_in_coroutine
+from profile_helpers import FEW, MANY, double, relay_in_coroutine
 from torch.autograd import profiler_legacy
 
 from telegrad import observe, rpc
@@ -19,7 +19,7 @@ def names(profile: Any) -> list[str]:
     return [event.name for event in profile.function_events]
 
 
-def test_every_request_is_recorded_for_all_profiles_that_are_on() -> None:
+def test_every_request_is_recorded_in_all_active_profiles() -> None:
     with observe.ServerProfile() as outer:
         rpc.rpc_sync("w1", torch.add, (X, X))
         with observe.ServerProfile() as inner:
@@ -53,7 +53,7 @@ def test_a_caller_that_profiles_has_its_report_as_well(profile: Any) -> None:
     assert [event.name for event in observe.remote_events(mine)] == ["rpc_sync#double(w0 -> w1)#remote_op: aten::add"]
 
 
-def test_it_is_driven_remotely_as_torchs_own(three: Cluster) -> None:
+def test_remote_control_like_torchs(three: Cluster) -> None:
     made = rpc.remote("w1", compat_rpc._server_process_global_profile)
     made.rpc_sync().__enter__()
     rpc.rpc_sync("w1", torch.add, (X, X))
@@ -73,7 +73,7 @@ def test_afterwards_requests_are_native_again(slow_requests: list[Any]) -> None:
     assert len(slow_requests) <= FEW
 
 
-def test_one_that_is_switched_off_or_entered_twice() -> None:
+def test_disabled_and_reentered_profiles() -> None:
     with observe.ServerProfile(enabled=False):
         rpc.rpc_sync("w1", double, (X,))
     profile = observe.ServerProfile()
@@ -82,7 +82,7 @@ def test_one_that_is_switched_off_or_entered_twice() -> None:
     assert pickle.loads(pickle.dumps(profile)).function_events == []
 
 
-def test_torchs_names_lead_here() -> None:
+def test_torchs_names_are_redirected() -> None:
     from telegrad.compat.rpc import server_process_global_profiler
 
     assert server_process_global_profiler._server_process_global_profile is observe.ServerProfile

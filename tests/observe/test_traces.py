@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from profiled import double, relay
+from profile_helpers import double, relay
 from torch.autograd import profiler_legacy
 
 from telegrad import observe, rpc

@@ -94,7 +94,7 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("cls", "kwargs"), CLASSES, ids=lambda v: v.__name__ if isinstance(v, type) else "")
 @pytest.mark.parametrize("places", [("w1", "w2"), ("w0", "w1"), ("w1", "w1"), ("w0", "w0")], ids="-".join)
 @pytest.mark.usefixtures("w")
-def test_as_one_optimizer_of_everything(cls: Any, kwargs: dict[str, Any], places: tuple[str, str]) -> None:
+def test_results_equal_one_local_optimizer(cls: Any, kwargs: dict[str, Any], places: tuple[str, str]) -> None:
     of = layers(*places)
     optimizer = DistributedOptimizer(cls, weights(of), **kwargs)
     assert len(optimizer.remote_optimizers) == len(set(places))
@@ -141,7 +141,7 @@ def test_positional_arguments_and_none_at_all() -> None:
 
 
 @pytest.mark.usefixtures("w")
-def test_parameters_without_a_gradient_stay() -> None:
+def test_parameters_without_a_gradient_are_unchanged() -> None:
     used, unused = layers("w1", "w2")
     frozen = rpc.remote("w2", Layer, (5.0, False))
     optimizer = DistributedOptimizer(optim.SGD, weights([used, unused, frozen]), lr=0.5, weight_decay=0.1)
@@ -202,7 +202,7 @@ def test_errors_of_two_owners_are_one_group() -> None:
 
 
 @pytest.mark.usefixtures("w")
-def test_one_that_cannot_be_made() -> None:
+def test_an_optimizer_that_cannot_be_created() -> None:
     with pytest.raises(ValueError, match=r"CannotBeMade could not be made on 2 workers(.|\n)*on w1(.|\n)*on w2"):
         DistributedOptimizer(CannotBeMade, weights(layers("w1", "w2")))
     with pytest.raises(ValueError, match="no optimizer on w1"):
@@ -210,7 +210,7 @@ def test_one_that_cannot_be_made() -> None:
 
 
 @pytest.mark.usefixtures("w")
-def test_what_it_does_not_take() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(TypeError, match=r"takes RRefs to parameters, but got a Tensor.*pass RRef\(parameter\)"):
         DistributedOptimizer(optim.SGD, [torch.ones(1)], lr=1.0)
     with pytest.raises(TypeError, match='a parameter group is a dict with "params"'):
@@ -238,7 +238,7 @@ def test_a_lost_owner_is_named() -> None:
 # ---- what is left
 
 
-def test_an_optimizer_that_goes_leaves_nothing(w: Cluster) -> None:
+def test_a_deleted_optimizer_leaks_nothing(w: Cluster) -> None:
     of = layers("w1", "w0")
     train_step(of, DistributedOptimizer(optim.Adam, weights(of)))
     del of
@@ -251,7 +251,7 @@ def test_an_optimizer_that_goes_leaves_nothing(w: Cluster) -> None:
 # ---- what else the package offers
 
 
-def test_the_rest_of_torchs_package_is_there() -> None:
+def test_the_rest_of_torchs_package_exists() -> None:
     import torch.distributed.optim as theirs
 
     for name in theirs.__all__:

@@ -26,12 +26,12 @@ def remote(error: Exception, worker: str) -> Exception:
     return arrived
 
 
-def test_one_is_itself() -> None:
+def test_one_error_is_unchanged() -> None:
     error = KeyError("k")
     assert all_of("it failed", [("w1", error)]) is error
 
 
-def test_several_are_of_all_their_types() -> None:
+def test_several_errors_have_all_their_types() -> None:
     errors = [("w1", remote(ValueError("no rate"), "w1")), ("w2", remote(KeyError("moment"), "w2"))]
     error = all_of("the optimizer could not step", errors)
     for kind in (ValueError, KeyError, RemoteError, RuntimeError, ExceptionGroup):
@@ -42,7 +42,7 @@ def test_several_are_of_all_their_types() -> None:
     assert "".join(traceback.format_exception(error)).count("in remote") == 2  # both tracebacks, once
 
 
-def test_those_of_one_type() -> None:
+def test_errors_of_one_type() -> None:
     error = all_of("it failed", [(f"w{i}", ValueError(str(i))) for i in range(3)])
     assert isinstance(error, ValueError)
     assert "on 3 workers: w0: ValueError: 0; w1: ValueError: 1; w2: ValueError: 2" in str(error)
@@ -61,7 +61,7 @@ def test_a_lost_worker_among_others() -> None:
     assert error.name == "w1"
 
 
-def test_attributes_of_the_originals_are_there() -> None:
+def test_attributes_of_the_originals_are_kept() -> None:
     error = all_of("it failed", [("w1", OfTheProgram(1, "one")), ("w2", ValueError("x"))])
     assert isinstance(error, OfTheProgram)
     assert error.code == 1
@@ -74,7 +74,7 @@ def test_types_that_cannot_be_combined_keep_the_last_one() -> None:
     assert "it failed on 2 workers: w1: UnicodeDecodeError" in error.__notes__[0]
 
 
-def test_it_travels_on() -> None:
+def test_it_can_be_sent_again() -> None:
     error = all_of("it failed", [("w1", ValueError("a")), ("w2", KeyError("b"))])
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, ValueError)

@@ -103,7 +103,7 @@ def test_steps_are_those_of_the_optimizer(
         assert parameter.grad is None
 
 
-def test_every_optimizer_of_torch_is_tried_but_those_that_cannot_be() -> None:
+def test_all_supported_optimizers_of_torch_are_tested() -> None:
     tried = {cls for cls, _ in CLASSES}
     other = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # the base, one for sparse gradients, two of special needs
     every = {cls for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)}
@@ -134,7 +134,7 @@ def test_groups_and_names(worker: OneWorker, parameters: list[nn.Parameter]) -> 
         assert torch.equal(parameter, old - lr)
 
 
-def test_nobody_else_uses_it_so_it_is_stepped_in_place(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
+def test_an_unused_parameter_is_stepped_in_place(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
     mine = local(worker, parameters, lr=0.1)
     places = [parameter.data_ptr() for parameter in parameters]
     for _ in range(3):
@@ -142,7 +142,7 @@ def test_nobody_else_uses_it_so_it_is_stepped_in_place(worker: OneWorker, parame
     assert [parameter.data_ptr() for parameter in parameters] == places
 
 
-def test_what_a_graph_has_saved_stays(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
+def test_values_saved_by_a_graph_are_unchanged(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
     mine = local(worker, parameters, lr=0.1)
     a, b, c = parameters
     places = [parameter.data_ptr() for parameter in parameters]
@@ -157,7 +157,7 @@ def test_what_a_graph_has_saved_stays(worker: OneWorker, parameters: list[nn.Par
     assert b.data_ptr() != places[1]
 
 
-def test_memory_goes_to_and_fro(worker: OneWorker) -> None:
+def test_memory_alternates(worker: OneWorker) -> None:
     """With one forward pass in flight at each step, two pieces of memory are enough."""
     parameter = nn.Parameter(torch.zeros(100))
     mine = local(worker, [parameter], lr=1.0)
@@ -173,7 +173,7 @@ def test_memory_goes_to_and_fro(worker: OneWorker) -> None:
     assert torch.equal(parameter, torch.full((100,), -6.0))
 
 
-def test_what_a_message_carries_stays(worker: OneWorker) -> None:
+def test_values_in_a_message_are_unchanged(worker: OneWorker) -> None:
     """Messages hold the storage's Python object, of which there is only one."""
     parameter = nn.Parameter(torch.zeros(100))
     mine = local(worker, [parameter], lr=1.0)
@@ -187,7 +187,7 @@ def test_what_a_message_carries_stays(worker: OneWorker) -> None:
     assert torch.equal(parameter, torch.full((100,), -3.0))
 
 
-def test_where_a_body_of_another_context_is_open_nothing_is_written_in_place(worker: OneWorker) -> None:
+def test_open_context_bodies_prevent_in_place_steps(worker: OneWorker) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     mine = local(worker, [parameter], lr=1.0)
     place = parameter.data_ptr()
@@ -198,7 +198,7 @@ def test_where_a_body_of_another_context_is_open_nothing_is_written_in_place(wor
         assert parameter.data_ptr() != place
 
 
-def test_shared_memory_is_stepped_where_it_is(worker: OneWorker) -> None:
+def test_shared_memory_is_stepped_in_place(worker: OneWorker) -> None:
     for cls in (optim.SGD, Plain):
         parameter = nn.Parameter(torch.zeros(2))
         parameter.share_memory_()
@@ -212,7 +212,7 @@ def test_shared_memory_is_stepped_where_it_is(worker: OneWorker) -> None:
         assert torch.equal(torch.autograd.grad(y, [parameter])[0], torch.ones(2))
 
 
-def test_one_that_fails_changes_nothing_that_was_copied(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
+def test_a_failed_step_changes_no_copied_parameter(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
     before = [parameter.detach().clone() for parameter in parameters]
     mine = local(worker, parameters, Failing, lr=1.0)
     for _ in range(2):
@@ -223,27 +223,27 @@ def test_one_that_fails_changes_nothing_that_was_copied(worker: OneWorker, param
     assert torch.equal(parameters[0], before[0] - 1)
 
 
-def test_other_optimizers_run_in_front_of_the_gate(worker: OneWorker) -> None:
-    door = Gate()
+def test_other_optimizers_compute_before_the_gate(worker: OneWorker) -> None:
+    opened = Gate()
 
     class Slow(Plain):
         def step(self, closure: Any = None) -> None:
-            door.enter()
+            opened.enter()
             super().step()
 
     parameter = nn.Parameter(torch.zeros(2))
     mine = local(worker, [parameter], Slow, lr=1.0)
     thread = threading.Thread(target=mine.step, args=(1, ones([parameter])), daemon=True)
     thread.start()
-    door.wait_for()
+    opened.wait_for()
     with protect(worker).handler_guard(2):  # it does not wait for user code
         assert torch.equal(parameter, torch.zeros(2))
-    door.open()
+    opened.open()
     thread.join(10)
     assert torch.equal(parameter, -torch.ones(2))
 
 
-def test_optimizers_of_the_same_parameters_step_one_after_another(worker: OneWorker) -> None:
+def test_optimizers_of_the_same_parameters_step_exclusively(worker: OneWorker) -> None:
     parameter = nn.Parameter(torch.zeros(3))
     both = [local(worker, [parameter], cls, lr=1.0) for cls in (optim.SGD, Plain)]
 
@@ -258,27 +258,27 @@ def test_optimizers_of_the_same_parameters_step_one_after_another(worker: OneWor
     assert torch.equal(parameter, torch.full((3,), -400.0))
 
 
-def test_a_step_that_has_to_wait_too_long_says_so(worker: OneWorker) -> None:
-    door = Gate()
+def test_a_step_that_waits_too_long_logs_it(worker: OneWorker) -> None:
+    opened = Gate()
 
     class Slow(Plain):
         def step(self, closure: Any = None) -> None:
-            door.enter()
+            opened.enter()
 
     parameter = nn.Parameter(torch.zeros(3))
     slow, quick = local(worker, [parameter], Slow), local(worker, [parameter], lr=1.0)
     thread = threading.Thread(target=slow.step, args=(1, ones([parameter])), daemon=True)
     thread.start()
-    door.wait_for()
+    opened.wait_for()
     with pytest.raises(TimeoutError, match=r"still stepping a parameter of shape \[3\] after 0\.05 s"):
         quick.step(2, ones([parameter]), 0.05)
-    door.open()
+    opened.open()
     thread.join(10)
     quick.step(2, ones([parameter]), 10.0)
     assert torch.equal(parameter, -torch.ones(3))
 
 
-def test_parameters_that_cannot_be(worker: OneWorker) -> None:
+def test_invalid_parameters(worker: OneWorker) -> None:
     leaf = nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
         local(worker, [leaf * 2], lr=1.0)
@@ -292,7 +292,7 @@ def test_parameters_that_cannot_be(worker: OneWorker) -> None:
     assert torch.equal(halves[1], -torch.ones(2))
 
 
-def test_notes_on_parameters_can_be_read(worker: OneWorker) -> None:
+def test_attributes_of_parameters_can_be_read(worker: OneWorker) -> None:
     seen = []
 
     class Reading(Plain):
@@ -318,7 +318,7 @@ def test_a_step_under_inference_mode_leaves_ordinary_parameters(worker: OneWorke
     del view
 
 
-def test_where_uses_cannot_be_counted_everything_is_copied(
+def test_without_reference_counts_everything_is_copied(
     worker: OneWorker, parameters: list[nn.Parameter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("telegrad.optim.parameters._count_uses", None)

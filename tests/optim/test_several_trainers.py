@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Descent, Server, serve, train
+from parameter_server_helpers import Descent, Server, serve, train
 from torch import Tensor, nn, optim
 
 from telegrad import autograd, rpc
@@ -15,12 +15,12 @@ from telegrad.optim import DistributedOptimizer, between_steps
 from telegrad.rpc import RRef
 from telegrad.testing import Cluster, Gate, assert_quiescent, cluster, eventually, run_all
 
-PATIENCE = 10.0
+TIMEOUT = 10.0
 
 
 @pytest.fixture(scope="module")
 def w() -> Iterator[Cluster]:
-    """w0 is the server; trainers are w1 to w4."""
+    """Start the server w0 and the trainers w1 to w4."""
     with cluster(5) as group:
         yield group
 
@@ -55,7 +55,7 @@ def train_all(w: Cluster, steps: int) -> None:
 
 
 class _Shared:
-    """Lets a reference of one worker be asked for by the others."""
+    """Share a reference of one worker with the others."""
 
     of: RRef[Any] | None = None
 
@@ -89,11 +89,11 @@ def test_four_trainers_for_long(w: Cluster) -> None:
         assert_quiescent(worker)
 
 
-# ---- what is promised, one by one
+# ---- each guarantee
 
 
 class Holder:
-    """A parameter on the server, and calls that tests can hold up."""
+    """Parameter on the server, with calls that tests can block."""
 
     def __init__(self, value: float = 1.0) -> None:
         self.weight = nn.Parameter(torch.full((3,), value))
@@ -108,20 +108,20 @@ class Holder:
     def sum(self) -> Tensor:
         return (self.weight + self.other).sum()
 
-    def twice(self, door: Gate) -> tuple[Tensor, bool]:
-        """Reads all before and after a pause."""
+    def twice(self, gate: Gate) -> tuple[Tensor, bool]:
+        """Read all parameters before and after a pause."""
         before = self.weight.detach().clone(), self.other.detach().clone()
         result = (self.weight * self.other).sum()
-        door.enter()
+        gate.enter()
         after = self.weight.detach(), self.other.detach()
         return result, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
-    def wait(self, door: Gate) -> Tensor:
-        door.enter()
+    def wait(self, gate: Gate) -> Tensor:
+        gate.enter()
         return self.square()
 
     async def coroutine(self, inside: Gate) -> Tensor:
-        """Operations before and after an await."""
+        """Compute before and after an await."""
         first = self.weight * self.weight
         inside.entered.release()
         while not inside.is_open():
@@ -130,7 +130,7 @@ class Holder:
 
     @rpc.functions.async_execution
     def later(self, inside: Gate) -> Any:
-        """An operation in a callback."""
+        """Compute in a callback."""
         return rpc.rpc_async("w3", inside.enter, (2.0,)).then(
             lambda done: (self.weight * self.weight * done.wait()).sum()
         )
@@ -183,21 +183,21 @@ def test_a_step_between_forward_and_backward(w: Cluster, holder: RRef[Holder], c
 
 def test_no_step_becomes_visible_while_a_handler_runs(w: Cluster, holder: RRef[Holder]) -> None:
     optimizer = optimizer_on(w, 2, holder)
-    door = Gate()
+    gate = Gate()
     with w[1], autograd.context() as context_id:
-        future = proxied(w, 1, holder).rpc_async().twice(door)
-        door.wait_for()
+        future = proxied(w, 1, holder).rpc_async().twice(gate)
+        gate.wait_for()
 
         def step() -> None:
             step_of(w, 2, holder, optimizer)
 
-        def let_go() -> None:
+        def release() -> None:
             gate = w[0]._worker.attachments["autograd.protection"].gate
             eventually(lambda: gate.waiting, what="a step that waits")
             assert torch.equal(holder.local_value().weight, torch.full((3,), 3.0))
-            door.open()
+            gate.open()
 
-        run_all([step, let_go])
+        run_all([step, release])
         result, same = future.wait()
         assert same
         assert result.item() == 27.0
@@ -218,7 +218,7 @@ def test_no_step_is_lost(w: Cluster, holder: RRef[Holder]) -> None:
 
 
 def test_parameters_of_the_trainer_itself(w: Cluster) -> None:
-    """The body of a context on the owner of parameters that another worker steps."""
+    """A context's body runs on the owner of parameters that another worker steps."""
     mine = Holder(3.0)
     holder = w[1].rref(mine)
     optimizer = optimizer_on_owner(w, 2, holder)
@@ -242,7 +242,7 @@ def optimizer_on_owner(w: Cluster, rank: int, holder: RRef[Holder]) -> Distribut
 
 
 @pytest.mark.parametrize("name", ["coroutine", "later"])
-def test_handlers_that_end_later(w: Cluster, holder: RRef[Holder], name: str) -> None:
+def test_deferred_handlers(w: Cluster, holder: RRef[Holder], name: str) -> None:
     optimizer = optimizer_on(w, 2, holder)
     inside = Gate()
     with w[1], autograd.context() as context_id:
@@ -260,18 +260,18 @@ def test_handlers_that_end_later(w: Cluster, holder: RRef[Holder], name: str) ->
         assert torch.equal(mine.rpc_sync().gradients(context_id), torch.full((3,), expected))
 
 
-def test_one_that_waits_for_the_step_that_waits_for_it(
+def test_a_handler_that_waits_for_the_step_that_waits_for_it(
     w: Cluster, holder: RRef[Holder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = optimizer_on(w, 2, holder)
     monkeypatch.setattr(w[0]._worker.attachments["autograd.protection"].gate, "max_wait", 0.1)
-    door = Gate()
+    gate = Gate()
     with w[1], autograd.context() as context_id, caplog.at_level(logging.WARNING, "telegrad"):
         mine = proxied(w, 1, holder)
-        future = mine.rpc_async().twice(door)
-        door.wait_for()
+        future = mine.rpc_async().twice(gate)
+        gate.wait_for()
         step_of(w, 2, holder, optimizer)  # the handler goes on when this has returned
-        door.open()
+        gate.open()
         y, same = future.wait()
         assert not same
         autograd.backward(context_id, [y])
@@ -281,7 +281,7 @@ def test_one_that_waits_for_the_step_that_waits_for_it(
 
 def test_a_handler_that_steps_its_own_context(w: Cluster) -> None:
     """A server that drives the training itself does not deadlock, however deep."""
-    assert w[1].rpc_sync("w2", drive, ("w0",), timeout=PATIENCE) == 2.0
+    assert w[1].rpc_sync("w2", drive, ("w0",), timeout=TIMEOUT) == 2.0
 
 
 def drive(server: str) -> float:

@@ -10,7 +10,7 @@ from telegrad.testing import Cluster, cluster
 
 @pytest.fixture(autouse=True)
 def no_cycles() -> Iterator[None]:
-    """Values go with their last reference, not with the next run of the cycle collector."""
+    """Disable the cycle collector: values are freed with their last reference."""
     gc.collect()
     gc.disable()
     yield
@@ -19,6 +19,6 @@ def no_cycles() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def w() -> Iterator[Cluster]:
-    """Three workers, shared by the tests of a module; calls of `telegrad.rpc` go through the first."""
+    """Start three workers for the tests of a module; the first is the current one."""
     with cluster(3) as workers:
         yield workers

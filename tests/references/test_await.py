@@ -1,4 +1,4 @@
-"""``await rref``: the value, as `to_here` brings it, without blocking the event loop."""
+"""``await rref`` returns the value of `to_here` without blocking the event loop."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from telegrad.errors import RpcTimeout, RRefDeleted
 from telegrad.testing import Cluster, Gate, eventually
 
 
-class Thing:
+class Tracked:
     pass
 
 
@@ -54,16 +54,16 @@ def test_the_value(w: Cluster) -> None:
 
 def test_on_the_owner_it_is_the_value_itself(w: Cluster) -> None:
     async def main() -> None:
-        value = Thing()
+        value = Tracked()
         assert await rpc.RRef(value) is value
-        made = rpc.remote("w0", Thing)
+        made = rpc.remote("w0", Tracked)
         assert await made is made.local_value()
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("owner", ["w0", "w1"])
-def test_the_loop_runs_until_there_is_a_value(w: Cluster, owner: str) -> None:
+def test_the_loop_runs_until_the_value_exists(w: Cluster, owner: str) -> None:
     async def main() -> Any:
         gate = Gate()
         made = rpc.remote(owner, gate.enter, ("late",))
@@ -80,7 +80,7 @@ def test_the_loop_runs_until_there_is_a_value(w: Cluster, owner: str) -> None:
 
 
 @pytest.mark.parametrize("owner", ["w0", "w1"])
-def test_what_making_it_raised(w: Cluster, owner: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_the_creation(w: Cluster, owner: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         for _ in range(2):
             made = rpc.remote(owner, fail)
@@ -95,7 +95,7 @@ def test_what_making_it_raised(w: Cluster, owner: str, caplog: pytest.LogCapture
     assert not [r for r in caplog.records if "did not" in r.getMessage()]
 
 
-def test_no_longer_than_the_default_timeout(w: Cluster) -> None:
+def test_the_default_timeout_applies(w: Cluster) -> None:
     calls = w[0]._worker.calls
 
     async def main(gate: Gate) -> None:
@@ -115,7 +115,7 @@ def test_no_longer_than_the_default_timeout(w: Cluster) -> None:
 
 
 @pytest.mark.parametrize("owner", ["w0", "w1"])
-def test_a_canceled_await_leaves_no_leak_and_no_noise(w: Cluster, owner: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_canceled_await_leaks_and_logs_nothing(w: Cluster, owner: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main(gate: Gate) -> None:
         made = rpc.remote(owner, fail_after, (gate,))
         task = asyncio.ensure_future(made)
@@ -137,7 +137,7 @@ def test_a_canceled_await_leaves_no_leak_and_no_noise(w: Cluster, owner: str, ca
     assert not [r for r in caplog.records if "did not" in r.getMessage() or r.name == "asyncio"]
 
 
-def test_a_reference_that_was_given_up() -> None:
+def test_a_canceled_reference() -> None:
     from telegrad.testing import cluster
 
     async def main(made: rpc.RRef[Any]) -> None:
@@ -145,7 +145,7 @@ def test_a_reference_that_was_given_up() -> None:
             await made
 
     with cluster(2) as workers:
-        made = rpc.remote("w1", Thing)
+        made = rpc.remote("w1", Tracked)
         made.to_here()
     del workers
     asyncio.run(main(made))

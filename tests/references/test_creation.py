@@ -1,12 +1,12 @@
-"""References to what is still being made, will never be, or that nobody waits for."""
+"""References to values that are pending, failed or unused."""
 
 import threading
 
 import pytest
 import torch
-from things import (
-    PATIENCE,
-    Thing,
+from rref_helpers import (
+    TIMEOUT,
+    Tracked,
     fail,
     fail_when_open,
     freed,
@@ -32,7 +32,7 @@ def test_calls_on_a_value_under_creation_wait_without_a_thread(w: Cluster) -> No
     rref = w[0].remote("w1", make_when_open, ("slow", gate))
     gate.wait_for()
     calls = [rref.rpc_async().greet(str(i)) for i in range(50)]
-    assert w[0].rpc_sync("w1", ping) == "pong"  # it came on the same link, so the others have arrived
+    assert w[0].rpc_sync("w1", ping) == "pong"  # it used the same connection, so the others have arrived
     engine = w[1]._worker.engine
     eventually(lambda: engine.stats()["running_requests"] == 1, what="only the creation itself to have a thread")
     assert engine.stats()["queued_requests"] == 0
@@ -40,7 +40,7 @@ def test_calls_on_a_value_under_creation_wait_without_a_thread(w: Cluster) -> No
     gate.open()
     assert [call.wait() for call in calls] == [f"slow greets {i}" for i in range(50)]
     del rref, calls
-    assert freed("slow").wait(PATIENCE)
+    assert freed("slow").wait(TIMEOUT)
 
 
 def test_more_queued_calls_than_handler_threads() -> None:
@@ -54,7 +54,7 @@ def test_more_queued_calls_than_handler_threads() -> None:
 
 
 def test_handed_on_while_under_creation(w: Cluster) -> None:
-    """It is used on a third worker before the value exists."""
+    """A third worker uses the reference before the value exists."""
     gate = Gate()
     rref = w[0].remote("w1", make_when_open, ("slow", gate))
     used = w[0].rpc_async("w2", greet, (rref,))
@@ -68,7 +68,7 @@ def confirmed(rref: RRef[object]) -> bool:
     return rref.confirmed_by_owner()
 
 
-def test_confirmed_where_it_is_handed_to_although_the_value_is_not_there(w: Cluster) -> None:
+def test_a_shared_reference_is_confirmed_before_its_value_exists(w: Cluster) -> None:
     gate = Gate()
     rref = w[0].remote("w1", make_when_open, ("slow", gate))
     assert not rref.confirmed_by_owner()
@@ -82,7 +82,7 @@ def _length(rref: RRef[str]) -> int:
     return len(rref.to_here())
 
 
-def test_chain_of_creations_waits_for_nothing_at_the_caller(w: Cluster) -> None:
+def test_the_caller_does_not_wait_for_a_chain_of_creations(w: Cluster) -> None:
     gate = Gate()
     first = w[0].remote("w1", make_when_open, ("first", gate))
     second = w[0].remote("w2", greet, (first,))
@@ -91,18 +91,18 @@ def test_chain_of_creations_waits_for_nothing_at_the_caller(w: Cluster) -> None:
     assert third.to_here() == len("first greets you")
 
 
-def test_remote_method_makes_a_reference_of_its_own(w: Cluster) -> None:
+def test_remote_method_creates_a_new_reference(w: Cluster) -> None:
     rref = w[0].remote("w1", make, ("parent",))
     child = rref.remote().child("child")
     assert child.rpc_sync().greet("x") == "child greets x"
     del rref
-    assert freed("parent").wait(PATIENCE)
+    assert freed("parent").wait(TIMEOUT)
     del child
-    assert freed("child").wait(PATIENCE)
+    assert freed("child").wait(TIMEOUT)
 
 
 class Slow:
-    """Made only when its gate opens."""
+    """Value that is created when its gate opens."""
 
     def __init__(self, gate: Gate) -> None:
         gate.enter()
@@ -127,11 +127,11 @@ class Slow:
 
 
 @pytest.mark.parametrize("owner", ["w0", "w1"])
-def test_methods_of_what_is_still_being_made_wait_at_the_owner(w: Cluster, owner: str) -> None:
-    """`remote` returns while nothing has been made yet: the gate opens only afterwards."""
+def test_methods_of_a_pending_value_wait_at_the_owner(w: Cluster, owner: str) -> None:
+    """`remote` returns before the value exists: the gate opens afterwards."""
     gate = Gate()
     rref = w[0].remote(owner, Slow, (gate,))
-    text = w[0].remote("w2", greet, (w[0].rref(Thing("argument")),))
+    text = w[0].remote("w2", greet, (w[0].rref(Tracked("argument")),))
     proxy = rref.remote()
     results = [proxy.plain(1, b=2), proxy.later(4), proxy.coroutine(5), proxy.again().remote().plain(7)]
     results.append(proxy.add_length(text))
@@ -147,7 +147,7 @@ def test_methods_of_what_is_still_being_made_wait_at_the_owner(w: Cluster, owner
 
 
 @pytest.mark.parametrize("owner", ["w0", "w1"])
-def test_methods_of_what_is_never_made(w: Cluster, owner: str) -> None:
+def test_methods_of_a_failed_value(w: Cluster, owner: str) -> None:
     gate = Gate()
     rref = w[0].remote(owner, fail_when_open, ("no such thing", gate))
     result = rref.remote().greet("x")
@@ -156,8 +156,8 @@ def test_methods_of_what_is_never_made(w: Cluster, owner: str) -> None:
         result.to_here()
 
 
-def test_method_with_a_time_of_its_own(w: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch it waits for the value so long; what that took is not given to the method again."""
+def test_method_with_its_own_timeout(w: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the value counts against the timeout, as in torch."""
     gate = Gate()
     rref = w[0].remote("w1", Slow, (gate,))
     with pytest.raises(RpcTimeout):
@@ -166,17 +166,17 @@ def test_method_with_a_time_of_its_own(w: Cluster, monkeypatch: pytest.MonkeyPat
     rref._get_future().wait()
     times = []
     monkeypatch.setattr(create, "create", lambda *args: times.append(args[5]))
-    rref.remote(timeout=PATIENCE).plain(1)
-    assert 0 < times[0] < PATIENCE * 1e9
+    rref.remote(timeout=TIMEOUT).plain(1)
+    assert 0 < times[0] < TIMEOUT * 1e9
 
 
-def test_dropped_before_it_is_made(w: Cluster) -> None:
+def test_dropped_before_it_exists(w: Cluster) -> None:
     gate = Gate()
     w[0].remote("w1", make_when_open, ("unwanted", gate))
     gate.wait_for()
     gate.open()
-    assert started("unwanted").wait(PATIENCE)
-    assert freed("unwanted").wait(PATIENCE)
+    assert started("unwanted").wait(TIMEOUT)
+    assert freed("unwanted").wait(TIMEOUT)
 
 
 @pytest.mark.parametrize("owner", ["w0", "w1"])
@@ -196,13 +196,13 @@ def test_failing_creation(w: Cluster, owner: str) -> None:
     assert w[0].rpc_sync("w1", ping) == "pong"
 
 
-def test_creation_with_an_argument_that_cannot_travel(w: Cluster) -> None:
+def test_creation_with_an_argument_that_cannot_be_sent(w: Cluster) -> None:
     with pytest.raises(TypeError, match=r"cannot pickle.*at .*args"):
         w[0].remote("w1", make, (threading.Lock(),))
     assert w[0]._worker.references.stats().pending_users == 0
 
 
-def test_value_that_cannot_travel_is_a_value_all_the_same(w: Cluster) -> None:
+def test_value_that_cannot_be_sent_is_still_a_value(w: Cluster) -> None:
     rref = w[0].remote("w1", threading.Lock)
     assert rref.rpc_sync().locked() is False
     with pytest.raises(TypeError, match="cannot pickle"):
@@ -220,7 +220,7 @@ def test_to_here_times_out_then_succeeds(w: Cluster) -> None:
     assert rref.to_here() == ("slow",)
     assert rref.rpc_sync().greet("x") == "slow greets x"
     del rref
-    assert freed("slow").wait(PATIENCE)
+    assert freed("slow").wait(TIMEOUT)
 
 
 def test_creation_that_timed_out(w: Cluster) -> None:
@@ -235,21 +235,21 @@ def test_creation_that_timed_out(w: Cluster) -> None:
     gate.wait_for()
     gate.open()
     del rref
-    assert started("late").wait(PATIENCE)
-    assert freed("late").wait(PATIENCE)
+    assert started("late").wait(TIMEOUT)
+    assert freed("late").wait(TIMEOUT)
 
 
 @pytest.mark.parametrize("kind", ["rpc_sync", "rpc_async"])
-def test_reply_with_a_reference_that_comes_after_the_time_out(w: Cluster, kind: str) -> None:
-    """Nobody waits for it any more, so the reference in it is given back."""
+def test_reply_with_a_reference_after_the_timeout(w: Cluster, kind: str) -> None:
+    """The caller no longer waits, so the reference in the reply is released."""
     gate = Gate()
     call = w[0].rpc_sync if kind == "rpc_sync" else lambda *a, **k: w[0].rpc_async(*a, **k).wait()
     with pytest.raises(RpcTimeout):
         call("w1", own_when_open, (kind, gate), timeout=SOON)
     gate.wait_for()
     gate.open()
-    assert started(kind).wait(PATIENCE)
-    assert freed(kind).wait(PATIENCE)
+    assert started(kind).wait(TIMEOUT)
+    assert freed(kind).wait(TIMEOUT)
 
 
 def _hold(rref: RRef[object], gate: Gate) -> str:
@@ -268,7 +268,7 @@ def test_arguments_of_a_call_that_timed_out(w: Cluster) -> None:
     assert w[0].rpc_sync("w1", ping) == "pong"
     assert not freed("argument").is_set(), "the handler on w2 still has it"
     gate.open()
-    assert freed("argument").wait(PATIENCE)
+    assert freed("argument").wait(TIMEOUT)
 
 
 def _double(rref: RRef[torch.Tensor]) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Creations and fetches that carry plain values only: they take the short way of calls."""
+"""Creations and fetches of codec-encodable values: the fast path."""
 
 import threading
 from typing import Any
 
 import pytest
 import torch
-from things import PATIENCE, fail, fail_when_open, freed, make, make_when_open, ping, started
+from rref_helpers import TIMEOUT, fail, fail_when_open, freed, make, make_when_open, ping, started
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telegrad.errors import RpcTimeout, RRefError
@@ -81,7 +81,7 @@ def test_made_once_fetched_often_and_freed(w: Cluster) -> None:
     rref = w[0].remote("w1", make, ("short",))
     assert [rref.to_here() for _ in range(3)] == [("short",)] * 3
     del rref
-    assert freed("short").wait(PATIENCE)
+    assert freed("short").wait(TIMEOUT)
 
 
 def test_fetches_wait_without_a_thread(w: Cluster) -> None:
@@ -151,7 +151,7 @@ def test_creations_that_make_no_sense_are_answered(w: Cluster, body: Any) -> Non
         body = ((1,), {}, rref.id.local_id)
         owner.references.values[rref.id].ready = False  # the owner takes a ready one for a lost creator's
     coded = body if type(body) is bytes else me.messages.encode(1, body).body
-    flags, timeout = int(Flag.KEEP_AS), int(PATIENCE * 1e9)
+    flags, timeout = int(Flag.KEEP_AS), int(TIMEOUT * 1e9)
     outcome: Any = me.engine.call(1, int(Tag.CALL), flags, number, text, coded, None, timeout, False, None)
     assert outcome[0] == Status.REPLIED
     assert outcome[1] == Tag.ERROR
@@ -178,7 +178,7 @@ def test_an_argument_that_cannot_be_coded_leaves_nothing_pending(w: Cluster, slo
 
 
 def test_callbacks_of_a_creation_run_in_the_pool(w: Cluster) -> None:
-    """Whichever thread takes up the outcome: a caller that passes by must not run what the program has put there."""
+    """A caller that decodes the completion of another call must not run user code."""
     for _ in range(20):
         gate = Gate()
         rref = w[0].remote("w1", make_when_open, ("called back", gate))
@@ -190,13 +190,13 @@ def test_callbacks_of_a_creation_run_in_the_pool(w: Cluster) -> None:
         gate.open()
         assert rref.to_here() == ("called back",)
         assert w[0].rpc_sync("w1", ping) == "pong"
-        assert done.wait(PATIENCE)
+        assert done.wait(TIMEOUT)
         assert ran[0].startswith("telegrad-w0-")
         assert future.value() is None
     assert started("called back").is_set()
 
 
-def test_one_future_for_all_who_ask(w: Cluster) -> None:
+def test_one_future_for_all_fetches(w: Cluster) -> None:
     rref = w[0].remote("w1", double, (1,))
     futures = {id(rref._get_future()) for _ in range(3)}
     assert rref._get_future().wait() is None
@@ -209,7 +209,7 @@ def test_one_future_for_all_who_ask(w: Cluster) -> None:
     assert late._get_future().value() is None
 
 
-def test_creations_that_nobody_looks_at_come_to_an_end(w: Cluster) -> None:
+def test_unused_creations_complete(w: Cluster) -> None:
     references = w[0]._worker.references
     rrefs = [w[0].remote("w1", double, (i,)) for i in range(200)]
     eventually(lambda: references.pending_creations == 0)

@@ -1,4 +1,4 @@
-"""Methods of values that are known to exist, whose calls go the way of all calls: all is as with the first one."""
+"""Methods of values that are known to exist: ordinary calls."""
 
 import threading
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def w() -> Iterator[Cluster]:
 
 @pytest.fixture
 def desk(w: Cluster) -> RRef[Desk]:
-    """It exists for all that its user knows."""
+    """Return a reference known to exist."""
     rref = w[0].remote("w1", Desk)
     assert rref.rpc_sync().take() == 1
     return rref

@@ -1,4 +1,4 @@
-"""What proxies say of attributes, and what a reference shows of itself."""
+"""Attributes of proxies, and the representation of references."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from things import Gate, make_when_open
+from rref_helpers import Gate, make_when_open
 
 from telegrad import rpc
 from telegrad.errors import OwnerLost, RemoteError, WorkerLost
@@ -62,7 +62,7 @@ def test_property_is_an_error_where_it_is_accessed(kind: str) -> None:
     assert proxy.hook is not None  # whether it is callable is seen on the instance
 
 
-def test_attribute_that_only_the_owner_knows_is_an_error_of_the_call() -> None:
+def test_missing_attribute_is_an_error_of_the_call() -> None:
     rref = rpc.remote("w1", make)
     for _ in range(2):  # also where the value is known to exist
         with pytest.raises(TypeError, match=r"'weight' of Model is no method, but of type Tensor\. Read .*get_attr"):
@@ -94,14 +94,14 @@ def test_attribute_that_only_the_owner_knows_is_an_error_of_the_call() -> None:
     ],
     ids=["bool", "len", "iter", "float", "int", "==", "[]", "attribute", "+", "-", "<", "in"],
 )
-def test_method_that_is_used_as_a_value_says_how_to_read_one(use: Callable[[Any], Any]) -> None:
+def test_using_a_method_as_a_value_raises_advice(use: Callable[[Any], Any]) -> None:
     method = rpc.remote("w1", make).rpc_sync().weight
     with pytest.raises((TypeError, AttributeError)) as caught:
         use(method)
     assert "get_attr('weight')" in str(caught.value)
 
 
-def test_drop_in_gives_partials_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_in_returns_partials_like_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed.rpc", types.ModuleType("telegrad.compat.rpc"))
     proxy = rpc.remote("w1", Model).rpc_sync()
     assert proxy.value
@@ -123,7 +123,7 @@ def test_get_attr() -> None:
     assert here.get_attr("layer") is not None
 
 
-def test_dir_shows_methods_where_the_class_is_known() -> None:
+def test_dir_lists_methods_if_the_class_is_known() -> None:
     known, unknown = rpc.remote("w1", Model), rpc.remote("w1", make)
     assert "double" in dir(known.rpc_sync())
     assert "value" not in dir(known.rpc_sync())
@@ -139,7 +139,7 @@ def test_repr_shows_class_owner_and_state(w: Cluster) -> None:
     assert repr(waits) == f"<RRef to a value on w0 (this worker), id 0.{waits.id.local_id}, being made>"
     gate.open()
     waits.to_here()
-    assert repr(waits) == f"<RRef to Thing on w0 (this worker), id 0.{waits.id.local_id}, ready>"
+    assert repr(waits) == f"<RRef to Tracked on w0 (this worker), id 0.{waits.id.local_id}, ready>"
 
     there = w[0].remote("w1", Model)
     there.to_here()
@@ -154,7 +154,7 @@ def test_repr_shows_class_owner_and_state(w: Cluster) -> None:
 
 
 @pytest.mark.parametrize("use", ["to_here", "rpc_sync", "get_attr", "await"])
-def test_first_use_after_the_owners_death_is_the_loss_of_the_owner(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_use_after_the_owners_death_raises_its_loss(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(2) as w:
         first_use_after_death(w, use, monkeypatch)
 

@@ -109,7 +109,7 @@ def test_an_endless_default(gate: Gate) -> None:
 @pytest.mark.parametrize("nonsense", ["1", None, float("nan"), []])
 def test_values_that_are_no_timeout_raise(nonsense: Any) -> None:
     for start in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
-        with pytest.raises((TypeError, ValueError), match=r"timeout|time-out"):
+        with pytest.raises((TypeError, ValueError), match="timeout"):
             start("w1", echo, (1,), timeout=nonsense)
 
 

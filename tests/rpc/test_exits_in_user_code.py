@@ -17,7 +17,7 @@ from telegrad import autograd, rpc
 from telegrad.testing import Cluster, eventually
 
 KINDS = [SystemExit, KeyboardInterrupt, asyncio.CancelledError]
-PATIENCE = 10.0  # s
+TIMEOUT = 10.0  # s
 options = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -171,7 +171,7 @@ def test_a_finalizer(kind: type[BaseException], monkeypatch: pytest.MonkeyPatch)
     told = threading.Event()
     monkeypatch.setattr(sys, "unraisablehook", lambda _: told.set())
     assert rpc.rpc_sync("w1", leaves, (kind,))
-    assert told.wait(PATIENCE)
+    assert told.wait(TIMEOUT)
 
 
 # ---- on the event loop
@@ -224,7 +224,7 @@ def test_a_result_that_a_pool_thread_cannot_decode(kind: type[BaseException]) ->
     future = rpc.rpc_async("w1", stateful, (kind,))
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
-    assert done.wait(PATIENCE)
+    assert done.wait(TIMEOUT)
     assert isinstance(future.failure(), kind)
 
 

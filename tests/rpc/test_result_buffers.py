@@ -249,8 +249,8 @@ def test_sizes_and_types() -> None:
         assert rpc.rpc_sync("w1", dtype_of, (like_torch, torch.qint8)) == torch.qint8
     big = rpc.rpc_sync("w1", build, (1.0, 20 << 20))
     assert big.sum() == 20 << 20
-    with pytest.raises(RuntimeError, match="nobody"):
-        rpc.empty(3, to="nobody")
+    with pytest.raises(RuntimeError, match="unknown"):
+        rpc.empty(3, to="unknown")
 
 
 def test_outside_of_a_group() -> None:

@@ -60,7 +60,7 @@ async def opens_a_context(gate: Gate) -> list[bool]:
 
 
 def test_stepped_parameters_hook_only_code_in_contexts(two: Cluster) -> None:
-    gate = protect(two[1]._worker).gate
+    step_gate = protect(two[1]._worker).gate
     gate = Gate()
     first = rpc.rpc_async("w1", opens_a_context, (gate,))
     gate.wait_for()
@@ -70,11 +70,11 @@ def test_stepped_parameters_hook_only_code_in_contexts(two: Cluster) -> None:
         assert rpc.rpc_sync("w1", without_hooks) == [True, True]
         assert not is_hooked()  # nothing is stepped on this worker
     assert not rpc.rpc_sync("w1", is_hooked)
-    assert gate.bodies == 1
+    assert step_gate.bodies == 1
     gate.open()
     assert first.wait() == [True, True, False]
-    assert gate.bodies == 0
-    eventually(lambda: gate.handlers == 0)  # the answer leaves before the handler is out of the gate
+    assert step_gate.bodies == 0
+    eventually(lambda: step_gate.handlers == 0)  # the answer leaves before the handler is out of the gate
     del first
     for worker in two:
         assert_quiescent(worker)
@@ -85,10 +85,10 @@ def squared(x: Tensor) -> Tensor:
 
 
 def test_a_handler_that_fails_leaves_no_hooks(two: Cluster) -> None:
-    gate = protect(two[1]._worker).gate
+    step_gate = protect(two[1]._worker).gate
     with autograd.context():
         for _ in range(3):
             with pytest.raises(ValueError, match="hooked: True"):
                 rpc.rpc_sync("w1", squared, (torch.ones(2, requires_grad=True),))
-    eventually(lambda: gate.handlers == 0)
+    eventually(lambda: step_gate.handlers == 0)
     assert not rpc.rpc_sync("w1", is_hooked)

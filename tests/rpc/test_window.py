@@ -110,20 +110,20 @@ def test_a_signal(group: Cluster) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_signal_before_anything_is_sent(group: Cluster, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The signal arrives when the first requests have been encoded."""
-    address = Messages.address
-    addressed: list[Any] = []
+    encode = Messages.encode_for_peer
+    encoded: list[Any] = []
 
     def interrupted(self: Messages, *args: Any) -> Any:
-        if len(addressed) == count:
+        if len(encoded) == count:
             raise Stop
-        addressed.append(address(self, *args))
-        return addressed[-1]
+        encoded.append(encode(self, *args))
+        return encoded[-1]
 
     rref = rpc.remote("w2", torch.ones, (3,))
     x = torch.ones(2, requires_grad=True)
     with autograd.context(), monkeypatch.context() as patched:
-        patched.setattr(Messages, "address", interrupted)
+        patched.setattr(Messages, "encode_for_peer", interrupted)
         with pytest.raises(Stop):
             rpc.multicast(("w1", "w2", "w1"), size, (x, rref))
     del rref
-    assert len(addressed) == count
+    assert len(encoded) == count

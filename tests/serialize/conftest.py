@@ -1,6 +1,6 @@
 import pytest
-from carrying import slow_codec
 from hypothesis import settings
+from serialize_helpers import slow_codec
 
 from telegrad.serialize.tensor_layout import make_codec
 

@@ -5,9 +5,9 @@ import sys
 import weakref
 
 import pytest
-from carrying import codec_pair, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serialize_helpers import codec_pair, same
 
 from telegrad.serialize.tensor_layout import make_codec
 

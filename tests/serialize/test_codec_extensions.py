@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from carrying import codec_pair
+from serialize_helpers import codec_pair
 
 from telegrad.serialize.tensor_layout import make_codec
 

@@ -6,9 +6,9 @@ import tracemalloc
 
 import pytest
 import torch
-from carrying import received, slow_codec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from serialize_helpers import received, slow_codec
 from test_codec import values
 
 from telegrad import _core

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
-from carrying import carry_segments, codec_pair, received, same, slow_codec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serialize_helpers import carry_segments, codec_pair, received, same, slow_codec
 
 from telegrad.serialize.tensor_layout import DTYPE_OF_CODE, make_codec
 

@@ -54,7 +54,7 @@ class BrokenRepr(Exception):
     __str__ = __repr__
 
 
-class EndsWhoPickles(Exception):
+class ExitsWhenPickled(Exception):
     def __reduce__(self) -> Any:
         raise SystemExit(3)
 
@@ -225,7 +225,7 @@ def test_attributes_that_cannot_be_found_by_name_are_sent() -> None:
     [
         (ValueError(threading.Lock(), "foo"), "could not be pickled by the callee"),
         (MadeElsewhere("foo"), "MadeElsewhere pickles as cannot be raised on another worker"),
-        (EndsWhoPickles("foo"), "could not be pickled by the callee (SystemExit"),
+        (ExitsWhenPickled("foo"), "could not be pickled by the callee (SystemExit"),
     ],
     ids=lambda e: type(e).__name__ if isinstance(e, BaseException) else "",
 )

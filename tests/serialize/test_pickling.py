@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from carrying import carry_segments, pickle_pair, received
+from serialize_helpers import carry_segments, pickle_pair, received
 
 from telegrad.errors import SerializationError
 from telegrad.serialize.pickling import Serializer, dumps, loads

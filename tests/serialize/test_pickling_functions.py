@@ -7,7 +7,7 @@ import types
 import cloudpickle
 import pytest
 import torch
-from carrying import pickle_pair
+from serialize_helpers import pickle_pair
 
 from telegrad.serialize.pickle_by_value import is_found_by_name
 from telegrad.serialize.pickling import dumps, loads

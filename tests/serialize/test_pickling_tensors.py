@@ -4,9 +4,9 @@ import operator
 
 import pytest
 import torch
-from carrying import bits, pickle_pair, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serialize_helpers import bits, pickle_pair, same
 
 from telegrad.errors import SerializationError
 from telegrad.serialize.pickling import dumps

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from carrying import carry_segments
+from serialize_helpers import carry_segments
 from torch import Tensor, nn
 
 from telegrad.serialize.pickling import Serializer

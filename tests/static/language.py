@@ -1,4 +1,4 @@
-"""Rules of STYLE.md that a program can check: words, pronouns, first lines of docstrings.
+"""Rules of STYLE.md that a program checks: words, pronouns, docstrings.
 
 The rules are data. A key of `REPLACEMENTS` is a regular expression of whole words; its value says what to write
 instead. A space in a key also matches `_` and the border between the words of a CamelCase name, so that prose and
@@ -118,7 +118,7 @@ def pronouns(text: str) -> list[Breach]:
 
 
 def docstring_breaches(source: str) -> list[Breach]:
-    """Return the docstrings of a Python file whose first line is too long or begins with a bad word."""
+    """Return docstrings with a first line that is too long or begins wrongly."""
     return [breach for node in ast.walk(ast.parse(source)) for breach in _docstring_breaches(node)]
 
 

@@ -1,4 +1,4 @@
-"""STYLE.md's rules on words hold in code and documents, and their checker finds breaches."""
+"""STYLE.md's rules on words hold, and their checker finds breaches."""
 
 import subprocess
 import sys

@@ -25,7 +25,7 @@ LONG = 20.0  # s; what takes nearly as long has hung
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_leaks() -> Iterator[None]:
     gc.collect()
     before = ResourceSnapshot.now()
     yield
@@ -51,7 +51,7 @@ def test_workers_are_in_the_order_of_their_ranks() -> None:
 
 
 @pytest.mark.parametrize("current", [0, 1, None])
-def test_the_current_one(current: int | None) -> None:
+def test_the_current_worker(current: int | None) -> None:
     with cluster(2, current=current):
         if current is None:
             with pytest.raises(NotInitialized):
@@ -80,7 +80,7 @@ def test_dynamic_groups_grow() -> None:
             rpc.rpc_sync("late", here)
 
 
-def test_they_speak_as_processes_do() -> None:
+def test_workers_communicate_like_processes() -> None:
     """Arguments and results are copies."""
     with cluster(2):
         sent = [torch.zeros(3), [1]]
@@ -91,7 +91,7 @@ def test_they_speak_as_processes_do() -> None:
         assert sent[1] == [1]
 
 
-def test_a_group_that_cannot_meet_leaves_nobody() -> None:
+def test_a_group_that_cannot_form_leaves_no_worker() -> None:
     with pytest.raises(RuntimeError, match="same"), cluster(2, rpc.Options(rpc_timeout=5.0), names="same"):
         pass
 
@@ -110,7 +110,7 @@ def test_on_each_runs_at_the_same_time_as_that_worker() -> None:
         assert group.on_each(meet) == [(0, "w0"), (1, "w1"), (2, "w2")]
 
 
-def test_on_each_raises_what_one_raised() -> None:
+def test_on_each_raises_the_error_of_a_worker() -> None:
     def fail(rank: int) -> None:
         if rank == 1:
             raise KeyError(rank)
@@ -119,7 +119,7 @@ def test_on_each_raises_what_one_raised() -> None:
         group.on_each(fail)
 
 
-def test_on_each_shows_who_does_not_end() -> None:
+def test_on_each_shows_the_worker_that_does_not_end() -> None:
     gate = Gate()
 
     def hang_here(rank: int) -> None:
@@ -138,7 +138,7 @@ def test_on_each_shows_who_does_not_end() -> None:
 # ---- the end
 
 
-def test_what_is_under_way_ends_first() -> None:
+def test_pending_work_ends_first() -> None:
     gate = Gate()
     with cluster(2) as group:
         cores = [worker._worker for worker in group]
@@ -167,7 +167,7 @@ def test_ungraceful_ends_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     gate.open()
 
 
-def test_body_that_fails_is_what_is_heard_of() -> None:
+def test_the_error_of_the_body_is_raised() -> None:
     """The body's error is raised although its group cannot shut down gracefully."""
     gate, kept = Gate(), []
 
@@ -196,7 +196,7 @@ def test_groups_may_be_ended_within(graceful: bool) -> None:
             workers[0].rpc_sync("w1", here)
 
 
-def test_a_shutdown_in_vain_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_shutdown_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_JOIN_TIMEOUT", 10 * SHORT)  # it takes longer than it waits
     gate = Gate()
     with cluster(2, check=False) as group:
@@ -214,11 +214,11 @@ def test_a_shutdown_in_vain_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leak that will not go need not be waited for."""
+    """Do not wait for leaks, which are permanent in these tests."""
     monkeypatch.setattr(ResourceSnapshot, "assert_not_grown", partialmethod(ResourceSnapshot.assert_not_grown, SHORT))
 
 
-def test_what_the_body_keeps_is_no_leak() -> None:
+def test_values_kept_by_the_body_are_no_leak() -> None:
     with cluster(2) as group:
         rref = rpc.remote("w1", dict)
         rref.to_here()
@@ -237,7 +237,7 @@ def test_descriptors_are_a_leak(impatient: None, tmp_path: Path) -> None:
 def test_children_are_a_leak(impatient: None) -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=theirs.recv)  # ends with a word
+    child = context.Process(target=theirs.recv)  # ends when it reads a byte
     with pytest.raises(LeakError, match="child processes"), cluster(2):
         child.start()
     ours.send(None)
@@ -247,7 +247,7 @@ def test_children_are_a_leak(impatient: None) -> None:
     theirs.close()
 
 
-def test_handlers_that_go_on_are_a_leak(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_handlers_are_a_leak(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_JOIN_TIMEOUT", 0.0)
     gate, futures = Gate(), []
 
@@ -269,7 +269,7 @@ def test_check_may_be_left_out(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_beside_other_workers_only_work_is_looked_for(tmp_path: Path) -> None:
+def test_alongside_other_workers_only_pending_work_is_checked(tmp_path: Path) -> None:
     with cluster(1, current=None, check=False):
         with cluster(2):
             fd = os.open(tmp_path / "left-open", os.O_CREAT)
@@ -280,8 +280,8 @@ def remember(seen: Local[list[str]]) -> None:
     seen.value.append(here())
 
 
-def test_groups_do_not_meet() -> None:
-    """Two with the same names, one within the other."""
+def test_groups_are_separate() -> None:
+    """Two nested groups may have the same names."""
     seen = Local[list[str]]([])
     with cluster(2, check=False) as outer, cluster(2) as inner:
         assert inner.store is not outer.store

@@ -21,7 +21,7 @@ SHORT = 0.05  # s, that a leak may take to go, since it will not
 LARGE = 1 << 18  # elements
 
 
-def left(worker: Any, **how: Any) -> str:
+def leaks_of(worker: Any, **how: Any) -> str:
     """Return the leaks that the error names."""
     with pytest.raises(LeakError) as caught:
         assert_quiescent(worker, SHORT, **how)
@@ -33,19 +33,19 @@ def left(worker: Any, **how: Any) -> str:
 # ---- a worker in use
 
 
-def test_idle_worker_has_nothing_left(clean: Cluster) -> None:
+def test_idle_worker_has_no_leaks(clean: Cluster) -> None:
     assert rpc.rpc_sync("w1", abs, (-1,)) == 1
     for worker in clean:
         assert_quiescent(worker)
         assert_quiescent(worker._worker)
 
 
-def test_work_under_way(clean: Cluster) -> None:
+def test_pending_work(clean: Cluster) -> None:
     gate = Gate()
     futures = [rpc.rpc_async("w1", gate.enter) for _ in range(2)]
     gate.wait_for(2)
-    assert left(clean[0], references=False) == "2 pending_calls"
-    assert left(clean[1], references=False) == "2 running_requests"
+    assert leaks_of(clean[0], references=False) == "2 pending_calls"
+    assert leaks_of(clean[1], references=False) == "2 running_requests"
     gate.open()
     torch.futures.wait_all(futures)
 
@@ -53,8 +53,8 @@ def test_work_under_way(clean: Cluster) -> None:
 def test_references(clean: Cluster) -> None:
     rref = rpc.remote("w1", dict)
     rref.to_here()
-    assert "1 users of references" in left(clean[0])
-    owned = left(clean[1])
+    assert "1 users of references" in leaks_of(clean[0])
+    owned = leaks_of(clean[1])
     assert "1 owners of references" in owned
     assert "1 values" in owned
     for worker in clean:
@@ -64,23 +64,23 @@ def test_references(clean: Cluster) -> None:
         assert_quiescent(worker)
 
 
-def test_creation_under_way(clean: Cluster) -> None:
+def test_pending_creation(clean: Cluster) -> None:
     gate = Gate()
     rref = rpc.remote("w1", gate.enter)
     gate.wait_for()
-    assert "1 pending creations" in left(clean[0], references=False)
+    assert "1 pending creations" in leaks_of(clean[0], references=False)
     gate.open()
     rref.to_here()
 
 
 def test_received_tensors(clean: Cluster) -> None:
     tensors = rpc.rpc_sync("w1", torch.ones, (LARGE,)), rpc.rpc_sync("w1", torch.ones, (LARGE,))
-    assert left(clean[0]) == "2 buffers in use"
+    assert leaks_of(clean[0]) == "2 buffers in use"
     assert_quiescent(clean[0], references=False)
     del tensors
 
 
-def test_what_ends_in_time_is_waited_for(clean: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_ends_in_time_is_no_leak(clean: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     future = rpc.rpc_async("w1", gate.enter)
     gate.wait_for()
@@ -91,7 +91,7 @@ def test_what_ends_in_time_is_waited_for(clean: Cluster, monkeypatch: pytest.Mon
     future.wait()
 
 
-def test_a_circle_is_not_a_leak(clean: Cluster) -> None:
+def test_a_reference_cycle_is_no_leak(clean: Cluster) -> None:
     gc.disable()
     try:
         circle: list[Any] = [rpc.rpc_sync("w1", torch.ones, (LARGE,))]
@@ -105,7 +105,7 @@ def test_a_circle_is_not_a_leak(clean: Cluster) -> None:
 # ---- a worker that has been shut down
 
 
-def test_closed_worker_has_nothing_left() -> None:
+def test_closed_worker_has_no_leaks() -> None:
     with cluster(2) as group:
         worker, rref = group[0], rpc.remote("w1", dict)
         rref.to_here()
@@ -115,13 +115,13 @@ def test_closed_worker_has_nothing_left() -> None:
 def test_tensors_that_outlive_their_worker() -> None:
     with cluster(2) as group:
         worker, tensor = group[0], rpc.rpc_sync("w1", torch.ones, (LARGE,))
-    assert left(worker) == "1 buffers in use"
+    assert leaks_of(worker) == "1 buffers in use"
     assert_quiescent(worker, references=False)
     del tensor
     assert_quiescent(worker)
 
 
-def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_JOIN_TIMEOUT", 0.0)
     gate = Gate()
     before = ResourceSnapshot.now()
@@ -129,7 +129,7 @@ def test_handler_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         worker = group[1]
         future = rpc.rpc_async("w1", gate.enter)
         gate.wait_for()
-    assert left(worker, references=False) == "1 threads"
+    assert leaks_of(worker, references=False) == "1 threads"
     with pytest.raises(LeakError, match="threads telegrad-w1-"):
         before.assert_not_grown(SHORT)
     gate.open()
@@ -152,7 +152,7 @@ def grown(before: ResourceSnapshot, **how: Any) -> str:
 
 @pytest.fixture
 def before() -> Iterator[ResourceSnapshot]:
-    """The footprint that the test begins, and must end with."""
+    """Return the resources at the test's begin, which must equal those at its end."""
     gc.collect()
     footprint = ResourceSnapshot.now()
     yield footprint
@@ -168,8 +168,8 @@ def test_descriptors_are_named(before: ResourceSnapshot, tmp_path: Path) -> None
         os.close(fd)
 
 
-def test_what_is_counted_is_what_is_open(before: ResourceSnapshot) -> None:
-    """Not the folder that was open while they were counted."""
+def test_only_open_descriptors_are_counted(before: ResourceSnapshot) -> None:
+    """The folder that is open while descriptors are counted does not count."""
     assert all(os.path.lexists(f"/proc/self/fd/{fd}") for fd in before.fds)
 
 
@@ -180,7 +180,7 @@ def test_fewer_is_no_leak(tmp_path: Path) -> None:
     before.assert_not_grown(0.0)
 
 
-@pytest.mark.parametrize("name", ["telegrad-of-a-test", "of-somebody-else"])
+@pytest.mark.parametrize("name", ["telegrad-of-a-test", "of-another-program"])
 def test_threads_of_telegrad_are_named(before: ResourceSnapshot, name: str) -> None:
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait, name=name)
@@ -193,7 +193,7 @@ def test_threads_of_telegrad_are_named(before: ResourceSnapshot, name: str) -> N
     thread.join()
 
 
-def test_threads_that_end_in_time_are_waited_for(before: ResourceSnapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_end_in_time_are_no_leak(before: ResourceSnapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait, name="telegrad-of-a-test")
     thread.start()
@@ -207,7 +207,7 @@ def test_children_are_named() -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     before = ResourceSnapshot.now()
-    child = context.Process(target=theirs.recv)  # ends with a word
+    child = context.Process(target=theirs.recv)  # ends when it reads a byte
     child.start()
     assert f"child processes {child.pid}" in grown(before)
     assert f"child processes {child.pid}" == grown(before, fds=False)
@@ -219,7 +219,7 @@ def test_children_are_named() -> None:
     before.assert_not_grown()
 
 
-def test_all_that_has_grown_is_said(before: ResourceSnapshot, tmp_path: Path) -> None:
+def test_all_growth_is_reported(before: ResourceSnapshot, tmp_path: Path) -> None:
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait, name="telegrad-of-a-test")
     thread.start()
@@ -229,8 +229,8 @@ def test_all_that_has_grown_is_said(before: ResourceSnapshot, tmp_path: Path) ->
     thread.join()
 
 
-def test_a_worker_that_nobody_closes_is_found() -> None:
-    """In a process of its own, which would have to close it at its end."""
+def test_a_worker_that_is_not_closed_is_found() -> None:
+    """The worker is in a separate process, which would have to close it at exit."""
     program = """
 from torch.distributed import HashStore
 from telegrad import rpc

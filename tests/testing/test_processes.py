@@ -23,7 +23,7 @@ from telegrad.testing import ProcessError, Processes, ResourceSnapshot, eventual
 
 kit = sys.modules[processes.__module__]
 
-# Forked from a process that has imported everything: each is there in milliseconds.
+# Forked from a process that has imported everything, so each starts in milliseconds.
 METHOD = "forkserver"
 multiprocessing.get_context(METHOD).set_forkserver_preload(["telegrad.rpc", "telegrad.testing"])
 
@@ -38,7 +38,7 @@ def server() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Check that a test leaves no child process, descriptor or file."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()
@@ -105,7 +105,7 @@ def test_each_gets_its_rank_and_the_arguments(method: str) -> None:
     assert len({pid for *_, pid in found} | {os.getpid()}) == 3
 
 
-def test_groups_of_workers_meet_where_nobody_else_does() -> None:
+def test_groups_of_workers_have_private_addresses() -> None:
     assert run_all([lambda: run(2, add_up)] * 2) == [[0.0, 4.0]] * 2
 
 
@@ -113,7 +113,7 @@ def test_results_may_be_large() -> None:
     assert [len(result) for result in run(2, large)] == [8 << 20] * 2
 
 
-def test_none_at_all() -> None:
+def test_zero_processes() -> None:
     assert run(0, rank_of) == []
 
 
@@ -183,7 +183,7 @@ def test_result_that_cannot_be_sent() -> None:
     assert "cannot pickle '_thread.lock' object" in failures(1, unpicklable)[0]
 
 
-def test_result_that_cannot_be_read() -> None:
+def test_result_that_cannot_be_unpickled() -> None:
     assert "returned a value that cannot be unpickled here: ValueError" in failures(1, only_there)[0]
 
 
@@ -207,7 +207,7 @@ def test_main_that_cannot_be_sent() -> None:
 
 def hang_in_two_threads(rank: int, n: int, init_method: str) -> None:
     begun = threading.Event()
-    threading.Thread(target=hang_beside, args=(begun,), daemon=True).start()
+    threading.Thread(target=hang_in_thread, args=(begun,), daemon=True).start()
     begun.wait()
     hang_here(init_method)
 
@@ -217,7 +217,7 @@ def hang_here(init_method: str) -> None:
     threading.Event().wait()
 
 
-def hang_beside(begun: threading.Event) -> None:
+def hang_in_thread(begun: threading.Event) -> None:
     begun.set()
     threading.Event().wait()
 
@@ -233,7 +233,7 @@ def test_hang_shows_the_stacks_of_all_threads_of_all_processes(tmp_path: Path) -
             for text in found.values():
                 assert text.startswith("hung, with\n")
                 assert "hang_here" in text
-                assert "hang_beside" in text
+                assert "hang_in_thread" in text
 
 
 def hang_in_a_call(rank: int, n: int, init_method: str) -> None:
@@ -256,7 +256,7 @@ def stop(rank: int, n: int, init_method: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_hang_that_cannot_say_where_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_without_stacks_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "_STACKS_BEGIN", SHORT)
     with Processes(2, stop, method=METHOD) as group:
         all_here(tmp_path, 2)
@@ -289,17 +289,17 @@ def test_hang_before_its_function(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "late")
 
 
-def one_fails_one_hangs(rank: int, n: int, init_method: str) -> int:
+def fail_or_hang(rank: int, n: int, init_method: str) -> int:
     if rank == 0:
         hang_here(init_method)
     eventually(lambda: list(Path(init_method.removeprefix("file://")).parent.glob("here-*")), LONG)
     return int("no number")
 
 
-def test_who_waits_for_one_that_failed_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_wait_for_a_failed_one_are_ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "_AFTER_FAILURE", SHORT)
     start = time.monotonic()
-    with Processes(2, one_fails_one_hangs, method=METHOD) as group:
+    with Processes(2, fail_or_hang, method=METHOD) as group:
         found = failures_of(group, 10 * LONG)
     assert time.monotonic() - start < 2 * LONG
     assert "hang_here" in found[0]
@@ -308,7 +308,7 @@ def test_who_waits_for_one_that_failed_is_not_waited_for_long(monkeypatch: pytes
 
 def leave_a_thread(rank: int, n: int, init_method: str) -> int:
     begun = threading.Event()
-    threading.Thread(target=hang_beside, args=(begun,)).start()
+    threading.Thread(target=hang_in_thread, args=(begun,)).start()
     begun.wait()
     return rank
 
@@ -317,7 +317,7 @@ def test_process_that_does_not_end_after_its_function(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kit, "_GOODBYE", SHORT)
     text = failures(1, leave_a_thread)[0]
     assert text.startswith("did not end after its function returned, with\n")
-    assert "hang_beside" in text
+    assert "hang_in_thread" in text
 
 
 # ---- running ones
@@ -329,7 +329,7 @@ def hang_or_return(rank: int, n: int, init_method: str, hangs: int) -> int:
     return rank
 
 
-def test_some_may_be_killed() -> None:
+def test_processes_may_be_killed() -> None:
     with Processes(3, hang_or_return, 1, method=METHOD) as group:
         assert len(set(group.pids)) == 3
         assert group.results(LONG, ranks=[2, 0]) == [2, 0]

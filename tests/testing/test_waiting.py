@@ -18,7 +18,7 @@ LONG = 20.0  # s; what takes nearly as long has hung
 
 @pytest.fixture
 def stuck() -> Any:
-    """A thread that waits in a function that stacks show."""
+    """Start a thread that waits in a function visible in stacks."""
     leave, here = threading.Event(), threading.Event()
 
     def wait_where_it_is_seen() -> None:
@@ -40,19 +40,19 @@ def assert_shows(text: str, *parts: str) -> None:
 # ---- eventually
 
 
-def test_true_at_once_is_asked_once() -> None:
+def test_a_true_condition_is_evaluated_once() -> None:
     asked: list[int] = []
     eventually(lambda: not asked.append(1), 0.0)
     assert asked == [1]
 
 
-def test_asks_until_it_is_true() -> None:
+def test_the_condition_is_evaluated_until_true() -> None:
     answers = iter([False, None, 0, "", "yes"])
     eventually(lambda: next(answers))
     assert not list(answers)
 
 
-def test_sees_what_another_thread_does() -> None:
+def test_changes_of_another_thread_are_seen() -> None:
     seen: list[int] = []
     thread = threading.Thread(target=seen.append, args=(1,))
     thread.start()
@@ -60,7 +60,7 @@ def test_sees_what_another_thread_does() -> None:
     thread.join()
 
 
-def test_in_vain_shows_every_thread(stuck: threading.Thread) -> None:
+def test_the_timeout_shows_every_thread(stuck: threading.Thread) -> None:
     start = time.monotonic()
     with pytest.raises(AssertionError) as caught:
         eventually(lambda: False, SHORT, "the impossible")
@@ -68,7 +68,7 @@ def test_in_vain_shows_every_thread(stuck: threading.Thread) -> None:
     assert_shows(
         str(caught.value), f"waited {SHORT:g} s without success for the impossible",
         "the-stuck-one", "wait_where_it_is_seen",
-        "MainThread", "test_in_vain_shows_every_thread",
+        "MainThread", "test_the_timeout_shows_every_thread",
     )  # fmt: skip
 
 
@@ -76,12 +76,12 @@ def never_true() -> bool:
     return False
 
 
-def test_in_vain_names_the_condition() -> None:
+def test_the_timeout_names_the_condition() -> None:
     with pytest.raises(AssertionError, match="without success for <function never_true"):
         eventually(never_true, 0.0)
 
 
-def test_what_the_condition_raises_is_passed_on() -> None:
+def test_errors_of_the_condition_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         eventually(lambda: 1 / 0)
 
@@ -97,7 +97,7 @@ def give_back(local: Local[Any]) -> Local[Any]:
     return local
 
 
-def test_local_travels_as_itself(two: Cluster) -> None:
+def test_local_objects_keep_their_identity(two: Cluster) -> None:
     unpicklable = threading.Lock()
     local = Local(unpicklable)
     assert rpc.rpc_sync("w1", same, (local, local))
@@ -105,12 +105,12 @@ def test_local_travels_as_itself(two: Cluster) -> None:
     assert rpc.rpc_sync("w1", give_back, (local,)).value is unpicklable
 
 
-def test_locals_are_told_apart() -> None:
+def test_local_objects_are_distinct() -> None:
     first, second = Local(1), Local(2)
     assert [pickle.loads(pickle.dumps(local)).value for local in (second, first)] == [2, 1]
 
 
-def test_local_that_nobody_kept() -> None:
+def test_local_object_that_was_freed() -> None:
     data = pickle.dumps(Local(object()))
     gc.collect()
     with pytest.raises(LookupError, match="was not kept alive"):
@@ -132,7 +132,7 @@ def test_gate_holds_a_handler_until_it_is_opened(two: Cluster) -> None:
     assert rpc.rpc_sync("w1", gate.enter) is None, "it stays open"
 
 
-def test_gate_counts_who_enters(two: Cluster) -> None:
+def test_gate_counts_its_waiting_handlers(two: Cluster) -> None:
     gate = Gate()
     futures = [rpc.rpc_async(to, gate.enter, (to,)) for to in ("w0", "w1", "w1")]
     gate.wait_for(3, LONG)
@@ -141,12 +141,12 @@ def test_gate_counts_who_enters(two: Cluster) -> None:
     assert [future.wait() for future in futures] == ["w0", "w1", "w1"]
 
 
-def test_gate_that_nobody_opens() -> None:
+def test_gate_that_is_never_opened() -> None:
     with pytest.raises(TimeoutError, match="was not opened in time"):
         Gate().enter(timeout=SHORT)
 
 
-def test_gate_that_nobody_enters(stuck: threading.Thread) -> None:
+def test_gate_that_is_never_entered(stuck: threading.Thread) -> None:
     gate = Gate()
     gate.entered.release()
     with pytest.raises(AssertionError) as caught:
@@ -192,7 +192,7 @@ def test_the_first_failure_is_raised_when_all_have_ended() -> None:
     assert ended == ["third"]
 
 
-def test_even_an_exit_is_raised() -> None:
+def test_exits_are_raised() -> None:
     def leave() -> None:
         raise SystemExit(3)
 
@@ -200,7 +200,7 @@ def test_even_an_exit_is_raised() -> None:
         run_all([leave])
 
 
-def test_who_does_not_end_is_shown() -> None:
+def test_functions_that_do_not_end_are_shown() -> None:
     gate = Gate()
 
     def hang_here() -> None:

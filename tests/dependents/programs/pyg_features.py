@@ -1,4 +1,4 @@
-"""PyG's feature lookup over RPC, as its test of `torch_geometric.distributed.rpc` does it."""
+"""PyG's feature lookup over RPC, as in its own tests."""
 
 import socket
 

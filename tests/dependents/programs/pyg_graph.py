@@ -1,4 +1,4 @@
-"""A ring of nodes in two partitions, and Python functions in the place of pyg-lib's, whose wheels are few.
+"""Ring of nodes in two partitions, and Python replacements of pyg-lib's functions.
 
 Node v has an edge from the next node, and one from the node across the ring, which is in the other partition.
 """
@@ -13,7 +13,7 @@ STEPS = (1, HALF)
 
 
 def stores(partition):
-    """The feature store and the graph store of a partition."""
+    """Return the feature store and the graph store of a partition."""
     nodes = torch.arange(HALF) + partition * HALF
     sources = torch.stack([(nodes + step) % NODES for step in STEPS], 1).flatten()
     edges = torch.stack([sources, nodes.repeat_interleave(len(STEPS))])
@@ -31,7 +31,7 @@ def stores(partition):
 
 
 def dist_neighbor_sample(colptr, row, seed, count, *_):
-    """The first neighbors of each seed: nodes, edges, and where each seed's end among the nodes."""
+    """Return the first neighbors of each seed: nodes, edges, end per seed."""
     edges = [torch.arange(*colptr[v : v + 2].tolist())[:count] for v in seed.tolist()]
     ends = [len(seed)]
     for mine in edges:
@@ -41,7 +41,7 @@ def dist_neighbor_sample(colptr, row, seed, count, *_):
 
 
 def merge_sampler_outputs(nodes, edges, ends, partitions, orders, *_):
-    """What the partitions have sampled, in the order of the seeds."""
+    """Merge the partitions' samples in the order of the seeds."""
     places = [(p, ends[p][0], *ends[p][order : order + 2]) for p, order in zip(partitions, orders, strict=True)]
     found = torch.cat([nodes[p][begin:end] for p, _, begin, end in places])
     chosen = torch.cat([edges[p][begin - first : end - first] for p, first, begin, end in places])
@@ -49,7 +49,7 @@ def merge_sampler_outputs(nodes, edges, ends, partitions, orders, *_):
 
 
 def relabel_neighborhood(seed, nodes, counts, *_):
-    """Both ends of the sampled edges, as numbers of this batch."""
+    """Return both ends of the sampled edges, as numbers of this batch."""
     numbers = {}
     for v in (*seed.tolist(), *nodes.tolist()):
         numbers.setdefault(v, len(numbers))

@@ -1,4 +1,6 @@
-"""PyG's DistNeighborLoader over a graph in two partitions; `atexit` shuts RPC down: pyg_loader.py HOW MODE [RANK PORT].
+"""PyG's DistNeighborLoader over two partitions; `atexit` shuts RPC down.
+
+Usage: pyg_loader.py HOW MODE [RANK PORT].
 
 HOW is `spawn` (children of multiprocessing, as in PyG's own tests) or `main` (each a program of its own). MODE is
 `sync` or `async` (the sampler puts batches into a queue). As in PyG's tests, the loader has no worker processes: these

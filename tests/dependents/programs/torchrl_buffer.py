@@ -25,7 +25,7 @@ ITEMS = 20  # of each collector
 
 
 class Buffer(RemoteTensorDictReplayBuffer):
-    """All its public methods take a reference in the place of the buffer."""
+    """Buffer with public methods that accept a reference instead of the buffer."""
 
     def __init__(self, capacity):
         self.folder = tempfile.TemporaryDirectory()  # goes with the buffer
@@ -124,7 +124,7 @@ def train():
 
 
 def wait_for(name):
-    """The info of a worker that may not have joined yet."""
+    """Wait for a worker to join; return its info."""
     while True:
         try:
             return rpc.get_worker_info(name)

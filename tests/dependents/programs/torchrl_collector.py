@@ -1,5 +1,6 @@
-"""TorchRL's RPCCollector, used as TorchRL's own tests use it: torchrl_collector.py SCENARIO [ARGUMENT ...].
+"""TorchRL's RPCCollector, used as in TorchRL's own tests.
 
+Usage: torchrl_collector.py SCENARIO [ARGUMENT ...].
 TorchRL's wheel has the environments of its tests, but not the tests.
 """
 
@@ -18,7 +19,7 @@ NODES = 2
 
 
 class CountingPolicy(TensorDictModuleBase):
-    """Its action is its weight, so the data tell which weights a worker had."""
+    """Policy with its weight as action, so the data show the weights of a worker."""
 
     in_keys = ()
     out_keys = ("action",)
@@ -38,7 +39,7 @@ def free_port():
 
 
 def collect(policy, env, frames_per_batch, total_frames, after_first=None, nodes=NODES, **options):
-    """The batches; each has to have as many frames as were asked for."""
+    """Return the batches; check that each has the requested number of frames."""
     collector = RPCCollector(
         [env] * nodes,
         policy,

@@ -1,4 +1,4 @@
-"""Values whose end can be waited for, and functions that run on workers."""
+"""Values with observable deletion, and functions that run on workers."""
 
 import threading
 import weakref
@@ -7,15 +7,15 @@ from typing import Any
 from telegrad.rpc import RRef, rpc_sync
 from telegrad.testing import Gate
 
-PATIENCE = 20.0  # s; nothing here takes long, but the machine may be busy
+TIMEOUT = 20.0  # s; steps are short, but the machine may be busy
 
 _starts: dict[str, threading.Event] = {}
 _ends: dict[str, threading.Event] = {}
-_alive: dict[str, "weakref.ref[Thing]"] = {}
+_alive: dict[str, "weakref.ref[Tracked]"] = {}
 
 
-class Thing:
-    """A value on some worker. `freed` of its name is set when it goes."""
+class Tracked:
+    """Value on some worker; `freed` of its name is set at its deletion."""
 
     def __init__(self, name: str, content: Any = None) -> None:
         self.name = name
@@ -26,25 +26,25 @@ class Thing:
         started(name).set()
 
     def __reduce__(self) -> Any:
-        return tuple, ((self.name,),)  # a copy would be confused with the value: it travels as its name
+        return tuple, ((self.name,),)  # a copy would be confused with the value: it is sent as its name
 
-    def greet(self, whom: str) -> str:
-        return f"{self.name} greets {whom}"
+    def greet(self, name: str) -> str:
+        return f"{self.name} greets {name}"
 
     def fail(self) -> None:
         raise KeyError(self.name)
 
-    def child(self, name: str) -> "Thing":
-        return Thing(name)
+    def child(self, name: str) -> "Tracked":
+        return Tracked(name)
 
 
 def started(name: str) -> threading.Event:
-    """Set when a value of this name has been made."""
+    """Return the event that is set once a value of this name exists."""
     return _starts.setdefault(name, threading.Event())
 
 
 def freed(name: str) -> threading.Event:
-    """Set when the value of this name has gone."""
+    """Return the event that is set once the value of this name is deleted."""
     return _ends[name]
 
 
@@ -52,13 +52,13 @@ def alive(name: str) -> bool:
     return _alive[name]() is not None
 
 
-def make(name: str) -> Thing:
-    return Thing(name)
+def make(name: str) -> Tracked:
+    return Tracked(name)
 
 
-def make_when_open(name: str, gate: Gate) -> Thing:
+def make_when_open(name: str, gate: Gate) -> Tracked:
     gate.enter()
-    return Thing(name)
+    return Tracked(name)
 
 
 def fail(text: str) -> None:
@@ -74,29 +74,29 @@ def ping() -> str:
     return "pong"
 
 
-def own(name: str) -> RRef[Thing]:
-    """A reference to a new value of the worker that runs this."""
-    return RRef(Thing(name))
+def own(name: str) -> RRef[Tracked]:
+    """Return a reference to a new value of this worker."""
+    return RRef(Tracked(name))
 
 
-def own_when_open(name: str, gate: Gate) -> RRef[Thing]:
+def own_when_open(name: str, gate: Gate) -> RRef[Tracked]:
     gate.enter()
-    return RRef(Thing(name))
+    return RRef(Tracked(name))
 
 
-def greet(rref: RRef[Thing]) -> str:
-    """Wherever the value is."""
+def greet(rref: RRef[Tracked]) -> str:
+    """Greet through a reference, local or remote."""
     result: str = rref.rpc_sync().greet("you")
     return result
 
 
-def forward(rref: RRef[Thing], *path: str) -> str:
-    """Hands a reference from worker to worker; the last one uses it."""
+def forward(rref: RRef[Tracked], *path: str) -> str:
+    """Send a reference from worker to worker; the last one uses it."""
     if not path:
         return greet(rref)
     result: str = rpc_sync(path[0], forward, (rref, *path[1:]))
     return result
 
 
-def is_here(rref: RRef[Thing], name: str) -> bool:
+def is_here(rref: RRef[Tracked], name: str) -> bool:
     return rref.is_owner() and rref.local_value() is _alive[name]()

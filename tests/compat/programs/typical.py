@@ -113,7 +113,7 @@ def errors(peer):
         (ValueError, lambda: rpc_sync(peer, fail, args=("grün",))),
         (ValueError, lambda: remote(peer, fail, args=("grün",)).to_here()),
         (RuntimeError, lambda: rpc_sync(peer, time.sleep, args=(0.5,), timeout=0.1)),
-        (RuntimeError, lambda: rpc_sync("nobody", my_rank)),
+        (RuntimeError, lambda: rpc_sync("unknown", my_rank)),
     ):
         try:
             call()

@@ -1,4 +1,4 @@
-"""Creation of references: the request leaves before they are counted on their creator."""
+"""Creation of references: the request is sent before the creator counts them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from things import PATIENCE, fail, freed, make, ping, started
+from rref_helpers import TIMEOUT, fail, freed, make, ping, started
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker, WorkerLost
@@ -21,12 +21,12 @@ def echo(*args: Any, **kwargs: Any) -> Any:
 
 
 def make_here(x: Any) -> Any:
-    """Within a request."""
+    """Create a reference inside a request."""
     return rpc.remote("w0", echo, (x,)).to_here()
 
 
 class Odd:
-    """Travels by pickle."""
+    """Value that only pickle can encode."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd)
@@ -35,7 +35,7 @@ class Odd:
 
 
 class WithoutHash:
-    """Cannot even be looked for."""
+    """Callable that cannot be looked up."""
 
     def __call__(self) -> None:
         raise NotImplementedError
@@ -65,7 +65,7 @@ def w0(group: Cluster) -> Iterator[Any]:
 
 @pytest.fixture
 def slow(w0: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that Python has encoded."""
+    """Record the requests that Python encodes."""
     encoded: list[Any] = []
     encode = w0.messages.encode
 
@@ -80,7 +80,7 @@ def slow(w0: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def only_native(slow: list[Any]) -> Iterator[None]:
-    """Fails a test in which Python has encoded a request."""
+    """Fail the test if Python has encoded a request."""
     yield
     assert not slow
 
@@ -102,11 +102,11 @@ def test_values_are_freed() -> None:
     rref = rpc.remote("w1", make, ("direct",))
     assert rref.to_here() == ("direct",)
     del rref
-    assert freed("direct").wait(PATIENCE)
+    assert freed("direct").wait(TIMEOUT)
 
 
 @pytest.mark.usefixtures("only_native")
-def test_many_that_are_let_go_of_at_once(w0: Any, group: Cluster) -> None:
+def test_many_released_at_once(w0: Any, group: Cluster) -> None:
     for number in range(500):
         rpc.remote("w1", echo, (number,))
     assert rpc.rpc_sync("w1", ping) == "pong"
@@ -123,7 +123,7 @@ def test_failures() -> None:
 
 
 @pytest.mark.usefixtures("w0")
-def test_what_python_encodes(slow: list[Any]) -> None:
+def test_creations_that_python_encodes(slow: list[Any]) -> None:
     def encoded_for(make_rref: Any) -> tuple[Any, int]:
         before = len(slow)
         return make_rref().to_here(), len(slow) - before
@@ -143,8 +143,8 @@ def test_what_python_encodes(slow: list[Any]) -> None:
 
 @pytest.mark.parametrize("timeout", [rpc.constants.UNSET_RPC_TIMEOUT, 30], ids=["default timeout", "with a timeout"])
 @pytest.mark.parametrize("to", ["w1", "w0"], ids=["there", "here"])
-def test_what_cannot_be_looked_for(w0: Any, to: str, timeout: float) -> None:
-    """Nothing is sent, and nothing stays counted that a shutdown would wait for."""
+def test_callables_that_cannot_be_hashed(w0: Any, to: str, timeout: float) -> None:
+    """No request is sent, and no count is left for which a shutdown would wait."""
     with pytest.raises(LookupError, match="no hash"):
         rpc.remote(to, WithoutHash(), timeout=timeout)
     assert w0.references.pending_creations == 0
@@ -162,7 +162,7 @@ def test_in_an_event_loop() -> None:
 
 
 def ended_early(worker: Any, function: Any, *args: Any) -> tuple[PendingCreation, int]:
-    """A creation whose outcome is there, and its local id."""
+    """Return a completed creation that is not counted yet, and its local id."""
     creation, local_id = PendingCreation(worker, (1, function, 0)), worker.references.new_id()
     worker.rpc_sync("w1", echo)
     worker.calls.names.find(function)
@@ -185,7 +185,7 @@ def test_success(w0: Any, group: Cluster) -> None:
     eventually(lambda: group[1]._worker.references.stats().owners == 0)
 
 
-def test_an_exception_kept_there(w0: Any) -> None:
+def test_an_exception_kept_at_the_owner(w0: Any) -> None:
     creation, local_id = ended_early(w0, fail, "early")
     handle = create._register(w0, 1, local_id, creation)
     assert creation.failure is not None
@@ -209,11 +209,11 @@ def test_failure(w0: Any, error: Any) -> None:
         w0.references.create_failed(handle.id, error, may_exist=False)  # as the loss itself says
 
 
-# ---- what happens while the request leaves
+# ---- interruptions while the request is sent
 
 
 class Interrupted:
-    """A client in which a signal handler raises, once the call is under way."""
+    """Client in which a signal handler raises once the call is sent."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -227,7 +227,7 @@ class Interrupted:
 
 
 class Unhashable:
-    """Raises what ends a program when it is looked for."""
+    """Callable that raises SystemExit or KeyboardInterrupt when hashed."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         self.kind = kind
@@ -240,13 +240,13 @@ class Unhashable:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_program_before_the_request_leaves_counts_nothing(w0: Any, kind: type[BaseException]) -> None:
+def test_an_exit_before_the_request_is_sent_counts_nothing(w0: Any, kind: type[BaseException]) -> None:
     with pytest.raises(kind, match="while hashing"):
         rpc.remote("w1", Unhashable(kind))
     assert w0.references.pending_creations == 0
 
 
-def test_a_signal_leaves_nothing(w0: Any, group: Cluster) -> None:
+def test_a_signal_leaks_nothing(w0: Any, group: Cluster) -> None:
     client, owner = w0.calls.client, group[1]._worker.references
     rpc.rpc_sync("w1", make, ("known",))
     w0.calls.client = Interrupted(client)
@@ -255,12 +255,12 @@ def test_a_signal_leaves_nothing(w0: Any, group: Cluster) -> None:
             rpc.remote("w1", make, ("interrupted",))
     finally:
         w0.calls.client = client
-    assert started("interrupted").wait(PATIENCE)
-    assert freed("interrupted").wait(PATIENCE)
+    assert started("interrupted").wait(TIMEOUT)
+    assert freed("interrupted").wait(TIMEOUT)
     eventually(lambda: w0.references.pending_creations == 0 and owner.stats().owners == 0)
 
 
-def test_after_the_end() -> None:
+def test_after_the_workers_end() -> None:
     with cluster(2, current=None) as group:
         worker: Any = group[0]._worker
         worker.rpc_sync("w1", echo)

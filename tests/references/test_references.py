@@ -1,4 +1,4 @@
-"""What a reference says about itself, what it refuses, its proxies, and what is left of it at the end."""
+"""Attributes, errors and proxies of references, and their end."""
 
 import contextlib
 import copy
@@ -10,7 +10,7 @@ from io import BytesIO
 
 import pytest
 import torch
-from things import PATIENCE, Thing, freed, greet, make, ping
+from rref_helpers import TIMEOUT, Tracked, freed, greet, make, ping
 
 from telegrad.errors import RRefError, RRefNotPicklable
 from telegrad.rpc import RRef, WorkerInfo, api
@@ -20,7 +20,7 @@ from telegrad.testing import Cluster, cluster
 ID = r"GloballyUniqueId\(created_on=0, local_id=\d+\)"
 
 
-def test_about_itself_on_a_user(w: Cluster) -> None:
+def test_attributes_on_a_user(w: Cluster) -> None:
     rref = w[0].remote("w1", make, ("one",))
     rref.to_here()
     assert rref.owner() == WorkerInfo("w1", 1)
@@ -32,7 +32,7 @@ def test_about_itself_on_a_user(w: Cluster) -> None:
 
 
 def test_a_method_that_has_run_confirms_it(w: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the word of its creation has been taken up by then or not."""
+    """This holds whether or not the confirmation of its creation has been processed."""
     monkeypatch.setattr(w[0]._worker.references, "confirmed", lambda rref: False)
     rref = w[0].remote("w1", make, ("one",))
     assert not rref.confirmed_by_owner()
@@ -40,15 +40,15 @@ def test_a_method_that_has_run_confirms_it(w: Cluster, monkeypatch: pytest.Monke
     assert rref.confirmed_by_owner()
 
 
-def test_about_itself_on_the_owner(w: Cluster) -> None:
-    value = Thing("two")
+def test_attributes_on_the_owner(w: Cluster) -> None:
+    value = Tracked("two")
     rref = w[0].rref(value)
     assert rref.owner() == WorkerInfo("w0", 0)
     assert rref.is_owner()
     assert rref.confirmed_by_owner()
     assert rref.local_value() is value
     assert rref.to_here() is value
-    assert re.fullmatch(r"<RRef to Thing on w0 \(this worker\), id 0\.\d+, ready>", repr(rref))
+    assert re.fullmatch(r"<RRef to Tracked on w0 \(this worker\), id 0\.\d+, ready>", repr(rref))
 
 
 def test_remote_to_oneself_is_an_owner(w: Cluster) -> None:
@@ -58,10 +58,10 @@ def test_remote_to_oneself_is_an_owner(w: Cluster) -> None:
     assert rref.rpc_sync().greet("x") == "self greets x"
     end = freed("self")
     del rref
-    assert end.wait(PATIENCE)
+    assert end.wait(TIMEOUT)
 
 
-def test_references_are_equal_only_to_themselves(w: Cluster) -> None:
+def test_equality_is_identity(w: Cluster) -> None:
     rref = w[0].rref(1)
     (again,) = w[0].rpc_sync("w1", list, ((rref,),))
     assert rref == rref  # noqa: PLR0124
@@ -98,7 +98,7 @@ def pickle_argument(rref: RRef[object]) -> None:
     pickle.dumps(rref)
 
 
-def test_no_copies_inside_of_handlers_either(w: Cluster) -> None:
+def test_no_copies_inside_of_handlers(w: Cluster) -> None:
     with pytest.raises(RRefNotPicklable, match="rref can only be pickled when using RPC"):
         w[0].rpc_sync("w1", pickle_argument, (w[0].rref(1),))
 
@@ -151,14 +151,14 @@ class Methods:
 
 @pytest.fixture(params=["w0", "w1"])
 def methods(w: Cluster, request: pytest.FixtureRequest) -> RRef[Methods]:
-    """A value here, and one elsewhere."""
+    """Return a reference to a local or a remote value."""
     return w[0].remote(request.param, Methods)
 
 
 @pytest.mark.parametrize("kind", ["rpc_sync", "rpc_async", "remote"])
 def test_proxies(methods: RRef[Methods], kind: str) -> None:
     def call(name: str, *args: object, **kwargs: object) -> object:
-        got = getattr(getattr(methods, kind)(timeout=PATIENCE), name)(*args, **kwargs)
+        got = getattr(getattr(methods, kind)(timeout=TIMEOUT), name)(*args, **kwargs)
         return got if kind == "rpc_sync" else got.wait() if kind == "rpc_async" else got.to_here()
 
     assert call("plain", 1) == 1
@@ -172,7 +172,7 @@ def test_proxies(methods: RRef[Methods], kind: str) -> None:
     assert call("__call__", 8) == "called with 8"
     with pytest.raises(ZeroDivisionError, match="of the method"):
         call("fails")
-    if kind != "remote":  # which looks at the type first, as torch does
+    if kind != "remote":  # which checks the type first, as torch does
         assert call("of_instance", 6) == [6]
     with pytest.raises(AttributeError, match="type object 'Methods' has no attribute 'nope'"):
         call("nope")
@@ -183,14 +183,14 @@ def test_proxies(methods: RRef[Methods], kind: str) -> None:
 
 
 def test_unknown_method_of_remote_is_an_error_of_the_caller(methods: RRef[Methods]) -> None:
-    """Once the value is known to be there."""
+    """The caller raises once it knows that the value exists."""
     methods._get_future().wait()
     with pytest.raises(AttributeError, match="type object 'Methods' has no attribute 'nope'"):
         methods.remote().nope()
 
 
-def test_what_has_answered_is_there(w: Cluster) -> None:
-    """The word of the creation may be read later than the answer of a method."""
+def test_a_reply_confirms_the_value(w: Cluster) -> None:
+    """The confirmation of the creation may arrive after the reply of a method."""
     for use in ("plain", "nope"):
         for _ in range(20):
             rref = w[0].remote("w1", Methods)
@@ -201,7 +201,7 @@ def test_what_has_answered_is_there(w: Cluster) -> None:
 
 
 def test_type_is_asked_for_before_and_after_use(methods: RRef[Methods]) -> None:
-    """Torch's cached type spoils the proxies that follow."""
+    """In torch, the cached type breaks later proxies."""
     assert methods._get_type() is Methods
     assert methods.rpc_sync().plain(1) == 1
     assert methods.remote().plain(2).to_here() == 2
@@ -218,7 +218,7 @@ def test_scripted_module_needs_an_interface(w: Cluster) -> None:
 # ---- the end
 
 
-def test_after_shutdown_every_use_says_so() -> None:
+def test_uses_after_shutdown_raise() -> None:
     with cluster(2) as w:
         theirs, mine = w[0].remote("w1", make, ("gone",)), w[0].rref(1)
         theirs.to_here()
@@ -237,7 +237,7 @@ def test_after_shutdown_every_use_says_so() -> None:
                 use()
         assert theirs.owner_name() == "w1"
         assert "given up at shutdown" in repr(theirs)
-        assert freed("gone").wait(PATIENCE)
+        assert freed("gone").wait(TIMEOUT)
 
 
 def test_deleting_them_after_shutdown_is_silent(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,15 +256,15 @@ def test_graceful_shutdown_frees_values_though_handles_live() -> None:
         kept = w[0].remote("w1", make, ("held to the end",))
         kept.to_here()
         w.shutdown()
-        assert freed("held to the end").wait(PATIENCE)
+        assert freed("held to the end").wait(TIMEOUT)
         del kept
 
 
-def test_leaks_are_reported_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaks_are_reported_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_ignore_rref_leak", False)
     monkeypatch.setattr(api, "_delete_all_user_and_unforked_owner_rrefs", lambda *_: None)
     with cluster(2, check=False) as w:
-        leaked = w[0].rref(Thing("leaked"))
+        leaked = w[0].rref(Tracked("leaked"))
         kept = w[0].rpc_sync("w1", keep, (leaked,))
         with pytest.raises(RRefError, match=rf"Leaking RRef {re.escape(str(leaked.id))}, held by workers \[1\]"):
             w.shutdown()
@@ -276,7 +276,7 @@ def test_leaks_are_reported_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_leaks_are_reported_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_ignore_rref_leak", False)
     with cluster(2) as w:
-        rref = w[0].rref(Thing("not leaked"))
+        rref = w[0].rref(Tracked("not leaked"))
         assert w[0].rpc_sync("w1", keep, (rref,)) is None  # w1 gives it up when it shuts down
         w.shutdown()
         del rref
@@ -290,17 +290,17 @@ def keep(rref: RRef[object]) -> None:
     _kept.append(rref)
 
 
-def test_leaving_without_grace_with_references(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever leaves takes its references along."""
+def test_ungraceful_shutdown_with_references(caplog: pytest.LogCaptureFixture) -> None:
+    """The references of a leaving worker end with it."""
     with cluster(3, graceful=False) as w:
-        mine = w[0].rref(Thing("of w0"))
+        mine = w[0].rref(Tracked("of w0"))
         w[0].rpc_sync("w1", keep, (mine,))
         theirs = w[0].remote("w1", make, ("of w1",))
         theirs.to_here()
         del mine
         assert w[0].rpc_sync("w2", ping) == "pong"
         w[1].shutdown(graceful=False)
-        assert freed("of w0").wait(PATIENCE), "its user is gone"
+        assert freed("of w0").wait(TIMEOUT), "its user is gone"
         with pytest.raises(RuntimeError, match="w1"):
             theirs.to_here()
         assert w[0].rpc_sync("w2", ping) == "pong"
