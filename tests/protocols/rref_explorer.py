@@ -130,9 +130,7 @@ def random_scenario(seed: int, losses: bool) -> Scenario:
         second_life = losses and rng.random() < 0.15
         rref = RRefId(creator, number + (100 if second_life else 0))
         verb = rng.choices(["create", "own", "unsent", "refuse"], [8, 2, 1, 1])[0]
-        nested = (
-            [x for x, users in holders.items() if creator in users and rng.random() < 0.3] if verb == "create" else []
-        )
+        nested = [x for x, by in holders.items() if creator in by and rng.random() < 0.3] if verb == "create" else []
         step = (verb, rref) if verb == "own" else (verb, rref, owner, *(nested if owner != creator else ()))
         if verb in ("unsent", "refuse") and owner == creator:
             step = ("own", rref)
