@@ -44,7 +44,7 @@ class Telegrad(TorchApiCompetitor):
 
 
 class Parent(Telegrad):
-    """Another checkout of Telegrad, such as the parent of a commit, with its core compiled (`make build`)."""
+    """Another checkout of Telegrad with a compiled core (`make build`)."""
 
     name = "parent"
 

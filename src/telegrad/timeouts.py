@@ -11,7 +11,7 @@ _MIN_STEP = 1.0  # s
 
 
 def nanoseconds(seconds: Any) -> int:
-    """A time-out in ns: 0 for none, at least 1 for one that is over before it begins.
+    """A timeout in ns: 0 for none, at least 1 for one that is over before it begins.
 
     Raises:
         TypeError, ValueError: it is not a number.
@@ -21,7 +21,7 @@ def nanoseconds(seconds: Any) -> int:
     if seconds < FOREVER:
         return max(int(seconds * 1e9), 1) if seconds else 0
     if math.isnan(seconds):
-        raise ValueError(f"a time-out has to be a number of seconds, not {seconds}")
+        raise ValueError(f"a timeout has to be a number of seconds, not {seconds}")
     return 0
 
 
@@ -35,7 +35,7 @@ def _number(seconds: Any) -> float:
 
 
 class SharedDeadline:
-    """A time-out for several steps together.
+    """A timeout for several steps together.
 
     A step that begins late has a second at least, so that what needs no waiting is done all the same; but all of them
     together take no more than that second beyond the limit.
@@ -49,7 +49,7 @@ class SharedDeadline:
         self._deadline = time.monotonic() + seconds
 
     def left(self) -> float:
-        """The time-out of the next step: seconds, more than 0; or 0 if there is no limit."""
+        """The timeout of the next step: seconds, more than 0; or 0 if there is no limit."""
         if not self._seconds:
             return 0.0
         left = self._deadline - time.monotonic()

@@ -85,7 +85,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "why"), REQUESTS, ids=["tensor", "tensors", "text", "pickled", "beside a class"]
+    ("function", "arguments", "why"), REQUESTS, ids=["tensor", "tensors", "text", "pickled", "with a class"]
 )
 def test_arguments(to: str, function: Callable[..., Any], arguments: Callable[[], Any], why: str) -> None:
     with pytest.raises(MessageTooLarge, match=rf"{function.__name__} on {to}: {why}") as caught:

@@ -192,8 +192,8 @@ def test_no_step_becomes_visible_while_a_handler_runs(w: Cluster, holder: RRef[H
             step_of(w, 2, holder, optimizer)
 
         def release() -> None:
-            gate = w[0]._worker.attachments["autograd.protection"].gate
-            eventually(lambda: gate.waiting, what="a step that waits")
+            step_gate = w[0]._worker.attachments["autograd.protection"].gate
+            eventually(lambda: step_gate.waiting, what="a step that waits")
             assert torch.equal(holder.local_value().weight, torch.full((3,), 3.0))
             gate.open()
 

@@ -119,11 +119,11 @@ def deaf_to_marks(patch: pytest.MonkeyPatch) -> None:
 
 
 def runs_too_early(patch: pytest.MonkeyPatch) -> None:
-    look_at = PassSchedule._update_groups
+    update = PassSchedule._update_groups
 
     def hasty(self, groups):
         self._expected = self._arrived
-        look_at(self, groups)
+        update(self, groups)
 
     patch.setattr(PassSchedule, "_update_groups", hasty)
 
