@@ -61,8 +61,8 @@ REPLACEMENTS = {
 
 NAMES = {
     "PlainCalls|PlainPool|Unusual|NotMade|NotYet|EndedEngine|Footprint": "the name in GLOSSARY.md",
-    "linger|MAY_LINGER|cookie": "keep-alive, MUST_DELIVER; completion target",
-    "assert_nothing_left|abandon|let_go_of_frames": "assert_quiescent, detach_after_fork, clear_frames",
+    "_?linger|MAY_LINGER|_?cookies?": "keep-alive, MUST_DELIVER; completion target",
+    "assert_nothing_left|let_go_of_frames": "assert_quiescent, clear_frames",
 }
 """Words of identifiers only: in prose they may mean something else."""
 
@@ -71,7 +71,7 @@ _GAP = r"(?:\s+(?:(?:#|///?|\*)\s*)?)"  # between two words, which may stand on 
 _PATTERNS = [
     (re.compile(rf"\b(?:{key.replace(' ', _GAP)})\b", re.IGNORECASE), instead) for key, instead in REPLACEMENTS.items()
 ]
-_NAMES = [(re.compile(rf"(?<![a-zA-Z0-9])(?:{key})(?![a-zA-Z0-9])"), instead) for key, instead in NAMES.items()]
+_NAMES = [(re.compile(rf"(?<!\w)(?:{key})(?!\w)"), instead) for key, instead in NAMES.items()]
 _PRONOUNS = re.compile(rf"\b(?:{PRONOUNS})\b", re.IGNORECASE)
 _BAD_FIRST_WORDS = re.compile(rf"(?:{BAD_FIRST_WORDS})\b")
 
