@@ -22,7 +22,6 @@ QUOTING = {"STYLE.md", "GLOSSARY.md", "CHANGELOG.md", "tests/static/language.py"
 PENDING: tuple[str, ...] = (
     "csrc",
     "src",
-    "bench/instructions/calls.cc",
     "tests/core",
     "tests/groups/test_closed_workers.py",
 )

@@ -73,7 +73,7 @@ def missing_names(row: str) -> list[str]:
 
 
 def missing_in_tree(tree: str) -> list[str]:
-    """Return the files of a drawn tree that are not in their folder or in one around it."""
+    """Return the files of a drawn tree that no enclosing folder has."""
     missing = []
     folders: dict[int, list[str]] = {}
     for line in tree.splitlines():
