@@ -228,18 +228,18 @@ CASE(linger_objects_of_an_undeliverable_request_are_released) {
 
 CASE(a_reply_is_accepted_only_from_the_callee) {
   Stage s;
-  Puppet liar(2);
+  Puppet attacker(2);
   s.a.listen("unix");
   s.a.add_threads(2);
-  liar.connect(s.a.address());
+  attacker.connect(s.a.address());
   const std::uint64_t call = s.a.start(1, -1, {.body = "question"});
   const Incoming question = s.p.receive();
-  liar.reply(question, "a lie", kMustDeliver);
-  liar.send(message(FrameType::kReply, "nobody asked", 12345));
+  attacker.reply(question, "a lie", kMustDeliver);
+  attacker.send(message(FrameType::kReply, "not asked for", 12345));
   Message m = message(FrameType::kRequest, "x", 1);
   m.header.tag = kEcho;
-  liar.send(m);
-  CHECK_EQ(std::string(liar.receive().body_view()), "x");  // by now it has been read
+  attacker.send(m);
+  CHECK_EQ(std::string(attacker.receive().body_view()), "x");  // by now it has been read
   s.p.reply(question, "the truth");
   Completion o;
   CHECK(s.a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);

@@ -241,8 +241,8 @@ CASE(a_worker_that_does_not_exist) {
   Completion o = a.call(9, {});
   CHECK(o.status == CallStatus::kUnreachable);
   CHECK_EQ(o.why, "no such worker");
-  for (const std::string address : {"unix:@telegrad-test-nobody", "inproc:nobody", "tcp:127.0.0.1:1",
-                                    "carrier-pigeon:x", "tcp:not-a-number:7", "tcp:nothing", "unix:"}) {
+  for (const std::string address : {"unix:@telegrad-test-none", "inproc:none", "tcp:127.0.0.1:1", "carrier-pigeon:x",
+                                    "tcp:not-a-number:7", "tcp:nothing", "unix:"}) {
     PeerAddress peer{.identity = Worker::settings_of(3).handshake.me, .addresses = {address}};
     a.engine->set_peer(peer);
     o = a.call(3, {});
@@ -261,7 +261,7 @@ CASE(the_next_address_is_tried) {
   Worker a(0), b(1);
   b.listen("tcp");
   PeerAddress address = b.address();
-  address.addresses = {"carrier-pigeon:x", "unix:@telegrad-test-nobody", "tcp:127.0.0.1:1", address.addresses[0]};
+  address.addresses = {"carrier-pigeon:x", "unix:@telegrad-test-none", "tcp:127.0.0.1:1", address.addresses[0]};
   a.engine->set_peer(address);
   for (int i = 0; i < 3; ++i) CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
   CHECK_EQ(a.engine->stats().connections, 1u);

@@ -258,8 +258,8 @@ CASE(memory_of_a_message_without_a_waiter_is_copied) {
 
 CASE(memory_sent_to_an_unreachable_worker_is_free_at_once) {
   Worker a(0);
-  PeerAddress nobody{.identity = Worker::settings_of(1).handshake.me, .addresses = {"unix:@telegrad-test-nobody"}};
-  a.engine->set_peer(nobody);
+  PeerAddress unreachable{.identity = Worker::settings_of(1).handshake.me, .addresses = {"unix:@telegrad-test-none"}};
+  a.engine->set_peer(unreachable);
   std::string segment(2 << 20, 'a');
   a.engine->start(1, lending(segment), {.target = std::make_unique<Bytes>("1")});
   a.completion_count.wait_for(1);

@@ -145,8 +145,8 @@ CASE(only_the_peer_can_add_a_lane) {
   p.connect(a.address());
   HandshakeConfig wrong = p.config;
   wrong.secret = "another";
-  Attempt stranger(a.address(), wrong, std::string(32, 's'));
-  CHECK(!stranger.welcome);
+  Attempt intruder(a.address(), wrong, std::string(32, 's'));
+  CHECK(!intruder.welcome);
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "secret does not match");
   Attempt guess(a.address(), p.config, std::string(32, 's'));  // knows the group's secret, but not the session
   HandshakeConfig third = Worker::settings_of(2).handshake;

@@ -399,7 +399,7 @@ CASE(an_id_taken_by_another_name) {
   introduce({&a, &b}, "unix");
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
   Settings other = Worker::settings_of(1);
-  other.handshake.me.name = "somebody-else";
+  other.handshake.me.name = "another-worker";
   Worker imposter(1, other);
   imposter.meet(a);
   const Completion o = imposter.call(0, {});

@@ -184,7 +184,7 @@ CASE(a_wait_set_gets_timeouts_losses_and_the_stop) {
 CASE(completions_taken_by_the_pool_are_elsewhere) {
   Worker a(0, {}, 0), b(1);
   introduce({&a, &b}, "unix");
-  const std::uint64_t in_hand = a.start(1, 0, {.body = "being processed"});
+  const std::uint64_t in_progress = a.start(1, 0, {.body = "being processed"});
   CHECK_EQ(body_of(a.call(1, {.body = "behind it"})), "behind it");
   const std::uint64_t put_down = a.start(1, 1, {.body = "put down"});
   const std::uint64_t to_come = a.start(1, 2, {.tag = kHold, .body = "to come"});
@@ -194,10 +194,10 @@ CASE(completions_taken_by_the_pool_are_elsewhere) {
   do {  // the peer event of the connection comes first
     CHECK(a.engine->next(pool, item));
   } while (item.kind == WorkKind::kEvent);
-  CHECK_EQ(item.message.header.call_id, in_hand);
-  WaitSetScope set(a, {in_hand, put_down, to_come});
+  CHECK_EQ(item.message.header.call_id, in_progress);
+  WaitSetScope set(a, {in_progress, put_down, to_come});
   CHECK(set.began);
-  CHECK(set.wait_set.taken_elsewhere == std::vector{in_hand});
+  CHECK(set.wait_set.taken_elsewhere == std::vector{in_progress});
   CHECK_EQ(set.next().size(), 1u);
   Event waiting;
   std::thread other([&] {

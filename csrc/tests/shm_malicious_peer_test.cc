@@ -17,8 +17,8 @@ namespace {
 constexpr std::size_t kChunk = std::size_t{1} << 20;
 
 /// A link with this test as its peer, which accesses the memory of the link.
-struct Liar {
-  Liar() {
+struct MaliciousPeer {
+  MaliciousPeer() {
     int pair[2];
     CHECK_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
     socket = UniqueFd(pair[0]);
@@ -74,12 +74,12 @@ struct Liar {
 };
 
 CASE(false_counts_break_the_link) {
-  for (const std::uint64_t lie : {std::uint64_t{kShmRing + 1}, ~std::uint64_t{0}}) {
-    Liar l;
-    l.control->rings[0].written = lie;
+  for (const std::uint64_t forgery : {std::uint64_t{kShmRing + 1}, ~std::uint64_t{0}}) {
+    MaliciousPeer l;
+    l.control->rings[0].written = forgery;
     l.check_broken("corrupted");
   }
-  Liar l;
+  MaliciousPeer l;
   l.control->rings[1].read = 12345;
   const Message m;
   Outgoing out = m.outgoing();
@@ -89,23 +89,23 @@ CASE(false_counts_break_the_link) {
 CASE(unknown_leases_break_the_link) {
   SharedMemory chunk = SharedMemory::create(kChunk);
   chunk.reserve(0, kChunk);
-  struct Lie {
+  struct Forgery {
     std::uint64_t size, lease;
   };
-  const Lie lies[] = {{100, Lease::of(7, 0)},
-                      {100, Lease::of(1, kChunk)},
-                      {kChunk + 1, Lease::of(1, 0)},
-                      {kPage + 1, Lease::of(1, kChunk - kPage)},
-                      {100, Lease::of(1, 0) | ~std::uint64_t{0} >> 32},
-                      {100, Lease::of(kMulticastChunks, 0)}};
-  for (const Lie& lie : lies) {
-    Liar l;
+  const Forgery forgeries[] = {{100, Lease::of(7, 0)},
+                               {100, Lease::of(1, kChunk)},
+                               {kChunk + 1, Lease::of(1, 0)},
+                               {kPage + 1, Lease::of(1, kChunk - kPage)},
+                               {100, Lease::of(1, 0) | ~std::uint64_t{0} >> 32},
+                               {100, Lease::of(kMulticastChunks, 0)}};
+  for (const Forgery& forgery : forgeries) {
+    MaliciousPeer l;
     l.offer(chunk.file());
     CHECK(l.hears(ShmPacket::kMapped));
-    l.frame({.size = lie.size, .lease = lie.lease});
+    l.frame({.size = forgery.size, .lease = forgery.lease});
     l.check_broken("has not been shared");
   }
-  Liar l;  // valid leases do not break it
+  MaliciousPeer l;  // valid leases do not break it
   l.offer(chunk.file());
   l.frame({.size = kPage, .lease = Lease::of(1, kChunk - kPage)});
   CHECK(l.link->receive(l.inbox, kAnyBudget) == ReceiveState::kIdle);
@@ -130,20 +130,20 @@ CASE(invalid_zero_copy_returns_break_the_link) {
         CHECK_EQ(handed, i == 1);
       }
     }
-    Liar l;
+    MaliciousPeer l;
     bool handed = false;
   };
-  const SegmentHeader lies[] = {{kSize, lease + (std::uint64_t{1} << Lease::kOffsetBits)},
-                                {kSize, Lease::kReturned | Lease::of(1, kChunk)},
-                                {kChunk, lease},
-                                {kSize, Lease::kReturned | Lease::of(1, kSize / 2)},
-                                {kSize, Lease::kReturned | Lease::of(kMulticastChunks, 0)}};
-  for (const SegmentHeader& lie : lies) {
+  const SegmentHeader forgeries[] = {{kSize, lease + (std::uint64_t{1} << Lease::kOffsetBits)},
+                                     {kSize, Lease::kReturned | Lease::of(1, kChunk)},
+                                     {kChunk, lease},
+                                     {kSize, Lease::kReturned | Lease::of(1, kSize / 2)},
+                                     {kSize, Lease::kReturned | Lease::of(kMulticastChunks, 0)}};
+  for (const SegmentHeader& forgery : forgeries) {
     Handing h;
-    h.l.frame(lie);
+    h.l.frame(forgery);
     h.l.check_broken("has not been shared");
   }
-  Liar never;
+  MaliciousPeer never;
   never.frame({kSize, lease});
   never.check_broken("has not been shared");
   Handing twice;
@@ -177,21 +177,21 @@ CASE(memory_that_could_be_truncated_is_rejected) {
   small.reserve(0, kChunk / 2);
   const UniqueFd file(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
   for (const int fd : {unsealed.get(), hollow.get(), small.file(), file.get(), -1}) {
-    Liar l;
+    MaliciousPeer l;
     l.offer(fd);
     CHECK(l.hears(ShmPacket::kRefused));
   }
 }
 
 CASE(false_returns_break_the_link) {
-  const std::function<void(ReleaseQueue&)> lies[] = {
+  const std::function<void(ReleaseQueue&)> forgeries[] = {
       [](ReleaseQueue& r) { r.returned = 1; },                         // nothing was passed on
       [](ReleaseQueue& r) { r.returned = ReleaseQueue::kSlots + 1; },  // more than the list has
       [](ReleaseQueue& r) { r.returned = ~std::uint64_t{0}; },
   };
-  for (const auto& lie : lies) {
-    Liar l;
-    lie(l.control->releases[1]);
+  for (const auto& forgery : forgeries) {
+    MaliciousPeer l;
+    forgery(l.control->releases[1]);
     Random random(5);
     const Message m = random_message(random, 10, {kChunk});
     Outgoing out = m.outgoing();
@@ -201,14 +201,14 @@ CASE(false_returns_break_the_link) {
 
 CASE(malformed_packets_break_the_link) {
   for (const std::uint32_t what : {0u, 1u, 77u}) {
-    Liar l;
+    MaliciousPeer l;
     l.send({.what = what, .number = 1, .size = 1});
     l.receive_until_broken_at_once();
   }
-  Liar l;
+  MaliciousPeer l;
   l.write("some text", 9);
   l.check_broken("not a packet");
-  Liar many;  // answers without an offer are ignored
+  MaliciousPeer many;  // answers without an offer are ignored
   for (const std::uint32_t what : {ShmPacket::kMapped, ShmPacket::kRefused, ShmPacket::kDrop}) {
     many.send({.what = what, .number = 3, .size = 0});
   }
@@ -218,7 +218,7 @@ CASE(malformed_packets_break_the_link) {
 CASE(a_peer_that_overwrites_memory_breaks_only_the_link) {
   const int rounds = times(300);
   for (int round = 0; round < rounds; ++round) {
-    Liar l;
+    MaliciousPeer l;
     Random random(static_cast<std::uint64_t>(round) + 100);
     const Message m = random_message(random, 500, {1000}, 20);
     std::string bytes = random.bytes(kShmRing / 2);

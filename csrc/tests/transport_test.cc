@@ -75,7 +75,7 @@ void many_segments(Scheme scheme) {
   for (std::size_t i = 0; i < 3; ++i) check_same(sent[i], inbox.messages[i]);
 }
 
-void both_ways_in_order(Scheme scheme) {
+void both_directions_in_order(Scheme scheme) {
   Ends e(scheme);
   const int count = times(20000);
   auto run = [&](Link& mine, std::uint64_t seed, RecordingInbox& inbox) {
@@ -175,7 +175,7 @@ void held_messages_leave_in_order(Scheme scheme) {
   for (std::size_t i = 0; i < sent.size(); ++i) check_same(sent[i], inbox.messages[i]);
 }
 
-void what_is_held_is_a_copy(Scheme scheme) {
+void held_messages_are_copied(Scheme scheme) {
   if (!holds(scheme)) return;
   Ends e(scheme);
   RecordingInbox inbox;
@@ -191,7 +191,7 @@ void what_is_held_is_a_copy(Scheme scheme) {
   check_same(original, inbox.messages[0]);
 }
 
-void little_is_held(Scheme scheme) {
+void few_bytes_are_held(Scheme scheme) {
   if (!holds(scheme)) return;
   Ends e(scheme);
   Random random(23);
@@ -294,7 +294,7 @@ void lent_memory_outlives_the_link(Scheme scheme) {
   CHECK(static_cast<char>(unsent->blocks[0]->data()[999]) == 'd');
 }
 
-void leases_come_back(Scheme scheme) {
+void leases_are_returned(Scheme scheme) {
   if (!lends(scheme)) return;
   Ends e(scheme);
   for (Link* link : {e.a.get(), e.b.get()}) link->set_limits({.leased = 16 * kMiB});
@@ -338,7 +338,7 @@ void nothing_to_lend_means_bytes(Scheme scheme) {
 }
 
 /// A lease of another link, or of no link.
-void a_strange_lease_means_bytes(Scheme scheme) {
+void an_unknown_lease_means_bytes(Scheme scheme) {
   Ends e(scheme), other(scheme);
   RecordingInbox inbox;
   Random random(18);
@@ -476,7 +476,7 @@ void budget_gives_others_a_turn(Scheme scheme) {
 /// Returns whether this link can be busy polled. Other links are skipped.
 bool stays_awake(Scheme scheme) { return Ends(scheme).a->enable_busy_poll(); }
 
-void an_awake_receiver_looks_by_itself(Scheme scheme) {
+void a_busy_polled_receiver_needs_no_wake_up(Scheme scheme) {
   if (!stays_awake(scheme)) return;
   Ends e(scheme);
   RecordingInbox inbox;
@@ -501,7 +501,7 @@ void an_awake_receiver_looks_by_itself(Scheme scheme) {
   }
 }
 
-void nobody_falls_asleep_over_a_message(Scheme scheme) {
+void no_message_is_missed_when_busy_polling_ends(Scheme scheme) {
   if (!stays_awake(scheme)) return;
   Ends e(scheme);
   RecordingInbox inbox;
@@ -517,7 +517,7 @@ void nobody_falls_asleep_over_a_message(Scheme scheme) {
   CHECK(!readable(*e.b, 0));
 }
 
-void an_awake_receiver_is_told_of_the_end(Scheme scheme) {
+void a_busy_polled_receiver_notices_the_end(Scheme scheme) {
   if (!stays_awake(scheme)) return;
   Ends e(scheme);
   RecordingInbox inbox;
@@ -853,7 +853,7 @@ void close_while_sending(Scheme scheme) {
   }
 }
 
-void everything_is_given_back(Scheme scheme) {
+void all_memory_is_released(Scheme scheme) {
   {
     Ends warm_up(scheme);
   }
@@ -874,7 +874,7 @@ void everything_is_given_back(Scheme scheme) {
 
 // ---- connecting
 
-void listener_says_what_to_connect_to(Scheme scheme) {
+void a_listener_has_an_address(Scheme scheme) {
   const std::string address = fresh_address(scheme);
   Transport* transport = find_transport(address);
   auto listener = transport->listen(address);
@@ -908,7 +908,7 @@ void sent_before_it_is_accepted(Scheme scheme) {
   check_same(m, inbox.messages[0]);
 }
 
-void nobody_there(Scheme scheme) {
+void an_address_without_listener(Scheme scheme) {
   const std::string address = fresh_address(scheme);
   Transport* transport = find_transport(address);
   std::string gone = transport->listen(address)->address();  // closed at once
@@ -928,7 +928,7 @@ void nobody_there(Scheme scheme) {
   CHECK_SAYS(why, "refused");
 }
 
-void who_is_there(Scheme scheme) {
+void peer_credentials_are_reported(Scheme scheme) {
   Ends e(scheme);
   CredentialLookup lookup;
   for (const Link* link : {e.a.get(), e.b.get()}) {
@@ -954,27 +954,27 @@ const Row kSuite[] = {
     ROW(names_of_all_sizes),
     ROW(segments_of_all_sizes),
     ROW(many_segments),
-    ROW(both_ways_in_order),
+    ROW(both_directions_in_order),
     ROW(memory_is_free_after_sent),
     ROW(sends_while_it_receives),
     ROW(held_messages_leave_in_order),
-    ROW(what_is_held_is_a_copy),
-    ROW(little_is_held),
+    ROW(held_messages_are_copied),
+    ROW(few_bytes_are_held),
     ROW(held_messages_wait_for_a_peer_that_does_not_read),
     ROW(lent_memory_is_handed_over),
     ROW(lent_memory_outlives_the_link),
-    ROW(leases_come_back),
+    ROW(leases_are_returned),
     ROW(nothing_to_lend_means_bytes),
-    ROW(a_strange_lease_means_bytes),
+    ROW(an_unknown_lease_means_bytes),
     ROW(lent_memory_is_given_once),
     ROW(a_part_of_lent_memory_is_handed_over),
     ROW(limits_hold_for_lent_memory),
     ROW(blocks_and_resumes),
     ROW(both_ends_full_at_once),
     ROW(budget_gives_others_a_turn),
-    ROW(an_awake_receiver_looks_by_itself),
-    ROW(nobody_falls_asleep_over_a_message),
-    ROW(an_awake_receiver_is_told_of_the_end),
+    ROW(a_busy_polled_receiver_needs_no_wake_up),
+    ROW(no_message_is_missed_when_busy_polling_ends),
+    ROW(a_busy_polled_receiver_notices_the_end),
     ROW(no_wake_up_is_lost),
     ROW(a_sender_that_waits_hears_from_an_awake_receiver),
     ROW(limits_are_checked_before_memory_is_taken),
@@ -988,11 +988,11 @@ const Row kSuite[] = {
     ROW(close_ends_both_directions),
     ROW(close_wakes_both_ends),
     ROW(close_while_sending),
-    ROW(everything_is_given_back),
-    ROW_OF_TRANSPORTS(listener_says_what_to_connect_to),
+    ROW(all_memory_is_released),
+    ROW_OF_TRANSPORTS(a_listener_has_an_address),
     ROW_OF_TRANSPORTS(sent_before_it_is_accepted),
-    ROW_OF_TRANSPORTS(nobody_there),
-    ROW_OF_TRANSPORTS(who_is_there),
+    ROW_OF_TRANSPORTS(an_address_without_listener),
+    ROW_OF_TRANSPORTS(peer_credentials_are_reported),
 };
 
 const char* const kSchemes[] = {

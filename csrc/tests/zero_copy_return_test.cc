@@ -28,21 +28,23 @@ struct Home : Pair {
   Home() { warm_up(kMiB); }
 
   /// Returns a block, the whole or a part, with a message. True: `a` got it without a copy.
-  bool send_home(const Block& block, std::size_t begin = 0, std::size_t size = kMiB) {
+  bool return_block(const Block& block, std::size_t begin = 0, std::size_t size = kMiB) {
     Outgoing m;
     m.header.type = FrameType::kReply;
     m.segments.push_back({block.data() + begin, size, block.lease()});
-    const int before = at_home.allocations;
-    const std::size_t count = at_home.messages.size();
-    while (ends.b->send(m) == SendState::kBlocked) receive(*ends.a, at_home, kAnyBudget);
-    receive_until(*ends.a, at_home, count + 1);
+    const int before = returned.allocations;
+    const std::size_t count = returned.messages.size();
+    while (ends.b->send(m) == SendState::kBlocked) receive(*ends.a, returned, kAnyBudget);
+    receive_until(*ends.a, returned, count + 1);
     RecordingInbox nothing;
     receive(*ends.b, nothing, kAnyBudget);  // packets of `a` about its memory
-    return at_home.allocations == before && Lease::is_returned(m.segments[0].lease);
+    return returned.allocations == before && Lease::is_returned(m.segments[0].lease);
   }
-  Block& home(std::size_t i) { return *at_home.messages[i].segments[0]; }
-  std::string_view home_text(std::size_t i) { return {reinterpret_cast<const char*>(home(i).data()), home(i).size()}; }
-  RecordingInbox at_home;
+  Block& returned_block(std::size_t i) { return *returned.messages[i].segments[0]; }
+  std::string_view returned_text(std::size_t i) {
+    return {reinterpret_cast<const char*>(returned_block(i).data()), returned_block(i).size()};
+  }
+  RecordingInbox returned;
 };
 
 CASE(received_memory_is_returned_without_a_copy) {
@@ -51,11 +53,11 @@ CASE(received_memory_is_returned_without_a_copy) {
   for (int round = 0; round < 20; ++round) {
     CHECK(h.pass(std::string(kMiB, static_cast<char>('a' + round))));
     std::memset(h.block(0).data(), 'x', 10);
-    CHECK(h.send_home(h.block(0)));
+    CHECK(h.return_block(h.block(0)));
     h.inbox.messages.clear();
-    CHECK(h.home_text(0) == std::string(10, 'x') + std::string(kMiB - 10, static_cast<char>('a' + round)));
-    std::memset(h.home(0).data(), 'y', kMiB);  // the owner may write to it again
-    h.at_home.messages.clear();
+    CHECK(h.returned_text(0) == std::string(10, 'x') + std::string(kMiB - 10, static_cast<char>('a' + round)));
+    std::memset(h.returned_block(0).data(), 'y', kMiB);  // the owner may write to it again
+    h.returned.messages.clear();
   }
   CHECK_EQ(h.ends.a->lease_capacity(), before);
   CHECK_EQ(h.ends.b->lease_capacity(), 0u);  // it has no arena memory of its own
@@ -66,34 +68,34 @@ CASE(memory_is_returned_any_number_of_times) {
   h.warm_up(kPage * 8);
   for (std::uint64_t i = 0; i < ReleaseQueue::kSlots + 10; ++i) {  // more than may be passed on at the same time
     CHECK(h.pass(std::string(kPage * 8, 'a')));
-    CHECK(h.send_home(h.block(0), 0, kPage * 8));
+    CHECK(h.return_block(h.block(0), 0, kPage * 8));
     h.inbox.messages.clear();
-    h.at_home.messages.clear();
+    h.returned.messages.clear();
   }
 }
 
 CASE(returned_memory_is_not_reused_while_it_is_held) {
   Home h;
   CHECK(h.pass(std::string(kMiB, 'a')));
-  CHECK(h.send_home(h.block(0)));
+  CHECK(h.return_block(h.block(0)));
   h.inbox.messages.clear();
   for (int i = 0; i < 5; ++i) CHECK(h.pass(std::string(kMiB, 'b')));
-  CHECK(h.home_text(0) == std::string(kMiB, 'a'));
-  const std::byte* there = h.home(0).data();
-  h.at_home.messages.clear();
+  CHECK(h.returned_text(0) == std::string(kMiB, 'a'));
+  const std::byte* there = h.returned_block(0).data();
+  h.returned.messages.clear();
   h.inbox.messages.clear();
   CHECK(h.pass(std::string(kMiB, 'c')));
-  CHECK(h.send_home(h.block(0)));
-  CHECK_EQ(h.home(0).data(), there);  // reused after its release
+  CHECK(h.return_block(h.block(0)));
+  CHECK_EQ(h.returned_block(0).data(), there);  // reused after its release
 }
 
 CASE(a_part_of_a_region_is_returned) {
   Home h;
   CHECK(h.pass(std::string(kMiB / 2, 'a') + std::string(kMiB / 2, 'b')));
-  CHECK(h.send_home(h.block(0), kMiB / 2, kMiB / 2));
-  CHECK(h.home_text(0) == std::string(kMiB / 2, 'b'));
+  CHECK(h.return_block(h.block(0), kMiB / 2, kMiB / 2));
+  CHECK(h.returned_text(0) == std::string(kMiB / 2, 'b'));
   h.inbox.messages.clear();
-  h.at_home.messages.clear();
+  h.returned.messages.clear();
   CHECK(h.pass(std::string(kMiB, 'c')));
 }
 
@@ -101,29 +103,29 @@ CASE(memory_that_cannot_be_returned_is_copied) {
   Home h, other;
   CHECK(h.pass(std::string(kMiB, 'a')));
   CHECK(other.pass(std::string(kMiB, 'o')));
-  CHECK(!h.send_home(h.block(0), 1, kMiB - 1));  // not aligned for a tensor
-  CHECK(!h.send_home(other.block(0)));           // memory of another link
-  CHECK(!other.send_home(h.block(0)));
-  CHECK(!h.send_home(h.block(0), 0, kMiB + 64));  // more than was received
-  CHECK(h.send_home(h.block(0)));
-  CHECK(!h.send_home(h.block(0)));  // returned already
-  CHECK(h.home_text(0) == std::string(kMiB - 1, 'a'));
-  CHECK(h.home_text(1) == std::string(kMiB, 'o'));
-  CHECK(h.home_text(4) == std::string(kMiB, 'a'));
+  CHECK(!h.return_block(h.block(0), 1, kMiB - 1));  // not aligned for a tensor
+  CHECK(!h.return_block(other.block(0)));           // memory of another link
+  CHECK(!other.return_block(h.block(0)));
+  CHECK(!h.return_block(h.block(0), 0, kMiB + 64));  // more than was received
+  CHECK(h.return_block(h.block(0)));
+  CHECK(!h.return_block(h.block(0)));  // returned already
+  CHECK(h.returned_text(0) == std::string(kMiB - 1, 'a'));
+  CHECK(h.returned_text(1) == std::string(kMiB, 'o'));
+  CHECK(h.returned_text(4) == std::string(kMiB, 'a'));
 }
 
 CASE(memory_returned_over_another_link_is_copied) {
   Home h, other;
   for (Home* each : {&h, &other}) {
     CHECK(each->pass(std::string(kMiB, each == &h ? 'h' : 'o')));
-    CHECK(each->send_home(each->block(0)));
+    CHECK(each->return_block(each->block(0)));
     each->inbox.messages.clear();
   }
   for (auto [from, of] : {std::pair(&h, &other), std::pair(&other, &h)}) {
-    CHECK_EQ(h.home(0).lease(), other.home(0).lease());
+    CHECK_EQ(h.returned_block(0).lease(), other.returned_block(0).lease());
     Outgoing m;
     m.header.type = FrameType::kReply;
-    m.segments.push_back({of->home(0).data(), kMiB, of->home(0).lease()});
+    m.segments.push_back({of->returned_block(0).data(), kMiB, of->returned_block(0).lease()});
     CHECK(from->ends.a->send(m) == SendState::kSent);
     receive_until(*from->ends.b, from->inbox, 1);
     CHECK(from->text(0) == std::string(kMiB, from == &h ? 'o' : 'h'));
@@ -134,14 +136,14 @@ CASE(memory_returned_over_another_link_is_copied) {
 CASE(a_region_passed_on_again_is_a_new_one) {
   Home h;
   CHECK(h.pass(std::string(kMiB, 'a')));
-  CHECK(h.send_home(h.block(0)));
-  h.at_home.messages.clear();
+  CHECK(h.return_block(h.block(0)));
+  h.returned.messages.clear();
   CHECK(h.pass(std::string(kMiB, 'b')));
   CHECK_EQ(h.block(1).data(), h.block(0).data());
   h.inbox.messages.erase(h.inbox.messages.begin());  // returns nothing
   CHECK(h.text(0) == std::string(kMiB, 'b'));
-  CHECK(h.send_home(h.block(0)));
-  CHECK(h.home_text(0) == std::string(kMiB, 'b'));
+  CHECK(h.return_block(h.block(0)));
+  CHECK(h.returned_text(0) == std::string(kMiB, 'b'));
   h.inbox.messages.clear();
   for (int i = 0; i < 3; ++i) CHECK(h.pass(std::string(kMiB, 'c')));
 }
@@ -160,16 +162,16 @@ CASE(leased_memory_can_be_passed_on_again_after_its_return) {
   };
   std::memset(leased.memory->data(), 'l', kMiB);
   CHECK(give(*leased.memory, leased.lease));
-  CHECK(h.send_home(h.block(0)));  // while the first message still exists
+  CHECK(h.return_block(h.block(0)));  // while the first message still exists
   leased.memory.reset();
-  CHECK_EQ(h.home(0).data(), data);
+  CHECK_EQ(h.returned_block(0).data(), data);
   h.inbox.messages.clear();
   CHECK(h.pass(std::string(kMiB, 'o')));  // uses another region
-  CHECK(h.home_text(0) == std::string(kMiB, 'l'));
+  CHECK(h.returned_text(0) == std::string(kMiB, 'l'));
   h.inbox.messages.clear();
-  std::memset(h.home(0).data(), 'm', kMiB);
-  CHECK(give(h.home(0), h.home(0).lease()));
-  h.at_home.messages.clear();
+  std::memset(h.returned_block(0).data(), 'm', kMiB);
+  CHECK(give(h.returned_block(0), h.returned_block(0).lease()));
+  h.returned.messages.clear();
   CHECK(h.text(0) == std::string(kMiB, 'm'));
   h.inbox.messages.clear();
   CHECK_EQ(h.ends.a->lease(kMiB)->memory->data(), data);
@@ -178,20 +180,20 @@ CASE(leased_memory_can_be_passed_on_again_after_its_return) {
 CASE(parent_and_child_have_separate_copies_of_returned_memory) {
   Home h;
   CHECK(h.pass(std::string(kMiB, 'a')));
-  CHECK(h.send_home(h.block(0)));
+  CHECK(h.return_block(h.block(0)));
   h.inbox.messages.clear();
-  std::byte* data = h.home(0).data();
+  std::byte* data = h.returned_block(0).data();
   CHECK(in_a_fork(
       [&] {
-        const bool same = h.home_text(0) == std::string(kMiB, 'a');
+        const bool same = h.returned_text(0) == std::string(kMiB, 'a');
         std::memset(data, 'c', kMiB);  // the child's copy
-        h.at_home.messages.clear();    // which the child must not free
+        h.returned.messages.clear();   // which the child must not free
         return same;
       },
       [&] { std::memset(data, 'b', kMiB); }));
-  CHECK(in_a_fork([&] { return h.home_text(0) == std::string(kMiB, 'b'); }, [] {}));
-  CHECK(h.home_text(0) == std::string(kMiB, 'b'));
-  h.at_home.messages.clear();
+  CHECK(in_a_fork([&] { return h.returned_text(0) == std::string(kMiB, 'b'); }, [] {}));
+  CHECK(h.returned_text(0) == std::string(kMiB, 'b'));
+  h.returned.messages.clear();
   for (int i = 0; i < 3; ++i) CHECK(h.pass(std::string(kMiB, static_cast<char>('0' + i))));
 }
 
@@ -200,8 +202,8 @@ CASE(memory_made_private_by_a_fork_is_copied) {
   CHECK(h.pass(std::string(kMiB, 'a')));
   CHECK(in_a_fork([&] { return h.text(0) == std::string(kMiB, 'a'); },
                   [&] { std::memset(h.block(0).data(), 'b', kMiB); }));
-  CHECK(!h.send_home(h.block(0)));
-  CHECK(h.home_text(0) == std::string(kMiB, 'b'));
+  CHECK(!h.return_block(h.block(0)));
+  CHECK(h.returned_text(0) == std::string(kMiB, 'b'));
 }
 
 CASE(returned_memory_outlives_its_link) {
@@ -221,9 +223,9 @@ CASE(returned_memory_outlives_its_link) {
     h.inbox.messages.clear();
     CHECK(h.pass(std::string(kMiB, 'a')));
     CHECK(h.pass(std::string(kMiB, 'b')));
-    CHECK(h.send_home(h.block(0)));
-    kept = std::move(h.at_home.messages[0].segments[0]);
-    h.at_home.messages.clear();
+    CHECK(h.return_block(h.block(0)));
+    kept = std::move(h.returned.messages[0].segments[0]);
+    h.returned.messages.clear();
   }
   theirs.reset();
   CHECK(mapped() >= 28 * kMiB);
