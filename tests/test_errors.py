@@ -18,8 +18,6 @@ EXAMPLES = [
     errors.DeviceNotMapped("on cuda:0"),
     errors.MessageTooLarge("of 5 GiB"),
     errors.ReceiverOutOfMemory("for 5 GiB"),
-    errors.HandshakeError("10.0.0.1:77", "wrong secret", "Give all the same."),
-    errors.ProtocolError("w1", "a header of 5 GiB"),
     errors.ShutdownTimeout(3, ("w1", "w2")),
     errors.RRefError("no"),
     errors.RRefTimeout("RRef 1"),

@@ -9,11 +9,9 @@ from typing import Any, Self
 
 __all__ = [
     "DeviceNotMapped",
-    "HandshakeError",
     "MessageTooLarge",
     "NotInitialized",
     "OwnerLost",
-    "ProtocolError",
     "RRefDeleted",
     "RRefError",
     "RRefNotPicklable",
@@ -42,7 +40,15 @@ def is_drop_in() -> bool:
 
 
 class TelegradError(RuntimeError):
-    """Base class of all errors that Telegrad raises."""
+    """Base class of all errors that Telegrad raises.
+
+    Example::
+
+        try:
+            rpc.rpc_sync("worker1", max, args=(1, 2))
+        except errors.TelegradError as error:  # any error of Telegrad
+            print(error)
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Constructors of subclasses build the text from facts; the pickle has the text and the facts.
@@ -61,6 +67,13 @@ class NotInitialized(TelegradError):
 
     Args:
         message: Text instead of the default, for functions that have another text in torch.
+
+    Example::
+
+        try:
+            rpc.rpc_sync("worker1", max, args=(1, 2))
+        except errors.NotInitialized:
+            print("call init_rpc first")
     """
 
     CALL = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
@@ -77,6 +90,13 @@ class UnknownWorker(TelegradError):
         caller: Name and rank of the worker that made the call.
         wanted: The unknown name or rank.
         known: The names of the workers in the group.
+
+    Example::
+
+        try:
+            rpc.rpc_sync("worker9", max, args=(1, 2))
+        except errors.UnknownWorker as error:
+            print(error.wanted, error.known)
     """
 
     def __init__(self, caller: tuple[str, int], wanted: str | int, known: tuple[str, ...] = ()) -> None:
@@ -98,6 +118,13 @@ class RpcTimeout(TelegradError, TimeoutError):
         call: Function and callee, for example ``"torch.add on ps0"``.
         state: Progress of the call: ``"not sent"``, ``"queued"``, ``"running"``, ``"reply lost"``; empty if unknown.
         remedy: What the user can do.
+
+    Example::
+
+        try:
+            rpc.rpc_sync("worker1", time.sleep, args=(0.2,), timeout=0.01)
+        except errors.RpcTimeout as error:
+            print(error.timeout, error.call)
     """
 
     LARGER = "Pass a larger timeout= (0 means no limit) if the call may take that long."
@@ -128,6 +155,15 @@ class WorkerLost(TelegradError):
     Args:
         name: The callee's name.
         why: Reason, for example ``"connection closed by peer (process 4711 died)"``.
+
+    Example::
+
+        with cluster(2, graceful=False) as group:
+            group[1].shutdown(graceful=False)
+            try:
+                rpc.rpc_sync("w1", max, args=(1, 2))
+            except errors.WorkerLost as error:
+                print(error.name, error.why)
     """
 
     def __init__(self, name: str, why: str) -> None:
@@ -150,7 +186,19 @@ class WorkerLost(TelegradError):
 
 
 class OwnerLost(WorkerLost):
-    """The value of a remote reference was lost with the worker that owned it."""
+    """The value of a remote reference was lost with the worker that owned it.
+
+    Example::
+
+        with cluster(2, graceful=False) as group:
+            layer = rpc.remote("w1", torch.nn.Linear, args=(3, 1))
+            layer.to_here()
+            group[1].shutdown(graceful=False)
+            try:
+                layer.to_here()
+            except errors.OwnerLost as error:
+                print(error.name, error.why)
+    """
 
     def __init__(self, name: str, why: str, rref: str = "") -> None:
         super().__init__(name, why)
@@ -162,7 +210,15 @@ class OwnerLost(WorkerLost):
 
 
 class SerializationError(TelegradError):
-    """An argument, a result or a function could not be serialized or deserialized."""
+    """An argument, a result or a function could not be serialized or deserialized.
+
+    Example::
+
+        try:
+            rpc.rpc_sync("worker1", print, args=(threading.Lock(),))
+        except errors.SerializationError as error:
+            print(error)
+    """
 
 
 class MessageTooLarge(SerializationError):
@@ -170,6 +226,14 @@ class MessageTooLarge(SerializationError):
 
     It is a request, a result or an exception. The limits are the options ``max_message_bytes`` and ``max_header_bytes``
     of the receiver. Other calls between the two workers are not affected.
+
+    Example::
+
+        with cluster(2, rpc.Options(max_message_bytes=1 << 20)):
+            try:
+                rpc.rpc_sync("w1", torch.sum, args=(torch.ones(1 << 20),))  # 4 MiB
+            except errors.MessageTooLarge as error:
+                print(error)
     """
 
 
@@ -180,38 +244,27 @@ class ReceiverOutOfMemory(TelegradError, MemoryError):
 
     If the arguments could not be received, the function has not run. Other calls between the two workers are not
     affected.
+
+    Example::
+
+        try:
+            rpc.rpc_sync("worker1", torch.sum, args=(torch.ones(1000),))
+        except errors.ReceiverOutOfMemory:
+            print("send it in parts")
     """
 
 
 class DeviceNotMapped(SerializationError):
-    """A tensor is on a device from which it cannot be sent."""
+    """A tensor is on a device from which it cannot be sent.
 
+    Example::
 
-class HandshakeError(TelegradError):
-    """Two processes could not agree to be members of one group.
-
-    Args:
-        peer: Address or name of the other process.
-        why: The mismatch.
-        remedy: What the user can do.
+        if torch.cuda.is_available():
+            try:
+                rpc.rpc_sync("worker1", torch.sum, args=(torch.ones(2, device="cuda"),))
+            except errors.DeviceNotMapped:
+                print("send a copy: tensor.cpu()")
     """
-
-    def __init__(self, peer: str, why: str, remedy: str = "") -> None:
-        self.peer = peer
-        self.why = why
-        super().__init__(f"handshake with {peer} failed: {why}." + (f" {remedy}" if remedy else ""))
-
-
-class ProtocolError(TelegradError):
-    """A peer sent malformed data.
-
-    Its connection is closed; other connections are not affected.
-    """
-
-    def __init__(self, peer: str, why: str) -> None:
-        self.peer = peer
-        self.why = why
-        super().__init__(f"{peer} sent a malformed message: {why}. Its connection was closed.")
 
 
 class ShutdownTimeout(TelegradError):
@@ -221,6 +274,14 @@ class ShutdownTimeout(TelegradError):
         timeout: The timeout in seconds.
         missing: Names of the workers that did not begin to shut down, or did not reply.
         gave_up: The missing workers had begun to shut down, but timed out and left before this worker began.
+
+    Example::
+
+        with cluster(2, graceful=False) as group:
+            try:
+                group[0].shutdown(timeout=0.1)
+            except errors.ShutdownTimeout as error:
+                print(error.missing)  # ('w1',)
     """
 
     def __init__(self, timeout: float, missing: tuple[str, ...] = (), gave_up: bool = False) -> None:
@@ -236,11 +297,29 @@ class ShutdownTimeout(TelegradError):
 
 
 class RRefError(TelegradError):
-    """An operation on a remote reference failed."""
+    """An operation on a remote reference failed.
+
+    Example::
+
+        rref = rpc.remote("worker1", torch.nn.Linear, args=(3, 1))
+        try:
+            rref.local_value()  # the value is on worker1
+        except errors.RRefError as error:
+            print(error)
+    """
 
 
 class RRefTimeout(RRefError):
-    """The call that creates the value timed out, so the reference may have no value."""
+    """The call that creates the value timed out, so the reference may have no value.
+
+    Example::
+
+        rref = rpc.remote("worker1", time.sleep, args=(0.2,), timeout=0.01)
+        try:
+            rref.to_here()
+        except errors.RRefTimeout as error:
+            print(error.rref)
+    """
 
     def __init__(self, rref: str = "") -> None:
         self.rref = rref
@@ -254,6 +333,16 @@ class RRefDeleted(RRefError):
     """A remote reference was used after its release.
 
     A shutdown releases all references.
+
+    Example::
+
+        with cluster(2):
+            rref = rpc.remote("w1", torch.nn.Linear, args=(3, 1))
+            rref.to_here()
+        try:
+            rref.to_here()
+        except errors.RRefDeleted as error:
+            print(error)
     """
 
 
@@ -261,6 +350,13 @@ class RRefNotPicklable(RRefError):
     """A remote reference was pickled or copied outside of a remote call.
 
     Only a call can count the copy.
+
+    Example::
+
+        try:
+            pickle.dumps(rpc.RRef(torch.ones(2)))
+        except errors.RRefNotPicklable as error:
+            print(error)
     """
 
     PICKLE = "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
@@ -286,6 +382,14 @@ class RemoteError(TelegradError):
         worker_id: Rank of the callee.
         original_type: Name of the original type, with its module.
         remote_traceback: Traceback of the callee, as Python prints it.
+
+    Example::
+
+        try:
+            rpc.rpc_sync("worker1", int, args=("x",))
+        except ValueError as error:
+            assert isinstance(error, errors.RemoteError)
+            print(error.worker, error.original_type)  # worker1 builtins.ValueError
     """
 
     worker: str = ""

@@ -1,11 +1,11 @@
 """Options of Telegrad, as one table.
 
-:class:`Options` is the table: it has name, type, default, environment variable and meaning of each option.
-:func:`option_rows` generates the documentation from it. An argument overrides the environment, which overrides the
+`Options` is the table: it has name, type, default, environment variable and meaning of each option.
+`option_rows` generates the documentation from it. An argument overrides the environment, which overrides the
 default.
 
-Programs written for ``torch.distributed.rpc`` pass objects of other classes derived from :class:`RpcBackendOptions`;
-:func:`as_options` converts them to :class:`Options`.
+Programs written for ``torch.distributed.rpc`` pass objects of other classes derived from `RpcBackendOptions`;
+`as_options` converts them to `Options`.
 """
 
 import dataclasses
@@ -63,6 +63,10 @@ class RpcBackendOptions:
     Raises:
         TypeError: ``rpc_timeout`` is not a number, or ``init_method`` not a string.
         RuntimeError: ``rpc_timeout`` is negative.
+
+    Example::
+
+        options = rpc.RpcBackendOptions(rpc_timeout=30, init_method="tcp://127.0.0.1:29500")
     """
 
     rpc_timeout: float
@@ -137,6 +141,12 @@ class Options(RpcBackendOptions):
     Raises:
         TypeError: An option does not exist, or a value has the wrong type.
         ValueError: A value or an environment variable is invalid; the text names it.
+
+    Example::
+
+        options = rpc.Options(rpc_timeout=30, num_worker_threads=8)
+        rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+        rpc.shutdown()
     """
 
     rpc_timeout: float = _option(
@@ -364,9 +374,9 @@ def as_options(given: RpcBackendOptions | None) -> Options:
         given: Options of any backend, or None.
 
     Raises:
-        TypeError: As for :class:`Options`.
-        ValueError: As for :class:`Options`.
-        RuntimeError: As for :class:`Options.validate`.
+        TypeError: As for `Options`.
+        ValueError: As for `Options`.
+        RuntimeError: As for `Options.validate`.
     """
     if isinstance(given, Options):
         given.validate()

@@ -30,6 +30,12 @@ class WorkerInfo:
     Raises:
         TypeError: ``name`` is not a string, or ``id`` is not a 16-bit integer.
         RuntimeError: ``name`` does not have the form above.
+
+    Example::
+
+        info = rpc.get_worker_info("worker1")
+        print(info.name, info.id)  # worker1 1
+        rpc.rpc_sync(info, max, args=(1, 2))
     """
 
     name: str

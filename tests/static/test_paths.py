@@ -14,7 +14,7 @@ ROOTS = ("", "src/telegrad/")
 PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)*/?")
 FILE = re.compile(r".+\.(py|pyi|cc|h|md|toml|txt|yml|json|sh|svg|\*)")
 NAME = re.compile(r"[A-Za-z_]\w*((\.|::)\w+)*")
-IN_TREE = re.compile(r"[\w*]+\.(?:py|cc|h|\*)(?![\w.])")
+IN_TREE = re.compile(r"(?<![\w/])[\w*]+(?:\.(?:py|cc|h|\*)(?![\w.])|/(?=[, ]|$))")
 FOLDERS = re.compile(r"( *)([\w/]+/(?: [\w/]+/)*)(?= |$)")
 
 
@@ -73,7 +73,7 @@ def missing_names(row: str) -> list[str]:
 
 
 def missing_in_tree(tree: str) -> list[str]:
-    """Return the files of a drawn tree that no enclosing folder has."""
+    """Return the files of a drawn tree that neither its folder nor a parent has."""
     missing = []
     folders: dict[int, list[str]] = {}
     for line in tree.splitlines():
@@ -120,8 +120,12 @@ def test_missing_paths_and_names_are_found() -> None:
         "nowhere/x.py",
     ]
     assert missing_names("| a | `wire/tags.py` `Tag`, `Tag.CALL`, `Tug` |") == ["Tug"]
-    assert missing_in_tree("csrc/   the core\n  core/   engine*.cc, moon.h\n  base/   engine.cc\n  moon/   x\n") == [
+    assert missing_in_tree(
+        "csrc/   the core\n  core/   engine*.cc, moon.h, base/, sun/\n  base/   engine.cc\n  moon/   x\n"
+    ) == [
         "moon.h",
+        "sun/",
         "engine.cc",
         "csrc/moon/",
+        "moon/",
     ]

@@ -32,7 +32,12 @@ NO_WORKER = "Need to initialize distributed autograd using torch.distributed.aut
 
 
 def is_available() -> bool:
-    """Return True: this package can always be used."""
+    """Return True: this package can always be used.
+
+    Example::
+
+        assert autograd.is_available()
+    """
     return True
 
 
@@ -46,6 +51,12 @@ class context:
 
     Raises:
         RuntimeError: This process has not joined a group, or this thread or coroutine has a context already.
+
+    Example::
+
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", torch.sum, args=(torch.ones(3, requires_grad=True),))
+            autograd.backward(context_id, [loss])
     """
 
     __slots__ = ("_context", "_guard", "_inner", "_outer", "_service")
@@ -89,6 +100,14 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         RuntimeError: There is no such context, a root is invalid, a worker was lost, or the pass timed out; or the
             error of a backward function or a hook on any worker, see `telegrad.errors.RemoteError`.
         TypeError: `roots` is not a sequence of tensors.
+
+    Example::
+
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", torch.mul, args=(x, 2)).sum()
+            autograd.backward(context_id, [loss])
+            print(autograd.get_gradients(context_id)[x])  # tensor([2., 2., 2.])
     """
     if not _is_id(context_id) or not isinstance(roots, (list, tuple)):
         raise _type_error(context_id, roots)
@@ -120,6 +139,13 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     Raises:
         RuntimeError: This worker has no such context.
         TypeError: `context_id` is not an int.
+
+    Example::
+
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.sum, args=(x,))])
+            gradients = autograd.get_gradients(context_id)  # {x: tensor([1., 1., 1.])}
     """
     found = _find(_service(), context_id)
     with found.lock:
@@ -210,7 +236,16 @@ class _SendFunction:
 
 
 class DistAutogradContext:
-    """A context with the private interface that torch's tests use."""
+    """A context with the private interface that torch's tests use.
+
+    Example::
+
+        from telegrad.compat import autograd as torch_autograd
+
+        with autograd.context() as context_id:
+            record = torch_autograd._retrieve_context(context_id)
+            assert record._context_id() == context_id
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context

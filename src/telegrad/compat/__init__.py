@@ -1,11 +1,11 @@
 """Drop-in: run programs written for ``torch.distributed.rpc`` on Telegrad.
 
-:func:`install` redirects torch's names to Telegrad's in this process: ``torch.distributed.rpc`` and ``.autograd``,
+`install` redirects torch's names to Telegrad's in this process: ``torch.distributed.rpc`` and ``.autograd``,
 ``torch.distributed.optim.DistributedOptimizer`` and ``torch.distributed.nn.RemoteModule``, however they are imported
 afterwards. ``telegrad run --drop-in program.py`` does the same from outside, also in every process that the program
 starts.
 
-The modules below this one replace torch's. Their public names are the very objects of :mod:`telegrad.rpc`; the private
+The modules below this one replace torch's. Their public names are the very objects of `telegrad.rpc`; the private
 names that programs use are added.
 """
 
@@ -29,10 +29,17 @@ def install() -> None:
 
     A second call changes nothing. A program that imported torch's modules earlier keeps its references to them, so call
     this first: before ``import torch.distributed.rpc``. Forked processes inherit the redirect. Spawned processes have
-    to call this again, or be started with :func:`child_environment`.
+    to call this again, or be started with `child_environment`.
 
     Raises:
         RuntimeError: torch's own RPC is running in this process.
+
+    Example::
+
+        compat.install()
+        import torch.distributed.rpc
+
+        assert torch.distributed.rpc.rpc_sync is rpc.rpc_sync
     """
     global _active
     with _lock:
@@ -52,7 +59,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's modules. For tests; names imported meanwhile stay redirected."""
+    """Restore torch's modules. For tests; names imported meanwhile stay redirected.
+
+    Example::
+
+        compat.install()
+        compat.uninstall()
+        assert not compat.installed()
+    """
     global _active
     with _lock:
         if _active is not None:
@@ -62,7 +76,12 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Return whether torch's names are redirected in this process."""
+    """Return whether torch's names are redirected in this process.
+
+    Example::
+
+        assert not compat.installed()
+    """
     return _active is not None
 
 
@@ -75,6 +94,11 @@ def child_environment(environment: dict[str, str] | None = None) -> dict[str, st
 
     Args:
         environment: the environment to extend; by default that of this process. It is not changed.
+
+    Example::
+
+        program = "import torch.distributed.rpc as rpc; print(rpc.__name__)"
+        subprocess.run([sys.executable, "-c", program], env=compat.child_environment(), check=True)
     """
     result = dict(os.environ if environment is None else environment)
     rest = [p for p in result.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(_BOOTSTRAP)]

@@ -91,6 +91,13 @@ class RemoteModule(nn.Module):
     Raises:
         AssertionError: this process has not joined a group.
         ValueError, RuntimeError: remote_device is invalid. The first use raises errors of the module's constructor.
+
+    Example::
+
+        embedding = RemoteModule("worker1/cpu", torch.nn.Embedding, (1000, 16))
+        model = torch.nn.Sequential(embedding, torch.nn.Linear(16, 1))
+        y = model(torch.tensor([1, 2, 3]))                   # shape (3, 1)
+        references = embedding.remote_parameters()           # for a DistributedOptimizer
     """
 
     on: str | int

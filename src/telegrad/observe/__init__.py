@@ -28,6 +28,12 @@ def remote_calls(profile: Any) -> list[RemoteCall]:
 
     Returns:
         Names, times (ns since the epoch, by the clock of this machine) and events.
+
+    Example::
+
+        with torch.profiler.profile() as prof:
+            rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        print([each.key for each in observe.remote_calls(prof)])
     """
     session = session_of(profile)
     return [] if session is None else list(session.calls)
@@ -41,6 +47,12 @@ def remote_events(profile: Any) -> list[Any]:
 
     Returns:
         Torch's ``FunctionEvent``, with ``node_id`` the id of the worker.
+
+    Example::
+
+        with torch.profiler.profile() as prof:
+            rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        print({event.name: event.node_id for event in observe.remote_events(prof)})
     """
     events = profile.events() if hasattr(profile, "events") else profile.function_events
     return [event for event in events or () if event.is_remote]

@@ -97,7 +97,14 @@ class Profiler:
         return Recording(self, session.node, None, session.options, session)
 
     def name_next_call(self, key: str) -> None:
-        """Set the profile's name for the next profiled call of this thread."""
+        """Set the profile's name for the next profiled call of this thread.
+
+        Example::
+
+            with torch.profiler.profile() as prof:
+                observe.name_next_call("warm-up")
+                rpc.rpc_sync("worker1", torch.seed)
+        """
         self._key.chosen = key
 
     # ---- the callee's side

@@ -32,6 +32,13 @@ class ServerProfile(_Base):
 
     Raises:
         RuntimeError: torch no longer has its legacy profiler, which is required; or this is entered twice.
+
+    Example::
+
+        profile = rpc.remote("worker1", observe.ServerProfile)
+        profile.rpc_sync().__enter__()
+        rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        profile.rpc_sync().__exit__(None, None, None)
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

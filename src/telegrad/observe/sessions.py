@@ -18,7 +18,15 @@ _SLACK = 10_000_000  # ns by which Kineto's clock may differ from time.time_ns
 
 
 class RemoteCall(NamedTuple):
-    """Call with its callee's report. Times are ns since epoch by the caller's clock."""
+    """Call with its callee's report. Times are ns since epoch by the caller's clock.
+
+    Example::
+
+        with torch.profiler.profile() as prof:
+            rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        for each in observe.remote_calls(prof):
+            print(each.key, (each.replied - each.received) / 1e3, "us on", each.name)
+    """
 
     key: str
     thread: int  # native id of the calling thread

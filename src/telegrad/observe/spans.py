@@ -29,6 +29,10 @@ def call_key(mode: str, function: str, source: str, destination: str) -> str:
         mode: sync, async or remote; or to_here, which calls no function.
         function: name of the function.
         source, destination: names of workers.
+
+    Example::
+
+        key = observe.call_key("sync", "load", "worker0", "worker1")  # rpc_sync#load(worker0 -> worker1)
     """
     if mode == "to_here":
         return f"to_here#({source})->({destination})"

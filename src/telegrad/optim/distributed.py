@@ -44,9 +44,10 @@ class DistributedOptimizer:
 
     Example::
 
+        module = RemoteModule("worker1/cpu", torch.nn.Linear, (20, 1))
         optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.05)
         with autograd.context() as context_id:
-            loss = module(inputs).sum()
+            loss = module(torch.ones(8, 20)).sum()
             autograd.backward(context_id, [loss])
             optimizer.step(context_id)
     """

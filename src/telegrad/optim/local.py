@@ -172,6 +172,15 @@ def between_steps() -> AbstractContextManager[None]:
 
     Raises:
         RuntimeError: this process has not joined a group.
+
+    Example::
+
+        def evaluate(module):  # runs on worker1, which owns the parameters
+            with optim.between_steps():
+                return module.local_value()(torch.ones(20)).item()
+
+        module = rpc.remote("worker1", torch.nn.Linear, args=(20, 1))
+        rpc.rpc_sync("worker1", evaluate, args=(module,))
     """
     worker = current_worker()
     if worker is None:

@@ -133,7 +133,8 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     Example::
 
         me = rpc.get_worker_info()
-        server = rpc.get_worker_info("server")
+        server = rpc.get_worker_info("worker1")
+        print(me.id, server.id)  # 0 1
     """
     worker = _worker()
     return worker.info if worker_name is None else worker.resolve_worker(worker_name)
@@ -150,7 +151,7 @@ def get_rpc_timeout() -> float:
 
     Example::
 
-        rpc.rpc_sync("worker1", train, timeout=10 * rpc.get_rpc_timeout())
+        rpc.rpc_sync("worker1", torch.seed, timeout=10 * rpc.get_rpc_timeout())
     """
     worker = current_worker()
     if worker is None:
@@ -260,7 +261,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
         rpc.init_rpc("worker0", rank=0, world_size=2)
         try:
-            train()
+            rpc.rpc_sync("worker1", print, args=("hello",))
         finally:
             rpc.shutdown(timeout=60)
     """

@@ -23,13 +23,19 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """Handlers of a member of :data:`BackendType`."""
+    """Handlers of a member of `BackendType`.
+
+    Example::
+
+        backend = rpc.backend_registry.BackendType.TENSORPIPE
+        options = backend.value.construct_rpc_backend_options_handler(30.0, "env://")
+    """
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
 
 
-_backend_type_doc = "Registered backends; :func:`register_backend` adds one."
+_backend_type_doc = "Registered backends; `register_backend` adds one."
 
 
 def _backend_type_repr(member: Any) -> str:
@@ -51,17 +57,25 @@ def backend_registered(backend_name: str) -> bool:
 
     Args:
         backend_name: the name.
+
+    Example::
+
+        assert rpc.backend_registry.backend_registered("TENSORPIPE")
     """
     return backend_name in BackendType.__members__
 
 
 def is_backend(candidate: object) -> bool:
-    """Return whether an object is a member of :data:`BackendType`.
+    """Return whether an object is a member of `BackendType`.
 
     Members of earlier versions of the enumeration, before more backends were registered, count as well.
 
     Args:
         candidate: any object.
+
+    Example::
+
+        assert rpc.backend_registry.is_backend(rpc.backend_registry.BackendType.TENSORPIPE)
     """
     known = getattr(candidate, "name", None)
     return (
@@ -79,20 +93,30 @@ def register_backend(
 ) -> Any:
     """Add a backend.
 
-    :data:`BackendType` is a new enumeration afterwards. Members of the old one stay valid.
+    `BackendType` is a new enumeration afterwards. Members of the old one stay valid.
 
     Args:
         backend_name: name of the backend.
         construct_rpc_backend_options_handler: called with ``rpc_timeout``, ``init_method`` and the other arguments of
-            :func:`construct_rpc_backend_options`; returns the options.
+            `construct_rpc_backend_options`; returns the options.
         init_backend_handler: called with ``store``, ``name``, ``rank``, ``world_size`` and
             ``rpc_backend_options``; returns the agent.
 
     Returns:
-        The new member of :data:`BackendType`.
+        The new member of `BackendType`.
 
     Raises:
         RuntimeError: a backend of that name is registered already.
+
+    Example::
+
+        def make_options(rpc_timeout, init_method, **others):
+            return rpc.Options(rpc_timeout=rpc_timeout, init_method=init_method)
+
+        def start(store, name, rank, world_size, rpc_backend_options):
+            print(f"{name} has rank {rank}")
+
+        backend = rpc.backend_registry.register_backend("MINE", make_options, start)
     """
     global BackendType
     if backend_registered(backend_name):
@@ -111,13 +135,18 @@ def construct_rpc_backend_options(
     """Create the options object of a backend.
 
     Args:
-        backend: a member of :data:`BackendType`.
+        backend: a member of `BackendType`.
         rpc_timeout: default timeout of calls, in seconds.
         init_method: address of the rendezvous.
         kwargs: further options of the backend.
 
     Returns:
         The options, for ``rpc_backend_options`` of `init_rpc`.
+
+    Example::
+
+        backend = rpc.backend_registry.BackendType.TENSORPIPE
+        options = rpc.backend_registry.construct_rpc_backend_options(backend, rpc_timeout=30)
     """
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
@@ -126,12 +155,18 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Start a backend.
 
     Args:
-        backend: a member of :data:`BackendType`.
+        backend: a member of `BackendType`.
         args, kwargs: for the backend's handler: ``store``, ``name``, ``rank``, ``world_size`` and
             ``rpc_backend_options``.
 
     Returns:
         The agent that the handler returns.
+
+    Example::
+
+        registry = rpc.backend_registry
+        backend = registry.register_backend("PRINTING", lambda *_, **__: None, lambda **about: about["name"])
+        print(registry.init_backend(backend, name="worker0"))  # worker0
     """
     return backend.value.init_backend_handler(*args, **kwargs)
 

@@ -118,8 +118,8 @@ def rpc_async(
 
     Example::
 
-        futures = [rpc.rpc_async(name, evaluate, args=(weights,)) for name in workers]
-        scores = rpc.wait_all(futures)
+        futures = [rpc.rpc_async(name, torch.add, args=(torch.ones(2), 1)) for name in ("worker1", "worker2")]
+        sums = rpc.wait_all(futures)
     """
     if not callable(func):
         raise TypeError(NOT_CALLABLE)
@@ -169,8 +169,8 @@ async def call(
     Example::
 
         async with asyncio.TaskGroup() as group:
-            for name in workers:
-                group.create_task(rpc.call(name, evaluate, args=(weights,)))
+            for name in ("worker1", "worker2"):
+                group.create_task(rpc.call(name, torch.add, args=(torch.ones(2), 1)))
     """
     try:
         return await rpc_async(to, func, args, kwargs, timeout)
@@ -213,8 +213,8 @@ def remote(
 
     Example::
 
-        model = rpc.remote("worker1", torch.nn.Linear, args=(20, 30))
-        y = model.rpc_sync().forward(x)
+        layer = rpc.remote("worker1", torch.nn.Linear, args=(3, 1))  # returns at once
+        y = layer.rpc_sync().forward(torch.ones(3))
     """
     if not callable(func):
         raise TypeError(NOT_CALLABLE)

@@ -37,7 +37,13 @@ class LeftAfterGathering(TelegradError):
 
 
 class AllGatherStates:
-    """State of one gathering in progress, on one worker."""
+    """State of one gathering in progress, on one worker.
+
+    Example::
+
+        state = rpc.AllGatherStates()
+        assert not state.proceed_signal.is_set()
+    """
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}

@@ -20,7 +20,7 @@ def async_execution(fn: F) -> F:
     ``rpc_sync``, ``rpc_async``, ``remote`` and the proxies of an ``RRef``.
 
     Args:
-        fn: a function that returns a :class:`torch.futures.Future`. Its remote call fails with a ``RuntimeError`` if
+        fn: a function that returns a `torch.futures.Future`. Its remote call fails with a ``RuntimeError`` if
             it returns anything else.
 
     Returns:

@@ -48,11 +48,11 @@ def empty(
 
     Example::
 
-        def squares(n):  # runs on w1, for w0
+        def squares(n):  # runs on worker1, for worker0
             out = rpc.empty(n, n)
             return torch.outer(torch.arange(n), torch.arange(n), out=out)
 
-        rpc.rpc_sync("w1", squares, (1000,))
+        rpc.rpc_sync("worker1", squares, args=(1000,))
     """
     shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)  # type: ignore[arg-type]
     dtype = dtype or torch.get_default_dtype()

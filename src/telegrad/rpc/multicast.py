@@ -54,9 +54,12 @@ def multicast(
 
     Example::
 
-        rpc.init_rpc("trainer", rank=0, world_size=8)
-        weights = model.state_dict()
-        torch.futures.wait_all(rpc.multicast(range(1, 8), load_weights, args=(weights,)))
+        def load_weights(weights):
+            return weights["bias"].sum()
+
+        weights = {"bias": torch.ones(1000)}
+        futures = rpc.multicast(["worker1", "worker2"], load_weights, args=(weights,))
+        rpc.wait_all(futures)
     """
     if not callable(func):
         raise TypeError(NOT_CALLABLE)

@@ -103,6 +103,12 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         TypeError: a value of the wrong kind.
         ValueError: a map that is not one to one, or a device that is not a CUDA device.
         RuntimeError: a negative timeout, no threads, or a transport or channel that torch does not know.
+
+    Example::
+
+        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=30)
+        rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+        rpc.shutdown()
     """
 
     def __init__(

@@ -39,6 +39,10 @@ def is_available() -> bool:
 
     Returns:
         Always True; exists because ``torch.distributed.rpc`` has it.
+
+    Example::
+
+        assert rpc.is_available()
     """
     return True
 
@@ -77,7 +81,8 @@ def init_rpc(
     Example::
 
         rpc.init_rpc("trainer0", rank=0, world_size=4)  # meets the others at MASTER_ADDR:MASTER_PORT
-        rpc.init_rpc("helper", rpc_backend_options=rpc.Options(init_method="tcp://10.0.0.1:29500"))
+        rpc.rpc_sync("trainer1", print, args=("hello",))
+        rpc.shutdown()
     """
     if backend is not None and not backend_registry.is_backend(backend):
         raise TypeError("Argument backend must be a member of BackendType")

@@ -29,6 +29,12 @@ class Cluster:
     Attributes:
         workers: those that have not been shut down through this object.
         store: the store of their rendezvous.
+
+    Example::
+
+        with cluster(2) as group:
+            names = group.on_each(lambda rank: rpc.get_worker_info().name)
+            assert names == ["w0", "w1"]
     """
 
     def __init__(self, workers: list[Worker], store: Any) -> None:

@@ -30,6 +30,15 @@ class GradcheckError(AssertionError):
     """Difference of the distributed run from the local one or from another.
 
     The text has its location and size.
+
+    Example::
+
+        from telegrad.testing import GradcheckError, gradcheck
+
+        try:
+            gradcheck(torch.nn.Dropout(), {"": "a"}, [torch.ones(100, requires_grad=True)])
+        except GradcheckError as error:
+            print(error)
     """
 
 
@@ -91,6 +100,9 @@ def gradcheck(
     named workers and the caller is created in this process, and checked for leaks at the end.
 
     Example::
+
+        from torch import nn
+        from telegrad.testing import gradcheck
 
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         assert gradcheck(model, {"0": "a", "2": "b"}, [torch.randn(3, 4, requires_grad=True)])

@@ -25,7 +25,19 @@ _ALL_QUIET = ("expected", "pending_users", "pins", "queued", "strays")
 
 
 class LeakError(AssertionError):
-    """Resource that was not released."""
+    """Resource that was not released.
+
+    Example::
+
+        from telegrad.testing import LeakError, assert_quiescent
+
+        with cluster(2, check=False) as group:
+            rref = rpc.RRef(torch.ones(2))
+            try:
+                assert_quiescent(group[0], timeout=0.1)
+            except LeakError as error:
+                print(error)  # worker w0 has left: ...
+    """
 
 
 def assert_quiescent(worker: Worker | WorkerCore, timeout: float = 5.0, *, references: bool = True) -> None:
@@ -43,6 +55,14 @@ def assert_quiescent(worker: Worker | WorkerCore, timeout: float = 5.0, *, refer
 
     Raises:
         LeakError: something leaked, which the text names.
+
+    Example::
+
+        from telegrad.testing import assert_quiescent
+
+        with cluster(2) as group:
+            rpc.rpc_sync("w1", max, args=(1, 2))
+            assert_quiescent(group[0])
     """
     core = worker._worker if isinstance(worker, Worker) else worker
     for patience in (min(timeout, _BEFORE_COLLECTING), timeout):
@@ -80,6 +100,15 @@ class ResourceSnapshot:
         fds: open file descriptors.
         threads: Telegrad's threads.
         children: live child processes of `multiprocessing`, by pid.
+
+    Example::
+
+        from telegrad.testing import ResourceSnapshot
+
+        before = ResourceSnapshot.now()
+        with cluster(2):
+            rpc.rpc_sync("w1", max, args=(1, 2))
+        before.assert_not_grown()
     """
 
     fds: frozenset[int]

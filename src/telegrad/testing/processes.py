@@ -32,6 +32,19 @@ class ProcessError(AssertionError):
 
     Attributes:
         failures: text by rank.
+
+    Example::
+
+        from telegrad.testing import ProcessError, processes
+
+        def main(rank, n, init_method):
+            raise ValueError(f"rank {rank} failed")
+
+        if __name__ == "__main__":
+            try:
+                processes(2, main)
+            except ProcessError as error:
+                print(sorted(error.failures))  # [0, 1]
     """
 
     def __init__(self, failures: dict[int, str]) -> None:
@@ -59,6 +72,19 @@ def processes(
 
     Raises:
         ProcessError: some processes failed; all have been ended. The text has the stacks of hung processes.
+
+    Example::
+
+        from telegrad.testing import processes
+
+        def main(rank, n, init_method):
+            rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=rpc.Options(init_method=init_method))
+            result = rpc.rpc_sync(f"w{(rank + 1) % n}", max, args=(rank, 7))
+            rpc.shutdown()
+            return result
+
+        if __name__ == "__main__":
+            assert processes(2, main) == [7, 7]
     """
     with Processes(n, main, *args, method=method) as group:
         return group.results(timeout)
@@ -68,6 +94,17 @@ class Processes:
     """Running processes, for tests that kill some of them.
 
     See `processes` for the arguments. At the end of the context manager all processes are killed, by their ids.
+
+    Example::
+
+        from telegrad.testing import Processes
+
+        def main(rank, n, init_method):
+            return rank
+
+        if __name__ == "__main__":
+            with Processes(2, main) as group:
+                assert group.results(timeout=30) == [0, 1]
     """
 
     def __init__(self, n: int, main: Callable[..., Any], *args: Any, method: str = "spawn") -> None:

@@ -35,6 +35,14 @@ def eventually(condition: Callable[[], object], timeout: float = DEFAULT_TIMEOUT
 
     Raises:
         AssertionError: the condition did not become true in time; the text has the stacks of all threads.
+
+    Example::
+
+        from telegrad.testing import eventually
+
+        with cluster(2):
+            future = rpc.rpc_async("w1", max, args=(1, 2))
+            eventually(future.done)
     """
     deadline = time.monotonic() + timeout
     never = threading.Event()
@@ -66,6 +74,15 @@ class Local(Generic[T]):
 
     Args:
         value: anything.
+
+    Example::
+
+        from telegrad.testing import Local
+
+        seen = Local([])
+        with cluster(2):
+            rpc.rpc_sync("w1", lambda local: local.value.append(1), args=(seen,))
+        assert seen.value == [1]
     """
 
     def __init__(self, value: T) -> None:
@@ -91,11 +108,14 @@ class Gate:
 
     Example::
 
-        gate = Gate()
-        future = rpc.rpc_async("w1", gate.enter)
-        gate.entered.acquire(timeout=5)  # the handler runs now
-        gate.open()
-        future.wait()
+        from telegrad.testing import Gate
+
+        with cluster(2):
+            gate = Gate()
+            future = rpc.rpc_async("w1", gate.enter)
+            gate.entered.acquire(timeout=5)  # the handler runs now
+            gate.open()
+            future.wait()
     """
 
     def __init__(self) -> None:
@@ -156,6 +176,15 @@ def run_all(functions: Iterable[Callable[[], T]], timeout: float = 60.0) -> list
     Raises:
         AssertionError: some did not end in time; the text has the stacks of all threads.
         the error of the first function that failed; the others have ended by then.
+
+    Example::
+
+        from telegrad.testing import run_all
+
+        with cluster(2) as group:
+            first, second = group
+            calls = [lambda: first.rpc_sync("w1", max, (1, 2)), lambda: second.rpc_sync("w0", min, (1, 2))]
+            assert run_all(calls) == [2, 1]
     """
     todo = list(functions)
     results: list[Any] = [None] * len(todo)

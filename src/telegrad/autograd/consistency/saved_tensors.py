@@ -198,6 +198,14 @@ def unprotected() -> Iterator[None]:
     For code that does not support saved-tensor hooks, such as ``torch.func.grad``, in a handler that runs in a context
     on a worker with an optimizer. Gradients of this code are correct only if no step runs between its forward and
     backward pass; otherwise some raise an error, and some are silently wrong.
+
+    Example::
+
+        def slope(x):  # runs on worker1
+            with optim.unprotected():
+                return torch.func.grad(torch.sin)(x)
+
+        rpc.rpc_sync("worker1", slope, args=(torch.tensor(0.0),))  # tensor(1.)
     """
     pop = torch._C._autograd._pop_saved_tensors_default_hooks
     push = torch._C._autograd._push_saved_tensors_default_hooks

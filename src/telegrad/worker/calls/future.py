@@ -34,6 +34,12 @@ class CallFuture(torch.futures.Future[T]):
     even when nobody waits; callbacks then run on a thread of the worker's pool.
 
     Made by `CallFuture(NO_DEVICES)`: torch's own constructor, in Python, takes longer than all the rest of it.
+
+    Example::
+
+        future = rpc.rpc_async("worker1", max, args=(1, 2))
+        doubled = future.then(lambda done: 2 * done.value())
+        print(future.wait(), doubled.wait())  # 2 4; in a coroutine: await future
     """
 
     __slots__ = ("_call", "_calls", "_request")  # an instance dictionary costs as much as the future

@@ -45,7 +45,8 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
 
     Example::
 
-        losses = rpc.wait_all([rpc.rpc_async(name, evaluate) for name in workers])
+        futures = [rpc.rpc_async(name, max, args=(1, 2)) for name in ("worker1", "worker2")]
+        assert rpc.wait_all(futures) == [2, 2]
     """
     given = list(futures)
     try:

@@ -1,0 +1,101 @@
+"""Every name of the reference has an example in its docstring; the examples run."""
+
+import ast
+import asyncio
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import documents
+import pytest
+from test_programs_of_docs import free_port
+
+from telegrad.testing import cluster
+
+FOLDER = documents.REPO / "docs" / "reference"
+PRELUDE = next(b.text for b in documents.split((FOLDER / "README.md").read_text())[0] if b.language == "python")
+NO_GROUP = re.compile(r"\bcluster\(|from telegrad\.testing import|NotInitialized")
+OWN_PROCESS = re.compile(
+    r"\binit_rpc\(|rpc\.Worker\(|\b[Pp]rocesses\(|\bcompat\.(un)?install|\bcompat\.child|\bregister_backend\("
+)
+FIRST_OF_SEVERAL = re.compile(r'"([a-z]+)0", rank=0, world_size=(\d+)')
+
+OTHER_RANKS = """
+def join(rank):
+    rpc.Worker(f"{name}{{rank}}", rank=rank, world_size={size}).shutdown()
+
+for rank in range(1, {size}):
+    threading.Thread(target=join, args=(rank,)).start()
+"""
+
+
+def names() -> Iterator[tuple[str, Any]]:
+    """Yield the functions and classes of the reference, with their names."""
+    for page in sorted(FOLDER.glob("[a-z]*.md")):
+        for path in re.findall(rf"^::: telegrad\.({page.stem}\.[\w.]+)$", page.read_text(), re.MULTILINE):
+            found = importlib.import_module(f"telegrad.{page.stem}")
+            for part in path.split(".")[1:]:
+                found = getattr(found, part)
+            if not inspect.ismodule(found):
+                yield path, found
+                continue
+            for name in getattr(found, "__all__", ()):
+                if callable(member := getattr(found, name)) and member.__module__ == found.__name__:
+                    yield f"{path}.{name}", member
+
+
+NAMES = [(path, found) for path, found in names() if path != "rpc.backend_registry.BackendType"]  # an Enum
+
+
+def example_of(found: Any) -> str:
+    """Return the code of the docstring's section Example; empty if it has none."""
+    match = re.search(r"^Example::\n((?:[ \t]+.*\n?|\n)+)", inspect.getdoc(found) or "", re.MULTILINE)
+    return textwrap.dedent(match[1]).strip("\n") + "\n" if match else ""
+
+
+IN_GROUP = [pytest.param(name, found, id=name) for name, found in NAMES if not OWN_PROCESS.search(example_of(found))]
+ALONE = [pytest.param(name, found, id=name) for name, found in NAMES if OWN_PROCESS.search(example_of(found))]
+
+
+@pytest.mark.parametrize("found", [pytest.param(found, id=name) for name, found in NAMES])
+def test_it_has_an_example(found: Any) -> None:
+    assert example_of(found)
+
+
+@pytest.mark.parametrize(("name", "found"), IN_GROUP)
+def test_the_example_runs(name: str, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = example_of(found)
+    module = types.ModuleType(f"example_{name.replace('.', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # so that handlers find its functions by name
+    exec(PRELUDE, module.__dict__)
+    compiled = compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    with nullcontext() if NO_GROUP.search(code) else cluster(3, names="worker{}", check=False):
+        if compiled.co_flags & inspect.CO_COROUTINE:
+            asyncio.run(types.FunctionType(compiled, module.__dict__)())
+        else:
+            exec(compiled, module.__dict__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "found"), ALONE)
+def test_the_program_runs(name: str, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks of its group, if it has any, are threads."""
+    code = example_of(found)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    others = FIRST_OF_SEVERAL.search(code)
+    join = OTHER_RANKS.format(name=others[1], size=others[2]) if others else ""
+    program = tmp_path / "program.py"
+    program.write_text(PRELUDE + join + code)
+    run = subprocess.run(
+        [sys.executable, program.name], cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
