@@ -206,7 +206,7 @@ def closed() -> Kept:
         lambda kept: kept.used.remote().sum(),
         lambda kept: kept.used._get_type(),
         lambda kept: kept.proxy.sum(),
-        lambda kept: kept.used._ask(None, 0),
+        lambda kept: kept.used._start(None, 0),
     ],
 )
 def test_uses_have_a_known_end(closed: Kept, use: Callable[[Kept], Any]) -> None:
@@ -234,10 +234,11 @@ def test_completed_results_are_kept(closed: Kept) -> None:
 def test_a_late_creation_leaks_nothing() -> None:
     with cluster(2, check=False) as group:
         core = group[0]._worker
+    from telegrad.rref import RRef
     from telegrad.rref.create import create
 
     with pytest.raises(NotInitialized):
-        create(core, 1, 0, dict, (), {}, 0)
+        create(RRef, core, 1, dict, (), {}, 0)
     assert core.references.pending_creations == 0
 
 

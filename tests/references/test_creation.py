@@ -21,7 +21,6 @@ from rref_helpers import (
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.rpc import Options, RRef, rpc_async
 from telegrad.rpc.functions import async_execution
-from telegrad.rref import create
 from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
 
 SOON = 0.05  # s; of calls that are meant to time out
@@ -165,7 +164,7 @@ def test_method_with_its_own_timeout(w: Cluster, monkeypatch: pytest.MonkeyPatch
     gate.open()
     rref._get_future().wait()
     times = []
-    monkeypatch.setattr(create, "create", lambda *args: times.append(args[5]))
+    monkeypatch.setattr("telegrad.rref.rref.create", lambda *args: times.append(args[6]))
     rref.remote(timeout=TIMEOUT).plain(1)
     assert 0 < times[0] < TIMEOUT * 1e9
 

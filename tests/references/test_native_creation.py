@@ -10,7 +10,7 @@ from rref_helpers import TIMEOUT, fail, freed, make, ping, started
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker, WorkerLost
-from telegrad.rref import create
+from telegrad.rref import RRef, create
 from telegrad.rref.creation import PendingCreation
 from telegrad.testing import Cluster, assert_quiescent, cluster, eventually
 from telegrad.worker.default_worker import set_default_worker
@@ -167,7 +167,7 @@ def ended_early(worker: Any, function: Any, *args: Any) -> tuple[PendingCreation
     worker.rpc_sync("w1", echo)
     worker.calls.names.find(function)
     worker.calls.client.create(1, function, args, {}, 0, local_id, creation)
-    eventually(lambda: creation.early is not None)
+    eventually(lambda: creation.early_result is not None)
     assert not creation.done()
     assert worker.references.pending_creations == 0
     return creation, local_id
@@ -175,7 +175,7 @@ def ended_early(worker: Any, function: Any, *args: Any) -> tuple[PendingCreation
 
 def test_success(w0: Any, group: Cluster) -> None:
     creation, local_id = ended_early(w0, echo, 1)
-    handle = create._register(w0, 1, local_id, creation)
+    handle = create._register(RRef, w0, 1, local_id, creation)
     assert creation.done()
     assert handle.confirmed_by_owner()
     assert handle.to_here() == ((1,), {})
@@ -187,7 +187,7 @@ def test_success(w0: Any, group: Cluster) -> None:
 
 def test_an_exception_kept_at_the_owner(w0: Any) -> None:
     creation, local_id = ended_early(w0, fail, "early")
-    handle = create._register(w0, 1, local_id, creation)
+    handle = create._register(RRef, w0, 1, local_id, creation)
     assert creation.failure is not None
     with pytest.raises(LookupError, match="early"):
         handle.to_here()
@@ -197,9 +197,9 @@ def test_an_exception_kept_at_the_owner(w0: Any) -> None:
 @pytest.mark.parametrize("error", [RpcTimeout(1.0, "echo", "not sent"), WorkerLost("w1", "gone")], ids=["time", "loss"])
 def test_failure(w0: Any, error: Any) -> None:
     creation = PendingCreation(w0, (1, echo, 0))
-    creation.over(error)
+    creation.finish(error)
     assert creation.failure is None
-    handle = create._register(w0, 1, w0.references.new_id(), creation)
+    handle = create._register(RRef, w0, 1, w0.references.new_id(), creation)
     assert creation.done()
     assert creation.failure is not None
     assert w0.references.pending_creations == 0
@@ -266,5 +266,5 @@ def test_after_the_workers_end() -> None:
         worker.rpc_sync("w1", echo)
     for owner in range(2):
         with pytest.raises(NotInitialized):
-            create.create(worker, owner, echo, (), {}, 0)
+            create.create(RRef, worker, owner, echo, (), {}, 0)
     assert worker.references.pending_creations == 0

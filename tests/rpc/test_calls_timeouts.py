@@ -147,7 +147,7 @@ def test_creation_and_use_of_references(gate: Gate) -> None:
 def test_use_of_a_reference_on_its_owner(gate: Gate) -> None:
     rref = rpc.remote("w0", gate.enter, ("value",))
     gate.wait_for()
-    with pytest.raises(RpcTimeout, match=r"\(50 ms\).*the making of <RRef to a value on w0"):
+    with pytest.raises(RpcTimeout, match=r"\(50 ms\).*the creation of <RRef to a value on w0"):
         rref.to_here(timeout=0.05)
     for use in ("to_here", "local_value"):
         seen = Local([])

@@ -1,29 +1,26 @@
 """``await rref``: the value, without blocking the event loop or holding a thread."""
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.rref.handle import Handle
 from telegrad.worker import current
 from telegrad.worker.calls.client import complete
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.scope import remaining
 
-if TYPE_CHECKING:
-    from telegrad.rref.rref import RRef
-
-__all__ = ["arrival"]
+__all__ = ["await_value"]
 
 T = TypeVar("T")
 
-_DEFAULT = -1.0  # as a timeout: the worker's
+_DEFAULT_TIMEOUT = -1.0  # that of the worker
 
 
-async def arrival(rref: "RRef[T]") -> T:
-    """Await the value: itself on the owner, elsewhere a copy; see `telegrad.rpc.RRef`.
+async def await_value(rref: Handle[T]) -> T:
+    """Await the value, which is a copy except on the owner; see `telegrad.rpc.RRef`.
 
-    Raises:
-        as `RRef.to_here`.
+    It raises the errors of `RRef.to_here`.
     """
     rref._check()
     worker = rref.worker
@@ -31,20 +28,20 @@ async def arrival(rref: "RRef[T]") -> T:
     value: T
     if rref.owner_id != worker.info.id:
         try:
-            value = await rref._ask(None, _DEFAULT)
+            value = await rref._start(None, _DEFAULT_TIMEOUT)
         except TelegradError as error:
-            raise rref._on_notified(error)
-        rref._exists = True
+            raise rref._on_error(error)
+        rref._is_created = True
         return value
     owned = references.owned(rref.id)
     if not owned.ready:
-        made: CallFuture[None] = CallFuture(NO_DEVICES)
-        within = remaining(worker.calls.default_timeout, current.get()) / 1e9
-        if references.park(rref.id, lambda: complete(made, None)):
+        created: CallFuture[None] = CallFuture(NO_DEVICES)
+        seconds = remaining(worker.calls.default_timeout, current.get()) / 1e9
+        if references.park(rref.id, lambda: complete(created, None)):
             try:
-                async with asyncio.timeout(within or None):
-                    await made
+                async with asyncio.timeout(seconds or None):
+                    await created
             except TimeoutError:
-                raise RpcTimeout(within, f"the making of {rref!r}") from None
+                raise RpcTimeout(seconds, f"the creation of {rref!r}") from None
     value = owned.get()
     return value

@@ -1,29 +1,26 @@
-"""``RRef.backward``: a backward pass that begins at a referenced value, on its owner."""
-
-from typing import TYPE_CHECKING, Any
+"""``RRef.backward``: a backward pass on the owner of a value, with the value as its root."""
 
 import torch
 
 from telegrad import autograd
 from telegrad.errors import RRefError
-
-if TYPE_CHECKING:
-    from telegrad.rref.rref import RRef
+from telegrad.rref.handle import AnyHandle
 
 __all__ = ["run_backward"]
 
 
-def run_backward(rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
-    """Run the pass, here or on the owner; see `telegrad.rpc.RRef.backward`.
+def run_backward(rref: AnyHandle, context_id: int, retain_graph: bool) -> None:
+    """Run the pass on the owner; see `telegrad.rpc.RRef.backward`.
 
-    Runs on the caller, which has the owner run it, too.
+    Another worker calls this function on the owner.
     """
     if not rref.is_owner():
         if context_id == -1:
             raise RRefError(
-                "User RRefs require 'dist_autograd_ctx_id' to be specified: the owner's graph may go on elsewhere."
+                "User RRefs require 'dist_autograd_ctx_id' to be specified: the owner's graph may continue on other"
+                " workers."
             )
-        calls = rref.checked().calls
+        calls = rref._usable_worker().calls
         arguments = (rref, context_id, retain_graph)
         calls.client.call(rref.owner_id, run_backward, arguments, {}, calls.default_timeout)
         return

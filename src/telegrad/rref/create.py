@@ -1,59 +1,77 @@
-"""``remote``: run a function elsewhere and keep its result there."""
+"""``remote``: run a function on another worker and keep its result there."""
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from telegrad.errors import NotInitialized
 from telegrad.rref.creation import PendingCreation
-from telegrad.rref.rref import RRef
+from telegrad.rref.handle import AnyHandle
 from telegrad.worker import Worker
 from telegrad.worker.calls.interceptors import active
 
 __all__ = ["create"]
 
+H = TypeVar("H", bound=AnyHandle)
+
 
 def create(
-    worker: Worker, owner: int, function: Any, args: Any, kwargs: Any, timeout: int, receiver: RRef[Any] | None = None
-) -> RRef[Any]:
-    """A reference to what a function, or a method of a referenced value, returns on its owner.
+    handle_type: type[H],
+    worker: Worker,
+    owner: int,
+    function: Callable[..., object] | str,
+    args: Sequence[object] | None,
+    kwargs: Mapping[str, object] | None,
+    timeout: int,
+    receiver: AnyHandle | None = None,
+) -> H:
+    """Create a reference to the result of a function or method.
 
-    The request leaves first, and the reference is registered while the owner runs it. A value of this worker itself is
-    registered before, because it may be there at once.
+    The request leaves before the reference is registered, so that the owner runs it meanwhile. A value of this worker
+    is registered first, because it may be ready at once.
 
     Args:
-        function: with a receiver the name of a method, which the owner looks up. If the receiver's value is still being
-            made, the owner waits for it, not the caller.
-        timeout: ns for the function to return; 0 for no limit.
+        handle_type: The class of the result.
+        worker: This worker.
+        owner: The worker that runs the function.
+        function: With a receiver the name of a method, which the owner resolves. If the receiver's value does not exist
+            yet, the owner waits for it, not the caller.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        timeout: Limit in ns for the function to return; 0 for no limit.
+        receiver: Reference to the object of the method.
     """
     local_id = worker.references.new_id()
     creation = PendingCreation(worker, (owner, function, timeout))
-    handle = _register(worker, owner, local_id, creation) if owner == worker.info.id else None
+    handle = _register(handle_type, worker, owner, local_id, creation) if owner == worker.info.id else None
     try:
         worker.calls.client.create(owner, function, args, kwargs, timeout, local_id, creation, receiver)
     except BaseException as e:
-        if creation._call:  # it is under way, and a signal handler has raised
-            handle or _register(worker, owner, local_id, creation)
+        if creation._call:  # the request has left, and a signal handler has raised
+            handle or _register(handle_type, worker, owner, local_id, creation)
         elif handle is not None:
-            _not_sent(creation, e)
+            _end_unsent(creation, e)
         raise
     if handle is None:
-        handle = _register(worker, owner, local_id, creation)
+        handle = _register(handle_type, worker, owner, local_id, creation)
     if active:
-        creation.watched(handle)
+        creation.attach_to(handle)
     return handle
 
 
-def _register(worker: Worker, owner: int, local_id: int, creation: PendingCreation) -> RRef[Any]:
-    """The new reference, which its creation may have ended already."""
+def _register(handle_type: type[H], worker: Worker, owner: int, local_id: int, creation: PendingCreation) -> H:
+    """Register a reference, whose creation may have ended already, and return its handle."""
     rref = worker.references.begin_create(owner, local_id, creation)
-    handle = RRef.of(worker, rref, owner)
+    handle = handle_type.of(worker, rref, owner)
     handle._creation = creation
-    if creation.early is not None:
-        creation.over(*creation.early)
+    if creation.early_result is not None:
+        creation.finish(*creation.early_result)
     return handle
 
 
-def _not_sent(creation: PendingCreation, error: BaseException) -> None:
-    """End a creation that was registered. What raised goes to the caller, and is not kept: its frames have the
-    reference."""
-    creation.used()
-    creation.over(error if isinstance(error, NotInitialized) else RuntimeError(f"not sent: {type(error).__name__}"))
+def _end_unsent(creation: PendingCreation, error: BaseException) -> None:
+    """End a registered creation that was not sent.
+
+    The error itself goes to the caller and is not kept: its frames refer to the reference.
+    """
+    creation.mark_used()
+    creation.finish(error if isinstance(error, NotInitialized) else RuntimeError(f"not sent: {type(error).__name__}"))

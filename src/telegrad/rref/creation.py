@@ -1,6 +1,7 @@
-"""What becomes of the call that makes a value elsewhere, at the worker that made the call."""
+"""Completion of the call that creates a value, at the worker that made the call."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -14,144 +15,152 @@ from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.tracing import Span
 from telegrad.worker.unread_failures import Failure
 
+if TYPE_CHECKING:
+    from telegrad.worker.calls.client import Calls
+
 __all__ = ["CreationFuture", "PendingCreation"]
 
 _REPLIED, _CREATED = int(Status.REPLIED), int(Tag.CREATED)
-_FAILED, _UNUSUAL = int(Flag.FAILED), int(Flag.FAILED | Flag.METADATA)
+_FAILED, _SLOW_FLAGS = int(Flag.FAILED), int(Flag.FAILED | Flag.METADATA)
 _UNREAD = "use its reference"
+
+Outcome: TypeAlias = tuple[Any, ...]
+"""Completion of a call, as `Engine.next` returns it."""
 
 
 class PendingCreation:
-    """Goes with the call as its cookie: a thread of the pool, or one that makes a call, calls it with the outcome. Most
-    of them end so, unseen; a future is made for whoever asks for one.
+    """Completion target of the call: a pool thread, or a thread that makes a call, calls it with the outcome.
 
-    The call may end before this worker has got round to keeping count of its reference: what became of it waits then.
+    Most creations have no future; one is created on demand. The call may end before its reference is registered; then
+    its result is kept until the registration.
 
     Args:
-        worker: the creator.
-        request: (owner, what is called or its name, time-out in ns), for errors.
+        worker: The creator.
+        request: (owner, function or its name, timeout in ns), for errors.
     """
 
     __slots__ = (
-        "_call", "_calls", "_delayed", "_future", "_read", "_request", "_scripted", "_span", "_uncompleted", "_worker",
-        "early", "ended", "failure", "rref",
+        "_call", "_calls", "_delayed", "_future", "_incomplete_future", "_is_used", "_request", "_span", "_worker",
+        "early_result", "ended", "failure", "rref", "scripted",
     )  # fmt: skip
 
-    def __init__(self, worker: Worker, request: tuple[int, Any, int]) -> None:
+    def __init__(self, worker: Worker, request: tuple[int, Callable[..., object] | str, int]) -> None:
         self._worker = worker
-        self._request: Any = request
-        self.rref: RRefId | None = None  # what is created
-        self.early: tuple[BaseException | None, bool] | None = None  # for `over`, from before that was known
-        self._calls: Any = worker.calls
+        self._request: tuple[int, Callable[..., object] | str, int] = request
+        self.rref: RRefId | None = None  # set by the registration
+        self.early_result: tuple[BaseException | None, bool] | None = None  # for `finish`, before the registration
+        self._calls: Calls = worker.calls
         self._call = 0
-        self.ended: bool = False  # its call
-        self._read = False  # the reference has been used
+        self.ended: bool = False
+        self._is_used = False
         self.failure: Failure | None = None
-        self._future: CreationFuture | None = None  # once somebody has asked for it,
-        self._uncompleted: CreationFuture | None = None  # and until it is completed
+        self._future: CreationFuture | None = None
+        self._incomplete_future: CreationFuture | None = None  # the same, until it is completed
         self._span: Span | None = None
-        self._scripted = False
+        self.scripted: bool = False
         self._delayed: CallFuture[None] | None = None
 
-    def __call__(self, outcome: tuple[Any, ...]) -> None:
-        """The outcome of the call, as `Engine.next` gives it. Runs nobody's callbacks, but has the pool do so."""
-        self.end(outcome)
-        if self._uncompleted is not None:
+    def __call__(self, outcome: Outcome) -> None:
+        """Process the outcome of the call. The pool completes the future, so its callbacks do not run here."""
+        self.on_outcome(outcome)
+        if self._incomplete_future is not None:
             self._worker.pool.submit(self.complete)
 
-    def end(self, outcome: tuple[Any, ...]) -> None:
-        """The outcome of the call. Whoever has it completes the future."""
-        if outcome[0] == _REPLIED and outcome[1] == _CREATED and not outcome[2] & _UNUSUAL:
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Process the outcome of the call, without completing the future."""
+        if outcome[0] == _REPLIED and outcome[1] == _CREATED and not outcome[2] & _SLOW_FLAGS:
             if self._span is not None or not self._worker.references.finish_creation(self, True):
-                self.over(None)
+                self.finish(None)
             return
         try:
             self._worker.calls.result(outcome, self._request)
         except BaseException as e:
-            self.over(e.with_traceback(None))
+            self.finish(e.with_traceback(None))
             if is_interrupt(e):  # the creation had to end first
                 raise
         else:
-            self.over(None, bool(outcome[2] & _FAILED))
+            self.finish(None, bool(outcome[2] & _FAILED))
 
-    def over(self, error: BaseException | None, failed_there: bool = False) -> None:
-        """The call has ended. A future made later ends with that.
+    def finish(self, error: BaseException | None, owner_has_error: bool = False) -> None:
+        """Record the result of the call; a future that is created later ends with it.
 
         Args:
-            error: what became of it, if that is no answer.
-            failed_there: the owner keeps an exception instead of a value.
+            error: The error, if the owner did not reply.
+            owner_has_error: The owner keeps an exception instead of a value.
         """
         references = self._worker.references
         with references.lock:
             rref = self.rref
             if rref is None:
-                self.early = error, failed_there
+                self.early_result = error, owner_has_error
                 return
-        here = self._worker.info.id == self._request[0]
+        is_owner = self._worker.info.id == self._request[0]
         if self._span is not None:
             self._span.end()
-        if error is not None or failed_there:
-            self.failure = Failure(error, self._read, self._request, _UNREAD, self._worker.calls)
+        if error is not None or owner_has_error:
+            self.failure = Failure(error, self._is_used, self._request, _UNREAD, self._worker.calls)
         if isinstance(error, RpcTimeout):
-            references.create_failed(rref, error, may_exist=error.state != "not sent" or here)
-        elif error is not None and not isinstance(error, WorkerLost):  # a loss itself tells the protocol
+            references.create_failed(rref, error, may_exist=error.state != "not sent" or is_owner)
+        elif error is not None and not isinstance(error, WorkerLost):  # the loss itself notifies the protocol
             references.create_failed(rref, error, may_exist=False)
         references.finish_creation(self, error is None)
 
     # ---- past the interceptors
 
     def attach(self, span: Span) -> None:
-        """Have a profile's record of the call end with it."""
+        """Have a span of a profile end with the call."""
         self._span = span
 
     def delayed(self, scripted: bool) -> CallFuture[None]:
-        """A future of the call, for a fault injector."""
-        self._scripted = scripted
+        """Return a future of the call for a fault injector.
+
+        Args:
+            scripted: Whether the function is a scripted one.
+        """
+        self.scripted = scripted
         future: CallFuture[None] = CallFuture(NO_DEVICES)
         future._calls, future._request = self._calls, self._request
-        future._read = True  # the creation tells who uses the reference
+        future._read = True  # the creation logs a failure that is not read
         self._delayed = future
 
-        def over(_: Any) -> None:
-            self.over(future.failure())
+        def finish(_: object) -> None:
+            self.finish(future.failure())
             self.complete()
 
-        torch.futures.Future.add_done_callback(future, over)
+        torch.futures.Future.add_done_callback(future, finish)
         return future
 
-    def watched(self, handle: Any) -> None:
-        """Note in the reference what interceptors found."""
+    def attach_to(self, handle: Any) -> None:
+        """Attach the results of interceptors to the reference."""
         if self._span is not None:
-            handle._profiling = self.future()
-        if self._delayed is not None:
-            handle._scripted = self._scripted
-            if not handle.is_owner():
-                created, rref = self._worker.references.created, handle.id
-                self._delayed._on_late_reply = lambda: created(rref)
+            handle._set_profiling_future(self.future())
+        if self._delayed is not None and not handle.is_owner():
+            created, rref = self._worker.references.created, handle.id
+            self._delayed._on_late_reply = lambda: created(rref)
 
     @property
-    def made_class(self) -> type | None:
-        """The class that is called to make the value, if it is one."""
-        what = self._request[1]
-        return what if isinstance(what, type) else None
+    def value_class(self) -> type | None:
+        """The class that is called to create the value, if the function is a class."""
+        function = self._request[1]
+        return function if isinstance(function, type) else None
 
     def done(self) -> bool:
-        """Has the call ended?"""
+        """Return whether the call has ended."""
         return self.ended
 
-    def used(self) -> None:
-        """Its reference is used: whoever does so hears of a failure."""
-        self._read = True
+    def mark_used(self) -> None:
+        """Record a use of the reference: its user gets the failure, so it is not logged."""
+        self._is_used = True
         if self.failure is not None:
             self.failure.read = True
 
     def future(self) -> "CreationFuture":
-        """The future of the call; always the same. Its value is None."""
+        """Return the future of the call; always the same. Its value is None."""
         with self._worker.references.lock:
             if self._future is not None:
                 return self._future
             future: CreationFuture = CreationFuture(NO_DEVICES)
-            self._future = self._uncompleted = future
+            self._future = self._incomplete_future = future
             future.creation = self
             future._calls, future._call, future._request = self._calls, self._call, self._request
             done = self.ended
@@ -160,9 +169,9 @@ class PendingCreation:
         return future
 
     def complete(self) -> None:
-        """The call has ended: so does the future, if there is one."""
+        """Complete the future of a call that has ended, if there is a future."""
         with self._worker.references.lock:
-            future, self._uncompleted = self._uncompleted, None
+            future, self._incomplete_future = self._incomplete_future, None
         if future is None:
             return
         error = None if self.failure is None else self.failure.error
@@ -172,25 +181,25 @@ class PendingCreation:
             future.set_exception(error)
 
 
-class CreationFuture(CallFuture[Any]):
-    """Of a call whose value stays where it is. Reading it counts as using the reference."""
+class CreationFuture(CallFuture[None]):
+    """The future of a creation; the value stays on its owner. Reading it counts as a use of the reference."""
 
     __slots__ = ("creation",)
     creation: PendingCreation
 
-    def wait(self) -> Any:
-        self.creation.used()
+    def wait(self) -> None:
+        self.creation.mark_used()
         return super().wait()
 
-    def value(self) -> Any:
-        self.creation.used()
+    def value(self) -> None:
+        self.creation.mark_used()
         return super().value()
 
     def _failed(self, error: BaseException) -> Failure:
         failure = self.creation.failure
         return super()._failed(error) if failure is None else failure
 
-    def __call__(self, outcome: tuple[Any, ...]) -> None:
-        """The outcome, in the thread that waits for it."""
-        self.creation.end(outcome)
+    def __call__(self, outcome: Outcome) -> None:
+        """Process the outcome, in the thread that waits for it."""
+        self.creation.on_outcome(outcome)
         self.creation.complete()

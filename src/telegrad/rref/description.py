@@ -1,47 +1,46 @@
-"""What a worker knows of a reference without asking its owner, as `repr` and `dir` show it."""
-
-from typing import TYPE_CHECKING, Any
+"""What a worker knows about a reference without a call to its owner, for `repr` and `dir`."""
 
 from telegrad.errors import is_drop_in
+from telegrad.rref.handle import AnyHandle
 
-if TYPE_CHECKING:
-    from telegrad.rref.rref import RRef
-
-__all__ = ["describe", "known_class"]
+__all__ = ["describe", "global_id", "known_class"]
 
 
-def known_class(rref: "RRef[Any]") -> type | None:
-    """The class of the value: the owner has it, this worker has asked for it, or a class was called to make it."""
+def known_class(rref: AnyHandle) -> type | None:
+    """Return the class of the value if this worker knows it.
+
+    It does if it is the owner, has fetched the type before, or called a class to create the value.
+    """
     references = rref.worker.references
     if rref.is_owner():
         owned = references.values.get(rref.id)
         return type(owned.value) if owned is not None and owned.ready and owned.error is None else None
-    asked = rref._type
-    if asked is not None and asked.done() and asked.failure() is None:
-        kind = asked.value()
+    future = rref._type_future
+    if future is not None and future.done() and future.failure() is None:
+        kind = future.value()
         return kind if isinstance(kind, type) else None
-    return None if rref._creation is None else rref._creation.made_class
+    return None if rref._creation is None else rref._creation.value_class
 
 
-def describe(rref: "RRef[Any]") -> str:
-    """The text of ``repr(rref)``; under the drop-in it is torch's."""
-    this = _global_id(*rref.id)
+def describe(rref: AnyHandle) -> str:
+    """Return the text of ``repr(rref)``; under the drop-in it is torch's."""
+    this = global_id(*rref.id)
     if is_drop_in():
         if rref._fork is None:
             return f"OwnerRRef({this})"
-        return f"UserRRef(RRefId = {this}, ForkId = {_global_id(rref._forked_by, rref._fork)})"
+        return f"UserRRef(RRefId = {this}, ForkId = {global_id(rref._forked_by, rref._fork)})"
     kind = known_class(rref)
     what = "a value" if kind is None else kind.__qualname__
     created_on, local_id = rref.id
     return f"<RRef to {what} on {_owner(rref)}, id {created_on}.{local_id}, {_state(rref)}>"
 
 
-def _owner(rref: "RRef[Any]") -> str:
+def _owner(rref: AnyHandle) -> str:
     name = rref.worker.name_of(rref.owner_id)
     return f"{name} (this worker)" if rref.is_owner() else name
 
 
-def _state(rref: "RRef[Any]") -> str:
+def _state(rref: AnyHandle) -> str:
     references = rref.worker.references
     if references.closed:
         return "given up at shutdown"
@@ -57,10 +56,11 @@ def _state(rref: "RRef[Any]") -> str:
     if creation is not None and creation.failure is not None:
         error = creation.failure.error
         return "failed" if error is None else f"failed: {type(error).__name__}"
-    if rref._exists or (creation is not None and creation.ended):
+    if rref._is_created or (creation is not None and creation.ended):
         return "ready"
     return "being made" if creation is not None else "held"
 
 
-def _global_id(created_on: int, local_id: int) -> str:
+def global_id(created_on: int, local_id: int) -> str:
+    """Return torch's text of an id."""
     return f"GloballyUniqueId(created_on={created_on}, local_id={local_id})"

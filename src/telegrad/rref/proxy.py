@@ -1,23 +1,20 @@
-"""Calls of a referenced value's methods, on its owner."""
+"""Proxies of a referenced value: its methods run on the owner."""
 
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from telegrad.errors import TelegradError, is_drop_in
 from telegrad.rref.description import known_class
+from telegrad.rref.handle import AnyHandle
+from telegrad.rref.value_type import UNSET, method_type
 from telegrad.worker.calls.callables import read_with
-
-if TYPE_CHECKING:
-    from telegrad.rref.rref import RRef
-    from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.future import CallFuture
 
 __all__ = ["UNSET", "RRefProxy"]
-
-UNSET = -1.0
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -26,27 +23,27 @@ _KINDS = {"rpc_sync": "sync", "rpc_async": "async", "call": "call", "remote": "r
 
 
 class RRefProxy(Generic[R_co]):
-    """An object whose attributes are functions that run the owner's methods; see `RRef.rpc_sync`.
+    """Object with attributes that run methods of a value on its owner.
 
-    Generic in what the functions return: the result, a `CallFuture`, a coroutine or an `RRef`.
+    See `RRef.rpc_sync`. Generic in the result of the functions: the value, a `CallFuture`, a coroutine or an `RRef`.
 
     Args:
-        rref: refers to the value.
+        rref: Refers to the value.
         kind: "sync", "async", "call" or "remote"; or, as in torch, ``rpc_sync``, ``rpc_async`` or ``remote`` itself.
-        timeout: seconds; -1 is the default of the worker.
+        timeout: Limit in seconds; -1 is the default of the worker.
     """
 
     __slots__ = ("_kind", "_rref", "_timeout")
 
-    def __init__(self, rref: "RRef[Any]", kind: str | Callable[..., Any], timeout: float = UNSET) -> None:
+    def __init__(self, rref: AnyHandle, kind: str | Callable[..., object], timeout: float = UNSET) -> None:
         self._rref = rref
-        self._kind = kind if type(kind) is str else _KINDS[kind.__name__]  # type: ignore[union-attr]
+        self._kind = kind if isinstance(kind, str) else _KINDS[kind.__name__]
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., R_co]:
         rref = self._rref
         creation = rref._creation
-        kind = None if creation is None else creation.made_class
+        kind = None if creation is None else creation.value_class
         if kind is None and rref.is_owner():
             kind = known_class(rref)
         if kind is not None:
@@ -54,7 +51,7 @@ class RRefProxy(Generic[R_co]):
         return RemoteMethod(_CALLS[self._kind], rref, name, self._timeout)
 
     def __dir__(self) -> list[str]:
-        """The methods of the value, where its class is known here."""
+        """Return the methods of the value if this worker knows its class."""
         kind = known_class(self._rref)
         if kind is None:
             return list(super().__dir__())
@@ -65,90 +62,90 @@ class RRefProxy(Generic[R_co]):
 
 
 class RemoteMethod(partial[R]):
-    """A method of a referenced value, ready to be called. Any other use of it is an error that says how to read an
-    attribute. (Under the drop-in it may be compared and is true, as torch's ``functools.partial`` objects.)"""
+    """A method of a referenced value, ready to be called.
+
+    Any other use of it is an error with a hint how to read an attribute. (Under the drop-in it may be compared and is
+    true, like torch's ``functools.partial`` objects.)
+    """
 
     def __repr__(self) -> str:
         rref, name, *_ = self.args
         return f"<remote {name!r} of {rref!r}, not called>"
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no attribute {name!r}: {_not_the_value(self)}")
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no attribute {name!r}: {_hint(self)}")
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) if is_drop_in() else _refuse(self)
+        return super().__eq__(other) if is_drop_in() else _raise_no_value(self)
 
     def __hash__(self) -> int:
         return super().__hash__()
 
     def __bool__(self) -> bool:
-        return True if is_drop_in() else _refuse(self)
+        return True if is_drop_in() else _raise_no_value(self)
 
 
-def _refuse(method: RemoteMethod[Any], *_: object) -> NoReturn:
-    raise TypeError(_not_the_value(method))
+def _raise_no_value(method: partial[R], *_: object) -> NoReturn:
+    raise TypeError(_hint(method))
 
 
 for _name in ("float", "int", "index", "len", "iter", "getitem", "contains", "lt", "le", "gt", "ge"):
-    setattr(RemoteMethod, f"__{_name}__", _refuse)
+    setattr(RemoteMethod, f"__{_name}__", _raise_no_value)
 for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
-    setattr(RemoteMethod, f"__{_name}__", _refuse)
-    setattr(RemoteMethod, f"__r{_name}__", _refuse)
+    setattr(RemoteMethod, f"__{_name}__", _raise_no_value)
+    setattr(RemoteMethod, f"__r{_name}__", _raise_no_value)
 
 
-def _not_the_value(method: RemoteMethod[Any]) -> str:
+def _hint(method: partial[R]) -> str:
     name = method.args[1]
     return f"this is the method {name!r} of a remote value, to be called. {read_with(name)}"
 
 
 def _check_method(kind: type, name: str) -> None:
-    """Raises of a property. Whether another attribute is callable is seen on the instance, by its owner."""
+    """Raise an error for a property; the owner checks other attributes."""
     found = getattr(kind, name, None)
     if isinstance(found, property) and not is_drop_in():
         raise AttributeError(f"{name!r} is a property of {kind.__qualname__}, not a method. {read_with(name)}")
 
 
-def _sync(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
-    calls = rref.checked().calls
+def _sync(rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwargs: object) -> Any:
+    calls = rref._usable_worker().calls
     timeout = calls.default_timeout if seconds == UNSET else calls.timeout(seconds)
-    introduce = not rref._exists and rref.is_unknown()
+    introduce = not rref._is_created and rref.is_unknown()
     try:
         result = calls.client.call(rref.owner_id, name, args, kwargs, timeout, rref, introduce)
     except TelegradError as error:
-        rref._exists |= isinstance(error, AttributeError)  # of the value, or of what its method does
-        raise rref._on_notified(error)
-    rref._exists = True
+        rref._is_created |= isinstance(error, AttributeError)  # the value exists: it, or its method, raised
+        raise rref._on_error(error)
+    rref._is_created = True
     return result
 
 
-def _async(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> "CallFuture[Any]":
-    calls = rref.checked().calls
-    introduce = not rref._exists and rref.is_unknown()
+def _async(rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwargs: object) -> CallFuture[Any]:
+    calls = rref._usable_worker().calls
+    introduce = not rref._is_created and rref.is_unknown()
     future: CallFuture[Any] = calls.client.start(
         rref.owner_id, name, args, kwargs, calls.timeout(seconds), rref, introduce
     )
     return future
 
 
-async def _call(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
+async def _call(rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwargs: object) -> Any:
     return await _async(rref, name, seconds, *args, **kwargs)
 
 
-def _remote(rref: "RRef[Any]", name: str, seconds: float, /, *args: Any, **kwargs: Any) -> "RRef[Any]":
-    from telegrad.rref.create import create
-
-    timeout = rref.checked().calls.timeout(seconds)
+def _remote(rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwargs: object) -> AnyHandle:
+    timeout = rref._usable_worker().calls.timeout(seconds)
     start = time.monotonic_ns()
-    # Whoever gives it a time hears here, as in torch, that the value has not been made within it.
-    kind = rref._get_type(seconds) if seconds not in (UNSET, 0) else rref._known_type()
+    # As in torch, a missing method raises at once if the value exists; with a timeout, the call waits for the value
+    # that long. Otherwise uses of the new reference raise.
+    kind = method_type(rref, seconds)
     if kind is not None:
-        # As in torch, a method that does not exist is an error here and now; of a value that is still being made, the
-        # reference made here says so when it is used.
         if not issubclass(kind, torch.jit.ScriptModule):
             getattr(kind, name)
         if timeout:
             timeout = max(timeout - (time.monotonic_ns() - start), 1)
-    return create(rref.worker, rref.owner_id, name, args, kwargs, timeout, rref)
+    return rref._create(name, args, kwargs, timeout)
 
 
 _CALLS: dict[str, Callable[..., Any]] = {"sync": _sync, "async": _async, "call": _call, "remote": _remote}

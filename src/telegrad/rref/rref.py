@@ -1,8 +1,7 @@
-"""A reference to a value that lives on some worker of the group."""
+"""References to values on workers of the group."""
 
-import weakref
 from collections.abc import Coroutine, Generator
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 
@@ -17,16 +16,18 @@ from telegrad.errors import (
     WorkerLost,
 )
 from telegrad.protocols.rref import RRefId
-from telegrad.rref.awaiting import arrival
+from telegrad.rref.awaiting import await_value
 from telegrad.rref.backward import run_backward
+from telegrad.rref.create import create
 from telegrad.rref.creation import PendingCreation
-from telegrad.rref.description import describe
+from telegrad.rref.description import describe, global_id
 from telegrad.rref.proxy import UNSET, RRefProxy
+from telegrad.rref.value_type import request_type
 from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import read_attribute
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import remaining
 from telegrad.worker.serving.event_loop import blocking_in_loop
@@ -35,30 +36,27 @@ __all__ = ["RRef"]
 
 T = TypeVar("T")
 
-_NO_KWARGS: dict[str, Any] = {}
-
-
-def _global_id(created_on: int, local_id: int) -> str:
-    return f"GloballyUniqueId(created_on={created_on}, local_id={local_id})"
+_NO_KWARGS: dict[str, object] = {}
 
 
 class RRef(Generic[T]):
     """A reference to a value on its owner, which may be this worker.
 
-    Made of a value of this worker, or by `telegrad.rpc.remote` of what a function returns elsewhere. The owner keeps
-    the value while any worker refers to it. References travel as arguments and results of remote calls, in containers
-    and objects as well; elsewhere they cannot be pickled. ``await rref`` is `to_here` without blocking.
+    The constructor refers to a value of this worker; `telegrad.rpc.remote` refers to the result of a function on
+    another worker. The owner keeps the value while any worker refers to it. References travel as arguments and results
+    of remote calls, also in containers and objects; otherwise they cannot be pickled. ``await rref`` is `to_here`
+    without blocking.
 
     Args:
-        value: a value of this worker, which becomes its owner. It is not copied.
-        type_hint: for a scripted module, its interface; with another value it is an error.
+        value: A value of this worker, which becomes its owner. It is not copied.
+        type_hint: For a scripted module, its interface; with another value it is an error.
 
     Attributes:
-        id: of the value; the same for all references to it.
-        owner_id: the owner's rank.
+        id: Id of the value; the same for all references to it.
+        owner_id: The owner's rank.
 
     Raises:
-        RuntimeError: this process has not joined a group, or ``type_hint`` does not fit ``value``.
+        RuntimeError: This process has not joined a group, or ``type_hint`` does not fit ``value``.
 
     Example::
 
@@ -69,11 +67,11 @@ class RRef(Generic[T]):
     """
 
     __slots__ = (
-        "__orig_class__", "__weakref__", "_creation", "_exists", "_fork", "_forked_by", "_generation", "_profiling",
-        "_scripted", "_type", "_worker", "id", "owner_id",
+        "__orig_class__", "__weakref__", "_creation", "_fork", "_forked_by", "_generation", "_is_created",
+        "_profiling_future", "_type_future", "_worker", "id", "owner_id",
     )  # fmt: skip
 
-    def __init__(self, value: T, type_hint: Any = None) -> None:
+    def __init__(self, value: T, type_hint: object = None) -> None:
         worker = current_worker()
         if worker is None:
             raise NotInitialized(NotInitialized.AGENT)
@@ -87,18 +85,18 @@ class RRef(Generic[T]):
         self._attach(worker, worker.references.own(value), worker.info.id, None)
 
     @classmethod
-    def of(cls, worker: Worker, rref: RRefId, owner: int, fork: tuple[int, int] | None = None) -> "RRef[Any]":
-        """Make the object of a reference that the protocol knows.
+    def of(cls, worker: Worker, rref: RRefId, owner: int, fork: tuple[int, int] | None = None) -> Self:
+        """Create the object of a reference that the protocol knows.
 
-        It takes over one handle.
+        The protocol has counted one handle for it.
 
         Args:
-            worker: holds the reference.
-            rref: the id of the value.
-            owner: the id of the owner.
-            fork: of a reference that has arrived: the worker that sent it, and that worker's number for this fork.
+            worker: The worker that holds the reference.
+            rref: The id of the value.
+            owner: The id of the owner.
+            fork: For a received reference: the sender, and the sender's number for this fork.
         """
-        handle: RRef[Any] = cls.__new__(cls)
+        handle = cls.__new__(cls)
         handle._attach(worker, rref, owner, fork)
         return handle
 
@@ -108,28 +106,26 @@ class RRef(Generic[T]):
         self.owner_id: int = owner
         self._generation = worker.references.table.generation
         self._forked_by = worker.info.id
-        self._fork: int | None = None  # the owner's is none
+        self._fork: int | None = None  # the owner's handles have none
         if owner != worker.info.id:
             if fork is None:
                 self._fork = worker.references.new_id()
             else:
                 self._forked_by, self._fork = fork
-        self._creation: PendingCreation | None = None  # where this worker made the call that makes it
-        self._exists = False  # it is known here that there is a value, whether the word of its creation has come or not
-        self._type: Any = None
-        self._profiling: Any = None
-        self._scripted = False
+        self._creation: PendingCreation | None = None  # on the worker that made the creating call
+        self._is_created = False  # a reply showed that the value exists; the CREATED reply may still be unread
+        self._type_future: CallFuture[Any] | None = None  # of the value's type, once it was requested
 
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)
         if worker is not None:
             worker.references.release_handle(self.id, self._generation)
 
-    # ---- about it
+    # ---- properties
 
     @property
     def worker(self) -> Worker:
-        """The worker of this process that holds this reference."""
+        """Worker of this process that holds this reference."""
         return self._worker
 
     def owner(self) -> WorkerInfo:
@@ -141,16 +137,16 @@ class RRef(Generic[T]):
         return self._worker.name_of(self.owner_id)
 
     def is_owner(self) -> bool:
-        """Tell whether this worker has the value."""
+        """Return whether this worker has the value."""
         return self.owner_id == self._worker.info.id
 
     def confirmed_by_owner(self) -> bool:
-        """Tell whether the owner is known to count this reference.
+        """Return whether the owner is known to count this reference.
 
-        Always true on the owner. Elsewhere it is false until the owner has confirmed it, or has answered otherwise
-        about this reference: the value was fetched, or a method of it has run.
+        Always true on the owner. On other workers it is true once the owner has confirmed the reference, or has replied
+        to a request about it: the value was fetched, or a method of it has run.
         """
-        return self._exists or self._worker.references.confirmed(self.id)
+        return self._is_created or self._worker.references.confirmed(self.id)
 
     def __repr__(self) -> str:
         return describe(self)
@@ -158,100 +154,103 @@ class RRef(Generic[T]):
     # ---- the value
 
     def to_here(self, timeout: float = UNSET) -> T:
-        """Bring the value to this worker. Blocks until there is one.
+        """Fetch the value. Blocks until it exists.
 
         Args:
-            timeout: seconds; -1 is the default of the worker, 0 no limit. On the owner, for the value to be made.
+            timeout: Limit in seconds; -1 is the default of the worker, 0 no limit. On the owner, for the creation.
 
         Returns:
-            The value itself on the owner, elsewhere a copy, which the caller owns.
+            The value itself on the owner, on other workers a copy, which the caller owns.
 
         Raises:
-            RuntimeError: the creation of the value or this call timed out (`RpcTimeout`), or the reference has been
-                given up (`RRefDeleted`).
-            OwnerLost: the owner is gone.
-            what the function that made the value raised, as its own type.
+            RuntimeError: The creation of the value or this call timed out (`RpcTimeout`), or the reference has been
+                released (`RRefDeleted`).
+            OwnerLost: The owner is lost.
+            Exception: The error of the function that creates the value, with its own type.
         """
         self._check()
         worker = self._worker
         references, calls = worker.references, worker.calls
-        within = calls.default_timeout if timeout == UNSET else calls.timeout(timeout)
+        limit = calls.default_timeout if timeout == UNSET else calls.timeout(timeout)
         if self.owner_id == worker.info.id:
             try:
-                return self._local(within)
+                return self._wait_local(limit)
             except Exception as error:
                 raise strip_own_frames(error)
         introduce = self._creation is None and not references.confirmed(self.id)
         try:
-            fetched = calls.client.call(self.owner_id, None, (), _NO_KWARGS, within, self, introduce)
+            fetched = calls.client.call(self.owner_id, None, (), _NO_KWARGS, limit, self, introduce)
         except TelegradError as error:
-            raise self._on_notified(error)
-        self._exists = True
+            raise self._on_error(error)
+        self._is_created = True
         value: T = fetched
         return value
 
     def get_attr(self, name: str, timeout: float = UNSET) -> Any:
-        """Read an attribute of the value, on its owner. Blocks until there is a value.
+        """Read an attribute of the value on its owner. Blocks until the value exists.
 
         Args:
-            name: of the attribute or property; dots lead further, as in ``"layer.weight"``.
-            timeout: seconds; -1 is the default of the worker, 0 no limit.
+            name: Name of the attribute or property, or a dotted path such as ``"layer.weight"``.
+            timeout: Limit in seconds; -1 is the default of the worker, 0 no limit.
 
         Returns:
-            What the attribute holds: the object itself on the owner, elsewhere a copy, which the caller owns.
+            The attribute: the object itself on the owner, on other workers a copy, which the caller owns.
 
         Raises:
-            AttributeError: there is none of this name.
-            and as `to_here`.
+            AttributeError: The value has no such attribute.
+            Exception: The errors of `to_here`.
 
         Example::
 
             weight = rref.get_attr("weight")
         """
-        worker = self.checked()
+        worker = self._usable_worker()
         try:
             value = worker.rpc_sync(self.owner_id, read_attribute, (self, name), timeout=timeout)
         except TelegradError as error:
-            raise self._on_notified(error)
-        self._exists = True
+            raise self._on_error(error)
+        self._is_created = True
         return value
 
     def local_value(self) -> T:
-        """Return the value itself, on its owner. Blocks while it is being made.
+        """Return the value itself, on its owner. Blocks until it exists.
 
-        In a handler it waits no longer than the handler's caller does, elsewhere without a limit.
+        The limit is the deadline of the handler's caller; outside of handlers there is no limit.
 
         Raises:
-            RuntimeError: this is not the owner (`RRefError`), or the time is over (`RpcTimeout`).
-            what the function that made the value raised, as its own type.
+            RuntimeError: This worker is not the owner (`RRefError`), or the call timed out (`RpcTimeout`).
+            Exception: The error of the function that creates the value, with its own type.
         """
         if not self.is_owner():
-            fork = _global_id(self._forked_by, self._fork or 0)
+            fork = global_id(self._forked_by, self._fork or 0)
             raise RRefError(
-                f"For UserRRef(rref_id={_global_id(*self.id)}, fork_id={fork}), can't call localValue() on user"
+                f"For UserRRef(rref_id={global_id(*self.id)}, fork_id={fork}), can't call localValue() on user"
                 f" {self._worker.info}. Call it on owner {self.owner()}"
             )
         try:
             self._check()
-            return self._local(0)
+            return self._wait_local(0)
         except Exception as error:
             raise strip_own_frames(error)
 
-    def _local(self, timeout: int) -> T:
-        """The value on its owner; waits for it no longer than `timeout` ns (0: no limit) and what the running request
-        has left."""
+    def _wait_local(self, timeout: int) -> T:
+        """Return the value on its owner, after waiting for it.
+
+        Args:
+            timeout: Limit in ns, 0 for none; the deadline of the running request counts as well.
+        """
         owned = self._worker.references.owned(self.id)
         if not owned.ready:
             timeout = remaining(timeout, current.get())
             with blocking_in_loop():
                 in_time = owned.wait(timeout / 1e9 if timeout else None)
             if not in_time:
-                raise RpcTimeout(timeout / 1e9, f"the making of {self!r}")
+                raise RpcTimeout(timeout / 1e9, f"the creation of {self!r}")
         value: T = owned.get()
         return value
 
-    def checked(self) -> Worker:
-        """The worker that calls about it go through; raises what stands against them."""
+    def _usable_worker(self) -> Worker:
+        """Return the worker for calls about this reference, or raise an error."""
         self._check()
         worker = self._worker
         if worker.closed:
@@ -259,155 +258,134 @@ class RRef(Generic[T]):
         return worker
 
     def _check(self) -> None:
+        """Raise an error if the reference cannot be used."""
         if self._creation is not None:
-            self._creation.used()
+            self._creation.mark_used()
         self._worker.references.check(self.id, self.owner_id)
 
-    def _on_notified(self, error: TelegradError) -> TelegradError:
-        """The error of a use of the value, as its caller sees it: without Telegrad's own frames, and the loss of the
-        owner as that of the value."""
+    def _on_error(self, error: TelegradError) -> TelegradError:
+        """Return an error of a use of the value, as the program gets it.
+
+        It has no frames of Telegrad, and the loss of the owner is an `OwnerLost`.
+        """
         if type(error) is WorkerLost and error.name == self.owner_name():
             error = OwnerLost(error.name, error.why, str(self.id))
-            error.__cause__ = None  # which also hides the WorkerLost that it stands for
+            error.__cause__ = None  # also hides the WorkerLost that it replaces
         return strip_own_frames(error)
 
     def _mark_used(self) -> None:
-        """Whoever uses it, here or elsewhere, hears of a failure to make the value."""
+        """Record a use: the user of the reference gets a failure of the creation."""
         if self._creation is not None:
-            self._creation.used()
+            self._creation.mark_used()
 
     def __await__(self) -> Generator[Any, None, T]:
-        """``await rref`` is `to_here` without blocking: the value, when there is one, or what making it raised."""
-        return arrival(self).__await__()
+        """Await the value, or the error of its creation; `to_here` without blocking."""
+        return await_value(self).__await__()
 
     # ---- calls on the value
 
     def rpc_sync(self, timeout: float = UNSET) -> RRefProxy[Any]:
-        """Return a proxy whose methods run on the owner and bring their result.
+        """Return a proxy with methods that run on the owner and return their results.
+
+        The methods raise the errors of `to_here` and `telegrad.rpc.rpc_sync`.
 
         Args:
-            timeout: seconds for each call; -1 is the default of the worker, 0 no limit.
-
-        Raises:
-            nothing here. Methods raise as `to_here` and `telegrad.rpc.rpc_sync` do.
+            timeout: Limit in seconds for each call; -1 is the default of the worker, 0 no limit.
 
         Example::
 
-            y = rref.rpc_sync(timeout=5).forward(x)          # value.forward(x), run by the owner
+            y = rref.rpc_sync(timeout=5).forward(x)          # the owner runs value.forward(x)
         """
         return RRefProxy(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET) -> RRefProxy[CallFuture[Any]]:
-        """Return a proxy whose methods run on the owner and return futures.
+        """Return a proxy with methods that run on the owner and return futures.
 
         Args:
-            timeout: as of `rpc_sync`.
+            timeout: See `rpc_sync`.
         """
         return RRefProxy(self, "async", timeout)
 
     def call(self, timeout: float = UNSET) -> RRefProxy[Coroutine[Any, Any, Any]]:
-        """Return a proxy whose methods are coroutines: ``await rref.call().f(x)``.
+        """Return a proxy with methods that are coroutines: ``await rref.call().f(x)``.
 
         Args:
-            timeout: as of `rpc_sync`. See `telegrad.rpc.call` for what canceling does.
+            timeout: See `rpc_sync`. `telegrad.rpc.call` describes cancellation.
         """
         return RRefProxy(self, "call", timeout)
 
     def remote(self, timeout: float = UNSET) -> "RRefProxy[RRef[Any]]":
-        """Return a proxy whose methods return references to their results.
+        """Return a proxy with methods that return references to their results.
 
-        The results stay on the owner. Methods return at once, also where the value is still being made. With a timeout
-        they wait for the value, for no longer, and a method that it does not have raises `AttributeError` here.
+        The results stay on the owner. Methods return at once, even if the value does not exist yet. With a timeout they
+        wait that long for the value, and a method that it does not have raises `AttributeError` at the caller.
 
         Args:
-            timeout: as of `rpc_sync`.
+            timeout: See `rpc_sync`.
         """
         return RRefProxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass with the value, a scalar tensor, as its root.
 
-        It begins on the owner, wherever this is called.
+        The pass begins on the owner, also if another worker calls this.
 
         Args:
-            dist_autograd_ctx_id: of the autograd context in which the gradients are added up. On the owner -1 runs a
-                pass of that worker alone, as ``tensor.backward()``, which adds to ``.grad``.
-            retain_graph: see `telegrad.autograd.backward`.
+            dist_autograd_ctx_id: Id of the autograd context that gets the gradients. On the owner, -1 runs a pass of
+                that worker only, like ``tensor.backward()``, which adds to ``.grad``.
+            retain_graph: See `telegrad.autograd.backward`.
 
         Raises:
-            RuntimeError: the value is no tensor, or there is no context where one is needed; what
-                `telegrad.autograd.backward` raises.
+            RuntimeError: The value is no tensor, or the id of a context is missing; or an error of
+                `telegrad.autograd.backward`.
         """
         run_backward(self, dist_autograd_ctx_id, retain_graph)
 
     # ---- for telegrad and its drop-in
 
     def is_unknown(self) -> bool:
-        """Tell whether requests about this reference have to introduce it to its owner."""
+        """Return whether requests must introduce this reference to its owner."""
         return not self._worker.references.confirmed(self.id)
 
-    def _ask(self, function: Any, timeout: float) -> CallFuture[Any]:
-        """Ask the owner for the value, or for what a function makes of it."""
+    @property
+    def _scripted(self) -> bool:
+        """Whether a fault injector saw that a scripted function creates the value."""
+        return self._creation is not None and self._creation.scripted
+
+    def _start(self, function: object, timeout: float) -> CallFuture[Any]:
+        """Start a call on the owner: of a function of the value, or for the value itself."""
         calls = self._worker.calls
         future: CallFuture[Any] = calls.client.start(
             self.owner_id, function, (), _NO_KWARGS, calls.timeout(timeout), self, self.is_unknown()
         )
         return future
 
+    def _create(self, name: str, args: tuple[object, ...], kwargs: dict[str, object], timeout: int) -> "RRef[Any]":
+        """Create a reference to the result of a method."""
+        return create(RRef, self._worker, self.owner_id, name, args, kwargs, timeout, self)
+
     def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> Any:
-        """The value's type; asked for once. With ``blocking=False`` a future of it."""
-        if self._type is None:
-            self._check()
-            if self.is_owner():
-                future: CallFuture[Any] = CallFuture(NO_DEVICES)
-                try:
-                    future.set_result(type(self._worker.references.owned(self.id).get()))
-                except Exception as e:
-                    future.set_exception(e.with_traceback(None))
-            else:
-                future = self._ask(type, timeout)
-            self._type = future
-            mine = weakref.ref(self)
+        """Return the value's type, which is requested once.
 
-            def forget_failure(_: Any) -> None:
-                handle, done = mine(), done_future()
-                if handle is not None and done is not None and handle._type is done and done.failure() is not None:
-                    handle._type = None  # the next one asks again
-
-            done_future = weakref.ref(future)
-            torch.futures.Future.add_done_callback(future, forget_failure)
-        else:
-            future = self._type
+        With ``blocking=False`` return a future of it.
+        """
+        future = self._type_future or request_type(self, timeout)
         return future.wait() if blocking else future
 
-    def _known_type(self) -> Any:
-        """The value's type if there is a value for all that is known here, asked for if need be; else None."""
-        known = self._type
-        if known is None:
-            if self.is_owner():
-                self._exists = self._worker.references.owned(self.id).ready
-            elif self._creation is not None and self._creation.done():
-                self._exists = True
-            if not self._exists:
-                return None
-        elif not known.done():
-            return None
-        return self._get_type()
-
-    def _get_future(self) -> CallFuture[Any]:
-        """The future of the creating call."""
+    def _get_future(self) -> CallFuture[None]:
+        """Return the future of the creating call."""
         if self._creation is None:
-            raise RRefError(f"{self!r} was not made by remote() on this worker, so there is no future of its creation.")
+            raise RRefError(f"{self!r} was not created by remote() on this worker, so its creation has no future.")
         return self._creation.future()
 
-    def _get_profiling_future(self) -> Any:
-        return self._profiling
+    def _get_profiling_future(self) -> object:
+        return getattr(self, "_profiling_future", None)
 
-    def _set_profiling_future(self, future: Any) -> None:
-        self._profiling = future
+    def _set_profiling_future(self, future: object) -> None:
+        self._profiling_future = future
 
     def _serialize(self) -> tuple[int, ...]:
-        """For picklers of the program's own: what `_deserialize` needs, within the message being written."""
+        """Return the argument of `_deserialize`, for a pickler of the program."""
         worker = self._worker
         references = worker.references
         if references.closed:
@@ -423,7 +401,7 @@ class RRef(Generic[T]):
         handle: RRef[Any] = worker.messages.unpack_handle(data[0])
         return handle
 
-    # ---- not outside of calls
+    # ---- no copies outside of calls
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise RRefNotPicklable
