@@ -80,7 +80,7 @@ enum class EventKind : std::uint8_t {
   kConnected = 5,
 };
 
-/// Position in the call metadata, the codec-encoded tuple that is the last segment of a message.
+/// Position in the call metadata, the tuple in the last segment of a message.
 struct MetadataField {
   static constexpr int kTickets = 0;  // of the references in the message
   static constexpr int kTarget = 1;  // id of the reference that the message is about, or None

@@ -20,8 +20,16 @@ QUOTING = {"STYLE.md", "GLOSSARY.md", "CHANGELOG.md", "tests/static/language.py"
 """Files that name the banned words, and the changelog, which is history."""
 
 PENDING: tuple[str, ...] = (
-    "csrc",
-    "src",
+    "csrc/core",
+    "csrc/python",
+    "csrc/wire",
+    "src/telegrad/_core.pyi",
+    "src/telegrad/autograd/passes/manager.py",
+    "src/telegrad/group",
+    "src/telegrad/rref",
+    "src/telegrad/waits.py",
+    "src/telegrad/wire/layout.py",
+    "src/telegrad/worker",
     "tests/core",
     "tests/groups/test_closed_workers.py",
 )
@@ -54,7 +62,7 @@ def report(found: Iterable[tuple[Path, Breach]]) -> str:
 
 def test_sources_and_documents_are_found() -> None:
     assert {"README.md", "docs/rpc.md"} <= {name_of(path) for path in DOCUMENTS}
-    assert {name_of(path).partition("/")[0] for path in SOURCES} >= {"tests", "bench", "examples", "tools"}
+    assert {name_of(path).partition("/")[0] for path in SOURCES} >= set(CODE)
 
 
 def test_no_file_has_banned_words() -> None:

@@ -75,7 +75,7 @@ class Received(NamedTuple):
 
 
 class Context:
-    """One worker's part of one autograd context. `lock` guards changes of its tables.
+    """Part of an autograd context on this worker; `lock` guards its tables.
 
     Args:
         id: `worker id << 48 | counter`, of the worker that opened it.

@@ -144,7 +144,7 @@ class Recording:
         self.events += [event.seen_by_caller(name, offset) for event in found]
 
     def end_side_recording(self) -> None:
-        """End a recording made with `beside`."""
+        """End a recording of a side thread."""
         if self.session is not None:
             self.report()
 

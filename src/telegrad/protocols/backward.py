@@ -429,7 +429,7 @@ class PassSchedule:
         return [how]
 
     def _after_the_end(self, sender: int, message: Message) -> Sequence[Effect]:
-        """At a root that has aborted: notify the workers that became known after the abort."""
+        """Notify workers that an aborted root learned of after the abort."""
         ledger = self.ledger
         if ledger is None or not isinstance(self.over, Finished) or self.over.why is None:
             return ()

@@ -215,10 +215,10 @@ def _tell_followers(worker: Worker, sequence_id: str, names: set[str], failure: 
     for info in worker.infos():
         if info.name in there:
             what = (sequence_id, type(failure).__name__, str(failure))
-            worker.start_internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_look_at)
+            worker.start_internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_read_result)
 
 
-def _look_at(told: Any) -> None:
+def _read_result(told: Any) -> None:
     with suppress(RuntimeError):  # the follower is lost itself
         told.value()
 

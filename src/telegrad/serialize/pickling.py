@@ -254,9 +254,9 @@ class _Outgoing:
     def _explain(self, error: Exception, value: Any, name: str | tuple[str, ...]) -> NoReturn:
         if isinstance(name, tuple):
             parts = zip(name, value, strict=True)
-            name, value = next((part for part in parts if not self._can_pickle(part[1])), ("value", value))
-        path, culprit = find_unpicklable(value, name, self._can_pickle)
-        kind = type(culprit)
+            name, value = next((pair for pair in parts if not self._can_pickle(pair[1])), ("value", value))
+        path, part = find_unpicklable(value, name, self._can_pickle)
+        kind = type(part)
         shown = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise _also(type(error))(f"{error} (at {path}, of type {shown})") from error
 

@@ -1,4 +1,4 @@
-"""Numbers that Python and the core share: tags and flags of messages, and layouts (csrc/wire/constants.h)."""
+"""Numbers that Python and the core share: tags, flags and layouts of messages."""
 
 from telegrad.wire.layout import EventKind, MetadataField, NodeKind, ScopeField, WorkKind
 from telegrad.wire.tags import ALWAYS_TAKEN, BodyKind, Flag, LeftOut, Status, Tag

@@ -31,7 +31,7 @@ class EventKind(IntEnum):
 
 
 class MetadataField(IntEnum):
-    """Position in the call metadata, the codec-encoded tuple that is the last segment of a message."""
+    """Position in the call metadata, the tuple in the last segment of a message."""
 
     TICKETS = 0  # of the references in the message
     TARGET = 1  # id of the reference that the message is about, or None

@@ -1,4 +1,4 @@
-"""One backward pass at one worker: runs the local stages as the schedule requires.
+"""Backward pass at one worker: runs the local stages as the schedule requires.
 
 protocols/backward.py has the schedule.
 
@@ -65,7 +65,7 @@ _GRADIENT = int(TokenKind.GRADIENT)
 
 
 class BackwardPass:
-    """One worker's part in one call of `backward`.
+    """Part of this worker in a call of `backward`.
 
     In most passes a worker has one stage to run, and sends its gradients to one other worker: for example a server, and
     a trainer that computes its loss from the server's replies. On this *fast path* the schedule's messages are known in

@@ -1,4 +1,4 @@
-"""All backward passes of one worker, and their messages on the network.
+"""Backward passes of one worker, and their messages on the network.
 
 The messages of a pass travel as requests; the reply carries the peer's messages for the sender. So a pass over two
 workers is one call: the thread that waits in `backward` reads the reply itself, and the thread that reads the request
@@ -43,7 +43,7 @@ _REMEDY = (
 
 
 class BackwardManager:
-    """All passes of one worker.
+    """Manager of the passes of one worker.
 
     Args:
         worker: The worker.

@@ -72,7 +72,7 @@ class MessageSender(Protocol):
 
 
 class PassTask:
-    """One pass on this worker.
+    """Task that runs a pass on this worker.
 
     At most one thread is in it, and also runs the events that other threads bring meanwhile.
 
