@@ -1,4 +1,4 @@
-"""Every name of the reference has an example in its docstring; the examples run."""
+"""Every name of the reference has an example; it and the code of the guide run."""
 
 import ast
 import asyncio
@@ -24,7 +24,7 @@ FOLDER = documents.REPO / "docs" / "reference"
 PRELUDE = next(b.text for b in documents.split((FOLDER / "README.md").read_text())[0] if b.language == "python")
 NO_GROUP = re.compile(r"\bcluster\(|from telegrad\.testing import|NotInitialized")
 OWN_PROCESS = re.compile(
-    r"\binit_rpc\(|rpc\.Worker\(|\b[Pp]rocesses\(|\bcompat\.(un)?install|\bcompat\.child|\bregister_backend\("
+    r"\binit_rpc\(|rpc\.Worker\(|\b[Pp]rocesses\(|\bcompat\.(un)?install|\bcompat\.child|\bregister_backend\(|\bbasicConfig\("
 )
 FIRST_OF_SEVERAL = re.compile(r'"([a-z]+)0", rank=0, world_size=(\d+)')
 
@@ -61,19 +61,32 @@ def example_of(found: Any) -> str:
     return textwrap.dedent(match[1]).strip("\n") + "\n" if match else ""
 
 
-IN_GROUP = [pytest.param(name, found, id=name) for name, found in NAMES if not OWN_PROCESS.search(example_of(found))]
-ALONE = [pytest.param(name, found, id=name) for name, found in NAMES if OWN_PROCESS.search(example_of(found))]
+def blocks() -> Iterator[tuple[str, str]]:
+    """Yield the Python blocks of the guide, with their places."""
+    for page in sorted((documents.REPO / "docs").glob("*.md")):
+        for block in documents.split(page.read_text())[0]:
+            if block.language == "python" and "store=store" not in block.text:  # a list of alternatives
+                yield f"{page.name}:{block.line}", block.text
+
+
+EXAMPLES = [*((name, example_of(found)) for name, found in NAMES), *blocks()]
+IN_GROUP = [pytest.param(name, code, id=name) for name, code in EXAMPLES if not OWN_PROCESS.search(code)]
+ALONE = [pytest.param(code, id=name) for name, code in EXAMPLES if OWN_PROCESS.search(code)]
+
+
+def test_the_guide_has_blocks() -> None:
+    assert len(list(blocks())) >= 10
 
 
 @pytest.mark.parametrize("found", [pytest.param(found, id=name) for name, found in NAMES])
-def test_it_has_an_example(found: Any) -> None:
+def test_the_name_has_an_example(found: Any) -> None:
     assert example_of(found)
 
 
-@pytest.mark.parametrize(("name", "found"), IN_GROUP)
-def test_the_example_runs(name: str, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = example_of(found)
-    module = types.ModuleType(f"example_{name.replace('.', '_')}")
+@pytest.mark.parametrize(("name", "code"), IN_GROUP)
+def test_it_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType(f"example_{re.sub(r'[^a-z0-9]', '_', name)}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # so that handlers find its functions by name
     exec(PRELUDE, module.__dict__)
     compiled = compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
@@ -85,12 +98,11 @@ def test_the_example_runs(name: str, found: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "found"), ALONE)
-def test_the_program_runs(name: str, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", ALONE)
+def test_it_runs_as_a_program(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks of its group, if it has any, are threads."""
-    code = example_of(found)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
     others = FIRST_OF_SEVERAL.search(code)
     join = OTHER_RANKS.format(name=others[1], size=others[2]) if others else ""
     program = tmp_path / "program.py"
