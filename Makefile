@@ -66,12 +66,13 @@ bench-check: build ## the same; fails if a competitor is faster in any row
 	@tools/install_competitors.sh $(VENV)
 	$(PY) -m bench --check $(ARGS)
 
-lint: build ## ruff, the import law, mypy --strict, complete types, clang-format, and the stub of the core
+lint: build ## ruff, the import law, mypy --strict, complete types, clang-format, the locks and the stub of the core
 	$(PY) -m ruff check -q .
 	$(PY) -m ruff format -q --check .
 	$(VENV)/bin/lint-imports --config pyproject.toml >build/imports.log || { cat build/imports.log; exit 1; }
 	$(PY) -m mypy --strict src/telegrad bench
 	tools/clang_format.sh $(VENV) --dry-run -Werror
+	tools/check_locks.sh $(VENV)
 	$(PY) tools/stubs.py --check
 	$(PY) tools/wire_header.py --check
 	$(PY) tools/verify_types.py

@@ -30,7 +30,7 @@ class LeaderHandoff {
 
   /// Takes leadership for a caller. Returns false if no pool thread is the leader, or if the leader is inside a poll;
   /// it then resigns after that poll.
-  bool adopt() {
+  bool take_over() {
     std::uint64_t s = state_.load(std::memory_order_acquire);
     while (true) {
       if ((s & kStates) == kOpen) {

@@ -79,6 +79,9 @@ class KeepAlive {
   virtual ~KeepAlive() = default;
 };
 
+/// Objects to destroy once no lock of the core is held.
+using Released = std::vector<std::unique_ptr<KeepAlive>>;
+
 struct PendingSend;  // see connection.h
 
 /// A message to send. Its body and segments point into memory that `owner` owns.

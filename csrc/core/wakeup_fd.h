@@ -1,14 +1,29 @@
 // Descriptors that wake a thread asleep in epoll.
 #pragma once
 
+#include <sys/eventfd.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
+#include <system_error>
 
 #include "base/clock.h"
+#include "base/unique_fd.h"
 
 namespace telegrad {
+
+/// Makes the owner of a new descriptor. Throws std::system_error if it is -1.
+inline UniqueFd check_fd(int fd, const char* error) {
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), error);
+  return UniqueFd(fd);
+}
+
+inline UniqueFd make_eventfd() { return check_fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "cannot create an eventfd"); }
+inline UniqueFd make_timerfd(int flags) {
+  return check_fd(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | flags), "cannot create a timerfd");
+}
 
 /// Makes an eventfd readable until it is drained. Never blocks.
 inline void notify_fd(int eventfd) {

@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "core/calls.h"
+#include "core/call_slab.h"
+#include "core/connection.h"
 #include "core/message.h"
 
 namespace telegrad {

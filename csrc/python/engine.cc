@@ -220,7 +220,7 @@ void init_engine(nb::module_& m) {
            "point.")
       .def("stop", &Engine::stop, "linger"_a, nb::call_guard<GilReleased>())
       .def("stats", stats)
-      .def_prop_ro("memory", [](const Engine& e) { return Memory{e.pool()}; });
+      .def_prop_ro("memory", [](const Engine& e) { return Memory{e.buffers()}; });
   init_multicast(engine);
 }
 

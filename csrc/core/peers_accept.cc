@@ -1,5 +1,4 @@
 // Listening: accepted connections before their handshake has ended. Their number is limited.
-#include <sys/epoll.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -7,16 +6,12 @@
 #include <cerrno>
 #include <system_error>
 
-#include "core/engine.h"
+#include "core/engine_parts.h"
+#include "core/peers.h"
+#include "core/tuning.h"
 
 namespace telegrad {
 namespace {
-
-constexpr rlim_t kMaxUnauthenticated = 64;          // unauthenticated connections at the same time
-constexpr rlim_t kShare = 8;                        // at most 1/8 of the descriptors; 1/8 stays free for the program
-constexpr int kAcceptsPerPoll = 16;                 // accepts between two polls of existing connections
-constexpr Nanos kRejectLogInterval = 10 * kSecond;  // interval in which at most
-constexpr std::size_t kRejectLogLines = 100;        // rejected connections are logged
 
 /// Number of descriptors that unauthenticated connections may use in this process.
 struct DescriptorBudget {
@@ -24,7 +19,7 @@ struct DescriptorBudget {
     rlimit files;
     if (getrlimit(RLIMIT_NOFILE, &files) != 0) return;
     limit = files.rlim_cur;
-    unauthenticated = std::clamp<rlim_t>(limit / kShare, 1, kMaxUnauthenticated);
+    unauthenticated = std::clamp<rlim_t>(limit / kUnauthenticatedShare, 1, kMaxUnauthenticated);
   }
   /// Descriptors are allocated from the lowest free number, so a high number means that few are left.
   bool has_for(int fd) const { return static_cast<rlim_t>(fd) + unauthenticated < limit; }
@@ -35,33 +30,32 @@ struct DescriptorBudget {
 
 }  // namespace
 
-std::string Engine::listen(const std::string& address) {
+std::string Peers::listen(const std::string& address) {
   Transport* transport = find_transport(address);
   if (!transport) throw std::system_error(EPROTONOSUPPORT, std::generic_category(), "cannot listen on " + address);
   auto listener = transport->listen(address);
   const std::string bound = listener->address();
-  std::lock_guard lock(mutex_);
+  Lock lock(parts_.mutex);
   const std::uint64_t token = next_token_++;
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
-  epoll_ctl(links_epoll_.get(), EPOLL_CTL_ADD, listener->fd(), &event);
+  parts_.leader.add_fd(listener->fd(), token);
   listeners_.emplace(token, std::move(listener));
   return bound;
 }
 
-void Engine::accept_from(Listener& listener) {
+void Peers::accept_from(Listener& listener) {
   const DescriptorBudget budget;
   for (int i = 0; i < kAcceptsPerPoll; ++i) {
     ConnectionPtr displaced;
     {
-      std::lock_guard lock(mutex_);  // held during accept: a fork must find the link here or among the connections
+      Lock lock(parts_.mutex);  // held during accept: a fork must find the link here or among the connections
       accepting_ = listener.accept();
       if (!accepting_) return;
     }
     const PeerCredentials user = peer_credentials_of(*accepting_);
     {
-      std::lock_guard lock(mutex_);
+      Lock lock(parts_.mutex);
       auto link = std::move(accepting_);
-      if (stopping()) continue;  // closes the link
+      if (parts_.is_stopping()) continue;  // closes the link
       const std::string source = link->source();
       if (!budget.has_for(link->fd())) {
         log_rejected(*link, source,
@@ -76,7 +70,7 @@ void Engine::accept_from(Listener& listener) {
       const bool own =
           user.kind == PeerCredentials::Kind::kUser;  // same user as this process, else `rejection_reason` rejects it
       displaced = connection_to_displace(own ? std::string() : source, budget.unauthenticated);
-      add_connection(std::move(link), Handshake::accept(settings_.handshake), false)->source = source;
+      add_connection(std::move(link), Handshake::accept(parts_.settings.handshake), false)->source = source;
     }
     if (displaced) {
       displaced->displaced = true;
@@ -85,9 +79,9 @@ void Engine::accept_from(Listener& listener) {
   }
 }
 
-/// Requires mutex_. Returns the connection to close when one more is accepted from `source`. One source has at most
+/// Returns the connection to close when one more is accepted from `source`. One source has at most
 /// half of the places. Processes of the same user and host have no source ("").
-ConnectionPtr Engine::connection_to_displace(const std::string& source, std::size_t places) const {
+ConnectionPtr Peers::connection_to_displace(const std::string& source, std::size_t places) const {
   std::size_t all = 0, same = 0;
   ConnectionPtr oldest, oldest_same;
   for (const auto& [token, c] : connections_) {
@@ -103,12 +97,13 @@ ConnectionPtr Engine::connection_to_displace(const std::string& source, std::siz
 }
 
 /// Returns the user at the other end; kRemote if users are not checked. Leader only.
-PeerCredentials Engine::peer_credentials_of(const Link& link) {
-  return settings_.check_uid ? link.peer_credentials(users_) : PeerCredentials{.kind = PeerCredentials::Kind::kRemote};
+PeerCredentials Peers::peer_credentials_of(const Link& link) {
+  return parts_.settings.check_uid ? link.peer_credentials(users_)
+                                   : PeerCredentials{.kind = PeerCredentials::Kind::kRemote};
 }
 
 /// Returns the reason to reject a process of this user ("" if it has closed its end), or null to accept it.
-std::optional<std::string> Engine::rejection_reason(const PeerCredentials& user) {
+std::optional<std::string> Peers::rejection_reason(const PeerCredentials& user) {
   if (user.kind == PeerCredentials::Kind::kRemote) return std::nullopt;
   if (user.kind == PeerCredentials::Kind::kUnknown) {
     if (user.why.empty()) return user.why;
@@ -119,8 +114,8 @@ std::optional<std::string> Engine::rejection_reason(const PeerCredentials& user)
          "): workers of one host must run as the same user (here uid " + std::to_string(geteuid()) + ")";
 }
 
-/// Requires mutex_. Logs a rejected connection. Only a few lines per interval are logged, as there may be many.
-void Engine::log_rejected(const Link& link, const std::string& source, const std::string& why, bool displaced) {
+/// Logs a rejected connection. Only a few lines per interval are logged, as there may be many.
+void Peers::log_rejected(const Link& link, const std::string& source, const std::string& why, bool displaced) {
   const Nanos at = now();
   if (displaced) {  // one line per interval is enough: displaced connections try again
     if (at - displaced_logged_at_ < kRejectLogInterval) return;
@@ -128,13 +123,15 @@ void Engine::log_rejected(const Link& link, const std::string& source, const std
   }
   if (at - rejected_since_ >= kRejectLogInterval) {
     if (rejected_ > kRejectLogLines) {
-      log("refused " + std::to_string(rejected_ - kRejectLogLines) + " more connections without a line for each");
+      parts_.queue.log("refused " + std::to_string(rejected_ - kRejectLogLines) +
+                       " more connections without a line for each");
     }
     rejected_since_ = at;
     rejected_ = 0;
   }
   if (++rejected_ > kRejectLogLines) return;
-  log("refused a connection " + (source.empty() ? "" : "from " + source + " ") + "at " + link.describe() + ": " + why);
+  parts_.queue.log("refused a connection " + (source.empty() ? "" : "from " + source + " ") + "at " + link.describe() +
+                   ": " + why);
 }
 
 }  // namespace telegrad

@@ -1,5 +1,5 @@
 // The call table: ids, generations and deadlines, compared with a simple model.
-#include "core/calls.h"
+#include "core/call_slab.h"
 
 #include <algorithm>
 #include <map>
@@ -12,7 +12,7 @@ namespace telegrad::test {
 namespace {
 
 CASE(an_id_is_never_used_again) {
-  CallTable table;
+  CallSlab table;
   std::set<std::uint64_t> seen;
   std::uint64_t last = 0;
   for (int i = 0; i < 1000; ++i) {
@@ -30,7 +30,7 @@ CASE(an_id_is_never_used_again) {
 }
 
 CASE(unknown_ids_find_no_call) {
-  CallTable table;
+  CallSlab table;
   const std::uint64_t id = table.open(1);
   for (const std::uint64_t wrong : {std::uint64_t{0}, std::uint64_t{1}, id + 1, id + (std::uint64_t{1} << 32), ~id,
                                     std::uint64_t{0xffffffff}, UINT64_MAX, id & 0xffffffff00000000}) {
@@ -40,7 +40,7 @@ CASE(unknown_ids_find_no_call) {
 }
 
 CASE(the_address_of_a_call_is_stable) {
-  CallTable table;
+  CallSlab table;
   const std::uint64_t first = table.open(1);
   Call* const call = table.find(first);
   for (int i = 0; i < 10000; ++i) table.open(2);
@@ -48,7 +48,7 @@ CASE(the_address_of_a_call_is_stable) {
 }
 
 CASE(a_closed_call_leaves_no_state) {
-  CallTable table;
+  CallSlab table;
   struct Told final : KeepAlive {
     explicit Told(int* count) : count(count) {}
     ~Told() override { ++*count; }
@@ -73,7 +73,7 @@ CASE(a_closed_call_leaves_no_state) {
 }
 
 CASE(deadlines_against_a_model) {
-  CallTable table;
+  CallSlab table;
   Random random(1);
   std::map<std::uint64_t, Nanos> model;  // open calls and their deadlines
   Nanos at = 0;
@@ -119,7 +119,7 @@ CASE(deadlines_against_a_model) {
 }
 
 CASE(calls_may_be_closed_while_they_are_listed) {
-  CallTable table;
+  CallSlab table;
   for (int i = 0; i < 100; ++i) table.open(i % 3);
   table.for_each([&](std::uint64_t id, Call& call) {
     if (call.peer == 1) table.close(id);

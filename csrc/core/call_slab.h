@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/thread_safety.h"
 #include "core/message.h"
 #include "core/parker.h"
 
@@ -60,7 +61,7 @@ struct Call {
 };
 
 /// Slots of pending calls. Not thread-safe: the engine's mutex guards it. The address of a Call is stable.
-class CallTable {
+class CallSlab {
  public:
   std::uint64_t open(std::int32_t peer);
   Call* find(std::uint64_t id) {
@@ -87,7 +88,7 @@ class CallTable {
   }
 
   template <class F>
-  void for_each(F f) {
+  void for_each(F f) NO_THREAD_SAFETY_ANALYSIS {
     for (std::uint32_t i = 0; i < size_; ++i) {
       if (Call& call = at(i); call.used) f(id_of(i), call);
     }

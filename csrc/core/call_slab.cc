@@ -1,8 +1,8 @@
-#include "core/calls.h"
+#include "core/call_slab.h"
 
 namespace telegrad {
 
-std::uint64_t CallTable::open(std::int32_t peer) {
+std::uint64_t CallSlab::open(std::int32_t peer) {
   if (free_.empty()) {
     if (size_ % kTogether == 0) blocks_.push_back(std::make_unique<Call[]>(kTogether));
     free_.push_back(size_++);
@@ -17,7 +17,7 @@ std::uint64_t CallTable::open(std::int32_t peer) {
   return id_of(index);
 }
 
-void CallTable::close(std::uint64_t id) {
+void CallSlab::close(std::uint64_t id) {
   Call* call = find(id);
   clear_deadline(*call);
   if (call->counted) --async_;
@@ -28,19 +28,19 @@ void CallTable::close(std::uint64_t id) {
   --used_;
 }
 
-void CallTable::set_deadline(std::uint64_t id, Nanos deadline) {
+void CallSlab::set_deadline(std::uint64_t id, Nanos deadline) {
   if (deadline == kNever) return;
   Call* call = find(id);
   call->deadline = deadlines_.emplace_hint(deadlines_.end(), deadline, id);
   call->has_deadline = true;
 }
 
-void CallTable::clear_deadline(Call& call) {
+void CallSlab::clear_deadline(Call& call) {
   if (call.has_deadline) deadlines_.erase(call.deadline);
   call.has_deadline = false;
 }
 
-std::uint64_t CallTable::pop_expired(Nanos at) {
+std::uint64_t CallSlab::pop_expired(Nanos at) {
   if (deadlines_.empty() || deadlines_.begin()->first > at) return 0;
   const std::uint64_t id = deadlines_.begin()->second;
   clear_deadline(*find(id));

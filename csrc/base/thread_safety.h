@@ -1,0 +1,44 @@
+// Annotations of clang's thread-safety analysis; empty for other compilers. `make lint` checks them.
+#pragma once
+
+#include <mutex>
+
+#ifdef __clang__
+#define TELEGRAD_ANNOTATE(x) __attribute__((x))
+#else
+#define TELEGRAD_ANNOTATE(x)
+#endif
+
+#define CAPABILITY(x) TELEGRAD_ANNOTATE(capability(x))
+#define SCOPED_CAPABILITY TELEGRAD_ANNOTATE(scoped_lockable)
+#define GUARDED_BY(x) TELEGRAD_ANNOTATE(guarded_by(x))
+#define REQUIRES(...) TELEGRAD_ANNOTATE(requires_capability(__VA_ARGS__))
+#define EXCLUDES(...) TELEGRAD_ANNOTATE(locks_excluded(__VA_ARGS__))
+#define ACQUIRE(...) TELEGRAD_ANNOTATE(acquire_capability(__VA_ARGS__))
+#define RELEASE(...) TELEGRAD_ANNOTATE(release_capability(__VA_ARGS__))
+#define NO_THREAD_SAFETY_ANALYSIS TELEGRAD_ANNOTATE(no_thread_safety_analysis)
+
+namespace telegrad {
+
+/// Stands for the mutex of an engine in annotations. The parts of an engine share its mutex, and the analysis cannot
+/// know that `a.parts_.mutex` and `b.parts_.mutex` are the same. No code holds the mutex of one engine while it uses
+/// another one.
+class CAPABILITY("mutex") EngineMutexRole {};
+inline EngineMutexRole engine_mutex;
+
+/// Holds the mutex of an engine for its scope.
+class SCOPED_CAPABILITY Lock {
+ public:
+  explicit Lock(std::mutex& mutex) ACQUIRE(engine_mutex) : lock_(mutex) {}
+  ~Lock() RELEASE() {}
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+  void lock() ACQUIRE() { lock_.lock(); }
+  void unlock() RELEASE() { lock_.unlock(); }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+
+}  // namespace telegrad

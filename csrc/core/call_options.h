@@ -1,0 +1,26 @@
+// Options of `Engine::start`.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "base/clock.h"
+#include "core/message.h"
+
+namespace telegrad {
+
+struct CallOptions {
+  Nanos deadline = kNever;
+  bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
+  bool background = false;  // no thread waits for the completion: links may go unread for it for kMaxHandoffDelay, and
+                            // a request that must be sent waits for a connection without limit
+  bool deferrable = false;  // background, and the completion runs no user code: it may stay queued for kDeferDelay, and
+                            // `take_deferred` may return it
+  bool never_wait = false;  // wait neither for the window nor for the socket: unsent bytes are copied
+  std::function<bool()> interrupted;      // polled while `start` waits; true ends the wait
+  std::function<void()> before_blocking;  // called before `start` waits for another thread that sends to the same peer
+  std::unique_ptr<KeepAlive> target;      // if set, the completion goes to the pool unless a thread waits for it
+  std::unique_ptr<KeepAlive> keep_alive;  // kept until the reply has arrived, even a late one, or the peer is lost
+};
+
+}  // namespace telegrad

@@ -1,0 +1,294 @@
+#include "core/call_table.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "core/call_options.h"
+#include "core/engine_parts.h"
+#include "core/tuning.h"
+
+namespace telegrad {
+
+// ---- calls
+
+std::uint64_t CallTable::open(std::int32_t peer, bool must_send, CallOptions& options) {
+  const std::uint64_t id = slab_.open(peer);
+  Call& call = *slab_.find(id);
+  call.is_async = options.target != nullptr;
+  call.must_send = must_send;
+  call.wait_for_connection = options.background && must_send;
+  call.deferrable = options.deferrable;
+  call.target = std::move(options.target);
+  call.keep_alive = std::move(options.keep_alive);
+  if (call.is_async) {
+    if (!options.background) slab_.count_async(call);
+    slab_.set_deadline(id, options.deadline);
+    parts_.timer.arm(slab_.next_deadline());
+  }
+  return id;
+}
+
+void CallTable::set_connection(std::uint64_t id, std::uint64_t connection) {
+  if (Call* call = slab_.find(id)) call->connection = connection;
+  if (auto kept = keep_alives_.find(id); kept != keep_alives_.end()) kept->second.connection = connection;
+}
+
+void CallTable::complete(std::uint64_t id, Completion&& completion, Released& released) {
+  Call* call = slab_.find(id);
+  if (!call || call->status != CallStatus::kPending) return;
+  const bool replied = completion.status == CallStatus::kReplied;
+  completion.peer = call->peer;
+  call->status = completion.status;
+  slab_.clear_deadline(*call);
+  if (call->is_async && !call->waiter) {
+    WorkItem item;
+    item.kind = WorkKind::kCompletion;
+    item.peer = call->peer;
+    item.message.header.call_id = id;  // for `remove_completion`
+    item.target = std::move(call->target);
+    item.completion = std::move(completion);
+    const bool may_defer = call->deferrable && replied;
+    WaitSet* const wait_set = call->wait_set;
+    close_call(id, replied, released);
+    if (wait_set) {
+      --wait_set->expected;
+      wait_set->completions.push_back(std::move(item));
+      wait_set->waiter.parker.notify();
+      if (!replied) parts_.leader.interrupt_poll();  // the waiter may be the leader
+      return;
+    }
+    if (may_defer) return parts_.queue.defer(std::move(item));
+    parts_.queue.push(std::move(item));
+    if (!replied)
+      parts_.queue.wake_for_work();  // the reader of a reply does this itself; for the rest, this may be any thread
+    return;
+  }
+  call->completion = std::move(completion);
+  if (!call->waiter) return;
+  call->waiter->parker.notify();
+  if (!replied) parts_.leader.interrupt_poll();  // the waiter may be the leader
+}
+
+/// Closes a call. Its `keep_alive` is kept if no reply has arrived.
+void CallTable::close_call(std::uint64_t id, bool replied, Released& released) {
+  Call* call = slab_.find(id);
+  if (call->target) released.push_back(std::move(call->target));
+  if (call->keep_alive) {
+    const bool ended = call->status != CallStatus::kPending && call->status != CallStatus::kTimedOut;
+    const bool unsent = call->connection == 0 && call->must_send && !ended;
+    if (replied || (!unsent && !parts_.peers.has_connection(call->connection))) {  // no late reply can arrive
+      released.push_back(std::move(call->keep_alive));
+    } else {
+      keep_alives_.emplace(id, KeptAlive{call->connection, std::move(call->keep_alive)});
+    }
+  }
+  slab_.close(id);
+}
+
+void CallTable::release_keep_alive(std::uint64_t id, Released& released) {
+  auto found = keep_alives_.find(id);
+  if (found == keep_alives_.end()) return;
+  released.push_back(std::move(found->second.owner));
+  keep_alives_.erase(found);
+}
+
+/// Queues a reply that no thread waits for, because it carries references that must be released.
+void CallTable::orphan(std::int32_t peer, Incoming&& m) {
+  WorkItem item;
+  item.kind = WorkKind::kCompletion;
+  item.peer = peer;
+  item.completion = Completion{.status = CallStatus::kReplied, .reply = std::move(m), .peer = peer};
+  parts_.queue.push(std::move(item));
+}
+
+void CallTable::fail_calls_of(std::uint64_t connection, CallStatus status, const std::string& why, Released& released) {
+  slab_.for_each([&](std::uint64_t id, Call& call) REQUIRES(engine_mutex) {
+    if (call.connection == connection) complete(id, Completion{.status = status, .why = why}, released);
+  });
+  for (auto it = keep_alives_.begin(); it != keep_alives_.end();) {
+    if (it->second.connection == connection) {
+      released.push_back(std::move(it->second.owner));
+      it = keep_alives_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+void CallTable::stop_all(Released& released) {
+  slab_.for_each([&](std::uint64_t id, Call&) REQUIRES(engine_mutex) {
+    complete(id, Completion{.status = CallStatus::kStopped, .why = kShutDown}, released);
+  });
+}
+
+void CallTable::release_keep_alives(Released& released) {
+  for (auto& [id, kept] : keep_alives_) released.push_back(std::move(kept.owner));
+  keep_alives_.clear();
+}
+
+void CallTable::abandon_in_child() {
+  slab_.for_each([](std::uint64_t, Call& call) {
+    call.waiter = nullptr;
+    if (call.status != CallStatus::kPending) return;
+    call.status = CallStatus::kStopped;
+    call.completion = {.status = CallStatus::kStopped, .peer = call.peer, .why = kForked};
+  });
+}
+
+void CallTable::expire(Nanos at, Released& released) {
+  bool any = false;
+  while (const std::uint64_t id = slab_.pop_expired(at)) {
+    complete(id, Completion{.status = CallStatus::kTimedOut}, released);
+    any = true;
+  }
+  if (any) parts_.leader.interrupt_poll();  // the leader may wait for one of them
+}
+
+// ---- replies
+
+void CallTable::complete_replies(const ConnectionPtr& c) {
+  Released released;
+  {
+    Lock lock(parts_.mutex);
+    for (Incoming& m : unprocessed_replies_) on_reply(c, std::move(m), released);
+  }
+  unprocessed_replies_.clear();
+}
+
+void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& released) {
+  ++replies_;
+  const std::uint64_t id = m.header.call_id;
+  if (Call* call = slab_.find(id)) {
+    if (call->connection != c->id) return;  // only the peer that got the request may answer it
+    if (call->status == CallStatus::kPending) {
+      return complete(id, Completion{.status = CallStatus::kReplied, .reply = std::move(m)}, released);
+    }
+    if (call->keep_alive) released.push_back(std::move(call->keep_alive));
+  }
+  if (auto kept = keep_alives_.find(id); kept != keep_alives_.end()) {
+    if (kept->second.connection != c->id) return;
+    released.push_back(std::move(kept->second.owner));
+    keep_alives_.erase(kept);
+  }
+  if (m.header.flags & kMustDeliver) orphan(c->peer, std::move(m));
+}
+
+// ---- waiting
+
+WaitEnd CallTable::wait(std::uint64_t id, Nanos deadline, const std::function<bool()>& interrupted, Completion& out) {
+  Waiter w;
+  std::uint64_t link;
+  Released released;
+  {
+    Lock lock(parts_.mutex);
+    Call* call = slab_.find(id);
+    if (!call && parts_.forked) {  // its completion went to the pool of the parent
+      out = {.status = CallStatus::kStopped, .why = kForked};
+      return WaitEnd::kDone;
+    }
+    if (!call && parts_.queue.take_completion(id, out, released)) return WaitEnd::kDone;
+    if (!call) parts_.queue.flush_deferred();  // its completion may be deferred
+    if (!call || call->waiter || call->wait_set) return WaitEnd::kStopped;
+    call->waiter = &w;
+    link = call->connection;
+  }
+  const WaitEnd end = parts_.leader.wait_for(
+      WaitFor::kReply, w,
+      [&]() REQUIRES(engine_mutex) {
+        Call* call = slab_.find(id);
+        return call->status != CallStatus::kPending;
+      },
+      deadline, interrupted, link);
+  Lock lock(parts_.mutex);
+  Call* call = slab_.find(id);
+  call->waiter = nullptr;
+  if (call->status == CallStatus::kPending || end == WaitEnd::kInterrupted) return end;
+  out = std::move(call->completion);
+  close_call(id, out.status == CallStatus::kReplied, released);
+  return WaitEnd::kDone;
+}
+
+void CallTable::give_up(std::uint64_t id) {
+  Released released;
+  Lock lock(parts_.mutex);
+  Call* call = slab_.find(id);
+  if (!call) return;
+  const bool replied = call->status == CallStatus::kReplied;  // completed after the last `wait`
+  if (replied && call->completion.reply.header.flags & kMustDeliver) {
+    orphan(call->peer, std::move(call->completion.reply));
+    parts_.queue.wake_for_work();
+  }
+  close_call(id, replied, released);
+}
+
+// ---- wait sets
+
+bool CallTable::add_wait_set(WaitSet& c) {
+  Lock lock(parts_.mutex);
+  std::vector<Call*> pending;
+  std::vector<std::uint64_t> others, put_down;
+  for (const std::uint64_t id : c.calls) {
+    Call* call = slab_.find(id);
+    if (!call || call->status != CallStatus::kPending) {
+      others.push_back(id);
+      continue;
+    }
+    if (!call->is_async || call->waiter || call->wait_set) return false;
+    pending.push_back(call);
+  }
+  for (Call* call : pending) {
+    call->wait_set = &c;
+    c.connection = call->connection;
+  }
+  c.expected = pending.size();
+  // Completions that are queued for the pool and have not been taken.
+  parts_.queue.take_completions(c.calls, c.completions);
+  for (const WorkItem& item : c.completions) put_down.push_back(item.message.header.call_id);
+  std::sort(put_down.begin(), put_down.end());
+  std::set_difference(others.begin(), others.end(), put_down.begin(), put_down.end(),
+                      std::back_inserter(c.taken_elsewhere));
+  wait_sets_.push_back(&c);
+  return true;
+}
+
+WaitEnd CallTable::wait(WaitSet& c, const std::function<bool()>& interrupted, std::deque<WorkItem>& out) {
+  const auto done = [&c] { return !c.completions.empty() || c.expected == 0 || c.notified; };
+  const WaitEnd end = parts_.leader.wait_for(WaitFor::kCompletions, c.waiter, done, kNever, interrupted, c.connection);
+  Lock lock(parts_.mutex);
+  std::move(c.completions.begin(), c.completions.end(), std::back_inserter(out));
+  c.completions.clear();
+  c.notified = false;
+  c.exhausted = c.expected == 0;
+  return end;
+}
+
+void CallTable::notify_wait_sets() {
+  Lock lock(parts_.mutex);
+  if (wait_sets_.empty()) return;
+  for (WaitSet* c : wait_sets_) {
+    c->notified = true;
+    c->waiter.parker.notify();
+  }
+  parts_.leader.interrupt_poll();  // one of them may be the leader
+}
+
+void CallTable::remove_wait_set(WaitSet& c, std::deque<WorkItem>& left) {
+  Lock lock(parts_.mutex);
+  std::erase(wait_sets_, &c);
+  if (c.expected > 0) {
+    for (const std::uint64_t id : c.calls) {
+      if (Call* call = slab_.find(id); call && call->wait_set == &c) call->wait_set = nullptr;
+    }
+  }
+  std::move(c.completions.begin(), c.completions.end(), std::back_inserter(left));
+  c.completions.clear();
+  if (parts_.stopped && parts_.queue.threads() == 0) return;
+  for (WorkItem& item : left) parts_.queue.push(std::move(item));
+  left.clear();
+  parts_.queue.wake_for_work();
+  if (!parts_.leader.exists() && (slab_.waiting_async() > 0 || parts_.leader.has_sleeping_callers()))
+    parts_.leader.watch_links();
+}
+
+}  // namespace telegrad

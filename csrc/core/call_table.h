@@ -1,0 +1,107 @@
+// The pending calls of an engine: how they are completed, and the threads that wait for them.
+//
+// Each call has exactly one completion. It goes to the thread that waits for the call, else to the wait set of the
+// call, else to the pool if the call is asynchronous, else it stays with the call until a thread waits or gives up.
+//
+// A call may have an object that is kept alive until its reply has arrived, even after the call has ended without it,
+// or until no reply can arrive any more.
+//
+// Wait sets. Completions go directly to the thread that waits for many calls. This saves a thread switch, and with it a
+// handover of the GIL, per call.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/thread_safety.h"
+#include "core/call_slab.h"
+#include "core/connection.h"
+#include "core/leader.h"
+#include "core/work_item.h"
+
+namespace telegrad {
+
+struct EngineParts;
+struct CallOptions;
+
+inline constexpr const char* kForked = "this process is a fork of its worker's, which cannot use its calls";
+inline constexpr const char* kShutDown = "this worker has been shut down";
+
+class CallTable {
+ public:
+  explicit CallTable(EngineParts& parts) : parts_(parts) {}
+
+  // ---- calls
+
+  /// Opens a call to a peer; takes the objects of the options.
+  std::uint64_t open(std::int32_t peer, bool must_send, CallOptions& options) REQUIRES(engine_mutex);
+  Call* find(std::uint64_t id) REQUIRES(engine_mutex) { return slab_.find(id); }
+  /// Notes the connection that has the request of a call, or of a call that has ended.
+  void set_connection(std::uint64_t id, std::uint64_t connection) REQUIRES(engine_mutex);
+  /// Passes a completion to the waiting thread, to a wait set, or to the pool.
+  void complete(std::uint64_t id, Completion&& completion, Released& released) REQUIRES(engine_mutex);
+  /// Releases what a call keeps alive, because no late reply can arrive.
+  void release_keep_alive(std::uint64_t id, Released& released) REQUIRES(engine_mutex);
+  /// Completes all calls with a request on a connection, which has closed.
+  void fail_calls_of(std::uint64_t connection, CallStatus status, const std::string& why, Released& released)
+      REQUIRES(engine_mutex);
+  /// Completes all calls, because the engine stops, and releases what ended ones keep alive (separately, afterwards).
+  void stop_all(Released& released) REQUIRES(engine_mutex);
+  void release_keep_alives(Released& released) REQUIRES(engine_mutex);
+  /// Completes the calls with a deadline before `at`.
+  void expire(Nanos at, Released& released) REQUIRES(engine_mutex);
+  Nanos next_deadline() const REQUIRES(engine_mutex) { return slab_.next_deadline(); }
+
+  // ---- replies. Leader only.
+
+  /// Queues a reply of the read in progress.
+  void add_reply(Incoming&& m) { unprocessed_replies_.push_back(std::move(m)); }
+  /// Processes the queued replies under one lock.
+  void process_replies(const ConnectionPtr& c) EXCLUDES(engine_mutex) {
+    if (!unprocessed_replies_.empty()) complete_replies(c);
+  }
+
+  // ---- waiting: see the functions of the engine
+
+  WaitEnd wait(std::uint64_t id, Nanos deadline, const std::function<bool()>& interrupted, Completion& out)
+      EXCLUDES(engine_mutex);
+  void give_up(std::uint64_t id) EXCLUDES(engine_mutex);
+  bool add_wait_set(WaitSet& c) EXCLUDES(engine_mutex);
+  WaitEnd wait(WaitSet& c, const std::function<bool()>& interrupted, std::deque<WorkItem>& out) EXCLUDES(engine_mutex);
+  void notify_wait_sets() EXCLUDES(engine_mutex);
+  void remove_wait_set(WaitSet& c, std::deque<WorkItem>& left) EXCLUDES(engine_mutex);
+
+  // ---- state
+
+  std::size_t size() const REQUIRES(engine_mutex) { return slab_.size(); }
+  /// Returns the number of asynchronous calls for which a thread may be waiting.
+  std::size_t waiting_async() const REQUIRES(engine_mutex) { return slab_.waiting_async(); }
+  std::uint64_t replies() const REQUIRES(engine_mutex) { return replies_; }
+
+  void abandon_in_child() REQUIRES(engine_mutex);
+
+ private:
+  struct KeptAlive {
+    std::uint64_t connection;
+    std::unique_ptr<KeepAlive> owner;
+  };
+
+  void complete_replies(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  void close_call(std::uint64_t id, bool replied, Released& released) REQUIRES(engine_mutex);
+  void orphan(std::int32_t peer, Incoming&& m) REQUIRES(engine_mutex);
+  void on_reply(const ConnectionPtr& c, Incoming&& m, Released& released) REQUIRES(engine_mutex);
+
+  EngineParts& parts_;
+  CallSlab slab_ GUARDED_BY(engine_mutex);
+  std::unordered_map<std::uint64_t, KeptAlive> keep_alives_ GUARDED_BY(engine_mutex);  // by id of a call that has ended
+  std::vector<WaitSet*> wait_sets_ GUARDED_BY(engine_mutex);
+  std::uint64_t replies_ GUARDED_BY(engine_mutex) = 0;
+  std::vector<Incoming> unprocessed_replies_;  // leader only
+};
+
+}  // namespace telegrad

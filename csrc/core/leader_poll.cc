@@ -1,0 +1,245 @@
+// Polling of links by the leader, and dispatch of what arrives.
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/engine_parts.h"
+#include "core/leader.h"
+#include "core/left_out.h"
+#include "core/wakeup_fd.h"
+
+namespace telegrad {
+namespace {
+
+int milliseconds(Nanos until) {
+  if (until == kNever) return -1;
+  const Nanos left = until - now();
+  return left <= 0 ? 0 : static_cast<int>(std::min<Nanos>((left + kMillisecond - 1) / kMillisecond, 1'000'000'000));
+}
+
+/// Sets the error text for the caller in a message for which this worker had no memory.
+void set_no_memory_error(Incoming& m, const std::string& worker, BufferPool& buffers) {
+  const std::string text = static_cast<char>(LeftOut::kNoMemory) +
+                           ("worker " + worker + " has no memory for a message of ") + std::to_string(m.discarded) +
+                           " bytes.";
+  m.header.flags |= kLeftOut;
+  m.body = buffers.allocate(text.size());
+  std::memcpy(m.body->data(), text.data(), text.size());
+}
+
+}  // namespace
+
+/// Busy polls the connection on which the leader is about to wait, so that the peer need not wake it.
+void Leader::enable_busy_poll_for(std::uint64_t connection) {
+  ConnectionPtr c = last_active_ && last_active_->id == connection ? last_active_ : nullptr;
+  if (!c) c = parts_.peers.find_connection(connection);
+  if (c && !c->busy_polled) enable_busy_poll(c);
+}
+
+void Leader::enable_busy_poll(const ConnectionPtr& c) {
+  if (!c->link->enable_busy_poll()) return;
+  c->busy_polled = true;
+  busy_polled_.push_back(c);
+}
+
+/// Arms the wake-up of all busy-polled links. Returns false if one of them already has a message.
+bool Leader::arm_wakeups() {
+  std::erase_if(busy_polled_, [](const ConnectionPtr& c) {
+    const bool asleep = c->state == Connection::State::kClosed || c->link->arm_wakeup();
+    if (asleep) c->busy_polled = false;
+    return asleep;
+  });
+  return busy_polled_.empty();
+}
+
+/// Polls until something happens, spinning first if that pays. Returns false if nothing did before `until`, or if a
+/// caller has taken leadership from the pool thread of this term.
+bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term term) {
+  const Nanos start = now();
+  const Nanos stop = std::min(until, start + spin.budget());
+  for (std::uint32_t turn = 1;; ++turn) {
+    const Nanos at = now();
+    if (parts_.timer.is_due(at)) parts_.timer.run(parts_.mutex);
+    if (at >= stop) break;
+    if (at - parts_.sender.coalescing_since() >= kCoalesceDelay) parts_.sender.flush_coalesced();
+    if (!handoff_.begin_poll(term)) return false;
+    const bool found = poll_once(turn);
+    if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
+    const std::uint32_t patience = busy_polled_.empty() ? Spin::kYieldEvery : Spin::kYieldEveryMemoryPolls;
+    handoff_.end_poll(term);
+    if (found) {
+      spin.hit(now() - start);
+      return true;
+    }
+    if (turn >= kLastActivePolls && turn % patience == 0 && !Spin::yield()) break;
+  }
+  if (parts_.sender.has_coalesced()) parts_.sender.flush_coalesced();
+  if (!may_block) {
+    if (!handoff_.begin_poll(term)) return false;
+    const bool found = poll_fds(0);
+    if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
+    handoff_.end_poll(term);
+    return found;
+  }
+  const bool found = poll_fds(milliseconds(until));
+  if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
+  if (found) spin.slept(now() - start);
+  return found;
+}
+
+/// Polls once while spinning. Most of these polls read only the links that were active last.
+bool Leader::poll_once(std::uint32_t turn) {
+  if (!busy_polled_.empty() && ++memory_polls_ % kMemoryPolls != 0) {
+    const bool found = poll_memory();
+    if (found || !last_active_ || last_active_->busy_polled) return found;
+  }
+  return last_active_ && !last_active_->busy_polled && (turn < kLastActivePolls || turn % 4 != 0)
+             ? read_from(last_active_)
+             : poll_fds(0);
+}
+
+/// Polls the busy-polled links without a system call; returns whether one of them had data.
+bool Leader::poll_memory() {
+  bool found = false;
+  for (std::size_t i = 0; i < busy_polled_.size(); ++i) {
+    if (!busy_polled_[i]->link->ready()) continue;
+    const ConnectionPtr c = busy_polled_[i];
+    found = read_from(c) || found;
+  }
+  return found;
+}
+
+/// Polls every link; returns whether anything happened.
+bool Leader::poll_fds(int timeout_ms) {
+  bool heard = poll_memory();
+  if (!heard && timeout_ms != 0 && !arm_wakeups()) heard = poll_memory();
+  epoll_event events[64];
+  const int n = epoll_wait(links_epoll_.get(), events, 64, heard ? 0 : timeout_ms);
+  for (int i = 0; i < n; ++i) {
+    const std::uint64_t token = events[i].data.u64;
+    if (token == kInterruptToken) {
+      drain_fd(interrupt_fd_.get());
+      continue;
+    }
+    if (token == kCallbackToken) {
+      drain_fd(callback_fd_.get());
+      callback_requested_.store(false, std::memory_order_release);
+      WorkItem item;
+      item.kind = WorkKind::kEvent;
+      item.event = EventKind::kCallback;
+      Lock lock(parts_.mutex);
+      parts_.queue.push(std::move(item));
+      continue;
+    }
+    ConnectionPtr c;
+    std::shared_ptr<Listener> listener;
+    const bool lanes = token & kLanesBit;
+    {
+      Lock lock(parts_.mutex);
+      c = parts_.peers.find_connection(token & ~kLanesBit);
+      if (!c) listener = parts_.peers.find_listener(token);
+    }
+    if (listener) parts_.peers.accept_from(*listener);
+    if (!c) continue;
+    if (lanes) c->link->poll_lanes();
+    if (lanes || events[i].events & EPOLLOUT) parts_.sender.flush(c);
+    if (events[i].events & ~static_cast<std::uint32_t>(EPOLLOUT)) {
+      if (read_from(c)) last_active_ = c;
+    }
+  }
+  return heard || n > 0;
+}
+
+/// Reads one link; returns whether it had data.
+bool Leader::read_from(const ConnectionPtr& c) {
+  class Arrivals final : public Inbox {
+   public:
+    Arrivals(Leader& leader, const ConnectionPtr& c) : leader_(leader), c_(c) {}
+    BlockPtr allocate(std::size_t size) override { return leader_.parts_.buffers->allocate(size); }
+    BlockPtr adopt(BlockPtr leased) override { return leader_.parts_.buffers->adopt(std::move(leased)); }
+    void deliver(Incoming&& m) override {
+      large = large || (!m.segments.empty() && m.segments.back()->size() >= kLargeTensor);
+      leader_.on_message(c_, std::move(m));
+    }
+    bool large = false;
+
+   private:
+    Leader& leader_;
+    const ConnectionPtr& c_;
+  };
+  const std::uint64_t before = arrivals_;
+  Arrivals arrivals(*this, c);
+  const ReceiveState state = c->link->receive(arrivals, kReadBudget);
+  parts_.calls.process_replies(c);
+  if (parts_.peers.has_new_lane_links()) {  // data that arrived right after a new lane
+    for (const ConnectionPtr& other : parts_.peers.take_new_lane_links()) read_from(other);
+  }
+  if (state == ReceiveState::kBroken) {
+    parts_.peers.close_connection(c, c->link->error());
+    return true;
+  }
+  if (state == ReceiveState::kToSend) parts_.sender.flush(c);
+  if (arrivals.large) parts_.peers.open_lanes(c);
+  if (arrivals_ == before) return false;
+  if (!c->busy_polled) enable_busy_poll(c);
+  return true;
+}
+
+void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
+  ++arrivals_;
+  received_messages_.fetch_add(1, std::memory_order_relaxed);
+  const FrameType type = m.header.type;
+  if (is_handshake(type)) return parts_.peers.on_handshake(c, type, m.body_view());
+  if (c->state != Connection::State::kOpen)
+    return parts_.peers.close_connection(c, "it sent a message before it had proven its identity");
+  if (m.header.credit) {
+    c->outstanding.fetch_sub(static_cast<std::int64_t>(m.header.credit), std::memory_order_relaxed);
+    if (c->over_window.load(std::memory_order_relaxed) > 0 && parts_.sender.window_open(*c, 0)) c->over_window = 0;
+    if (progress_waiters_.load(std::memory_order_acquire) > 0) {
+      Lock lock(parts_.mutex);
+      notify_progress();
+    }
+  }
+  std::shared_ptr<const Name> name;
+  if (const std::uint32_t id = m.header.name_id) {
+    if (!m.name.empty()) {
+      c->names[id] = std::make_shared<const Name>(Name{std::move(m.name), nullptr});
+    }
+    auto found = c->names.find(id);
+    if (found == c->names.end()) return parts_.peers.close_connection(c, "it used a name that it never defined");
+    name = found->second;
+  }
+  if (m.discarded > 0) set_no_memory_error(m, parts_.settings.handshake.me.name, *parts_.buffers);
+  if (type == FrameType::kReply) return parts_.calls.add_reply(std::move(m));
+  parts_.calls.process_replies(c);  // process messages in the order of arrival
+  switch (type) {
+    case FrameType::kRequest:
+    case FrameType::kOneway: {
+      WorkItem item;
+      item.kind = type == FrameType::kRequest ? WorkKind::kRequest : WorkKind::kOneway;
+      item.peer = c->peer;
+      item.connection = c->id;
+      item.name = std::move(name);
+      item.since = now();
+      item.deadline = deadline_after(item.since, m.header.timeout);
+      item.message = std::move(m);
+      Lock lock(parts_.mutex);
+      return item.kind == WorkKind::kRequest ? parts_.queue.push_request(std::move(item))
+                                             : parts_.queue.push(std::move(item));
+    }
+    case FrameType::kCredit:
+      if (m.header.call_id == 0) return;
+      c->peer_window.store(static_cast<std::int64_t>(std::min<std::uint64_t>(m.header.call_id, INT64_MAX)),
+                           std::memory_order_relaxed);
+      return parts_.sender.return_credit(c, 0);
+    case FrameType::kGoodbye:
+      return parts_.peers.on_goodbye(*c);
+    default:
+      return parts_.peers.close_connection(c,
+                                           "it sent a frame of unknown type " + std::to_string(static_cast<int>(type)));
+  }
+}
+
+}  // namespace telegrad

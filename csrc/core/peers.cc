@@ -1,0 +1,356 @@
+#include "core/peers.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "core/engine_parts.h"
+#include "core/tuning.h"
+
+namespace telegrad {
+namespace {
+
+/// Transient errors: the worker may still be at the address, but the worker or the network is busy. All other errors,
+/// above all a refused connection, mean that the worker is not there.
+constexpr int kTransientErrors[] = {EAGAIN,     EINTR,        ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, EHOSTDOWN, ENETDOWN,
+                                    ECONNRESET, ECONNABORTED, EPIPE,     EMFILE,       ENFILE,      ENOBUFS,   ENOMEM};
+
+bool is_transient(int error) {
+  return std::find(std::begin(kTransientErrors), std::end(kTransientErrors), error) != std::end(kTransientErrors);
+}
+
+/// Returns whether the error text of a link is transient; so is a plain end of stream.
+bool is_transient(const std::string& why) {
+  return why.empty() || std::any_of(std::begin(kTransientErrors), std::end(kTransientErrors),
+                                    [&](int error) { return why.ends_with(std::generic_category().message(error)); });
+}
+
+}  // namespace
+
+Peer* Peers::find(std::int32_t id) {
+  const auto found = peers_.find(id);
+  return found == peers_.end() ? nullptr : &found->second;
+}
+
+std::shared_ptr<Listener> Peers::find_listener(std::uint64_t token) const {
+  const auto found = listeners_.find(token);
+  return found == listeners_.end() ? nullptr : found->second;
+}
+
+bool Peers::has_pending() const {
+  return std::any_of(peers_.begin(), peers_.end(),
+                     [](const auto& p) { return p.second.connecting && !p.second.pending.empty(); });
+}
+
+void Peers::stop(const std::string& why, Released& released) {
+  for (auto& [id, peer] : peers_) unreachable(peer, why, released);
+}
+
+void Peers::abandon_in_child() {
+  for (auto& [token, c] : connections_) {
+    for (const int fd : c->link->descriptors()) ::close(fd);
+  }
+  for (auto& [token, l] : listeners_) ::close(l->fd());
+  for (const int fd : accepting_ ? accepting_->descriptors() : std::vector<int>()) ::close(fd);
+  users_.close();
+  struct Abandoned {  // never destroyed
+    decltype(connections_) connections;
+    decltype(listeners_) listeners;
+    decltype(accepting_) accepting;
+    decltype(peers_) peers;
+  };
+  new Abandoned{std::move(connections_), std::move(listeners_), std::move(accepting_), std::move(peers_)};
+  connections_.clear();
+  listeners_.clear();
+  peers_.clear();
+}
+
+void Peers::push_event(EventKind kind, const Identity& peer, std::string text) {
+  WorkItem item;
+  item.kind = WorkKind::kEvent;
+  item.event = kind;
+  item.peer = peer.id;
+  item.incarnation = peer.incarnation;
+  item.text = std::move(text);
+  parts_.queue.push_peer_event(std::move(item));
+}
+
+void Peers::set_peer(PeerAddress address) {
+  Lock lock(parts_.mutex);
+  Peer& peer = peers_[address.identity.id];
+  peer.identity = std::move(address.identity);
+  peer.addresses = std::move(address.addresses);
+  peer.next_address = 0;
+  peer.removed = false;
+}
+
+void Peers::remove_peer(std::int32_t id, const std::string& why) {
+  Released released;
+  std::vector<ConnectionPtr> links;
+  {
+    Lock lock(parts_.mutex);
+    auto found = peers_.find(id);
+    if (found == peers_.end()) return;
+    found->second.removed = true;
+    found->second.last_error = why;
+    for (auto& [token, c] : connections_) {
+      if (c->peer == id) links.push_back(c);
+    }
+    unreachable(found->second, why, released);
+  }
+  for (auto& c : links) close_connection(c, why);
+}
+
+void Peers::disconnect(std::int32_t id, const std::string& why) {
+  std::vector<ConnectionPtr> open;
+  {
+    Lock lock(parts_.mutex);
+    for (auto& [token, c] : connections_) {
+      if (c->peer == id && c->state == Connection::State::kOpen) open.push_back(c);
+    }
+  }
+  for (auto& c : open) {
+    c->goodbye = true;
+    auto m = std::make_unique<Outgoing>();
+    m->header.type = FrameType::kGoodbye;
+    parts_.sender.transmit(c, std::move(m));  // if it cannot be sent at once, the peer sees a lost connection
+  }
+  remove_peer(id, why);
+}
+
+// ---- connecting
+
+void Peers::connect(Lock& lock, Peer& peer) {
+  const Nanos at = now();
+  if (!peer.connecting) {
+    peer.connecting = true;
+    peer.may_recover = false;
+    peer.next_address = 0;
+    peer.retry_after = kMinRetryDelay;
+    peer.last_error = peer.addresses.empty() ? "its address is unknown" : "";
+  }
+  Released released;
+  while (peer.next_address < peer.addresses.size()) {
+    const std::string address = peer.addresses[peer.next_address++];
+    Transport* transport = find_transport(address);
+    if (!transport) {
+      peer.last_error = "no transport for the address " + address;
+      continue;
+    }
+    try {
+      auto link = transport->connect(address);
+      Handshake handshake = Handshake::initiate(parts_.settings.handshake, peer.identity);
+      const Handshake::Step hello = handshake.begin();
+      auto c = add_connection(std::move(link), std::move(handshake), true);
+      c->peer = peer.identity.id;
+      lock.unlock();
+      parts_.sender.transmit(c, frame(hello));  // the leader is notified of a failure
+      lock.lock();
+      if (!parts_.leader.exists()) parts_.leader.watch_links();
+      return;
+    } catch (const std::system_error& e) {
+      peer.last_error = e.what();
+      peer.may_recover = peer.may_recover || is_transient(e.code().value());
+    }
+  }
+  if (peer.may_recover) {
+    peer.connecting = !peer.pending.empty();
+    if (!peer.connecting) return;
+    peer.may_recover = false;
+    peer.next_address = 0;
+    peer.retry_at = at + peer.retry_after;
+    peer.retry_after = std::min(2 * peer.retry_after, kMaxRetryDelay);
+    return arm_timer(peer.retry_at);
+  }
+  unreachable(peer, peer.last_error, released);
+  lock.unlock();
+  released.clear();
+  lock.lock();
+}
+
+/// Fails all messages that wait for a connection, because the peer is unreachable or removed.
+void Peers::unreachable(Peer& peer, const std::string& why, Released& released) {
+  peer.connecting = false;
+  peer.retry_at = kNever;
+  auto pending = std::exchange(peer.pending, {});
+  for (auto& w : pending) fail_pending(std::move(w), why, released);
+  if (!pending.empty() && !peer.connection && !peer.removed && !parts_.is_stopping()) {
+    peer.was_lost = true;
+    push_event(EventKind::kPeerLost, peer.identity, why);
+  }
+  parts_.leader.notify_progress();
+}
+
+/// Drops a message that will not be sent.
+void Peers::fail_pending(PendingMessage&& pending, const std::string& why, Released& released) {
+  struct Message final : KeepAlive {
+    std::unique_ptr<Outgoing> m;
+  };
+  auto owner = std::make_unique<Message>();
+  owner->m = std::move(pending.message);
+  if (owner->m->header.type == FrameType::kRequest) {
+    parts_.calls.complete(owner->m->header.call_id, Completion{.status = CallStatus::kUnreachable, .why = why},
+                          released);
+    parts_.calls.release_keep_alive(owner->m->header.call_id, released);
+  }
+  if (owner->m->pending_send) owner->m->pending_send->done = true;
+  released.push_back(std::move(owner));
+}
+
+/// Fails calls that have waited for a connection for connect_timeout. The peer may still be alive, so
+/// messages that must be delivered stay queued.
+void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
+  std::deque<PendingMessage> expired;
+  bool any = false;
+  const std::string why = "no connection to worker " + peer.identity.name + " within connect_timeout: " +
+                          (peer.last_error.empty() ? "it does not answer" : peer.last_error);
+  std::erase_if(peer.pending, [&](PendingMessage& w) REQUIRES(engine_mutex) {
+    if (w.until > at) {
+      arm_timer(w.until);
+      return false;
+    }
+    any = true;
+    if (!(w.message->header.flags & kMustDeliver)) {
+      expired.push_back(std::move(w));
+      return true;
+    }
+    w.until = kNever;
+    if (w.message->pending_send) w.message->pending_send->expired = true;
+    parts_.calls.complete(w.message->header.call_id, Completion{.status = CallStatus::kUnreachable, .why = why},
+                          released);
+    return false;
+  });
+  if (!any) return;
+  if (peer.pending.empty() && std::exchange(peer.retry_at, kNever) != kNever) peer.connecting = false;
+  for (auto& w : expired) fail_pending(std::move(w), why, released);
+  parts_.leader.notify_progress();
+}
+
+// ---- time
+
+void Peers::arm_timer(Nanos at) {
+  timer_at_ = std::min(timer_at_, at);
+  parts_.timer.arm(at);
+}
+
+void Peers::on_timer(Lock& lock, Nanos at) {
+  if (at >= timer_at_) run_timer(lock, at);
+  parts_.timer.arm(timer_at_);
+}
+
+void Peers::run_timer(Lock& lock, Nanos at) {
+  std::vector<ConnectionPtr> expired;
+  Released released;
+  timer_at_ = kNever;
+  for (auto& [token, c] : connections_) {
+    if (c->state != Connection::State::kHandshaking) continue;
+    if (c->handshake_deadline <= at) {
+      c->timed_out = true;
+      expired.push_back(c);
+    } else {
+      arm_timer(c->handshake_deadline);
+    }
+  }
+  for (auto& [id, peer] : peers_) {
+    expire_pending(peer, at, released);
+    if (peer.retry_at <= at) {
+      peer.retry_at = kNever;
+      connect(lock, peer);
+    } else if (peer.retry_at != kNever) {
+      arm_timer(peer.retry_at);
+    }
+  }
+  if (expired.empty() && released.empty()) return;
+  lock.unlock();
+  released.clear();
+  for (auto& c : expired) close_connection(c, "the handshake took too long");
+  lock.lock();
+}
+
+// ---- end of connections
+
+void Peers::on_goodbye(const Connection& c) {
+  Lock lock(parts_.mutex);
+  for (auto& [token, other] : connections_) {
+    const bool same = other->handshake.peer().incarnation == c.handshake.peer().incarnation;
+    if (other->peer == c.peer && same) other->goodbye = true;
+  }
+}
+
+void Peers::close_connection(const ConnectionPtr& c, std::string why) {
+  Released released;
+  std::deque<std::unique_ptr<Outgoing>> unsent;
+  std::vector<ConnectionPtr> closed;
+  {
+    Lock lock(parts_.mutex);
+    if (connections_.erase(c->id) == 0) return;  // the first report of the end has the reason
+  }
+  parts_.leader.mark_closed(*c);
+  c->link->close();
+  {
+    std::lock_guard lock(c->send_mutex);
+    unsent = std::exchange(c->queue, {});
+  }
+  {
+    Lock lock(parts_.mutex);
+    const bool was_open = c->was_open;
+    for (const int fd : {c->link->fd(), c->link->lanes_fd()}) parts_.leader.remove_fd(fd);
+    const bool may_be_there = c->timed_out || is_transient(why);
+    const bool gone = why.empty() || why == std::generic_category().message(ECONNRESET);
+    auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
+    const bool parted = c->goodbye && found != peers_.end() && found->second.removed;
+    if (c->goodbye && !parted) why = "it shut down";
+    if (why.empty()) {
+      why =
+          "the connection was closed without a goodbye: its process died or was killed, or it closed the connection "
+          "and logged why";
+    }
+    if (!was_open) {
+      if (!c->initiator) {
+        // Do not log peers that connect and close at once: they may have been shut down.
+        if (!parts_.is_stopping() && !gone) log_rejected(*c->link, c->source, why, c->displaced);
+      } else if (c->lane_of) {
+        if (!parts_.is_stopping() && c->lane_of->state == Connection::State::kOpen)
+          parts_.queue.log("no further lane to " + c->link->describe() + ": " + why);
+      } else if (found != peers_.end()) {
+        Peer& peer = found->second;
+        peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;
+        peer.may_recover = peer.may_recover || may_be_there;
+        if (peer.connecting && !parts_.is_stopping()) {
+          connect(lock, peer);
+        } else {
+          unreachable(peer, peer.last_error, released);
+        }
+      }
+    } else {
+      const auto status = parts_.is_stopping() ? CallStatus::kStopped : CallStatus::kPeerLost;
+      parts_.calls.fail_calls_of(c->id, status, why, released);
+      ConnectionPtr other;
+      for (auto& [token, o] : connections_) {
+        if (o->peer == c->peer && o->state == Connection::State::kOpen) other = o;
+      }
+      if (found != peers_.end()) {
+        if (found->second.connection == c) found->second.connection = other;
+        if (!other && !parts_.is_stopping() && !parted) {
+          found->second.was_lost = true;
+          if (c->goodbye) {  // do not reconnect to this peer; a new worker may get its id
+            found->second.removed = true;
+            found->second.last_error = why;
+          }
+          push_event(c->goodbye ? EventKind::kPeerLeft : EventKind::kPeerLost, c->handshake.peer(), why);
+        }
+      }
+    }
+    parts_.leader.notify_progress();
+    if (!parts_.leader.exists()) {
+      closed = parts_.leader.reap_closed();
+      parts_.leader.watch_links();
+    }
+    parts_.leader.interrupt_poll();
+  }
+}
+
+}  // namespace telegrad

@@ -1,0 +1,144 @@
+// The peers of an engine and the connections to them: listening, connecting on first use, handshakes, lanes, and the
+// end of connections.
+//
+// A connection is open once both ends have proven their identity. Requests go over one connection per peer, the first
+// open one or the last one that this end initiated. The loss of the last connection fails the calls of the peer.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "base/peer_credentials.h"
+#include "base/thread_safety.h"
+#include "core/connection.h"
+#include "core/sender.h"
+#include "core/settings.h"
+
+namespace telegrad {
+
+struct EngineParts;
+
+struct Peer {
+  Identity identity;
+  std::vector<std::string> addresses;
+  std::size_t next_address = 0;
+  bool connecting = false;
+  bool may_recover = false;  // an address tried in this round may still succeed
+  Nanos retry_after = 0;     // pause before the next round
+  Nanos retry_at = kNever;
+  bool removed = false;
+  bool was_lost = false;
+  std::string last_error;
+  ConnectionPtr connection;            // carries the requests
+  std::deque<PendingMessage> pending;  // messages that wait for a connection
+};
+
+/// Or-ed to a connection's token: its `lanes_fd`.
+inline constexpr std::uint64_t kLanesBit = std::uint64_t{1} << 63;
+
+class Peers {
+ public:
+  explicit Peers(EngineParts& parts) : parts_(parts) {}
+
+  // ---- see the functions of the engine
+
+  std::string listen(const std::string& address) EXCLUDES(engine_mutex);
+  void set_peer(PeerAddress peer) EXCLUDES(engine_mutex);
+  void remove_peer(std::int32_t id, const std::string& why) EXCLUDES(engine_mutex);
+  void disconnect(std::int32_t id, const std::string& why) EXCLUDES(engine_mutex);
+
+  // ---- peers
+
+  /// Returns null if the peer is unknown.
+  Peer* find(std::int32_t id) REQUIRES(engine_mutex);
+  /// Tries the addresses of the peer, starting after the last one. Releases the mutex while HELLO is sent.
+  void connect(Lock& lock, Peer& peer) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  /// Makes `on_timer` due.
+  void arm_timer(Nanos at) REQUIRES(engine_mutex);
+  /// Ends late handshakes, fails calls that have waited too long for a connection, and connects again, if one is due.
+  void on_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  /// Returns whether a message waits for a connection that is being made.
+  bool has_pending() const REQUIRES(engine_mutex);
+  /// Fails the messages that wait for a connection, and stops listening, because the engine stops.
+  void stop(const std::string& why, Released& released) REQUIRES(engine_mutex);
+  void stop_listening() REQUIRES(engine_mutex) { listeners_.clear(); }
+
+  // ---- connections
+
+  /// Returns null if it has closed.
+  ConnectionPtr find_connection(std::uint64_t id) const REQUIRES(engine_mutex) {
+    const auto found = connections_.find(id);
+    return found == connections_.end() ? nullptr : found->second;
+  }
+  std::shared_ptr<Listener> find_listener(std::uint64_t token) const REQUIRES(engine_mutex);
+  const std::unordered_map<std::uint64_t, ConnectionPtr>& connections() const REQUIRES(engine_mutex) {
+    return connections_;
+  }
+  bool has_connection(std::uint64_t id) const REQUIRES(engine_mutex) { return connections_.contains(id); }
+  /// Closes a connection. The first report of its end has the reason. Any thread.
+  void close_connection(const ConnectionPtr& c, std::string why) EXCLUDES(engine_mutex);
+  /// Marks all connections to the peer of `c` for a plain end: the peer may not have sent a goodbye on each.
+  void on_goodbye(const Connection& c) EXCLUDES(engine_mutex);
+
+  // ---- leader only
+
+  void accept_from(Listener& listener) EXCLUDES(engine_mutex);
+  void on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body) EXCLUDES(engine_mutex);
+  /// Opens lanes if the link wants some after large messages.
+  void open_lanes(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  /// Returns the connections that have got a lane since the last call; data may have arrived on it.
+  std::vector<ConnectionPtr> take_new_lane_links() { return std::exchange(new_lane_links_, {}); }
+  bool has_new_lane_links() const { return !new_lane_links_.empty(); }
+
+  /// Closes the descriptors; the links belong to the parent.
+  void abandon_in_child() REQUIRES(engine_mutex);
+
+ private:
+  static constexpr std::uint64_t kFirstToken = 16;  // of connections and listeners; the leader has smaller ones
+
+  void run_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator) REQUIRES(engine_mutex);
+  void unreachable(Peer& peer, const std::string& why, Released& released) REQUIRES(engine_mutex);
+  void fail_pending(PendingMessage&& pending, const std::string& why, Released& released) REQUIRES(engine_mutex);
+  void expire_pending(Peer& peer, Nanos at, Released& released) REQUIRES(engine_mutex);
+
+  // peers_accept.cc
+  ConnectionPtr connection_to_displace(const std::string& source, std::size_t places) const REQUIRES(engine_mutex);
+  PeerCredentials peer_credentials_of(const Link& link);
+  static std::optional<std::string> rejection_reason(const PeerCredentials& user);
+  void log_rejected(const Link& link, const std::string& source, const std::string& why, bool displaced = false)
+      REQUIRES(engine_mutex);
+
+  // peers_handshake.cc
+  void on_open(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  void push_event(EventKind kind, const Identity& peer, std::string text = {}) REQUIRES(engine_mutex);
+  static std::unique_ptr<Outgoing> frame(const Handshake::Step& step);
+
+  // peers_lanes.cc
+  void open_lane(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  void attach_lane(const ConnectionPtr& lane) EXCLUDES(engine_mutex);
+
+  EngineParts& parts_;
+  std::uint64_t next_token_ GUARDED_BY(engine_mutex) = kFirstToken;
+  std::unordered_map<std::uint64_t, ConnectionPtr> connections_ GUARDED_BY(engine_mutex);
+  std::unordered_map<std::uint64_t, std::shared_ptr<Listener>> listeners_ GUARDED_BY(engine_mutex);
+  std::map<std::int32_t, Peer> peers_ GUARDED_BY(engine_mutex);
+  Nanos timer_at_ GUARDED_BY(engine_mutex) = kNever;   // when a handshake expires or a reconnect is due
+  Nanos rejected_since_ GUARDED_BY(engine_mutex) = 0;  // start of the interval of `rejected_` rejected connections
+  std::size_t rejected_ GUARDED_BY(engine_mutex) = 0;
+  Nanos displaced_logged_at_ GUARDED_BY(engine_mutex) = -3600 * kSecond;  // when displaced ones were last logged
+
+  // Leader only.
+  std::vector<ConnectionPtr> new_lane_links_;
+  CredentialLookup users_;
+  std::unique_ptr<Link> accepting_;  // accepted; the user of its peer is being looked up
+};
+
+}  // namespace telegrad

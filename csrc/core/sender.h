@@ -1,0 +1,132 @@
+// Sending: selection of the connection, queues, release of sent memory, flow control and coalescing.
+//
+// Flow control. A peer has a window of request bytes that may wait at it. A request past the window waits for credit,
+// which the peer reports with its frames; nested requests and those of event loops do not wait. Replies always pass.
+//
+// Coalescing. The link keeps small messages that follow each other at once and sends them together. Waiting threads,
+// the leader and the timer thread flush them, so none stays in a buffer.
+//
+// The send_mutex of a connection guards its queue. It may be taken before the mutex of the engine, never after it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/thread_safety.h"
+#include "core/connection.h"
+#include "core/work_queue.h"
+
+namespace telegrad {
+
+struct EngineParts;
+
+enum class SendResult {
+  kDone,    // sent, or not to be sent any more
+  kQueued,  // waits for a connection, or in the queue of one
+  kBroken,  // this message is lost; frames that the peer sent before are still read
+};
+
+/// State of one message on its way to a link.
+struct Transmission {
+  bool copy = false;          // copy unsent bytes; else a message that waits for a connection gets a `pending_send`
+  bool may_coalesce = false;  // it may be part of a burst, and may be coalesced
+  const std::function<void()>* before_blocking = nullptr;
+  ConnectionPtr connection;
+  std::uint64_t ticket = 0;
+  std::shared_ptr<PendingSend> pending_send;
+  std::unique_ptr<KeepAlive> copied_owner;  // owner of memory that has been copied
+};
+
+/// A message that waits for a connection.
+struct PendingMessage {
+  std::unique_ptr<Outgoing> message;
+  Nanos until;  // when its call stops waiting. Messages that the reference protocol counts on stay queued longer, until
+                // the peer is connected or known to be dead
+};
+
+class Sender {
+ public:
+  /// `window`: request bytes that a peer may have waiting at this worker, and this worker at a peer.
+  Sender(EngineParts& parts, std::int64_t window) : parts_(parts), window_(window) {}
+
+  // ---- messages
+
+  /// Sends on the peer's connection, or queues the message until there is one. `m` is empty if it was queued.
+  SendResult route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transmission& p) EXCLUDES(engine_mutex);
+  /// Sends on a connection. kBroken means only that this message is lost. Frames that the peer sent before, above all
+  /// its goodbye, are still read; then the leader finds the end of the link and completes its calls.
+  SendResult transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p) EXCLUDES(engine_mutex);
+  /// The same for messages that borrow no memory.
+  SendResult transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m) EXCLUDES(engine_mutex);
+  /// Sends messages that waited for the connection and notifies their senders. Requires the send_mutex.
+  void send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) EXCLUDES(engine_mutex);
+  /// Sends queued messages after the link has become writable.
+  void flush(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+
+  /// Checks a message against the peer's limits; `id` is 0 for a one-way message. Returns true if it is over the limits
+  /// and is not sent; its call has failed then. If the peer counts on its trailer, it is sent without its content, and
+  /// the peer answers it.
+  bool reject_oversized(const Connection& c, std::uint64_t id, Outgoing& m, Released& released) REQUIRES(engine_mutex);
+
+  // ---- coalescing
+
+  /// Flushes all coalesced messages.
+  void flush_coalesced() EXCLUDES(engine_mutex);
+  bool has_coalesced() const { return coalescing_since_.load(std::memory_order_relaxed) != kNever; }
+  /// Returns when the first of these was coalesced, or kNever.
+  Nanos coalescing_since() const { return coalescing_since_.load(std::memory_order_relaxed); }
+
+  // ---- waiting
+
+  /// Waits until the memory of a message has been sent. If the wait ends earlier, the unsent bytes are copied, as the
+  /// message may still be sent.
+  void wait_until_sent(std::int32_t peer, Transmission& p, Nanos deadline, const std::function<bool()>& interrupted)
+      EXCLUDES(engine_mutex);
+  /// Waits, on a thread of the pool, until a queued reply is sent. The thread does not count as running a request,
+  /// because a peer that does not read its replies must not delay those of others.
+  void wait_until_reply_sent(PoolThread& self, const Transmission& p) EXCLUDES(engine_mutex);
+
+  // ---- flow control
+
+  /// Returns whether a request of `size` bytes may be sent. Up to half the window any size may, so that large requests
+  /// are never stuck.
+  bool window_open(const Connection& c, std::int64_t size) const {
+    const std::int64_t out = c.outstanding.load(std::memory_order_relaxed);
+    return out <= window_ / 2 || out + size <= window_;
+  }
+  bool may_send_now(std::int32_t peer, std::uint64_t payload) const EXCLUDES(engine_mutex);
+  /// Counts a request that is sent although the window is closed. Logs a warning once if these are many.
+  void count_over_window(Connection& c, std::int32_t peer, std::int64_t size) EXCLUDES(engine_mutex);
+  /// Sends this worker's window before it waits for the peer. The peer's own window may be so large that it would not
+  /// report such a small credit.
+  void send_window(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  /// Counts a request as processed: its bytes no longer count against the sender.
+  void return_credit(const ConnectionPtr& c, std::int64_t size) EXCLUDES(engine_mutex);
+  /// Releases the mutex, as the thread begins `item`, and returns the credit for it.
+  void begin_item(Lock& lock, const WorkItem& item) RELEASE(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+
+  std::uint64_t sent_messages() const { return sent_messages_.load(std::memory_order_relaxed); }
+
+  void abandon_in_child() REQUIRES(engine_mutex);
+
+ private:
+  SendResult transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p)
+      EXCLUDES(engine_mutex);
+  bool coalesce(const ConnectionPtr& c, const Outgoing& m, bool more) EXCLUDES(engine_mutex);
+  void watch_writable(Connection& c, bool on);
+  bool wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos deadline,
+                             const std::function<bool()>& interrupted) EXCLUDES(engine_mutex);
+  void copy_queued(const ConnectionPtr& c, std::uint64_t ticket);
+
+  EngineParts& parts_;
+  const std::int64_t window_;
+  std::vector<ConnectionPtr> coalescing_ GUARDED_BY(engine_mutex);  // connections with coalesced messages
+  std::atomic<Nanos> coalescing_since_ = kNever;
+  std::atomic<std::uint64_t> sent_messages_ = 0;
+};
+
+}  // namespace telegrad

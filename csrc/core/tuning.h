@@ -1,0 +1,87 @@
+// Tuning constants of the engine, with the reason for each value. Options of the program are in core/settings.h,
+// constants of a transport next to its code.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/clock.h"
+
+namespace telegrad {
+
+// ---- leader: how long links may go unread
+
+/// Longest time that links may go unread, or work unstarted, before another thread is woken. Ten times the cost of a
+/// wake-up, which occupies a second processor.
+inline constexpr Nanos kHandoffDelay = 500 * kMicrosecond;
+/// The same if the last handlers returned before that time ended.
+inline constexpr Nanos kMaxHandoffDelay = 4 * kHandoffDelay;
+/// Delay of the timer thread after the leader's own check of the clock. A thread that wakes while two others spin takes
+/// a core from one of them.
+inline constexpr Nanos kTimerSlack = 200 * kMicrosecond;
+/// Longest sleep of a caller that checks for signals afterwards.
+inline constexpr Nanos kSignalCheckInterval = kSecond;
+/// Requests that a waiting caller reads before the pool polls: one may be the callback of the caller's own request.
+inline constexpr int kRequestsBeforeHandoff = 2;
+
+// ---- leader: polling
+
+/// Bytes read from one link before the others are read.
+inline constexpr std::size_t kReadBudget = 4 << 20;
+/// Polls of the last active link alone before all links are polled: a poll of all links is a system call.
+inline constexpr std::uint32_t kLastActivePolls = 16;
+/// Polls of busy-polled links alone before all links are polled: these polls only read memory.
+inline constexpr std::uint32_t kMemoryPolls = 128;
+/// Bytes of a tensor for which lanes may pay: a smaller one fits into the socket buffers.
+inline constexpr std::size_t kLargeTensor = 1 << 20;
+
+// ---- work queue
+
+/// Longest time that completions stay queued while a thread runs others, which holds the GIL.
+inline constexpr Nanos kCompletionDelay = 20 * kMillisecond;
+/// Longest time that deferred completions stay queued. They release a reference, which no thread waits for.
+inline constexpr Nanos kDeferDelay = 4 * kHandoffDelay;
+/// A pool thread that has been idle for this long exits.
+inline constexpr Nanos kIdleThreadTimeout = 10 * kSecond;
+/// Completions at the front of the queue among which a waiting caller looks for its own. A caller that waits for its
+/// calls in the order in which they were made finds it there.
+inline constexpr std::size_t kSearchDepth = 4;
+
+// ---- sender
+
+/// Longest time that a coalesced message is kept back: about the time of one call.
+inline constexpr Nanos kCoalesceDelay = 50 * kMicrosecond;
+/// Messages of a burst that are sent together: beyond this, the cost of a system call per message is small.
+inline constexpr std::size_t kMaxBatch = 16;
+/// Larger payloads are not copied under a lock, in bytes.
+inline constexpr std::int64_t kLargePayload = 64 << 10;
+/// No thread waits for a peer that has read nothing for this long.
+inline constexpr Nanos kStallTimeout = 100 * kMillisecond;
+/// Credit is reported in a frame of its own at this part of the window.
+inline constexpr std::size_t kCreditShare = 4;
+/// A warning is logged when requests exceed the window by this factor.
+inline constexpr std::int64_t kWindowWarningFactor = 4;
+
+// ---- peers
+
+/// Pauses before the addresses of a peer are tried again: doubled each time, from the first to the second.
+inline constexpr Nanos kMinRetryDelay = 5 * kMillisecond;
+inline constexpr Nanos kMaxRetryDelay = 500 * kMillisecond;
+/// Unauthenticated connections at the same time.
+inline constexpr std::size_t kMaxUnauthenticated = 64;
+/// They use at most this part of the descriptors, and as many stay free for the program.
+inline constexpr std::size_t kUnauthenticatedShare = 8;
+/// Accepts between two polls of existing connections.
+inline constexpr int kAcceptsPerPoll = 16;
+/// Interval in which at most kRejectLogLines rejected connections are logged.
+inline constexpr Nanos kRejectLogInterval = 10 * kSecond;
+inline constexpr std::size_t kRejectLogLines = 100;
+/// Lanes may need at most this part of the descriptors.
+inline constexpr std::size_t kLanesShare = 4;
+
+// ---- memory
+
+/// Cached memory that was not used for this time is released.
+inline constexpr Nanos kTrimInterval = 10 * kSecond;
+
+}  // namespace telegrad
