@@ -49,7 +49,7 @@ enum class LeftOut : char {
   kNoMemory = 77,  // the receiver had no memory for it
 };
 
-/// Completion status of a call (csrc/core/calls.h).
+/// Completion status of a call (csrc/core/call_slab.h).
 enum class Status : std::uint8_t {
   kPending = 0,
   kReplied = 1,

@@ -177,7 +177,7 @@ class WorkerLost(TelegradError):
     @property
     def left(self) -> bool:
         """Whether the worker left after a shutdown instead of dying."""
-        return self.why == "it shut down"  # text of the core, csrc/core/engine_peers.cc
+        return self.why == "it shut down"  # text of the core, csrc/core/peers.cc
 
     @property
     def unreached(self) -> bool:

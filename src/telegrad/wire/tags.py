@@ -69,7 +69,7 @@ class LeftOut(IntEnum):
 
 
 class Status(IntEnum):
-    """Completion status of a call (csrc/core/calls.h)."""
+    """Completion status of a call (csrc/core/call_slab.h)."""
 
     PENDING = 0
     REPLIED = 1
