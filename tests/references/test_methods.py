@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from things import PATIENCE, freed, make, started
+from rref_helpers import TIMEOUT, freed, make, started
 
 from telegrad.errors import RpcTimeout
 from telegrad.protocols.rref import RRefId
@@ -126,7 +126,7 @@ def test_a_receiver_is_kept_alive_until_its_method_has_run(mode: str) -> None:
         receiver, other = w[0].remote("w1", make, ("receiver",)), w[0].remote("w1", make, ("other",))
         for rref in (receiver, other):
             rref.rpc_sync().greet("x")
-        receiver.remote(timeout=PATIENCE).greet("x")  # its type is known
+        receiver.remote(timeout=TIMEOUT).greet("x")  # its type is known
         gate = Gate()
         blocked = w[0].rpc_async("w1", gate.enter)  # w1 runs no other request until the gate opens
         gate.wait_for()
@@ -137,10 +137,10 @@ def test_a_receiver_is_kept_alive_until_its_method_has_run(mode: str) -> None:
             with pytest.raises(RpcTimeout):
                 child._get_future().wait()
         del receiver, other, rref
-        assert freed("other").wait(PATIENCE)  # its release follows where that of the receiver would have been
+        assert freed("other").wait(TIMEOUT)  # its release follows where that of the receiver would have been
         assert not freed("receiver").is_set()
         gate.open()
-        assert started("child").wait(PATIENCE)
+        assert started("child").wait(TIMEOUT)
         blocked.wait()
-        assert freed("receiver").wait(PATIENCE)
+        assert freed("receiver").wait(TIMEOUT)
         del child
