@@ -20,10 +20,10 @@ using namespace nanobind::literals;
 namespace telegrad::python {
 namespace {
 
-constexpr std::uint64_t kNotPlain = ~std::uint64_t{0};  // no call has this id
+constexpr std::uint64_t kNotEncodable = ~std::uint64_t{0};  // no call has this id
 
 /// A reply to messages of a backward pass that is no list of messages.
-struct Unusual {
+struct OtherReply {
   nb::object completion;  // as Engine.call returns it
 };
 
@@ -118,7 +118,8 @@ class Client {
     return true;
   }
 
-  nb::object collect(const nb::list& futures, const nb::list& ids, nb::list results, nb::handle tell_when_done) {
+  nb::object complete_many(const nb::list& futures, const nb::list& ids, nb::list results,
+                           nb::handle notify_when_done) {
     WaitSetScope waiting(*this);
     std::vector<std::pair<std::uint64_t, std::size_t>> places;
     for (std::size_t i = 0; i < ids.size(); ++i) places.emplace_back(nb::cast<std::uint64_t>(ids[i]), i);
@@ -134,7 +135,7 @@ class Client {
     std::vector<nb::object> taken_elsewhere;
     for (const std::uint64_t call : waiting.wait_set.taken_elsewhere) {
       nb::object future = futures[place_of(call)];
-      if (!is_done(future)) in_python([&] { tell_when_done(future); });
+      if (!is_done(future)) in_python([&] { notify_when_done(future); });
       taken_elsewhere.push_back(std::move(future));
     }
     SignalCheck signals;
@@ -173,10 +174,10 @@ class Client {
 
   // ---- messages of autograd
 
-  std::uint64_t ask(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle target) {
+  std::uint64_t send_gradients(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle target) {
     PreparedCall call;
     call.message = encode_basic(codec_, wire::kGradients, 0, messages);
-    if (!call.message) return kNotPlain;
+    if (!call.message) return kNotEncodable;
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
     o.nested = true;
@@ -185,16 +186,16 @@ class Client {
     return begin_call(engine_, peer, std::move(call.message), std::move(o), true);
   }
 
-  nb::object answer(std::uint64_t call, Nanos timeout) {
+  nb::object await_gradients(std::uint64_t call, Nanos timeout) {
     Completion completion;
     if (!take_completion(engine_, call, timeout, completion)) return nb::none();
     const FrameHeader& h = completion.reply.header;
     if (completion.status != CallStatus::kReplied || h.tag != wire::kGradients || h.flags & wire::kSlowReply)
-      return nb::cast(Unusual{completion_tuple(std::move(completion))});
+      return nb::cast(OtherReply{completion_tuple(std::move(completion))});
     return decode_body(codec_, completion.reply);
   }
 
-  bool tell(std::int32_t peer, nb::handle value) {
+  bool notify_context_ended(std::int32_t peer, nb::handle value) {
     auto m = encode_basic(codec_, wire::kContextEnded, 0, value);
     if (!m) return false;
     {
@@ -339,8 +340,8 @@ PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, 
 }  // namespace
 
 void init_client(nb::module_& m) {
-  nb::class_<Unusual>(m, "Unusual", "A reply to messages of a backward pass that is no list of messages.")
-      .def_ro("outcome", &Unusual::completion, "As `Engine.call` returns it.");
+  nb::class_<OtherReply>(m, "OtherReply", "A reply to messages of a backward pass that is no list of messages.")
+      .def_ro("outcome", &OtherReply::completion, "As `Engine.call` returns it.");
 
   nb::class_<Client>(
       m, "Client", nb::type_slots(slots),
@@ -372,22 +373,25 @@ void init_client(nb::module_& m) {
            "Sends what Python has encoded; the outcome is for a future, or what is called with it.")
       .def("wait", &Client::wait, "future"_a, "call"_a, "timeout"_a,
            "Waits for the outcome of a call, as `Engine.wait`, and completes its future. False: there is none.")
-      .def("ask", &Client::ask, "peer"_a, "messages"_a, "timeout"_a, "target"_a,
-           "Sends messages of a backward pass. The outcome is for `answer`, or for `target`, which the pool calls with "
-           "it if no thread takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.")
-      .def("answer", &Client::answer, "call"_a, "timeout"_a,
-           "Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None.")
-      .def("collect", &Client::collect, "futures"_a, "calls"_a, "results"_a, "tell_when_done"_a,
+      .def("send_gradients", &Client::send_gradients, "peer"_a, "messages"_a, "timeout"_a, "target"_a,
+           "Sends messages of a backward pass. The outcome is for `await_gradients`, or for `target`, which the pool "
+           "calls with "
+           "it if no thread takes it. The call's id; 0: the engine has been stopped; NOT_ENCODABLE: nothing has been "
+           "sent.")
+      .def("await_gradients", &Client::await_gradients, "call"_a, "timeout"_a,
+           "Waits for the answer, as `Engine.wait`: messages, `OtherReply`, or None.")
+      .def("complete_many", &Client::complete_many, "futures"_a, "calls"_a, "results"_a, "notify_when_done"_a,
            "Waits for calls that were begun and completes their futures, in this thread, as their outcomes come. A\n"
            "value that the codec decodes is put into the list of results. A future whose outcome another thread is\n"
-           "processing is given to tell_when_done(future), which sees to it that `tell_collectors` is called. Returns\n"
+           "processing is given to notify_when_done(future), which sees to it that `notify_wait_sets` is called. "
+           "Returns\n"
            "the first future that failed; None: none did, though other threads may process some. False: another\n"
            "thread waits for one of them, and nothing has been done. Raises what a signal handler raises.")
-      .def("tell_collectors", &Client::notify_wait_sets,
+      .def("notify_wait_sets", &Client::notify_wait_sets,
            "A future is done whose outcome another thread processed when a thread began to collect.")
-      .def("tell", &Client::tell, "peer"_a, "value"_a,
+      .def("notify_context_ended", &Client::notify_context_ended, "peer"_a, "value"_a,
            "Notifies a peer that an autograd context has ended. False: the codec cannot encode the value.")
-      .def_ro_static("NOT_PLAIN", &kNotPlain);
+      .def_ro_static("NOT_ENCODABLE", &kNotEncodable);
 }
 
 }  // namespace telegrad::python

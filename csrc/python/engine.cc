@@ -184,8 +184,8 @@ void init_engine(nb::module_& m) {
                         .addresses = std::move(addresses)});
           },
           "id"_a, "name"_a, "incarnation"_a, "addresses"_a)
-      .def("part_from", &Engine::disconnect, "id"_a, "why"_a, nb::call_guard<GilReleased>())
-      .def("forget_peer", &Engine::remove_peer, "id"_a, "why"_a, nb::call_guard<GilReleased>())
+      .def("disconnect", &Engine::disconnect, "id"_a, "why"_a, nb::call_guard<GilReleased>())
+      .def("remove_peer", &Engine::remove_peer, "id"_a, "why"_a, nb::call_guard<GilReleased>())
       .def("call", call, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "linger"_a.none(),
            "Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).")
@@ -214,8 +214,8 @@ void init_engine(nb::module_& m) {
            "The next thing to do, by a pool thread: blocks; None when the engine has stopped.\n"
            "(0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
            "(2 outcome, spawn, cookie, outcome), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).")
-      .def("not_spawned", &Engine::spawn_failed, "The thread that an item asked for could not be started.")
-      .def("nudge", &Engine::request_callback, "delay"_a,
+      .def("spawn_failed", &Engine::spawn_failed, "The thread that an item asked for could not be started.")
+      .def("request_callback", &Engine::request_callback, "delay"_a,
            "Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any "
            "point.")
       .def("stop", &Engine::stop, "linger"_a, nb::call_guard<GilReleased>())

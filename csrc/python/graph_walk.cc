@@ -299,7 +299,7 @@ class GraphWalk {
 }  // namespace
 
 void init_graph_walk(nb::module_& m) {
-  nb::class_<GraphWalk>(m, "Reach", "A walk of torch's graph from several sources, whose nodes and edges it keeps.")
+  nb::class_<GraphWalk>(m, "GraphWalk", "A walk of torch's graph from several sources, whose nodes and edges it keeps.")
       .def(nb::init<nb::dict, nb::object>(), "kinds"_a, "guard_type"_a.none() = nb::none(),
            "`kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which\n"
            "several sources may share, 2 for other ends. `guard_type` is "

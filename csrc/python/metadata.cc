@@ -45,9 +45,9 @@ void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb:
 
 AutogradHooks::AutogradHooks(const nb::object& recorder)
     : recorder_(recorder),
-      carry_(recorder.attr("carry")),
+      on_send_(recorder.attr("on_send")),
       receive_(recorder.attr("receive")),
-      arrived_(recorder.attr("arrived")),
+      on_request_(recorder.attr("on_request_in_context")),
       partial_(nb::module_::import_("functools").attr("partial")) {}
 
 bool AutogradHooks::encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context,
@@ -59,7 +59,7 @@ bool AutogradHooks::encode(const codec::Codec& codec, nb::handle value, std::int
   for (std::size_t i = 0; i < encoded.recorded.size(); ++i)
     PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), encoded.recorded[i].release().ptr());
   message = python_result(
-      call_python(carry_.ptr(), context.ptr(), nb::int_(peer).ptr(), tensors.ptr(), request ? Py_True : Py_False));
+      call_python(on_send_.ptr(), context.ptr(), nb::int_(peer).ptr(), tensors.ptr(), request ? Py_True : Py_False));
   return !request || !message.is_none();
 }
 
@@ -82,11 +82,11 @@ bool AutogradHooks::read(const codec::Codec& codec, const Incoming& message, Con
 }
 
 bool AutogradHooks::is_unguarded() const {
-  return in_python([&] { return nb::object(recorder_.attr("plain")); }).ptr() == Py_True;
+  return in_python([&] { return nb::object(recorder_.attr("is_unguarded")); }).ptr() == Py_True;
 }
 
-nb::object AutogradHooks::arrived(const ContextTag& in, std::int32_t peer) const {
-  return python_result(call_python(arrived_.ptr(), in.id.ptr(), nb::int_(peer).ptr()));
+nb::object AutogradHooks::on_request(const ContextTag& in, std::int32_t peer) const {
+  return python_result(call_python(on_request_.ptr(), in.id.ptr(), nb::int_(peer).ptr()));
 }
 
 nb::object AutogradHooks::wrap(const ContextTag& in, std::int32_t peer, nb::handle context) const {
@@ -98,7 +98,7 @@ nb::object AutogradHooks::wrap(const ContextTag& in, std::int32_t peer, nb::hand
 }
 
 int AutogradHooks::traverse(visitproc visit, void* arg) const {
-  for (const nb::object* o : {&recorder_, &carry_, &receive_, &arrived_, &partial_}) Py_VISIT(o->ptr());
+  for (const nb::object* o : {&recorder_, &on_send_, &receive_, &on_request_, &partial_}) Py_VISIT(o->ptr());
   return 0;
 }
 

@@ -47,15 +47,15 @@ class AutogradHooks {
   /// Reports whether requests of a context run without a guard around them. Throws nb::python_error.
   bool is_unguarded() const;
   /// The context of a request that arrived, or None.
-  nb::object arrived(const ContextTag& in, std::int32_t peer) const;
+  nb::object on_request(const ContextTag& in, std::int32_t peer) const;
   /// The function that records the tensors of a message that arrived, for `decode_body`; not valid if there is none.
   nb::object wrap(const ContextTag& in, std::int32_t peer, nb::handle context) const;
 
   int traverse(visitproc visit, void* arg) const;
-  void clear() { recorder_ = carry_ = receive_ = arrived_ = partial_ = {}; }
+  void clear() { recorder_ = on_send_ = receive_ = on_request_ = partial_ = {}; }
 
  private:
-  nb::object recorder_, carry_, receive_, arrived_, partial_;
+  nb::object recorder_, on_send_, receive_, on_request_, partial_;
 };
 
 }  // namespace telegrad::python

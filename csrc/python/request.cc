@@ -142,7 +142,7 @@ bool RequestServer::decode(Request*& r, nb::object& holder) {
   const bool slow = r->slow.is_valid();  // it was parked until its references were confirmed
   if (!slow && !records_all_ && m.header.tag == wire::kCall && is_simple(*r, in)) {
     if (in.id.is_valid()) {
-      r->context = autograd_.arrived(in, r->item.peer);
+      r->context = autograd_.on_request(in, r->item.peer);
       wrap = autograd_.wrap(in, r->item.peer, r->context);
     }
     if (m.header.flags & wire::kMetadata) m.segments.pop_back();
@@ -280,7 +280,7 @@ nb::object RequestServer::run(Request& r) {
   if (result.is_valid()) return result;
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
   const nb::object error = take_error();  // a torch operator says what is wrong with its arguments
-  const nb::object said = ask(python_.as_torch_says, r.function, r.args, r.kwargs, error);
+  const nb::object said = ask(python_.rerun_for_torch_error, r.function, r.args, r.kwargs, error);
   if (nb::object(said[1]).is_none()) return said[0];
   PyErr_SetObject(error.type().ptr(), error.ptr());
   throw nb::python_error();

@@ -37,12 +37,12 @@ struct ServerCallbacks {
         resolver(environment.attr("resolver")),
         find_function(environment.attr("find_function")),
         method_of(environment.attr("method_of")),
-        as_torch_says(environment.attr("as_torch_says")) {}
+        rerun_for_torch_error(environment.attr("rerun_for_torch_error")) {}
 
   int traverse(visitproc visit, void* arg) const {
     for (const nb::object* o : {&wait_ready, &prepare, &park, &accept, &settle, &value_of, &reply, &reply_when_done,
                                 &reply_error, &values, &on_gradients, &on_context_ended, &info_type, &clean_state,
-                                &resolver, &find_function, &method_of, &as_torch_says}) {
+                                &resolver, &find_function, &method_of, &rerun_for_torch_error}) {
       Py_VISIT(o->ptr());
     }
     return 0;
@@ -62,10 +62,10 @@ struct ServerCallbacks {
   nb::object on_context_ended;  // on_context_ended(peer, (context id, requests))
   nb::object info_type;         // telegrad.worker.serving.handlers.RequestInfo
   nb::object clean_state;
-  nb::object resolver;       // resolver(name) -> function() -> the function
-  nb::object find_function;  // find_function(name) -> the function, or raises with a hint
-  nb::object method_of;      // method_of(value, name)
-  nb::object as_torch_says;  // as_torch_says(function, args, kwargs, error) -> (result, error)
+  nb::object resolver;               // resolver(name) -> function() -> the function
+  nb::object find_function;          // find_function(name) -> the function, or raises with a hint
+  nb::object method_of;              // method_of(value, name)
+  nb::object rerun_for_torch_error;  // rerun_for_torch_error(function, args, kwargs, error) -> (result, error)
 };
 
 /// Python keeps it while it is parked.

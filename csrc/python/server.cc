@@ -158,7 +158,7 @@ class Server {
   }
 
   /// A peer says that a context has ended. To end it here takes a while, and another request may be right behind: so it
-  /// is done after the answer to that, when this worker has nothing to do, or when the engine's nudge comes.
+  /// is done after the answer to that, when this worker has nothing to do, or when the requested callback runs.
   bool on_context_ended(WorkItem& item) {
     const FrameHeader& h = item.message.header;
     if (h.tag != wire::kContextEnded || h.flags & wire::kSlowRequest) return false;

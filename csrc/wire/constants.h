@@ -75,7 +75,7 @@ enum class EventKind : std::uint8_t {
   kPeerLost = 0,
   kPeerLeft = 1,
   kLog = 2,
-  kCallback = 3,  // requested with `Engine.nudge`
+  kCallback = 3,  // requested with `Engine.request_callback`
   kPeerBack = 4,
   kConnected = 5,
 };

@@ -46,9 +46,9 @@ class Engine:
 
     def set_peer(self, id: int, name: str, incarnation: int, addresses: Sequence[str]) -> None: ...
 
-    def part_from(self, id: int, why: str) -> None: ...
+    def disconnect(self, id: int, why: str) -> None: ...
 
-    def forget_peer(self, id: int, why: str) -> None: ...
+    def remove_peer(self, id: int, why: str) -> None: ...
 
     def call(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, linger: object | None) -> tuple[Any, ...]:
         """
@@ -96,10 +96,10 @@ class Engine:
         (2 outcome, spawn, cookie, outcome), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).
         """
 
-    def not_spawned(self) -> None:
+    def spawn_failed(self) -> None:
         """The thread that an item asked for could not be started."""
 
-    def nudge(self, delay: int) -> None:
+    def request_callback(self, delay: int) -> None:
         """
         Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any point.
         """
@@ -118,7 +118,7 @@ class Engine:
         returned, and no peer waits for another one to take its request.
         """
 
-class Unusual:
+class OtherReply:
     """A reply to messages of a backward pass that is no list of messages."""
 
     @property
@@ -162,34 +162,36 @@ class Client:
         Waits for the outcome of a call, as `Engine.wait`, and completes its future. False: there is none.
         """
 
-    def ask(self, peer: int, messages: object, timeout: int, target: object) -> int:
+    def send_gradients(self, peer: int, messages: object, timeout: int, target: object) -> int:
         """
-        Sends messages of a backward pass. The outcome is for `answer`, or for `target`, which the pool calls with it if no thread takes it. The call's id; 0: the engine has been stopped; NOT_PLAIN: nothing has been sent.
+        Sends messages of a backward pass. The outcome is for `await_gradients`, or for `target`, which the pool calls with it if no thread takes it. The call's id; 0: the engine has been stopped; NOT_ENCODABLE: nothing has been sent.
         """
 
-    def answer(self, call: int, timeout: int) -> object:
-        """Waits for the answer, as `Engine.wait`: messages, `Unusual`, or None."""
+    def await_gradients(self, call: int, timeout: int) -> object:
+        """
+        Waits for the answer, as `Engine.wait`: messages, `OtherReply`, or None.
+        """
 
-    def collect(self, futures: list[Any], calls: list[Any], results: list[Any], tell_when_done: object) -> object:
+    def complete_many(self, futures: list[Any], calls: list[Any], results: list[Any], notify_when_done: object) -> object:
         """
         Waits for calls that were begun and completes their futures, in this thread, as their outcomes come. A
         value that the codec decodes is put into the list of results. A future whose outcome another thread is
-        processing is given to tell_when_done(future), which sees to it that `tell_collectors` is called. Returns
+        processing is given to notify_when_done(future), which sees to it that `notify_wait_sets` is called. Returns
         the first future that failed; None: none did, though other threads may process some. False: another
         thread waits for one of them, and nothing has been done. Raises what a signal handler raises.
         """
 
-    def tell_collectors(self) -> None:
+    def notify_wait_sets(self) -> None:
         """
         A future is done whose outcome another thread processed when a thread began to collect.
         """
 
-    def tell(self, peer: int, value: object) -> bool:
+    def notify_context_ended(self, peer: int, value: object) -> bool:
         """
         Notifies a peer that an autograd context has ended. False: the codec cannot encode the value.
         """
 
-    NOT_PLAIN: Final[int] = ...
+    NOT_ENCODABLE: Final[int] = ...
     """(arg: object, /) -> int"""
 
 class Request:
@@ -221,7 +223,7 @@ class Server:
         What it raises is an error of Telegrad's own.
         """
 
-class Reach:
+class GraphWalk:
     """
     A walk of torch's graph from several sources, whose nodes and edges it keeps.
     """

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from telegrad._core import Reach
+from telegrad._core import GraphWalk
 from telegrad.autograd.graph.deep_graph import FIRST, RecursionGuard
 from telegrad.autograd.graph.local_graph import INNER, LEAF, RECV, kinds
 
@@ -33,16 +33,16 @@ def same(found: Any, expected: Any) -> bool:
 def test_leaves_are_listed_once_per_source(x: Tensor) -> None:
     y = torch.rand(3, requires_grad=True)
     first, second, third = [node_of(z) for z in ((x * 2) * (y + x), x - 1, y * x)]
-    reach = Reach(kinds)
-    leaves, recvs, shared = reach.walk([(first, 0), None])
+    walk = GraphWalk(kinds)
+    leaves, recvs, shared = walk.walk([(first, 0), None])
     assert {id(leaf) for leaf in leaves} == {id(x), id(y)}
     assert len(leaves) == 2
     assert recvs == shared == []
-    assert same(reach.walk([(second, 0)]), ([x], [], [(x, 0)]))
-    _, _, shared = reach.walk([(third, 0), x])
+    assert same(walk.walk([(second, 0)]), ([x], [], [(x, 0)]))
+    _, _, shared = walk.walk([(third, 0), x])
     assert {(id(leaf), before) for leaf, before in shared} == {(id(x), 1), (id(y), 0)}
-    assert not reach.sources_meet
-    assert same(reach.walk([y, y]), ([y], [], [(y, 2)]))
+    assert not walk.sources_meet
+    assert same(walk.walk([y, y]), ([y], [], [(y, 2)]))
 
 
 class Node:
@@ -63,18 +63,18 @@ def test_shared_nodes_keep_all_nodes_and_edges() -> None:
     end, other = PassResult(), PassResult()
     common = Node(end)
     first, second = Node(None, common), Node(Node(other), common, other)
-    reach = Reach(KINDS)
-    assert reach.walk([(first, 0)]) == ([], [end], [])
-    assert not reach.sources_meet
-    assert reach.walk([None, (second, 0)]) == ([], [other], [])
-    assert reach.sources_meet
-    nodes = reach.nodes
-    assert [[nodes[n] if n >= 0 else None for n in reach.starts(at)] for at in range(2)] == [[first], [None, second]]
+    walk = GraphWalk(KINDS)
+    assert walk.walk([(first, 0)]) == ([], [end], [])
+    assert not walk.sources_meet
+    assert walk.walk([None, (second, 0)]) == ([], [other], [])
+    assert walk.sources_meet
+    nodes = walk.nodes
+    assert [[nodes[n] if n >= 0 else None for n in walk.starts(at)] for at in range(2)] == [[first], [None, second]]
     for number, node in enumerate(nodes):
-        assert reach.kinds[number] == KINDS[type(node)]
+        assert walk.kinds[number] == KINDS[type(node)]
         if type(node) is Node:
-            assert [(nodes[n] if n >= 0 else None, 0) for n in reach.below(number)] == list(node.next_functions)
-    order = [nodes[number] for number in reach.order()]
+            assert [(nodes[n] if n >= 0 else None, 0) for n in walk.below(number)] == list(node.next_functions)
+    order = [nodes[number] for number in walk.order()]
     assert set(order) == {node for node in nodes if type(node) is Node}
     assert len(order) == 4
     for place, node in enumerate(order):
@@ -83,10 +83,10 @@ def test_shared_nodes_keep_all_nodes_and_edges() -> None:
 
 def test_a_recv_reached_from_two_sources_is_shared() -> None:
     end = PassResult()
-    reach = Reach(KINDS)
-    assert reach.walk([(Node(end), 0)]) == ([], [end], [])
-    assert reach.walk([(end, 0)]) == ([], [], [])
-    assert reach.sources_meet
+    walk = GraphWalk(KINDS)
+    assert walk.walk([(Node(end), 0)]) == ([], [end], [])
+    assert walk.walk([(end, 0)]) == ([], [], [])
+    assert walk.sources_meet
 
 
 def test_many_alternating_types() -> None:
@@ -97,9 +97,9 @@ def test_many_alternating_types() -> None:
     for _ in range(20):
         for one in types:
             start = one(start)
-    reach = Reach({**dict.fromkeys(types, INNER), PassResult: RECV})
-    assert reach.walk([(start, 0)]) == ([], [end], [])
-    assert len(reach.order()) == 4000
+    walk = GraphWalk({**dict.fromkeys(types, INNER), PassResult: RECV})
+    assert walk.walk([(start, 0)]) == ([], [end], [])
+    assert len(walk.order()) == 4000
 
 
 def test_next_functions_of_any_kind(x: Tensor) -> None:
@@ -112,7 +112,7 @@ def test_next_functions_of_any_kind(x: Tensor) -> None:
     for wrong in (7, [], None):
         Odd.next_functions = wrong
         with pytest.raises(TypeError, match="next_functions"):
-            Reach({Odd: INNER}).walk([(Odd(), 0)])
+            GraphWalk({Odd: INNER}).walk([(Odd(), 0)])
 
     class Later:
         def __init__(self, there: Any) -> None:
@@ -124,10 +124,10 @@ def test_next_functions_of_any_kind(x: Tensor) -> None:
     for _ in range(20):
         first = Later(first)
     with pytest.raises(AttributeError, match="next_functions"):
-        Reach({Later: INNER}).walk([(first, 0)])
+        GraphWalk({Later: INNER}).walk([(first, 0)])
     last.next_functions = ()
-    assert Reach({Later: INNER}).walk([(first, 0)]) == ([], [], [])
-    assert same(Reach({**kinds, OfTheClass: INNER}).walk([(OfTheClass(), 0)]), ([x], [], []))
+    assert GraphWalk({Later: INNER}).walk([(first, 0)]) == ([], [], [])
+    assert same(GraphWalk({**kinds, OfTheClass: INNER}).walk([(OfTheClass(), 0)]), ([x], [], []))
 
 
 def test_some_nodes_of_a_large_graph_keep_their_successors(x: Tensor) -> None:
@@ -135,10 +135,10 @@ def test_some_nodes_of_a_large_graph_keep_their_successors(x: Tensor) -> None:
     y = x
     for _ in range(100_000):
         y = y * 1.0
-    reach = Reach(kinds, RecursionGuard)
-    assert same(reach.walk([(node_of(y), 0)]), ([x], [], []))
+    walk = GraphWalk(kinds, RecursionGuard)
+    assert same(walk.walk([(node_of(y), 0)]), ([x], [], []))
     assert not gc.isenabled()
-    guard: Any = reach.guard
+    guard: Any = walk.guard
     guard.close()
     assert gc.isenabled()
     held, node = [], node_of(y)
@@ -152,17 +152,17 @@ def test_some_nodes_of_a_large_graph_keep_their_successors(x: Tensor) -> None:
             gaps.append(at - last)
             last = at
     assert max(gaps[1:]) < 128
-    del node, y, reach
+    del node, y, walk
 
 
 def test_a_small_graph_needs_no_guard(x: Tensor) -> None:
-    reach = Reach(kinds, RecursionGuard)
-    reach.walk([(node_of(x * 2), 0)])
-    assert reach.guard is None
+    walk = GraphWalk(kinds, RecursionGuard)
+    walk.walk([(node_of(x * 2), 0)])
+    assert walk.guard is None
 
 
 def test_nodes_are_released_with_the_walk(x: Tensor) -> None:
-    reach = Reach(kinds)
+    walk = GraphWalk(kinds)
     y = x * 2
     gone: list[int] = []
 
@@ -171,19 +171,19 @@ def test_nodes_are_released_with_the_walk(x: Tensor) -> None:
             gone.append(1)
 
     node_of(y).metadata["tell"] = ReportsDeletion()
-    reach.walk([(node_of(y), 0)])
+    walk.walk([(node_of(y), 0)])
     del y
     assert not gone
-    del reach
+    del walk
     assert gone
 
 
 def test_values_that_are_no_graph_raise() -> None:
     with pytest.raises(AttributeError, match="next_functions"):
-        Reach({int: INNER}).walk([(7, 0)])
+        GraphWalk({int: INNER}).walk([(7, 0)])
     with pytest.raises(AttributeError, match="variable"):
-        Reach({int: LEAF}).walk([(7, 0)])
+        GraphWalk({int: LEAF}).walk([(7, 0)])
     with pytest.raises(IndexError):
-        Reach(kinds).walk([()])
+        GraphWalk(kinds).walk([()])
     with pytest.raises(KeyError):
-        Reach({}).walk([(7, 0)])
+        GraphWalk({}).walk([(7, 0)])

@@ -419,6 +419,14 @@ def test_methods_that_raise_and_methods_without_effect() -> None:
     for refused in (ended.call, ended.start, ended.wait, ended.listen, ended.set_peer):
         with pytest.raises(NotInitialized, match="RPC has not been initialized"):
             refused(1, 2, 3)
-    for ignored in (ended.reply, ended.nudge, ended.stop, ended.part_from, ended.forget_peer, ended.next, ended.resume):
+    for ignored in (
+        ended.reply,
+        ended.request_callback,
+        ended.stop,
+        ended.disconnect,
+        ended.remove_peer,
+        ended.next,
+        ended.resume,
+    ):
         assert ignored(1) is None
     assert ended.send(1) is False

@@ -86,7 +86,7 @@ class Contexts:
         return self.table.get(context_id)
 
     def on_request(self, context_id: int, peer: int) -> Context | None:
-        """Count a request made in a context; see `AutogradHooks.arrived`."""
+        """Count a request made in a context; see `AutogradHooks.on_request_in_context`."""
         with self._lock:
             context = self.table.get(context_id)
             if peer == self.worker_id or self._closed:
@@ -208,7 +208,7 @@ class Contexts:
     # ---- messages
 
     def on_send(self, context: Context, peer: int, tensors: Sequence[Tensor], request: bool) -> int | None:
-        """Record a message that is about to leave; see `AutogradHooks.carry`."""
+        """Record a message that is about to leave; see `AutogradHooks.on_send`."""
         message = next(self._message_ids) if tensors else 0
         record = record_sent(message, peer, tensors) if tensors else None
         with context.lock:

@@ -34,9 +34,9 @@ class Autograd:
         self.backward: Callable[[Context, list[Tensor], bool], None] = self.passes.backward
         self.on_request: Callable[..., None] = self.passes.on_request
         self.on_gradients: Callable[..., None] = self.passes.on_gradients
-        self.carry: Callable[[Context, int, Sequence[Tensor], bool], int | None] = self.contexts.on_send
+        self.on_send: Callable[[Context, int, Sequence[Tensor], bool], int | None] = self.contexts.on_send
         self.rollback: Callable[[Context, int, int], None] = self.contexts.rollback
-        self.arrived: Callable[[int, int], Context | None] = self.contexts.on_request
+        self.on_request_in_context: Callable[[int, int], Context | None] = self.contexts.on_request
         self.find: Callable[[int], Context | None] = self.contexts.find
         self.receive: Callable[[Context, int, int, list[Tensor]], Sequence[Tensor]] = self.contexts.on_receive
 
@@ -45,9 +45,9 @@ class Autograd:
     def _notify_end(self, peer: int, ended: tuple[int, int]) -> None:
         calls = self.worker.calls
         if calls.send_filter is None:
-            calls.client.tell(peer, ended)
+            calls.client.notify_context_ended(peer, ended)
         else:
-            calls.send_filtered("Cleanup", False, peer, partial(calls.client.tell, peer, ended))
+            calls.send_filtered("Cleanup", False, peer, partial(calls.client.notify_context_ended, peer, ended))
 
     def on_ended(self, peer: int, notification: tuple[int, int]) -> None:
         """Process a peer's notification of an end: (context id, number of requests)."""
@@ -66,7 +66,7 @@ class Autograd:
         return None if protection is None else protection.handler_guard(context.id)
 
     @property
-    def plain(self) -> bool:
+    def is_unguarded(self) -> bool:
         """Whether handlers run without a guard."""
         return PROTECTION not in self.worker.attachments
 

@@ -25,7 +25,7 @@ class EventKind(IntEnum):
     PEER_LOST = 0
     PEER_LEFT = 1
     LOG = 2
-    CALLBACK = 3  # requested with `Engine.nudge`
+    CALLBACK = 3  # requested with `Engine.request_callback`
     PEER_BACK = 4
     CONNECTED = 5
 

@@ -15,7 +15,7 @@ class AutogradHooks(Protocol):
 
     # ---- outgoing messages
 
-    def carry(self, context: Any, peer: int, tensors: Sequence[Any], request: bool) -> int | None:
+    def on_send(self, context: Any, peer: int, tensors: Sequence[Any], request: bool) -> int | None:
         """Record the tensors of a message that is about to leave in a context.
 
         Args:
@@ -35,10 +35,10 @@ class AutogradHooks(Protocol):
     # ---- received messages
 
     @property
-    def plain(self) -> bool:
+    def is_unguarded(self) -> bool:
         """Return whether the core may run requests in contexts without a guard."""
 
-    def arrived(self, context_id: int, peer: int) -> Any:
+    def on_request_in_context(self, context_id: int, peer: int) -> Any:
         """Return the context of a received request, or None if the context has ended.
 
         Creates the context if this worker does not know the id yet.

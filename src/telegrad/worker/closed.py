@@ -55,10 +55,10 @@ class ClosedEngine:
     call_request: Callable[..., NoReturn] = _raise_closed
     start_request: Callable[..., NoReturn] = _raise_closed
     start_many: Callable[..., NoReturn] = _raise_closed
-    ask: Callable[..., NoReturn] = _raise_closed
-    answer: Callable[..., NoReturn] = _raise_closed
+    send_gradients: Callable[..., NoReturn] = _raise_closed
+    await_gradients: Callable[..., NoReturn] = _raise_closed
     wait: Callable[..., NoReturn] = _raise_closed
-    collect: Callable[..., NoReturn] = _raise_closed
+    complete_many: Callable[..., NoReturn] = _raise_closed
     listen: Callable[..., NoReturn] = _raise_closed
     set_peer: Callable[..., NoReturn] = _raise_closed
 
@@ -71,12 +71,12 @@ class ClosedEngine:
     next: Callable[..., None] = _noop
     resume: Callable[..., None] = _noop
     reply: Callable[..., None] = _noop
-    nudge: Callable[..., None] = _noop
+    request_callback: Callable[..., None] = _noop
     stop: Callable[..., None] = _noop
-    part_from: Callable[..., None] = _noop
-    forget_peer: Callable[..., None] = _noop
-    not_spawned: Callable[..., None] = _noop
-    tell_collectors: Callable[..., None] = _noop
+    disconnect: Callable[..., None] = _noop
+    remove_peer: Callable[..., None] = _noop
+    spawn_failed: Callable[..., None] = _noop
+    notify_wait_sets: Callable[..., None] = _noop
 
     def lend(self, *_: Any) -> None:
         """Return None: there is no link that could lend memory."""
@@ -89,7 +89,7 @@ class ClosedEngine:
         """Return False: no peer is connected."""
         return False
 
-    def tell(self, *_: Any) -> bool:
+    def notify_context_ended(self, *_: Any) -> bool:
         """Return True: there is no peer to notify."""
         return True
 

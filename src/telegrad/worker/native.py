@@ -20,10 +20,10 @@ from telegrad.worker.scope import Scope, autocast_is_on, caller_flags, clean_sta
 from telegrad.worker.serving.event_loop import blocking_in_loop
 from telegrad.worker.serving.handlers import RequestInfo
 
-__all__ = ["ENVIRONMENT", "NOT_PLAIN", "Unusual", "make_engine", "make_server"]
+__all__ = ["ENVIRONMENT", "NOT_ENCODABLE", "OtherReply", "make_engine", "make_server"]
 
-NOT_PLAIN: int = _core.Client.NOT_PLAIN  # see there
-Unusual: type[_core.Unusual] = _core.Unusual
+NOT_ENCODABLE: int = _core.Client.NOT_ENCODABLE  # see there
+OtherReply: type[_core.OtherReply] = _core.OtherReply
 
 _SECOND = 1_000_000_000
 
@@ -51,7 +51,7 @@ class Environment(NamedTuple):
     resolver: Callable[[bytes], Any] = resolver
     find_function: Callable[[bytes], Any] = find_function
     method_of: Callable[[Any, str], Any] = method_of
-    as_torch_says: Callable[..., Any] = rerun_for_torch_error
+    rerun_for_torch_error: Callable[..., Any] = rerun_for_torch_error
 
 
 ENVIRONMENT = Environment()

@@ -44,7 +44,7 @@ class Failure:
             return
         _unread.append((self.request, self.error, self.unread_action))
         if self.calls is not None:
-            self.calls.engine.nudge(0)
+            self.calls.engine.request_callback(0)
 
 
 def _is_known(error: BaseException | None) -> bool:

@@ -123,7 +123,7 @@ class Worker:
             first_id,
             self.name_of,
             self._send_reference_message,
-            lambda: self.engine.nudge(_RELEASE_DELAY),
+            lambda: self.engine.request_callback(_RELEASE_DELAY),
             lambda rref, owner, fork: plugins.rref_type.of(self, rref, owner, fork),
         )
         self.autograd: AutogradHooks = plugins.make_autograd(self, first_id)
@@ -221,7 +221,7 @@ class Worker:
     def remove_member(self, worker_id: int, why: str) -> None:
         """A worker has left the group."""
         self.retire_member(worker_id)
-        self.engine.part_from(worker_id, why)
+        self.engine.disconnect(worker_id, why)
         self.references.peer_lost(worker_id, why)
         self.autograd.peer_lost(worker_id, why)
         lifecycle_log.peer_left(self, worker_id, why)

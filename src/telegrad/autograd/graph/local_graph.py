@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from telegrad._core import Reach
+from telegrad._core import GraphWalk
 from telegrad.autograd.ddp import has_ddp_param
 from telegrad.autograd.graph.deep_graph import RecursionGuard
 from telegrad.errors import TelegradError
@@ -163,15 +163,15 @@ class LocalGraph:
         self.foreign: list[tuple[Node, int]] = []
         self.shared: dict[int, list[int]] = {}
         self.stages: list[Stage] = []  # of disjoint sources, by bit
-        reach = Reach(kinds, RecursionGuard)
+        reach = GraphWalk(kinds, RecursionGuard)
         try:
             self.is_disjoint: bool = self._walk(reach)
         finally:
             if reach.guard is not None:
                 cast("RecursionGuard", reach.guard).close()
-        self.walk: Reach | None = None if self.is_disjoint else reach
+        self.walk: GraphWalk | None = None if self.is_disjoint else reach
 
-    def _walk(self, reach: Reach) -> bool:
+    def _walk(self, reach: GraphWalk) -> bool:
         """Walk from all sources; return whether each can be a stage of its own.
 
         They can if they are disjoint and no leaf needs the final stage."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from telegrad._core import Reach
+    from telegrad._core import GraphWalk
     from telegrad.autograd.context import Received
 
 __all__ = ["plan"]
@@ -45,7 +45,7 @@ def plan(graph: LocalGraph) -> None:
 class _Planner:
     """Four linear passes over the nodes: masks, needs, cells, cut edges."""
 
-    def __init__(self, graph: LocalGraph, reach: Reach) -> None:
+    def __init__(self, graph: LocalGraph, reach: GraphWalk) -> None:
         self.graph = graph
         self.below = reach.below
         self.nodes: list[Node] = reach.nodes

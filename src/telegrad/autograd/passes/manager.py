@@ -24,7 +24,7 @@ from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls.omission import error_of, too_large
-from telegrad.worker.native import NOT_PLAIN, Unusual
+from telegrad.worker.native import NOT_ENCODABLE, OtherReply
 from telegrad.worker.scope import current, remaining
 from telegrad.worker.serving.event_loop import blocking_in_loop
 from telegrad.worker.serving.handlers import RequestInfo
@@ -102,7 +102,7 @@ class BackwardManager:
             raise error
 
     def _wait(self, task: PassTask, timeout: int) -> None:
-        await_reply = self.worker.calls.client.answer
+        await_reply = self.worker.calls.client.await_gradients
         while not task.result.done:
             now = time.monotonic_ns()
             until = now + _CHECK_INTERVAL
@@ -116,7 +116,7 @@ class BackwardManager:
                 continue
             request = task.pending_requests[0]
             reply = None if request.done else await_reply(request.call, until - now)
-            if type(reply) is Unusual:
+            if type(reply) is OtherReply:
                 request(cast("Outcome", reply.outcome))
             elif reply:
                 task.on_messages(request.peer, cast("list[WireMessage]", reply))
@@ -143,8 +143,12 @@ class BackwardManager:
             body = (context.id, task.root, task.number, self._min_live(context, task.root, task.number), messages)
             request = PendingRequest()
             request.task, request.peer = task, peer
-            call = NOT_PLAIN if profile is not None else worker.calls.client.ask(peer, body, timeout, request)
-            if call == NOT_PLAIN:
+            call = (
+                NOT_ENCODABLE
+                if profile is not None
+                else worker.calls.client.send_gradients(peer, body, timeout, request)
+            )
+            if call == NOT_ENCODABLE:
                 m = worker.messages.encode_internal(peer, body)
                 if profile is not None:
                     m = worker.messages.with_trace(m, profile)

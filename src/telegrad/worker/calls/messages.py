@@ -201,7 +201,7 @@ class Messages:
             self._check_ticket_count(tickets)
             message = None
             if request or recorded:
-                message = self.recorder.carry(context, peer, recorded or (), request)
+                message = self.recorder.on_send(context, peer, recorded or (), request)
             asked = None if span is None else span.asked
             if tickets is None and target is None and autocast is None and message is None and asked is None:
                 return Encoded(flags, body, segments, ())
@@ -255,7 +255,7 @@ class Messages:
         try:
             for handle in written.handles:
                 tickets.append(self._share(handle, peer))
-            message = None if context is None else self.recorder.carry(context, peer, written.recorded, True)
+            message = None if context is None else self.recorder.on_send(context, peer, written.recorded, True)
         except BaseException:
             for ticket in tickets:
                 self._unshare(ticket, peer)
@@ -367,7 +367,7 @@ class Messages:
         context = wrap = None
         if context_id is not None:
             recorder = self.recorder
-            context = recorder.arrived(context_id, peer) if request else recorder.find(context_id)
+            context = recorder.on_request_in_context(context_id, peer) if request else recorder.find(context_id)
             if context is not None and message:
                 wrap = partial(recorder.receive, context, peer, message)
         return CallMetadata(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)

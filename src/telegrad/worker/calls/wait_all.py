@@ -82,7 +82,7 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
     if len(ids) < len(futures):
         return False
     try:
-        failed = calls.client.collect(futures, ids, values, _notify_on_done)
+        failed = calls.client.complete_many(futures, ids, values, _notify_on_done)
     except NotInitialized:  # the worker has been closed meanwhile: its futures have ended, or will not
         return True
     if failed is False:
@@ -95,7 +95,7 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
 def _notify_on_done(future: CallFuture[Any]) -> None:
     """Another thread has the outcome of its call in hand."""
     calls = future._calls
-    _add_done_callback(future, lambda _: calls.client.tell_collectors())
+    _add_done_callback(future, lambda _: calls.client.notify_wait_sets())
 
 
 def _first_failure(futures: list[Future[Any]]) -> Future[Any] | None:

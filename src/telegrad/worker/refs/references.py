@@ -1,7 +1,7 @@
 """Remote references of one worker: the glue between the protocol (telegrad.protocols.rref), values and the network.
 
 The machine decides who counts whom; here is what it cannot know: the values, who waits for them, and the lock around
-it. A reference's Python object is one handle; its finalizer only appends to `dropped` and nudges the engine, and a
+it. A reference's Python object is one handle; its finalizer only appends to `dropped` and requests a callback, and a
 thread of the pool tells the machine.
 """
 
@@ -59,7 +59,7 @@ class References:
         first_id: where its local ids start; no earlier incarnation may have used one from there on.
         name_of: a worker's name by its id.
         send: sends a plain value to a peer; False if the peer is gone.
-        nudge: asks a pool thread to call `collect`. Must be safe in a finalizer.
+        request_callback: asks a pool thread to call `collect`. Must be safe in a finalizer.
         make_handle: makes the Python object of a reference that has arrived: (id, owner, (sender, fork)).
     """
 
@@ -69,7 +69,7 @@ class References:
         first_id: int,
         name_of: Callable[[int], str],
         send: Callable[[int, Any, str], None],
-        nudge: Callable[[], None],
+        request_callback: Callable[[], None],
         make_handle: Callable[[RRefId, int, tuple[int, int]], Any],
     ) -> None:
         self.worker_id = worker_id
@@ -88,7 +88,7 @@ class References:
         self._ids = itertools.count(first_id)
         self._name_of = name_of
         self._send = send
-        self._nudge = nudge
+        self._request_callback = request_callback
         self._make_handle = make_handle
 
     def detach_after_fork(self) -> None:
@@ -107,7 +107,7 @@ class References:
     def release_handle(self, rref: RRefId, generation: int) -> None:
         """A handle's finalizer: takes no lock."""
         self.dropped.append((rref, generation))
-        self._nudge()
+        self._request_callback()
 
     def collect(self) -> None:
         """Tells the machine of the handles that are gone, and sends what it batched."""
@@ -434,7 +434,7 @@ class References:
                     deferred += owned.set_result(None, self.never_arrived(effect.rref, effect.why, effect.lost))
         if not collects:  # whatever changed has queued something: a pool thread sends it
             self._collect_requested = True
-            deferred.append(self._nudge)
+            deferred.append(self._request_callback)
         return deferred
 
     def _run_deferred(self, deferred: Sequence[Callable[[], None]]) -> None:

@@ -63,7 +63,7 @@ class ThreadPool:
     def submit(self, job: Callable[..., None], *arguments: Any) -> None:
         """Runs something on a thread of the pool, soon."""
         self._jobs.append((job, arguments))
-        self._engine.nudge(0)
+        self._engine.request_callback(0)
 
     def run_submitted(self) -> None:
         """Runs what was submitted; by whoever takes the nudge."""
@@ -73,7 +73,7 @@ class ThreadPool:
             except IndexError:
                 return
             if self._jobs:
-                self._engine.nudge(0)  # this one may take long: let another thread have the rest
+                self._engine.request_callback(0)  # this one may take long: let another thread have the rest
             job(*arguments)
 
     def _serve(self, me: _core.PoolThread) -> None:
@@ -110,7 +110,7 @@ class ThreadPool:
             self.start()
             self._thread_limit_hit = False
         except BaseException as e:
-            self._engine.not_spawned()
+            self._engine.spawn_failed()
             if self._thread_limit_hit:
                 return
             self._thread_limit_hit = True
