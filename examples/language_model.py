@@ -4,9 +4,8 @@
 
 Embedding and decoder reside on the server, the LSTM on the trainer. The model of PyTorch's RPC tutorial learns to
 predict the next word of Python's own help texts. Each step calls the server twice; distributed autograd sends gradients
-back through both calls, and `DistributedOptimizer` updates all parameters on their workers. For comparison the same
-model, from the same seed, is trained in one process. Status 1 if the perplexities of the two differ, or are no better
-on held-out text than the frequencies of the words.
+back through both calls, and `DistributedOptimizer` updates all parameters. For comparison the same model is trained in
+one process. Status 1 if the perplexities differ, or are no better on held-out text than word frequencies.
 """
 
 import argparse

@@ -30,10 +30,7 @@ COLD = 5  # first steps, which are not measured
 
 
 def one_forward_one_backward(stage: int, stages: int) -> list[tuple[str, int]]:
-    """Return the order of a stage's passes.
-
-    Stages near the end run fewer forward passes ahead of backward ones.
-    """
+    """Return the order of a stage's passes."""
     ahead = stages - stage
     passes = [("F", i) for i in range(ahead)]
     for i in range(MICRO_BATCHES):
