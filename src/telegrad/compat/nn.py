@@ -7,13 +7,14 @@ supported, so its ``parameters()``, ``state_dict()`` and so on work where torch'
 
 import types
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from torch import nn
 
 from telegrad.nn import owner
 from telegrad.nn import remote_module as _ours
+from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rpc.internal import _internal_rpc_pickler  # noqa: F401  # as in torch's module
 from telegrad.rref import RRef
 from telegrad.worker.calls.messages import is_serializing
@@ -51,12 +52,12 @@ _REFUSED: Final = (
 )
 
 
-def forward_async(self: "_RemoteModule", *args: Any, **kwargs: Any) -> Any:
+def forward_async(self: "_RemoteModule", *args: object, **kwargs: object) -> Any:
     """Call the module's `forward`; return a future."""
     return _ours.RemoteModule.forward_async(self, *args, **kwargs)
 
 
-def forward(self: "_RemoteModule", *args: Any, **kwargs: Any) -> Any:
+def forward(self: "_RemoteModule", *args: object, **kwargs: object) -> Any:
     """Call the module's `forward` and wait."""
     return _ours.RemoteModule.forward(self, *args, **kwargs)
 
@@ -84,10 +85,10 @@ class _RemoteModule(_ours.RemoteModule):
     def __init__(
         self,
         remote_device: str,
-        module_cls: Any,
-        args: Any = None,
-        kwargs: dict[str, Any] | None = None,
-        _module_interface_cls: Any = None,
+        module_cls: Callable[..., nn.Module],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        _module_interface_cls: object = None,
     ) -> None:
         nn.Module.__init__(self)
         self._place(remote_device, _ours._worker().info.name)
@@ -106,7 +107,7 @@ class _RemoteModule(_ours.RemoteModule):
 
     @staticmethod
     def init_from_module_rref(  # type: ignore[override]
-        remote_device: str, module_rref: RRef[Any], _module_interface_cls: Any = None
+        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: object = None
     ) -> "RemoteModule":
         """Wrap an existing module, as `telegrad.nn.RemoteModule.init_from_module_rref`.
 
@@ -122,7 +123,7 @@ class _RemoteModule(_ours.RemoteModule):
         # As in torch, attributes of the remote module are only available through its RRef's proxies.
         return nn.Module.__getattr__(self, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         if not is_serializing():
             raise RuntimeError(_ours.PICKLE)
         return _remote_module_reducer(self)
@@ -155,8 +156,8 @@ def _raise_not_supported(name: str) -> NoReturn:
     _ours.refuse(name)
 
 
-def _refusing(name: str) -> Any:
-    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _refusing(name: str) -> object:
+    def method(self: object, *args: object, **kwargs: object) -> NoReturn:
         _raise_not_supported(name)
 
     method.__name__ = name
@@ -174,22 +175,28 @@ class RemoteModule(_RemoteModule):
     """
 
     def __init__(
-        self, remote_device: str, module_cls: Any, args: Any = None, kwargs: dict[str, Any] | None = None
+        self, remote_device: str, module_cls: Callable[..., nn.Module], args: Args = None, kwargs: Kwargs = None
     ) -> None:
         super().__init__(remote_device, module_cls, args, kwargs)
 
 
-def _remote_module_reducer(remote_module: _RemoteModule) -> tuple[Any, ...]:
+def _remote_module_reducer(remote_module: _RemoteModule) -> tuple[object, ...]:
     sent = tuple(remote_module.__dict__[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
     return _remote_module_receiver, sent
 
 
-def _create_module(module_cls: Any, args: Any, kwargs: dict[str, Any], device: str) -> nn.Module:
+def _create_module(
+    module_cls: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], device: str
+) -> nn.Module:
     return owner.make_module(module_cls, args, kwargs, device)
 
 
 def _create_module_with_interface(
-    module_cls: Any, args: Any, kwargs: dict[str, Any], device: str, module_interface_cls: Any
+    module_cls: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    device: str,
+    module_interface_cls: object,
 ) -> RRef[nn.Module]:
     module = owner.make_module(module_cls, args, kwargs, device, module_interface_cls)
     return RRef(module, module_interface_cls)
@@ -198,7 +205,7 @@ def _create_module_with_interface(
 _param_rrefs = owner.parameters_of
 
 
-def _remote_module_receiver(*sent: Any) -> RemoteModule:
+def _remote_module_receiver(*sent: object) -> RemoteModule:
     made = RemoteModule.__new__(RemoteModule)
     made.__dict__.update(_SerializedRemoteModule._make(sent)._asdict())
     made.generated_methods = _GENERATED

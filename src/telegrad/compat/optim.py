@@ -33,7 +33,7 @@ _ScriptLocalOptimizer = _LocalOptimizer  # one for all classes: none is compiled
 
 
 def _new_local_optimizer(
-    optim_cls: Callable[..., Any], local_params_rref: Iterable[RRef[Any]], *args: Any, **kwargs: Any
+    optim_cls: Callable[..., object], local_params_rref: Iterable[RRef[object]], *args: object, **kwargs: object
 ) -> RRef[_LocalOptimizer]:
     return RRef(_LocalOptimizer(optim_cls, local_params_rref, *args, **kwargs))
 

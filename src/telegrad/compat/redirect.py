@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 __all__ = ["MODULES", "NAMES", "Redirect"]
 
@@ -42,7 +42,7 @@ class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}  # replaced entries of sys.modules
-        self._attributes: list[tuple[ModuleType, str, Any]] = []  # replaced attributes: module, name, value
+        self._attributes: list[tuple[ModuleType, str, object]] = []  # replaced attributes: module, name, value
 
     def start(self) -> None:
         """Replace torch's modules.

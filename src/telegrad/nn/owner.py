@@ -3,7 +3,7 @@
 Each one takes a reference to the module, which this worker owns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -29,7 +29,11 @@ _CPU = torch.device("cpu")
 
 
 def make_module(
-    module_cls: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: str, interface: Any = None
+    module_cls: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    device: str,
+    interface: object = None,
 ) -> nn.Module:
     """Create a module on a device.
 
@@ -46,7 +50,7 @@ def make_module(
     return module if interface is None else torch.jit.script(module)
 
 
-def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: object, kwargs: dict[str, object]) -> Any:
     """Run the module with its tensors moved to its device, and return the results.
 
     Args:
@@ -57,7 +61,7 @@ def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: An
     return result if keep else moved(result, _CPU)
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def moved(value: object, device: torch.device) -> Any:
     """Return a value with all tensors in its tuples, lists and dicts on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
@@ -80,7 +84,7 @@ def submodule_of(module: RRef[nn.Module], target: str) -> RRef[nn.Module]:
     return RRef(module.local_value().get_submodule(target))
 
 
-def change(module: RRef[nn.Module], method: str, args: Any, kwargs: dict[str, Any]) -> str | None:
+def change(module: RRef[nn.Module], method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
     """Call a method that changes the module; return the device of its first tensor."""
     value = module.local_value()
     getattr(value, method)(*args, **kwargs)
@@ -102,7 +106,7 @@ def state_of(module: RRef[nn.Module], keep: bool) -> tuple[dict[str, Any], dict[
 
 
 def load_state(
-    module: RRef[nn.Module], state: dict[str, Any], metadata: dict[str, Any] | None, assign: bool
+    module: RRef[nn.Module], state: dict[str, object], metadata: dict[str, object] | None, assign: bool
 ) -> tuple[list[str], list[str], str]:
     """Load a state.
 
@@ -120,7 +124,7 @@ def load_state(
 
 
 class _WithMetadata(dict[str, Any]):
-    _metadata: dict[str, Any]
+    _metadata: dict[str, object]
 
 
 class AttributeInfo(IntEnum):

@@ -1,7 +1,7 @@
 """Module on another worker, used like a local one."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from telegrad import rpc
 from telegrad.nn import owner
 from telegrad.nn.owner import AttributeInfo
 from telegrad.nn.placement import placement_of
+from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rref import RRef
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import checked_arguments
@@ -18,6 +19,8 @@ from telegrad.worker.calls.messages import is_serializing
 from telegrad.worker.default_worker import current_worker
 
 __all__ = ["PICKLE", "RemoteModule", "refuse"]
+
+R = TypeVar("R")
 
 PICKLE = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
 _REFUSED = "Method ``{}`` not supported for RemoteModule"
@@ -33,30 +36,6 @@ def refuse(name: str, why: str = "") -> NoReturn:
         ValueError: always.
     """
     raise ValueError(_REFUSED.format(name) + (_INSTEAD.get(name) or (f". {why}" if why else "")))
-
-
-def _change_method(name: str) -> Any:
-    """Return a method that changes the remote module and returns this object."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._change(name, *args, **kwargs)
-
-    return _like_torchs(method, name)
-
-
-def _sync_change(name: str) -> Any:
-    """Return a method that changes the remote module and returns nothing."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._change(name, *args, **kwargs)
-
-    return _like_torchs(method, name)
-
-
-def _like_torchs(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    method.__name__, method.__qualname__ = name, f"RemoteModule.{name}"
-    method.__doc__ = f"``nn.Module.{name}``, on the remote module."
-    return method
 
 
 class RemoteModule(nn.Module):
@@ -110,8 +89,8 @@ class RemoteModule(nn.Module):
         self,
         remote_device: str | torch.device,
         module_cls: Callable[..., nn.Module],
-        args: Any = None,
-        kwargs: dict[str, Any] | None = None,
+        args: Args = None,
+        kwargs: Kwargs = None,
     ) -> None:
         super().__init__()
         self._place(remote_device, _worker().info.name)
@@ -127,12 +106,12 @@ class RemoteModule(nn.Module):
         self.is_device_map_set = bool(maps.get(worker.resolve_worker(self.on).name))
         self.is_scriptable = False
 
-    def _make(self, module_cls: Any, args: Any, kwargs: dict[str, Any] | None, interface: Any) -> None:
+    def _make(self, module_cls: object, args: Args, kwargs: Kwargs, interface: object) -> None:
         arguments = (module_cls, *checked_arguments(args, kwargs), self.device, interface)
         self.module_rref = rpc.remote(self.on, owner.make_module, arguments)
 
     @classmethod
-    def init_from_module_rref(cls, remote_device: str | torch.device, module_rref: RRef[Any]) -> Self:
+    def init_from_module_rref(cls, remote_device: str | torch.device, module_rref: RRef[nn.Module]) -> Self:
         """Return a remote module for a module that exists on any worker of the group.
 
         Args:
@@ -150,13 +129,13 @@ class RemoteModule(nn.Module):
             raise ValueError(f"the module of {module_rref!r} is on worker {real.name}, not on {named.name}")
         return made
 
-    def _adopt(self, remote_device: str | torch.device, module_rref: RRef[Any]) -> None:
+    def _adopt(self, remote_device: str | torch.device, module_rref: RRef[nn.Module]) -> None:
         self._place(remote_device, module_rref.owner_name())
         self.module_rref = module_rref
 
-    # ---- running it
+    # ---- running the module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the remote module, including its hooks, and wait for the result.
 
         Raises:
@@ -164,7 +143,7 @@ class RemoteModule(nn.Module):
         """
         return self.forward_async(*args, **kwargs).wait()
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
+    def forward_async(self, *args: object, **kwargs: object) -> CallFuture[Any]:
         """Run the remote module and return the future of its result.
 
         Hooks registered on this object do not run: only calling the object runs them.
@@ -174,10 +153,10 @@ class RemoteModule(nn.Module):
             return future
         return self._async(owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
 
-    def _async(self, function: Callable[..., Any], *args: Any) -> CallFuture[Any]:
+    def _async(self, function: Callable[..., R], *args: object) -> CallFuture[R]:
         return rpc.rpc_async(self.module_rref.owner_id, function, (self.module_rref, *args))
 
-    def _sync(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _sync(self, function: Callable[..., R], *args: object) -> R:
         return rpc.rpc_sync(self.module_rref.owner_id, function, (self.module_rref, *args))
 
     def __getattr__(self, name: str) -> Any:
@@ -290,7 +269,7 @@ class RemoteModule(nn.Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, object],
         prefix: str,
         local_metadata: dict[str, Any],
         strict: bool,
@@ -307,9 +286,9 @@ class RemoteModule(nn.Module):
         if error:
             error_msgs.append(error)
 
-    # ---- what changes it
+    # ---- changes of the module
 
-    def _change(self, method: str, *args: Any, **kwargs: Any) -> Self:
+    def _change(self, method: str, *args: object, **kwargs: object) -> Self:
         device = self._sync(owner.change, method, args, kwargs)
         if device is not None:
             self.device = device
@@ -321,7 +300,7 @@ class RemoteModule(nn.Module):
         self.training = mode
         return self
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[..., object], recurse: bool = True) -> Self:
         """Do nothing: changes of a containing module do not apply to the remote module."""
         return self
 
@@ -332,33 +311,9 @@ class RemoteModule(nn.Module):
             raise ValueError(f"a RemoteModule has no {kind}s here: {method} puts a copy into the remote module")
         super().__setattr__(name, value)
 
-    to: Any = _change_method("to")
-    to_empty: Any = _change_method("to_empty")
-    cuda: Any = _change_method("cuda")
-    ipu: Any = _change_method("ipu")
-    xpu: Any = _change_method("xpu")
-    mtia: Any = _change_method("mtia")
-    cpu: Any = _change_method("cpu")
-    type: Any = _change_method("type")
-    float: Any = _change_method("float")
-    double: Any = _change_method("double")
-    half: Any = _change_method("half")
-    bfloat16: Any = _change_method("bfloat16")
-    requires_grad_: Any = _change_method("requires_grad_")
-    share_memory: Any = _change_method("share_memory")
-    apply: Any = _change_method("apply")
-    compile: Any = _sync_change("compile")
-    zero_grad: Any = _sync_change("zero_grad")
-    register_buffer: Any = _sync_change("register_buffer")
-    register_parameter: Any = _sync_change("register_parameter")
-    register_module: Any = _sync_change("register_module")
-    add_module: Any = _sync_change("add_module")
-    set_submodule: Any = _sync_change("set_submodule")
-    set_extra_state: Any = _sync_change("set_extra_state")
-
     # ---- serialization
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         if not is_serializing():
             raise RuntimeError(PICKLE)
         return arrived, (type(self), *(self.__dict__[name] for name in _SENT))
@@ -367,7 +322,51 @@ class RemoteModule(nn.Module):
         return f"{type(self).__name__}(on={self.on!r}, device={self.device!r}, module={self.module_rref!r})"
 
 
-_KINDS = {AttributeInfo.MODULE: "submodule", AttributeInfo.TENSOR: "parameter or buffer"}
+_KINDS: dict[int, str] = {AttributeInfo.MODULE: "submodule", AttributeInfo.TENSOR: "parameter or buffer"}
+
+
+# Methods of modules that change the module: they run on the remote module, and return this object or nothing.
+_RETURN_SELF = (
+    "to",
+    "to_empty",
+    "cuda",
+    "ipu",
+    "xpu",
+    "mtia",
+    "cpu",
+    "type",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "requires_grad_",
+    "share_memory",
+    "apply",
+)
+_RETURN_NONE = (
+    "compile",
+    "zero_grad",
+    "register_buffer",
+    "register_parameter",
+    "register_module",
+    "add_module",
+    "set_submodule",
+    "set_extra_state",
+)
+
+
+def _add_method(name: str, returns_self: bool) -> None:
+    def method(self: RemoteModule, *args: object, **kwargs: object) -> RemoteModule | None:
+        self._change(name, *args, **kwargs)
+        return self if returns_self else None
+
+    method.__name__, method.__qualname__ = name, f"RemoteModule.{name}"
+    method.__doc__ = f"``nn.Module.{name}``, on the remote module."
+    setattr(RemoteModule, name, method)
+
+
+for _name in (*_RETURN_SELF, *_RETURN_NONE):
+    _add_method(_name, _name in _RETURN_SELF)
 
 
 class _Method:
@@ -377,19 +376,19 @@ class _Method:
         self._module = module
         self._name = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return getattr(self._module.module_rref.rpc_sync(), self._name)(*args, **kwargs)
 
-    def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
+    def rpc_async(self, *args: object, **kwargs: object) -> CallFuture[Any]:
         """Call the method; return a future."""
         future: CallFuture[Any] = getattr(self._module.module_rref.rpc_async(), self._name)(*args, **kwargs)
         return future
 
-    async def call(self, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, *args: object, **kwargs: object) -> Any:
         """Call the method as a coroutine."""
         return await self.rpc_async(*args, **kwargs)
 
-    def remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
+    def remote(self, *args: object, **kwargs: object) -> RRef[Any]:
         """Call the method; the owner keeps the result. Return a reference to it."""
         result: RRef[Any] = getattr(self._module.module_rref.remote(), self._name)(*args, **kwargs)
         return result
@@ -398,9 +397,9 @@ class _Method:
         return f"<method {self._name} of {self._module!r}>"
 
 
-def arrived(cls: Any, *sent: Any) -> RemoteModule:
+def arrived(cls: type[RemoteModule], *sent: object) -> RemoteModule:
     """Create a remote module from its serialized form."""
-    made: RemoteModule = cls.__new__(cls)
+    made = cls.__new__(cls)
     nn.Module.__init__(made)
     made.__dict__.update(zip(_SENT, sent, strict=True))
     return made

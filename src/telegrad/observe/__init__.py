@@ -20,7 +20,7 @@ install()
 name_next_call: Callable[[str], None] = profiler.name_next_call
 
 
-def remote_calls(profile: Any) -> list[RemoteCall]:
+def remote_calls(profile: object) -> list[RemoteCall]:
     """Return a profiler's calls with reports, in the order of the reports.
 
     Args:

@@ -19,7 +19,7 @@ __all__ = ["install", "session_of"]
 _SESSION = "_telegrad_session"
 
 
-def session_of(profile: Any) -> Session | None:
+def session_of(profile: object) -> Session | None:
     """Return the session of one of torch's profilers.
 
     None if it has not been started since Telegrad was imported.
@@ -32,7 +32,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: object, *args: object, **kwargs: object) -> Any:
         return wrapper(self, functools.partial(original, self, *args, **kwargs), *args)
 
     setattr(owner, name, wrapped)

@@ -6,7 +6,7 @@ There is one for the process, as torch's profilers are.
 import itertools
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from telegrad.observe import torch_profiler
 from telegrad.observe.events import Event
@@ -20,6 +20,17 @@ from telegrad.worker.calls.interceptors import PROFILER, switch
 from telegrad.worker.calls.tracing import Report, TraceContext
 
 __all__ = ["Profiler", "profiler"]
+
+
+class RequestProfile(Protocol):
+    """Profile of all requests of this process (`server.py`)."""
+
+    @property
+    def options(self) -> Option:
+        """What to record of each operator."""
+
+    def took(self, events: list[Event]) -> None:
+        """Add the events of a request."""
 
 
 class _Key(threading.local):
@@ -37,14 +48,14 @@ class Profiler:
         self._lock = threading.Lock()
         self._active = 0  # sessions, recordings and servers' profiles
         self._sessions: list[Session] = []
-        self._servers: tuple[Any, ...] = ()  # profiles of all requests of this process
+        self._servers: tuple[RequestProfile, ...] = ()  # profiles of all requests of this process
         self._numbers = itertools.count(1)
         self._spans: dict[int, Span] = {}  # of pending calls, by number
         self._key = _Key()
 
     # ---- the caller's side
 
-    def begin(self, calls: Calls, peer: int, mode: str, function: Any) -> Span | None:
+    def begin(self, calls: Calls, peer: int, mode: str, function: object) -> Span | None:
         recording = tracing.recording.get()
         session = self._session(recording is None) if torch_profiler.profiler_enabled() else None
         if session is None and not isinstance(recording, Recording):
@@ -159,7 +170,7 @@ class Profiler:
                 return session
         return sessions[-1] if or_latest and sessions else None
 
-    def serve(self, server: Any) -> None:
+    def serve(self, server: RequestProfile) -> None:
         """Record all requests of this process from now on, for a server's profile."""
         with self._lock:
             self._servers = (*self._servers, server)
@@ -167,7 +178,7 @@ class Profiler:
         self._count(1)
         self._admit()
 
-    def served(self, server: Any) -> None:
+    def served(self, server: RequestProfile) -> None:
         """Stop recording for a server's profile."""
         with self._lock:
             if server not in self._servers:

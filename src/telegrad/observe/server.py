@@ -45,7 +45,7 @@ class ServerProfile(_Base):
         if Legacy is None:
             raise RuntimeError("a server profile needs torch.autograd.profiler_legacy, which this torch lacks.")
         self.entered: bool = False
-        self.process_global_function_events: list[list[Any]]
+        self.process_global_function_events: list[list[object]]
         self.function_events: Any
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._requests: list[list[Event]] = []
@@ -81,6 +81,6 @@ class ServerProfile(_Base):
         )
         self.function_events._build_tree()
 
-    def _function_events(self, events: list[Event]) -> list[Any]:
+    def _function_events(self, events: list[Event]) -> list[object]:
         found = [event.as_function_event(self._began, event.node) for event in events]
         return sorted(found, key=lambda event: (event.time_range.start, -event.time_range.end))

@@ -39,7 +39,7 @@ def call_key(mode: str, function: str, source: str, destination: str) -> str:
     return f"rpc_{mode}#{function}({source} -> {destination})"
 
 
-def function_name(function: Any) -> str:
+def function_name(function: object) -> str:
     """Return a function's name in profiles.
 
     Operators and scripted functions have their own names.

@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from telegrad.observe.events import REMOTE_OP
 from telegrad.observe.sessions import RemoteCall, Session
@@ -50,7 +49,7 @@ def _head_of(path: str | Path) -> bytes:
         return file.read(_HEAD)
 
 
-def _events(session: Session, base: int) -> Iterator[dict[str, Any]]:
+def _events(session: Session, base: int) -> Iterator[dict[str, object]]:
     """Yield the events in Chrome's form, with times in us since `base` ns."""
 
     def us(ns: int) -> float:

@@ -83,7 +83,7 @@ class DistributedOptimizer:
         _is_valid_context(context_id)
         worker = _worker()
         here = worker.info.id
-        futures: list[tuple[int, Any]] = []
+        futures: list[tuple[int, object]] = []
         # This worker's own part comes last, because it runs on this thread; that also decides its turn at the step
         # lock. Without an own part, this thread waits for the last of the other owners: this is faster than a future.
         ordered = sorted(self.remote_optimizers, key=lambda rref: rref.owner_id == here)
@@ -170,7 +170,7 @@ def _outside_contexts() -> Iterator[None]:
         current.reset(token)
 
 
-def _group(entry: Any) -> _Group:
+def _group(entry: object) -> _Group:
     if not isinstance(entry, Mapping) or "params" not in entry:
         raise TypeError(f'a parameter group is a dict with "params", not {entry!r}')
     params = entry["params"]

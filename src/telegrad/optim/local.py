@@ -62,9 +62,9 @@ class LocalOptimizer:
         _check(parameters)
         self._worker = worker
         shadows = {id(parameter): _shadow(parameter) for parameter in parameters}
-        given: list[Any] = []
+        given: list[object] = []
         for options, members, names in groups:
-            of_group: list[Any] = [shadows[id(parameter)] for parameter in members]
+            of_group: list[object] = [shadows[id(parameter)] for parameter in members]
             if names is not None:
                 of_group = list(zip(names, of_group, strict=True))
             given.extend([{**options, "params": of_group}] if grouped else of_group)

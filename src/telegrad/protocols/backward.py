@@ -37,7 +37,6 @@ Invariants, by name (checked by tests/protocols/backward_world.py after every st
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import Any
 
 from .backward_messages import (
     FINAL,
@@ -112,7 +111,7 @@ class PassSchedule:
         self._done: set[int] = set()  # groups that are ready or have run
         self._incomplete: set[int] = set()  # groups with some sources arrived and some missing
         self._marks_sent: set[int] = set()  # groups (or FINAL) with their recvs marked
-        self._gone: dict[int, Any] = {}
+        self._gone: dict[int, object] = {}
         self._event = 0
         self._consumed: list[Token] = []  # in the running event
         self._produced: list[tuple[Token, int]] = []
@@ -184,7 +183,7 @@ class PassSchedule:
             effects += self._send(peer, Gradients(tuple(sends), self._mark_phase_over))
         return self._advance(effects)
 
-    def failed(self, why: Any) -> Sequence[Effect]:
+    def failed(self, why: object) -> Sequence[Effect]:
         """Record that a stage, or another step at this worker, raised `why`."""
         if self.over is not None:
             return ()
@@ -192,7 +191,7 @@ class PassSchedule:
             return self.abort(why)
         return [Send(self.root, Failed(why)), *self._end(Dropped(why))]
 
-    def abort(self, why: Any) -> Sequence[Effect]:
+    def abort(self, why: object) -> Sequence[Effect]:
         """End the pass with the error `why`.
 
         A worker that is not the root notifies the root.
@@ -204,7 +203,7 @@ class PassSchedule:
         peers = (self.ledger.known | self.watched) - self._gone.keys() - {self.me}
         return [*(Send(peer, Abort(why)) for peer in sorted(peers)), *self._end(Finished(why))]
 
-    def lost(self, peer: int, why: Any) -> Sequence[Effect]:
+    def lost(self, peer: int, why: object) -> Sequence[Effect]:
         """Record the loss of worker `peer`.
 
         If it took part, `why` becomes the error of the pass.

@@ -81,8 +81,8 @@ class Agent:
         """Leave the group at once."""
         self.worker.close()
 
-    def _get_device_map(self, _: WorkerInfo) -> dict[Any, Any]:
+    def _get_device_map(self, _: WorkerInfo) -> dict[object, object]:
         return {}
 
-    def _get_backend_options(self) -> Any:
+    def _get_backend_options(self) -> object:
         return self.worker.options

@@ -56,7 +56,7 @@ R = TypeVar("R")
 PyRRef = RRef
 _worker = open_worker
 _ignore_rref_leak = True
-_default_pickler: Any = _internal_rpc_pickler
+_default_pickler: object = _internal_rpc_pickler
 _agent: Any = None
 _ALL_WORKER_NAMES: set[str] = set()
 
@@ -80,7 +80,7 @@ def _is_current_rpc_agent_set() -> bool:
     return _agent is not None
 
 
-def _set_and_start_rpc_agent(agent: Any) -> None:
+def _set_and_start_rpc_agent(agent: object) -> None:
     global _agent
     _agent = agent
     set_default_worker(agent.worker if isinstance(agent, Agent) else None)
@@ -99,7 +99,7 @@ def _init_rpc_states(agent: Any) -> None:
         _set_and_start_rpc_agent(agent)
 
 
-def _start_agent(store: Any, name: str, rank: int, world_size: int | None, options: Any) -> Agent:
+def _start_agent(store: object, name: str, rank: int, world_size: int | None, options: object) -> Agent:
     from telegrad.rpc.start import start_agent
 
     return start_agent(store, name, rank, world_size, options)
@@ -173,7 +173,7 @@ def _to_worker_info(to: object) -> WorkerInfo:
 
 
 @contextlib.contextmanager
-def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+def _use_rpc_pickler(rpc_pickler: object) -> Iterator[None]:
     """Pickle calls with the given pickler."""
     global _default_pickler
     _default_pickler = rpc_pickler
@@ -188,17 +188,19 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 # ---- the group
 
 
-def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: object, worker_names: set[str] | None = None) -> None:
     worker = _worker()
     names = worker_names or {info.name for info in worker.infos()}
     gathering_of(worker).collect(sequence_id, worker_name, obj, set(names))
 
 
-def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, object]) -> None:
     gathering_of(_worker()).proceed(sequence_id, objects_map)
 
 
-def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+def _all_gather(
+    obj: object, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, object]:
     """Return the objects of all workers by worker name, on every worker.
 
     Args:
@@ -369,11 +371,11 @@ def enable_gil_profiling(flag: bool) -> None:
     agent.gil_profiling[0] = flag
 
 
-def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
+def _rref_typeof_on_owner(rref: RRef[object], blocking: bool = True) -> object:
     return rref._get_type(blocking=blocking)
 
 
-def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+def _rref_typeof_on_user(rref: RRef[object], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> object:
     return rref._get_type(timeout, blocking)
 
 
@@ -387,7 +389,7 @@ def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any
     return method
 
 
-def new_method(*_: Any) -> None:
+def new_method(*_: object) -> None:
     raise TelegradError("new_method only exists for compatibility with torch's module, and does nothing.")
 
 

@@ -31,8 +31,8 @@ class BackendValue(NamedTuple):
         options = backend.value.construct_rpc_backend_options_handler(30.0, "env://")
     """
 
-    construct_rpc_backend_options_handler: Callable[..., Any]
-    init_backend_handler: Callable[..., Any]
+    construct_rpc_backend_options_handler: Callable[..., object]
+    init_backend_handler: Callable[..., object]
 
 
 _backend_type_doc = "Registered backends; `register_backend` adds one."
@@ -42,7 +42,7 @@ def _backend_type_repr(member: Any) -> str:
     return f"BackendType.{member.name}"
 
 
-def _make_enum(members: dict[str, BackendValue]) -> Any:
+def _make_enum(members: dict[str, BackendValue]) -> object:
     kind = enum.Enum("BackendType", members, module=__name__)  # type: ignore[misc]
     kind.__doc__ = _backend_type_doc
     kind.__repr__ = _backend_type_repr  # type: ignore[method-assign]
@@ -177,7 +177,7 @@ def _tensorpipe_construct_rpc_backend_options_handler(
     num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
     _transports: list[str] | None = None,
     _channels: list[str] | None = None,
-    **_others: Any,
+    **_others: object,
 ) -> TensorPipeRpcBackendOptions:
     return TensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
@@ -189,8 +189,8 @@ def _tensorpipe_construct_rpc_backend_options_handler(
 
 
 def _tensorpipe_init_backend_handler(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
-) -> Any:
+    store: object, name: str, rank: int, world_size: int | None, rpc_backend_options: object
+) -> object:
     from torch.distributed.distributed_c10d import Store
 
     if not isinstance(store, Store):

@@ -46,7 +46,7 @@ def rpc_sync(to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs =
 
 def rpc_sync(
     to: To,
-    func: Callable[..., Any],
+    func: Callable[..., object],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
@@ -97,7 +97,7 @@ def rpc_async(
 
 def rpc_async(
     to: To,
-    func: Callable[..., Any],
+    func: Callable[..., object],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
@@ -145,7 +145,7 @@ async def call(to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs
 
 async def call(
     to: To,
-    func: Callable[..., Any],
+    func: Callable[..., object],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,

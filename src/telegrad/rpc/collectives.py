@@ -46,7 +46,7 @@ class AllGatherStates:
     """
 
     def __init__(self) -> None:
-        self.gathered_objects: dict[str, Any] = {}
+        self.gathered_objects: dict[str, object] = {}
         self.proceed_signal: threading.Event = threading.Event()
         self.failure: TelegradError | None = None  # the error with which the leader ended it
 
@@ -71,7 +71,7 @@ class Gathering:
         with self.lock:
             return self.states.setdefault(sequence_id, AllGatherStates())
 
-    def collect(self, sequence_id: str, name: str, value: Any, names: set[str]) -> None:
+    def collect(self, sequence_id: str, name: str, value: object, names: set[str]) -> None:
         """Add the value of a worker, on the leader."""
         with self.lock:
             state = self.state(sequence_id)
@@ -81,7 +81,7 @@ class Gathering:
             if set(state.gathered_objects) == names:
                 state.proceed_signal.set()
 
-    def proceed(self, sequence_id: str, values: dict[str, Any]) -> None:
+    def proceed(self, sequence_id: str, values: dict[str, object]) -> None:
         """Store the values of all workers and end the wait, on a follower."""
         state = self.state(sequence_id)
         if state.proceed_signal.is_set():
@@ -108,7 +108,7 @@ def gathering_of(worker: Worker) -> Gathering:
 
 def gather(
     worker: Worker,
-    value: Any,
+    value: object,
     names: set[str],
     timeout: float,
     gather_to_leader: Callable[..., None],

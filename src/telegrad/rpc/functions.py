@@ -42,7 +42,7 @@ def async_execution(fn: F) -> F:
         return type(fn)(async_execution(fn.__func__))
 
     @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> Any:
         return fn(*args, **kwargs)
 
     if isinstance(fn, torch.jit.ScriptFunction):

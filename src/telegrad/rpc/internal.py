@@ -76,11 +76,11 @@ class _InternalRPCPickler:
     """
 
     def __init__(self) -> None:
-        self._dispatch_table: dict[type, Callable[..., Any]] = dict(copyreg.dispatch_table)
+        self._dispatch_table: dict[type, Callable[..., object]] = dict(copyreg.dispatch_table)
         self._dispatch_table[torch.Tensor] = self._tensor_reducer
         self._class_reducer_dict: dict[type, Callable[..., Any]] = {}
 
-    def _register_reducer(self, obj_class: type, reducer: Callable[..., Any]) -> None:
+    def _register_reducer(self, obj_class: type, reducer: Callable[..., object]) -> None:
         """Register a reducer for a class, without its subclasses. The first one wins."""
         self._class_reducer_dict.setdefault(obj_class, reducer)
 
@@ -89,7 +89,7 @@ class _InternalRPCPickler:
         tensor: torch.Tensor = _thread_local_tensor_tables.recv_tables[tensor_index]
         return tensor
 
-    def _tensor_reducer(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _tensor_reducer(self, tensor: torch.Tensor) -> tuple[object, ...]:
         tensors = _thread_local_tensor_tables.send_tables
         tensors.append(tensor)
         return _InternalRPCPickler._tensor_receiver, (len(tensors) - 1,)
@@ -101,14 +101,14 @@ class _InternalRPCPickler:
     def _py_rref_reducer(self, py_rref: Any) -> tuple[Any, ...]:
         return _InternalRPCPickler._py_rref_receiver, (py_rref._serialize(),)
 
-    def _rref_reducer(self, rref: Any) -> tuple[Any, ...]:
+    def _rref_reducer(self, rref: object) -> tuple[object, ...]:
         return self._py_rref_reducer(rref)
 
     @classmethod
-    def _script_module_receiver(cls, script_module_serialized: bytes) -> Any:
+    def _script_module_receiver(cls, script_module_serialized: bytes) -> object:
         return torch.jit.load(io.BytesIO(script_module_serialized))  # type: ignore[no-untyped-call]
 
-    def _script_module_reducer(self, script_module: Any) -> tuple[Any, ...]:
+    def _script_module_reducer(self, script_module: object) -> tuple[object, ...]:
         f = io.BytesIO()
         torch.jit.save(script_module, f)
         return _InternalRPCPickler._script_module_receiver, (f.getvalue(),)
@@ -142,7 +142,7 @@ class _InternalRPCPickler:
 _internal_rpc_pickler = _InternalRPCPickler()
 
 
-def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+def serialize(obj: object) -> tuple[bytes, list[torch.Tensor]]:
     """Pickle with the default pickler."""
     return _internal_rpc_pickler.serialize(obj)
 
@@ -172,7 +172,7 @@ def _run_function(python_udf: Any) -> Any:
         return RemoteException(f"On {open_worker().info}:\n{e!r}\n{traceback.format_exc()}", type(e))
 
 
-def _handle_exception(result: Any) -> None:
+def _handle_exception(result: object) -> None:
     """Raise the exception that `_run_function` returned, if there is one."""
     if not isinstance(result, RemoteException):
         return

@@ -29,7 +29,7 @@ def multicast(
 
 def multicast(
     to: Iterable[To],
-    func: Callable[..., Any],
+    func: Callable[..., object],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,

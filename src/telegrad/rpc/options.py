@@ -38,7 +38,7 @@ def _device(device: Any) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def _to_device_map(devices: Mapping[Any, Any]) -> DeviceMap:
+def _to_device_map(devices: Mapping[object, object]) -> DeviceMap:
     there: DeviceMap = {}
     back: DeviceMap = {}
     for key, value in devices.items():
@@ -83,7 +83,7 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
         self.device_maps: dict[str, DeviceMap] = dict(device_maps or {})
         self.devices: list[torch.device] = list(devices)
 
-    def _set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+    def _set_device_map(self, to: str, device_map: Mapping[object, object]) -> None:
         self.device_maps.setdefault(to, {}).update(_to_device_map(device_map))
 
 
@@ -132,7 +132,7 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
             _to_device_list(devices or ()),
         )
 
-    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+    def set_device_map(self, to: str, device_map: Mapping[object, object]) -> None:
         """Add to the map from this worker's devices to those of the worker ``to``.
 
         May be called repeatedly.

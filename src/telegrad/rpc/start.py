@@ -153,7 +153,7 @@ def start_agent(store: Any, name: str, rank: int, world_size: int | None, option
 
 
 def join(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
+    store: object, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
 ) -> _Worker:
     """Create the worker, and wait for the other workers of a static group."""
     options, mine = as_options(rpc_backend_options), device_maps.devices_of(rpc_backend_options)
@@ -284,7 +284,7 @@ class Worker:
     ) -> T: ...
 
     def rpc_sync(
-        self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> Any:
         """Call a worker and wait, as `telegrad.rpc.rpc_sync` through this worker."""
         with self._worker:
@@ -300,7 +300,7 @@ class Worker:
     ) -> CallFuture[T]: ...
 
     def rpc_async(
-        self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> CallFuture[Any]:
         """Call a worker, as `telegrad.rpc.rpc_async` through this worker."""
         with self._worker:
@@ -316,7 +316,7 @@ class Worker:
     ) -> T: ...
 
     async def call(
-        self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
     ) -> Any:
         """Call a worker and await it, as `telegrad.rpc.call` through this worker."""
         return await self.rpc_async(to, func, args, kwargs, timeout)
@@ -338,7 +338,7 @@ class Worker:
     def multicast(
         self,
         to: Iterable[To],
-        func: Callable[..., Any],
+        func: Callable[..., object],
         args: Args = None,
         kwargs: Kwargs = None,
         timeout: float = -1.0,

@@ -130,7 +130,7 @@ def _async(rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwarg
     return future
 
 
-async def _call(rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwargs: object) -> Any:
+async def _call(rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwargs: object) -> object:
     return await _async(rref, name, seconds, *args, **kwargs)
 
 

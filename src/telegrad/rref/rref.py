@@ -34,12 +34,12 @@ from telegrad.worker.serving.event_loop import blocking_in_loop
 
 __all__ = ["RRef"]
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _NO_KWARGS: dict[str, object] = {}
 
 
-class RRef(Generic[T]):
+class RRef(Generic[T_co]):
     """A reference to a value on its owner, which may be this worker.
 
     The constructor refers to a value of this worker; `telegrad.rpc.remote` refers to the result of a function on
@@ -71,7 +71,7 @@ class RRef(Generic[T]):
         "_profiling_future", "_type_future", "_worker", "id", "owner_id",
     )  # fmt: skip
 
-    def __init__(self, value: T, type_hint: object = None) -> None:
+    def __init__(self, value: T_co, type_hint: object = None) -> None:
         worker = current_worker()
         if worker is None:
             raise NotInitialized(NotInitialized.AGENT)
@@ -153,7 +153,7 @@ class RRef(Generic[T]):
 
     # ---- the value
 
-    def to_here(self, timeout: float = UNSET) -> T:
+    def to_here(self, timeout: float = UNSET) -> T_co:
         """Fetch the value. Blocks until it exists.
 
         Args:
@@ -183,7 +183,7 @@ class RRef(Generic[T]):
         except TelegradError as error:
             raise self._on_error(error)
         self._is_created = True
-        value: T = fetched
+        value: T_co = fetched
         return value
 
     def get_attr(self, name: str, timeout: float = UNSET) -> Any:
@@ -212,7 +212,7 @@ class RRef(Generic[T]):
         self._is_created = True
         return value
 
-    def local_value(self) -> T:
+    def local_value(self) -> T_co:
         """Return the value itself, on its owner. Blocks until it exists.
 
         The limit is the deadline of the handler's caller; outside of handlers there is no limit.
@@ -233,7 +233,7 @@ class RRef(Generic[T]):
         except Exception as error:
             raise strip_own_frames(error)
 
-    def _wait_local(self, timeout: int) -> T:
+    def _wait_local(self, timeout: int) -> T_co:
         """Return the value on its owner, after waiting for it.
 
         Args:
@@ -246,7 +246,7 @@ class RRef(Generic[T]):
                 in_time = owned.wait(timeout / 1e9 if timeout else None)
             if not in_time:
                 raise RpcTimeout(timeout / 1e9, f"the creation of {self!r}")
-        value: T = owned.get()
+        value: T_co = owned.get()
         return value
 
     def _usable_worker(self) -> Worker:
@@ -278,7 +278,7 @@ class RRef(Generic[T]):
         if self._creation is not None:
             self._creation.mark_used()
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         """Await the value, or the error of its creation; `to_here` without blocking."""
         return await_value(self).__await__()
 
@@ -364,7 +364,7 @@ class RRef(Generic[T]):
         """Create a reference to the result of a method."""
         return create(RRef, self._worker, self.owner_id, name, args, kwargs, timeout, self)
 
-    def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> Any:
+    def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> object:
         """Return the value's type, which is requested once.
 
         With ``blocking=False`` return a future of it.

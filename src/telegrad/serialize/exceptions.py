@@ -102,7 +102,7 @@ def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
     """Return the last three fields of `_Packed`."""
     try:
         reduce = copyreg.dispatch_table.get(type(exc))
-        parts: Any = exc.__reduce_ex__(5) if reduce is None else reduce(exc)
+        parts: object = exc.__reduce_ex__(5) if reduce is None else reduce(exc)
         if not isinstance(parts, tuple) or len(parts) not in (2, 3):
             parts = _itself, (exc,)
         try:
@@ -115,13 +115,13 @@ def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
         return None, _pickle_failed(e), None
 
 
-def _dumped(parts: tuple[Any, ...]) -> bytes:
+def _dumped(parts: tuple[object, ...]) -> bytes:
     file = io.BytesIO()
     ByValuePickler(file).dump(parts)
     return file.getvalue()
 
 
-def _by_value(kind: type, parts: tuple[Any, ...]) -> bytes | None:
+def _by_value(kind: type, parts: tuple[object, ...]) -> bytes | None:
     if kind.__module__ != "__main__":
         return None
     try:
@@ -135,7 +135,7 @@ def _by_value(kind: type, parts: tuple[Any, ...]) -> bytes | None:
 class _ClassPickler(_ByValuePickler):
     """Pickler of a class of `__main__` with its methods, but without large data."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         nbytes = getattr(obj, "nbytes", 0)  # of tensors and arrays
         if isinstance(nbytes, int) and nbytes > _LARGEST_CLASS:
             raise ValueError("too large")
@@ -271,7 +271,7 @@ def _without_constructor(original: type[Exception]) -> Callable[..., RemoteError
     """
     made = _remote_class(original)  # type: ignore[arg-type]  # types are hashable
 
-    def make(*args: Any) -> RemoteError:
+    def make(*args: object) -> RemoteError:
         exc = made.__new__(made, *args)
         exc.args = args
         return exc
@@ -309,7 +309,7 @@ def _message_of(original: type[Exception], exc: RemoteError) -> str:
         return str(exc.__dict__[_ORIGIN].shown)
 
 
-def _reduce(exc: RemoteError, _protocol: object) -> tuple[Any, ...]:
+def _reduce(exc: RemoteError, _protocol: object) -> tuple[object, ...]:
     """Pickle an exception as its message, because its class cannot be found by name."""
     origin = exc.__dict__.get(_ORIGIN)
     if origin is None:

@@ -33,7 +33,7 @@ class NotByName(LookupError):
 class _Known(NamedTuple):
     number: int
     text: bytes
-    home: dict[str, Any] | None  # namespace in which to check that the name still refers to the function
+    home: dict[str, object] | None  # namespace in which to check that the name still refers to the function
     module: str
     name: str
     path: str
@@ -44,7 +44,7 @@ class NameTable:
 
     def __init__(self) -> None:
         self.known: dict[Any, _Known] = {}  # also read by the core (csrc/python/prepare.h)
-        self._holders: dict[bytes, Any] = {}  # name -> the function that last had it
+        self._holders: dict[bytes, object] = {}  # name -> the function that last had it
         self.methods: dict[str, tuple[int, bytes]] = {}
         self._lock = threading.Lock()
         self._next = 1
@@ -78,7 +78,7 @@ class NameTable:
                 self._next += 1
         return found
 
-    def _learn(self, function: Any) -> _Known:
+    def _learn(self, function: object) -> _Known:
         home, module, path, text = _name_of(function)
         with self._lock:
             known = self.known.get(function)
@@ -94,7 +94,7 @@ class NameTable:
         return known
 
 
-def _stands(function: Any, home: dict[str, Any], path: str) -> bool:
+def _stands(function: object, home: dict[str, object], path: str) -> bool:
     try:
         found = functools.reduce(getattr, path.split(".")[1:], home[path.split(".", maxsplit=1)[0]])
     except (AttributeError, KeyError):
@@ -121,7 +121,7 @@ def _name_of(function: Any) -> tuple[dict[str, Any] | None, str, str, bytes]:
     return home, module, path, _BY_PATH + f"{module}\0{path}".encode()
 
 
-def _pickled(function: Any) -> bytes:
+def _pickled(function: object) -> bytes:
     try:
         return pickle.dumps(function, protocol=5)
     except Exception:
@@ -151,10 +151,10 @@ def resolver(text: bytes) -> Callable[[], Any]:
     return found
 
 
-_resolvers: dict[bytes, Callable[[], Any]] = {}
+_resolvers: dict[bytes, Callable[[], object]] = {}
 
 
-def _resolver(text: bytes) -> Callable[[], Any]:
+def _resolver(text: bytes) -> Callable[[], object]:
     kind, rest = text[:1], text[1:]
     if kind == _METHOD:
         name = rest.decode()

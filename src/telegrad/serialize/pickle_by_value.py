@@ -41,7 +41,7 @@ class ByValuePickler(_Pickler):
     def dump(self, obj: object) -> None:
         pickle.Pickler.dump(self, obj)  # cloudpickle's `dump` replaces RecursionError by another error
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, FunctionType | type) and not is_found_by_name(obj):
             return super().reducer_override(obj)
         return NotImplemented

@@ -60,8 +60,8 @@ class Extension(NamedTuple):
     """A type sent as a plain value: None, numbers, str, bytes, tuples, lists, dicts."""
 
     code: int
-    pack: Callable[[Any], Any]
-    unpack: Callable[[Any], Any]
+    pack: Callable[[Any], object]
+    unpack: Callable[[Any], object]
 
 
 class Tables(NamedTuple):
@@ -86,9 +86,9 @@ class Serializer:
         self.codec: _core.Codec = make_codec(max_depth)
         self.extensions: dict[type, Extension] = {}
         self.extension_of_code: dict[int, Extension] = {}
-        self.reducers: dict[type, Callable[[Any], Any]] = {}
+        self.reducers: dict[type, Callable[[Any], object]] = {}
 
-    def register(self, kind: type, code: int, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    def register(self, kind: type, code: int, pack: Callable[[Any], object], unpack: Callable[[Any], object]) -> None:
         """Register how objects of exactly `kind` are packed and unpacked.
 
         `pack` is called once for each object of a message, and only if the rest of the message can be sent.
@@ -105,7 +105,7 @@ class Serializer:
         self.codec.register(kind, code, pack, unpack)
         self.extensions[kind] = self.extension_of_code[code] = Extension(code, pack, unpack)
 
-    def register_reducer(self, kind: type, reduce: Callable[[Any], Any]) -> None:
+    def register_reducer(self, kind: type, reduce: Callable[[Any], object]) -> None:
         """Register a reducer of objects of exactly `kind`, for this worker's messages.
 
         The first registration of a type wins. `copyreg.pickle` registers a reducer for the whole process.
@@ -426,12 +426,12 @@ def _also(kind: type[Exception]) -> type[SerializationError]:
     return _both[kind]
 
 
-def _reduce_both(error: SerializationError) -> tuple[Any, ...]:
+def _reduce_both(error: SerializationError) -> tuple[object, ...]:
     """Reduce the error to its original type; its own class cannot be found by name."""
     return _both_again, (type(error).__bases__[1], error.args)
 
 
-def _both_again(kind: type[Exception], args: tuple[Any, ...]) -> SerializationError:
+def _both_again(kind: type[Exception], args: tuple[object, ...]) -> SerializationError:
     return _also(kind)(*args)
 
 

@@ -150,11 +150,11 @@ def reduce_future(_future: object) -> Reduced:
     raise SerializationError("Can not pickle torch.futures.Future")
 
 
-def _find(module_name: str, name: str) -> Any:
+def _find(module_name: str, name: str) -> object:
     return getattr(importlib.import_module(module_name), name, None)
 
 
-def _operator(name: str) -> Any:
+def _operator(name: str) -> object:
     namespace, _, name = name.partition("::")
     return getattr(getattr(torch.ops, namespace), name)
 
@@ -167,7 +167,7 @@ def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_(True)
 
 
-def _as_subclass(plain: torch.Tensor, kind: type[torch.Tensor], attributes: dict[str, Any]) -> torch.Tensor:
+def _as_subclass(plain: torch.Tensor, kind: type[torch.Tensor], attributes: dict[str, object]) -> torch.Tensor:
     with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         tensor = plain.as_subclass(kind)
     tensor.__dict__.update(attributes)

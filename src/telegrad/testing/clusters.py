@@ -99,7 +99,7 @@ def cluster(
     options: RpcBackendOptions | None = None,
     *,
     names: str = "w{}",
-    store: Any = None,
+    store: object = None,
     dynamic: bool = False,
     current: int | None = 0,
     graceful: bool = True,
@@ -154,7 +154,7 @@ def cluster(
         before.assert_not_grown()
 
 
-def _join(n: int, options: RpcBackendOptions | None, names: str, store: Any, dynamic: bool) -> list[Worker]:
+def _join(n: int, options: RpcBackendOptions | None, names: str, store: object, dynamic: bool) -> list[Worker]:
     if dynamic:
         return [Worker(names.format(rank), rank, None, options, store=store) for rank in range(n)]
     joined: list[Worker] = []

@@ -53,7 +53,7 @@ class RemotePart(nn.Module):
         self.part = part
         self.call = call
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the part on its worker."""
         return self.call(self.part, args, kwargs)
 
@@ -61,7 +61,7 @@ class RemotePart(nn.Module):
 def gradcheck(
     model: nn.Module,
     placement: Mapping[str, str],
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     *,
     call: Call | None = None,
     loss: Callable[[Any], Tensor] | None = None,
@@ -128,14 +128,14 @@ def gradcheck(
     return True
 
 
-def _call_and_wait(part: RRef[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_and_wait(part: RRef[nn.Module], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return part.rpc_sync().forward(*args, **kwargs)
 
 
 # ---- the two ways to run a model; each returns the values to compare, by name
 
 
-def _run_local(model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor] | None) -> Values:
+def _run_local(model: nn.Module, inputs: Sequence[object], loss: Callable[[Any], Tensor] | None) -> Values:
     model = copy.deepcopy(model)
     names = {id(p): name for name, p in model.named_parameters()}
     inputs = _copied(inputs)
@@ -154,7 +154,7 @@ def _run_local(model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Te
 def _run_distributed(
     model: nn.Module,
     placement: Mapping[str, str],
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     call: Call,
     loss: Callable[[Any], Tensor] | None,
 ) -> Values:
@@ -234,14 +234,14 @@ def _check_paths(model: nn.Module, placement: Mapping[str, str]) -> None:
 # ---- values
 
 
-def _copied(inputs: Sequence[Any]) -> list[Any]:
+def _copied(inputs: Sequence[object]) -> list[object]:
     return [
         i.detach().clone().requires_grad_(i.requires_grad) if isinstance(i, Tensor) else copy.deepcopy(i)
         for i in inputs
     ]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested containers, in order."""
     if isinstance(value, Tensor):
         yield value
@@ -253,16 +253,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _named_outputs(output: Any) -> Values:
+def _named_outputs(output: object) -> Values:
     return {f"output {i}": t.detach() for i, t in enumerate(_tensors(output))}
 
 
-def _named_inputs(inputs: Sequence[Any], grads: Mapping[int, Tensor | None]) -> Values:
+def _named_inputs(inputs: Sequence[object], grads: Mapping[int, Tensor | None]) -> Values:
     tensors = enumerate(_tensors(inputs))
     return {f"the gradient of input {i}": grads.get(id(t)) for i, t in tensors if t.requires_grad}
 
 
-def _scalar(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+def _scalar(output: object, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """Return the scalar to differentiate.
 
     The weights distinguish entries: with ones, a gradient of the wrong entry could go unnoticed.

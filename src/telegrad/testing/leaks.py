@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self, cast
 
 from telegrad.autograd.service import Autograd
 from telegrad.rpc import Worker
@@ -77,7 +77,7 @@ def assert_quiescent(worker: Worker | WorkerCore, timeout: float = 5.0, *, refer
 
 def _left(core: WorkerCore, references: bool) -> list[str]:
     stats = core.engine.stats()
-    counts: dict[str, Any] = {key: stats[key] for key in ("pending_calls", "queued_requests", "running_requests")}
+    counts: dict[str, object] = {key: stats[key] for key in ("pending_calls", "queued_requests", "running_requests")}
     table = core.references.stats()
     watched = () if core.closed else _ALL_QUIET + (_ALL_GONE if references else ())
     counts |= {f"{key} of references": getattr(table, key) for key in watched}

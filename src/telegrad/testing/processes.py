@@ -54,8 +54,8 @@ class ProcessError(AssertionError):
 
 def processes(
     n: int,
-    main: Callable[..., Any],
-    *args: Any,
+    main: Callable[..., object],
+    *args: object,
     method: str = "spawn",
     timeout: float = 60.0,
 ) -> list[Any]:
@@ -246,12 +246,14 @@ def _read_stacks(fd: int, begin: float) -> str:
     return text.decode(errors="replace")
 
 
-def _child(send_result: Connection, send_stacks: Connection, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    send_result: Connection, send_stacks: Connection, main: Callable[..., object], args: tuple[object, ...]
+) -> None:
     # This descriptor stays open to the very end: Python's own threads may be the ones that hang.
     faulthandler.register(_STACKS, file=os.dup(send_stacks.fileno()), all_threads=True)
     os.write(send_stacks.fileno(), _LISTENS)
     try:
-        outcome: tuple[bool, Any] = (True, main(*args))
+        outcome: tuple[bool, object] = (True, main(*args))
     except BaseException as e:
         outcome = (False, "".join(traceback.format_exception(e)))
     try:

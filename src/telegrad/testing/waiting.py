@@ -123,7 +123,7 @@ class Gate:
         self._opened = threading.Event()
         self._self = Local(self)
 
-    def enter(self, value: Any = None, timeout: float = DEFAULT_TIMEOUT) -> Any:
+    def enter(self, value: object = None, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """Signal the arrival, and wait until the gate is open.
 
         Args:

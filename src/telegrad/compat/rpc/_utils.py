@@ -2,14 +2,14 @@
 
 import logging
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from telegrad.group import rendezvous
 
 logger = logging.getLogger("telegrad")
 
 
-def _group_membership_management(store: Any, name: str, is_join: bool) -> AbstractContextManager[None]:
+def _group_membership_management(store: object, name: str, is_join: bool) -> AbstractContextManager[None]:
     """Lock the membership of the group: no other worker joins or leaves in the block."""
     return rendezvous.membership_lock(store, name, is_join)
 

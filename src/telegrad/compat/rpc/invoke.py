@@ -32,10 +32,10 @@ __all__ = [
 
 def _invoke_rpc(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
+    func: Callable[..., object],
     rpc_type: internal.RPCExecMode,
-    args: Any = None,
-    kwargs: Any = None,
+    args: object = None,
+    kwargs: object = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture[Any]:
     """Call as `rpc_async` does, but outside of `_wait_all`; profile as `rpc_type`."""
@@ -49,7 +49,7 @@ def _invoke_rpc(
 
 
 def _invoke_rpc_builtin(
-    dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: Any, **kwargs: Any
+    dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: object, **kwargs: object
 ) -> CallFuture[Any]:
     """Call an operator of torch by its name, such as ``aten::add``."""
     _operator(opName)
@@ -57,8 +57,8 @@ def _invoke_rpc_builtin(
 
 
 def _invoke_remote_builtin(
-    dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: Any, **kwargs: Any
-) -> RRef[Any]:
+    dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, /, *args: object, **kwargs: object
+) -> RRef[object]:
     """Call as `_invoke_rpc_builtin` does; the callee keeps the result."""
     _operator(opName)
     return api.remote(dst, run_operator, (opName, args, kwargs), None, rpcTimeoutSeconds)
@@ -85,7 +85,7 @@ def _invoke_remote_python_udf(
     tensors: Sequence[torch.Tensor],
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
-) -> RRef[Any]:
+) -> RRef[object]:
     """Call as `_invoke_rpc_python_udf` does; the callee keeps the result."""
     run = _RUN_PICKLED[isAsyncExecution]
     return api.remote(dst, run, (pickledPythonUDF, list(tensors)), None, rpcTimeoutSeconds)
@@ -94,8 +94,8 @@ def _invoke_remote_python_udf(
 def _invoke_rpc_torchscript(
     dstWorkerName: str,
     qualifiedNameStr: str,
-    argsTuple: tuple[Any, ...],
-    kwargsDict: dict[str, Any],
+    argsTuple: tuple[object, ...],
+    kwargsDict: dict[str, object],
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
 ) -> CallFuture[Any]:
@@ -117,9 +117,9 @@ def _invoke_remote_torchscript(
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
     /,
-    *args: Any,
-    **kwargs: Any,
-) -> RRef[Any]:
+    *args: object,
+    **kwargs: object,
+) -> RRef[object]:
     """Call as `_invoke_rpc_torchscript` does; the callee keeps the result."""
     _scripted(qualifiedNameStr)
     arguments = (qualifiedNameStr, args, kwargs)
@@ -129,7 +129,7 @@ def _invoke_remote_torchscript(
 # ---- functions that run on the callee
 
 
-def run_operator(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_operator(name: str, args: Sequence[object], kwargs: dict[str, object]) -> Any:
     """Run an operator of torch."""
     return _operator(name)(*args, **kwargs)
 
@@ -154,7 +154,7 @@ def run_scripted(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 @functions.async_execution
-def run_scripted_async(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_scripted_async(name: str, args: Sequence[object], kwargs: dict[str, object]) -> Any:
     """Run a scripted function that returns a future."""
     return run_scripted(name, args, kwargs)
 
@@ -163,7 +163,7 @@ _RUN_PICKLED = (run_pickled, run_pickled_async)
 _RUN_SCRIPTED = (run_scripted, run_scripted_async)
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator(name: str) -> Callable[..., object]:
     path = name.replace("::", ".")
     try:
         found: Callable[..., Any] = operator.attrgetter(path)(torch.ops)

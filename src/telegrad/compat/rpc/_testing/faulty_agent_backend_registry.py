@@ -14,8 +14,8 @@ def _faulty_tensorpipe_construct_rpc_backend_options_handler(
 
 
 def _faulty_tensorpipe_init_backend_handler(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
-) -> Any:
+    store: object, name: str, rank: int, world_size: int | None, rpc_backend_options: object
+) -> object:
     if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
     agent = api._start_agent(store, name, rank, world_size, rpc_backend_options)
