@@ -1,4 +1,4 @@
-// The call table: ids, generations and deadlines, compared with a simple model.
+// The slab of pending calls: ids, generations and deadlines, compared with a simple model.
 #include "core/call_slab.h"
 
 #include <algorithm>
