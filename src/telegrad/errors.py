@@ -291,8 +291,8 @@ class ShutdownTimeout(TelegradError):
         if gave_up:
             what = f"graceful shutdown failed: other workers timed out and left before ({', '.join(missing)})"
         else:
-            who = f"; still missing: {', '.join(missing)}" if missing else ""
-            what = f"graceful shutdown gave up after {timeout:g} s{who}"
+            names = f"; still missing: {', '.join(missing)}" if missing else ""
+            what = f"graceful shutdown gave up after {timeout:g} s{names}"
         super().__init__(f"{what}. This worker is shut down nevertheless.")
 
 

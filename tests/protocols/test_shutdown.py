@@ -215,7 +215,7 @@ def test_next_leader_is_asked_when_the_first_has_left() -> None:
     follower = Drain(2, range(4))
     follower.arrive()
     follower.expire()
-    assert follower.peer_gone(0, orderly=True) == [Send(1, Ready()), Send(1, shutdown.Who())]
+    assert follower.peer_gone(0, orderly=True) == [Send(1, Ready()), Send(1, shutdown.MissingQuery())]
     assert follower.expire() == [GaveUp((1,))]
 
 

@@ -27,7 +27,7 @@ class RequestProfile(Protocol):
 
     @property
     def options(self) -> Option:
-        """What to record of each operator."""
+        """Options of the recording of each operator."""
 
     def took(self, events: list[Event]) -> None:
         """Add the events of a request."""

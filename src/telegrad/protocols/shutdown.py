@@ -54,7 +54,7 @@ class Finished(NamedTuple):
     left: tuple[int, ...] = ()
 
 
-class Who(NamedTuple):
+class MissingQuery(NamedTuple):
     """Member -> leader: the deadline has passed; request for the missing workers."""
 
 
@@ -62,7 +62,7 @@ class Missing(NamedTuple):
     workers: tuple[int, ...]
 
 
-Message = Ready | Ask | Report | Finished | Who | Missing
+Message = Ready | Ask | Report | Finished | MissingQuery | Missing
 
 
 class Send(NamedTuple):
@@ -123,7 +123,7 @@ class Drain:
         self._before: dict[int, Counters] | None = None  # the last round's reports, if they were balanced
         self._running = False  # a round is in progress
         self._time_is_up = False
-        self._told: tuple[int, ...] = ()  # missing workers as reported by a leader
+        self._reported_missing: tuple[int, ...] = ()  # missing workers as reported by a leader
 
     @property
     def leader(self) -> int:
@@ -165,9 +165,9 @@ class Drain:
             others = sorted(self._ready & self.live - {self.me})  # the leader exits, so they cannot ask it later
             return [*(Send(to, Missing(missing)) for to in others), *self._end(GaveUp(missing))]
         if self._time_is_up:
-            return self._end(GaveUp(self._told or (self.leader,)))
+            return self._end(GaveUp(self._reported_missing or (self.leader,)))
         self._time_is_up = True
-        return [Send(self.leader, Who())]
+        return [Send(self.leader, MissingQuery())]
 
     def handle(self, sender: int, message: Message) -> list[Effect]:
         """Process a message from another worker's `Drain`."""
@@ -181,14 +181,14 @@ class Drain:
         if isinstance(message, Report):
             if self._running and message.round == self._round and sender in self.live:
                 self._reports[sender] = message.counters
-            return self._judge()
+            return self._check_round()
         if isinstance(message, Finished):
             # Workers that treat this worker as the leader have lost the sender already: forward the message.
             waiting = sorted(self._ready & self.live - {self.me, sender})
             return [*(Send(to, message) for to in waiting), *self._end(Done(*message))]
-        if isinstance(message, Who):
+        if isinstance(message, MissingQuery):
             return [Send(sender, Missing(self.missing()))]
-        self._told = message.workers
+        self._reported_missing = message.workers
         return self._end(GaveUp(message.workers)) if self._time_is_up else []
 
     def peer_gone(self, worker: int, orderly: bool = False) -> list[Effect]:
@@ -202,16 +202,16 @@ class Drain:
         self._before = None
         (self.left if orderly else self.lost).append(worker)
         if led and self._time_is_up:
-            if not orderly or self._told:
-                return self._end(GaveUp(self._told or (worker,)))
+            if not orderly or self._reported_missing:
+                return self._end(GaveUp(self._reported_missing or (worker,)))
             if self.leader == self.me:
                 return self._end(GaveUp(self.missing()))
-            return [Send(self.leader, Ready()), Send(self.leader, Who())]
+            return [Send(self.leader, Ready()), Send(self.leader, MissingQuery())]
         if self.leader != self.me:
             if not led or not self.arrived:
                 return []
             return [Send(self.leader, Finished(*self.over) if isinstance(self.over, Done) else Ready())]
-        return self._judge() if self._running else self._advance()
+        return self._check_round() if self._running else self._advance()
 
     # ---- the leader's part ----------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Drain:
         self._reports = {}
         return [Count(self.me, self._round), *(Send(to, Ask(self._round)) for to in sorted(self.live - {self.me}))]
 
-    def _judge(self) -> list[Effect]:
+    def _check_round(self) -> list[Effect]:
         if self.over is not None or not self._running or self._reports.keys() != self.live:
             return []
         self._running = False

@@ -1,4 +1,4 @@
-"""``RRef.backward``: a backward pass on the owner of a value, with the value as its root."""
+"""``RRef.backward``: a backward pass with a referenced value as its root."""
 
 import torch
 

@@ -59,7 +59,7 @@ def create(
 
 
 def _register(handle_type: type[H], worker: Worker, owner: int, local_id: int, creation: PendingCreation) -> H:
-    """Register a reference, whose creation may have ended already, and return its handle."""
+    """Register a reference and return its handle; its creation may have ended."""
     rref = worker.references.begin_create(owner, local_id, creation)
     handle = handle_type.of(worker, rref, owner)
     handle._creation = creation

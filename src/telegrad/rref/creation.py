@@ -29,10 +29,10 @@ Outcome: TypeAlias = tuple[Any, ...]
 
 
 class PendingCreation:
-    """Completion target of the call: a pool thread, or a thread that makes a call, calls it with the outcome.
+    """Completion target of the call that creates a value.
 
-    Most creations have no future; one is created on demand. The call may end before its reference is registered; then
-    its result is kept until the registration.
+    A pool thread, or a thread that makes a call, calls it with the outcome. Most creations have no future; one is
+    created on demand. The call may end before its reference is registered; then its result is kept until then.
 
     Args:
         worker: The creator.
@@ -61,7 +61,7 @@ class PendingCreation:
         self._delayed: CallFuture[None] | None = None
 
     def __call__(self, outcome: Outcome) -> None:
-        """Process the outcome of the call. The pool completes the future, so its callbacks do not run here."""
+        """Process the outcome of the call; the pool completes the future."""
         self.on_outcome(outcome)
         if self._incomplete_future is not None:
             self._worker.pool.submit(self.complete)
@@ -182,7 +182,7 @@ class PendingCreation:
 
 
 class CreationFuture(CallFuture[None]):
-    """The future of a creation; the value stays on its owner. Reading it counts as a use of the reference."""
+    """The future of a creation. Reading it counts as a use of the reference."""
 
     __slots__ = ("creation",)
     creation: PendingCreation

@@ -1,4 +1,4 @@
-"""What a worker knows about a reference without a call to its owner, for `repr` and `dir`."""
+"""Description of a reference for `repr` and `dir`, without a call to its owner."""
 
 from telegrad.errors import is_drop_in
 from telegrad.rref.handle import AnyHandle

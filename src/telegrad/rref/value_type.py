@@ -14,7 +14,7 @@ UNSET = -1.0  # default of timeouts
 
 
 def request_type(rref: AnyHandle, timeout: float) -> CallFuture[Any]:
-    """Request the type of the value, and return its future; the handle keeps the future."""
+    """Request the type of the value and return its future, which the handle keeps."""
     rref._check()
     if rref.is_owner():
         future: CallFuture[Any] = CallFuture(NO_DEVICES)

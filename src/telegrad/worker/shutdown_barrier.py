@@ -15,17 +15,24 @@ from telegrad.protocols.shutdown import (
     GaveUp,
     Message,
     Missing,
+    MissingQuery,
     Pause,
     Ready,
     Report,
     Send,
-    Who,
 )
 from telegrad.waits import wait_for
 
 __all__ = ["ShutdownBarrier"]
 
-_MESSAGES: tuple[type, ...] = (Ready, Ask, Report, Finished, Who, Missing)  # their index is their number on the wire
+_MESSAGES: tuple[type, ...] = (
+    Ready,
+    Ask,
+    Report,
+    Finished,
+    MissingQuery,
+    Missing,
+)  # their index is their number on the wire
 _PAUSE = 0.005  # s between two rounds while work is pending
 _FINAL_GRACE = 1.0  # s for the leader to report missing workers, and for the others to leave first
 
