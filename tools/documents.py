@@ -111,6 +111,12 @@ def dead_links(document: Path) -> list[str]:
     return dead
 
 
+def reference_names(text: str) -> list[str]:
+    """Return the names that a page of the reference shows, as a reader sees them."""
+    shown = re.findall(r"^::: (\S+)$(?:\n    options:(?:\n      (?:heading: (\S+)|.*))*)?", text, re.MULTILINE)
+    return [heading or name for name, heading in shown]
+
+
 def make_goals(text: str) -> set[str]:
     """Return the `make` targets in code spans and code blocks of a document."""
     blocks, prose = split(text)

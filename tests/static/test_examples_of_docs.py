@@ -40,7 +40,8 @@ for rank in range(1, {size}):
 def names() -> Iterator[tuple[str, Any]]:
     """Yield the functions and classes of the reference, with their names."""
     for page in sorted(FOLDER.glob("[a-z]*.md")):
-        for path in re.findall(rf"^::: telegrad\.({page.stem}\.[\w.]+)$", page.read_text(), re.MULTILINE):
+        for entry in documents.reference_names(page.read_text()):
+            path = entry.removeprefix("telegrad.")
             found = importlib.import_module(f"telegrad.{page.stem}")
             for part in path.split(".")[1:]:
                 found = getattr(found, part)

@@ -1,6 +1,7 @@
 """The reference has every public name of every public module."""
 
 import importlib
+import inspect
 import re
 
 import documents
@@ -27,7 +28,8 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_the_reference_has_every_public_name(name: str) -> None:
-    shown = re.findall(rf"^::: telegrad\.{name}\.([\w.]+)$", PAGES[name].read_text(), re.MULTILINE)
+    names = documents.reference_names(PAGES[name].read_text())
+    shown = [each.removeprefix(f"telegrad.{name}.") for each in names]
     public = set(importlib.import_module(f"telegrad.{name}").__all__) - LEFT_OUT.get(name, set())
     assert len(shown) == len(set(shown))
     assert public <= set(shown)
@@ -40,3 +42,16 @@ def test_the_reference_has_every_public_name(name: str) -> None:
 def test_every_public_module_has_a_page() -> None:
     modules = {"autograd", "compat", "errors", "nn", "observe", "optim", "rpc", "testing"}
     assert set(PAGES) == modules
+
+
+def test_no_entry_is_a_module_instead_of_what_it_exports() -> None:
+    """The reference is made without imports, where a module hides a function of its name."""
+    entries = [path for page in PAGES.values() for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    hidden = [
+        path
+        for path in entries
+        if not inspect.ismodule(getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2], 0))
+        and (documents.REPO / "src" / f"{path.replace('.', '/')}.py").exists()
+    ]
+    assert len(entries) > 50
+    assert hidden == []
