@@ -32,13 +32,13 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def wrapped(self: object, *args: object, **kwargs: object) -> Any:
+    def wrapped(self: object, *args: object, **kwargs: object) -> object:
         return wrapper(self, functools.partial(original, self, *args, **kwargs), *args)
 
     setattr(owner, name, wrapped)
 
 
-def _start(self: Any, start: Callable[[], Any], *_: Any) -> Any:
+def _start(self: Any, start: Callable[[], object], *_: object) -> object:
     recording.pause()
     before = time.time_ns()
     try:
@@ -52,7 +52,7 @@ def _start(self: Any, start: Callable[[], Any], *_: Any) -> Any:
     return result
 
 
-def _end(self: Any, end: Callable[[], Any], *_: Any) -> Any:
+def _end(self: Any, end: Callable[[], object], *_: object) -> object:
     session = session_of(self) if self.enabled else None
     if session is None or session.closed:
         return end()
@@ -63,7 +63,7 @@ def _end(self: Any, end: Callable[[], Any], *_: Any) -> Any:
         recording.go_on()
 
 
-def _end_legacy(self: Any, end: Callable[[], Any], *args: Any) -> Any:
+def _end_legacy(self: Any, end: Callable[[], object], *args: Any) -> object:
     result = _end(self, end, *args)
     session = session_of(self) if self.enabled else None
     if session is not None:
@@ -71,13 +71,13 @@ def _end_legacy(self: Any, end: Callable[[], Any], *args: Any) -> Any:
     return result
 
 
-def _parse(self: Any, parse: Callable[[], Any], result: Any, *_: Any) -> Any:
+def _parse(self: Any, parse: Callable[[], Any], result: Any, *_: object) -> object:
     session = session_of(self)
     events = parse()
     return events if session is None else session.extended(events, result.trace_start_ns())
 
 
-def _export(self: Any, export: Callable[[], Any], path: Any, *_: Any) -> Any:
+def _export(self: Any, export: Callable[[], object], path: Any, *_: object) -> object:
     result = export()
     session = session_of(self)
     if session is not None and (session.calls or session.more):

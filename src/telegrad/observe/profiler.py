@@ -6,7 +6,7 @@ There is one for the process, as torch's profilers are.
 import itertools
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 from telegrad.observe import torch_profiler
 from telegrad.observe.events import Event
@@ -90,7 +90,7 @@ class Profiler:
     def _over(self, asked: TraceContext) -> None:
         self._spans.pop(asked[0], None)
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
+    def range(self, name: str) -> AbstractContextManager[object]:
         """Label a section of this thread's work if it is being profiled."""
         return torch_profiler.record_function(name) if torch_profiler.profiler_enabled() else nullcontext()
 

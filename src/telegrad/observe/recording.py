@@ -67,7 +67,7 @@ class _Here(threading.local):
     """
 
     def __init__(self) -> None:
-        self.entered: list[tuple[Recording, int | None, Token[Any]]] = []
+        self.entered: list[tuple[Recording, int | None, Token[tracing.Recording | None]]] = []
         self.paused: list[Recording | None] = []
 
 
@@ -109,7 +109,7 @@ class Recording:
         if start is not None:
             self._take(start)
 
-    def drain(self) -> list[Any]:
+    def drain(self) -> list[object]:
         """Return the events recorded so far, and continue recording.
 
         Events of this thread are included if it is inside. Servers' profiles get the events too.
@@ -209,7 +209,7 @@ def _stop(start: int, node: int) -> list[Event]:
 
 def _without_strays(records: list[Any]) -> list[Any]:
     """Remove the ends of ranges that had begun before."""
-    begun: set[Any] = set()
+    begun: set[tuple[int, int]] = set()
     kept = []
     for record in records:
         key = record.handle(), record.node_id()

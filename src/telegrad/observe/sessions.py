@@ -5,7 +5,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from telegrad.observe.events import Event, combined
 from telegrad.observe.recording import Option
@@ -100,7 +102,7 @@ class Session:
         if not self.closed:
             self.spans.append(span)
 
-    def completed(self, events: Any) -> Any:
+    def completed(self, events: EventList) -> EventList:
         """Return the legacy profiler's events together with those of other workers."""
         self._name_node(events)
         for event in [event for event in events if event.name == SEPARATOR]:
@@ -110,7 +112,7 @@ class Session:
         others = self.others()
         return combined(events, others, self.node, self._base(events)) if others else events
 
-    def extended(self, events: list[Any], start: int) -> list[Any]:
+    def extended(self, events: list[FunctionEvent], start: int) -> list[FunctionEvent]:
         """Return Kineto's events, still unordered, with those of other workers.
 
         `start` is the approximate time at which Kineto began to count.
@@ -126,20 +128,20 @@ class Session:
         """Return the events that torch's profiler did not record."""
         return [*self.more, *(event for call in self.calls for event in call.events)]
 
-    def _name_node(self, events: list[Any]) -> None:
+    def _name_node(self, events: list[FunctionEvent]) -> None:
         """Set the worker's id on this process's events, as torch does."""
         for event in events:
             if event.node_id == -1:
                 event.node_id = self.node
 
-    def _base(self, events: list[Any]) -> int:
+    def _base(self, events: list[FunctionEvent]) -> int:
         """Return the start of torch's times, in ns since the epoch.
 
         Torch does not report it. But each call began between two readings of the clock in this process, and these bound
         the start. With the result no call seems to begin after the events of its callee.
         """
         low, high = self._started
-        found: dict[str, list[Any]] = defaultdict(list)
+        found: dict[str, list[FunctionEvent]] = defaultdict(list)
         for event in sorted(events, key=lambda event: event.time_range.start):
             found[event.name].append(event)
         spans: dict[str, list[SessionSpan]] = defaultdict(list)

@@ -1,8 +1,10 @@
 """Optimizer of parameters on many workers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from telegrad.autograd.api import _is_valid_context
 from telegrad.errors import NotInitialized
@@ -52,7 +54,13 @@ class DistributedOptimizer:
             optimizer.step(context_id)
     """
 
-    def __init__(self, optimizer_class: Any, params_rref: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params_rref: Iterable[Any],
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         worker = _worker()
         entries = list(params_rref)
         grouped = bool(entries) and isinstance(entries[0], Mapping)
@@ -96,7 +104,11 @@ class DistributedOptimizer:
 
 
 def make_local_optimizer(
-    optimizer_class: Any, groups: Sequence[_Group], grouped: bool, args: Sequence[Any], kwargs: dict[str, Any]
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    groups: Sequence[_Group],
+    grouped: bool,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> RRef[LocalOptimizer]:
     """Create an owner's part, on the owner."""
     values = [(options, [rref.local_value() for rref in rrefs], names) for options, rrefs, names in groups]

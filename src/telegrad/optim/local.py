@@ -13,7 +13,7 @@ torch's own optimizers have known code: they work in place and under the lock. O
 taken.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,11 +52,11 @@ class LocalOptimizer:
     def __init__(
         self,
         worker: Any,
-        optimizer_class: Callable[..., Any],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
         groups: Sequence[Group],
         grouped: bool,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> None:
         parameters = [parameter for _, members, _ in groups for parameter in members]
         _check(parameters)
@@ -68,7 +68,7 @@ class LocalOptimizer:
             if names is not None:
                 of_group = list(zip(names, of_group, strict=True))
             given.extend([{**options, "params": of_group}] if grouped else of_group)
-        self.optimizer: Any = optimizer_class(given, *args, **kwargs)
+        self.optimizer: torch.optim.Optimizer = optimizer_class(given, *args, **kwargs)
         unique = list({id(parameter): parameter for parameter in parameters}.values())
         self._managed = managed(worker, unique)
         self._in_turn = sorted_for_locking(self._managed)
@@ -78,7 +78,7 @@ class LocalOptimizer:
         self._vacate()
 
     @property
-    def optim(self) -> Any:
+    def optim(self) -> torch.optim.Optimizer:
         """Return the optimizer, under torch's name for it."""
         return self.optimizer
 

@@ -4,12 +4,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from sys import getrefcount
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.autograd.graph import increment_version
 
-from telegrad.autograd.consistency.saved_tensors import is_shared, protect, reuse_storage, swap_storage
+from telegrad.autograd.consistency.saved_tensors import HasAttachments, is_shared, protect, reuse_storage, swap_storage
 
 __all__ = ["ManagedParameter", "locked_in_order", "managed", "sorted_for_locking"]
 
@@ -67,7 +67,7 @@ class ManagedParameter:
         self._spare = None
 
 
-def managed(worker: Any, parameters: Sequence[torch.Tensor]) -> list[ManagedParameter]:
+def managed(worker: HasAttachments, parameters: Sequence[torch.Tensor]) -> list[ManagedParameter]:
     """Return the records of a worker's parameters.
 
     Optimizers of the same parameter share its record, which lives as long as one of them.

@@ -107,7 +107,7 @@ class Processes:
                 assert group.results(timeout=30) == [0, 1]
     """
 
-    def __init__(self, n: int, main: Callable[..., Any], *args: Any, method: str = "spawn") -> None:
+    def __init__(self, n: int, main: Callable[..., object], *args: object, method: str = "spawn") -> None:
         self._context = multiprocessing.get_context(method)
         self._folder = tempfile.mkdtemp(prefix="telegrad-test-")
         init_method = f"file://{self._folder}/store"
@@ -122,7 +122,7 @@ class Processes:
             self.__exit__(None, None, None)
             raise
 
-    def _start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _start(self, main: Callable[..., object], args: tuple[object, ...]) -> None:
         result, send_result = self._context.Pipe(duplex=False)
         stacks, send_stacks = self._context.Pipe(duplex=False)
         self._results.append(result)

@@ -90,7 +90,7 @@ class Local(Generic[T]):
         self._key = next(_keys)
         _locals[self._key] = self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _local, (self._key,)
 
 
@@ -156,7 +156,7 @@ class Gate:
         """Return whether the gate is open."""
         return self._opened.is_set()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _value_of, (self._self,)
 
 

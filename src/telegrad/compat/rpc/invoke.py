@@ -129,12 +129,12 @@ def _invoke_remote_torchscript(
 # ---- functions that run on the callee
 
 
-def run_operator(name: str, args: Sequence[object], kwargs: dict[str, object]) -> Any:
+def run_operator(name: str, args: Sequence[object], kwargs: dict[str, object]) -> object:
     """Run an operator of torch."""
     return _operator(name)(*args, **kwargs)
 
 
-def run_pickled(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
+def run_pickled(pickled: bytes, tensors: list[torch.Tensor]) -> object:
     """Run a call that the default pickler has pickled."""
     call = internal.deserialize(pickled, tensors)
     if isinstance(call, AttributeError):
@@ -143,18 +143,18 @@ def run_pickled(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
 
 
 @functions.async_execution
-def run_pickled_async(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
+def run_pickled_async(pickled: bytes, tensors: list[torch.Tensor]) -> object:
     """Run a pickled call of a function that returns a future."""
     return run_pickled(pickled, tensors)
 
 
-def run_scripted(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_scripted(name: str, args: Sequence[object], kwargs: dict[str, object]) -> object:
     """Run a scripted function."""
     return _scripted(name)(*args, **kwargs)
 
 
 @functions.async_execution
-def run_scripted_async(name: str, args: Sequence[object], kwargs: dict[str, object]) -> Any:
+def run_scripted_async(name: str, args: Sequence[object], kwargs: dict[str, object]) -> object:
     """Run a scripted function that returns a future."""
     return run_scripted(name, args, kwargs)
 
