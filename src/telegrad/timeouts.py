@@ -1,4 +1,4 @@
-"""Timeouts: their form in the API and inside, and one that several steps share."""
+"""Timeouts: conversion from the API's form, and a deadline for several steps."""
 
 import math
 import time
@@ -6,15 +6,15 @@ from typing import Any
 
 __all__ = ["FOREVER", "SharedDeadline", "nanoseconds"]
 
-FOREVER = 1e9  # s; longer timeouts, infinity too, are none
-_MIN_STEP = 1.0  # s
+FOREVER = 1e9  # s; longer timeouts, and infinity, mean no timeout
+_MIN_STEP = 1.0  # s that every step may take
 
 
 def nanoseconds(seconds: Any) -> int:
-    """A timeout in ns: 0 for none, at least 1 for one that is over before it begins.
+    """Convert a timeout to ns: 0 for none, at least 1 for one that has expired.
 
     Raises:
-        TypeError, ValueError: it is not a number.
+        TypeError, ValueError: The timeout is not a number.
     """
     if not isinstance(seconds, (int, float)):
         seconds = _number(seconds)
@@ -35,13 +35,13 @@ def _number(seconds: Any) -> float:
 
 
 class SharedDeadline:
-    """A timeout for several steps together.
+    """Deadline of several steps together.
 
-    A step that begins late has a second at least, so that what needs no waiting is done all the same; but all of them
-    together take no more than that second beyond the limit.
+    Each step gets at least a second, so that steps without a wait still run. Together, the steps exceed the limit by at
+    most that second.
 
     Args:
-        seconds: the limit; 0 is none.
+        seconds: Limit in seconds; 0 for none.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -49,7 +49,7 @@ class SharedDeadline:
         self._deadline = time.monotonic() + seconds
 
     def left(self) -> float:
-        """The timeout of the next step: seconds, more than 0; or 0 if there is no limit."""
+        """Return the timeout of the next step in seconds, more than 0; 0 for no limit."""
         if not self._seconds:
             return 0.0
         left = self._deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""Waits for other workers: how long one may take, what the log tells of it, and what has to be done meanwhile."""
+"""Waits for other workers, with their timeouts, log lines and periodic checks."""
 
 import logging
 import math
@@ -10,18 +10,18 @@ __all__ = ["FIRST_LOG", "LOG_INTERVAL", "SIGNAL_CHECK_INTERVAL", "Wait", "wait_f
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-FIRST_LOG, LOG_INTERVAL = 5.0, 30.0  # s until the log tells of a wait, and until it does so again
-SIGNAL_CHECK_INTERVAL = 1.0  # s of a wait that signals may end, between two looks for them
+FIRST_LOG, LOG_INTERVAL = 5.0, 30.0  # s until the first log line of a wait, and between further ones
+SIGNAL_CHECK_INTERVAL = 1.0  # s between two checks for signals during a wait
 
 
 class Wait:
-    """One wait for other workers. After 5 s, and then every 30 s, the log tells of it.
+    """Wait for other workers, which the log announces after 5 s and then every 30 s.
 
     Args:
-        who: waits: name and rank.
-        timeout: seconds.
-        check: called again and again while the wait lasts; what it raises ends the wait.
-        every: seconds between two looks.
+        who: The waiting worker: name and rank.
+        timeout: Limit in seconds.
+        check: Called periodically during the wait; an exception ends the wait.
+        every: Seconds between two checks.
     """
 
     def __init__(self, who: str, timeout: float, check: Callable[[], None] | None = None, every: float = 0.5) -> None:
@@ -36,11 +36,11 @@ class Wait:
 
     @property
     def left(self) -> float:
-        """Seconds until the time is up; 0 if it is."""
+        """Seconds until the timeout; 0 after it."""
         return max(self._until - time.monotonic(), 0.0)
 
     def pause(self) -> float:
-        """Seconds until there is something to do besides waiting; more than 0."""
+        """Return the seconds until the next step, more than 0."""
         now = time.monotonic()
         ends = [self._until, self._next_line]
         if self._check is not None:
@@ -48,10 +48,11 @@ class Wait:
         return max(min(ends) - now, 0.001)
 
     def step(self, for_what: Callable[[], tuple[str, str]]) -> None:
-        """Does what there is to do between two pauses.
+        """Run the check and write the log line that are due between two pauses.
 
         Args:
-            for_what: asked when the log is to tell: who is waited for, and where; and what the last attempt met, or "".
+            for_what: Returns the awaited workers and their place, and the last failure or "". Called for log lines
+                only.
         """
         now = time.monotonic()
         if self._check is not None and now >= self._next_check:
@@ -71,16 +72,17 @@ class Wait:
 
 
 def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
-    """Wait for an event, until a signal handler raises at most, as that of Ctrl+C does.
+    """Wait for an event in slices, so that signal handlers run in time.
 
-    Python's own wait overlooks a signal that the kernel gives to another thread, or that comes just before the wait:
-    handlers run in the main thread, after the wait.
+    Python's own wait can miss a signal that the kernel delivers to another thread, or that arrives just before the
+    wait: handlers run in the main thread, after the wait.
 
     Args:
-        timeout: in seconds; None is no limit.
+        event: The event.
+        timeout: Limit in seconds; None for no limit.
 
     Returns:
-        False if the event has not come when the time is up.
+        False on timeout.
     """
     until = math.inf if timeout is None else time.monotonic() + timeout
     while not event.wait(max(min(until - time.monotonic(), SIGNAL_CHECK_INTERVAL), 0.0)):

@@ -269,7 +269,7 @@ def test_ungraceful_shutdown_fails_outgoing_calls(four: list[Actor]) -> None:
     four[0].do(shut_down, False)
     failures = four[0].do(failures_of_calls)[1]
     assert [kind for kind, _ in failures] == ["NotInitialized"] * CALLS
-    assert "was under way when this worker shut down" in failures[0][1]
+    assert "was pending when this worker shut down" in failures[0][1]
 
 
 def test_process_that_exits_without_shutdown(four: list[Actor]) -> None:

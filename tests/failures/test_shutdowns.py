@@ -76,7 +76,7 @@ def test_a_leaving_member_waits_until_its_deadline() -> None:
         cluster(1, store=store, dynamic=True, graceful=False) as w,
         rendezvous.membership_lock(store, "slow", joining=True),
     ):
-        with pytest.raises(TelegradError, match="does not give the group's lock back"):
+        with pytest.raises(TelegradError, match="does not release the group's lock"):
             run_all([lambda: w[0].shutdown(timeout=SOON)], timeout=10)
         assert w[0]._worker.closed
 
@@ -233,7 +233,7 @@ def test_shutdown_without_grace_ends_calls_on_both_sides(two_alone: Cluster) -> 
     gate.wait_for(2)
     end = threading.Thread(target=lambda: w[0].shutdown(graceful=False))
     end.start()
-    with pytest.raises(NotInitialized, match="was under way when this worker shut down"):
+    with pytest.raises(NotInitialized, match="was pending when this worker shut down"):
         mine.wait()
     with pytest.raises(WorkerLost, match="w0 is lost: it shut down"):
         theirs.wait()

@@ -287,7 +287,7 @@ def test_pending_callers_are_notified(how: str) -> None:
             return str(caught.value)
 
         *said, _ = run_all([call, call, call, close])
-        assert all("under way when this worker shut down" in text for text in said)
+        assert all("pending when this worker shut down" in text for text in said)
         assert isinstance(core.engine, ClosedEngine)
 
 

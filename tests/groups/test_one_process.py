@@ -78,7 +78,7 @@ def test_a_rank_used_twice(tmp_path: Path) -> None:
     options = Options(init_method=f"file://{tmp_path}/meeting", rpc_timeout=0.3)
 
     def join() -> None:
-        with pytest.raises(TelegradError, match=r"rank 1 of 2 did not come"):
+        with pytest.raises(TelegradError, match=r"rank 1 of 2 did not join"):
             Worker("w", 0, 2, options)
 
     run_all([join, join])

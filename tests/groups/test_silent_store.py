@@ -87,7 +87,7 @@ def test_operations_with_a_timeout() -> None:
         with pytest.raises(KeyError, match="as it is"):
             within(seconds, fails)
     never = threading.Event()
-    with pytest.raises(StoreUnresponsive, match=r"has not answered within 0\.01 s"):
+    with pytest.raises(StoreUnresponsive, match=r"has not replied within 0\.01 s"):
         within(0.01, never.wait)
     never.set()
 

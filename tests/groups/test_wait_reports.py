@@ -223,12 +223,12 @@ def test_missing_ranks(log_lines: Callable[[], list[str]], tmp_path: Path) -> No
     for rank, missing in ((0, "1, 3"), (1, "0, 3")):
         store = dist.FileStore(str(tmp_path / f"meeting{rank}"), 4)  # type: ignore[attr-defined]
         store.set("member/2", "{}")
-        with pytest.raises(TelegradError, match=rf"those with rank {missing} of 4 did not come"):
+        with pytest.raises(TelegradError, match=rf"those with rank {missing} of 4 did not join"):
             Worker(f"w{rank}", rank, 4, Options(rpc_timeout=SHORT), store=store)
     first, second = log_lines()
     where = f"of 4 at {tmp_path / 'meeting'}"
     assert first.startswith(f"w0 (rank 0) is waiting for ranks 1, 3 {where}0 since ")
-    assert first.endswith("; last: 2 have come")
+    assert first.endswith("; last: 2 have joined")
     assert second.startswith(f"w1 (rank 1) is waiting for ranks 0, 3 {where}1 since ")
 
 
@@ -256,7 +256,7 @@ def test_lock_of_a_dynamic_group(log_lines: Callable[[], list[str]]) -> None:
     store.set_timeout(timedelta(seconds=SHORT))
     with (
         rendezvous.membership_lock(store, "slow", joining=True),
-        pytest.raises(TelegradError, match="the group's lock back"),
+        pytest.raises(TelegradError, match="the group's lock"),
     ):
         Worker("quick", store=store)
     assert log_lines()[0].startswith("quick is waiting for slow to join the group since ")

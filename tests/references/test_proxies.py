@@ -65,14 +65,14 @@ def test_property_is_an_error_where_it_is_accessed(kind: str) -> None:
 def test_missing_attribute_is_an_error_of_the_call() -> None:
     rref = rpc.remote("w1", make)
     for _ in range(2):  # also where the value is known to exist
-        with pytest.raises(TypeError, match=r"'weight' of Model is no method, but of type Tensor\. Read .*get_attr"):
+        with pytest.raises(TypeError, match=r"'weight' of Model is not a method but of type Tensor\. Read .*get_attr"):
             rref.rpc_sync().weight()
         assert rref.rpc_sync().double(2) == 4
-    with pytest.raises(TypeError, match="'value' of Model is no method, but of type int"):
+    with pytest.raises(TypeError, match="'value' of Model is not a method but of type int"):
         rref.rpc_async().value().wait()
     known = rpc.remote("w1", Model)
     assert known.rpc_sync().hook() == "called"
-    with pytest.raises(TypeError, match="'kind' of Model is no method, but of type str"):
+    with pytest.raises(TypeError, match="'kind' of Model is not a method but of type str"):
         known.rpc_sync().kind()
 
 

@@ -232,7 +232,7 @@ def test_uses_after_shutdown_raise() -> None:
         ]
         for use in uses:
             with pytest.raises(
-                RRefError, match=r"given up when its worker shut down. Cannot call to_here\(\) on it after"
+                RRefError, match=r"released when its worker shut down. Cannot call to_here\(\) on it after"
             ):
                 use()
         assert theirs.owner_name() == "w1"

@@ -1,4 +1,4 @@
-"""Where a worker listens, what it tells the others, and which of another's addresses to try."""
+"""Addresses: where a worker listens, which it publishes, and which to connect to."""
 
 import fcntl
 import ipaddress
@@ -18,7 +18,10 @@ _SAME_HOST = ("shm", "unix")  # transports whose addresses are names of Unix soc
 
 
 def host_key() -> str:
-    """Equal for two processes that can reach each other's abstract Unix sockets: same boot, same network namespace."""
+    """Return a key shared by processes that reach each other's abstract Unix sockets.
+
+    Such processes have the same boot and the same network namespace.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()
@@ -28,7 +31,7 @@ def host_key() -> str:
 
 
 def store_host(init_method: str, store: Any) -> str:
-    """The host of the store, or "" if it has none (a file)."""
+    """Return the host of the store, or "" if the store has none (a file)."""
     url = urlparse(init_method)
     if url.scheme == "tcp":
         return url.hostname or ""
@@ -41,7 +44,7 @@ def store_host(init_method: str, store: Any) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Is it an address that only this machine reaches?"""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -49,11 +52,11 @@ def is_loopback(host: str) -> bool:
 
 
 def _own_address(towards: str, wanted: int = socket.AF_UNSPEC) -> str:
-    """The address of the interface by which a host is reached, of the wanted family."""
+    """Return the local address of the interface that routes to a host."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(towards, 9, wanted, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as s:
-            s.connect(address)  # sends nothing: it only chooses a route
+            s.connect(address)  # sends nothing: connecting only selects a route
             return str(s.getsockname()[0])
     except OSError:
         return "127.0.0.1"
@@ -73,7 +76,7 @@ def _bracketed(host: str) -> str:
 
 
 def listen_addresses(options: Options, store_at: str, name: str) -> tuple[list[str], str]:
-    """What to listen on, and the host among it."""
+    """Return the addresses to listen on, and their host."""
     host = options.bind or None
     if host is None and os.environ.get("TP_SOCKET_IFNAME"):
         host = _interface_address(os.environ["TP_SOCKET_IFNAME"])
@@ -89,11 +92,14 @@ def listen_addresses(options: Options, store_at: str, name: str) -> tuple[list[s
 
 
 def advertised(bound: list[str], options: Options, store_at: str) -> list[str]:
-    """What the others are told. A wildcard address leads nowhere: they get the one that leads to the store's host."""
-    told = None
+    """Return the addresses to publish.
+
+    A wildcard address is replaced by the local address that routes to the store's host.
+    """
+    host_to_publish = None
     if options.advertise is not None:
         try:
-            told = str(socket.getaddrinfo(options.advertise, None, type=socket.SOCK_STREAM)[0][4][0])
+            host_to_publish = str(socket.getaddrinfo(options.advertise, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as e:
             raise RuntimeError(f"option advertise names {options.advertise}, which cannot be resolved: {e}") from e
     addresses = []
@@ -103,7 +109,7 @@ def advertised(bound: list[str], options: Options, store_at: str) -> list[str]:
             addresses.append(address)
             continue
         host, _, port = rest.rpartition(":")
-        addresses.append(f"tcp:{_bracketed(told or _without_wildcard(host, store_at))}:{port}")
+        addresses.append(f"tcp:{_bracketed(host_to_publish or _without_wildcard(host, store_at))}:{port}")
     return addresses
 
 
@@ -113,11 +119,11 @@ def _without_wildcard(host: str, store_at: str) -> str:
         return host
     if is_loopback(store_at):
         return "127.0.0.1" if own.version == 4 else "::1"
-    # A socket on :: takes IPv4 as well; one on 0.0.0.0 takes nothing else.
+    # A socket on :: accepts IPv4 as well; a socket on 0.0.0.0 accepts only IPv4.
     return _own_address(store_at, socket.AF_INET if own.version == 4 else socket.AF_UNSPEC)
 
 
 def candidates(addresses: list[str], same_host: bool, transports: tuple[str, ...]) -> list[str]:
-    """Which of another worker's addresses to try, best first."""
+    """Return the addresses of another worker to try, best first."""
     usable = [f"{name}:" for name in transports if same_host or name not in _SAME_HOST]
     return [address for scheme in usable for address in addresses if address.startswith(scheme)]

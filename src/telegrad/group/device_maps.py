@@ -1,5 +1,7 @@
-"""Device maps: which device of a worker stands for which of another's. They are checked when a group meets, in torch's
-words. (Tensors on other devices than the CPU do not travel yet.)"""
+"""Device maps: which devices of two workers correspond to each other.
+
+A group checks them when it meets, with torch's error texts. Tensors on devices other than the CPU cannot be sent yet.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -10,15 +12,15 @@ __all__ = ["Devices", "check", "devices_of"]
 
 
 class Devices(NamedTuple):
-    """What a worker says of its devices; plain values, as it goes through the store."""
+    """Devices of a worker as plain values, for the store."""
 
-    cuda: int  # how many CUDA devices there are
-    own: list[str]  # those that it uses, if it says so
-    maps: dict[str, dict[str, str]]  # by the name of the other worker: device here to device there
+    cuda: int  # number of CUDA devices
+    own: list[str]  # devices in use, if the options name any
+    maps: dict[str, dict[str, str]]  # by the name of the other worker: local device to remote device
 
 
 def devices_of(options: Any) -> Devices:
-    """What the options of a program say, be they torch's or Telegrad's (which have no maps)."""
+    """Return the devices in a program's options, of torch or of Telegrad."""
     own = [str(device) for device in getattr(options, "devices", None) or ()]
     given: Mapping[str, Mapping[Any, Any]] = getattr(options, "device_maps", None) or {}
     maps = {to: {str(here): str(there) for here, there in devices.items()} for to, devices in given.items()}
@@ -26,32 +28,32 @@ def devices_of(options: Any) -> Devices:
 
 
 def check(members: Mapping[str, Devices], all_known: bool) -> None:
-    """Checks what all members of a group say, or those that are known.
+    """Check the devices of all known members of a group.
 
     Args:
-        members: by name.
-        all_known: nobody else is in the group, so a map for somebody else is an error.
+        members: Devices by worker name.
+        all_known: The group has no other members, so a map for another worker is an error.
 
     Raises:
-        ValueError: something does not fit; in torch's words.
+        ValueError: The devices are inconsistent; the text is torch's.
     """
-    choosy = {name: devices for name, devices in members.items() if devices.own or devices.maps}
-    for name, devices in choosy.items():
+    configured = {name: devices for name, devices in members.items() if devices.own or devices.maps}
+    for name, devices in configured.items():
         if len(set(devices.own)) != len(devices.own):
             raise ValueError(f"Node {name} has duplicated devices\ndevices = {devices.own}")
         if not _exist(devices.own, devices.cuda):
             raise ValueError(
                 f"Node {name} has devices with invalid indices\ndevices = {devices.own}\ndevice count = {devices.cuda}"
             )
-    for name, devices in choosy.items():
-        strangers = devices.maps.keys() - members.keys()
-        if strangers and all_known:
+    for name, devices in configured.items():
+        unknown = devices.maps.keys() - members.keys()
+        if unknown and all_known:
             raise ValueError(
                 f"Node {name} has invalid target node names in its device maps\n"
                 f"device maps = {sorted(devices.maps)}\nnode names = {sorted(members)}"
             )
-        for to, devices_there in devices.maps.items():
-            _check_map(name, devices, to, members.get(to), devices_there)
+        for to, remote_devices in devices.maps.items():
+            _check_map(name, devices, to, members.get(to), remote_devices)
 
 
 def _check_map(name: str, source: Devices, to: str, target: Devices | None, devices: dict[str, str]) -> None:
@@ -59,7 +61,7 @@ def _check_map(name: str, source: Devices, to: str, target: Devices | None, devi
     if len(set(devices.values())) != len(devices):
         raise ValueError(f"Node {name} has duplicated target devices {where}")
     for kind, one, used in (("source", source, devices.keys()), ("target", target, devices.values())):
-        if one is None:  # it has not joined yet
+        if one is None:  # the worker has not joined yet
             continue
         if one.own:
             if not set(used) <= set(one.own):

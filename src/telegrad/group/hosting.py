@@ -65,7 +65,9 @@ class _Host:
     def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
         server, no_server = None, ""
         try:
-            server = UnixStoreServer(address.port)  # first: a client that finds the port open relies on the server
+            server = UnixStoreServer(
+                address.port
+            )  # before the port opens: a client that finds the port open relies on the server
         except OSError as e:
             no_server = str(e)
         try:
@@ -83,12 +85,12 @@ class _Host:
         if server is None:
             logger.info("workers of this host will reach the group's store by its port alone: %s", no_server)
             return
-        me = weakref.ref(self)
-        server.open(self.store, lambda: (host := me()) is not None and host._release_port())
+        self_ref = weakref.ref(self)
+        server.open(self.store, lambda: (host := self_ref()) is not None and host._release_port())
         weakref.finalize(self, server.close_later)
 
     def store_for(self, address: StoreAddress, timeout: timedelta) -> Any:
-        """Return the store for a worker. The host lives at least as long as it."""
+        """Return the store for a worker. The store keeps the host alive."""
         if self.server is None:
             return self.store
         store = LocalStore(address.host, address.port, timeout)
@@ -110,8 +112,8 @@ def _port_is_taken(address: StoreAddress) -> TelegradError:
     Raises:
         TelegradError: the port is taken by another program, which the text names.
     """
-    met = probe(address.host, address.port, _PROBE_TIMEOUT)
-    other, kind = ("another program", TelegradError) if met else ("the store of another group", _PortIsTaken)
+    found = probe(address.host, address.port, _PROBE_TIMEOUT)
+    other, kind = ("another program", TelegradError) if found else ("the store of another group", _PortIsTaken)
     return kind(
         f"rank 0 cannot host the group's store at {address.host}:{address.port}: {other} has the port (EADDRINUSE)."
         " Give the group (MASTER_PORT, or init_method) a port that is free on the host of rank 0."

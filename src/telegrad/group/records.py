@@ -1,7 +1,7 @@
-"""Members of a group as they stand in its store, and what they agree on.
+"""Records of members in the store, and the group that they agree on.
 
-Where the group was given a secret, each record carries a MAC: another process that can write to the store cannot make a
-member, nor give one another address.
+If the group was given a secret, each record has a MAC: another process that writes to the store can neither add a
+member nor change a member's address.
 """
 
 import hmac
@@ -12,24 +12,24 @@ from telegrad.errors import TelegradError
 
 __all__ = ["Group", "Member", "member_of", "record_of"]
 
-_PURPOSE = b"telegrad member record\0"  # nothing else that is proven with the secret begins so
+_PURPOSE = b"telegrad member record\0"  # unique prefix among the messages authenticated with the secret
 
 
 class Member(NamedTuple):
-    """What a worker tells the others about itself."""
+    """Data of a worker that it publishes to the group."""
 
     id: int
     name: str
     incarnation: int
     addresses: list[str]
     host: str  # see addresses.host_key
-    devices: tuple[Any, ...] = (0, (), {})  # see devices.Devices; as a static group exchanges them
+    devices: tuple[Any, ...] = (0, (), {})  # see device_maps.Devices; exchanged in a static group
 
 
 class Group(NamedTuple):
-    """What all members of a group agree on."""
+    """Data that all members of a group agree on."""
 
-    token: str  # tells this group from others
+    token: str  # distinguishes this group from others
     secret: bytes
     shared_secret: bool  # the secret came through the store
 
@@ -38,15 +38,15 @@ class Group(NamedTuple):
 
 
 def record_of(member: Member, group: Group) -> dict[str, Any]:
-    """The member as it stands in the store."""
+    """Return the record of a member for the store."""
     return {"facts": member} if group.shared_secret else {"facts": member, "mac": _mac(member, group)}
 
 
 def member_of(record: dict[str, Any], group: Group) -> Member:
-    """The member of a record.
+    """Return the member of a record.
 
     Raises:
-        TelegradError: the record was made with another secret than the group's, or without one.
+        TelegradError: The record was made with another secret than the group's, or without a secret.
     """
     member = Member(*record["facts"])
     mac = record.get("mac")

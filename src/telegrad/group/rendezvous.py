@@ -1,9 +1,9 @@
-"""How the members of a group find each other: through a c10d store.
+"""Rendezvous of a group's members through a c10d store.
 
 The first member chooses the group's token, and its secret unless one was given. In a static group every member writes
-who and where it is; rank 0 waits for all of them, takes the secret out of the store again, and writes the list, for
-which the others wait, so that uses of the store grow as the group does. A dynamic group keeps a list, guarded by a
-token as torch does it, and each change is told to the members that are there.
+its record. Rank 0 waits for all records, removes the secret from the store, and writes the list of members. The other
+ranks wait for that list, so the number of store operations grows linearly with the group. A dynamic group keeps a list
+that is guarded by a lock, as in torch, and each change is sent to the present members.
 """
 
 import fcntl
@@ -47,28 +47,28 @@ _MEMBERS = "members"
 
 
 class JoinRefused(TelegradError):
-    """The group that meets here cannot have this worker."""
+    """The group at this store cannot accept this worker."""
 
 
 class _Agreement(NamedTuple):
-    """What the first member of a group chooses, as it stands in the store."""
+    """Choice of the first member of a group, as stored."""
 
     static: bool
     world_size: int  # 0: dynamic
     token: str
-    key: str  # the random secret; "": the members have one of their own, or all of a static group have this one
+    key: str  # the random secret; "" if the members were given one, or once all have read it
 
 
 def _first(store: Any, key: str, mine: str) -> str:
-    """The value of the first one to write a key."""
+    """Write a key unless it exists, and return its value."""
     return bytes(store.compare_set(key, "", mine)).decode()
 
 
 def agree(store: Any, secret: bytes | None, static: bool, world_size: int) -> Group:
-    """Agrees on the group's token, its secret and its kind.
+    """Agree with the other members on the group's token, secret and kind.
 
     Raises:
-        Refused: a member joins in another way, or expects another number of workers.
+        JoinRefused: The kind of group or its world size differs.
     """
     mine = _Agreement(static, world_size, secrets.token_hex(16), secrets.token_hex(32) if secret is None else "")
     agreed = _Agreement(**json.loads(_first(store, _AGREEMENT, json.dumps(mine._asdict()))))
@@ -81,38 +81,42 @@ def agree(store: Any, secret: bytes | None, static: bool, world_size: int) -> Gr
         )
     if secret is not None:
         return Group(agreed.token, secret, False)
-    # Whoever came first may have a secret of its own: then those who have none cannot talk to it.
+    # If the first member was given a secret, members without one cannot connect to it.
     return Group(agreed.token, bytes.fromhex(agreed.key or mine.key), True)
 
 
 def _agreed(store: Any) -> _Agreement | None:
-    """What the first member chose, if one has come."""
+    """Return the first member's choice, or None before there is one."""
     return _Agreement(**json.loads(store.get(_AGREEMENT))) if store.check([_AGREEMENT]) else None
 
 
 def has_rank_0(store: Any) -> bool:
-    """Has the worker with rank 0 of a static group begun to join it?"""
+    """Return whether rank 0 of a static group has begun to join."""
     return bool(store.check(["rank/0"]))
 
 
 def has_list(store: Any) -> bool:
-    """Has rank 0 of a static group said who is in it, or why there is none?"""
+    """Return whether rank 0 of a static group has written the members or a failure."""
     return bool(store.check([_MEMBERS]))
 
 
 def is_static(store: Any) -> bool:
-    """Has a static group met here?"""
+    """Return whether a static group has met at this store."""
     agreed = _agreed(store)
     return agreed is not None and agreed.static
 
 
 def ordinal(store: Any, name: str) -> int:
-    """How often a worker of this name has been in the group before."""
+    """Return how often a worker with this name has joined before."""
     return int(store.add(f"incarnations/{name}", 1)) - 1
 
 
 def take_rank(store: Any, rank: int, name: str) -> None:
-    """Raises Refused if another worker has this rank."""
+    """Reserve a rank.
+
+    Raises:
+        JoinRefused: Another worker has the rank.
+    """
     mine = f"{name} {secrets.token_hex(8)}"
     taken = _first(store, f"rank/{rank}", mine)
     if taken != mine:
@@ -123,11 +127,11 @@ def take_rank(store: Any, rank: int, name: str) -> None:
 
 
 def mark_failed(store: Any, rank: int, why: str) -> None:
-    """Tells those who wait that this rank will not come, unless another worker has it."""
+    """Publish that a rank will not join, unless another worker has it."""
     failure = json.dumps({"failed": f"the worker with rank {rank} failed to join: {why}", "rank": rank})
     if json.loads(store.compare_set(f"member/{rank}", "", failure)).get("rank") != rank:
         return
-    # Rank 0 must not wait for the others of those who have not come first, and the others not for rank 0.
+    # Neither rank 0 nor the others must wait for the remaining ranks.
     agreed = _agreed(store)
     for other in range(agreed.world_size if agreed else 0):
         store.compare_set(f"member/{other}", "", failure)
@@ -135,10 +139,10 @@ def mark_failed(store: Any, rank: int, why: str) -> None:
 
 
 def gather_static(store: Any, member: Member, group: Group, world_size: int, wait: Wait) -> list[Member]:
-    """Writes this member and waits for all others.
+    """Write this member's record and wait for all others.
 
     Raises:
-        RuntimeError: one of them failed, did not come in time, has another's name, or another secret.
+        RuntimeError: A member failed, timed out, has the name of another member, or another secret.
     """
     store.set(f"member/{member.id}", json.dumps(record_of(member, group)))
     if member.id == 0:
@@ -152,7 +156,7 @@ def gather_static(store: Any, member: Member, group: Group, world_size: int, wai
 
 
 def _collect(store: Any, member: Member, group: Group, world_size: int, wait: Wait) -> bytes:
-    """Rank 0: makes the list for all, or says why there is none."""
+    """Write the list of members, or a failure, as rank 0."""
     keys = [f"member/{rank}" for rank in range(world_size)]
     try:
         if not wait_for_keys(store, keys, wait, lambda: _absent(store, world_size)):
@@ -162,7 +166,7 @@ def _collect(store: Any, member: Member, group: Group, world_size: int, wait: Wa
         failed = next((each for each in written if "failed" in each), None)
         if failed is None:
             check_members([member_of(record, group) for record in written], world_size)
-        _forget_secret(store, group, world_size)  # all have it who have written themselves
+        _forget_secret(store, group, world_size)  # all members that have written a record have the secret
     except BaseException as e:
         with suppress(RuntimeError):
             store.compare_set(
@@ -173,15 +177,15 @@ def _collect(store: Any, member: Member, group: Group, world_size: int, wait: Wa
 
 
 def _forget_secret(store: Any, group: Group, world_size: int) -> None:
-    """Takes the secret of a static group out of its store."""
+    """Remove the secret of a static group from its store."""
     if not group.shared_secret:
         return
     store.set(_AGREEMENT, json.dumps(_Agreement(True, world_size, group.token, "")._asdict()))
     base = base_of(store)
-    if isinstance(base, FileStore):  # which keeps what was there before
+    if isinstance(base, FileStore):  # a file store appends and keeps old values
         path: str = base.path  # type: ignore[attr-defined]
         with open(path, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # as its users do
+            fcntl.flock(file, fcntl.LOCK_EX)  # as torch's file store does
             secret = group.secret.hex().encode()
             at = file.read().find(secret)
             if at >= 0:
@@ -190,7 +194,7 @@ def _forget_secret(store: Any, group: Group, world_size: int) -> None:
 
 
 def _wait_for_list(store: Any, member: Member, world_size: int, wait: Wait) -> bytes:
-    """The other ranks."""
+    """Wait for the list of members, as another rank than 0."""
     if not wait_for_keys(store, [_MEMBERS], wait, lambda: _absent(store, world_size)):
         raise _timeout_error(store, member, world_size, wait.timeout)
     return bytes(store.get(_MEMBERS))
@@ -200,20 +204,20 @@ def _timeout_error(store: Any, member: Member, world_size: int, timeout: float) 
     missing = _missing(store, 0, world_size)
     return TelegradError(
         f"worker {member.name} (rank {member.id}) waited {timeout:g} s for the other workers; those with rank"
-        f" {', '.join(map(str, missing or [0]))} of {world_size} did not come. Are they started, with this init_method?"
+        f" {', '.join(map(str, missing or [0]))} of {world_size} did not join. Are they started, with this init_method?"
     )
 
 
 def _absent(store: Any, world_size: int) -> tuple[str, str]:
-    """Who is waited for, and how far the group has come; see `Wait.step`."""
+    """Return the missing ranks, and how many have joined, for `Wait.step`."""
     missing = _missing(store, 0, world_size)
     others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing or [0]))}"
     place = place_of(store)
-    return f"{others} of {world_size}{f' at {place}' if place else ''}", f"{world_size - len(missing)} have come"
+    return f"{others} of {world_size}{f' at {place}' if place else ''}", f"{world_size - len(missing)} have joined"
 
 
 def _missing(store: Any, first: int, end: int) -> list[int]:
-    """Which ranks from the first to the end have not come; few uses of the store if these are few."""
+    """Return the missing ranks of a range, with few store operations for few ranks."""
     if store.check([f"member/{rank}" for rank in range(first, end)]):
         return []
     if end - first == 1:
@@ -223,7 +227,11 @@ def _missing(store: Any, first: int, end: int) -> list[int]:
 
 
 def check_members(members: list[Member], world_size: int | None) -> GroupView:
-    """Raises RuntimeError if they cannot be one group: two have one name or one id, say."""
+    """Check that members form a group, with unique names and ids.
+
+    Raises:
+        RuntimeError: They do not.
+    """
     view = GroupView(world_size)
     for member in members:
         view.join(protocol.Member(member.name, member.id, 0, world_size, str(member.incarnation)))
@@ -231,20 +239,24 @@ def check_members(members: list[Member], world_size: int | None) -> GroupView:
 
 
 def mark_abandoned(store: Any, timeout: float) -> None:
-    """This worker's time is up, so it leaves the group before the others: no worker of it can end with all.
+    """Publish that this worker leaves after a timeout.
+
+    Then no worker can finish a shutdown that includes all workers.
 
     Args:
-        timeout: seconds that it may take to say so.
+        store: Store of the group.
+        timeout: Limit in seconds.
     """
-    with suppress(RuntimeError):  # the store has gone: then so have those who would look
+    with suppress(RuntimeError):  # the store is gone, and with it the workers that would read the key
         within(timeout, lambda: store.set("abandoned", "1"))
 
 
 def is_abandoned(store: Any, timeout: float) -> bool:
-    """Has a worker left the group because its time was up?
+    """Return whether a worker has left the group after a timeout.
 
     Args:
-        timeout: seconds that the store may take to say so; 0 is no limit.
+        store: Store of the group.
+        timeout: Limit in seconds; 0 for none.
     """
     try:
         return within(timeout, lambda: bool(store.check(["abandoned"])))
@@ -257,13 +269,16 @@ def is_abandoned(store: Any, timeout: float) -> bool:
 
 @contextmanager
 def membership_lock(store: Any, name: str, joining: bool, budget: SharedDeadline | None = None) -> Iterator[None]:
-    """Nobody else joins or leaves meanwhile.
+    """Hold the lock of the group's membership: no other worker joins or leaves.
 
     Args:
-        budget: how long others who join or leave may take; by default each as long as the store waits.
+        store: Store of the group.
+        name: Name of this worker.
+        joining: This worker joins; otherwise it leaves.
+        budget: Deadline for the lock; by default the store's timeout for each holder.
 
     Raises:
-        TelegradError: they take longer.
+        TelegradError: The lock was not released in time.
     """
     mine = f"Token_for_{name}_{'join' if joining else 'leave'}_{secrets.token_hex(4)}"
     while True:
@@ -272,7 +287,7 @@ def membership_lock(store: Any, name: str, joining: bool, budget: SharedDeadline
             break
         wait = Wait(name, store.timeout.total_seconds() if budget is None else budget.left())
         if not wait_for_keys(store, [held], wait, lambda held=held: _holder(store, held)):  # type: ignore[misc]
-            raise TelegradError(f"{name} waited for {held}, which does not give the group's lock back")
+            raise TelegradError(f"{name} waited for {held}, which does not release the group's lock")
     try:
         yield
     finally:
@@ -281,22 +296,22 @@ def membership_lock(store: Any, name: str, joining: bool, budget: SharedDeadline
 
 
 def _holder(store: Any, held: str) -> tuple[str, str]:
-    """Who has the lock; see `Wait.step`."""
+    """Return the holder of the lock, for `Wait.step`."""
     name, _, what = held.removeprefix("Token_for_").rpartition("_")[0].rpartition("_")
     place = place_of(store)
     return f"{name} to {what} the group{f' at {place}' if place else ''}", "it has the group's lock"
 
 
 def has_members(store: Any) -> bool:
-    """Is anybody in the group?"""
+    """Return whether the group has members."""
     return bool(_records(store))
 
 
 def read_members(store: Any, group: Group) -> list[Member]:
-    """Who is in the group, as the store has it.
+    """Return the members in the store.
 
     Raises:
-        TelegradError: a record was not made with the group's secret.
+        TelegradError: A record was not made with the group's secret.
     """
     return [member_of(record, group) for record in _records(store)]
 

@@ -39,7 +39,7 @@ class _Numbers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.next: int = 0
-        self._joining: dict[tuple[str, int], tuple[int, set[int]]] = {}  # by place and size: number, ranks
+        self._joining: dict[tuple[str, int], tuple[int, set[int]]] = {}  # by address and size: number, ranks
 
     @contextmanager
     def joining(self, place: str, world_size: int, rank: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Uses of a group's store: bounded in time, and waits for its keys that the log announces."""
+"""Store operations with timeouts, and waits for keys with log lines."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from telegrad.waits import Wait, wait_for
 __all__ = ["BoundedStore", "StoreGone", "StoreUnresponsive", "base_of", "place_of", "wait_for_keys", "within"]
 
 StoreGone: type[RuntimeError] = dist.DistNetworkError
-"""The error of a store operation whose host has gone."""
+"""Error of a store operation whose host is gone."""
 
 _MIN_PAUSE, _MAX_PAUSE = 0.0005, 0.1  # s between two polls of a store whose own wait is not used
 
@@ -24,45 +24,46 @@ T = TypeVar("T")
 
 
 class StoreUnresponsive(dist.DistNetworkError):
-    """The store's host, or the resolver, does not answer in time."""
+    """The store's host, or the resolver, did not reply in time."""
 
 
 def within(seconds: float, operation: Callable[[], T]) -> T:
-    """Run an operation that may not end by itself, such as one of a store.
+    """Run an operation, such as one of a store, with a timeout.
 
     Args:
-        seconds: how long to wait for it; 0 is no limit.
+        seconds: Limit in seconds; 0 for none.
+        operation: The operation.
 
     Raises:
-        StoreUnresponsive: it takes longer. It goes on in a thread of its own.
+        StoreUnresponsive: The limit has passed; the operation continues on a thread of its own.
     """
     if not seconds:
         return operation()
     outcome: list[T] = []
     failure: list[BaseException] = []
-    over = threading.Event()
+    done = threading.Event()
 
     def run() -> None:
         try:
             outcome.append(operation())
         except BaseException as e:
             failure.append(e)
-        over.set()
+        done.set()
 
     threading.Thread(target=run, name="telegrad-store-use", daemon=True).start()
-    if not wait_for(over, seconds):
-        raise StoreUnresponsive(f"the host of the group's store has not answered within {seconds:.3g} s")
+    if not wait_for(done, seconds):
+        raise StoreUnresponsive(f"the host of the group's store has not replied within {seconds:.3g} s")
     if failure:
         raise failure[0]
     return outcome[0]
 
 
 class BoundedStore:
-    """A store whose operations all have to end in time.
+    """Store whose operations all have a timeout.
 
     Args:
-        store: any.
-        left: says how many seconds the next one may take; 0 is no limit.
+        store: Any store.
+        left: Returns the limit of the next operation in seconds; 0 for none.
     """
 
     def __init__(self, store: Any, left: Callable[[], float]) -> None:
@@ -71,20 +72,20 @@ class BoundedStore:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._store, name)
-        if name in ("underlying_store", "wait") or not callable(found):  # a wait has a limit of its own
+        if name in ("underlying_store", "wait") or not callable(found):  # these have a limit of their own
             return found
         return lambda *args: within(self._left(), lambda: found(*args))
 
 
 def base_of(store: Any) -> Any:
-    """The store of which this one is a part."""
+    """Return the store of which this store is a part."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
 def place_of(store: Any) -> str:
-    """Where a store is, for people; "" if it does not say."""
+    """Return a store's address for messages; "" if it has none."""
     base = base_of(store)
     host = getattr(base, "host", None)
     return f"{host}:{base.port}" if host else str(getattr(base, "path", ""))
@@ -94,13 +95,16 @@ def wait_for_keys(store: Any, keys: Sequence[str], wait: Wait, for_what: Callabl
     """Wait until a store has all of these keys.
 
     Args:
-        for_what: as for `Wait.step`.
+        store: The store.
+        keys: The keys.
+        wait: Limit and log lines of the wait.
+        for_what: As for `Wait.step`.
 
     Returns:
-        False if it has not when the time is up.
+        False on timeout.
 
     Raises:
-        StoreGone: the store's host has gone.
+        StoreGone: The store's host is gone.
     """
     await_them = _poll if isinstance(base_of(store), _POLLED) else _await
     while not await_them(store, keys, wait.pause()):
@@ -117,7 +121,7 @@ def _await(store: Any, keys: Sequence[str], seconds: float) -> bool:
     except StoreGone:
         raise
     except RuntimeError:
-        if time.monotonic() - begun < seconds / 2:  # not for want of time
+        if time.monotonic() - begun < seconds / 2:  # the store failed before the timeout
             raise
         return False
     return True

@@ -1,4 +1,4 @@
-"""Functions, methods and arguments of a call, as the program gives them."""
+"""Functions, methods and arguments of a call, as given by the program."""
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -25,25 +25,28 @@ __all__ = [
 
 
 def name_of(function: Any) -> str:
-    """What errors call it."""
+    """Return the name of a function, for error messages."""
     return getattr(function, "__qualname__", None) or repr(function)
 
 
 def is_scripted(function: Any) -> bool:
-    """Is it a torch operator or a scripted function? (torch's own RPC has other message types for these.)"""
+    """Return whether a function is a torch operator or a scripted function.
+
+    Torch's own RPC has separate message types for these.
+    """
     if isinstance(function, torch.jit.ScriptFunction):
         return True
     return find_builtin(function) is not None
 
 
 def find_builtin(function: Any) -> str | None:
-    """The name of a torch operator in torch's registry, such as ``aten::add``; None for everything else."""
+    """Return the registered name of a torch operator, such as ``aten::add``, or None."""
     name: str | None = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
     return name
 
 
 def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls it, and lets a torch operator say what is wrong with its arguments."""
+    """Call a function; a torch operator reports wrong arguments itself."""
     try:
         return function(*args, **kwargs)
     except TypeError as e:
@@ -56,13 +59,13 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def rerun_for_torch_error(
     function: Any, args: Any, kwargs: Any, error: BaseException
 ) -> tuple[Any, BaseException | None]:
-    """A torch operator that is called with wrong arguments says so as it does through torch's own RPC.
+    """Call a torch operator again, for the error that torch's own RPC would raise.
 
     Returns:
-        The operator's result after all, or the error given.
+        The operator's result if the second call succeeds, or the given error.
 
     Raises:
-        what the operator says.
+        Exception: Whatever the operator raises.
     """
     name = find_builtin(function) if isinstance(error, TypeError) else None
     if name is None:
@@ -72,10 +75,10 @@ def rerun_for_torch_error(
 
 
 def find_function(name: bytes) -> Any:
-    """The function of a name.
+    """Return the function with a name.
 
     Raises:
-        AttributeError, ImportError: it is not on this worker; with a hint.
+        AttributeError, ImportError: This worker has no such function; the text has a hint.
     """
     try:
         return resolve(name)
@@ -85,43 +88,44 @@ def find_function(name: bytes) -> Any:
 
 
 def read_attribute(rref: Any, name: str) -> Any:
-    """Runs on an owner: what an attribute of a referenced value holds."""
+    """Return an attribute of a referenced value; runs on the owner."""
     return attrgetter(name)(rref.local_value())
 
 
 def read_with(name: str) -> str:
-    """For errors: how an attribute is read."""
+    """Return how an attribute can be read, for error messages."""
     return f"Read an attribute with rref.get_attr({name!r})."
 
 
 def method_of(value: Any, name: str) -> Any:
-    """A method of a referenced value.
+    """Return a method of a referenced value.
 
     Raises:
-        AttributeError: it has none of this name, in torch's words.
-        TypeError: it has something else of this name, which cannot be called.
+        AttributeError: The value has no such attribute; the text is torch's.
+        TypeError: The attribute is not callable.
     """
     try:
         method = getattr(value, name)
     except AttributeError:
-        if hasattr(type(value), name):  # a property that raised it
+        if hasattr(type(value), name):  # a property raised the error
             raise
         raise AttributeError(f"type object {type(value).__name__!r} has no attribute {name!r}") from None
     if not callable(method) and not is_drop_in():
         raise TypeError(
-            f"{name!r} of {type(value).__qualname__} is no method, but of type {type(method).__qualname__}."
+            f"{name!r} of {type(value).__qualname__} is not a method but of type {type(method).__qualname__}."
             f" {read_with(name)}"
         )
     return method
 
 
 def checked_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, with nothing in place of None.
+    """Return the arguments, with empty ones instead of None.
 
-    Under the drop-in they are taken as torch takes them: whatever is empty is none, and whatever can be unpacked is.
+    The drop-in accepts what torch accepts: any empty value means no arguments, and anything that can be unpacked is
+    valid.
 
     Raises:
-        TypeError: ``args`` is no tuple or list, or ``kwargs`` no mapping.
+        TypeError: ``args`` is neither a tuple nor a list, or ``kwargs`` is not a mapping.
     """
     if args is None:
         args = ()

@@ -1,7 +1,7 @@
-"""The calling side: what the native client (csrc/python/client.cc) leaves to Python.
+"""Caller's side: what the native client (csrc/bind/client.cc) leaves to Python.
 
-The client resolves, encodes, sends and completes a call. What the codec cannot encode or decode, it has encoded by
-`Calls.encode_slow` and decoded by `Calls.result`.
+The client resolves, encodes, sends and completes a call. If the codec cannot encode or decode a message, the client
+calls `Calls.encode_slow` or `Calls.result`.
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ _PARTS: tuple[str, ...] = ("args", "kwargs")
 _PARTS_BY_VALUE = ("the function", *_PARTS)
 
 
-# torch.futures.Future's own only calls it.
+# torch.futures.Future.set_result only calls this.
 complete: Callable[[torch.futures.Future[Any], Any], None] = torch._C.Future.set_result
 
 
 class CallForm(NamedTuple):
-    """A call that the native client cannot encode, resolved as far as it can be."""
+    """Call that the native client cannot encode, as far as the client has resolved it."""
 
     peer: int
     function: Any  # with a receiver: None for its value, the name of a method, or a function of the value
@@ -52,42 +52,42 @@ class CallForm(NamedTuple):
     timeout: int  # ns; 0: none
     nested: bool
     context: Any  # the caller's autograd context
-    mode: str  # as a profile calls it: sync, async or remote; empty for what no profile shows
+    mode: str  # mode in a profile: sync, async or remote; empty for calls that profiles omit
     name: tuple[int, bytes] | None  # of the function; None: it travels by value
     receiver: Any  # an RRef
-    introduce: bool  # the owner may not know the receiver
+    introduce: bool  # the owner may not know the receiver yet
     keep_as: int | None  # the local id of the reference to create
     internal: bool
 
 
 class Request(NamedTuple):
-    """A request ready to leave."""
+    """Encoded request, ready to be sent."""
 
     peer: int
     name: tuple[int, bytes] | None
     message: Encoded
     timeout: int  # ns; 0: none
     nested: bool
-    keep: Any  # kept alive until the reply is here
-    label: str  # what errors call it: "f", or "to_here"
+    keep: Any  # kept alive until the reply arrives
+    label: str  # name in error messages: "f", or "to_here"
     keep_as: int | None
-    kind: str  # as a fault injector calls it: call, remote or fetch
+    kind: str  # kind for a fault injector: call, remote or fetch
     scripted: bool
-    span: tracing.Span | None = None  # of it in a profile
+    span: tracing.Span | None = None  # of the call in a profile
 
 
 class Calls:
-    """Makes the calls of one worker.
+    """Calls of one worker.
 
     Args:
-        engine: the native engine; the worker puts another object in its place when it closes.
-        messages: writes and reads messages.
-        resolve_worker: finds a worker by its name, id or info, or raises.
-        name_of: a worker's name by its id.
-        worker_id: the id of the worker itself.
-        infos: the workers by name and by id; the worker changes it.
-        default_timeout: seconds; 0: none.
-        environment: what the native client needs of the process.
+        engine: The native engine; the worker replaces it when it closes.
+        messages: Encodes and decodes messages.
+        resolve_worker: Returns a worker by name, id or info, or raises.
+        name_of: Returns a worker's name by its id.
+        worker_id: Id of this worker.
+        infos: Workers by name and by id; the worker updates it.
+        default_timeout: Timeout in seconds; 0 for none.
+        environment: Python objects that the native client uses.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Calls:
 
     @property
     def send_filter(self) -> "faults.Filter | None":
-        """The fault injector that messages pass."""
+        """Fault injector that all messages pass."""
         return self._send_filter
 
     @send_filter.setter
@@ -125,23 +125,27 @@ class Calls:
         switch(("faults", id(self)), send_filter)
 
     def timeout(self, seconds: float) -> int:
-        """A timeout as given to the API, in ns: -1 is the default, 0 none, another negative one has passed."""
+        """Convert a timeout of the API to ns.
+
+        Args:
+            seconds: -1 for the default, 0 for none; any other negative timeout has expired.
+        """
         if seconds == -1:
             return self.default_timeout
         return nanoseconds(seconds)
 
-    # ---- what the native client asks for
+    # ---- called by the native client
 
     def find_peer(self, to: object) -> int:
-        """The id of a worker that the client does not find.
+        """Return the id of a worker that the client does not find in its table.
 
         Raises:
-            ValueError, UnknownWorker: there is none.
+            ValueError, UnknownWorker: There is no such worker.
         """
         return self._resolve_worker(to).id
 
     def find_name(self, function: Any) -> tuple[int, bytes] | None:
-        """The number and text of a function's name, or a method's; None if it has none."""
+        """Return number and text of a function's or method's name; None if it has none."""
         if isinstance(function, str):
             return self.names.method(function)
         try:
@@ -153,7 +157,7 @@ class Calls:
         """Encode a call that the codec alone cannot encode.
 
         Raises:
-            what pickling the arguments raises; nothing is counted then.
+            Exception: Whatever pickling the arguments raises; then no reference or tensor has been counted.
         """
         peer, receiver, function = call.peer, call.receiver, call.function
         flags = _INTERNAL if call.internal or function is type else 0
@@ -161,7 +165,7 @@ class Calls:
         name, parts = call.name, _PARTS
         body: Any = (call.args, call.kwargs)
         if receiver is None:
-            label = name_of(function)  # before anything is counted: it may be a __repr__ of the program's
+            label = name_of(function)  # before any counting: this may run a __repr__ of the program
             custom = active.get(PICKLER)
             if custom is not None and not call.internal:
                 name, pickler, body = None, custom[0], custom[1](function, call.args, call.kwargs)
@@ -181,7 +185,7 @@ class Calls:
         if receiver is not None and (target is not None or receiver.is_unknown()):
             ticket = receiver.worker.references.share(receiver.id, peer, peer)
             keep = None
-        span = None  # begun after what may raise: `encode` ends it if it fails
+        span = None  # created after all steps that may raise; `encode` ends it on failure
         if call.mode and PROFILER in active:
             mode = call.mode
             if receiver is not None:
@@ -201,10 +205,10 @@ class Calls:
             kind, scripted, span,
         )  # fmt: skip
 
-    # ---- past the interceptors
+    # ---- sending through interceptors
 
     def send(self, request: Request, target: Any) -> None:
-        """Send a request whose outcome is for a future or a creation."""
+        """Send a request with a future or a creation as its completion target."""
         if request.span is not None:
             target.attach(request.span)
         try:
@@ -231,16 +235,16 @@ class Calls:
                 request.span.end()
 
     def send_filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object]) -> None:
-        """Sends a one-way message, past a fault injector if there is one."""
+        """Send a one-way message, through the fault injector if there is one."""
         if self._send_filter is None:
             send()
         else:
             faults.send(self, kind, scripted, peer, send)
 
-    # ---- what comes back
+    # ---- completions
 
     def finish(self, future: CallFuture[Any], outcome: tuple[Any, ...]) -> None:
-        """Completes a future with what became of its call."""
+        """Complete a future with the completion of its call."""
         try:
             value = self.result(outcome, future._request)
         except BaseException as e:
@@ -249,22 +253,22 @@ class Calls:
             self.fail(future, e)
         else:
             if future._span is not None:
-                future._span.end()  # before whoever waits goes on
+                future._span.end()  # before the waiting thread continues
             complete(future, value)
 
     @staticmethod
     def fail(future: CallFuture[Any], error: BaseException) -> None:
-        """Completes a future whose value could not be read."""
-        future.set_exception(error.with_traceback(None))  # its frames have the future
-        if is_interrupt(error):  # the future had to end first
+        """Complete a future with an exception."""
+        future.set_exception(error.with_traceback(None))  # its frames refer to the future
+        if is_interrupt(error):  # complete the future first
             raise error
 
     def result(self, outcome: tuple[Any, ...], call: tuple[int, Any, int]) -> Any:
-        """The value that a call's outcome holds, or the exception.
+        """Return the value of a completed call, or raise its exception.
 
         Args:
-            outcome: as the engine gives it.
-            call: (peer, the function or what errors call it, timeout in ns).
+            completion: Completion as the engine returns it.
+            call: (peer, the function or its name, timeout in ns).
         """
         status, tag, flags, body, segments, _, why = outcome
         peer, label, timeout = call
@@ -275,19 +279,19 @@ class Calls:
                 tracing.observer.arrived(metadata.profile)
             if tag == _VALUE and not flags & _LEFT_OUT:
                 return messages.decode(flags, body, segments, metadata.handles, metadata.wrap)
-        what = f"{label if isinstance(label, str) else name_of(label)} on {self.name_of(peer)}"
+        call_text = f"{label if isinstance(label, str) else name_of(label)} on {self.name_of(peer)}"
         if status == _REPLIED:
             if flags & _LEFT_OUT:
-                raise error_of(body, f"the result of {what}" if tag == _VALUE else what)
+                raise error_of(body, f"the result of {call_text}" if tag == _VALUE else call_text)
             if tag == _ERROR:
                 raise unpack_exception(body)
             if tag == _CREATED:
                 return None
-            raise TelegradError(f"{self.name_of(peer)} answered {what} with a message of unknown tag {tag}")
+            raise TelegradError(f"{self.name_of(peer)} replied to {call_text} with a message of unknown tag {tag}")
         if status == Status.TIMED_OUT:
-            raise RpcTimeout(timeout / 1e9, what)
+            raise RpcTimeout(timeout / 1e9, call_text)
         if status == Status.STOPPED:
-            raise NotInitialized(f"{NotInitialized.CALL} ({what} was under way when this worker shut down.)")
+            raise NotInitialized(f"{NotInitialized.CALL} ({call_text} was pending when this worker shut down.)")
         if status == Status.TOO_LARGE:
-            raise too_large(what, why)
+            raise too_large(call_text, why)
         raise WorkerLost(self.name_of(peer), why or "no connection")

@@ -1,4 +1,4 @@
-"""Sending past a fault injector: messages that are dropped or delayed on purpose (rpc._testing)."""
+"""Fault injection: messages that are dropped or delayed on purpose (rpc._testing)."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,16 @@ Filter = Callable[[str, bool, int, int], float | None]  # see telegrad.compat.rp
 
 
 class DroppedMessage(TelegradError):
-    """A fault injector has dropped a message instead of sending it."""
+    """Raised by a fault injector to drop a message."""
 
 
 def start(calls: "Calls", request: "Request", target: Any) -> None:
-    """As `Calls.send`, past the fault injector.
+    """Send a request like `Calls.send`, through the fault injector.
 
     Args:
-        target: a future, or a creation, which gives one for this.
+        calls: Calls of the sender.
+        request: The encoded request.
+        target: A future, or a creation, which provides a future for this.
     """
     assert calls.send_filter is not None
     assert calls.delay is not None
@@ -47,8 +49,8 @@ def start(calls: "Calls", request: "Request", target: Any) -> None:
     inner._calls, inner._request = calls, (request.peer, request.label, 0)
     inner.add_done_callback(lambda done: _settle(future, done))
     if request.timeout:
-        what = f"{request.label} on {calls.name_of(request.peer)}"
-        late = RpcTimeout(request.timeout / 1e9, what, "delayed")
+        call_text = f"{request.label} on {calls.name_of(request.peer)}"
+        late = RpcTimeout(request.timeout / 1e9, call_text, "delayed")
         calls.delay(request.timeout / 1e9, lambda: _fail(future, late))
     calls.delay(seconds, send_late)
 
@@ -56,7 +58,7 @@ def start(calls: "Calls", request: "Request", target: Any) -> None:
 def send(
     calls: "Calls", kind: str, scripted: bool, peer: int, send_now: Callable[[], object], attempt: int = 0
 ) -> None:
-    """Sends a message that must arrive: if it is dropped it is sent again, each time later than the last."""
+    """Send a message that must arrive; if dropped, send again after a growing delay."""
     if calls.send_filter is None or calls.delay is None:
         send_now()
         return
@@ -72,7 +74,7 @@ def send(
 
 
 def _settle(future: CallFuture[Any], done: Any) -> None:
-    """What became of a delayed call, for the future that its caller has, which may have timed out."""
+    """Complete the caller's future with a delayed call, unless it has timed out."""
     try:
         value = done.value()
     except Exception as e:
@@ -86,5 +88,6 @@ def _settle(future: CallFuture[Any], done: Any) -> None:
 
 
 def _fail(future: CallFuture[Any], error: Exception) -> None:
+    """Fail a future unless it is complete."""
     if not future.done():
         future.set_exception(error)

@@ -1,5 +1,8 @@
-"""The future of an asynchronous call: a real ``torch.futures.Future`` that drives the network while it is waited for,
-can be awaited, and complains when it failed and nobody ever looked."""
+"""Future of an asynchronous call.
+
+The future is a ``torch.futures.Future`` that polls the network while a thread waits for it. Coroutines can await it. If
+it fails and the program never retrieves the error, the log has a line.
+"""
 
 import asyncio
 import traceback
@@ -24,16 +27,17 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 Deferred: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
-"""The return type of a handler whose result comes later: an ``async def``, or one under `async_execution`."""
+"""Return type of a handler with a deferred result: an ``async def``, or a function under `async_execution`."""
 
 
 class CallFuture(torch.futures.Future[T]):
-    """The future of a call's result. Made by ``rpc_async`` and its kin, generic in the type of the result.
+    """Future of a call's result, generic in the type of the result.
 
-    Waiting for it polls the network in the waiting thread, so the result needs no hop between threads. It is completed
-    even when nobody waits; callbacks then run on a thread of the worker's pool.
+    ``rpc_async`` and related functions create it. Waiting for it polls the network in the waiting thread, so no other
+    thread passes on the result. It completes even if no thread waits; then callbacks run on a pool thread of the
+    worker.
 
-    Made by `CallFuture(NO_DEVICES)`: torch's own constructor, in Python, takes longer than all the rest of it.
+    Created by `CallFuture(NO_DEVICES)`, because torch's own Python constructor costs more than the rest of a future.
 
     Example::
 
@@ -48,19 +52,17 @@ class CallFuture(torch.futures.Future[T]):
         def __init__(self, devices: list[Any]) -> None: ...
     else:
         __init__ = torch._C.Future.__init__
-    _call: int  # once it has left: its id,
-    _calls: Any  # whose it is,
-    _request: Any  # and (peer, what was called or its name, time-out in ns)
+    _call: int  # id of the call, once sent
+    _calls: Any  # Calls of the worker
+    _request: Any  # (peer, called function or its name, timeout in ns)
 
-    # On the class, so that a future that nothing special happens to carries little.
-    _read = False  # nobody has to read it
+    # Defaults on the class keep the futures of ordinary calls small.
+    _read = False  # the failure needs no log line
     _failure: Failure | None = None
-    _parent_calls: Any = None  # of what `then` has returned: whose pool tells of a failure
-    _has_callbacks = False  # of the program's
+    _parent_calls: Any = None  # of a future that `then` returned: Calls of the pool that logs a failure
+    _has_callbacks = False  # callbacks of the program
     _span: tracing.Span | None = None  # in a profile
-    _on_late_reply: Callable[[], None] | None = (
-        None  # called if the reply comes after the time-out, where only Python knows
-    )
+    _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
 
     def wait(self) -> T:
         """Block until the call has ended.
@@ -69,8 +71,8 @@ class CallFuture(torch.futures.Future[T]):
             The result.
 
         Raises:
-            RuntimeError: the time is over, or the worker is lost (`RpcTimeout`, `WorkerLost`).
-            what the called function raised: as an exception that is of the original type and of RemoteError.
+            RuntimeError: The timeout has expired, or the worker is lost (`RpcTimeout`, `WorkerLost`).
+            Exception: Any exception of the called function, as an instance of both its type and RemoteError.
         """
         try:
             if not self.done():
@@ -84,46 +86,47 @@ class CallFuture(torch.futures.Future[T]):
             raise strip_own_frames(error)
 
     def _drive(self) -> None:
-        """Polls the network until the outcome is here, or the pool's."""
+        """Poll the network until the completion arrives here or in the pool."""
         call = getattr(self, "_call", 0)
-        if not call:  # it is no call's, or a fault injector holds the call back
+        if not call:  # not the future of a call, or a fault injector delays the call
             return
         client = self._calls.client
         try:
             client.wait(self, call, 0)
-        except NotInitialized:  # the worker has been closed meanwhile, and has no thread left to bring an outcome
+        except NotInitialized:  # the worker has closed, so no thread delivers a completion
             if not self.done():
                 raise
-        except BaseException:  # a signal handler's
+        except BaseException:  # raised by a signal handler
             if not self.done():
                 client.wait(self, call, 1)
             raise
 
     def attach(self, span: tracing.Span) -> None:
-        """Have a profile's record of the call end with it.
+        """End a profile's span when the call ends.
 
         Args:
-            span: the record.
+            span: Span of the call.
         """
         self._span = span
         super().add_done_callback(lambda _: span.end())
 
     def failure(self) -> BaseException | None:
-        """Return the exception that it ended with, if any. Does not count as reading it."""
+        """Return the exception of a failed call, if any; does not count as retrieving it."""
         return None if self._failure is None else self._failure.error
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> "CallFuture[S]":
-        """Have a callback run when the call has ended; return the future of its result.
+        """Run a callback when the call has ended; return the future of its result.
 
-        The callback runs in the thread that completes the call, which waits for it or is one of the worker's pool; or
-        here if the call has ended already. Its own calls belong to the request, autograd context and worker that this
-        is called in.
+        The callback runs in the thread that completes the call: a waiting thread, or a pool thread of the worker. If
+        the call has already ended, the callback runs in the calling thread. Calls that the callback makes belong to the
+        request, autograd context and worker of this caller.
 
         Args:
-            callback: gets this future, which is done; its ``value()`` raises if the call failed.
+            callback: Gets this future, which is done; its ``value()`` raises if the call failed.
 
         Returns:
-            A future that may be awaited too. A failure of the callback that the program never looks at is logged.
+            A future that may be awaited too. If the callback fails and the program never retrieves the error, the log
+            has a line.
 
         Raises:
             TypeError: ``callback`` is not callable.
@@ -146,19 +149,19 @@ class CallFuture(torch.futures.Future[T]):
         return child
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Have a callback run when the call has ended; at once if it has.
+        """Run a callback when the call has ended, or now if it has.
 
         Args:
-            callback: gets this future. Where it runs: see `then`. Torch prints what it raises.
+            callback: Gets this future. `then` says in which thread it runs. Torch prints exceptions of the callback.
         """
         self._has_callbacks = True
         super().add_done_callback(_core.shielded(bind_scope(callback)))
 
     def set_exception(self, result: object) -> None:
-        """Complete it with an exception, which `wait`, `value` and ``await`` raise.
+        """Complete the future with an exception, for `wait`, `value` and ``await``.
 
         Args:
-            result: the exception.
+            result: The exception.
 
         Raises:
             TypeError: ``result`` is not an exception.
@@ -168,10 +171,10 @@ class CallFuture(torch.futures.Future[T]):
         failure = self._failure = self._failed(result)
 
         def fail(error: BaseException) -> None:
-            failure.read = True  # also when collect_all or wait_all reads it, which know only torch's own class
+            failure.read = True  # also for collect_all and wait_all, which know only torch's class
             raise clone_exception(error)
 
-        if self._read:  # since it was made
+        if self._read:  # set before the failure
             failure.read = True
         super()._set_unwrap_func(fail)
         super().set_result(cast("T", result))
@@ -181,7 +184,7 @@ class CallFuture(torch.futures.Future[T]):
         return Failure(error, self._read, getattr(self, "_request", None), "read its future", calls)
 
     def _disregard(self) -> None:
-        """A failure of it is no news: the program has given up waiting for it."""
+        """Mark a failure as read: the program has stopped waiting for the future."""
         self._read = True
         if self._failure is not None:
             self._failure.read = True
@@ -197,7 +200,7 @@ class CallFuture(torch.futures.Future[T]):
         def finished(done: object) -> None:
             try:
                 loop.call_soon_threadsafe(wake, done)
-            except RuntimeError:  # the loop has been closed: nobody awaits this any more
+            except RuntimeError:  # the loop has closed: no task awaits this future
                 pass
 
         super().add_done_callback(finished)
@@ -208,18 +211,19 @@ class CallFuture(torch.futures.Future[T]):
             raise
         try:
             return self.value()
-        except StopIteration as e:  # a coroutine cannot raise it
+        except StopIteration as e:  # a coroutine cannot raise StopIteration
             raise RuntimeError(f"{describe_call(getattr(self, '_request', None))} raised StopIteration") from e
         except Exception as error:
             raise strip_own_frames(error)
 
 
 def bind_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """The callback, as part of what runs here: its calls end with the same request, and go through the same worker,
-    in whichever thread it runs.
+    """Bind a callback to the scope of the caller, in whichever thread it runs.
+
+    Calls of the callback end with the same request and use the same worker.
 
     Raises:
-        TypeError: it cannot be called; in torch's words.
+        TypeError: The callback is not callable; the text is torch's.
     """
     if not callable(callback):
         raise TypeError(f"incompatible function arguments. A callback has to be callable, which {callback!r} is not.")
@@ -248,8 +252,11 @@ def bind_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
 
 
 def _of_callback(error: BaseException) -> RuntimeError:
-    """The error, as in torch a RuntimeError, of the future that a callback was to complete. It tells where that was,
-    but holds no frames: they have the future, and the garbage collector does not see what a future holds."""
+    """Return the error of a future whose callback raised, a RuntimeError as in torch.
+
+    The error notes where it was raised but holds no frames: they refer to the future, and the garbage collector does
+    not see the objects of a future. The return type => The return type
+    """
     where = "".join(traceback.format_tb(error.__traceback__)[-2:])
     drop_frames(error)
     if not isinstance(error, RuntimeError):

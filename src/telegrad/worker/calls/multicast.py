@@ -1,4 +1,4 @@
-"""The same call to several workers: what it says is written once, and on this host its tensors are stored once."""
+"""One call to several workers, encoded once, with shared tensor memory."""
 
 from asyncio import _get_running_loop
 from collections.abc import Sequence
@@ -28,18 +28,22 @@ def call_many(
     timeout: int,
     flags: int = 0,
 ) -> list[CallFuture[Any]]:
-    """Runs a function on several workers; the futures of its values, in the order of the workers.
+    """Call a function on several workers; return the futures in the same order.
 
     Args:
-        calls: of the worker that calls.
-        timeout: ns; 0 is none.
-        flags: of the requests.
+        calls: Calls of the calling worker.
+        peers: Ids of the callees.
+        function: The function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        timeout: Timeout in ns; 0 for none.
+        flags: Flags of the requests.
 
     Raises:
-        SerializationError: an argument cannot travel.
-        NotInitialized: the worker is closed.
+        SerializationError: An argument cannot be encoded.
+        NotInitialized: The worker is closed.
     """
-    if active or len(peers) < 2:  # each goes by itself
+    if active or len(peers) < 2:  # interceptors and single calls use the ordinary path
         start = calls.client.start
         return [start(peer, function, args, kwargs, timeout, None, False, bool(flags & _INTERNAL)) for peer in peers]
     scope = current.get()
@@ -57,8 +61,8 @@ def call_many(
 
     flags |= caller_flags() | written.flags
     futures: list[CallFuture[Any]] = []
-    spoken_to: list[tuple[int, CallFuture[Any], PeerMetadata]] = []  # alone, besides
-    others: list[tuple[int, CallFuture[Any], None]] = []
+    with_metadata: list[tuple[int, CallFuture[Any], PeerMetadata]] = []  # peers with metadata of their own
+    without_metadata: list[tuple[int, CallFuture[Any], None]] = []
     try:
         for peer in peers:
             future: CallFuture[Any] = CallFuture(NO_DEVICES)
@@ -66,23 +70,23 @@ def call_many(
             future._request = (peer, function, timeout)
             futures.append(future)
             try:
-                alone = calls.messages.encode_for_peer(peer, written, autocast, context)
-            except Exception as e:  # a reference cannot travel there
+                own = calls.messages.encode_for_peer(peer, written, autocast, context)
+            except Exception as e:  # a reference cannot be sent to this peer
                 future.set_exception(e)
             else:
-                if alone is None:
-                    others.append((peer, future, None))
+                if own is None:
+                    without_metadata.append((peer, future, None))
                 else:
-                    spoken_to.append((peer, future, alone))
-    except BaseException:  # a signal handler's: none of them leaves
-        for peer, _, alone in spoken_to:
-            calls.messages.rollback(peer, alone)
+                    with_metadata.append((peer, future, own))
+    except BaseException:  # raised by a signal handler: no request is sent
+        for peer, _, own in with_metadata:
+            calls.messages.rollback(peer, own)
         raise
-    for requests in (spoken_to, others):  # one of them is empty, unless an autograd context has ended meanwhile
+    for requests in (with_metadata, without_metadata):  # both are in use only if an autograd context has ended
         if not requests:
             continue
         to, theirs = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
-        metadata = [alone.metadata for _, _, alone in requests if alone is not None]
+        metadata = [own.metadata for _, _, own in requests if own is not None]
         said = (_METADATA | _MUST_DELIVER if written.handles or context is not None else _METADATA) if metadata else 0
         ids = calls.engine.start_many(
             to, _CALL, flags | said, number, text, written.body, written.segments,

@@ -1,7 +1,7 @@
-"""Where a profiler looks into calls.
+"""Interface of a profiler in the call path.
 
-Worker code knows no profiler. `telegrad.observe` puts one here, and makes it an interceptor of calls
-(telegrad.worker.calls.interceptors) while a profile is recorded. Otherwise it costs a call nothing.
+`telegrad.observe` installs an observer here, and while a profile is recorded also an interceptor
+(telegrad.worker.calls.interceptors). Otherwise calls pay nothing for it.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,24 @@ __all__ = ["Observer", "Recording", "Report", "Span", "TraceContext", "bind_reco
 
 T = TypeVar("T")
 
-TraceContext = tuple[int, int]  # what a request says: number of its span, options
-Report = tuple[Any, ...]  # what its reply says: plain values
+TraceContext = tuple[int, int]  # content of a request: number of its span, options
+Report = tuple[Any, ...]  # content of a reply: plain values
 
 
 class Span(Protocol):
-    """The time that a call takes, in somebody's profile."""
+    """Duration of a call, in a profile."""
 
-    asked: TraceContext | None  # for the request, where the callee is to record what it does
+    asked: TraceContext | None  # sent with the request if the callee shall record
 
     def end(self) -> None:
-        """The call is over. Called again, it does nothing."""
+        """End the span. Further calls do nothing."""
 
 
 class Recording(Protocol):
-    """What is recorded of a request on its callee. Whatever runs inside it belongs to it; any thread may enter it."""
+    """Recording of a request on the callee, for code inside it.
+
+    Any thread may enter the recording.
+    """
 
     def __enter__(self) -> Any: ...
 
@@ -39,52 +42,66 @@ class Recording(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    options: Any  # an int: what to note
+    options: Any  # an int: which details to record
 
     def report(self) -> Report | None:
-        """Ends it; what the caller has asked for."""
+        """End the recording and return the report that the caller asked for."""
 
     def drain(self) -> list[Any]:
-        """What has been recorded so far, as plain values, which it forgets; it goes on."""
+        """Return and forget the events so far, as plain values; the recording continues."""
 
     def join(self, name: str, began: int, events: list[Any]) -> None:
-        """Adds what others have drained of theirs, done for something that began at that time (ns since the epoch)."""
+        """Add events drained from other recordings.
+
+        Args:
+            name: Name of the work.
+            began: Start of the work, ns since the epoch.
+            events: Drained events.
+        """
 
     def end_side_recording(self) -> None:
-        """Ends it, if it was made by `Observer.side_thread_recording`."""
+        """End a recording made by `Observer.side_thread_recording`."""
 
 
 class Observer(Protocol):
-    """What `telegrad.observe` offers to the call path."""
+    """Profiler interface that `telegrad.observe` implements."""
 
-    on: bool  # does anybody profile calls in this process?
-    serving: bool  # are all requests to be recorded that this process answers?
+    on: bool  # calls of this process are profiled
+    serving: bool  # all requests to this process are recorded
 
     def begin(self, calls: "Calls", peer: int, mode: str, function: Any) -> Span | None:
-        """A call begins; None where the calling thread is not being profiled.
+        """Begin the span of a call; None if the calling thread is not profiled.
 
         Args:
-            calls: whose it is.
-            peer: whom it goes to.
+            calls: Calls of the worker.
+            peer: Callee.
             mode: sync, async, remote or to_here; type for the type of a value.
-            function: what is called, or its name.
+            function: The called function, or its name.
         """
 
     def range(self, name: str) -> AbstractContextManager[Any]:
-        """A part of what this thread does, where it is being profiled."""
+        """Return a named range of the calling thread's profile."""
 
     def side_thread_recording(self, calls: "Calls") -> Recording | None:
-        """For other threads that do something for this one, where it is being profiled; to be reported at the end."""
+        """Return a recording for other threads that work for the calling thread.
+
+        None if the calling thread is not profiled.
+        """
 
     def record(self, node: int, asked: TraceContext | None) -> Recording:
-        """A request is about to run on the worker with this id."""
+        """Return the recording of a request that is about to run on a worker.
+
+        Args:
+            node: Id of the worker.
+            asked: Trace context of the request, if any.
+        """
 
     def arrived(self, report: Report) -> None:
-        """A reply has brought this."""
+        """Add the report of a reply to the profile."""
 
 
 class _NullObserver:
-    """What stands in its place until `telegrad.observe` is imported."""
+    """Observer until `telegrad.observe` is imported."""
 
     on = False
     serving = False
@@ -96,14 +113,12 @@ class _NullObserver:
         return None
 
 
-observer: Any = (
-    _NullObserver()
-)  # an Observer; asked for more than `on` and `serving` only where these, or a message, say so
+observer: Any = _NullObserver()  # an Observer; other members are used only if `on`, `serving` or a message require it
 recording: ContextVar[Recording | None] = ContextVar("telegrad_recording", default=None)
 
 
 def bind_recording(inner: Recording, callback: Callable[[Any], T]) -> Callable[[Any], T]:
-    """The callback, as part of the request that a recording is of."""
+    """Return a callback that runs inside a recording."""
 
     def run(done: Any) -> T:
         with inner:

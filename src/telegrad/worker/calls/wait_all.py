@@ -18,7 +18,7 @@ __all__ = ["wait_all"]
 T = TypeVar("T")
 
 _PENDING = object()
-_add_done_callback = torch._C.Future.add_done_callback  # what is none of the program's callbacks
+_add_done_callback = torch._C.Future.add_done_callback  # bypasses the count of the program's callbacks
 
 
 @overload
@@ -30,18 +30,19 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]: ...
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
     """Wait for all of these futures, or for the first that fails.
 
-    The thread that waits drives the network, as in a future's own ``wait``: what comes of the calls needs no hop
-    between threads. Where one of them has callbacks it only waits: those may wait for others of these futures, and so
-    run on threads of their worker's pool.
+    The waiting thread polls the network, as in ``wait`` of one future, so no other thread passes on results. If one of
+    the
+    futures has callbacks, the thread only waits: a callback may wait for other futures of the list, so callbacks run on
+    pool threads of the worker.
 
     Args:
-        futures: any of Telegrad's and of torch's, mixed. May be empty.
+        futures: Futures of Telegrad and of torch, in any mix. May be empty.
 
     Returns:
-        Their values, in their order.
+        Their values, in the same order.
 
     Raises:
-        what the first future that failed raises; the others are not waited for.
+        Exception: Whatever the first failed future raises; the others are not awaited.
 
     Example::
 
@@ -68,8 +69,10 @@ def _wait_all(futures: list[Future[Any]]) -> list[Any]:
 
 
 def _collect(futures: list[Any], values: list[Any]) -> bool:
-    """Has the outcomes of calls brought to this thread, if all are calls of one worker, without callbacks, and puts
-    plain values into the list. False: they are not, or one has failed already."""
+    """Collect completions in this thread, and store plain values in the list.
+
+    Returns False unless all futures are calls of one worker without callbacks, none of which has failed.
+    """
     try:
         calls = futures[0]._calls
         ids = [
@@ -83,7 +86,7 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
         return False
     try:
         failed = calls.client.complete_many(futures, ids, values, _notify_on_done)
-    except NotInitialized:  # the worker has been closed meanwhile: its futures have ended, or will not
+    except NotInitialized:  # the worker has closed: no further completion arrives
         return True
     if failed is False:
         return False
@@ -93,13 +96,13 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
 
 
 def _notify_on_done(future: CallFuture[Any]) -> None:
-    """Another thread has the outcome of its call in hand."""
+    """Wake waiting threads when another thread has completed this future."""
     calls = future._calls
     _add_done_callback(future, lambda _: calls.client.notify_wait_sets())
 
 
 def _first_failure(futures: list[Future[Any]]) -> Future[Any] | None:
-    """Waits until one has failed, which it returns, or all have succeeded."""
+    """Wait until one future has failed, and return it, or until all have succeeded."""
     if not futures:
         return None
     decided: Future[Future[Any] | None] = Future()

@@ -1,4 +1,4 @@
-"""Messages of the machine of references as plain values, which is how they travel."""
+"""Messages of the reference protocol as plain values, as sent on the network."""
 
 from typing import Any
 
@@ -6,14 +6,16 @@ from telegrad.protocols.rref import Abandon, Accept, Add, Added, Expect, Message
 
 __all__ = ["as_plain", "from_plain"]
 
-_MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # their number on the wire is their place
+_MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # their index is their number on the wire
 
 
 def as_plain(message: Message) -> Any:
+    """Return the plain value of a message."""
     return (_MESSAGES.index(type(message)), *message)
 
 
 def from_plain(plain: Any) -> Message:
+    """Return the message of a plain value."""
     number, *fields = plain
     kind = _MESSAGES[number]
     if kind is Accept:

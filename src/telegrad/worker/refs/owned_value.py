@@ -1,4 +1,4 @@
-"""A value that other workers refer to, on the worker that owns it."""
+"""Value that other workers refer to, on the worker that owns it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ __all__ = ["OwnedValue"]
 
 
 class OwnedValue:
-    """A value that this worker owns, or will when the function that makes it has returned.
+    """Value that this worker owns, or will own once the creating function returns.
 
     Args:
-        lock: the lock of the worker's references. It guards `set_result` and `add_waiter`, and no other method.
+        lock: Lock of the worker's references. It guards `set_result` and `add_waiter`, and no other method.
     """
 
     __slots__ = ("_lock", "_waiters", "error", "ready", "value")
@@ -23,19 +23,22 @@ class OwnedValue:
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self.value: Any = None
         self.error: BaseException | None = None
-        self.ready: bool = False  # the last to be set
+        self.ready: bool = False  # set last
         self._lock = lock
         self._waiters: list[Callable[[], None]] | None = None
 
     def set_result(self, value: Any, error: BaseException | None) -> Sequence[Callable[[], None]]:
-        """The value is there (or will never be). Returns what was waiters, to be run without the lock."""
+        """Set the value, or the error of its creation; return the waiters to run.
+
+        The caller runs them without the lock.
+        """
         self.value, self.error = value, error
         self.ready = True
         waiters, self._waiters = self._waiters, None
         return waiters or ()
 
     def add_waiter(self, resume: Callable[[], None]) -> bool:
-        """Runs `resume` when the value is there. False: it is there already, so it was not kept."""
+        """Run `resume` once the value is ready; return False if it is ready already."""
         if self.ready:
             return False
         if self._waiters is None:
@@ -44,7 +47,11 @@ class OwnedValue:
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until the value is there. False: not within `timeout` seconds."""
+        """Block until the value is ready; return False on timeout.
+
+        Args:
+            timeout: Limit in seconds; None for no limit.
+        """
         if self.ready:
             return True
         there = threading.Event()
@@ -54,7 +61,7 @@ class OwnedValue:
         return wait_for(there, timeout)
 
     def get(self) -> Any:
-        """The value; blocks until it is there, and raises what making it raised."""
+        """Wait for the value and return it, or raise the error of its creation."""
         self.wait()
         error = self.error
         if error is None:

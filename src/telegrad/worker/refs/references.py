@@ -1,8 +1,8 @@
-"""Remote references of one worker: the glue between the protocol (telegrad.protocols.rref), values and the network.
+"""Remote references of one worker: the protocol with values and network.
 
-The machine decides who counts whom; here is what it cannot know: the values, who waits for them, and the lock around
-it. A reference's Python object is one handle; its finalizer only appends to `dropped` and requests a callback, and a
-thread of the pool tells the machine.
+The protocol (telegrad.protocols.rref) counts references. This module adds the values, the threads that wait for them,
+and the lock. Each Python object of a reference is one handle. Its finalizer only appends to `dropped` and interrupts
+the engine; a pool thread notifies the protocol.
 """
 
 import itertools
@@ -37,15 +37,15 @@ from telegrad.worker.refs.owned_value import OwnedValue
 __all__ = ["CreationTarget", "References", "rref_id"]
 
 _NOTHING: Sequence[Callable[[], None]] = ()
-_MAX_REASON = 8 << 10  # characters of an error that travel in a message that must not be too large
-_USABLE = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # users' states in which nothing is wrong
+_MAX_REASON = 8 << 10  # characters of an error in a protocol message, which must stay small
+_USABLE = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # usable states of a user
 
 
-rref_id: partial[RRefId] = partial(tuple.__new__, RRefId)  # of a pair, as RRefId(*pair), but at once
+rref_id: partial[RRefId] = partial(tuple.__new__, RRefId)  # RRefId(*pair) of a pair, but faster
 
 
 class CreationTarget(Protocol):
-    """A call that makes a value elsewhere (telegrad.rref.creation)."""
+    """Call that creates a value on another worker (telegrad.rref.creation)."""
 
     rref: RRefId | None  # set by `References.begin_create`
     ended: bool
@@ -55,12 +55,12 @@ class References:
     """All references of one worker.
 
     Args:
-        worker_id: the worker's id.
-        first_id: where its local ids start; no earlier incarnation may have used one from there on.
-        name_of: a worker's name by its id.
-        send: sends a plain value to a peer; False if the peer is gone.
-        request_callback: asks a pool thread to call `collect`. Must be safe in a finalizer.
-        make_handle: makes the Python object of a reference that has arrived: (id, owner, (sender, fork)).
+        worker_id: Id of the worker.
+        first_id: First local id; no earlier incarnation may have used it or a later one.
+        name_of: Returns a worker's name by its id.
+        send: Sends a plain value to a peer; the third argument is the kind of message.
+        request_callback: Has a pool thread call `collect`. Must be safe in a finalizer.
+        make_handle: Creates the Python object of a received reference from (id, owner, (sender, fork)).
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class References:
     ) -> None:
         self.worker_id = worker_id
         self.table: RRefTable = RRefTable(worker_id)
-        self.values: dict[RRefId, OwnedValue] = {}  # always the same object: the core looks there, too
+        self.values: dict[RRefId, OwnedValue] = {}  # never replaced: the core holds this object
         self._batched = self.table.batched
-        self._collect_requested = False  # `collect` has been asked for since something was batched
+        self._collect_requested = False  # `collect` was requested after the first batched message
         self.dropped: deque[tuple[RRefId, int]] = deque()
         self.pending_creations: int = 0
-        self._has_waiter = False  # somebody waits for all to be gone
-        self._failed_here: dict[RRefId, str] = {}  # creations on this worker itself that its caller has given up
+        self._has_waiter = False  # a thread waits for the release of all references
+        self._failed_here: dict[RRefId, str] = {}  # local creations whose caller has stopped waiting
         self.closed: bool = False
         self._confirmations: dict[RRefId, list[tuple[set[RRefId], Callable[[], None]]]] = {}
         self.lock: threading.RLock = threading.RLock()
@@ -92,32 +92,35 @@ class References:
         self._make_handle = make_handle
 
     def detach_after_fork(self) -> None:
-        """In a forked child: all is dead, and the thread of the parent that had the lock will not give it back."""
+        """Reset in a forked child, where a missing thread may hold the lock."""
         self.closed = True
-        self.dropped = deque(maxlen=0)  # a handle's end here concerns nobody
+        self.dropped = deque(maxlen=0)  # releases in the child have no effect
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
 
     # ---- handles
 
     def new_id(self) -> int:
-        """The number of a new reference, or of a fork of one. As in torch, nothing else takes a number."""
+        """Return a number for a new reference or fork.
+
+        As in torch, nothing else is numbered.
+        """
         return next(self._ids)
 
     def release_handle(self, rref: RRefId, generation: int) -> None:
-        """A handle's finalizer: takes no lock."""
+        """Record the end of a handle. Finalizers call it: takes no lock."""
         self.dropped.append((rref, generation))
         self._request_callback()
 
     def collect(self) -> None:
-        """Tells the machine of the handles that are gone, and sends what it batched."""
+        """Notify the protocol of released handles, and send batched messages."""
         with self.lock:
             self._collect_requested = False
             deferred = self._apply([*self._drop_handles(), *self.table.flush()])
         self._run_deferred(deferred)
 
     def _drop_handles(self) -> list[Effect]:
-        """With the lock held: tells the machine of the handles that are gone."""
+        """Notify the protocol of released handles, with the lock held."""
         effects: list[Effect] = []
         while self.dropped:
             try:
@@ -130,7 +133,7 @@ class References:
     # ---- creation
 
     def own(self, value: Any) -> RRefId:
-        """A reference to a value that is here."""
+        """Create a reference to a local value."""
         rref = RRefId(self.worker_id, self.new_id())
         with self.lock:
             owned = self.values[rref] = OwnedValue(self.lock)
@@ -140,7 +143,7 @@ class References:
         return rref
 
     def begin_create(self, owner: int, local_id: int, creation: CreationTarget) -> RRefId:
-        """A reference to what a remote call will make, or is making already."""
+        """Register a reference to the result of a creating call, which may have been sent."""
         rref = rref_id((self.worker_id, local_id))
         with self.lock:
             creation.rref = rref
@@ -148,21 +151,28 @@ class References:
                 self.values[rref] = OwnedValue(self.lock)
             self.pending_creations += 1
             effects = self.table.begin_create(rref, owner)
-            if self.dropped:  # who makes many lets go of as many: here this costs no other thread's time
+            if self.dropped:  # saves a wake-up of the pool for programs that create and release many
                 effects = [*effects, *self._drop_handles()]
             deferred = self._apply(effects)
         self._run_deferred(deferred)
         return rref
 
     def created(self, rref: RRefId) -> None:
-        """The owner says that the value, or the failure to make it, is in place."""
+        """Handle the owner's confirmation that the value, or its failure, is in place."""
         with self.lock:
             deferred = self._apply(self.table.created(rref))
         self._run_deferred(deferred)
 
     def finish_creation(self, creation: CreationTarget, created: bool) -> bool:
-        """The creating call has ended, in whatever way; and its reference has been `created` by it. False:
-        `begin_create` is still to come, and nothing has been done."""
+        """Handle the end of a creating call, whatever the result.
+
+        Args:
+            creation: The creating call.
+            created: The owner has confirmed the reference.
+
+        Returns:
+            False, without effect, if `begin_create` has not run yet.
+        """
         with self.lock:
             rref = creation.rref
             if rref is None:
@@ -174,7 +184,7 @@ class References:
         return True
 
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
-        """The creating call failed: for its users here there is no value."""
+        """Handle the failure of a creating call: its local users get no value."""
         why = f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
         with self.lock:
             owned = self.values.get(rref)
@@ -188,10 +198,10 @@ class References:
         self._run_deferred(deferred)
 
     def accept_create(self, rref: RRefId, creator: int) -> OwnedValue:
-        """Owner: a creation has arrived."""
+        """Accept a creation as the owner."""
         with self.lock:
             owned = self.values.get(rref)
-            if owned is None or owned.ready:  # ready: it was given up because its creator was lost, who is back now
+            if owned is None or owned.ready:  # ready: failed when its creator was lost, which has reconnected
                 owned = self.values[rref] = OwnedValue(self.lock)
             deferred = self._apply(self.table.accept_create(rref, creator)) if creator != self.worker_id else _NOTHING
         if deferred:
@@ -199,7 +209,7 @@ class References:
         return owned
 
     def settle(self, rref: RRefId, value: Any, error: BaseException | None) -> None:
-        """Owner: the function that makes the value has returned or raised."""
+        """Set the value of a creation as the owner, when the function returns or raises."""
         with self.lock:
             owned = self.values.get(rref)
             if owned is None or owned.ready:
@@ -212,30 +222,32 @@ class References:
             self._run_deferred(deferred)
 
     def knows(self, rref: RRefId) -> bool:
-        """Is there a value of this name here, or is there to be one?"""
+        """Return whether this worker has, or will have, the value of a reference."""
         return rref in self.values or self.table.state_of(rref) is not None
 
     def owned(self, rref: RRefId) -> OwnedValue:
-        """The value of a reference that this worker owns.
+        """Return the value of a reference that this worker owns.
 
         Raises:
-            RRefDeleted: it is gone.
+            RRefDeleted: The value has been deleted.
         """
         with self.lock:
             owned = self._value_of(rref)
         if owned is None:
-            raise RRefDeleted(f"{rref} has been deleted: no reference to it was left on any worker.")
+            raise RRefDeleted(f"{rref} has been deleted: no worker held a reference to it any more.")
         return owned
 
     def park(self, rref: RRefId, resume: Callable[[], None]) -> bool:
-        """Has `resume` run when the value is there. False: no need to wait (or nothing to wait for)."""
+        """Run `resume` once the value is ready; False if there is nothing to wait for."""
         with self.lock:
             owned = self._value_of(rref)
             return owned is not None and owned.add_waiter(resume)
 
     def _value_of(self, rref: RRefId) -> OwnedValue | None:
-        """With the lock held: the value or its place; for a reference that is known only because others spoke of it
-        before its creation came, the place is made here."""
+        """Return the value or its placeholder, with the lock held.
+
+        Creates the placeholder if other workers have mentioned the reference before its creation arrived.
+        """
         owned = self.values.get(rref)
         if owned is None and isinstance(self.table.state_of(rref), OwnerState):
             owned = self.values[rref] = OwnedValue(self.lock)
@@ -247,10 +259,10 @@ class References:
     # ---- travel
 
     def share(self, rref: RRefId, owner: int, peer: int) -> Ticket:
-        """The ticket that carries a reference to a peer.
+        """Return the ticket that carries a reference to a peer.
 
         Raises:
-            RRefDeleted, RRefTimeout, OwnerLost: it cannot travel any more.
+            RRefDeleted, RRefTimeout, OwnerLost: The reference is not usable any more.
         """
         with self.lock:
             if self.closed:
@@ -263,26 +275,26 @@ class References:
                 raise self.failure(rref, owner, e.why, e.lost) from None
 
     def confirmed(self, rref: RRefId) -> bool:
-        """Does the owner count this worker's reference (or is it this worker)?"""
+        """Return whether the owner counts this worker's reference, or is this worker."""
         state = self.table.state_of(rref)
         return state is UserState.CONFIRMED or not isinstance(state, UserState)
 
     def check(self, rref: RRefId, owner: int) -> None:
-        """Raises what stands against using the reference, if anything."""
+        """Raise if the reference is not usable."""
         if not self.closed and not self._failed_here and self.table.state_of(rref) in _USABLE:
-            return  # nearly always; a look needs no lock
+            return  # the common case; needs no lock
         error = self.unusable_reason(rref, owner)
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # else it and this frame, and with it its caller's reference, keep each other
+                del error  # breaks the cycle of error and frame, which keeps the reference
 
     def unusable_reason(self, rref: RRefId, owner: int) -> RRefError | OwnerLost | None:
-        """The error that stands against using the reference, if any."""
+        """Return the error of a reference that is not usable, or None."""
         if self.closed:
             return RRefDeleted(
-                f"{rref} was given up when its worker shut down. Cannot call to_here() on it after deletion."
+                f"{rref} was released when its worker shut down. Cannot call to_here() on it after deletion."
             )
         with self.lock:
             if rref in self._failed_here:
@@ -291,23 +303,29 @@ class References:
         return None if failure is None else self.failure(rref, owner, *failure)
 
     def failure(self, rref: RRefId, owner: int, why: str, lost: bool) -> RRefError | OwnerLost:
-        """The error for a reference that the machine calls unusable."""
+        """Return the error of a reference that the protocol calls unusable."""
         if lost:
             return OwnerLost(self._name_of(owner), why, str(rref))
         return RRefTimeout(f"{rref}: {why}")
 
     def never_arrived(self, rref: RRefId, why: str, lost: bool) -> RRefError | OwnerLost:
-        """At the owner: the creation of a value that others refer to will not come, because of its creator."""
+        """Return the owner's error for a value whose creator failed before creating it."""
         return self.failure(rref, rref.created_on, why, lost)
 
     def unshare(self, ticket: Ticket, peer: int) -> None:
-        """The message with this ticket did not leave."""
+        """Take back a ticket whose message was not sent."""
         with self.lock:
             deferred = self._apply(self.table.unshare(ticket, peer))
         self._run_deferred(deferred)
 
     def receive(self, tickets: Sequence[Ticket], forks: Sequence[int], sender: int) -> list[Any]:
-        """Makes the Python objects of references that have arrived, with the sender's numbers of these forks."""
+        """Create the Python objects of received references.
+
+        Args:
+            tickets: Received tickets.
+            forks: The sender's numbers of these forks.
+            sender: Id of the sender.
+        """
         if not tickets:
             return []
         effects: list[Effect] = []
@@ -323,7 +341,10 @@ class References:
         return handles
 
     def when_confirmed(self, rrefs: Sequence[RRefId], resume: Callable[[], None]) -> bool:
-        """Has `resume` run once the owners count all these references (or cannot). False: they do already."""
+        """Run `resume` once the owners count all these references, or cannot.
+
+        Returns False if they count them already.
+        """
         with self.lock:
             waiting = {rref for rref in rrefs if self.table.state_of(rref) is UserState.FORKING}
             if not waiting:
@@ -343,7 +364,7 @@ class References:
     # ---- the network
 
     def on_message(self, sender: int, plain: Any) -> None:
-        """A message of a peer's machine."""
+        """Handle a protocol message of a peer."""
         with self.lock:
             deferred = self._apply(self.table.handle(sender, from_plain(plain)))
         self._run_deferred(deferred)
@@ -361,8 +382,13 @@ class References:
     # ---- the end
 
     def release_all(self, timeout: float) -> bool:
-        """Gives up every reference to other workers' values, and waits until all are confirmed gone and nobody refers
-        to this worker's. False: not within `timeout` seconds."""
+        """Release all references to other workers' values, and wait until none is left.
+
+        Waits until the owners have confirmed, and until no other worker refers to a value of this worker.
+
+        Returns:
+            False on timeout.
+        """
         with self.lock:
             deferred = self._apply(self.table.release_all())
         self._run_deferred(deferred)
@@ -386,12 +412,12 @@ class References:
             return self.table.stats()
 
     def leaks(self) -> list[Leak]:
-        """What others still refer to."""
+        """Return the values that other workers still refer to."""
         with self.lock:
             return self.table.leaks()
 
     def close(self) -> None:
-        """The worker is gone: values and what waits here are freed, handles are dead."""
+        """Release all values and resume waiting functions: the worker has closed."""
         with self.lock:
             self.closed = True
             self.dropped = deque(maxlen=0)
@@ -410,7 +436,7 @@ class References:
     # ---- effects
 
     def _apply(self, effects: Sequence[Effect]) -> Sequence[Callable[[], None]]:
-        """With the lock held: does what touches tables; returns what must be done without it."""
+        """Carry out effects on tables, with the lock held; return the rest as functions."""
         if self._has_waiter:
             self._changed.notify_all()
         collects = self._collect_requested or not self._batched
@@ -432,7 +458,7 @@ class References:
                 owned = self.values.get(effect.rref)
                 if owned is not None and not owned.ready:
                     deferred += owned.set_result(None, self.never_arrived(effect.rref, effect.why, effect.lost))
-        if not collects:  # whatever changed has queued something: a pool thread sends it
+        if not collects:  # the change has batched a message: a pool thread sends it
             self._collect_requested = True
             deferred.append(self._request_callback)
         return deferred
@@ -443,4 +469,4 @@ class References:
 
 
 def _free(_: OwnedValue) -> None:
-    """The last use of a value: it ends here, without any lock held."""
+    """Drop the last use of a value, without any lock held."""

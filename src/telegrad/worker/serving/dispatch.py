@@ -1,4 +1,7 @@
-"""What reaches a worker besides requests: messages that are not answered, outcomes of calls, news of peers."""
+"""Dispatch of work items that are not requests.
+
+These are one-way messages, completions and events.
+"""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -19,19 +22,19 @@ PEER_LOST, PEER_LEFT, LOG, CALLBACK, PEER_BACK, CONNECTED = map(int, EventKind)
 
 
 class Dispatcher:
-    """Hands each item of `Engine.next` that is not a request to the part of the worker that it is for."""
+    """Passes work items that are not requests to the parts of the worker."""
 
     def __init__(self, worker: "Worker") -> None:
         self._worker = worker
 
     def on_message(self, item: tuple[Any, ...]) -> None:
-        """A message that is not answered."""
+        """Handle a one-way message."""
         worker = self._worker
         _, _, peer, _, _, tag, flags, _, body, segments, _ = item
         if tag == Tag.REFERENCES:
             worker.references.on_message(peer, worker.messages.decode(flags, body, segments, []))
         elif tag == Tag.SHUTDOWN:
-            worker.ready.wait()  # one that has joined already may be done already, too
+            worker.ready.wait()  # a peer that joined earlier may already shut down
             stage, plain = worker.messages.decode(flags, body, segments, [])
             worker.stages[stage].on_message(peer, plain)
         elif tag == Tag.CONTEXT_ENDED:
@@ -40,7 +43,7 @@ class Dispatcher:
             logger.error("worker %s sent a one-way message of unknown tag %d", worker.name_of(peer), tag)
 
     def on_completion(self, item: tuple[Any, ...]) -> None:
-        """A reply that no part of this worker waits for any more, but that brought something: take it up."""
+        """Process the references and the value of a reply that is not awaited any more."""
         worker = self._worker
         _, tag, flags, body, segments, peer, _ = item[3]
         worker.messages.read_metadata(peer, flags, segments)
@@ -48,7 +51,7 @@ class Dispatcher:
             worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.METADATA, body, segments, [])))
 
     def on_event(self, item: tuple[Any, ...]) -> None:
-        """News of a peer, or the pool's own work."""
+        """Handle a peer event, or work of the pool itself."""
         worker = self._worker
         _, _, event, peer, _, text = item
         if event == CALLBACK:
@@ -62,7 +65,9 @@ class Dispatcher:
                 lifecycle_log.peer_left(worker, peer, text)
                 worker.departed_peers.add(peer)
             worker.lost_peers[peer] = text
-            if not (worker.is_leaving and event == PEER_LEFT):  # then what it still holds is a leak to report
+            if not (
+                worker.is_leaving and event == PEER_LEFT
+            ):  # while leaving, references that a departed peer still holds are reported as leaks
                 worker.references.peer_lost(peer, text)
             worker.autograd.peer_lost(peer, text)
             for stage in worker.stages:

@@ -1,7 +1,7 @@
-"""The serving side: what the native server (csrc/python/server.cc) leaves to Python.
+"""Callee's side: what the native server (csrc/bind/server.cc) leaves to Python.
 
-The server decodes, runs and answers a request. Python has a part in it where the codec cannot decode or encode, where
-the caller's state has to be entered, and where a result or an error has to wait.
+The server decodes and runs a request, and replies. Python takes part if the codec cannot decode or encode, if the
+caller's torch state has to be entered, or if a result or an error is deferred.
 """
 
 import logging
@@ -43,19 +43,19 @@ NOT_A_FUTURE = (
 
 
 class RequestInfo(NamedTuple):
-    """A request, as far as it is needed to answer it."""
+    """Fields of a request that the reply needs."""
 
     peer: int
     connection: int
     call: int
     deadline: int
-    target: Any = None  # the reference that it creates, (created on, local id)
-    context: Any = None  # the autograd context in which its tensors and those of the reply are recorded
-    recording: tracing.Recording | None = None  # of what runs for it
+    target: Any = None  # the reference to create, (created on, local id)
+    context: Any = None  # the autograd context that records tensors of the request and the reply
+    recording: tracing.Recording | None = None  # recording of the handler
 
 
 class SlowRequest:
-    """Python's part in a request that the codec alone cannot decode."""
+    """Python's part of a request that the codec alone cannot decode."""
 
     def __init__(
         self, handlers: "Handlers", info: RequestInfo, flags: int, body: Any, segments: Any, metadata: CallMetadata
@@ -76,16 +76,16 @@ class SlowRequest:
 
     @property
     def is_recorded(self) -> bool:
-        """Is it profiled? Then its reply has a report."""
+        """Return whether the request is profiled, so that its reply has a report."""
         return self.recording is not None
 
     def creates(self, target: Any) -> None:
-        """It creates a reference, as only its body says."""
+        """Set the reference that the request creates, which only its body names."""
         self.target = target
         self.info = self.info._replace(target=target)
 
     def enter(self) -> None:
-        """Enter the autograd context's guard and the caller's state of torch."""
+        """Enter the autograd context's guard and the caller's torch state."""
         guard = None if self.context is None else self._handlers.worker.autograd.handler_guard(self.context)
         if guard is not None:
             self._guard.enter_context(guard)
@@ -93,7 +93,7 @@ class SlowRequest:
             self._state.enter_context(handler_state(self.flags, self.metadata.autocast))
 
     def decode(self) -> Any:
-        """The body: ([function,] args, kwargs[, local id to keep the result as][, receiver])."""
+        """Return the body: ([function,] args, kwargs[, local id to keep][, receiver])."""
         flags, metadata = self.flags, self.metadata
         body = self._handlers.messages.decode(flags, self._body, self._segments, metadata.handles, metadata.wrap)
         self._segments.clear()  # the arguments alone have it: a result that is one of them goes home as it is
@@ -102,20 +102,26 @@ class SlowRequest:
         return body
 
     def leave_state(self) -> None:
-        """Leave the caller's state of torch."""
+        """Leave the caller's torch state."""
         self._state.close()
 
     def leave(self) -> None:
-        """Leave everything."""
+        """Leave the caller's torch state and the autograd context's guard."""
         self._state.close()
         self._guard.close()
 
 
 class Handlers:
-    """Answers the requests that reach one worker.
+    """Replies to the requests of one worker.
 
     Args:
-        error_level: of the log lines about what user code raises.
+        worker: The worker.
+        info: Name and id of the worker.
+        engine: The native engine; the worker replaces it when it closes.
+        messages: Encodes and decodes messages.
+        references: References of the worker.
+        loop: Event loop for coroutines.
+        error_level: Level of the log lines about errors of user code.
     """
 
     def __init__(
@@ -139,21 +145,21 @@ class Handlers:
         self._references = references
         self._loop = loop
         self._error_level = error_level
-        self._deferred: set[tuple[int, int]] = set()  # requests whose function has returned before its result is there
+        self._deferred: set[tuple[int, int]] = set()  # requests whose function has returned a deferred result
 
     @property
     def async_calls(self) -> int:
-        """The number of requests whose result comes later: coroutines, and functions that returned a future."""
+        """Return the number of requests with a deferred result."""
         return len(self._deferred)
 
     def update_recording(self) -> None:
-        """Have requests recorded, or not, for the profile of a server."""
+        """Record requests, or stop recording, for the profile of a server."""
         self.worker.server.record_all(tracing.observer.serving)
 
     # ---- requests
 
     def prepare(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> SlowRequest | None:
-        """Read the metadata of a request. None: it has been answered, or will be."""
+        """Read the metadata of a request; None if another part replies."""
         if flags & _LEFT_OUT:
             self._reply_left_out(info, tag, flags, body, segments)
             return None
@@ -177,7 +183,7 @@ class Handlers:
         return SlowRequest(self, info, flags, body, segments, metadata)
 
     def _reply_left_out(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> None:
-        """Answers a request that came without its content, and takes up what its metadata says all the same."""
+        """Reply to a request without content, after processing its metadata."""
         try:
             target = self.messages.read_metadata(info.peer, flags, segments, request=tag != _GRADIENTS).target
             if flags & _KEEP_AS and target is not None:
@@ -190,29 +196,29 @@ class Handlers:
         self.reply(info, _ERROR, Encoded(_LEFT_OUT, bytes(body), None, ()), 0)
 
     def accept(self, peer: int, local_id: Any) -> RRefId:
-        """Begin the creation of a reference. A peer creates only its own."""
+        """Accept the creation of a reference. A peer creates only its own ids."""
         if type(local_id) is not int:
-            raise SerializationError("a request is to create a reference, and does not say which")
+            raise SerializationError("a request is to create a reference but does not name it")
         rref = rref_id((peer, local_id))
         self._references.accept_create(rref, peer)
         return rref
 
     def settle(self, target: RRefId, value: Any) -> None:
-        """Keep the value that a creation has made."""
+        """Keep the value of a creation."""
         self._references.settle(target, value, None)
 
     def park(self, request: Any, slow: SlowRequest | None, receiver: Any, fetches: bool, peer: int) -> bool:
-        """Have a request resumed when what it needs is there, and keep no thread until then.
+        """Resume a request once its inputs are ready, without blocking a thread.
 
         Args:
-            request: the server's.
-            slow: Python's part in it, whose references have to be confirmed if there is no receiver.
-            receiver: the reference whose value it needs.
-            fetches: it is for the value itself. Then its creation may still be on its way, and is waited for.
-            peer: the caller.
+            request: The server's request.
+            slow: Python's part of the request; without a receiver, its references have to be confirmed.
+            receiver: The reference whose value the request needs.
+            fetches: The request reads the value itself, whose creation may still be on its way.
+            peer: The caller.
 
         Returns:
-            False if all is there.
+            False if all inputs are ready.
         """
         references = self._references
         if receiver is None:
@@ -223,7 +229,7 @@ class Handlers:
             )
         rref = RRefId(*receiver)
         handles = []
-        if fetches and not references.knows(rref):  # until its creation comes, this stands for it
+        if fetches and not references.knows(rref):  # a placeholder until the creation arrives
             handles = references.receive([Ticket(rref, self._me.id, TicketKind.RETURN, 0)], [NO_FORK], peer)
         return references.park(rref, lambda: self._loop.pool(self._resume, request, handles))
 
@@ -231,7 +237,7 @@ class Handlers:
         self.worker.server.resume(request)
 
     def value_of(self, receiver: Any) -> Any:
-        """The value of a reference, or what making it raised."""
+        """Return the value of a reference, or raise the error of its creation."""
         return self._references.owned(RRefId(*receiver)).get()
 
     # ---- results
@@ -258,7 +264,7 @@ class Handlers:
     def _complete(self, info: RequestInfo, done: Any) -> None:
         try:
             value = done.value()
-        except BaseException as e:  # user code may have put a SystemExit there
+        except BaseException as e:  # may be a SystemExit from user code
             self._reply_deferred(info, None, e)
         else:
             self._reply_deferred(info, value, None)
@@ -271,8 +277,10 @@ class Handlers:
             self.reply_slow(info, [value])
 
     def reply_slow(self, info: RequestInfo, made: list[Any]) -> None:
-        """Answer with a result in a list, which is emptied: what is in lent memory must be the message's alone when it
-        leaves."""
+        """Reply with the result in a list, and empty the list.
+
+        Only the message may refer to leased memory when it is sent.
+        """
         if process_hooks.forked:
             process_hooks.leave_child(None)
         value = made.pop()
@@ -281,7 +289,7 @@ class Handlers:
             return
         try:
             message = self.messages.encode(info.peer, value, context=info.context)
-        except BaseException as e:  # what pickling it raises, SystemExit too: the caller must hear
+        except BaseException as e:  # errors of pickling, SystemExit too: the caller needs a reply
             self._report(info, e)
             self.fail(info, e)
         else:
@@ -289,7 +297,7 @@ class Handlers:
             self.reply(info, _VALUE, message, 0)
 
     def reply_error(self, info: RequestInfo, error: BaseException) -> None:
-        """Answer with what the function has raised, or what stood against running it."""
+        """Reply with the exception of the function, or of a check before the function ran."""
         if process_hooks.forked:
             process_hooks.leave_child(error)
         self._report(info, error)
@@ -299,7 +307,7 @@ class Handlers:
             self.fail(info, error)
 
     def _settle_creation(self, info: RequestInfo, value: Any, error: BaseException | None) -> None:
-        """The value of a reference is there, or an exception in its place."""
+        """Set the value of a reference, or the exception of its creation."""
         if error is not None:
             clear_frames(error, self._me)
         self._references.settle(info.target, value, error)
@@ -307,14 +315,16 @@ class Handlers:
         self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(info.target)), flags)
 
     def _report(self, info: RequestInfo, error: BaseException) -> None:
-        """Says on this worker too what its user code raised: in the log, or as torch does, which prints it. Once: a
-        reference's failure is not logged again when it is used."""
+        """Log an error of user code on this worker; under the drop-in, print it.
+
+        Each error is reported once: the failure of a reference is not logged again when the reference is used.
+        """
         if frames_cleared(error):
             return
         if is_drop_in():
             try:
                 print(describe_exception(error, self._me), file=sys.stderr)
-            except (OSError, ValueError):  # a closed one: the caller must hear all the same
+            except (OSError, ValueError):  # closed streams must not prevent the reply
                 pass
         elif remote_logger.isEnabledFor(self._error_level):
             caller = self.worker.name_of(info.peer)
@@ -323,7 +333,7 @@ class Handlers:
             )
 
     def fail(self, info: RequestInfo, error: BaseException) -> None:
-        """Answers with an exception."""
+        """Reply with an exception."""
         packed = pack_exception(error, self._me)
         if len(packed) > ALWAYS_TAKEN and len(packed) > (limit := self.engine.largest_body(info.connection)):
             packed = pack_exception(
@@ -334,10 +344,10 @@ class Handlers:
                 self._me,
             )
         self.reply(info, _ERROR, Encoded(0, packed, None, ()), 0)
-        BaseException.with_traceback(error, None)  # keeping the exception must not keep the request and its arguments
+        BaseException.with_traceback(error, None)  # an exception that is kept must not keep the request's arguments
 
     def reply(self, info: RequestInfo, tag: int, message: Encoded, flags: int) -> None:
-        """Answers."""
+        """Send a reply."""
         if info.recording is not None:
             report = info.recording.report()
             if report is not None:

@@ -1,4 +1,7 @@
-"""The threads that run handlers and callbacks. The core decides which of them runs what, when one more is needed."""
+"""Threads that run handlers and callbacks.
+
+The core assigns work to threads, and decides when another thread is needed.
+"""
 
 import logging
 import threading
@@ -21,13 +24,13 @@ ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK = map(int, list(WorkKind)[1:])
 
 
 class ThreadPool:
-    """The pool of one worker.
+    """Thread pool of one worker.
 
     Args:
-        engine: whose work it does.
-        server: serves the requests of it.
-        name: of its threads.
-        handle: called with each item of `Engine.next`, by the item's kind. May raise: that is logged.
+        engine: Engine whose work items the pool handles.
+        server: Server of the engine's requests.
+        name: Prefix of the threads' names.
+        handle: Functions by kind of work item. Their exceptions are logged.
     """
 
     def __init__(
@@ -44,11 +47,11 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._count = 0
-        self._thread_limit_hit = False  # of threads, and it has been said
+        self._thread_limit_hit = False  # logged already
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
     def start(self) -> None:
-        """Starts the first thread; the others start when they are needed."""
+        """Start one thread; the core requests further threads when needed."""
         with self._lock:
             self._count += 1
             name, me = f"telegrad-{self._name}-{self._count}", _core.PoolThread()
@@ -61,19 +64,19 @@ class ThreadPool:
                 raise
 
     def submit(self, job: Callable[..., None], *arguments: Any) -> None:
-        """Runs something on a thread of the pool, soon."""
+        """Run a function on a thread of the pool."""
         self._jobs.append((job, arguments))
         self._engine.request_callback(0)
 
     def run_submitted(self) -> None:
-        """Runs what was submitted; by whoever takes the nudge."""
+        """Run the submitted functions, on the pool thread that was interrupted for them."""
         while True:
             try:
                 job, arguments = self._jobs.popleft()
             except IndexError:
                 return
             if self._jobs:
-                self._engine.request_callback(0)  # this one may take long: let another thread have the rest
+                self._engine.nudge(0)  # this function may take long: another thread runs the rest
             job(*arguments)
 
     def _serve(self, me: _core.PoolThread) -> None:
@@ -92,20 +95,18 @@ class ThreadPool:
                     if kind == EXIT_THREAD:
                         return
                     handle[kind](item)
-                except BaseException:  # what user code raises while it is unpickled must not end the thread either
-                    logger.exception(
-                        "a pool thread of %s met an error that is Telegrad's own; please report it", self._name
-                    )
-                item = None  # what it holds must not outlive it while this thread waits
-                clean_state()  # nor what callbacks and finalizers have switched
+                except BaseException:  # also errors of user code during unpickling
+                    logger.exception("a pool thread of %s failed with an internal error; please report it", self._name)
+                item = None  # release its objects while this thread waits
+                clean_state()  # reset what callbacks and finalizers have set
         finally:
-            del server  # a traceback that somebody keeps keeps this frame
+            del server  # a stored traceback may keep this frame
             _core.release()
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
     def _start_another(self) -> None:
-        """Starts one more thread, if the machine has one; else the core asks again with a later item."""
+        """Start another thread; if that fails, the core asks again with a later item."""
         try:
             self.start()
             self._thread_limit_hit = False
@@ -123,17 +124,23 @@ class ThreadPool:
             )
 
     def owns_current_thread(self) -> bool:
-        """Is the calling thread one of these?"""
+        """Return whether the calling thread belongs to this pool."""
         return threading.current_thread() in self._threads
 
     def threads(self) -> list[threading.Thread]:
-        """Those that run."""
+        """Return the running threads."""
         with self._lock:
             return list(self._threads)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for all threads but the calling one to end. The engine must have been stopped. False: not in time,
-        because a handler still runs."""
+        """Wait for all threads except the calling one, after the engine has stopped.
+
+        Args:
+            timeout: Limit in seconds; None for no limit.
+
+        Returns:
+            False on timeout, because a handler still runs.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
@@ -145,6 +152,6 @@ class ThreadPool:
                 return False
 
     def replace_engine(self, ended: ClosedEngine) -> None:
-        """Forgets what was submitted and has not been run, and lets go of the engine."""
+        """Replace the engine after closing, and discard submitted functions."""
         self._engine = self._server = ended
         self._jobs = deque(maxlen=0)

@@ -1,8 +1,8 @@
-"""Torch's state of a coroutine, which shares its thread with others.
+"""Torch's state of a coroutine, which shares its thread with other coroutines.
 
-Torch keeps grad mode, inference mode, autocast and saved-tensor hooks per thread. A coroutine that enters one of them
-and then awaits would leave it to whoever runs next, and find another's when it goes on. So each step of it is run
-inside its own state, which is noted when the step ends, and the thread's is put back.
+Torch keeps grad mode, inference mode, autocast and saved-tensor hooks per thread. If a coroutine entered one of them
+and then awaited, the next coroutine would run in that state. So each step of a coroutine runs in the coroutine's own
+state, which is saved after the step, and then the state of the thread is restored.
 """
 
 from typing import Any, Self
@@ -17,9 +17,11 @@ __all__ = ["CoroutineTorchState"]
 
 _hooks_api = torch._C._autograd
 _push_hooks, _pop_hooks = _hooks_api._push_saved_tensors_default_hooks, _hooks_api._pop_saved_tensors_default_hooks
-_top_hooks: Any = getattr(_hooks_api, "_top_saved_tensors_default_hooks", lambda _: None)  # without it they stay
+_top_hooks: Any = getattr(
+    _hooks_api, "_top_saved_tensors_default_hooks", lambda _: None
+)  # without this function, hooks stay set
 
-_Autocast = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # by device; are casts of weights kept?
+_Autocast = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # by device; whether casts of weights are cached
 
 
 def _autocast() -> _Autocast:
@@ -36,7 +38,10 @@ def _set_autocast(state: _Autocast) -> None:
 
 
 def _take_hooks(below: int) -> list[Any]:
-    """Takes the saved-tensor hooks of this thread off but for the lowest; returns them, the lowest first."""
+    """Remove and return the saved-tensor hooks of this thread, except the lowest ones.
+
+    The result begins with the lowest removed hook.
+    """
     taken: list[Any] = []
     while (hooks := _top_hooks(False)) is not None:
         taken.insert(0, hooks)
@@ -47,13 +52,13 @@ def _take_hooks(below: int) -> list[Any]:
 
 
 class CoroutineTorchState:
-    """The state of one coroutine; a context manager around each of its steps.
+    """State of one coroutine; a context manager around each of its steps.
 
     Args:
-        flags: of the request, for the state that it begins in.
-        autocast: the caller's (device, dtype) pairs.
-        scope: of the request. If it is part of an autograd context, each step runs as code of that.
-        recording: what records each step, if the caller is being profiled.
+        flags: Flags of the request, for the initial state.
+        autocast: The caller's (device, dtype) pairs.
+        scope: Scope of the request. Steps run inside its autograd context, if any.
+        recording: Records each step if the caller is profiled.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class CoroutineTorchState:
             _push_hooks(pack, unpack)
         before = _autocast()
         guard = torch.inference_mode(self._inference)
-        guard.__enter__()  # notes the thread's grad mode as well
+        guard.__enter__()  # saves the thread's grad mode as well
         self._threads.append((within, guard, before))
         torch.set_grad_enabled(self._grad)
         if self._autocast != before:
@@ -102,7 +107,7 @@ class CoroutineTorchState:
         within, guard, before = self._threads.pop()
         if self._autocast != before:
             _set_autocast(before)
-            torch.clear_autocast_cache()  # casts of weights that may have changed by the next step
+            torch.clear_autocast_cache()  # weights may change before the next step
         guard.__exit__(None, None, None)
         self._hooks = _take_hooks(0 if within is None else 1)
         if within is not None:
