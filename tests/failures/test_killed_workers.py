@@ -289,7 +289,7 @@ def test_process_that_exits_while_a_handler_hangs(four: list[Actor]) -> None:
     assert four[3].leave() == 0
     ((kind, text),) = four[0].do(failures_of_calls)[1]
     assert (kind, "it shut down" in text) == ("WorkerLost", True)
-    assert four[3].stderr() == "worker w3 shut down while a handler still ran; it was left behind\n"
+    assert four[3].stderr() == "worker w3 shut down while a handler still ran: its thread continues\n"
 
 
 def test_an_ordinary_run_prints_nothing(four: list[Actor]) -> None:

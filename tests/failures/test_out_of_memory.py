@@ -142,7 +142,7 @@ def _check_calls() -> None:
         assert held.to_here() == [1, 2]
         rpc.rpc_sync("w1", release)
         assert call.wait() == "undisturbed"
-        assert not worker.lost_names()
+        assert not worker.members.lost_names()
         del held, call
         assert_quiescent(worker)
         rpc.rpc_sync("w1", assert_no_leaks)

@@ -224,7 +224,7 @@ def test_completed_results_are_kept(closed: Kept) -> None:
     assert [info.name for info in closed.workers[0].get_worker_infos()] == ["w0", "w1"]
     assert closed.used.owner_name() == "w1"
     assert closed.agent.get_debug_info()["agent.client_active_calls"] == "0"
-    assert closed.cores[0].drain(1.0)
+    assert closed.cores[0].shutdown.drain(1.0)
     for worker in closed.workers:
         worker.shutdown()
         worker._worker.close()

@@ -135,7 +135,7 @@ def tree(depth: int, width: int) -> int:
     if depth == 0:
         return 1
     me = rpc.get_worker_info().id
-    count = len(rpc.api._worker().infos())
+    count = len(rpc.api._worker().members.infos())
     futures = [rpc.rpc_async((me + 1 + i) % count, tree, (depth - 1, width)) for i in range(width)]
     return sum(future.wait() for future in futures)
 

@@ -103,7 +103,7 @@ class RemoteModule(nn.Module):
         self.on = otherwise if place.on is None else place.on
         self.device = str(place.device)
         maps = getattr(worker.options, "device_maps", None) or {}
-        self.is_device_map_set = bool(maps.get(worker.resolve_worker(self.on).name))
+        self.is_device_map_set = bool(maps.get(worker.members.resolve(self.on).name))
         self.is_scriptable = False
 
     def _make(self, module_cls: object, args: Args, kwargs: Kwargs, interface: object) -> None:
@@ -124,7 +124,7 @@ class RemoteModule(nn.Module):
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._adopt(remote_device, module_rref)
-        named, real = _worker().resolve_worker(made.on), module_rref.owner()
+        named, real = _worker().members.resolve(made.on), module_rref.owner()
         if named.id != real.id:
             raise ValueError(f"the module of {module_rref!r} is on worker {real.name}, not on {named.name}")
         return made

@@ -162,7 +162,7 @@ def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Any]]) 
         try:
             results.append(future.wait())
         except Exception as e:
-            failures.append((worker.name_of(owner), e))
+            failures.append((worker.members.name_of(owner), e))
     if failures:
         raise all_of(what, failures)
     return results

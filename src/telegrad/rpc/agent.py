@@ -41,11 +41,11 @@ class Agent:
         Raises:
             RuntimeError: the group has no such worker.
         """
-        return self.worker.info if worker is None else self.worker.resolve_worker(worker)
+        return self.worker.info if worker is None else self.worker.members.resolve(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Return the infos of all workers of the group."""
-        return self.worker.infos()
+        return self.worker.members.infos()
 
     def get_metrics(self) -> dict[str, str]:
         """Return the current counts as strings, under torch's names.
@@ -71,11 +71,11 @@ class Agent:
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until this worker has no work left."""
-        self.worker.drain(timeout)
+        self.worker.shutdown.drain(timeout)
 
     def sync(self) -> None:
         """Wait as `join` does; kept for programs that call it."""
-        self.worker.drain(0)
+        self.worker.shutdown.drain(0)
 
     def shutdown(self) -> None:
         """Leave the group at once."""

@@ -137,7 +137,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
         print(me.id, server.id)  # 0 1
     """
     worker = _worker()
-    return worker.info if worker_name is None else worker.resolve_worker(worker_name)
+    return worker.info if worker_name is None else worker.members.resolve(worker_name)
 
 
 def get_rpc_timeout() -> float:
@@ -166,7 +166,7 @@ def _set_rpc_timeout(seconds: float | timedelta) -> None:
 
 
 def _to_worker_info(to: object) -> WorkerInfo:
-    return to if isinstance(to, WorkerInfo) else _worker().resolve_worker(to)
+    return to if isinstance(to, WorkerInfo) else _worker().members.resolve(to)
 
 
 # ---- calls: see telegrad.rpc.calls
@@ -190,7 +190,7 @@ def _use_rpc_pickler(rpc_pickler: object) -> Iterator[None]:
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: object, worker_names: set[str] | None = None) -> None:
     worker = _worker()
-    names = worker_names or {info.name for info in worker.infos()}
+    names = worker_names or {info.name for info in worker.members.infos()}
     gathering_of(worker).collect(sequence_id, worker_name, obj, set(names))
 
 
@@ -213,7 +213,9 @@ def _all_gather(
     """
     worker = _worker()
     names = (
-        set(worker_names) if worker_names else {i.name for i in worker.infos() if i.id not in worker.gone_at_shutdown}
+        set(worker_names)
+        if worker_names
+        else {i.name for i in worker.members.infos() if i.id not in worker.members.gone_at_shutdown}
     )
     return gather(worker, obj, names, timeout, _gather_to_leader, _broadcast_to_followers)
 
@@ -308,14 +310,14 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
         if graceful and worker.static:
             budget = SharedDeadline(timeout)
             # All live workers are here and agree on the lost ones. A gathering alone cannot establish that.
-            worker.finish(timeout, last=False)
+            worker.shutdown.run(timeout, last=False)
             try:
                 _wait_all_workers(min(timeout, budget.left()))
             except LostWhileGathering:
                 logger.info("worker %s continues its shutdown without the lost workers", worker.info.name)
             left = budget.left()
             _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
-            worker.finish(budget.left(), last=True)
+            worker.shutdown.run(budget.left(), last=True)
         elif graceful:
             budget = SharedDeadline(timeout or _LEAVE_TIMEOUT)
             leave_dynamic(worker, budget)

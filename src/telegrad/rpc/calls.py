@@ -222,7 +222,7 @@ def remote(
         worker = open_worker()
         calls = worker.calls
         within = calls.default_timeout if timeout == UNSET_RPC_TIMEOUT else calls.timeout(timeout)
-        return create(RRef, worker, worker.resolve_worker(to).id, func, args, kwargs, within)
+        return create(RRef, worker, worker.members.resolve(to).id, func, args, kwargs, within)
     except Exception as error:
         raise strip_own_frames(error)
 

@@ -139,7 +139,7 @@ def gather(
         gathering.collect(sequence_id, me, value, names)
     else:
         worker.start_internal(
-            worker.resolve_worker(leader).id, gather_to_leader, (sequence_id, me, value, names), rpc_timeout
+            worker.members.resolve(leader).id, gather_to_leader, (sequence_id, me, value, names), rpc_timeout
         ).wait()
     state = gathering.state(sequence_id)
     try:
@@ -152,7 +152,7 @@ def gather(
         followers = sorted(names - {me})
         told = call_many(
             worker.calls,
-            [worker.resolve_worker(name).id for name in followers],
+            [worker.members.resolve(name).id for name in followers],
             broadcast,
             (sequence_id, state.gathered_objects),
             {},
@@ -184,20 +184,22 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
     needed = names if leader == worker.info.name else {leader}
 
     def look() -> None:
-        if worker.lost_names() & needed:
+        if worker.members.lost_names() & needed:
             state.proceed_signal.set()
 
-    with worker.on_loss(look):
+    with worker.members.on_loss(look):
         look()
         if not state.proceed_signal.is_set():  # without a link, the loss of a worker stays unnoticed
-            worker.ensure_connected(info.id for info in worker.infos() if info.name in needed - {worker.info.name})
+            worker.ensure_connected(
+                info.id for info in worker.members.infos() if info.name in needed - {worker.info.name}
+            )
         arrived = wait_for(state.proceed_signal, patience)
     if set(state.gathered_objects) >= names:
         return
     if state.failure is not None:
         raise state.failure
-    lost = worker.lost_names() & needed
-    left = worker.departed_names() & lost
+    lost = worker.members.lost_names() & needed
+    left = worker.members.departed_names() & lost
     if left:
         raise LeftWhileGathering(
             f"workers {', '.join(sorted(left))} left before the whole group had gathered; see their errors"
@@ -211,8 +213,8 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
 
 def _tell_followers(worker: Worker, sequence_id: str, names: set[str], failure: "_Ended", timeout: float) -> None:
     """Send the leader's failure to the followers without waiting for replies."""
-    there = names - worker.lost_names()
-    for info in worker.infos():
+    there = names - worker.members.lost_names()
+    for info in worker.members.infos():
         if info.name in there:
             what = (sequence_id, type(failure).__name__, str(failure))
             worker.start_internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_read_result)

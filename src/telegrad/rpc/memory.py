@@ -61,7 +61,7 @@ def empty(
     if to is not None:
         if worker is None or worker.closed:
             raise NotInitialized
-        peer = worker.resolve_worker(to).id
+        peer = worker.members.resolve(to).id
     scope = current.get()
     connection = scope.connection if scope is not None and scope.worker is worker else 0
     nbytes = shape.numel() * dtype.itemsize

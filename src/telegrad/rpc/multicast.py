@@ -69,7 +69,7 @@ def multicast(
     calls = worker.calls
     ns = calls.timeout(timeout)
     worker.require_open()
-    peers = [worker.resolve_worker(each).id for each in to]
+    peers = [worker.members.resolve(each).id for each in to]
     args, kwargs = checked_arguments(args, kwargs)
     futures = call_many(calls, peers, func, tuple(args), dict(kwargs), ns)
     collect(futures)

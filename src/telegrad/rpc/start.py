@@ -209,7 +209,7 @@ def _join_static(
         device_maps.check({member.name: device_maps.Devices(*member.devices) for member in members}, True)
         for member in members:
             worker.add_member(member)
-        worker.set_members([member.id for member in members if member.id != rank])
+        worker.shutdown.set_members([member.id for member in members if member.id != rank])
         worker.ready.set()
     except BaseException:
         worker.close()
@@ -374,11 +374,11 @@ class Worker:
 
     def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
         """Look up a worker, by default this one, like `telegrad.rpc.get_worker_info`."""
-        return self.info if worker_name is None else self._worker.resolve_worker(worker_name)
+        return self.info if worker_name is None else self._worker.members.resolve(worker_name)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """List all workers of the group, in the order of their ids."""
-        return self._worker.infos()
+        return self._worker.members.infos()
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """Leave the group, as `telegrad.rpc.shutdown` of this worker.

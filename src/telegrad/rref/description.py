@@ -36,7 +36,7 @@ def describe(rref: AnyHandle) -> str:
 
 
 def _owner(rref: AnyHandle) -> str:
-    name = rref.worker.name_of(rref.owner_id)
+    name = rref.worker.members.name_of(rref.owner_id)
     return f"{name} (this worker)" if rref.is_owner() else name
 
 

@@ -130,11 +130,11 @@ class RRef(Generic[T_co]):
 
     def owner(self) -> WorkerInfo:
         """Return the name and id of the worker that has the value."""
-        return WorkerInfo(self._worker.name_of(self.owner_id), self.owner_id)
+        return WorkerInfo(self._worker.members.name_of(self.owner_id), self.owner_id)
 
     def owner_name(self) -> str:
         """Return the name of the worker that has the value."""
-        return self._worker.name_of(self.owner_id)
+        return self._worker.members.name_of(self.owner_id)
 
     def is_owner(self) -> bool:
         """Return whether this worker has the value."""

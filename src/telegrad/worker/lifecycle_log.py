@@ -4,30 +4,48 @@ Each worker logs one line per event through the logger `telegrad`, at INFO, and 
 """
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from telegrad.group.addresses import candidates
-
-if TYPE_CHECKING:
-    from telegrad.worker.worker import Worker
+from telegrad.group.records import Member
+from telegrad.options import Options
+from telegrad.types import WorkerInfo
+from telegrad.worker.members import Members
 
 __all__ = ["connected", "joined", "left", "lost", "peer_left"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 
-def joined(worker: "Worker") -> None:
+class Subject(Protocol):
+    """Worker that a line is about."""
+
+    info: WorkerInfo
+    members: Members
+
+
+class Joined(Subject, Protocol):
+    """Worker with its own record and options."""
+
+    static: bool
+    joined: bool
+    member: Member
+    host: str
+    options: Options
+
+
+def joined(worker: Joined) -> None:
     """Log that the worker has joined its group."""
     worker.joined = True
     if not logger.isEnabledFor(logging.INFO):
         return
-    others = len(worker.member_ids())
+    others = len(worker.members.ids())
     group = f"of {others + 1}" if worker.static else f"of a dynamic group with {others} others"
     at = ", ".join(a if a.startswith("tcp:") else a.partition(":")[0] for a in worker.member.addresses)
     logger.info("worker %s joined as rank %d %s; it listens on %s", worker.info.name, worker.info.id, group, at)
 
 
-def connected(worker: "Worker", peer: int, text: str) -> None:
+def connected(worker: Joined, peer: int, text: str) -> None:
     """Log the first link to a peer.
 
     Args:
@@ -44,11 +62,11 @@ def connected(worker: "Worker", peer: int, text: str) -> None:
     logger.info("worker %s is connected to %s over %s%s%s", worker.info.name, name, transport, where, why)
 
 
-def _why_not_faster(worker: "Worker", peer: int, name: str, transport: str) -> str:
+def _why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str:
     """Return why no transport is used that the worker's options prefer to this one."""
     mine = worker.options.transports
     better = mine[: mine.index(transport)] if transport in mine else ()
-    member = worker.member_of(peer)
+    member = worker.members.get(peer)
     if not better or member is None:
         return ""
     same_host = member.host == worker.host
@@ -59,17 +77,17 @@ def _why_not_faster(worker: "Worker", peer: int, name: str, transport: str) -> s
     return f" (not {' or '.join(better)}: {name} does not listen there, by its option transports)"
 
 
-def lost(worker: "Worker", peer: int, why: str) -> None:
+def lost(worker: Subject, peer: int, why: str) -> None:
     """Log the loss of a peer that sent no goodbye, once per loss."""
-    level = logging.DEBUG if peer in worker.lost_peers else logging.WARNING
-    logger.log(level, "worker %s is lost to %s: %s", worker.name_of(peer), worker.info.name, why)
+    level = logging.DEBUG if peer in worker.members.lost else logging.WARNING
+    logger.log(level, "worker %s is lost to %s: %s", worker.members.name_of(peer), worker.info.name, why)
 
 
-def peer_left(worker: "Worker", peer: int, why: str) -> None:
+def peer_left(worker: Subject, peer: int, why: str) -> None:
     """Log that a peer has left, by its goodbye or by agreement of the members."""
-    logger.info("worker %s is gone from the group of %s: %s", worker.name_of(peer), worker.info.name, why)
+    logger.info("worker %s is gone from the group of %s: %s", worker.members.name_of(peer), worker.info.name, why)
 
 
-def left(worker: "Worker") -> None:
+def left(worker: Subject) -> None:
     """Log that the worker has left its group."""
     logger.info("worker %s left its group", worker.info.name)

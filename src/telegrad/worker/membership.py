@@ -77,7 +77,7 @@ def join_dynamic(
                     _await(notified, name, member)
                 except RuntimeError:  # the member died without leaving
                     worker.remove_member(member.id, "no reply when a new worker joined")
-            present = [member for member in members if member.id in worker.member_ids()]
+            present = [member for member in members if member.id in worker.members.ids()]
             rendezvous.write_members(store, [*present, worker.member], group)
         except BaseException:
             worker.close()
@@ -154,17 +154,17 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
             str(e).partition("\n")[0],
         )
         if not announced:
-            _announce(worker, worker.member_ids(), budget)
+            _announce(worker, worker.members.ids(), budget)
 
 
 def _announce(worker: Worker, members: set[int], budget: SharedDeadline) -> None:
     _notify(worker, members, _leaving, budget.left())
-    worker.drain(budget.left())
+    worker.shutdown.drain(budget.left())
     _notify(worker, members, _left, budget.left())
 
 
 def _notify(worker: Worker, members: set[int], function: Any, timeout: float) -> None:
-    present = sorted(members & worker.member_ids())
+    present = sorted(members & worker.members.ids())
     for notified in [worker.start_internal(member, function, (worker.info.id,), timeout) for member in present]:
         try:
             notified.wait()
@@ -183,7 +183,7 @@ def _leaving(worker_id: int) -> None:
     """Retire the leaving worker on a remaining member."""
     scope = current.get()
     assert scope is not None
-    scope.worker.retire_member(worker_id)
+    scope.worker.members.retire(worker_id)
 
 
 def _left(worker_id: int) -> None:

@@ -1,9 +1,16 @@
-"""One stage of a graceful shutdown: `telegrad.protocols.shutdown` on the network."""
+"""Graceful shutdown of a group: `telegrad.protocols.shutdown` on the network.
+
+A static group shuts down in two stages: first all work ends, then all references are released.
+"""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
+from telegrad.errors import NotInitialized, ShutdownTimeout
+from telegrad.group import rendezvous
 from telegrad.protocols.shutdown import (
     Ask,
     Count,
@@ -21,9 +28,16 @@ from telegrad.protocols.shutdown import (
     Report,
     Send,
 )
+from telegrad.timeouts import SharedDeadline
+from telegrad.types import WorkerInfo
 from telegrad.waits import wait_for
+from telegrad.wire import Tag
+from telegrad.worker import lifecycle_log
+from telegrad.worker.closed import AnyEngine
+from telegrad.worker.members import Members
+from telegrad.worker.timers import Timers
 
-__all__ = ["ShutdownBarrier"]
+__all__ = ["GracefulShutdown", "ShutdownBarrier"]
 
 _MESSAGES: tuple[type, ...] = (
     Ready,
@@ -33,6 +47,7 @@ _MESSAGES: tuple[type, ...] = (
     MissingQuery,
     Missing,
 )  # their index is their number on the wire
+_DRAIN_STEP = 0.005  # s between two checks for pending work
 _PAUSE = 0.005  # s between two rounds while work is pending
 _FINAL_GRACE = 1.0  # s for the leader to report missing workers, and for the others to leave first
 
@@ -145,6 +160,111 @@ class ShutdownBarrier:
         self._ensure_connected(awaited)
         for message in messages:
             self._send(message.to, _write(message.message))
+
+
+class _Host(Protocol):
+    """Worker that shuts down."""
+
+    info: WorkerInfo
+    engine: AnyEngine
+    members: Members
+    timers: Timers
+    store: Any
+    closed: bool
+
+    def ensure_connected(self, peers: Iterable[int]) -> None: ...
+
+    def send_oneway(self, peer: int, tag: Tag, value: object) -> None: ...
+
+
+class GracefulShutdown:
+    """Both stages of one worker's graceful shutdown.
+
+    Args:
+        worker: The worker.
+    """
+
+    def __init__(self, worker: _Host) -> None:
+        self._worker = worker
+        self.is_leaving: bool = False
+        self._stages = tuple(
+            ShutdownBarrier(
+                worker.info.id,
+                worker.ensure_connected,
+                partial(self._send, stage),
+                worker.timers.call_later,
+                self._activity,
+            )
+            for stage in range(2)
+        )
+        self._never_set = threading.Event()  # paces `drain`
+
+    def _send(self, stage: int, peer: int, message: object) -> None:
+        self._worker.send_oneway(peer, Tag.SHUTDOWN, (stage, message))
+
+    def _activity(self) -> tuple[int, int]:
+        """Return the requests received so far, and the pending calls and requests."""
+        stats = self._worker.engine.stats()
+        return stats["requests"], stats["pending_calls"] + stats["queued_requests"] + stats["running_requests"]
+
+    def set_members(self, members: Sequence[int]) -> None:
+        """Set the other workers of a static group. Called before any worker can shut down."""
+        for stage in self._stages:
+            stage.set_members(members)
+
+    def on_message(self, peer: int, stage: int, message: Any) -> None:
+        """Handle a peer's message to one stage."""
+        self._stages[stage].on_message(peer, message)
+
+    def peer_gone(self, peer: int, departed: bool) -> None:
+        """Handle the loss of a peer."""
+        for stage in self._stages:
+            stage.peer_gone(peer, departed)
+
+    def stop(self) -> None:
+        """End all waits, because the worker closes."""
+        for stage in self._stages:
+            stage.stop()
+
+    def run(self, timeout: float, last: bool) -> None:
+        """Wait until all workers of a static group shut down and all their work is done.
+
+        Args:
+            timeout: Limit in seconds; 0 for none.
+            last: Run the second stage: wait until all references are released; then this worker leaves.
+
+        Raises:
+            ShutdownTimeout: A worker did not shut down in time, or stopped waiting and left.
+        """
+        worker, members = self._worker, self._worker.members
+        self.is_leaving = last
+        budget = SharedDeadline(timeout)
+        end = self._stages[last].run(timeout, last)
+        if worker.closed:
+            raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut down the worker in the meantime.)")
+        if isinstance(end, GaveUp):
+            rendezvous.mark_abandoned(worker.store, budget.left())
+            raise ShutdownTimeout(timeout, tuple(map(members.name_of, end.missing)))
+        gone = (*end.lost, *end.left)
+        if gone and not last and rendezvous.is_abandoned(worker.store, budget.left()):
+            raise ShutdownTimeout(timeout, tuple(map(members.name_of, gone)), gave_up=True)
+        members.gone_at_shutdown.update(gone)
+        for peer in end.lost if last else ():
+            if peer not in members.lost:
+                lifecycle_log.lost(worker, peer, "others noticed; this worker had no connection to it")
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until this worker has no pending calls and runs no requests; False on timeout.
+
+        Args:
+            timeout: Limit in seconds; 0 for none.
+        """
+        deadline = time.monotonic() + timeout if timeout else None
+        while self._activity()[1]:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._never_set.wait(_DRAIN_STEP)
+        return True
 
 
 def _write(message: Message) -> Any:

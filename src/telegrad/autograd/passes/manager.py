@@ -23,7 +23,7 @@ from telegrad.errors import NotInitialized, RpcTimeout, TelegradError
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
-from telegrad.worker.calls.omission import error_of, too_large
+from telegrad.worker.calls.client import error_of, too_large
 from telegrad.worker.native import NOT_ENCODABLE, OtherReply
 from telegrad.worker.scope import current, remaining
 from telegrad.worker.serving.event_loop import blocking_in_loop
@@ -194,7 +194,7 @@ class BackwardManager:
             task.peer_lost(peer, why or "no connection")
 
     def _gradients_with(self, peer: int) -> str:
-        return f"gradients that workers {self.worker.info.name} and {self.worker.name_of(peer)} exchange"
+        return f"gradients that workers {self.worker.info.name} and {self.worker.members.name_of(peer)} exchange"
 
     def on_request(self, request: RequestInfo, flags: int, body: bytes, segments: list[object]) -> None:
         """Process messages of a pass from a peer, and reply."""

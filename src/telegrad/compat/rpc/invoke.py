@@ -44,7 +44,9 @@ def _invoke_rpc(
     worker = api._worker()
     if rpc_type is not internal.RPCExecMode.ASYNC and torch._C._autograd._profiler_enabled():
         name = getattr(func, "__qualname__", type(func).__qualname__)
-        observe.name_next_call(observe.call_key(rpc_type.value, name, worker.info.name, worker.resolve_worker(to).name))
+        observe.name_next_call(
+            observe.call_key(rpc_type.value, name, worker.info.name, worker.members.resolve(to).name)
+        )
     return worker.rpc_async(to, func, args, kwargs, rpc_timeout)
 
 

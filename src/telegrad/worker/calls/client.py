@@ -10,24 +10,23 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad import _core
-from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
+from telegrad.errors import MessageTooLarge, NotInitialized, ReceiverOutOfMemory, RpcTimeout, TelegradError, WorkerLost
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NameTable, NotByName
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.timeouts import nanoseconds
 from telegrad.types import WorkerInfo
-from telegrad.wire import Flag, Status, Tag
+from telegrad.wire import Flag, LeftOut, Status, Tag
 from telegrad.worker.calls import faults, tracing
 from telegrad.worker.calls.callables import is_scripted, name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import PICKLER, PROFILER, active, switch
 from telegrad.worker.calls.messages import NO_METADATA, Encoded, Messages
-from telegrad.worker.calls.omission import error_of, too_large
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
 
-__all__ = ["CallForm", "Calls", "Request", "complete"]
+__all__ = ["CallForm", "Calls", "Request", "complete", "error_of", "too_large"]
 
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
@@ -295,3 +294,32 @@ class Calls:
         if status == Status.TOO_LARGE:
             raise too_large(call_text, why)
         raise WorkerLost(self.name_of(peer), why or "no connection")
+
+
+# ---- messages without their content (csrc/core/left_out.h)
+
+
+def too_large(call_text: str, why: str) -> MessageTooLarge:
+    """Return the error of a request over the limits of its receiver.
+
+    Args:
+        call_text: The message, for the error's text.
+        why: The core's reason: size, limit and option.
+    """
+    return MessageTooLarge(f"{call_text}: {why}")
+
+
+def error_of(body: Any, call_text: str) -> TelegradError:
+    """Return the error in the body of a message without content.
+
+    Args:
+        body: Body of the message: a `LeftOut` and a text.
+        call_text: The message, for the error's text.
+    """
+    kind, *text = bytes(body)
+    why = bytes(text).decode(errors="replace")
+    if kind == LeftOut.TOO_LARGE:
+        return too_large(call_text, why)
+    return ReceiverOutOfMemory(
+        f"{call_text}: {why} Nothing else is affected: send less at once, or give it more memory."
+    )

@@ -1,13 +1,12 @@
-"""Values into messages and back: which codec, which references travel, in whose name.
+"""Messages of a worker: values as bytes, with references and call metadata.
 
-A message that carries references has metadata: a last segment with their tickets (so that they can be honoured even
-if the body cannot be read), the reference it is about, and the caller's autocast state. The body then names a reference
-by its place among the tickets. A request made in an autograd context names it there, and a message that carries tensors
-which require grad has an id of its own, under which both ends record it. Metadata also says what a profiler asks for,
-and brings it what was recorded.
+A message with references has metadata: a last segment with their tickets (so that the tickets count even if the body
+cannot be decoded), the reference to create, and the caller's autocast state. The body names a reference by its index
+among the tickets. In an autograd context, the metadata also names the context, and the id under which both ends record
+the tensors that require grad. A profiled request and its reply carry a trace there.
 
-Tickets, and requests made in a context, are counted at both ends. So a message with any is sent, or looked at, even if
-its caller has given up (`Flag.MUST_DELIVER`).
+Both ends count tickets and requests in contexts. So such a message is delivered even if its caller has stopped waiting
+(`Flag.MUST_DELIVER`).
 """
 
 import logging
@@ -18,7 +17,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from telegrad.errors import DeviceNotMapped, RRefNotPicklable, SerializationError
+from telegrad.errors import (
+    DeviceNotMapped,
+    RRefNotPicklable,
+    SerializationError,
+)
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.pickling import Serializer, Wrap
 from telegrad.types import WorkerInfo
@@ -26,90 +29,98 @@ from telegrad.wire import BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls.tracing import Span
 
-__all__ = ["NO_FORK", "NO_METADATA", "CallMetadata", "Encoded", "Messages", "SharedBody", "is_serializing"]
+__all__ = [
+    "NO_FORK",
+    "NO_METADATA",
+    "CallMetadata",
+    "Encoded",
+    "Messages",
+    "SharedBody",
+    "is_serializing",
+]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-_BODY, _METADATA, _CODEC = int(Flag.BODY), int(Flag.METADATA), int(BodyKind.CODEC)  # enumerations are slow
+_BODY, _METADATA, _CODEC = int(Flag.BODY), int(Flag.METADATA), int(BodyKind.CODEC)  # faster than the enumerations
 _MUST_DELIVER = int(Flag.MUST_DELIVER)
 Segments = list[Any]  # (address, size in bytes, owner), or bytes
 
 
 class Encoded(NamedTuple):
-    """A message ready to leave."""
+    """Encoded message, ready to be sent."""
 
     flags: int
     body: bytes
     segments: Segments | None
     tickets: tuple[Ticket, ...]
-    recorded: tuple[Any, int] | None = None  # the autograd context that it was made in, and its id there (0: none)
+    recorded: tuple[Any, int] | None = None  # the autograd context, and the message's id there (0: none)
 
 
 class SharedBody(NamedTuple):
-    """What several peers are to get, but for what is said to each alone."""
+    """Encoded body of a message to several peers, without the metadata of each peer."""
 
     flags: int
     body: bytes
     segments: Segments | None
-    handles: tuple[Any, ...]  # the references in it, by their places
-    recorded: Sequence[Any]  # the tensors in it that require grad, if it is made in an autograd context
+    handles: tuple[Any, ...]  # the references in the body, by index
+    recorded: Sequence[Any]  # in an autograd context: the tensors that require grad
 
 
 class PeerMetadata(NamedTuple):
-    """What a message to several peers says to one of them alone."""
+    """Metadata for one of several receivers of a message."""
 
     metadata: bytes
     tickets: tuple[Ticket, ...]
-    recorded: tuple[Any, int] | None  # as of `Encoded`
+    recorded: tuple[Any, int] | None  # as in `Encoded`
 
 
 class CallMetadata(NamedTuple):
-    """What stands in front of a body; empty for nearly all calls."""
+    """Decoded metadata of a message; empty for most calls."""
 
-    handles: list[Any]  # the references that came, as objects
+    handles: list[Any]  # the received references
     target: RRefId | None
     autocast: tuple[tuple[str, str], ...] | None
-    context: Any = None  # the autograd context that it was made in
-    wrap: Wrap | None = None  # what records the tensors that came
-    profile: Any = None  # of a request: what to record of it; of a reply: what was (telegrad.worker.calls.tracing)
+    context: Any = None  # the sender's autograd context
+    wrap: Wrap | None = None  # records received tensors
+    profile: Any = None  # request: TraceContext; reply: Report (telegrad.worker.calls.tracing)
 
 
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
-_ALL_PEERS = -1  # in place of the peer to which a message being written goes
+_ALL_PEERS = -1  # instead of a peer, for a message to several peers
 _MAX_TICKETS = 250_000  # of metadata,
 _MAX_METADATA = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
 NO_METADATA = CallMetadata([], None, None)
-NO_FORK = -1  # in place of its number, where a ticket travels but no fork is made
+NO_FORK = -1  # instead of a number, for a ticket without a fork
 
 
-class _SerializationContext(threading.local):
-    """The message that this thread is writing or reading."""
+class _SerializationState(threading.local):
+    """Message that this thread is encoding or decoding."""
 
     def __init__(self) -> None:
-        self.peer: int | None = None  # whom the message being written goes to
-        self.tickets: list[Any] | None = None  # or, if it goes to several, the references themselves
+        self.peer: int | None = None  # receiver of the message being encoded
+        self.tickets: list[Any] | None = None  # or the references themselves, for several receivers
         self.handles: list[Any] = []
 
 
-_serialization = _SerializationContext()
+_serialization = _SerializationState()
 
 
 def is_serializing() -> bool:
-    """Is this thread writing a message? Then references can be pickled."""
+    """Return whether this thread is encoding a message, so references can be pickled."""
     return _serialization.peer is not None
 
 
 class Messages:
-    """Writes and reads the messages of one worker.
+    """Encodes and decodes the messages of one worker.
 
     Args:
-        handle_type: the class of references.
-        share: makes the ticket that carries a reference to a peer; raises if it may not travel.
-        unshare: takes back a ticket that did not leave.
-        receive: makes references of tickets that came from a peer, and of their forks' numbers.
-        new_id: numbers a fork.
-        recorder: what knows the autograd contexts.
-        name_of: a worker's name by its id, for errors.
+        handle_type: Class of references.
+        share: Returns the ticket that carries a reference to a peer, or raises.
+        unshare: Takes back a ticket that was not sent.
+        receive: Creates references from a peer's tickets and the numbers of their forks.
+        new_id: Returns the number of a fork.
+        recorder: Autograd contexts of the worker.
+        name_of: Returns a worker's name by its id, for errors.
     """
 
     def __init__(
@@ -135,17 +146,17 @@ class Messages:
 
     @staticmethod
     def load_custom(body: bytes, tensors: list[Any]) -> Any:
-        """Reads what a pickler of the program's own wrote; `telegrad.rpc.api` puts the real one here."""
+        """Decode the output of the program's pickler; `telegrad.rpc.api` replaces this."""
         raise SerializationError(
-            "a call came that a pickler of the program's own wrote (rpc.api._use_rpc_pickler), but telegrad.rpc has"
+            "received a call that the caller's own pickler encoded (rpc.api._use_rpc_pickler), but telegrad.rpc has"
             " not been imported on this worker. Import it there before the call."
         )
 
     def pack_handle(self, handle: Any) -> int:
-        """Adds a reference to the message being written: its place among the tickets.
+        """Add a reference to the message being encoded, and return its index.
 
         Raises:
-            RRefNotPicklable: no message is being written.
+            RRefNotPicklable: This thread is not encoding a message.
         """
         peer = _serialization.peer
         if peer is None:
@@ -156,7 +167,7 @@ class Messages:
         return len(_serialization.tickets) - 1
 
     def unpack_handle(self, index: int) -> Any:
-        """The reference that came at this place."""
+        """Return the reference at an index of the message being decoded."""
         return _serialization.handles[index]
 
     def encode(
@@ -172,22 +183,23 @@ class Messages:
         request: bool = False,
         span: Span | None = None,
     ) -> Encoded:
-        """Writes a message's body and metadata.
+        """Encode a message's body and metadata.
 
         Args:
-            peer: whom it goes to.
-            value: what the body says.
-            target: the reference that the message is about.
-            autocast: the caller's state.
-            ticket: one that must travel though no reference to it is in the body.
-            custom: a pickler of the program's own.
-            parts: what an error calls the value, or the parts of one that is a tuple.
-            context: the autograd context in which the message is sent.
-            request: then it says so, and has its tensors recorded only if grad mode is on; a reply's always are.
-            span: of the call in a profile; it ends if this fails.
+            peer: Receiver.
+            value: Content of the body.
+            target: Reference that the request creates.
+            autocast: The caller's autocast state.
+            ticket: Ticket to send for a reference that is not in the body.
+            custom: The program's own pickler.
+            parts: Name of the value in errors, or names of a tuple's items.
+            context: Autograd context of the message.
+            request: The message is a request: its metadata names the context, and its tensors are recorded only in grad
+                mode. Tensors of a reply are always recorded.
+            span: Span of the call in a profile; ended if encoding fails.
 
         Raises:
-            what pickling the value raises; the tickets made so far are taken back.
+            Exception: Whatever pickling the value raises; then all tickets are taken back.
         """
         state = _serialization
         outer = state.peer, state.tickets
@@ -223,13 +235,15 @@ class Messages:
             state.peer, state.tickets = outer
 
     def encode_shared(self, value: Any, parts: tuple[str, ...], context: Any) -> SharedBody:
-        """Writes what the body of a request to several peers says, once for all of them.
+        """Encode the body of a request to several peers.
 
         Args:
-            parts, context: as of `encode`.
+            value: Content of the body.
+            parts: Names of the value's items in errors.
+            context: Autograd context of the request.
 
         Raises:
-            what pickling the value raises.
+            Exception: Whatever pickling the value raises.
         """
         state = _serialization
         outer = state.peer, state.tickets
@@ -243,19 +257,20 @@ class Messages:
             state.peer, state.tickets = outer
 
     def encode_for_peer(
-        self, peer: int, written: SharedBody, autocast: tuple[tuple[str, str], ...] | None, context: Any
+        self, peer: int, shared: SharedBody, autocast: tuple[tuple[str, str], ...] | None, context: Any
     ) -> PeerMetadata | None:
-        """What is said to one of them alone, or None if there is nothing to say; the tickets and what is recorded are
-        made for it.
+        """Encode the metadata for one of several peers; None if it needs none.
+
+        Makes the tickets for the peer and records the tensors.
 
         Raises:
-            RRefError, OwnerLost: a reference cannot travel there.
+            RRefError, OwnerLost: A reference cannot be sent to the peer.
         """
         tickets: list[Ticket] = []
         try:
-            for handle in written.handles:
+            for handle in shared.handles:
                 tickets.append(self._share(handle, peer))
-            message = None if context is None else self.recorder.on_send(context, peer, written.recorded, True)
+            message = None if context is None else self.recorder.on_send(context, peer, shared.recorded, True)
         except BaseException:
             for ticket in tickets:
                 self._unshare(ticket, peer)
@@ -267,7 +282,7 @@ class Messages:
         return PeerMetadata(metadata, tuple(tickets), None if message is None else (context, message))
 
     def encode_internal(self, peer: int, value: Any) -> Encoded:
-        """As `encode`, of what is most often plain, and has nothing to do with the program's calls."""
+        """Encode an internal message, whose value usually needs only the codec."""
         coded = self._codec.encode(value)
         if coded is None:
             return self.encode(peer, value)
@@ -282,7 +297,10 @@ class Messages:
         parts: str | tuple[str, ...],
         recorded: list[Any] | None,
     ) -> tuple[int, bytes, Segments | None]:
-        """A BodyKind, the body, and its segments; `recorded` gets the tensors that require grad."""
+        """Return the BodyKind, the body and its segments.
+
+        Appends the tensors that require grad to `recorded`.
+        """
         if custom is not None:
             return int(BodyKind.CUSTOM), *self.serializer.dumps(custom.serialize(value), recorded=recorded)
         if recorded is None:
@@ -301,8 +319,7 @@ class Messages:
     def _check_ticket_count(self, tickets: list[Any] | None) -> None:
         if tickets is not None and len(tickets) > _MAX_TICKETS:
             raise SerializationError(
-                f"a message with {len(tickets)} references is more than the {_MAX_TICKETS} that one may have. Send it"
-                " in parts."
+                f"a message with {len(tickets)} references exceeds the limit of {_MAX_TICKETS}. Send it in parts."
             )
 
     def _return_tickets(self, peer: int, keep: Ticket | None) -> None:
@@ -312,7 +329,7 @@ class Messages:
         _serialization.tickets = None if keep is None else [keep]
 
     def rollback(self, peer: int, message: Encoded | PeerMetadata) -> None:
-        """The message did not leave."""
+        """Undo the effects of encoding a message that was not sent."""
         for ticket in message.tickets:
             self._unshare(ticket, peer)
         if message.recorded is not None:
@@ -328,7 +345,7 @@ class Messages:
         profile: Any,
         about: Ticket | None = None,
     ) -> bytes:
-        # The ticket of the reference that the message is about goes to the owner, and is no fork.
+        # The ticket of the message's own reference goes to the owner and is not a fork.
         plain = [
             (*t.rref, t.owner, int(t.kind), t.transfer, NO_FORK if t is about else self._new_id()) for t in tickets
         ]
@@ -340,7 +357,7 @@ class Messages:
         return coded[0]
 
     def with_trace(self, message: Encoded, report: Any) -> Encoded:
-        """A message that also says something to a profile: a reply, what was recorded of its request."""
+        """Add a report to a reply whose request was profiled."""
         segments = list(message.segments or ())
         if message.flags & _METADATA:
             *before, _ = cast("tuple[Any, ...]", self._codec.decode(segments.pop(), []))
@@ -348,15 +365,18 @@ class Messages:
         else:
             metadata = self._metadata((), None, None, None, 0, report)
         if len(metadata) > _MAX_METADATA:
-            logger.warning("what a profile is to be told of a call is left out: it has %d bytes", len(metadata))
+            logger.warning("the profile of a call is left out of its reply: it has %d bytes", len(metadata))
             return message
         return message._replace(flags=message.flags | _METADATA, segments=[*segments, metadata])
 
     def read_metadata(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> CallMetadata:
-        """Read and remove the metadata, and accept the references that came with it.
+        """Remove and decode the metadata, and receive the references in it.
 
         Args:
-            request: an autograd context that is new here begins with it.
+            peer: Sender.
+            flags: Flags of the message.
+            segments: Segments of the message; the last one is removed.
+            request: The message is a request, so an unknown autograd context is created.
         """
         if not flags & _METADATA:
             return NO_METADATA
@@ -373,13 +393,17 @@ class Messages:
         return CallMetadata(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)
 
     def decode(self, flags: int, body: Any, segments: list[Any], handles: list[Any], wrap: Wrap | None = None) -> Any:
-        """Reads a body.
+        """Decode a body.
 
         Args:
-            handles, wrap: what the metadata brought.
+            flags: Flags of the message.
+            body: The body.
+            segments: Segments of the body.
+            handles: References in the metadata.
+            wrap: Function for received tensors, from the metadata.
 
         Raises:
-            what unpickling raises.
+            Exception: Whatever unpickling raises.
         """
         kind = flags & _BODY
         state = _serialization

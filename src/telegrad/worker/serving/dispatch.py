@@ -36,11 +36,11 @@ class Dispatcher:
         elif tag == Tag.SHUTDOWN:
             worker.ready.wait()  # a peer that joined earlier may already shut down
             stage, plain = worker.messages.decode(flags, body, segments, [])
-            worker.stages[stage].on_message(peer, plain)
+            worker.shutdown.on_message(peer, stage, plain)
         elif tag == Tag.CONTEXT_ENDED:
             worker.autograd.on_ended(peer, worker.messages.decode(flags, body, segments, []))
         elif tag != Tag.CONNECT:
-            logger.error("worker %s sent a one-way message of unknown tag %d", worker.name_of(peer), tag)
+            logger.error("worker %s sent a one-way message of unknown tag %d", worker.members.name_of(peer), tag)
 
     def on_completion(self, item: tuple[Any, ...]) -> None:
         """Process the references and the value of a reply that is not awaited any more."""
@@ -59,25 +59,9 @@ class Dispatcher:
             log_unread()
             worker.pool.run_submitted()
         elif event in (PEER_LOST, PEER_LEFT):
-            if event == PEER_LOST:
-                lifecycle_log.lost(worker, peer, text)
-            else:
-                lifecycle_log.peer_left(worker, peer, text)
-                worker.departed_peers.add(peer)
-            worker.lost_peers[peer] = text
-            if not (
-                worker.is_leaving and event == PEER_LEFT
-            ):  # while leaving, references that a departed peer still holds are reported as leaks
-                worker.references.peer_lost(peer, text)
-            worker.autograd.peer_lost(peer, text)
-            for stage in worker.stages:
-                stage.peer_gone(peer, event == PEER_LEFT)
-            for listener in list(worker.loss_listeners):
-                listener()
+            worker.on_peer_lost(peer, text, event == PEER_LEFT)
         elif event == PEER_BACK:
-            worker.lost_peers.pop(peer, None)
-            worker.departed_peers.discard(peer)
-            worker.references.peer_joined(peer)
+            worker.on_peer_back(peer)
         elif event == CONNECTED:
             lifecycle_log.connected(worker, peer, text)
         else:

@@ -20,8 +20,8 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, BodyKind, Flag, Tag
 from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
+from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
-from telegrad.worker.calls.omission import error_of
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.references import References, rref_id
 from telegrad.worker.scope import clean_state, current, handler_state
@@ -327,7 +327,7 @@ class Handlers:
             except (OSError, ValueError):  # closed streams must not prevent the reply
                 pass
         elif remote_logger.isEnabledFor(self._error_level):
-            caller = self.worker.name_of(info.peer)
+            caller = self.worker.members.name_of(info.peer)
             remote_logger.log(
                 self._error_level, "a call from %s raised %s\n%s", caller, show_exception(error), traceback_of(error)
             )
