@@ -264,7 +264,7 @@ def test_shutdown_without_grace_ends_a_graceful_one_that_hangs() -> None:
         gave_up = threading.Event()
 
         def end() -> None:
-            with pytest.raises(NotInitialized, match="Another thread has shut the worker down meanwhile"):
+            with pytest.raises(NotInitialized, match="Another thread has shut down the worker in the meantime"):
                 w[0].shutdown()
             gave_up.set()
 

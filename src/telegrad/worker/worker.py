@@ -89,7 +89,7 @@ class Worker:
         listen, host = addresses.listen_addresses(options, store_at, info.name)
         if group.shared_secret and not addresses.is_loopback(host):
             logger.warning(
-                "worker %s listens on %s, and its group was given no secret: any process that reaches the store can call"
+                "worker %s listens on %s, and its group has no given secret: any process at the store may call"
                 " functions of this worker. Set TELEGRAD_SECRET (or the option secret) on all workers.",
                 info.name,
                 host,
