@@ -46,7 +46,6 @@ class Client {
         completions_(codec_, autograd_, calls, preparer_.future_type()),
         send_(calls.attr("send")),
         send_and_wait_(calls.attr("send_and_wait")),
-        blocking_(environment.attr("blocking")),
         not_initialized_(environment.attr("not_initialized")) {}
 
   nb::object call(nb::handle to, nb::handle function, nb::handle args, nb::handle kwargs, Nanos timeout,
@@ -207,8 +206,7 @@ class Client {
   }
 
   int traverse(visitproc visit, void* arg) const {
-    for (const nb::object* o :
-         {&engine_object_, &codec_object_, &send_, &send_and_wait_, &blocking_, &not_initialized_}) {
+    for (const nb::object* o : {&engine_object_, &codec_object_, &send_, &send_and_wait_, &not_initialized_}) {
       Py_VISIT(o->ptr());
     }
     if (const int visited = preparer_.traverse(visit, arg)) return visited;
@@ -239,14 +237,6 @@ class Client {
   }
 
   nb::object wait_for(PreparedCall& call) {
-    if (call.in_scope && preparer_.in_event_loop()) [[unlikely]] {
-      const ContextManager blocking(blocking_());
-      return send_and_receive(call);
-    }
-    return send_and_receive(call);
-  }
-
-  nb::object send_and_receive(PreparedCall& call) {
     Completion completion =
         call_and_wait(engine_, call.peer, std::move(call.message), options_of(call), [this] { take_deferred(); });
     return completions_.value(std::move(completion), call.context, call.label, call.timeout);
@@ -327,7 +317,7 @@ class Client {
   AutogradHooks autograd_;
   Preparer preparer_;
   Completions completions_;
-  nb::object send_, send_and_wait_, blocking_, not_initialized_;
+  nb::object send_, send_and_wait_, not_initialized_;
 };
 
 int traverse(PyObject* self, visitproc visit, void* arg) {

@@ -68,6 +68,7 @@ Preparer::Preparer(const codec::Codec& codec, const AutogradHooks& autograd, std
       running_loop_(environment.attr("running_loop")),
       caller_flags_(environment.attr("caller_flags")),
       checked_arguments_(environment.attr("checked_arguments")),
+      check_blocking_(environment.attr("check_blocking")),
       id_(interned("id")),
       calls_name_(interned("_calls")),
       request_name_(interned("_request")),
@@ -90,6 +91,9 @@ PreparedCall Preparer::prepare(const CallForm& form) const {
   const bool about_receiver = !form.receiver.is_none();
   call.peer = about_receiver || form.internal ? nb::cast<std::int32_t>(form.to) : find_peer(form.to);
   read_scope(call, form.timeout);
+  // Before encoding, which counts references and records tensors.
+  if (call.in_scope && form.mode == CallMode::kSync && in_event_loop()) [[unlikely]]
+    python_result(PyObject_CallNoArgs(check_blocking_.ptr()));
   call.label = nb::borrow(form.function);
   Name name;
   if (!about_receiver || !form.function.is_none()) {
@@ -237,10 +241,11 @@ void Preparer::set_call(nb::handle target, std::uint64_t id) const {
 bool Preparer::in_event_loop() const { return !returns(running_loop_, Py_None); }
 
 int Preparer::traverse(visitproc visit, void* arg) const {
-  for (const nb::object* o :
-       {&calls_, &encode_slow_, &find_peer_, &find_name_, &peers_, &functions_, &methods_, &current_, &info_type_,
-        &form_type_, &future_type_, &no_devices_, &by_value_, &interceptors_, &is_grad_enabled_, &is_autocast_enabled_,
-        &running_loop_, &caller_flags_, &checked_arguments_}) {
+  for (const nb::object* o : {&calls_,        &encode_slow_,  &find_peer_,         &find_name_,
+                              &peers_,        &functions_,    &methods_,           &current_,
+                              &info_type_,    &form_type_,    &future_type_,       &no_devices_,
+                              &by_value_,     &interceptors_, &is_grad_enabled_,   &is_autocast_enabled_,
+                              &running_loop_, &caller_flags_, &checked_arguments_, &check_blocking_}) {
     Py_VISIT(o->ptr());
   }
   return 0;

@@ -92,7 +92,7 @@ class Preparer {
   nb::object by_value_;      // set: modules that travel by value
   nb::object interceptors_;  // dict: those of this process, see telegrad.worker.calls.interceptors
   nb::object is_grad_enabled_, is_autocast_enabled_, running_loop_;
-  nb::object caller_flags_, checked_arguments_;
+  nb::object caller_flags_, checked_arguments_, check_blocking_;
   const nb::object id_, calls_name_, request_name_, call_name_;  // names of attributes
   nb::object modes_[3];
 };

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Gate, cluster, eventually
+from telegrad.testing import Cluster, Gate, cluster
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
 
@@ -36,10 +36,6 @@ async def asks(to: str, x: Any) -> Any:
     first = await rpc.rpc_async(to, double, (x,))
     rest = await asyncio.gather(*(rpc.rpc_async(to, echo, (i,)) for i in range(3)))
     return first, rest
-
-
-async def blocks(to: str, x: Any) -> Any:
-    return rpc.rpc_sync(to, echo, (x,)) + (await rpc.remote(to, echo, (1,)).rpc_async().__add__(1))
 
 
 async def with_tensors(x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +100,6 @@ def test_handlers_await_nested_calls() -> None:
     assert rpc.rpc_sync("w1", asks, ("w0", 3)) == (6, [0, 1, 2])
     assert rpc.rpc_sync("w1", asks, ("w1", 3)) == (6, [0, 1, 2])
     assert rpc.rpc_sync("w1", asks, ("w0", torch.ones(1)))[0] == 2
-    assert rpc.rpc_sync("w1", blocks, ("w0", 3)) == 5
 
 
 async def meets(barrier: "Meeting", n: int) -> int:
@@ -217,48 +212,82 @@ async def waits_at(gate: Gate) -> str:
     return "went on"
 
 
-# ---- coroutines that block without await
+# ---- coroutines that block
 
 
-async def calls_back(to: str, path: list[str], way: str) -> str:
-    """Call back to the worker that waits on its loop for this call."""
-    if not path:
-        return "end"
-    arguments = (path[0], calls_back, (path[0], path[1:], way))
-    if way == "sync":
-        return str(rpc.rpc_sync(*arguments))
-    if way == "wait":
-        return str(rpc.rpc_async(*arguments).wait())
-    return str(rpc.remote(*arguments).to_here())
-
-
-@pytest.mark.parametrize("way", ["sync", "wait", "to_here"])
-def test_what_a_coroutine_waits_for_may_need_another_one(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    with cluster(2) as group:
-        path = ["w1", "w0", "w1", "w1", "w0"]
-        assert group[0].rpc_sync("w1", calls_back, ("w1", path, way), timeout=20) == "end"
-        assert group[0].rpc_sync("w1", thread_and_worker)[0] == "telegrad-w1-loop"  # and not a further one
-        said = [r.getMessage() for r in caplog.records]
-        assert sorted(text.split(":")[0] for text in said) == [f"telegrad-w{i}-loop is held up" for i in range(2)]
-        caplog.clear()
-        eventually(lambda: not any(t.name.startswith("telegrad-w1-loop-") for t in threading.enumerate()))
-
-
-def test_what_came_before_the_wait_goes_on_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
-    """Calls were in flight when the coroutine began to block."""
-    with cluster(2) as group:
-        assert group[0].rpc_sync("w1", starts_and_waits, timeout=20) == [2] * 20
-        caplog.clear()
-
-
-async def starts_and_waits() -> list[int]:
+async def blocks(way: str) -> int:
+    if way == "rpc_sync":
+        return int(rpc.rpc_sync("w0", echo, (1,)))
+    if way == "to_here":
+        return int(rpc.remote("w0", echo, (1,)).to_here())
+    if way == "method":
+        return int(rpc.remote("w0", Owned).rpc_sync().static(1))
     gate = Gate()
-    calls = [rpc.rpc_async("w0", bounces, (gate,)) for _ in range(20)]
+    futures = [rpc.rpc_async("w0", passes, (gate, i)) for i in range(2)]
+    gate.wait_for(2)
+    try:
+        if way == "wait":
+            return int(futures[1].wait())
+        return sum(rpc.wait_all(futures))
+    finally:
+        gate.open()
+
+
+def passes(gate: Gate, x: int) -> int:
+    gate.enter()
+    return x
+
+
+WAYS = {
+    "rpc_sync": "await rpc_async",
+    "to_here": "await the RRef",
+    "method": "await rpc_async",
+    "wait": "await future",
+    "wait_all": "await asyncio.gather",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_blocking_call_in_a_coroutine_is_an_error(way: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"would block the event loop of worker 'w1'; use .*{WAYS[way]}"):
+        rpc.rpc_sync("w1", blocks, (way,))
+    assert rpc.rpc_sync("w1", double, (2,)) == 4
+
+
+async def starts_and_awaits() -> list[int]:
+    gate = Gate()
+    calls = [rpc.rpc_async("w0", calls_back, (gate,)) for _ in range(20)]
     gate.wait_for(20)
     gate.open()
-    return [call.wait() for call in calls]
+    return [await call for call in calls]
 
 
-def bounces(gate: Gate) -> int:
+def calls_back(gate: Gate) -> int:
     gate.enter()
     return int(rpc.rpc_sync("w1", double, (1,)))
+
+
+def test_awaited_calls_may_need_coroutines_of_the_same_worker() -> None:
+    assert rpc.rpc_sync("w1", starts_and_awaits, timeout=20) == [2] * 20
+
+
+async def waits_for_what_is_done() -> list[int]:
+    futures = [rpc.rpc_async("w0", echo, (i,)) for i in range(3)]
+    await asyncio.gather(*futures)
+    return [future.wait() for future in futures] + rpc.wait_all(futures)
+
+
+def test_waiting_for_completed_futures_does_not_block() -> None:
+    assert rpc.rpc_sync("w1", waits_for_what_is_done) == [0, 1, 2] * 2
+
+
+def test_no_call_is_counted_before_the_error() -> None:
+    """The error comes before references of the arguments are shared."""
+    with cluster(2, check=True) as group:
+        ref = group[0].remote("w0", echo, (5,))
+        with pytest.raises(RuntimeError, match="would block"):
+            group[0].rpc_sync("w1", passes_on, (ref,))
+
+
+async def passes_on(ref: Any) -> Any:
+    return rpc.rpc_sync("w0", echo, (ref,))

@@ -30,7 +30,7 @@ from telegrad.worker.calls.callables import read_attribute
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import remaining
-from telegrad.worker.serving.event_loop import blocking_in_loop
+from telegrad.worker.serving.event_loop import check_blocking
 
 __all__ = ["RRef"]
 
@@ -242,8 +242,8 @@ class RRef(Generic[T_co]):
         owned = self._worker.references.owned(self.id)
         if not owned.ready:
             timeout = remaining(timeout, current.get())
-            with blocking_in_loop():
-                in_time = owned.wait(timeout / 1e9 if timeout else None)
+            check_blocking("to_here()", "`await rref`")
+            in_time = owned.wait(timeout / 1e9 if timeout else None)
             if not in_time:
                 raise RpcTimeout(timeout / 1e9, f"the creation of {self!r}")
         value: T_co = owned.get()

@@ -167,9 +167,17 @@ def _notify(worker: Worker, members: set[int], function: Any, timeout: float) ->
     present = sorted(members & worker.members.ids())
     for notified in [worker.start_internal(member, function, (worker.info.id,), timeout) for member in present]:
         try:
-            notified.wait()
+            _wait(notified)
         except RuntimeError:
             continue  # that member is gone, or disconnected before its reply
+
+
+def _wait(future: CallFuture[Any]) -> None:
+    """Wait for a future, also in the thread of an event loop: a coroutine may shut down its worker."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    wait_for(done)
+    future.wait()
 
 
 def _joined(*facts: Any) -> None:

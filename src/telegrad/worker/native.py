@@ -17,7 +17,7 @@ from telegrad.worker.calls.client import CallForm
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
 from telegrad.worker.scope import Scope, autocast_is_on, caller_flags, clean_state, current
-from telegrad.worker.serving.event_loop import blocking_in_loop
+from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.serving.handlers import RequestInfo
 
 __all__ = ["ENVIRONMENT", "NOT_ENCODABLE", "OtherReply", "make_engine", "make_server"]
@@ -43,7 +43,7 @@ class Environment(NamedTuple):
     running_loop: Callable[[], Any] = asyncio._get_running_loop
     caller_flags: Callable[[], int] = caller_flags
     checked_arguments: Callable[[Any, Any], Any] = checked_arguments
-    blocking: Callable[[], Any] = blocking_in_loop
+    check_blocking: Callable[[], None] = check_blocking
     not_initialized: type = NotInitialized
     # of the native server only
     request_info: type = RequestInfo

@@ -132,9 +132,16 @@ class Worker:
             ENVIRONMENT,
         )
         self.timers: Timers = Timers(f"telegrad-{info.name}-timers")
-        self.loop: EventLoop = EventLoop(f"telegrad-{info.name}-loop", self._submit, self.timers.call_later)
+        self.loop: EventLoop = EventLoop(info.name)
         self.handlers: Handlers = Handlers(
-            self, info, self.engine, self.messages, self.references, self.loop, options.remote_error_number()
+            self,
+            info,
+            self.engine,
+            self.messages,
+            self.references,
+            self.loop,
+            self._submit,
+            options.remote_error_number(),
         )
         self.callback_scope: Scope = Scope(self, 0, True)
         self.server: AnyServer = make_server(self, self.callback_scope)

@@ -10,7 +10,6 @@ drops its state of earlier passes, and ignores their late messages.
 
 import itertools
 import time
-from asyncio import _get_running_loop
 from functools import partial
 from typing import cast
 
@@ -26,7 +25,6 @@ from telegrad.worker import Worker
 from telegrad.worker.calls.client import error_of, too_large
 from telegrad.worker.native import NOT_ENCODABLE, OtherReply
 from telegrad.worker.scope import current, remaining
-from telegrad.worker.serving.event_loop import blocking_in_loop
 from telegrad.worker.serving.handlers import RequestInfo
 
 __all__ = ["BackwardManager"]
@@ -82,11 +80,7 @@ class BackwardManager:
         try:
             task.start(roots, retain_graph)
             if not task.result.done:
-                if _get_running_loop() is not None:
-                    with blocking_in_loop():
-                        self._wait(task, timeout)
-                else:
-                    self._wait(task, timeout)
+                self._wait(task, timeout)
         except BaseException as e:  # raised by a signal handler
             task.abort(e)
             raise

@@ -16,7 +16,7 @@ from telegrad.errors import NotInitialized
 from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
 from telegrad.worker.calls import tracing
 from telegrad.worker.scope import current
-from telegrad.worker.serving.event_loop import blocking_in_loop
+from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.unread_failures import Failure, describe_call
 
 __all__ = ["NO_DEVICES", "CallFuture", "Deferred"]
@@ -77,9 +77,7 @@ class CallFuture(torch.futures.Future[T]):
         try:
             if not self.done():
                 if asyncio._get_running_loop() is not None:
-                    with blocking_in_loop():
-                        self._drive()
-                        return super().wait()
+                    check_blocking("wait() of a future", "`await future`")
                 self._drive()
             return super().wait()
         except Exception as error:

@@ -11,7 +11,7 @@ from torch.futures import Future
 from telegrad.errors import NotInitialized
 from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.serving.event_loop import blocking_in_loop
+from telegrad.worker.serving.event_loop import check_blocking
 
 __all__ = ["wait_all"]
 
@@ -51,10 +51,9 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
     """
     given = list(futures)
     try:
-        if asyncio._get_running_loop() is None:
-            return _wait_all(given)
-        with blocking_in_loop():
-            return _wait_all(given)
+        if asyncio._get_running_loop() is not None and not all(future.done() for future in given):
+            check_blocking("wait_all", "`await asyncio.gather(*futures)`")
+        return _wait_all(given)
     except Exception as error:
         raise strip_own_frames(error)
 

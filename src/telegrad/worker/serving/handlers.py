@@ -6,6 +6,7 @@ caller's torch state has to be entered, or if a result or an error is deferred.
 
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import CoroutineType
 from typing import Any, NamedTuple
@@ -121,6 +122,7 @@ class Handlers:
         messages: Encodes and decodes messages.
         references: References of the worker.
         loop: Event loop for coroutines.
+        submit: Runs a function on a thread of the pool.
         error_level: Level of the log lines about errors of user code.
     """
 
@@ -132,6 +134,7 @@ class Handlers:
         messages: Messages,
         references: References,
         loop: EventLoop,
+        submit: Callable[..., None],
         error_level: int,
     ) -> None:
         self.worker = worker
@@ -144,6 +147,7 @@ class Handlers:
         self._me = me
         self._references = references
         self._loop = loop
+        self._submit = submit
         self._error_level = error_level
         self._deferred: set[tuple[int, int]] = set()  # requests whose function has returned a deferred result
 
@@ -225,13 +229,13 @@ class Handlers:
             assert slow is not None
             handles = slow.metadata.handles
             return references.when_confirmed(
-                [h.id for h in handles], lambda: self._loop.pool(self._resume, request, handles)
+                [h.id for h in handles], lambda: self._submit(self._resume, request, handles)
             )
         rref = RRefId(*receiver)
         handles = []
         if fetches and not references.knows(rref):  # a placeholder until the creation arrives
             handles = references.receive([Ticket(rref, self._me.id, TicketKind.RETURN, 0)], [NO_FORK], peer)
-        return references.park(rref, lambda: self._loop.pool(self._resume, request, handles))
+        return references.park(rref, lambda: self._submit(self._resume, request, handles))
 
     def _resume(self, request: Any, _: Any) -> None:
         self.worker.server.resume(request)
