@@ -220,7 +220,7 @@ def test_the_first_rank_does_not_wait_for_ranks_that_failed(store: Any, first: t
 
 
 def test_a_missing_worker_is_named(store: Any) -> None:
-    with pytest.raises(TelegradError, match=r"worker a \(rank 0\) waited 0.2 s .* rank 1 of 2 did not come"):
+    with pytest.raises(TelegradError, match=r"worker a \(rank 0\) waited 0.2 s .* rank 1 of 2 did not join"):
         Worker("a", 0, 2, Options(rpc_timeout=0.2), store=store)
 
 
@@ -387,6 +387,6 @@ def test_worker_object_after_its_shutdown() -> None:
 
 
 def test_failed_init_leaks_nothing(file_store: str) -> None:
-    with pytest.raises(TelegradError, match="did not come"):
+    with pytest.raises(TelegradError, match="did not join"):
         rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=Options(init_method=file_store, rpc_timeout=0.2))
     assert_nothing_works()

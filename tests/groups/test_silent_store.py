@@ -40,7 +40,7 @@ def test_a_member_leaves_while_the_stores_host_is_stopped(tmp_path: Path, caplog
         assert worker._worker.closed
         os.kill(host.process.pid, signal.SIGCONT)
     assert (
-        "w0 leaves its group without the store, whose host does not reply: the host of the group's store" in caplog.text
+        "w0 leaves its group without the store; its host does not reply: the host of the group's store" in caplog.text
     )
 
 

@@ -22,11 +22,11 @@ from telegrad.worker.calls import faults, tracing
 from telegrad.worker.calls.callables import is_scripted, name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import PICKLER, PROFILER, active, switch
-from telegrad.worker.calls.messages import NO_METADATA, Encoded, Messages
+from telegrad.worker.calls.messages import NO_METADATA, Messages, Request
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
 
-__all__ = ["CallForm", "Calls", "Request", "complete", "error_of", "too_large"]
+__all__ = ["CallForm", "Calls", "complete", "error_of", "too_large"]
 
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
@@ -57,22 +57,6 @@ class CallForm(NamedTuple):
     introduce: bool  # the owner may not know the receiver yet
     keep_as: int | None  # the local id of the reference to create
     internal: bool
-
-
-class Request(NamedTuple):
-    """Encoded request, ready to be sent."""
-
-    peer: int
-    name: tuple[int, bytes] | None
-    message: Encoded
-    timeout: int  # ns; 0: none
-    nested: bool
-    keep: Any  # kept alive until the reply arrives
-    label: str  # name in error messages: "f", or "to_here"
-    keep_as: int | None
-    kind: str  # kind for a fault injector: call, remote or fetch
-    scripted: bool
-    span: tracing.Span | None = None  # of the call in a profile
 
 
 class Calls:

@@ -1,13 +1,12 @@
 """Fault injection: messages that are dropped or delayed on purpose (rpc._testing)."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
-
-if TYPE_CHECKING:
-    from telegrad.worker.calls.client import Calls, Request
+from telegrad.worker.calls.messages import Messages, Request
+from telegrad.worker.closed import AnyClient
 
 __all__ = ["DroppedMessage", "Filter", "send", "start"]
 
@@ -18,7 +17,20 @@ class DroppedMessage(TelegradError):
     """Raised by a fault injector to drop a message."""
 
 
-def start(calls: "Calls", request: "Request", target: Any) -> None:
+class Sender(Protocol):
+    """Calls of a worker whose messages pass the fault injector (`telegrad.worker.calls.client.Calls`)."""
+
+    client: AnyClient
+    messages: Messages
+    delay: Callable[[float, Callable[[], object]], None] | None
+
+    @property
+    def send_filter(self) -> Filter | None: ...
+
+    def name_of(self, worker_id: int, /) -> str: ...
+
+
+def start(calls: Sender, request: Request, target: Any) -> None:
     """Send a request like `Calls.send`, through the fault injector.
 
     Args:
@@ -55,9 +67,7 @@ def start(calls: "Calls", request: "Request", target: Any) -> None:
     calls.delay(seconds, send_late)
 
 
-def send(
-    calls: "Calls", kind: str, scripted: bool, peer: int, send_now: Callable[[], object], attempt: int = 0
-) -> None:
+def send(calls: Sender, kind: str, scripted: bool, peer: int, send_now: Callable[[], object], attempt: int = 0) -> None:
     """Send a message that must arrive; if dropped, send again after a growing delay."""
     if calls.send_filter is None or calls.delay is None:
         send_now()

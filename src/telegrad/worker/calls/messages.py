@@ -35,6 +35,7 @@ __all__ = [
     "CallMetadata",
     "Encoded",
     "Messages",
+    "Request",
     "SharedBody",
     "is_serializing",
 ]
@@ -54,6 +55,22 @@ class Encoded(NamedTuple):
     segments: Segments | None
     tickets: tuple[Ticket, ...]
     recorded: tuple[Any, int] | None = None  # the autograd context, and the message's id there (0: none)
+
+
+class Request(NamedTuple):
+    """Encoded request, ready to be sent."""
+
+    peer: int
+    name: tuple[int, bytes] | None
+    message: Encoded
+    timeout: int  # ns; 0: none
+    nested: bool
+    keep: Any  # kept alive until the reply arrives
+    label: str  # name in error messages: "f", or "to_here"
+    keep_as: int | None
+    kind: str  # kind for a fault injector: call, remote or fetch
+    scripted: bool
+    span: Span | None = None  # of the call in a profile
 
 
 class SharedBody(NamedTuple):

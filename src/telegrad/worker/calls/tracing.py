@@ -8,10 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    from telegrad.worker.calls.client import Calls
+from typing import Any, Protocol, TypeVar
 
 __all__ = ["Observer", "Recording", "Report", "Span", "TraceContext", "bind_recording", "recording"]
 
@@ -19,6 +16,14 @@ T = TypeVar("T")
 
 TraceContext = tuple[int, int]  # content of a request: number of its span, options
 Report = tuple[Any, ...]  # content of a reply: plain values
+
+
+class Caller(Protocol):
+    """Calls of the worker that is profiled (`telegrad.worker.calls.client.Calls`)."""
+
+    worker_id: int
+
+    def name_of(self, worker_id: int, /) -> str: ...
 
 
 class Span(Protocol):
@@ -69,7 +74,7 @@ class Observer(Protocol):
     on: bool  # calls of this process are profiled
     serving: bool  # all requests to this process are recorded
 
-    def begin(self, calls: "Calls", peer: int, mode: str, function: Any) -> Span | None:
+    def begin(self, calls: Caller, peer: int, mode: str, function: Any) -> Span | None:
         """Begin the span of a call; None if the calling thread is not profiled.
 
         Args:
@@ -82,7 +87,7 @@ class Observer(Protocol):
     def range(self, name: str) -> AbstractContextManager[Any]:
         """Return a named range of the calling thread's profile."""
 
-    def side_thread_recording(self, calls: "Calls") -> Recording | None:
+    def side_thread_recording(self, calls: Caller) -> Recording | None:
         """Return a recording for other threads that work for the calling thread.
 
         None if the calling thread is not profiled.
