@@ -18,14 +18,16 @@ class Wait:
     """Wait for other workers, which the log announces after 5 s and then every 30 s.
 
     Args:
-        who: The waiting worker: name and rank.
+        waiter: The waiting worker: name and rank.
         timeout: Limit in seconds.
         check: Called periodically during the wait; an exception ends the wait.
         every: Seconds between two checks.
     """
 
-    def __init__(self, who: str, timeout: float, check: Callable[[], None] | None = None, every: float = 0.5) -> None:
-        self.who = who
+    def __init__(
+        self, waiter: str, timeout: float, check: Callable[[], None] | None = None, every: float = 0.5
+    ) -> None:
+        self.waiter = waiter
         self.timeout = timeout
         self._check = check
         self._every = every
@@ -64,7 +66,7 @@ class Wait:
         others, last = for_what()
         logger.warning(
             "%s is waiting for %s since %.3g s%s",
-            self.who,
+            self.waiter,
             others,
             now - self._begun,
             f"; last: {last}" if last else "",

@@ -14,7 +14,7 @@ from telegrad.options import Options
 __all__ = ["candidates", "host_key", "is_loopback", "listen_addresses", "store_host"]
 
 _SIOCGIFADDR = 0x8915
-_SAME_HOST = ("shm", "unix")  # transports whose addresses are names of Unix sockets
+_SAME_HOST = ("shm", "unix")  # transports with names of Unix sockets as addresses
 
 
 def host_key() -> str:

@@ -45,9 +45,9 @@ class Attempts:
 
     def __init__(self, store: Any, name: str, rank: int, timeout: float) -> None:
         self._store = store
-        self._who = f"{name} (rank {rank})"
+        self._waiter = f"{name} (rank {rank})"
         self._rank = rank
-        self._wait = Wait(self._who, timeout)
+        self._wait = Wait(self._waiter, timeout)
         self._run = os.environ.get("TORCHELASTIC_RUN_ID")
         # With a single agent, the counts are enough to distinguish attempts.
         alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -71,7 +71,7 @@ class Attempts:
 
     def wait(self, timeout: float) -> Wait:
         """Return the wait for the group of `part`; `Superseded` ends it."""
-        return Wait(self._who, timeout, self.check, _RUN_CHECK if self._run is not None else _OUTSIDE_CHECK)
+        return Wait(self._waiter, timeout, self.check, _RUN_CHECK if self._run is not None else _OUTSIDE_CHECK)
 
     def check(self) -> None:
         """Raise `Superseded` if an attempt later than that of `part` was announced."""
@@ -79,7 +79,7 @@ class Attempts:
             return
         latest = self._latest()
         if latest and latest != self._current:
-            raise Superseded(f"worker {self._who} belongs to an attempt of the run that a later one has replaced.")
+            raise Superseded(f"worker {self._waiter} belongs to an attempt of the run that a later one has replaced.")
 
     def another(self, failure: rendezvous.JoinRefused) -> bool:
         """Return whether `part` may find another attempt after a failed one."""
@@ -101,7 +101,8 @@ class Attempts:
             before = self._count_of(latest)
             if self._count and before and int(before) > int(self._count):
                 raise Superseded(
-                    f"worker {self._who} belongs to attempt {self._count} of the run, but attempt {before} has begun."
+                    f"worker {self._waiter} belongs to attempt {self._count} of the run, but attempt {before} has"
+                    " begun."
                 )
             announced = bytes(self._store.compare_set(self._key, latest, name)).decode()
         self._store.set(ATTEMPT, name)  # for members outside of the run
@@ -122,7 +123,7 @@ class Attempts:
                 return ""
             if not self._wait.left:
                 raise self._failure or TelegradError(
-                    f"worker {self._who} waited {self._wait.timeout:g} s for the worker with rank 0 of the run"
+                    f"worker {self._waiter} waited {self._wait.timeout:g} s for the worker with rank 0 of the run"
                     f" {self._run} to begin. Has it been started?"
                 )
             if latest:
@@ -130,7 +131,7 @@ class Attempts:
                 pause = min(2 * pause, _MAX_PAUSE)
             else:
                 wait_for_keys(
-                    self._store, [self._key], Wait(self._who, min(_RUN_CHECK, self._wait.pause())), self._awaited
+                    self._store, [self._key], Wait(self._waiter, min(_RUN_CHECK, self._wait.pause())), self._awaited
                 )
             self._wait.step(self._awaited)
 

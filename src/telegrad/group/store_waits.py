@@ -13,9 +13,9 @@ from telegrad.waits import Wait, wait_for
 __all__ = ["BoundedStore", "StoreGone", "StoreUnresponsive", "base_of", "place_of", "wait_for_keys", "within"]
 
 StoreGone: type[RuntimeError] = dist.DistNetworkError
-"""Error of a store operation whose host is gone."""
+"""Error of a store operation after the host is gone."""
 
-_MIN_PAUSE, _MAX_PAUSE = 0.0005, 0.1  # s between two polls of a store whose own wait is not used
+_MIN_PAUSE, _MAX_PAUSE = 0.0005, 0.1  # s between two polls of a store
 
 # The wait of these stores blocks signals, and torch logs each wait at a TCPStore that ends.
 _POLLED: tuple[type, ...] = (dist.TCPStore, dist.FileStore)  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def within(seconds: float, operation: Callable[[], T]) -> T:
 
 
 class BoundedStore:
-    """Store whose operations all have a timeout.
+    """Store with a timeout for all operations.
 
     Args:
         store: Any store.

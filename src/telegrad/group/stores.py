@@ -105,8 +105,8 @@ def meet(
         make_private(options.init_method)
     ranked = bool(world_size) or ranks_needed or rank >= 0 or _ranked_by_environment(options)
     address = _address(options.init_method, rank) if ranked else None
-    who = name if address is None else f"{name} (rank {address.rank})"
-    wait = Wait(who, timeout.total_seconds() if limit is None else limit)
+    waiter = name if address is None else f"{name} (rank {address.rank})"
+    wait = Wait(waiter, timeout.total_seconds() if limit is None else limit)
     if address is not None and world_size:
         rank = address.rank
         is_local = _is_local(address, wait)
@@ -314,7 +314,7 @@ def _tcp_store(address: StoreAddress, wait: Wait) -> Any:
     listening = listen(address.host, address.port) if _is_local(address, wait) and not address.hosted else None
     if listening is None:
         return _connect_by_port(address, wait)
-    logger.info("%s hosts the store of a new group at %s: there was none", wait.who, address.at)
+    logger.info("%s hosts the store of a new group at %s: there was none", wait.waiter, address.at)
     store = host_store(address, timedelta(seconds=wait.timeout), listening)
     _hosted.append(store)
     return store

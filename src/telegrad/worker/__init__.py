@@ -1,6 +1,6 @@
-"""One member of a group: calls, the serving of requests, references, and what they share.
+"""One member of a group: its calls, handlers, references and threads.
 
-`Worker` (worker.py) composes the rooms: `calls` is the caller's side, `serving` the callee's, `refs` the owner's and
+`Worker` (worker.py) composes the parts: `calls` is the caller's side, `serving` the callee's, `refs` the owner's and
 the users' side of remote references.
 """
 

@@ -1,6 +1,6 @@
 """Replacement for the native engine of a closed worker.
 
-The engine has file descriptors, memory and a thread. A program may keep references, futures or the worker itself for
+The engine has file descriptors, memory and a thread. A program may keep references, futures or the worker for
 longer, and with them the worker's Python objects. So a closing worker replaces its engine by a `ClosedEngine`. A thread
 inside a method of the engine still holds the engine, which ends with the last such thread.
 """

@@ -15,7 +15,7 @@ class Members:
     """Table of the workers that one worker knows.
 
     Args:
-        info: Name and id of the worker itself.
+        info: Name and id of this worker.
         refresh: Adds recent members of a dynamic group; called for an unknown name or id.
     """
 
@@ -28,7 +28,7 @@ class Members:
         self._info = info
         self._refresh = refresh
         self._members: dict[int, Member] = {}
-        self._retired: set[int] = set()  # ids whose workers have left the group
+        self._retired: set[int] = set()  # ids of workers that have left the group
         self._names: dict[int, str] = {info.id: info.name}  # also of retired ids, for messages
         self._lock = threading.Lock()
 
@@ -123,7 +123,11 @@ class Members:
 
     @contextmanager
     def on_loss(self, listener: Callable[[], object]) -> Iterator[None]:
-        """Within the block, call `listener` when a worker is lost or leaves; it must not block."""
+        """Call a listener in the block when a worker is lost or leaves.
+
+        Args:
+            listener: Must not block.
+        """
         self.loss_listeners.append(listener)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Join and leave a dynamic group, whose members change over time."""
+"""Join and leave a dynamic group, in which workers come and go."""
 
 import logging
 import math
@@ -148,7 +148,7 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
             announced = True
     except StoreGone as e:
         logger.warning(
-            "worker %s leaves its group without the store, whose host %s: %s. No worker can join any more.",
+            "worker %s leaves its group without the store; its host %s: %s. No worker can join any more.",
             worker.info.name,
             "does not reply" if isinstance(e, StoreUnresponsive) else "has gone",
             str(e).partition("\n")[0],
@@ -173,7 +173,10 @@ def _notify(worker: Worker, members: set[int], function: Any, timeout: float) ->
 
 
 def _wait(future: CallFuture[Any]) -> None:
-    """Wait for a future, also in the thread of an event loop: a coroutine may shut down its worker."""
+    """Wait for a future, also in an event loop's thread.
+
+    A coroutine may shut down its worker.
+    """
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     wait_for(done)

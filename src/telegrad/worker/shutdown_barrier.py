@@ -254,7 +254,7 @@ class GracefulShutdown:
                 lifecycle_log.lost(worker, peer, "others noticed; this worker had no connection to it")
 
     def drain(self, timeout: float) -> bool:
-        """Wait until this worker has no pending calls and runs no requests; False on timeout.
+        """Wait until no call and no request is pending; return False on timeout.
 
         Args:
             timeout: Limit in seconds; 0 for none.

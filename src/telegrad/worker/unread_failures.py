@@ -27,7 +27,7 @@ class Failure:
         read: The program has retrieved the failure.
         request: (peer, called function or its name, timeout in ns).
         unread_action: What the program has not done, for the log line.
-        calls: Calls of the worker whose pool logs the failure; None if there is none.
+        calls: Calls of the worker that logs the failure; None if there is none.
     """
 
     __slots__ = ("calls", "error", "read", "request", "unread_action")

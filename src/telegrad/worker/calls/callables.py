@@ -46,7 +46,7 @@ def find_builtin(function: Any) -> str | None:
 
 
 def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function; a torch operator reports wrong arguments itself."""
+    """Call a function; a torch operator gets to report wrong arguments."""
     try:
         return function(*args, **kwargs)
     except TypeError as e:

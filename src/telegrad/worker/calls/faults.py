@@ -18,7 +18,7 @@ class DroppedMessage(TelegradError):
 
 
 class Sender(Protocol):
-    """Calls of a worker whose messages pass the fault injector (`telegrad.worker.calls.client.Calls`)."""
+    """`telegrad.worker.calls.client.Calls`, with a fault injector."""
 
     client: AnyClient
     messages: Messages

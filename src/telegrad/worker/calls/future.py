@@ -250,10 +250,10 @@ def bind_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
 
 
 def _of_callback(error: BaseException) -> RuntimeError:
-    """Return the error of a future whose callback raised, a RuntimeError as in torch.
+    """Return a future's error after its callback raised: a RuntimeError, as in torch.
 
     The error notes where it was raised but holds no frames: they refer to the future, and the garbage collector does
-    not see the objects of a future. The return type => The return type
+    not see the objects of a future.
     """
     where = "".join(traceback.format_tb(error.__traceback__)[-2:])
     drop_frames(error)

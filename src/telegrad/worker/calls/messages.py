@@ -115,7 +115,7 @@ class _SerializationState(threading.local):
 
     def __init__(self) -> None:
         self.peer: int | None = None  # receiver of the message being encoded
-        self.tickets: list[Any] | None = None  # or the references themselves, for several receivers
+        self.tickets: list[Any] | None = None  # or the references, for several receivers
         self.handles: list[Any] = []
 
 
@@ -299,7 +299,7 @@ class Messages:
         return PeerMetadata(metadata, tuple(tickets), None if message is None else (context, message))
 
     def encode_internal(self, peer: int, value: Any) -> Encoded:
-        """Encode an internal message, whose value usually needs only the codec."""
+        """Encode an internal message, which usually needs only the codec."""
         coded = self._codec.encode(value)
         if coded is None:
             return self.encode(peer, value)
@@ -374,7 +374,7 @@ class Messages:
         return coded[0]
 
     def with_trace(self, message: Encoded, report: Any) -> Encoded:
-        """Add a report to a reply whose request was profiled."""
+        """Add a report to the reply of a profiled request."""
         segments = list(message.segments or ())
         if message.flags & _METADATA:
             *before, _ = cast("tuple[Any, ...]", self._codec.decode(segments.pop(), []))

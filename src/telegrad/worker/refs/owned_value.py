@@ -1,14 +1,15 @@
-"""Value that other workers refer to, on the worker that owns it."""
+"""Values that other workers refer to, and functions that wait for references."""
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from telegrad.protocols.rref import RRefId
 from telegrad.serialize.tracebacks import clone_exception
 from telegrad.waits import wait_for
 
-__all__ = ["OwnedValue"]
+__all__ = ["ConfirmationWaiters", "OwnedValue"]
 
 
 class OwnedValue:
@@ -67,3 +68,29 @@ class OwnedValue:
         if error is None:
             return self.value
         raise clone_exception(error)
+
+
+class ConfirmationWaiters:
+    """Functions that wait until owners count some references. Guarded by the lock of the worker's references."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[RRefId, list[tuple[set[RRefId], Callable[[], None]]]] = {}
+
+    def add(self, rrefs: set[RRefId], resume: Callable[[], None]) -> bool:
+        """Add a function to run once all references are confirmed; False if there are none."""
+        for rref in rrefs:
+            self._waiting.setdefault(rref, []).append((rrefs, resume))
+        return bool(rrefs)
+
+    def confirm(self, rref: RRefId) -> list[Callable[[], None]]:
+        """Remove a confirmed reference, and return the functions that can run."""
+        ready = []
+        for waiting, resume in self._waiting.pop(rref, ()):
+            waiting.discard(rref)
+            if not waiting:
+                ready.append(resume)
+        return ready
+
+    def clear(self) -> None:
+        """Drop all functions."""
+        self._waiting.clear()

@@ -32,7 +32,7 @@ from telegrad.protocols.rref import (
 from telegrad.serialize.tracebacks import text_of
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker.refs.messages import as_plain, from_plain
-from telegrad.worker.refs.owned_value import OwnedValue
+from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue
 
 __all__ = ["CreationTarget", "References", "rref_id"]
 
@@ -80,9 +80,9 @@ class References:
         self.dropped: deque[tuple[RRefId, int]] = deque()
         self.pending_creations: int = 0
         self._has_waiter = False  # a thread waits for the release of all references
-        self._failed_here: dict[RRefId, str] = {}  # local creations whose caller has stopped waiting
+        self._failed_here: dict[RRefId, str] = {}  # local creations after the timeout of their callers
         self.closed: bool = False
-        self._confirmations: dict[RRefId, list[tuple[set[RRefId], Callable[[], None]]]] = {}
+        self._confirmations = ConfirmationWaiters()
         self.lock: threading.RLock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._ids = itertools.count(first_id)
@@ -164,14 +164,9 @@ class References:
         self._run_deferred(deferred)
 
     def finish_creation(self, creation: CreationTarget, created: bool) -> bool:
-        """Handle the end of a creating call, whatever the result.
+        """Handle the end of a creating call; `created` says that the owner has confirmed.
 
-        Args:
-            creation: The creating call.
-            created: The owner has confirmed the reference.
-
-        Returns:
-            False, without effect, if `begin_create` has not run yet.
+        Returns False, without effect, if `begin_create` has not run yet.
         """
         with self.lock:
             rref = creation.rref
@@ -188,7 +183,7 @@ class References:
         why = f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
         with self.lock:
             owned = self.values.get(rref)
-            if owned is not None:  # on this worker itself
+            if owned is not None:  # this worker is the owner
                 deferred: Sequence[Callable[[], None]] = ()
                 self._failed_here[rref] = why
                 if not may_exist and not owned.ready:
@@ -309,11 +304,11 @@ class References:
         return RRefTimeout(f"{rref}: {why}")
 
     def never_arrived(self, rref: RRefId, why: str, lost: bool) -> RRefError | OwnerLost:
-        """Return the owner's error for a value whose creator failed before creating it."""
+        """Return the owner's error for a value that was never created."""
         return self.failure(rref, rref.created_on, why, lost)
 
     def unshare(self, ticket: Ticket, peer: int) -> None:
-        """Take back a ticket whose message was not sent."""
+        """Take back a ticket that was not sent."""
         with self.lock:
             deferred = self._apply(self.table.unshare(ticket, peer))
         self._run_deferred(deferred)
@@ -321,10 +316,7 @@ class References:
     def receive(self, tickets: Sequence[Ticket], forks: Sequence[int], sender: int) -> list[Any]:
         """Create the Python objects of received references.
 
-        Args:
-            tickets: Received tickets.
-            forks: The sender's numbers of these forks.
-            sender: Id of the sender.
+        Forks are the sender's numbers of the references.
         """
         if not tickets:
             return []
@@ -346,20 +338,7 @@ class References:
         Returns False if they count them already.
         """
         with self.lock:
-            waiting = {rref for rref in rrefs if self.table.state_of(rref) is UserState.FORKING}
-            if not waiting:
-                return False
-            for rref in waiting:
-                self._confirmations.setdefault(rref, []).append((waiting, resume))
-            return True
-
-    def _confirmed(self, rref: RRefId) -> list[Callable[[], None]]:
-        ready = []
-        for waiting, resume in self._confirmations.pop(rref, ()):
-            waiting.discard(rref)
-            if not waiting:
-                ready.append(resume)
-        return ready
+            return self._confirmations.add({r for r in rrefs if self.table.state_of(r) is UserState.FORKING}, resume)
 
     # ---- the network
 
@@ -382,12 +361,9 @@ class References:
     # ---- the end
 
     def release_all(self, timeout: float) -> bool:
-        """Release all references to other workers' values, and wait until none is left.
+        """Release all references to other workers' values; return False on timeout.
 
-        Waits until the owners have confirmed, and until no other worker refers to a value of this worker.
-
-        Returns:
-            False on timeout.
+        Waits until their owners have confirmed, and until no other worker refers to a value of this worker.
         """
         with self.lock:
             deferred = self._apply(self.table.release_all())
@@ -452,9 +428,9 @@ class References:
                 if owned is not None:
                     deferred.append(partial(_free, owned))
             elif isinstance(effect, Confirmed):
-                deferred += self._confirmed(effect.rref)
+                deferred += self._confirmations.confirm(effect.rref)
             elif isinstance(effect, Failed):
-                deferred += self._confirmed(effect.rref)
+                deferred += self._confirmations.confirm(effect.rref)
                 owned = self.values.get(effect.rref)
                 if owned is not None and not owned.ready:
                     deferred += owned.set_result(None, self.never_arrived(effect.rref, effect.why, effect.lost))

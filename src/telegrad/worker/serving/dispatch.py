@@ -51,7 +51,7 @@ class Dispatcher:
             worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.METADATA, body, segments, [])))
 
     def on_event(self, item: tuple[Any, ...]) -> None:
-        """Handle a peer event, or work of the pool itself."""
+        """Handle a peer event, or a request for the pool."""
         worker = self._worker
         _, _, event, peer, _, text = item
         if event == CALLBACK:

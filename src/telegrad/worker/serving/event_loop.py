@@ -1,7 +1,8 @@
-"""Event loop of a worker: runs ``async def`` handlers, each in the torch state of its caller.
+"""Event loop of a worker, for ``async def`` handlers.
 
-All coroutines of a worker share one thread. A coroutine that blocked would stop the others, and would never end if it
-waited for one of them. So blocking calls in that thread raise an error (`check_blocking`).
+All coroutines of a worker share one thread; each step runs in the torch state of its caller. A coroutine that blocked
+would stop the others, and would never end if it waited for one of them. So blocking calls in that thread raise an error
+(`check_blocking`).
 """
 
 import asyncio

@@ -97,7 +97,7 @@ class SlowRequest:
         """Return the body: ([function,] args, kwargs[, local id to keep][, receiver])."""
         flags, metadata = self.flags, self.metadata
         body = self._handlers.messages.decode(flags, self._body, self._segments, metadata.handles, metadata.wrap)
-        self._segments.clear()  # the arguments alone have it: a result that is one of them goes home as it is
+        self._segments.clear()  # the arguments alone have it: a result that is one of them is returned without a copy
         if flags & _BODY == _CUSTOM and self.target is not None:
             return (*body, self.target[1])
         return body
@@ -149,7 +149,7 @@ class Handlers:
         self._loop = loop
         self._submit = submit
         self._error_level = error_level
-        self._deferred: set[tuple[int, int]] = set()  # requests whose function has returned a deferred result
+        self._deferred: set[tuple[int, int]] = set()  # requests with a deferred result
 
     @property
     def async_calls(self) -> int:
@@ -217,8 +217,8 @@ class Handlers:
         Args:
             request: The server's request.
             slow: Python's part of the request; without a receiver, its references have to be confirmed.
-            receiver: The reference whose value the request needs.
-            fetches: The request reads the value itself, whose creation may still be on its way.
+            receiver: The reference to the value that the request needs.
+            fetches: The request reads the value, and its creation may still be on its way.
             peer: The caller.
 
         Returns:

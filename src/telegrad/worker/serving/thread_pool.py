@@ -27,7 +27,7 @@ class ThreadPool:
     """Thread pool of one worker.
 
     Args:
-        engine: Engine whose work items the pool handles.
+        engine: Engine that assigns work items to the pool.
         server: Server of the engine's requests.
         name: Prefix of the threads' names.
         handle: Functions by kind of work item. Their exceptions are logged.
