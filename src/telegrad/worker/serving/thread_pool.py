@@ -76,7 +76,7 @@ class ThreadPool:
             except IndexError:
                 return
             if self._jobs:
-                self._engine.nudge(0)  # this function may take long: another thread runs the rest
+                self._engine.request_callback(0)  # this function may take long: another thread runs the rest
             job(*arguments)
 
     def _serve(self, me: _core.PoolThread) -> None:
