@@ -16,7 +16,7 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path, modules: set[str]) -> Iterator[str]:
-    """Yield the modules that a file imports, also inside functions and under TYPE_CHECKING."""
+    """Yield the modules that a file imports, wherever the import is."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -45,7 +45,7 @@ def test_every_public_module_has_a_page() -> None:
 
 
 def test_no_entry_is_a_module_instead_of_what_it_exports() -> None:
-    """The reference is made without imports, where a module hides a function of its name."""
+    """The reference needs no imports, even if a module hides a function."""
     entries = [path for page in PAGES.values() for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
     hidden = [
         path
