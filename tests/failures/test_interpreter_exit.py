@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from exiting_program import DURING_THE_END, LEFT_BEHIND, ROUNDS
 
-PROGRAM = Path(__file__).with_name("ending.py")
+PROGRAM = Path(__file__).with_name("exiting_program.py")
 TIMEOUT = 300.0  # s
 
 
