@@ -37,7 +37,7 @@ class ClosedEngine:
     """
 
     def __init__(self, engine: _core.Engine | None) -> None:
-        self._stats: dict[str, Any] = dict.fromkeys((*_PENDING, *_TOTALS, *_MEMORY), 0)
+        self._stats: dict[str, object] = dict.fromkeys((*_PENDING, *_TOTALS, *_MEMORY), 0)
         self._memory: _core.Memory | None = None  # received messages may still be in use
         if engine is not None:
             last = engine.stats()
@@ -46,7 +46,7 @@ class ClosedEngine:
 
     # ---- methods that raise
 
-    def _raise_closed(self, *_: Any, **__: Any) -> NoReturn:
+    def _raise_closed(self, *_: object, **__: object) -> NoReturn:
         raise NotInitialized
 
     call: Callable[..., NoReturn] = _raise_closed
@@ -64,7 +64,7 @@ class ClosedEngine:
 
     # ---- methods without an effect
 
-    def _noop(self, *_: Any) -> None:
+    def _noop(self, *_: object) -> None:
         """Do nothing: the worker is closed."""
 
     record_all: Callable[..., None] = _noop
@@ -78,18 +78,18 @@ class ClosedEngine:
     spawn_failed: Callable[..., None] = _noop
     notify_wait_sets: Callable[..., None] = _noop
 
-    def lend(self, *_: Any) -> None:
+    def lend(self, *_: object) -> None:
         """Return None: there is no link that could lend memory."""
 
-    def largest_body(self, *_: Any) -> int:
+    def largest_body(self, *_: object) -> int:
         """Return 0: there is no connection."""
         return 0
 
-    def send(self, *_: Any) -> bool:
+    def send(self, *_: object) -> bool:
         """Return False: no peer is connected."""
         return False
 
-    def notify_context_ended(self, *_: Any) -> bool:
+    def notify_context_ended(self, *_: object) -> bool:
         """Return True: there is no peer to notify."""
         return True
 

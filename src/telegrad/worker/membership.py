@@ -27,7 +27,7 @@ _IDS_PER_LIFE = 1 << 32  # ids of references per incarnation of a name
 
 
 def join_dynamic(
-    store: Any,
+    store: object,
     name: str,
     rank: int,
     group: Group,
@@ -163,7 +163,7 @@ def _announce(worker: Worker, members: set[int], budget: SharedDeadline) -> None
     _notify(worker, members, _left, budget.left())
 
 
-def _notify(worker: Worker, members: set[int], function: Any, timeout: float) -> None:
+def _notify(worker: Worker, members: set[int], function: object, timeout: float) -> None:
     present = sorted(members & worker.members.ids())
     for notified in [worker.start_internal(member, function, (worker.info.id,), timeout) for member in present]:
         try:

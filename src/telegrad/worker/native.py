@@ -35,23 +35,23 @@ class Environment(NamedTuple):
     info_type: type = WorkerInfo
     form_type: type = CallForm
     future_type: type = CallFuture
-    no_devices: Any = NO_DEVICES
-    by_value: Any = BY_VALUE
-    interceptors: Any = active
+    no_devices: object = NO_DEVICES
+    by_value: object = BY_VALUE
+    interceptors: object = active
     is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
     is_autocast_enabled: Callable[[], bool] = autocast_is_on
-    running_loop: Callable[[], Any] = asyncio._get_running_loop
+    running_loop: Callable[[], object] = asyncio._get_running_loop
     caller_flags: Callable[[], int] = caller_flags
-    checked_arguments: Callable[[Any, Any], Any] = checked_arguments
+    checked_arguments: Callable[[Any, Any], object] = checked_arguments
     check_blocking: Callable[[], None] = check_blocking
     not_initialized: type = NotInitialized
     # of the native server only
     request_info: type = RequestInfo
     clean_state: Callable[[], None] = clean_state
-    resolver: Callable[[bytes], Any] = resolver
-    find_function: Callable[[bytes], Any] = find_function
-    method_of: Callable[[Any, str], Any] = method_of
-    rerun_for_torch_error: Callable[..., Any] = rerun_for_torch_error
+    resolver: Callable[[bytes], object] = resolver
+    find_function: Callable[[bytes], object] = find_function
+    method_of: Callable[[Any, str], object] = method_of
+    rerun_for_torch_error: Callable[..., object] = rerun_for_torch_error
 
 
 ENVIRONMENT = Environment()

@@ -21,7 +21,7 @@ _exits: set[int] = set()
 _GRACE = 0.2  # s for daemon threads to end after their calls failed at interpreter exit
 
 
-def register(worker: Any) -> None:
+def register(worker: object) -> None:
     """Have the worker closed at process exit, unless the program closes it before."""
     live_workers.add(worker)
     if os.getpid() not in _exits and _is_forked_by_multiprocessing():
@@ -78,7 +78,7 @@ def _is_forked_by_multiprocessing() -> bool:
 # ---- fork: the child lacks the threads, so it has no worker; the core closes the inherited links
 
 
-_detached: list[Any] = []
+_detached: list[object] = []
 forked: bool = False  # this process is the child of a handler and exits with that handler
 
 

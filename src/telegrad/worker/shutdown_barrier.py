@@ -267,7 +267,7 @@ class GracefulShutdown:
         return True
 
 
-def _write(message: Message) -> Any:
+def _write(message: Message) -> object:
     if isinstance(message, Report):
         c = message.counters
         return (_MESSAGES.index(Report), message.round, (dict(c.sent), dict(c.handled), c.pending))

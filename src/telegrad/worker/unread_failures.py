@@ -32,7 +32,9 @@ class Failure:
 
     __slots__ = ("calls", "error", "read", "request", "unread_action")
 
-    def __init__(self, error: BaseException | None, read: bool, request: Any, unread_action: str, calls: Any) -> None:
+    def __init__(
+        self, error: BaseException | None, read: bool, request: object, unread_action: str, calls: object
+    ) -> None:
         self.error: BaseException | None = error
         self.read: bool = read
         self.request: Any = request

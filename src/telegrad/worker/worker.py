@@ -231,14 +231,16 @@ class Worker:
 
     # ---- calls
 
-    def rpc_sync(self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
+    def rpc_sync(
+        self, to: object, func: object, args: object = None, kwargs: object = None, timeout: float = -1.0
+    ) -> Any:
         """See `telegrad.rpc.rpc_sync`."""
         calls = self.calls
         within = calls.default_timeout if timeout == -1.0 else calls.timeout(timeout)
         return calls.client.call(to, func, args, kwargs, within)
 
     def rpc_async(
-        self, to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0
+        self, to: object, func: object, args: object = None, kwargs: object = None, timeout: float = -1.0
     ) -> CallFuture[Any]:
         """See `telegrad.rpc.rpc_async`."""
         calls = self.calls
@@ -246,7 +248,7 @@ class Worker:
         future: CallFuture[Any] = calls.client.start(to, func, args, kwargs, within)
         return future
 
-    def start_internal(self, to: int, func: Any, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
+    def start_internal(self, to: int, func: object, args: Sequence[object], timeout: float) -> CallFuture[Any]:
         """Start an internal call, which a shutdown does not wait for."""
         calls = self.calls
         future: CallFuture[Any] = calls.client.start(
@@ -284,7 +286,7 @@ class Worker:
         handle._mark_used()
         return self.references.share(handle.id, handle.owner_id, peer)
 
-    def _send_reference_message(self, peer: int, plain: Any, kind: str) -> None:
+    def _send_reference_message(self, peer: int, plain: object, kind: str) -> None:
         message = self.messages.encode(peer, plain)
 
         def send() -> None:
@@ -292,7 +294,7 @@ class Worker:
 
         self.calls.send_filtered(kind, False, peer, send)
 
-    def _submit(self, job: Callable[..., None], *arguments: Any) -> None:
+    def _submit(self, job: Callable[..., None], *arguments: object) -> None:
         self.pool.submit(job, *arguments)
 
     # ---- closing

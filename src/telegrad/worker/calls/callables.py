@@ -39,7 +39,7 @@ def is_scripted(function: Any) -> bool:
     return find_builtin(function) is not None
 
 
-def find_builtin(function: Any) -> str | None:
+def find_builtin(function: object) -> str | None:
     """Return the registered name of a torch operator, such as ``aten::add``, or None."""
     name: str | None = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
     return name
@@ -97,7 +97,7 @@ def read_with(name: str) -> str:
     return f"Read an attribute with rref.get_attr({name!r})."
 
 
-def method_of(value: Any, name: str) -> Any:
+def method_of(value: object, name: str) -> Any:
     """Return a method of a referenced value.
 
     Raises:
@@ -118,7 +118,7 @@ def method_of(value: Any, name: str) -> Any:
     return method
 
 
-def checked_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def checked_arguments(args: object, kwargs: object) -> tuple[Any, Any]:
     """Return the arguments, with empty ones instead of None.
 
     The drop-in accepts what torch accepts: any empty value means no arguments, and anything that can be unpacked is

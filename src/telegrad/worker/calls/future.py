@@ -21,7 +21,7 @@ from telegrad.worker.unread_failures import Failure, describe_call
 
 __all__ = ["NO_DEVICES", "CallFuture", "Deferred"]
 
-NO_DEVICES: list[Any] = []
+NO_DEVICES: list[object] = []
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -49,7 +49,7 @@ class CallFuture(torch.futures.Future[T]):
     __slots__ = ("_call", "_calls", "_request")  # an instance dictionary costs as much as the future
     if TYPE_CHECKING:
 
-        def __init__(self, devices: list[Any]) -> None: ...
+        def __init__(self, devices: list[object]) -> None: ...
     else:
         __init__ = torch._C.Future.__init__
     _call: int  # id of the call, once sent
@@ -59,7 +59,7 @@ class CallFuture(torch.futures.Future[T]):
     # Defaults on the class keep the futures of ordinary calls small.
     _read = False  # the failure needs no log line
     _failure: Failure | None = None
-    _parent_calls: Any = None  # of a future that `then` returned: Calls of the pool that logs a failure
+    _parent_calls: object = None  # of a future that `then` returned: Calls of the pool that logs a failure
     _has_callbacks = False  # callbacks of the program
     _span: tracing.Span | None = None  # in a profile
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces

@@ -65,7 +65,7 @@ class Request(NamedTuple):
     message: Encoded
     timeout: int  # ns; 0: none
     nested: bool
-    keep: Any  # kept alive until the reply arrives
+    keep: object  # kept alive until the reply arrives
     label: str  # name in error messages: "f", or "to_here"
     keep_as: int | None
     kind: str  # kind for a fault injector: call, remote or fetch
@@ -162,14 +162,14 @@ class Messages:
         self.serializer.register(WorkerInfo, 2, lambda info: (info.name, info.id), lambda plain: WorkerInfo(*plain))
 
     @staticmethod
-    def load_custom(body: bytes, tensors: list[Any]) -> Any:
+    def load_custom(body: bytes, tensors: list[object]) -> Any:
         """Decode the output of the program's pickler; `telegrad.rpc.api` replaces this."""
         raise SerializationError(
             "received a call that the caller's own pickler encoded (rpc.api._use_rpc_pickler), but telegrad.rpc has"
             " not been imported on this worker. Import it there before the call."
         )
 
-    def pack_handle(self, handle: Any) -> int:
+    def pack_handle(self, handle: object) -> int:
         """Add a reference to the message being encoded, and return its index.
 
         Raises:
@@ -251,7 +251,7 @@ class Messages:
         finally:
             state.peer, state.tickets = outer
 
-    def encode_shared(self, value: Any, parts: tuple[str, ...], context: Any) -> SharedBody:
+    def encode_shared(self, value: object, parts: tuple[str, ...], context: object) -> SharedBody:
         """Encode the body of a request to several peers.
 
         Args:
@@ -298,7 +298,7 @@ class Messages:
         metadata = self._metadata(tickets, None, autocast, context_id, message or 0, None)
         return PeerMetadata(metadata, tuple(tickets), None if message is None else (context, message))
 
-    def encode_internal(self, peer: int, value: Any) -> Encoded:
+    def encode_internal(self, peer: int, value: object) -> Encoded:
         """Encode an internal message, which usually needs only the codec."""
         coded = self._codec.encode(value)
         if coded is None:
@@ -333,7 +333,7 @@ class Messages:
         self._return_tickets(peer, keep=ticket)
         return int(BodyKind.PICKLE), *self.serializer.dumps(value, parts, recorded)
 
-    def _check_ticket_count(self, tickets: list[Any] | None) -> None:
+    def _check_ticket_count(self, tickets: list[object] | None) -> None:
         if tickets is not None and len(tickets) > _MAX_TICKETS:
             raise SerializationError(
                 f"a message with {len(tickets)} references exceeds the limit of {_MAX_TICKETS}. Send it in parts."
@@ -373,7 +373,7 @@ class Messages:
         assert coded is not None
         return coded[0]
 
-    def with_trace(self, message: Encoded, report: Any) -> Encoded:
+    def with_trace(self, message: Encoded, report: object) -> Encoded:
         """Add a report to the reply of a profiled request."""
         segments = list(message.segments or ())
         if message.flags & _METADATA:

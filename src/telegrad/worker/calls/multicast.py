@@ -22,9 +22,9 @@ _METADATA, _MUST_DELIVER = int(Flag.METADATA), int(Flag.MUST_DELIVER)
 def call_many(
     calls: Calls,
     peers: Sequence[int],
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: object,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     timeout: int,
     flags: int = 0,
 ) -> list[CallFuture[Any]]:

@@ -55,7 +55,7 @@ class Recording(Protocol):
     def drain(self) -> list[Any]:
         """Return and forget the events so far, as plain values; the recording continues."""
 
-    def join(self, name: str, began: int, events: list[Any]) -> None:
+    def join(self, name: str, began: int, events: list[object]) -> None:
         """Add events drained from other recordings.
 
         Args:

@@ -28,7 +28,7 @@ class OwnedValue:
         self._lock = lock
         self._waiters: list[Callable[[], None]] | None = None
 
-    def set_result(self, value: Any, error: BaseException | None) -> Sequence[Callable[[], None]]:
+    def set_result(self, value: object, error: BaseException | None) -> Sequence[Callable[[], None]]:
         """Set the value, or the error of its creation; return the waiters to run.
 
         The caller runs them without the lock.

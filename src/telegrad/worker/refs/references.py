@@ -70,7 +70,7 @@ class References:
         name_of: Callable[[int], str],
         send: Callable[[int, Any, str], None],
         request_callback: Callable[[], None],
-        make_handle: Callable[[RRefId, int, tuple[int, int]], Any],
+        make_handle: Callable[[RRefId, int, tuple[int, int]], object],
     ) -> None:
         self.worker_id = worker_id
         self.table: RRefTable = RRefTable(worker_id)
@@ -132,7 +132,7 @@ class References:
 
     # ---- creation
 
-    def own(self, value: Any) -> RRefId:
+    def own(self, value: object) -> RRefId:
         """Create a reference to a local value."""
         rref = RRefId(self.worker_id, self.new_id())
         with self.lock:
@@ -203,7 +203,7 @@ class References:
             self._run_deferred(deferred)
         return owned
 
-    def settle(self, rref: RRefId, value: Any, error: BaseException | None) -> None:
+    def settle(self, rref: RRefId, value: object, error: BaseException | None) -> None:
         """Set the value of a creation as the owner, when the function returns or raises."""
         with self.lock:
             owned = self.values.get(rref)

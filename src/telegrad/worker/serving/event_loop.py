@@ -52,7 +52,7 @@ class _StateSwapped:
         self._state = state
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        step: Callable[[Any], Any] = self._coroutine.send
+        step: Callable[[Any], object] = self._coroutine.send
         value: Any = None
         while True:
             try:
@@ -241,7 +241,7 @@ class EventLoop:
             loop.close()
             del _this_thread.worker
 
-    def _run(self, run: Callable[..., Any], *args: Any) -> None:
+    def _run(self, run: Callable[..., object], *args: object) -> None:
         """Run the loop, also after SystemExit or KeyboardInterrupt in a task or callback.
 
         Asyncio raises these out of the loop; the other coroutines must continue.

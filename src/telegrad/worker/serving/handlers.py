@@ -80,7 +80,7 @@ class SlowRequest:
         """Return whether the request is profiled, so that its reply has a report."""
         return self.recording is not None
 
-    def creates(self, target: Any) -> None:
+    def creates(self, target: object) -> None:
         """Set the reference that the request creates, which only its body names."""
         self.target = target
         self.info = self.info._replace(target=target)
@@ -199,7 +199,7 @@ class Handlers:
             return
         self.reply(info, _ERROR, Encoded(_LEFT_OUT, bytes(body), None, ()), 0)
 
-    def accept(self, peer: int, local_id: Any) -> RRefId:
+    def accept(self, peer: int, local_id: object) -> RRefId:
         """Accept the creation of a reference. A peer creates only its own ids."""
         if type(local_id) is not int:
             raise SerializationError("a request is to create a reference but does not name it")
@@ -207,7 +207,7 @@ class Handlers:
         self._references.accept_create(rref, peer)
         return rref
 
-    def settle(self, target: RRefId, value: Any) -> None:
+    def settle(self, target: RRefId, value: object) -> None:
         """Keep the value of a creation."""
         self._references.settle(target, value, None)
 
@@ -246,7 +246,7 @@ class Handlers:
 
     # ---- results
 
-    def reply_when_done(self, info: RequestInfo, slow: SlowRequest | None, result: Any, function: Any) -> None:
+    def reply_when_done(self, info: RequestInfo, slow: SlowRequest | None, result: object, function: object) -> None:
         """Answer with what a coroutine returns, or a future holds, when it is there."""
         if process_hooks.forked:
             process_hooks.leave_child(None)
@@ -273,14 +273,14 @@ class Handlers:
         else:
             self._reply_deferred(info, value, None)
 
-    def _reply_deferred(self, info: RequestInfo, value: Any, error: BaseException | None) -> None:
+    def _reply_deferred(self, info: RequestInfo, value: object, error: BaseException | None) -> None:
         self._deferred.discard((info.connection, info.call))
         if error is not None:
             self.reply_error(info, error)
         else:
             self.reply_slow(info, [value])
 
-    def reply_slow(self, info: RequestInfo, made: list[Any]) -> None:
+    def reply_slow(self, info: RequestInfo, made: list[object]) -> None:
         """Reply with the result in a list, and empty the list.
 
         Only the message may refer to leased memory when it is sent.

@@ -63,7 +63,7 @@ class ThreadPool:
                 self._threads.discard(thread)
                 raise
 
-    def submit(self, job: Callable[..., None], *arguments: Any) -> None:
+    def submit(self, job: Callable[..., None], *arguments: object) -> None:
         """Run a function on a thread of the pool."""
         self._jobs.append((job, arguments))
         self._engine.request_callback(0)
