@@ -192,12 +192,12 @@ Handshake::Step Handshake::on_challenge(std::string_view body) {
   Reader in(body);
   const std::string theirs = in.text();
   const std::string proof = in.text();
-  Reader who(theirs);
-  const Identity peer = who.identity();
-  const std::string their_nonce = who.text();
-  limits_ = who.limits();
-  lanes_ = std::min(who.number<std::uint32_t>(), config_->lanes);
-  if (!in.finished() || !who.finished() || their_nonce.size() != kNonce) return refuse("a malformed challenge");
+  Reader fields(theirs);
+  const Identity peer = fields.identity();
+  const std::string their_nonce = fields.text();
+  limits_ = fields.limits();
+  lanes_ = std::min(fields.number<std::uint32_t>(), config_->lanes);
+  if (!in.finished() || !fields.finished() || their_nonce.size() != kNonce) return refuse("a malformed challenge");
   transcript_ = Writer().text(hello_).text(theirs).done();
   if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse(std::string(kWrongSecret));
   if (peer.id != peer_.id || peer.name != peer_.name) {

@@ -56,11 +56,11 @@ void Peers::on_open(const ConnectionPtr& c) {
   std::unique_lock sending(c->send_mutex);  // waiting messages are sent before new ones
   {
     Lock lock(parts_.mutex);
-    const Identity& who = c->handshake.peer();
-    Peer& peer = peers_[who.id];
+    const Identity& remote = c->handshake.peer();
+    Peer& peer = peers_[remote.id];
     // The id of a removed peer is free for another worker, but not for the same incarnation.
-    stale = peer.removed ? peer.identity.incarnation == who.incarnation
-                         : !peer.identity.name.empty() && peer.identity.name != who.name;
+    stale = peer.removed ? peer.identity.incarnation == remote.incarnation
+                         : !peer.identity.name.empty() && peer.identity.name != remote.name;
     auto handshaking = Connection::State::kHandshaking;
     if (!stale) {
       if (!c->state.compare_exchange_strong(handshaking, Connection::State::kOpen)) return;  // lost meanwhile
@@ -68,22 +68,22 @@ void Peers::on_open(const ConnectionPtr& c) {
       peer.removed = false;
       if (peer.was_lost) {
         peer.was_lost = false;
-        push_event(EventKind::kPeerBack, who);
+        push_event(EventKind::kPeerBack, remote);
       }
-      peer.identity = who;
-      c->peer = who.id;
+      peer.identity = remote;
+      c->peer = remote.id;
       c->limits = c->handshake.limits();
       c->link->set_limits(parts_.settings.handshake.limits);
       if (c->initiator && !peer.last_error.empty() && c->link->describe() != peer.addresses.front()) {
-        parts_.queue.log("worker " + who.name + " is reached at " + c->link->describe() +
+        parts_.queue.log("worker " + remote.name + " is reached at " + c->link->describe() +
                          ", because a faster transport failed: " + peer.last_error);
       }
-      if (!peer.connection && who.id != parts_.settings.handshake.me.id) {
+      if (!peer.connection && remote.id != parts_.settings.handshake.me.id) {
         const std::string address = c->link->describe();
         const std::string from = c->source.empty() ? "" : ":" + c->source;
         push_event(
-            EventKind::kConnected, who,
-            who.name + (c->initiator ? " to " + address : " from " + address.substr(0, address.find(':')) + from));
+            EventKind::kConnected, remote,
+            remote.name + (c->initiator ? " to " + address : " from " + address.substr(0, address.find(':')) + from));
       }
       if (!peer.connection || c->initiator) {
         peer.connection = c;

@@ -53,7 +53,7 @@ void Peers::open_lane(const ConnectionPtr& c) {
 /// Adds an authenticated connection to the link named in its handshake. From now on it belongs to that link, at both
 /// ends.
 void Peers::attach_lane(const ConnectionPtr& lane) {
-  const Identity& who = lane->handshake.peer();
+  const Identity& remote = lane->handshake.peer();
   ConnectionPtr link;
   bool taken = false;
   bool welcomed;
@@ -65,8 +65,8 @@ void Peers::attach_lane(const ConnectionPtr& lane) {
   {
     Lock lock(parts_.mutex);
     for (auto& [token, c] : connections_) {
-      const bool same = c->state == Connection::State::kOpen && c->peer == who.id &&
-                        c->handshake.peer().incarnation == who.incarnation &&
+      const bool same = c->state == Connection::State::kOpen && c->peer == remote.id &&
+                        c->handshake.peer().incarnation == remote.incarnation &&
                         c->handshake.session() == lane->handshake.session();
       if (same && c->link->lanes() + 1 < c->handshake.lanes()) link = c;
     }
