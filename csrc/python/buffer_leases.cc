@@ -52,10 +52,10 @@ class LeaseHolder {
     r.leases[address_of(made->lease.memory->data())] = {made.get(), made};
     return made;
   }
-  /// The one that some bytes lie in, or null.
+  /// Returns the holder of the memory that contains the bytes, or null.
   static std::shared_ptr<LeaseHolder> of(const std::byte* data, std::uint64_t size) {
     Registry& r = registry();
-    std::shared_ptr<LeaseHolder> found;  // let go of without the lock, if it is not
+    std::shared_ptr<LeaseHolder> found;  // destroyed without the lock
     std::lock_guard lock(r.mutex);
     const auto next = r.leases.upper_bound(address_of(data));
     if (next == r.leases.begin()) return nullptr;
@@ -75,7 +75,7 @@ class LeaseHolder {
   LeaseHolder(const LeaseHolder&) = delete;
   LeaseHolder& operator=(const LeaseHolder&) = delete;
 
-  /// No tensor lies in it any more.
+  /// Unregisters the memory: no tensor uses it any more.
   void unregister() const {
     Registry& r = registry();
     std::lock_guard lock(r.mutex);
@@ -115,13 +115,13 @@ void hand_off_leases(Outgoing& m, std::uint64_t connection) {
   }
   for (auto& [segment, one] : mine) {
     const BufferLease& lease = one->lease;
-    // A little of what has come would keep all of it from being used again; what was lent somebody has asked for.
+    // Returning a small part would keep all of the received memory in use. Leased memory was requested for the reply.
     const bool too_little = lease.connection == kAnyConnection && segment->size < lease.memory->size() / 2;
     if (one.use_count() > 1 || too_little) continue;
     one->unregister();
     segment->lease = lease.lease;
   }
-  std::atomic_thread_fence(std::memory_order_acquire);  // whoever let go of one has done with it
+  std::atomic_thread_fence(std::memory_order_acquire);  // all accesses precede the release of a reference
   for (auto& [segment, one] : mine) owner.hold(std::move(one));
 }
 

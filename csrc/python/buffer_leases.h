@@ -1,8 +1,8 @@
-// Memory that a link has lent, for a tensor of the program's, or with one that came: on its way out with a message.
+// Leased memory of a link, requested by the program or received with a tensor, that is sent with a message.
 //
-// A tensor can be handed over as it is only if nobody else has it: its receiver may write to it, and so may whoever
-// kept it here. Who that is only torch knows; but when the last of them lets go, the memory is released. So a message
-// takes hold of the memory beside the tensor, lets go of the tensor, and looks whether it is the only one left.
+// A tensor can be sent without a copy only if no other code holds it: its receiver may write to it. Only torch knows
+// all holders of a tensor, but the last one releases its memory. So a message references the memory in addition to the
+// tensor, releases the tensor, and checks whether its reference is the only one left.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,12 +14,12 @@
 
 namespace telegrad::python {
 
-/// Is there any such memory? Cheap.
+/// Returns whether any memory is leased. Cheap.
 bool any_leases();
 
-/// A message is about to leave on a connection, and nothing in this thread holds its tensors but the message: it gives
-/// up those that lie in memory of the connection's, or of one that it does not know, and names the leases of those that
-/// nobody else holds either. With the GIL held and no lock of the core.
+/// Hands off the tensors of a message that is about to be sent on a connection, if no other code of this thread holds
+/// them: the message releases those in memory of the connection or of an unknown one, and names the leases of those
+/// without another holder. Requires the GIL and no lock of the core.
 void hand_off_leases(Outgoing& message, std::uint64_t connection);
 
 /// Memory for a tensor that is to go to a peer, as an object with a buffer; None if there is none. See `Engine::lease`.

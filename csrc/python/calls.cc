@@ -12,7 +12,7 @@
 namespace telegrad::python {
 namespace {
 
-/// What is sent with the GIL held lets go of it before it would wait for another thread's sending.
+/// Releases the GIL before a send would wait for the send of another thread.
 class ReleaseGilIfContended {
  public:
   std::function<void()> before_blocking() {

@@ -1,4 +1,4 @@
-// Requests on their way out, as the binding makes them: when to let go of the GIL, signals, what memory must outlive.
+// Sending of requests by the binding: release of the GIL, signals, lifetime of memory.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@ namespace telegrad::python {
 Completion call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o,
                          const std::function<void()>& take_deferred = {});
 
-/// Sends a request; its outcome goes to the pool with the options' cookie. Unless `never_wait`, a large request's
+/// Sends a request; its completion goes to the pool with the options' target. Unless `never_wait`, a large request's
 /// memory has left when this returns, and the peer's window is waited for. 0: the engine has been stopped, and nothing
 /// will come of the call. Raises what a signal handler raises; the call is under way all the same, and `begun` has its
 /// id.
@@ -24,7 +24,7 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
 /// what a signal handler raises.
 bool take_completion(Engine& e, std::uint64_t call, Nanos timeout, Completion& out);
 
-/// Answers a request. Nothing but the message may hold what lies in lent memory and is to be handed over as it is.
+/// Replies to a request. Only the message may hold tensors in leased memory that are sent without a copy.
 void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m);
 
 }  // namespace telegrad::python

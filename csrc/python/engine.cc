@@ -135,7 +135,7 @@ nb::dict stats(const Engine& e) {
   return d;
 }
 
-/// `_core.Memory`: what an engine has received, by itself.
+/// `_core.Memory`: received memory that outlives its engine.
 struct Memory {
   std::shared_ptr<BufferPool> pool;
 };
@@ -166,12 +166,12 @@ void init_engine(nb::module_& m) {
           "How much of it is in use, and how much is kept warm.");
 
   m.def("release", decref_deferred,
-        "Releases Python objects that engines have done with. Every call of an engine does; after the end of the last "
-        "one nobody would.");
+        "Releases Python objects that engines no longer use. Every call of an engine does so; after the end of the "
+        "last engine this function must.");
 
   nb::class_<Engine> engine(m, "Engine",
                             "The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a "
-                            "time-out of 0 is infinite.");
+                            "timeout of 0 is infinite.");
   engine
       .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
            "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "max_body"_a,
@@ -187,14 +187,14 @@ void init_engine(nb::module_& m) {
       .def("disconnect", &Engine::disconnect, "id"_a, "why"_a, nb::call_guard<GilReleased>())
       .def("remove_peer", &Engine::remove_peer, "id"_a, "why"_a, nb::call_guard<GilReleased>())
       .def("call", call, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
-           "timeout"_a, "nested"_a, "linger"_a.none(),
+           "timeout"_a, "nested"_a, "keep_alive"_a.none(),
            "Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).")
       .def("start", start, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
-           "timeout"_a, "nested"_a, "never_wait"_a, "lazy"_a, "cookie"_a, "linger"_a.none(),
-           "Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. If `lazy`, no "
-           "thread is woken to look out for it: where none does so by itself, it comes up to 2 ms later; and if it "
-           "must be sent (MAY_LINGER), it waits for a connection without end. Returns the call's id; 0 if the engine "
-           "has been stopped.")
+           "timeout"_a, "nested"_a, "never_wait"_a, "deferred"_a, "target"_a, "keep_alive"_a.none(),
+           "Sends a request; its completion goes to the pool with `target`, unless a thread waits for it. If "
+           "`deferred`, "
+           "it wakes no thread: without a polling thread it is processed up to 2 ms later. With the flag MUST_DELIVER, "
+           "the request waits for a connection without limit. Returns the call's id; 0 if the engine has been stopped.")
       .def("wait", wait, "call"_a, "timeout"_a,
            "The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an "
            "outcome that has come by then waits for the next call of this, which must follow.")
@@ -204,7 +204,7 @@ void init_engine(nb::module_& m) {
            "How many bytes the body of a reply on a connection may have: more than that is left out.")
       .def(
           "lend", lease, "peer"_a, "connection"_a, "size"_a,
-          "Memory, with a buffer, for a tensor of so many bytes that is to go to a peer: over a connection if that is\n"
+          "Returns memory for a tensor of `size` bytes that is sent to a peer: over a connection if that is\n"
           "the peer's (which may be -1), else over the link that requests go over. None if that has none.\n\n"
           "It is handed over as it is with a reply over that connection when nothing else holds it by then; otherwise\n"
           "it is copied.")
@@ -213,12 +213,13 @@ void init_engine(nb::module_& m) {
       .def("next", next, "thread"_a,
            "The next thing to do, by a pool thread: blocks; None when the engine has stopped.\n"
            "(0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
-           "(2 outcome, spawn, cookie, outcome), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).")
+           "(2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, "
+           "spawn).")
       .def("spawn_failed", &Engine::spawn_failed, "The thread that an item asked for could not be started.")
       .def("request_callback", &Engine::request_callback, "delay"_a,
            "Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any "
            "point.")
-      .def("stop", &Engine::stop, "linger"_a, nb::call_guard<GilReleased>())
+      .def("stop", &Engine::stop, "timeout"_a, nb::call_guard<GilReleased>())
       .def("stats", stats)
       .def_prop_ro("memory", [](const Engine& e) { return Memory{e.buffers()}; });
   init_multicast(engine);

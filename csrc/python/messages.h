@@ -16,7 +16,7 @@ namespace telegrad::python {
 
 namespace nb = nanobind;
 
-inline constexpr std::uint64_t kSmall = 16 << 10;  // up to here a copy is cheaper than letting go of the GIL
+inline constexpr std::uint64_t kSmall = 16 << 10;  // up to here a copy is cheaper than releasing the GIL
 
 inline std::string_view view(const nb::bytes& b) { return {b.c_str(), b.size()}; }
 
@@ -39,7 +39,7 @@ nb::tuple completion_tuple(Completion&& o);
 /// As `Engine.next` gives it to Python.
 nb::tuple work_item_tuple(WorkItem&& item);
 
-/// The next thing to do, by a pool thread; lets go of the GIL only to wait for it. False when the engine has stopped.
+/// The next thing to do, by a pool thread; releases the GIL only to wait for it. False when the engine has stopped.
 bool next_work_item(Engine& e, PoolThread& thread, WorkItem& item, const std::function<void()>& before_sleep = [] {});
 
 /// What the layers above keep with a name on a connection.

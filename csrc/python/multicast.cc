@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::uint64_t kMinMulticast = 256 << 10;  // smaller ones are copied sooner than they are mapped
 
-/// The segments of a message, in memory that nobody changes.
+/// The segments of a message, in memory that does not change.
 struct Stored {
   std::vector<OutSegment> segments;
   std::vector<std::shared_ptr<void>> memory;
@@ -60,7 +60,7 @@ Stored store(Engine& e, std::span<const std::int32_t> peers, const std::vector<O
   return stored;
 }
 
-/// Peers that take the request at once come first: the others hold up nobody then.
+/// Peers that take the request at once come first: the others delay no peer then.
 std::vector<std::size_t> order_of(Engine& e, std::span<const std::int32_t> peers, std::uint64_t size) {
   std::vector<std::size_t> order(peers.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -143,7 +143,7 @@ void init_multicast(nb::class_<Engine>& engine) {
                      "never_wait: bool, futures: list[typing.Any]) -> list[int]"),
              "Sends the same request to several peers, each with metadata of its own if there are any: its last "
              "segment. As\n"
-             "`start` for each of them, with its future as the cookie. The segments' memory may change once this has\n"
+             "`start` for each of them, with its future as the target. The segments' memory may change once this has\n"
              "returned, and no peer waits for another one to take its request.");
 }
 

@@ -160,7 +160,7 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
   return m;
 }
 
-/// The one place that decides whether the codec may encode a call by itself.
+/// The one place that decides whether the codec may encode a call on its own.
 bool Preparer::is_fast(const CallForm& form, const PreparedCall& call, int& flags) const {
   if (form.introduce || form.internal || PyDict_GET_SIZE(interceptors_.ptr()) != 0) return false;
   if (!returns(is_autocast_enabled_, Py_False)) return false;

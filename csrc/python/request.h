@@ -109,7 +109,7 @@ class RequestServer {
   /// Replies with what the codec cannot encode, or when it is there.
   std::unique_ptr<Outgoing> encode_value(const Request& r, const nb::object& value) const;
   void reply_slow(Request& r, nb::object result, bool deferred);
-  /// What Python is told of a request.
+  /// Returns the facts about a request for Python.
   nb::object info_of(const Request& r) const;
   /// Reads the metadata and the body, in the scope of the request. False: it is parked, or Python has answered it.
   bool decode(Request*& r, nb::object& holder);

@@ -31,12 +31,12 @@ class Memory:
 
 def release() -> None:
     """
-    Releases Python objects that engines have done with. Every call of an engine does; after the end of the last one nobody would.
+    Releases Python objects that engines no longer use. Every call of an engine does so; after the end of the last engine this function must.
     """
 
 class Engine:
     """
-    The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a time-out of 0 is infinite.
+    The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a timeout of 0 is infinite.
     """
 
     def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, max_body: int, max_message: int, shared_memory: int, lanes: int, check_uid: bool) -> None: ...
@@ -50,14 +50,14 @@ class Engine:
 
     def remove_peer(self, id: int, why: str) -> None: ...
 
-    def call(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, linger: object | None) -> tuple[Any, ...]:
+    def call(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, keep_alive: object | None) -> tuple[Any, ...]:
         """
         Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).
         """
 
-    def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, lazy: bool, cookie: object, linger: object | None) -> int:
+    def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, deferred: bool, target: object, keep_alive: object | None) -> int:
         """
-        Sends a request; its outcome goes to the pool with `cookie`, unless somebody waits for it. If `lazy`, no thread is woken to look out for it: where none does so by itself, it comes up to 2 ms later; and if it must be sent (MAY_LINGER), it waits for a connection without end. Returns the call's id; 0 if the engine has been stopped.
+        Sends a request; its completion goes to the pool with `target`, unless a thread waits for it. If `deferred`, it wakes no thread: without a polling thread it is processed up to 2 ms later. With the flag MUST_DELIVER, the request waits for a connection without limit. Returns the call's id; 0 if the engine has been stopped.
         """
 
     def wait(self, call: int, timeout: int) -> tuple[Any, ...] | None:
@@ -77,7 +77,7 @@ class Engine:
 
     def lend(self, peer: int, connection: int, size: int) -> object:
         """
-        Memory, with a buffer, for a tensor of so many bytes that is to go to a peer: over a connection if that is
+        Returns memory for a tensor of `size` bytes that is sent to a peer: over a connection if that is
         the peer's (which may be -1), else over the link that requests go over. None if that has none.
 
         It is handed over as it is with a reply over that connection when nothing else holds it by then; otherwise
@@ -93,7 +93,7 @@ class Engine:
         """
         The next thing to do, by a pool thread: blocks; None when the engine has stopped.
         (0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),
-        (2 outcome, spawn, cookie, outcome), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).
+        (2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).
         """
 
     def spawn_failed(self) -> None:
@@ -104,7 +104,7 @@ class Engine:
         Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any point.
         """
 
-    def stop(self, linger: int) -> None: ...
+    def stop(self, timeout: int) -> None: ...
 
     def stats(self) -> dict[Any, Any]: ...
 
@@ -114,7 +114,7 @@ class Engine:
     def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, timeout: int, nested: bool, never_wait: bool, futures: list[Any]) -> list[int]:
         """
         Sends the same request to several peers, each with metadata of its own if there are any: its last segment. As
-        `start` for each of them, with its future as the cookie. The segments' memory may change once this has
+        `start` for each of them, with its future as the target. The segments' memory may change once this has
         returned, and no peer waits for another one to take its request.
         """
 

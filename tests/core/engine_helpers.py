@@ -19,7 +19,7 @@ from telegrad import _core
 
 REPLIED, TIMED_OUT, PEER_LOST, UNREACHABLE, STOPPED = 1, 2, 3, 4, 5
 REQUEST, ONEWAY, OUTCOME, EVENT, RETIRE = range(5)
-EV_LOST, EV_LEFT, EV_LOG, EV_NUDGE = range(4)
+EV_LOST, EV_LEFT, EV_LOG, EV_CALLBACK = range(4)
 ECHO, NEVER, HOLD, FORK, WINDOW = 1, 2, 3, 4, 5
 SECOND = 1_000_000_000
 
@@ -70,9 +70,15 @@ class Native:
         return self.engine.call(peer, tag, 0, 0, None, body, segments, timeout, False, None)
 
     def start(
-        self, peer: int, cookie: object, tag: int = ECHO, body: bytes = b"", segments: Any = None, linger: Any = None
+        self,
+        peer: int,
+        target: object,
+        tag: int = ECHO,
+        body: bytes = b"",
+        segments: Any = None,
+        keep_alive: Any = None,
     ) -> int:
-        return self.engine.start(peer, tag, 0, 0, None, body, segments, 0, False, False, False, cookie, linger)
+        return self.engine.start(peer, tag, 0, 0, None, body, segments, 0, False, False, False, target, keep_alive)
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
         with self.happened:
@@ -183,7 +189,7 @@ def main() -> None:
         threading.Thread(target=report_when_in_flight, args=(worker, 2 if tag == WINDOW else 1), daemon=True).start()
         try:
             if tag == WINDOW:
-                worker.start(peer, "cookie", ECHO, bytes(size))
+                worker.start(peer, "target", ECHO, bytes(size))
             say(f"came back {worker.call(peer, ECHO if tag == WINDOW else tag, b'', [bytes(size)])[0]}")
         except KeyboardInterrupt:
             say("interrupted")

@@ -108,9 +108,9 @@ def test_passed_objects_are_released(pair: tuple[Native, Native]) -> None:
 def test_an_engine_is_dropped_with_calls_in_flight() -> None:
     a, b = Native(0, threads=0), Native(1)
     a.meet(1, b.address)
-    watched = weakref.ref(cookie := Tracked())
-    a.start(1, cookie, NEVER)
-    del cookie
+    watched = weakref.ref(target := Tracked())
+    a.start(1, target, NEVER)
+    del target
     fds = len(os.listdir("/proc/self/fd"))
     del a.engine
     gc.collect()
@@ -159,7 +159,7 @@ def hello() -> bytes:
     listener.listen()
     native = Native(5)
     native.meet(0, f"unix:@{name[1:]}")
-    native.start(0, "cookie")
+    native.start(0, "target")
     connection, _ = listener.accept()
     recorded = connection.recv(4096)
     native.stop()
@@ -203,10 +203,10 @@ def test_a_call_after_stop_is_rejected(pair: tuple[Native, Native]) -> None:
     """No pool thread is left to complete it."""
     a, _ = pair
     a.stop()
-    cookie = threading.Event()
-    gone = weakref.ref(cookie)
-    assert a.start(1, cookie) == 0
-    assert a.start(1, cookie, segments=[bytes(1 << 20)]) == 0
-    del cookie
+    target = threading.Event()
+    gone = weakref.ref(target)
+    assert a.start(1, target) == 0
+    assert a.start(1, target, segments=[bytes(1 << 20)]) == 0
+    del target
     assert gone() is None
     assert a.outcomes == []

@@ -51,7 +51,7 @@ class Waiting:
 def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable[..., Child]) -> None:
     victim, other = spawn(1), spawn(2)
     waiting = [Waiting(worker, 1, NEVER) for _ in range(3)]
-    worker.start(1, "cookie", NEVER)
+    worker.start(1, "target", NEVER)
     for _ in range(4):
         assert victim.line() == f"handling {NEVER}"
     held = Waiting(worker, 2, HOLD)
@@ -65,8 +65,8 @@ def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable
         assert why.startswith("the connection was closed without a goodbye: its process died or was killed")
         assert w.ended - start < 2
     worker.wait_for(lambda: worker.outcomes)
-    cookie, outcome = worker.outcomes[0]
-    assert (cookie, outcome[0]) == ("cookie", PEER_LOST)
+    target, outcome = worker.outcomes[0]
+    assert (target, outcome[0]) == ("target", PEER_LOST)
     worker.wait_for(lambda: any(event[0] == EV_LOST for event in worker.events))
 
     assert worker.call(2, ECHO, b"still here")[3] == b"still here"
