@@ -1,4 +1,4 @@
-"""One member of a group: its calls, handlers, references and threads.
+"""Member of a group: its calls, handlers, references and threads.
 
 `Worker` (worker.py) composes the parts: `calls` is the caller's side, `serving` the callee's, `refs` the owner's and
 the users' side of remote references.

@@ -87,7 +87,7 @@ class AutogradHooks(Protocol):
 
 
 class WorkerPlugins(NamedTuple):
-    """What the higher layers provide for each new worker."""
+    """Parts of each new worker that the higher layers provide."""
 
     rref_type: Any  # class of references, created by ``rref_type.of(worker, id, owner id, fork)``
     make_autograd: Callable[[Any, int], AutogradHooks]  # arguments: the worker, and its first id

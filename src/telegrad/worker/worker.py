@@ -54,7 +54,7 @@ _outer: ContextVar[tuple[Scope | None, ...]] = ContextVar("telegrad_outer_scopes
 
 
 class Worker:
-    """One member of a group.
+    """Member of a group.
 
     `telegrad.rpc.init_rpc` and `telegrad.rpc.Worker` create it and wait for the other members.
 

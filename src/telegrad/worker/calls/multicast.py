@@ -1,4 +1,4 @@
-"""One call to several workers, encoded once, with shared tensor memory."""
+"""Call to several workers, encoded once, with shared tensor memory."""
 
 from asyncio import _get_running_loop
 from collections.abc import Sequence

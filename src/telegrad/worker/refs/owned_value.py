@@ -71,13 +71,16 @@ class OwnedValue:
 
 
 class ConfirmationWaiters:
-    """Functions that wait until owners count some references. Guarded by the lock of the worker's references."""
+    """Functions that wait until owners count some references.
+
+    Guarded by the lock of the worker's references.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[RRefId, list[tuple[set[RRefId], Callable[[], None]]]] = {}
 
     def add(self, rrefs: set[RRefId], resume: Callable[[], None]) -> bool:
-        """Add a function to run once all references are confirmed; False if there are none."""
+        """Add a function to run once all references are confirmed; False if none."""
         for rref in rrefs:
             self._waiting.setdefault(rref, []).append((rrefs, resume))
         return bool(rrefs)

@@ -52,7 +52,7 @@ class CreationTarget(Protocol):
 
 
 class References:
-    """All references of one worker.
+    """References of one worker.
 
     Args:
         worker_id: Id of the worker.
