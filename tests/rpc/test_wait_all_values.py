@@ -74,7 +74,6 @@ def test_in_handlers_and_in_event_loops() -> None:
     for to in ("w0", "w1"):
         assert call(wait_for_all, to, 20).wait() == list(range(20))
         assert rpc.wait_all([call(wait_for_all, to, 5) for _ in range(20)]) == [list(range(5))] * 20
-        assert call(wait_for_all_in_a_loop, to, 20).wait() == list(range(20))
         assert asyncio.run(wait_for_all_in_a_loop(to, 20)) == list(range(20))
 
 
