@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,9 +66,21 @@ class Parent(Telegrad):
         return super().join(seat)
 
     def _select(self) -> None:
-        if str(self.source) not in sys.path:
-            sys.path.insert(0, str(self.source))
+        if not any(isinstance(finder, _FindIn) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _FindIn(self.source))  # before the finder of an editable installation
         import telegrad
 
         if not Path(telegrad.__file__).is_relative_to(self.source):
             raise RuntimeError(f"imported {telegrad.__file__} instead of the Telegrad in {self.source}")
+
+
+class _FindIn(MetaPathFinder):
+    """Finder of Telegrad's modules in one folder."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = str(source)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] != "telegrad":
+            return None
+        return PathFinder.find_spec(name, [self.source] if path is None else path, target)
