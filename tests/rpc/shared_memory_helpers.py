@@ -1,9 +1,16 @@
 """Helpers for tests of tensors in shared memory."""
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from telegrad import rpc
+from telegrad.options import Options
 
 
 def place(x: torch.Tensor) -> tuple[str, int] | None:
@@ -31,3 +38,29 @@ class Kept(torch.utils.data.Dataset[float]):
         total = float(self.x.sum())
         self.x += 1.0
         return total
+
+
+def use_result_of_killed_peer(
+    rank: int,
+    n: int,
+    init_method: str,
+    warm_up: Callable[[], None],
+    function: Callable[..., torch.Tensor],
+    args: tuple[Any, ...],
+) -> float:
+    """Return the sum of w1's result plus one, computed after w1 was killed."""
+    options = Options(init_method=init_method, transports=("shm",))
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
+    if rank == 1:
+        rpc.rpc_sync("w0", abs, (1,))
+        signal.pause()
+    warm_up()
+    got = rpc.rpc_sync("w1", function, args)
+    pid = rpc.rpc_sync("w1", os.getpid)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        rpc.rpc_sync("w1", signal.pause)
+    got += 1.0
+    total = float(got.sum())
+    rpc.shutdown(graceful=False)
+    return total

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_memory_helpers import Kept, place
+from shared_memory_helpers import Kept, place, use_result_of_killed_peer
 
 from telegrad import rpc
 from telegrad.options import Options
@@ -307,26 +307,8 @@ def test_forks_have_separate_memory() -> None:
         assert (got == 2.0).all()
 
 
-def _callee_dies(rank: int, n: int, init_method: str) -> float:
-    options = Options(init_method=init_method, transports=("shm",))
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
-    if rank == 1:
-        rpc.rpc_sync("w0", abs, (1,))
-        signal.pause()
-    warm_up()
-    got = rpc.rpc_sync("w1", build, (2.0,))
-    pid = rpc.rpc_sync("w1", os.getpid)
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError):
-        rpc.rpc_sync("w1", signal.pause)
-    got += 1.0
-    total = float(got.sum())
-    rpc.shutdown(graceful=False)
-    return total
-
-
 def test_callee_dies() -> None:
-    with Processes(2, _callee_dies) as group:
+    with Processes(2, use_result_of_killed_peer, warm_up, build, (2.0,)) as group:
         assert group.results(ranks=(0,)) == [3.0 * N]
 
 

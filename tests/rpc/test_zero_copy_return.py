@@ -4,14 +4,12 @@ All other tensors are copied.
 """
 
 import multiprocessing
-import os
-import signal
 import threading
 from typing import Any
 
 import pytest
 import torch
-from shared_memory_helpers import Kept, place
+from shared_memory_helpers import Kept, place, use_result_of_killed_peer
 
 from telegrad import rpc
 from telegrad.autograd import backward, context, get_gradients
@@ -366,24 +364,6 @@ def test_forks_have_separate_memory() -> None:
     seen.clear()
 
 
-def _peer_dies(rank: int, n: int, init_method: str) -> float:
-    options = Options(init_method=init_method, transports=("shm",))
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
-    if rank == 1:
-        rpc.rpc_sync("w0", abs, (1,))
-        signal.pause()
-    warm_up()
-    got = rpc.rpc_sync("w1", add_one, (torch.ones(N),))
-    pid = rpc.rpc_sync("w1", os.getpid)
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError):
-        rpc.rpc_sync("w1", signal.pause)
-    got += 1.0
-    total = float(got.sum())
-    rpc.shutdown(graceful=False)
-    return total
-
-
 def test_the_peer_dies() -> None:
-    with Processes(2, _peer_dies) as group:
+    with Processes(2, use_result_of_killed_peer, warm_up, add_one, (torch.ones(N),)) as group:
         assert group.results(ranks=(0,)) == [3.0 * N]
