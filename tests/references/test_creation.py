@@ -18,7 +18,7 @@ from rref_helpers import (
     started,
 )
 
-from telegrad.errors import RpcTimeout, RRefError
+from telegrad.errors import RpcTimeout, RRefError, SerializationError
 from telegrad.rpc import Options, RRef, rpc_async
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
@@ -306,3 +306,9 @@ def test_used_in_callbacks(w: Cluster) -> None:
     rref = w[0].remote("w1", make, ("called back",))
     done = rpc_async("w1", ping).then(lambda _: rref.rpc_sync().greet("x"))
     assert done.wait() == "called back greets x"
+
+
+@pytest.mark.parametrize("local_id", ["5", 5.0, True, None])
+def test_a_creation_names_its_reference_by_an_int(w: Cluster, local_id: object) -> None:
+    with pytest.raises(SerializationError, match="does not name it"):
+        w[1]._worker.handlers.accept(0, local_id)

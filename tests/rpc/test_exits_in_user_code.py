@@ -298,3 +298,27 @@ def test_hooks_of_a_pass(kind: type[BaseException]) -> None:
         loss = rpc.rpc_sync("w1", doubled, (x, kind)).sum()
         with pytest.raises(RuntimeError):
             autograd.backward(context_id, [loss])
+
+
+@options
+def test_only_the_main_thread_raises_what_completes_a_future(clean: Cluster, kind: type[BaseException]) -> None:
+    """There a signal handler may have raised it."""
+    fail, future = clean[0]._worker.calls.fail, type(rpc.rpc_async("w1", plain))
+    here, in_thread = future([]), future([])
+    with pytest.raises(kind):
+        fail(here, kind())
+    raised: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            fail(in_thread, kind())
+        except BaseException as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not raised
+    for completed in (here, in_thread):
+        with pytest.raises(kind):
+            completed.value()
