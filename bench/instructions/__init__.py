@@ -154,7 +154,7 @@ def compare(recorded: dict[str, float], counted: dict[str, float]) -> list[Chang
 
 
 def record() -> None:
-    """Counts, and writes tool comes of it."""
+    """Count every case, and write counts.json."""
     content = {
         part: {"with": built_with(part), "instructions": {case: round(one, 1) for case, one in count().items()}}
         for part, count in PARTS.items()

@@ -76,8 +76,8 @@ class Pair {
     WorkItem item;
     bool working = caller_.next(caller_pool_, item);
     while (working && item.kind == WorkKind::kEvent) working = caller_.next(caller_pool_, item);  // connected
-    if (!working || item.kind != WorkKind::kCompletion || item.completion.status != CallStatus::kReplied) {
-      die("an asynchronous call failed: " + item.completion.why);
+    if (!working || item.kind != WorkKind::kCompletion || item.status != CallStatus::kReplied) {
+      die("an asynchronous call failed: " + item.text);
     }
   }
 

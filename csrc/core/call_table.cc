@@ -44,10 +44,12 @@ void CallTable::complete(std::uint64_t id, Completion&& completion, Released& re
   if (call->is_async && !call->waiter) {
     WorkItem item;
     item.kind = WorkKind::kCompletion;
+    item.status = completion.status;
     item.peer = call->peer;
-    item.message.header.call_id = id;  // for `remove_completion`
+    item.message = std::move(completion.reply);
+    item.message.header.call_id = id;
     item.target = std::move(call->target);
-    item.completion = std::move(completion);
+    item.text = std::move(completion.why);
     const bool may_defer = call->deferrable && replied;
     WaitSet* const wait_set = call->wait_set;
     close_call(id, replied, released);
@@ -97,8 +99,9 @@ void CallTable::release_keep_alive(std::uint64_t id, Released& released) {
 void CallTable::orphan(std::int32_t peer, Incoming&& m) {
   WorkItem item;
   item.kind = WorkKind::kCompletion;
+  item.status = CallStatus::kReplied;
   item.peer = peer;
-  item.completion = Completion{.status = CallStatus::kReplied, .reply = std::move(m), .peer = peer};
+  item.message = std::move(m);
   parts_.queue.push(std::move(item));
 }
 

@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/call_slab.h"
@@ -16,21 +17,26 @@ namespace telegrad {
 enum class WorkKind : std::uint8_t { kRequest, kOneway, kCompletion, kEvent, kExitThread };
 enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kCallback, kPeerBack, kConnected };
 
-/// Work for a thread of the pool.
+/// Work for a thread of the pool. Each request is moved into a queue and out of it: the fields are shared by the kinds.
 struct WorkItem {
+  /// Moves the completion out of an item of kCompletion.
+  Completion take_completion() {
+    return {.status = status, .reply = std::move(message), .peer = peer, .why = std::move(text)};
+  }
+
   WorkKind kind{};
   EventKind event{};
-  bool needs_thread = false;  // this was the last free thread: start another one
+  CallStatus status = CallStatus::kPending;  // kCompletion
+  bool needs_thread = false;                 // this was the last free thread: start another one
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
   Nanos deadline = kNever;  // requests
   Nanos since = 0;          // when it was queued
-  Incoming message;
+  Incoming message;         // a request, a one-way message, or the reply of a completion; it has the id of the call
   std::shared_ptr<const Name> name;
-  Completion completion;              // kCompletion
   std::unique_ptr<KeepAlive> target;  // kCompletion
   std::uint64_t incarnation = 0;      // kEvent
-  std::string text;                   // kEvent
+  std::string text;                   // of an event; the reason of a completion without a reply
 };
 
 /// Wait set: many calls for which one thread waits, and takes each completion as it arrives. Guarded by the engine's

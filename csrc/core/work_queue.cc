@@ -80,7 +80,7 @@ bool WorkQueue::take_completion(std::uint64_t id, Completion& out, Released& rel
     return i.kind == WorkKind::kCompletion && i.target && i.message.header.call_id == id;
   });
   if (found == end) return false;
-  out = std::move(found->completion);
+  out = found->take_completion();
   released.push_back(std::move(found->target));
   if (found == urgent_.begin()) popped_at_ = completion_taken_at_ = now();  // otherwise the items before it still wait
   urgent_.erase(found);

@@ -159,7 +159,7 @@ class Client {
         waiting.ready.pop_front();
         const std::size_t place = place_of(item.message.header.call_id);
         const nb::object future = target_of(item);
-        nb::object value = completions_.complete(future, std::move(item.completion));
+        nb::object value = completions_.complete(future, item.take_completion());
         if (value.is_valid()) {
           results[place] = std::move(value);
         } else if (has_failed(future)) {
@@ -270,7 +270,7 @@ class Client {
       for (WorkItem& item : ready) {
         const nb::object future = target_of(item);
         try {
-          client.completions_.complete(future, std::move(item.completion));
+          client.completions_.complete(future, item.take_completion());
         } catch (nb::python_error& e) {
           e.discard_as_unraisable(future);
         }
@@ -304,7 +304,7 @@ class Client {
     while (engine_.take_deferred(item)) {
       const nb::object target = target_of(item);
       try {
-        completions_.complete(target, std::move(item.completion));
+        completions_.complete(target, item.take_completion());
       } catch (nb::python_error& e) {
         e.discard_as_unraisable(target);
       }

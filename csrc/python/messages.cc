@@ -88,7 +88,7 @@ nb::tuple work_item_tuple(WorkItem&& item) {
     case WorkKind::kCompletion: {
       nb::object target = nb::none();
       if (item.target) target = nb::borrow(static_cast<PyRefs&>(*item.target).front());
-      return nb::make_tuple(kind, item.needs_thread, target, completion_tuple(std::move(item.completion)));
+      return nb::make_tuple(kind, item.needs_thread, target, completion_tuple(item.take_completion()));
     }
     case WorkKind::kEvent:
       return nb::make_tuple(kind, item.needs_thread, static_cast<int>(item.event), item.peer, item.incarnation,

@@ -197,7 +197,7 @@ class Server {
     auto& refs = static_cast<PyRefs&>(*item.target);
     const nb::object target = nb::borrow(refs.front());
     refs.release();
-    completions_.complete(target, std::move(item.completion));
+    completions_.complete(target, item.take_completion());
     return true;
   }
 

@@ -30,7 +30,7 @@ struct Calls {
   CallStatus pooled() {
     WorkItem item;
     parts.queue.enter(thread);
-    return parts.queue.pop(thread, item) ? item.completion.status : CallStatus::kPending;
+    return parts.queue.pop(thread, item) ? item.status : CallStatus::kPending;
   }
 
   int live = 0, targets = 0;

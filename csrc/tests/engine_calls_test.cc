@@ -80,7 +80,7 @@ CASE_ON_EVERY_SCHEME(callers_take_deferred_completions) {
     CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
     WorkItem item;
     while (a.engine->take_deferred(item)) {
-      CHECK_EQ(body_of(item.completion), "lazy");
+      CHECK_EQ(body_of(item.take_completion()), "lazy");
       CHECK(item.target != nullptr);
       ++taken;
     }

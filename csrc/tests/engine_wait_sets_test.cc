@@ -31,7 +31,7 @@ class WaitSetScope {
       if (items.empty()) return found;
       for (WorkItem& item : items) {
         CHECK(item.kind == WorkKind::kCompletion && item.target);
-        CHECK(found.emplace(item.message.header.call_id, std::move(item.completion)).second);
+        CHECK(found.emplace(item.message.header.call_id, item.take_completion()).second);
       }
     }
   }

@@ -125,7 +125,7 @@ CASE(a_caller_takes_its_completion_from_the_queue) {
     item.kind = WorkKind::kCompletion;
     item.message.header.call_id = call;
     item.target = std::make_unique<Target>();
-    item.completion.peer = static_cast<std::int32_t>(call);
+    item.peer = static_cast<std::int32_t>(call);
     q.parts.queue.push(std::move(item));
   }
   Completion completion;

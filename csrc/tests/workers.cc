@@ -96,9 +96,9 @@ void Worker::handle(WorkItem& item) {
       std::lock_guard lock(mutex);
       if (item.target) {
         const int target = std::stoi(static_cast<Bytes&>(*item.target).body);
-        CHECK(completions.emplace(target, std::move(item.completion)).second);  // each arrives once
+        CHECK(completions.emplace(target, item.take_completion()).second);  // each arrives once
       } else {
-        orphans.push_back(std::move(item.completion));
+        orphans.push_back(item.take_completion());
       }
       completion_count.add();
       return;
