@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import struct
-from typing import Any
 from urllib.parse import urlparse
 
 from telegrad.options import Options
@@ -30,7 +29,7 @@ def host_key() -> str:
         return f"unknown/{secrets.token_hex(8)}"
 
 
-def store_host(init_method: str, store: Any) -> str:
+def store_host(init_method: str, store: object) -> str:
     """Return the host of the store, or "" if the store has none (a file)."""
     url = urlparse(init_method)
     if url.scheme == "tcp":

@@ -14,12 +14,11 @@ start rank 0, all members meet without an announced name.
 import os
 import secrets
 import time
-from typing import Any
 
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
 from telegrad.group.store_parts import ATTEMPT, Part
-from telegrad.group.store_waits import place_of, wait_for_keys
+from telegrad.group.store_waits import Store, place_of, wait_for_keys
 from telegrad.waits import Wait
 
 __all__ = ["Attempts", "Superseded"]
@@ -43,7 +42,7 @@ class Attempts:
         timeout: limit in seconds, from now on, for rank 0 to announce an attempt.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, timeout: float) -> None:
+    def __init__(self, store: Store, name: str, rank: int, timeout: float) -> None:
         self._store = store
         self._waiter = f"{name} (rank {rank})"
         self._rank = rank
@@ -57,7 +56,7 @@ class Attempts:
         self._current = ""
         self._failure: rendezvous.JoinRefused | None = None
 
-    def part(self) -> Any:
+    def part(self) -> Store:
         """Return the part of the store in which the latest attempt meets.
 
         Raises:

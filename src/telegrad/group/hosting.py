@@ -12,23 +12,25 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from telegrad.errors import TelegradError
 from telegrad.group.addresses import is_loopback
 from telegrad.group.probing import plain, probe
+from telegrad.group.store_waits import Store
 from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
 
 __all__ = ["StoreAddress", "TCPStore", "host_for_worker", "host_store", "is_address", "is_own", "latest", "listen"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
-latest: list[Any] = []
+TCPStore: Callable[..., Store] = dist.TCPStore  # type: ignore[attr-defined,assignment]
+latest: list[object] = []
 """Store objects of the last static group, kept alive for the next one."""
 _HANDOVER = 3.0  # s for the previous group to end, once rank 0 of the next one wants its port
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.05  # s between two attempts
@@ -89,7 +91,7 @@ class _Host:
         server.open(self.store, lambda: (host := self_ref()) is not None and host._release_port())
         weakref.finalize(self, server.close_later)
 
-    def store_for(self, address: StoreAddress, timeout: timedelta) -> Any:
+    def store_for(self, address: StoreAddress, timeout: timedelta) -> Store:
         """Return the store for a worker. The store keeps the host alive."""
         if self.server is None:
             return self.store
@@ -134,7 +136,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def host_for_worker(address: StoreAddress, timeout: timedelta) -> Any:
+def host_for_worker(address: StoreAddress, timeout: timedelta) -> Store:
     """Return the store and serve it to the workers of this host as well.
 
     Reuses the store that this process hosted for its last group at the same port.
@@ -166,7 +168,7 @@ def _new_host(address: StoreAddress, timeout: timedelta) -> _Host:
         pause = min(2 * pause, _MAX_PAUSE)
 
 
-def host_store(address: StoreAddress, timeout: timedelta, listening: socket.socket | None) -> Any:
+def host_store(address: StoreAddress, timeout: timedelta, listening: socket.socket | None) -> Store:
     with listening or nullcontext():
         store = TCPStore(
             address.host,
@@ -190,7 +192,7 @@ def is_address(host: str) -> bool:
         return False
 
 
-def is_own(family: int, address: tuple[Any, ...]) -> bool:
+def is_own(family: int, address: tuple[object, ...]) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address[0], 0, *address[2:]))

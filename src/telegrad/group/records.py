@@ -6,11 +6,12 @@ member nor change a member's address.
 
 import hmac
 import json
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, NotRequired, TypedDict
 
 from telegrad.errors import TelegradError
 
-__all__ = ["Group", "Member", "member_of", "record_of"]
+__all__ = ["Group", "Member", "Record", "member_of", "record_of"]
 
 _PURPOSE = b"telegrad member record\0"  # unique prefix among the messages authenticated with the secret
 
@@ -23,7 +24,14 @@ class Member(NamedTuple):
     incarnation: int
     addresses: list[str]
     host: str  # see addresses.host_key
-    devices: tuple[Any, ...] = (0, (), {})  # see device_maps.Devices; exchanged in a static group
+    devices: Sequence[object] = (0, (), {})  # see device_maps.Devices; exchanged in a static group
+
+
+class Record(TypedDict):
+    """Record of a member in the store."""
+
+    facts: Member  # in the store, a list
+    mac: NotRequired[str]
 
 
 class Group(NamedTuple):
@@ -37,12 +45,12 @@ class Group(NamedTuple):
         return f"Group(token={self.token!r}, shared_secret={self.shared_secret})"
 
 
-def record_of(member: Member, group: Group) -> dict[str, Any]:
+def record_of(member: Member, group: Group) -> Record:
     """Return the record of a member for the store."""
     return {"facts": member} if group.shared_secret else {"facts": member, "mac": _mac(member, group)}
 
 
-def member_of(record: dict[str, Any], group: Group) -> Member:
+def member_of(record: Record, group: Group) -> Member:
     """Return the member of a record.
 
     Raises:

@@ -12,13 +12,13 @@ import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from telegrad.errors import TelegradError
-from telegrad.group.records import Group, Member, member_of, record_of
-from telegrad.group.store_waits import StoreGone, base_of, place_of, wait_for_keys, within
+from telegrad.group.records import Group, Member, Record, member_of, record_of
+from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, within
 from telegrad.protocols import membership as protocol
 from telegrad.protocols.membership import GroupView
 from telegrad.timeouts import SharedDeadline
@@ -59,12 +59,12 @@ class _Agreement(NamedTuple):
     key: str  # the random secret; "" if the members were given one, or once all have read it
 
 
-def _first(store: Any, key: str, mine: str) -> str:
+def _first(store: Store, key: str, mine: str) -> str:
     """Write a key unless it exists, and return its value."""
     return bytes(store.compare_set(key, "", mine)).decode()
 
 
-def agree(store: Any, secret: bytes | None, static: bool, world_size: int) -> Group:
+def agree(store: Store, secret: bytes | None, static: bool, world_size: int) -> Group:
     """Agree with the other members on the group's token, secret and kind.
 
     Raises:
@@ -85,33 +85,33 @@ def agree(store: Any, secret: bytes | None, static: bool, world_size: int) -> Gr
     return Group(agreed.token, bytes.fromhex(agreed.key or mine.key), True)
 
 
-def _agreed(store: Any) -> _Agreement | None:
+def _agreed(store: Store) -> _Agreement | None:
     """Return the first member's choice, or None before there is one."""
     return _Agreement(**json.loads(store.get(_AGREEMENT))) if store.check([_AGREEMENT]) else None
 
 
-def has_rank_0(store: Any) -> bool:
+def has_rank_0(store: Store) -> bool:
     """Return whether rank 0 of a static group has begun to join."""
     return bool(store.check(["rank/0"]))
 
 
-def has_list(store: Any) -> bool:
+def has_list(store: Store) -> bool:
     """Return whether rank 0 of a static group has written the members or a failure."""
     return bool(store.check([_MEMBERS]))
 
 
-def is_static(store: Any) -> bool:
+def is_static(store: Store) -> bool:
     """Return whether a static group has met at this store."""
     agreed = _agreed(store)
     return agreed is not None and agreed.static
 
 
-def ordinal(store: Any, name: str) -> int:
+def ordinal(store: Store, name: str) -> int:
     """Return how often a worker with this name has joined before."""
     return int(store.add(f"incarnations/{name}", 1)) - 1
 
 
-def take_rank(store: Any, rank: int, name: str) -> None:
+def take_rank(store: Store, rank: int, name: str) -> None:
     """Reserve a rank.
 
     Raises:
@@ -126,7 +126,7 @@ def take_rank(store: Any, rank: int, name: str) -> None:
         )
 
 
-def mark_failed(store: Any, rank: int, why: str) -> None:
+def mark_failed(store: Store, rank: int, why: str) -> None:
     """Publish that a rank will not join, unless another worker has it."""
     failure = json.dumps({"failed": f"the worker with rank {rank} failed to join: {why}", "rank": rank})
     if json.loads(store.compare_set(f"member/{rank}", "", failure)).get("rank") != rank:
@@ -138,7 +138,7 @@ def mark_failed(store: Any, rank: int, why: str) -> None:
     store.compare_set(_MEMBERS, "", failure)
 
 
-def gather_static(store: Any, member: Member, group: Group, world_size: int, wait: Wait) -> list[Member]:
+def gather_static(store: Store, member: Member, group: Group, world_size: int, wait: Wait) -> list[Member]:
     """Write this member's record and wait for all others.
 
     Raises:
@@ -155,7 +155,7 @@ def gather_static(store: Any, member: Member, group: Group, world_size: int, wai
     return [member_of(record, group) for record in found["members"]]
 
 
-def _collect(store: Any, member: Member, group: Group, world_size: int, wait: Wait) -> bytes:
+def _collect(store: Store, member: Member, group: Group, world_size: int, wait: Wait) -> bytes:
     """Write the list of members, or a failure, as rank 0."""
     keys = [f"member/{rank}" for rank in range(world_size)]
     try:
@@ -176,7 +176,7 @@ def _collect(store: Any, member: Member, group: Group, world_size: int, wait: Wa
     return bytes(store.compare_set(_MEMBERS, "", json.dumps(failed or {"members": written})))
 
 
-def _forget_secret(store: Any, group: Group, world_size: int) -> None:
+def _forget_secret(store: Store, group: Group, world_size: int) -> None:
     """Remove the secret of a static group from its store."""
     if not group.shared_secret:
         return
@@ -193,14 +193,14 @@ def _forget_secret(store: Any, group: Group, world_size: int) -> None:
                 file.write(b"0" * len(secret))
 
 
-def _wait_for_list(store: Any, member: Member, world_size: int, wait: Wait) -> bytes:
+def _wait_for_list(store: Store, member: Member, world_size: int, wait: Wait) -> bytes:
     """Wait for the list of members, as another rank than 0."""
     if not wait_for_keys(store, [_MEMBERS], wait, lambda: _absent(store, world_size)):
         raise _timeout_error(store, member, world_size, wait.timeout)
     return bytes(store.get(_MEMBERS))
 
 
-def _timeout_error(store: Any, member: Member, world_size: int, timeout: float) -> TelegradError:
+def _timeout_error(store: Store, member: Member, world_size: int, timeout: float) -> TelegradError:
     missing = _missing(store, 0, world_size)
     return TelegradError(
         f"worker {member.name} (rank {member.id}) waited {timeout:g} s for the other workers; those with rank"
@@ -208,7 +208,7 @@ def _timeout_error(store: Any, member: Member, world_size: int, timeout: float) 
     )
 
 
-def _absent(store: Any, world_size: int) -> tuple[str, str]:
+def _absent(store: Store, world_size: int) -> tuple[str, str]:
     """Return the missing ranks, and how many have joined, for `Wait.step`."""
     missing = _missing(store, 0, world_size)
     others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing or [0]))}"
@@ -216,7 +216,7 @@ def _absent(store: Any, world_size: int) -> tuple[str, str]:
     return f"{others} of {world_size}{f' at {place}' if place else ''}", f"{world_size - len(missing)} have joined"
 
 
-def _missing(store: Any, first: int, end: int) -> list[int]:
+def _missing(store: Store, first: int, end: int) -> list[int]:
     """Return the missing ranks of a range, with few store operations for few ranks."""
     if store.check([f"member/{rank}" for rank in range(first, end)]):
         return []
@@ -238,7 +238,7 @@ def check_members(members: list[Member], world_size: int | None) -> GroupView:
     return view
 
 
-def mark_abandoned(store: Any, timeout: float) -> None:
+def mark_abandoned(store: Store, timeout: float) -> None:
     """Publish that this worker leaves after a timeout.
 
     Then no worker can finish a shutdown that includes all workers.
@@ -251,7 +251,7 @@ def mark_abandoned(store: Any, timeout: float) -> None:
         within(timeout, lambda: store.set("abandoned", "1"))
 
 
-def is_abandoned(store: Any, timeout: float) -> bool:
+def is_abandoned(store: Store, timeout: float) -> bool:
     """Return whether a worker has left the group after a timeout.
 
     Args:
@@ -268,7 +268,7 @@ def is_abandoned(store: Any, timeout: float) -> bool:
 
 
 @contextmanager
-def membership_lock(store: Any, name: str, joining: bool, budget: SharedDeadline | None = None) -> Iterator[None]:
+def membership_lock(store: Store, name: str, joining: bool, budget: SharedDeadline | None = None) -> Iterator[None]:
     """Hold the lock of the group's membership: no other worker joins or leaves.
 
     Args:
@@ -295,19 +295,19 @@ def membership_lock(store: Any, name: str, joining: bool, budget: SharedDeadline
         store.set(mine, "Done")
 
 
-def _holder(store: Any, held: str) -> tuple[str, str]:
+def _holder(store: Store, held: str) -> tuple[str, str]:
     """Return the holder of the lock, for `Wait.step`."""
     name, _, what = held.removeprefix("Token_for_").rpartition("_")[0].rpartition("_")
     place = place_of(store)
     return f"{name} to {what} the group{f' at {place}' if place else ''}", "it has the group's lock"
 
 
-def has_members(store: Any) -> bool:
+def has_members(store: Store) -> bool:
     """Return whether the group has members."""
     return bool(_records(store))
 
 
-def read_members(store: Any, group: Group) -> list[Member]:
+def read_members(store: Store, group: Group) -> list[Member]:
     """Return the members in the store.
 
     Raises:
@@ -316,10 +316,10 @@ def read_members(store: Any, group: Group) -> list[Member]:
     return [member_of(record, group) for record in _records(store)]
 
 
-def write_members(store: Any, members: list[Member], group: Group) -> None:
+def write_members(store: Store, members: list[Member], group: Group) -> None:
     store.set(_MEMBERS, json.dumps([record_of(member, group) for member in members]))
 
 
-def _records(store: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(store.get(_MEMBERS)) if store.check([_MEMBERS]) else []
+def _records(store: Store) -> list[Record]:
+    found: list[Record] = json.loads(store.get(_MEMBERS)) if store.check([_MEMBERS]) else []
     return found

@@ -6,12 +6,12 @@ Several groups may use a store, one after the other or at once.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
+from telegrad.group.store_waits import Store
 
 __all__ = ["ATTEMPT", "Part", "prefix_of"]
 
@@ -25,7 +25,7 @@ class Part(dist.PrefixStore):  # type: ignore[name-defined,misc]
     The whole may be implemented in Python, and torch's class only keeps its C++ side.
     """
 
-    def __init__(self, prefix: str, whole: Any) -> None:
+    def __init__(self, prefix: str, whole: Store) -> None:
         super().__init__(prefix, whole)
         self._whole = whole
 
@@ -66,7 +66,7 @@ _numbers = _Numbers()
 
 
 @contextmanager
-def prefix_of(store: Any, place: str, world_size: int | None, rank: int) -> Iterator[str]:
+def prefix_of(store: Store, place: str, world_size: int | None, rank: int) -> Iterator[str]:
     """Yield the prefix of a store's part that a worker of this process joins.
 
     A store has one dynamic group: a worker that comes back must find the remaining members, however often each joined.

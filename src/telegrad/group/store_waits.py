@@ -4,13 +4,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from telegrad.waits import Wait, wait_for
 
-__all__ = ["BoundedStore", "StoreGone", "StoreUnresponsive", "base_of", "place_of", "wait_for_keys", "within"]
+__all__ = ["BoundedStore", "Store", "StoreGone", "StoreUnresponsive", "base_of", "place_of", "wait_for_keys", "within"]
 
 StoreGone: type[RuntimeError] = dist.DistNetworkError
 """Error of a store operation after the host is gone."""
@@ -21,6 +21,35 @@ _MIN_PAUSE, _MAX_PAUSE = 0.0005, 0.1  # s between two polls of a store
 _POLLED: tuple[type, ...] = (dist.TCPStore, dist.FileStore)  # type: ignore[attr-defined]
 
 T = TypeVar("T")
+
+
+class Store(Protocol):
+    """Operations of a c10d store that a group uses."""
+
+    @property
+    def timeout(self) -> timedelta: ...
+
+    def set_timeout(self, timeout: timedelta, /) -> None: ...
+
+    def set(self, key: str, value: str | bytes, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def add(self, key: str, number: int, /) -> int: ...
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+    def append(self, key: str, value: str | bytes, /) -> None: ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes], /) -> None: ...
+
+    def has_extended_api(self) -> bool: ...
 
 
 class StoreUnresponsive(dist.DistNetworkError):
@@ -62,11 +91,11 @@ class BoundedStore:
     """Store with a timeout for all operations.
 
     Args:
-        store: Any store.
+        store: Store store.
         left: Returns the limit of the next operation in seconds; 0 for none.
     """
 
-    def __init__(self, store: Any, left: Callable[[], float]) -> None:
+    def __init__(self, store: object, left: Callable[[], float]) -> None:
         self._store = store
         self._left = left
 
@@ -77,21 +106,21 @@ class BoundedStore:
         return lambda *args: within(self._left(), lambda: found(*args))
 
 
-def base_of(store: Any) -> Any:
+def base_of(store: object) -> object:
     """Return the store of which this store is a part."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
-def place_of(store: Any) -> str:
+def place_of(store: object) -> str:
     """Return a store's address for messages; "" if it has none."""
     base = base_of(store)
     host = getattr(base, "host", None)
-    return f"{host}:{base.port}" if host else str(getattr(base, "path", ""))
+    return f"{host}:{getattr(base, 'port', 0)}" if host else str(getattr(base, "path", ""))
 
 
-def wait_for_keys(store: Any, keys: Sequence[str], wait: Wait, for_what: Callable[[], tuple[str, str]]) -> bool:
+def wait_for_keys(store: Store, keys: list[str], wait: Wait, for_what: Callable[[], tuple[str, str]]) -> bool:
     """Wait until a store has all of these keys.
 
     Args:
@@ -114,7 +143,7 @@ def wait_for_keys(store: Any, keys: Sequence[str], wait: Wait, for_what: Callabl
     return True
 
 
-def _await(store: Any, keys: Sequence[str], seconds: float) -> bool:
+def _await(store: Store, keys: list[str], seconds: float) -> bool:
     begun = time.monotonic()
     try:
         store.wait(keys, timedelta(seconds=seconds))
@@ -127,7 +156,7 @@ def _await(store: Any, keys: Sequence[str], seconds: float) -> bool:
     return True
 
 
-def _poll(store: Any, keys: Sequence[str], seconds: float) -> bool:
+def _poll(store: Store, keys: list[str], seconds: float) -> bool:
     begun = time.monotonic()
     while not store.check(keys):
         passed = time.monotonic() - begun

@@ -13,7 +13,6 @@ import socket
 import time
 from datetime import timedelta
 from functools import partial
-from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from telegrad.group.hosting import (
     listen,
 )
 from telegrad.group.probing import plain, probe
-from telegrad.group.store_waits import StoreUnresponsive, within
+from telegrad.group.store_waits import Store, StoreUnresponsive, within
 from telegrad.group.unix_store import LocalStore
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.timeouts import FOREVER
@@ -41,8 +40,8 @@ __all__ = ["is_client", "meet", "rendezvous_timeout"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-_rendezvous: list[Any] = []  # kept alive: some stores close with their iterator
-_hosted: list[Any] = []  # stores of this process that others may still use after its worker has left
+_rendezvous: list[object] = []  # kept alive: some stores close with their iterator
+_hosted: list[object] = []  # stores of this process that others may still use after its worker has left
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.05  # s between two checks for a host that has not started yet,
 _MAX_RESOLVER_PAUSE = 1.0  # and between two queries for its name
 _SLOW_RESOLVER = 5.0  # s for one such query
@@ -80,7 +79,7 @@ def meet(
     world_size: int | None,
     ranks_needed: bool = False,
     limit: float | None = None,
-) -> tuple[Any, int, int | None]:
+) -> tuple[Store, int, int | None]:
     """Return the store that the options name.
 
     Args:
@@ -96,6 +95,7 @@ def meet(
         RuntimeError: the store cannot be reached or created.
     """
     timeout = timedelta(seconds=rendezvous_timeout(options))
+    store: Store | None
     if {"rank", "world_size"} & set(parse_qs(urlparse(options.init_method).query)):
         raise ValueError(
             f"init_method {options.init_method} has a rank or a world size. Give them as the arguments rank and"
@@ -164,15 +164,13 @@ def _libuv(query: dict[str, list[str]]) -> bool:
     return query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[-1] == "1"
 
 
-def _connect_as_client(address: StoreAddress, is_local: bool, wait: Wait) -> Any:
+def _connect_as_client(address: StoreAddress, is_local: bool, wait: Wait) -> Store:
     """Return the store that rank 0 hosts, once it does.
 
     The worker uses the Unix socket if it is on the same host, otherwise the port.
     """
     latest.clear()
-    store = _connect_by_unix_socket(address, wait) if is_local else None
-    if store is None:
-        store = _connect_by_port(address, wait)
+    store = (_connect_by_unix_socket(address, wait) if is_local else None) or _connect_by_port(address, wait)
     latest[:] = [store]
     return store
 
@@ -192,7 +190,7 @@ def _timeout_error(address: StoreAddress, wait: Wait, last: str) -> RuntimeError
     return error
 
 
-def _connect_by_port(address: StoreAddress, wait: Wait) -> Any:
+def _connect_by_port(address: StoreAddress, wait: Wait) -> Store:
     """Return the store at a port, once there is one.
 
     Raises:
@@ -272,7 +270,7 @@ def _is_local(address: StoreAddress, wait: Wait) -> bool:
         pause = min(2 * pause, _MAX_RESOLVER_PAUSE)
 
 
-def _store_without_rank(options: RpcBackendOptions, wait: Wait) -> Any:
+def _store_without_rank(options: RpcBackendOptions, wait: Wait) -> Store | None:
     """Return the store for a worker without a rank; None to leave it to torch."""
     init_method = options.init_method
     url = urlparse(init_method)
@@ -280,7 +278,7 @@ def _store_without_rank(options: RpcBackendOptions, wait: Wait) -> Any:
     if url.scheme == "file":
         if not url.path:
             raise ValueError(f"init_method {init_method} names no file. Write file:///path/to/a/file.")
-        return dist.FileStore(url.path, -1)  # type: ignore[attr-defined]
+        return dist.FileStore(url.path, -1)  # type: ignore[attr-defined,return-value]
     if url.scheme == "tcp":
         if not url.hostname or url.port is None:
             raise ValueError(f"init_method {init_method} lacks a host or a port. Write tcp://host:port.")
@@ -308,7 +306,7 @@ def _from_environment(variable: str) -> str:
     return value
 
 
-def _tcp_store(address: StoreAddress, wait: Wait) -> Any:
+def _tcp_store(address: StoreAddress, wait: Wait) -> Store:
     """Host the store if this machine is the host and the port is free; else connect."""
     # torchrun's agent hosts the store of its workers.
     listening = listen(address.host, address.port) if _is_local(address, wait) and not address.hosted else None

@@ -20,9 +20,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from telegrad.group.store_waits import Store
 
 __all__ = ["LocalStore", "UnixStoreServer", "request_release"]
 
@@ -108,13 +110,13 @@ class UnixStoreServer:
         self._wake, self._woken = socket.socketpair()
         self._sessions: set[_ClientSession] = set()
         self._thread: threading.Thread | None = None
-        self._store: Any = None
+        self._store: Store | None = None
         self._release_port: Callable[[], bool] = lambda: False
         self._poll_interval = _MIN_PAUSE
         self._fd_limit_hit = False  # out of file descriptors, and logged
         self._stopped = False
 
-    def open(self, store: Any, release_port: Callable[[], bool] | None = None) -> None:
+    def open(self, store: Store, release_port: Callable[[], bool] | None = None) -> None:
         """Start serving clients.
 
         Args:
@@ -242,6 +244,7 @@ class UnixStoreServer:
     def _execute(self, session: _ClientSession, kind: int, fields: list[bytes]) -> tuple[bytes | None, Sequence[str]]:
         """Return the reply, or None if it has to wait, and the written keys."""
         store = self._store
+        assert store is not None
         keys = [field.decode() for field in (fields if kind in (_CHECK, _WAIT, _MULTI_GET) else fields[:1])]
         if kind == _SET:
             store.set(keys[0], fields[1])
@@ -278,6 +281,7 @@ class UnixStoreServer:
 
     def _reply_to_waiting(self, selector: selectors.BaseSelector, written: set[str] | None = None) -> None:
         """Reply to sessions that wait for keys which exist now: the written ones, or any."""
+        assert self._store is not None
         here: dict[str, bool] = {}
         for session in list(self._sessions):
             if session.waiting is None or (written is not None and not session.waiting[0] & written):
@@ -338,7 +342,7 @@ class LocalStore(_Store):
         super().__init__()
         self.host: str = host
         self.port: int = port
-        self.keep_alive: Any = None  # the host's object that must live as long as this client
+        self.keep_alive: object = None  # the host's object that must live as long as this client
         self.set_timeout(timeout)
         self._lock = threading.Lock()
         self._link: socket.socket | None = self._connect()
@@ -376,19 +380,19 @@ class LocalStore(_Store):
             raise dist.DistStoreError(answer[0].decode())
         return answer
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         self._request(_SET, key.encode(), _bytes(value))
 
     def get(self, key: str) -> bytes:
         return self._request(_GET, key.encode())[0]
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         return self._request(_COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired))[0]
 
     def add(self, key: str, number: int) -> int:
         return int(self._request(_ADD, key.encode(), b"%d" % number)[0])
 
-    def append(self, key: str, value: Any) -> None:
+    def append(self, key: str, value: str | bytes) -> None:
         self._request(_APPEND, key.encode(), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -400,7 +404,7 @@ class LocalStore(_Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self._request(_MULTI_GET, *(key.encode() for key in keys))
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         pairs = zip(keys, values, strict=True)
         self._request(_MULTI_SET, *(field for key, value in pairs for field in (key.encode(), _bytes(value))))
 
@@ -414,7 +418,7 @@ def request_release(port: int) -> None:
         LocalStore("localhost", port, timedelta(seconds=_TIMEOUT))._request(_RELEASE_PORT)
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 

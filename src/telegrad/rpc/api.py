@@ -92,14 +92,14 @@ def _reset_current_rpc_agent() -> None:
     set_default_worker(None)
 
 
-def _init_rpc_states(agent: Any) -> None:
+def _init_rpc_states(agent: Agent) -> None:
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
 
-def _start_agent(store: object, name: str, rank: int, world_size: int | None, options: object) -> Agent:
+def _start_agent(store: Any, name: str, rank: int, world_size: int | None, options: object) -> Agent:
     from telegrad.rpc.start import start_agent
 
     return start_agent(store, name, rank, world_size, options)
@@ -381,10 +381,10 @@ def _rref_typeof_on_user(rref: RRef[object], timeout: float = UNSET_RPC_TIMEOUT,
     return rref._get_type(timeout, blocking)
 
 
-def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., object]:
     """Return a method of RRef; kept for programs that import torch's function."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: RRef[object], *args: object, **kwargs: object) -> object:
         return getattr(super(RRef, self), method_name)(*args, **kwargs)
 
     method.__doc__ = docstring

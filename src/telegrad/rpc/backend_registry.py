@@ -38,14 +38,14 @@ class BackendValue(NamedTuple):
 _backend_type_doc = "Registered backends; `register_backend` adds one."
 
 
-def _backend_type_repr(member: Any) -> str:
+def _backend_type_repr(member: enum.Enum) -> str:
     return f"BackendType.{member.name}"
 
 
 def _make_enum(members: dict[str, BackendValue]) -> object:
     kind = enum.Enum("BackendType", members, module=__name__)  # type: ignore[misc]
     kind.__doc__ = _backend_type_doc
-    kind.__repr__ = _backend_type_repr  # type: ignore[method-assign]
+    kind.__repr__ = _backend_type_repr  # type: ignore[method-assign,assignment]
     return kind
 
 
@@ -88,8 +88,8 @@ def is_backend(candidate: object) -> bool:
 
 def register_backend(
     backend_name: str,
-    construct_rpc_backend_options_handler: Callable[..., Any],
-    init_backend_handler: Callable[..., Any],
+    construct_rpc_backend_options_handler: Callable[..., object],
+    init_backend_handler: Callable[..., object],
 ) -> Any:
     """Add a backend.
 
@@ -130,7 +130,7 @@ def construct_rpc_backend_options(
     backend: Any,
     rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
     init_method: str = constants.DEFAULT_INIT_METHOD,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Create the options object of a backend.
 
@@ -151,7 +151,7 @@ def construct_rpc_backend_options(
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 
-def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+def init_backend(backend: Any, *args: object, **kwargs: object) -> Any:
     """Start a backend.
 
     Args:

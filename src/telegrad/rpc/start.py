@@ -10,6 +10,7 @@ from telegrad.group import addresses, device_maps, rendezvous, stores
 from telegrad.group.attempts import Attempts
 from telegrad.group.joining import join_at
 from telegrad.group.store_parts import Part, prefix_of
+from telegrad.group.store_waits import Store
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.rpc import api, backend_registry
 from telegrad.rpc.agent import Agent
@@ -147,13 +148,13 @@ def _init_rpc_backend(
     api._init_rpc_states(agent)
 
 
-def start_agent(store: Any, name: str, rank: int, world_size: int | None, options: Any) -> Agent:
+def start_agent(store: Store, name: str, rank: int, world_size: int | None, options: Any) -> Agent:
     """Join the group on this store. Handler of the backend."""
     return Agent(join(store, name, rank, world_size, options))
 
 
 def join(
-    store: object, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
+    store: Store, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
 ) -> _Worker:
     """Create the worker, and wait for the other workers of a static group."""
     options, mine = as_options(rpc_backend_options), device_maps.devices_of(rpc_backend_options)
@@ -206,7 +207,7 @@ def _join_static(
     try:
         member = worker.member._replace(devices=tuple(mine))
         members = rendezvous.gather_static(store, member, group, world_size, attempts.wait(timeout))
-        device_maps.check({member.name: device_maps.Devices(*member.devices) for member in members}, True)
+        device_maps.check({member.name: device_maps.Devices._make(member.devices) for member in members}, True)
         for member in members:
             worker.add_member(member)
         worker.shutdown.set_members([member.id for member in members if member.id != rank])

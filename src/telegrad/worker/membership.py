@@ -4,12 +4,11 @@ import logging
 import math
 import secrets
 import threading
-from typing import Any
 
 from telegrad.errors import WorkerLost
 from telegrad.group import rendezvous
 from telegrad.group.rendezvous import Group, Member, StoreGone
-from telegrad.group.store_waits import BoundedStore, StoreUnresponsive
+from telegrad.group.store_waits import BoundedStore, Store, StoreUnresponsive
 from telegrad.options import Options
 from telegrad.protocols import membership as protocol
 from telegrad.timeouts import SharedDeadline
@@ -27,7 +26,7 @@ _IDS_PER_LIFE = 1 << 32  # ids of references per incarnation of a name
 
 
 def join_dynamic(
-    store: object,
+    store: Store,
     name: str,
     rank: int,
     group: Group,
@@ -85,7 +84,7 @@ def join_dynamic(
     return worker
 
 
-def _await(notified: CallFuture[Any], name: str, member: Member) -> None:
+def _await(notified: CallFuture[object], name: str, member: Member) -> None:
     """Wait until a member has added the new worker."""
     answered = threading.Event()
     notified.add_done_callback(lambda _: answered.set())
@@ -172,7 +171,7 @@ def _notify(worker: Worker, members: set[int], function: object, timeout: float)
             continue  # that member is gone, or disconnected before its reply
 
 
-def _wait(future: CallFuture[Any]) -> None:
+def _wait(future: CallFuture[object]) -> None:
     """Wait for a future, also in an event loop's thread.
 
     A coroutine may shut down its worker.
@@ -183,11 +182,11 @@ def _wait(future: CallFuture[Any]) -> None:
     future.wait()
 
 
-def _joined(*facts: Any) -> None:
+def _joined(*facts: object) -> None:
     """Add the new worker on a present member."""
     scope = current.get()
     assert scope is not None
-    scope.worker.add_member(Member(*facts))
+    scope.worker.add_member(Member._make(facts))
 
 
 def _leaving(worker_id: int) -> None:

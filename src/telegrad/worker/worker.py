@@ -18,6 +18,7 @@ from telegrad import _core
 from telegrad.errors import NotInitialized, RRefError
 from telegrad.group import addresses, rendezvous
 from telegrad.group.rendezvous import Group, Member
+from telegrad.group.store_waits import Store
 from telegrad.options import Options
 from telegrad.protocols.rref import Ticket
 from telegrad.types import WorkerInfo
@@ -75,7 +76,7 @@ class Worker:
         self.options = options
         self.incarnation: int = secrets.randbits(63) | 1
         self.static = True
-        self.store: Any = None
+        self.store: Store | None = None
         self.closed: bool = False
         self.joined: bool = False
         self.ready: threading.Event = threading.Event()  # set once all members are known: requests may run
