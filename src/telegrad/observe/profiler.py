@@ -85,7 +85,7 @@ class Profiler:
         number, received, replied, events = report
         span = self._spans.get(number)
         if span is not None:
-            span.arrived(received, replied, [Event(*event) for event in events])
+            span.arrived(received, replied, [Event._make(event) for event in events])
 
     def _over(self, asked: TraceContext) -> None:
         self._spans.pop(asked[0], None)

@@ -31,7 +31,7 @@ class Option(IntFlag):
     CUDA = 32
 
     @classmethod
-    def of(cls, profile: Any) -> "Option":
+    def of(cls, profile: object) -> "Option":
         """Return the options of one of torch's profilers."""
         options = cls(0)
         for option, name in _ATTRIBUTES.items():
@@ -41,7 +41,7 @@ class Option(IntFlag):
             options |= cls.CUDA
         return options
 
-    def config(self) -> Any:
+    def config(self) -> object:
         """Return the configuration for torch's legacy profiler."""
         cuda = Option.CUDA in self and torch.cuda.is_available()
         state = torch_profiler.ProfilerState.CUDA if cuda else torch_profiler.ProfilerState.CPU

@@ -1,7 +1,7 @@
 """Completion of the call that creates a value, at the worker that made the call."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +10,7 @@ from telegrad.protocols.rref import RRefId
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
-from telegrad.worker.calls.client import complete
+from telegrad.worker.calls.client import Outcome, complete
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.tracing import Span
 from telegrad.worker.unread_failures import Failure
@@ -23,9 +23,6 @@ __all__ = ["CreationFuture", "PendingCreation"]
 _REPLIED, _CREATED = int(Status.REPLIED), int(Tag.CREATED)
 _FAILED, _SLOW_FLAGS = int(Flag.FAILED), int(Flag.FAILED | Flag.METADATA)
 _UNREAD = "use its reference"
-
-Outcome: TypeAlias = tuple[Any, ...]
-"""Completion of a call, as `Engine.next` returns it."""
 
 
 class PendingCreation:

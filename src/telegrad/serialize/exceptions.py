@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import TEXT, RemoteError, is_drop_in
 from telegrad.serialize.pickle_by_value import ByValuePickler
+from telegrad.serialize.tensor_layout import Body
 from telegrad.serialize.tracebacks import (
     TRACEBACK,
     RemoteTraceback,
@@ -162,7 +163,7 @@ def _itself(exc: Exception) -> Exception:
     return exc
 
 
-def unpack_exception(data: bytes) -> BaseException:
+def unpack_exception(data: Body) -> BaseException:
     """Rebuild an exception, with the remote traceback as its ``__cause__``.
 
     Never raises for the output of :func:`pack_exception`, except a KeyboardInterrupt of this process.

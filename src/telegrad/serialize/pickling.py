@@ -31,7 +31,7 @@ from telegrad.errors import SerializationError
 from telegrad.serialize.pickle_by_value import ByValuePickler
 from telegrad.serialize.pickle_errors import find_unpicklable
 from telegrad.serialize.storage_aliasing import Segment, TensorSlot, place, restore
-from telegrad.serialize.tensor_layout import Buffer, is_plain, make_codec
+from telegrad.serialize.tensor_layout import Body, Buffer, is_plain, make_codec
 from telegrad.serialize.torch_types import (
     REDUCERS,
     is_plain_subclass,
@@ -149,7 +149,7 @@ class Serializer:
         body.write(LENGTH.pack(length))
         return body.getvalue(), segments + message.buffers
 
-    def loads(self, body: bytes | bytearray | memoryview, segments: Sequence[Buffer], wrap: Wrap | None = None) -> Any:
+    def loads(self, body: Body, segments: Sequence[Buffer], wrap: Wrap | None = None) -> Any:
         """Unpickle the output of `dumps`.
 
         Args:
@@ -180,7 +180,7 @@ class Serializer:
         body.write(LENGTH.pack(length))
         return body.getvalue(), message.tensors
 
-    def loads_with_tensors(self, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
+    def loads_with_tensors(self, body: Body, tensors: list[torch.Tensor]) -> Any:
         """Unpickle the output of `dumps_with_tensors`."""
         with memoryview(body) as view:
             value, tables = _split(view)
@@ -444,6 +444,6 @@ def dumps(value: object, name: str = "value") -> tuple[bytes, list[Segment]]:
     return _default.dumps(value, name)
 
 
-def loads(body: bytes | bytearray | memoryview, segments: Sequence[Buffer]) -> Any:
+def loads(body: Body, segments: Sequence[Buffer]) -> Any:
     """Unpickle a value as `Serializer.loads` does, without registered types."""
     return _default.loads(body, segments)

@@ -12,6 +12,7 @@ from telegrad import _core
 from telegrad.serialize.cut_graphs import is_watched, watch_cut
 
 Buffer: TypeAlias = Any  # object with a writable buffer; from Python 3.12 on this is collections.abc.Buffer
+Body: TypeAlias = bytes | bytearray | memoryview  # of a message
 
 # dtype code, requires_grad, shape, strides in elements, address, size in bytes, owner of the memory
 Described: TypeAlias = tuple[int, bool, tuple[int, ...], tuple[int, ...], int, int, object]

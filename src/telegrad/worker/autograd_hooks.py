@@ -5,17 +5,30 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-__all__ = ["AutogradHooks", "WorkerPlugins"]
+from torch import Tensor
+
+from telegrad.serialize.tensor_layout import Body, Buffer
+
+__all__ = ["AutogradContext", "AutogradHooks", "WorkerPlugins"]
 
 
-class AutogradHooks(Protocol):
-    """Autograd contexts of one worker. The worker uses only the `id` of a context."""
+class AutogradContext(Protocol):
+    """Autograd context, as far as the worker uses it."""
+
+    id: int
+
+
+C = TypeVar("C", bound=AutogradContext)
+
+
+class AutogradHooks(Protocol[C]):
+    """Autograd contexts of one worker."""
 
     # ---- outgoing messages
 
-    def on_send(self, context: Any, peer: int, tensors: Sequence[Any], request: bool) -> int | None:
+    def on_send(self, context: C, peer: int, tensors: Sequence[Tensor], request: bool) -> int | None:
         """Record the tensors of a message that is about to leave in a context.
 
         Args:
@@ -29,7 +42,7 @@ class AutogradHooks(Protocol):
             message does not name the context.
         """
 
-    def rollback(self, context: Any, message: int, peer: int) -> None:
+    def rollback(self, context: C, message: int, peer: int) -> None:
         """Undo `carry` for a request that was not sent."""
 
     # ---- received messages
@@ -38,33 +51,33 @@ class AutogradHooks(Protocol):
     def is_unguarded(self) -> bool:
         """Return whether the core may run requests in contexts without a guard."""
 
-    def on_request_in_context(self, context_id: int, peer: int) -> Any:
+    def on_request_in_context(self, context_id: int, peer: int) -> C | None:
         """Return the context of a received request, or None if the context has ended.
 
         Creates the context if this worker does not know the id yet.
         """
 
-    def find(self, context_id: int) -> Any:
+    def find(self, context_id: int) -> C | None:
         """Return the context of a received reply, or None if the context has ended."""
 
-    def receive(self, context: Any, peer: int, message: int, tensors: list[Any]) -> Sequence[Any]:
+    def receive(self, context: C, peer: int, message: int, tensors: list[Tensor]) -> Sequence[Tensor]:
         """Record received tensors and return the tensors that the program gets instead."""
 
-    def on_ended(self, peer: int, plain: Any) -> None:
+    def on_ended(self, peer: int, plain: tuple[int, int]) -> None:
         """Handle the notification of a peer that a context has ended."""
 
-    def on_request(self, asked: Any, flags: int, body: Any, segments: Any) -> None:
+    def on_request(self, asked: object, flags: int, body: Body, segments: list[Buffer]) -> None:
         """Handle gradients from a peer: a request that gets a reply in any case."""
 
-    def on_gradients(self, peer: int, connection: int, call: int, deadline: int, message: Any) -> None:
+    def on_gradients(self, peer: int, connection: int, call: int, deadline: int, message: object) -> None:
         """Handle gradients that the core has decoded."""
 
     # ---- code that runs in a context
 
-    def handler_guard(self, context: Any) -> AbstractContextManager[None] | None:
+    def handler_guard(self, context: C) -> AbstractContextManager[None] | None:
         """Return a guard for the run of a handler in a context; None for no guard."""
 
-    def context_guard(self, context: Any) -> AbstractContextManager[None] | None:
+    def context_guard(self, context: C) -> AbstractContextManager[None] | None:
         """Return a guard for other code in a context, such as a coroutine's step.
 
         Returns None if no guard is needed.
@@ -90,4 +103,4 @@ class WorkerPlugins(NamedTuple):
     """Parts of each new worker that the higher layers provide."""
 
     rref_type: Any  # class of references, created by ``rref_type.of(worker, id, owner id, fork)``
-    make_autograd: Callable[[Any, int], AutogradHooks]  # arguments: the worker, and its first id
+    make_autograd: Callable[[Any, int], AutogradHooks[Any]]  # arguments: the worker, and its first id

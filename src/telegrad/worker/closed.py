@@ -6,12 +6,12 @@ inside a method of the engine still holds the engine, which ends with the last s
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from telegrad import _core
 from telegrad.errors import NotInitialized
 
-__all__ = ["AnyClient", "AnyEngine", "AnyServer", "ClosedEngine"]
+__all__ = ["AnyClient", "AnyEngine", "AnyServer", "ClosedEngine", "WorkerCalls"]
 
 _PENDING = (
     "pending_calls",
@@ -101,3 +101,10 @@ class ClosedEngine:
 AnyEngine: TypeAlias = _core.Engine | ClosedEngine
 AnyClient: TypeAlias = _core.Client | ClosedEngine
 AnyServer: TypeAlias = _core.Server | ClosedEngine
+
+
+class WorkerCalls(Protocol):
+    """Calls of a worker (`telegrad.worker.calls.client.Calls`)."""
+
+    client: AnyClient
+    engine: AnyEngine

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from telegrad.wire import Flag
 
 __all__ = [
+    "Autocast",
     "Scope",
     "autocast_is_on",
     "autocast_of",
@@ -39,6 +40,7 @@ class Scope(NamedTuple):
     connection: int = 0  # connection of the running request
 
 
+Autocast: TypeAlias = tuple[tuple[str, str], ...] | None  # see `caller_state`
 current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)
 
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None)
@@ -69,7 +71,7 @@ def caller_flags() -> int:
     return int(Flag.NO_GRAD | Flag.INFERENCE) if torch.is_inference_mode_enabled() else int(Flag.NO_GRAD)
 
 
-def caller_state() -> tuple[tuple[str, str], ...] | None:
+def caller_state() -> Autocast:
     """Return autocast of the calling thread as (device, dtype) pairs; None if off.
 
     A further pair says that the thread caches no casts of weights.
@@ -84,14 +86,14 @@ def caller_state() -> tuple[tuple[str, str], ...] | None:
     return devices if torch.is_autocast_cache_enabled() else (*devices, _NO_CACHE)
 
 
-def autocast_of(pairs: tuple[tuple[str, str], ...] | None) -> tuple[dict[str, torch.dtype], bool]:
+def autocast_of(pairs: Autocast) -> tuple[dict[str, torch.dtype], bool]:
     """Return the dtype per device from `caller_state`, and whether casts are cached."""
     on = {device: getattr(torch, dtype) for device, dtype in pairs or () if device != _NO_CACHE[0]}
     return on, _NO_CACHE not in (pairs or ())
 
 
 @contextmanager
-def handler_state(flags: int, autocast: tuple[tuple[str, str], ...] | None) -> Iterator[None]:
+def handler_state(flags: int, autocast: Autocast) -> Iterator[None]:
     """Set the caller's state while its handler runs."""
     with ExitStack() as stack:
         stack.callback(_reset_autocast)

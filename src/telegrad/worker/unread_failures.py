@@ -7,16 +7,18 @@ only appends to a deque. A pool thread of a worker logs the entries; without a w
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 from telegrad.errors import NotInitialized, WorkerLost
 from telegrad.serialize.tracebacks import text_of
+from telegrad.worker.closed import WorkerCalls
 
-__all__ = ["Failure", "describe_call", "discard_unread", "log_unread"]
+__all__ = ["CallSummary", "Failure", "describe_call", "discard_unread", "log_unread"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-_unread: deque[tuple[Any, BaseException | None, str]] = deque()
+CallSummary: TypeAlias = tuple[int, object, int]  # peer, called function or its name, timeout in ns
+_unread: deque[tuple[CallSummary | None, BaseException | None, str]] = deque()
 
 
 class Failure:
@@ -25,7 +27,7 @@ class Failure:
     Args:
         error: The exception; None if the owner of a reference has it.
         read: The program has retrieved the failure.
-        request: (peer, called function or its name, timeout in ns).
+        request: The call; None if it is unknown.
         unread_action: What the program has not done, for the log line.
         calls: Calls of the worker that logs the failure; None if there is none.
     """
@@ -33,13 +35,18 @@ class Failure:
     __slots__ = ("calls", "error", "read", "request", "unread_action")
 
     def __init__(
-        self, error: BaseException | None, read: bool, request: object, unread_action: str, calls: object
+        self,
+        error: BaseException | None,
+        read: bool,
+        request: CallSummary | None,
+        unread_action: str,
+        calls: WorkerCalls | None,
     ) -> None:
         self.error: BaseException | None = error
         self.read: bool = read
-        self.request: Any = request
+        self.request: CallSummary | None = request
         self.unread_action: str = unread_action
-        self.calls: Any = calls
+        self.calls: WorkerCalls | None = calls
 
     def __del__(self) -> None:
         if self.read or _is_known(self.error):
@@ -68,7 +75,7 @@ def log_unread() -> None:
         logger.warning("%s failed, and the program did not %s%s", describe_call(request), unread_action, detail)
 
 
-def describe_call(request: Any) -> str:
+def describe_call(request: CallSummary | None) -> str:
     """Return the name of the called function, for messages."""
     if request is None:
         return "a call"

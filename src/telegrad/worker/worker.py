@@ -112,7 +112,7 @@ class Worker:
             lambda: self.engine.request_callback(_RELEASE_DELAY),
             lambda rref, owner, fork: plugins.rref_type.of(self, rref, owner, fork),
         )
-        self.autograd: AutogradHooks = plugins.make_autograd(self, first_id)
+        self.autograd: AutogradHooks[Any] = plugins.make_autograd(self, first_id)
         self.messages: Messages = Messages(
             plugins.rref_type,
             self._share,

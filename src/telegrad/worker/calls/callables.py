@@ -1,6 +1,6 @@
 """Functions, methods and arguments of a call, as given by the program."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -24,12 +24,12 @@ __all__ = [
 ]
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Return the name of a function, for error messages."""
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def is_scripted(function: Any) -> bool:
+def is_scripted(function: object) -> bool:
     """Return whether a function is a torch operator or a scripted function.
 
     Torch's own RPC has separate message types for these.
@@ -45,7 +45,7 @@ def find_builtin(function: object) -> str | None:
     return name
 
 
-def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run(function: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> object:
     """Call a function; a torch operator gets to report wrong arguments."""
     try:
         return function(*args, **kwargs)
@@ -57,8 +57,8 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def rerun_for_torch_error(
-    function: Any, args: Any, kwargs: Any, error: BaseException
-) -> tuple[Any, BaseException | None]:
+    function: object, args: Iterable[object], kwargs: Mapping[str, object], error: BaseException
+) -> tuple[object, BaseException | None]:
     """Call a torch operator again, for the error that torch's own RPC would raise.
 
     Returns:
@@ -74,7 +74,7 @@ def rerun_for_torch_error(
     return operation(*args, **kwargs), None
 
 
-def find_function(name: bytes) -> Any:
+def find_function(name: bytes) -> object:
     """Return the function with a name.
 
     Raises:
@@ -87,7 +87,7 @@ def find_function(name: bytes) -> Any:
         raise kind(f"{e}.{NOT_FOUND_HINT}") from e
 
 
-def read_attribute(rref: Any, name: str) -> Any:
+def read_attribute(rref: Any, name: str) -> object:
     """Return an attribute of a referenced value; runs on the owner."""
     return attrgetter(name)(rref.local_value())
 
@@ -97,7 +97,7 @@ def read_with(name: str) -> str:
     return f"Read an attribute with rref.get_attr({name!r})."
 
 
-def method_of(value: object, name: str) -> Any:
+def method_of(value: object, name: str) -> object:
     """Return a method of a referenced value.
 
     Raises:

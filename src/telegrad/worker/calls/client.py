@@ -5,7 +5,7 @@ calls `Calls.encode_slow` or `Calls.result`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,10 +14,12 @@ from telegrad.errors import MessageTooLarge, NotInitialized, ReceiverOutOfMemory
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NameTable, NotByName
+from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.timeouts import nanoseconds
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, LeftOut, Status, Tag
+from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import faults, tracing
 from telegrad.worker.calls.callables import is_scripted, name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
@@ -25,8 +27,9 @@ from telegrad.worker.calls.interceptors import PICKLER, PROFILER, active, switch
 from telegrad.worker.calls.messages import NO_METADATA, Messages, Request
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
+from telegrad.worker.unread_failures import CallSummary
 
-__all__ = ["CallForm", "Calls", "complete", "error_of", "too_large"]
+__all__ = ["CallForm", "Calls", "Outcome", "complete", "error_of", "too_large"]
 
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
@@ -38,19 +41,22 @@ _PARTS_BY_VALUE = ("the function", *_PARTS)
 
 
 # torch.futures.Future.set_result only calls this.
-complete: Callable[[torch.futures.Future[Any], Any], None] = torch._C.Future.set_result
+complete: Callable[[torch.futures.Future[Any], object], None] = torch._C.Future.set_result
+
+Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, str]
+"""Completion of a call: status, tag, flags, body, segments, peer, and why it failed."""
 
 
 class CallForm(NamedTuple):
     """Call that the native client cannot encode, as far as the client has resolved it."""
 
     peer: int
-    function: Any  # with a receiver: None for its value, the name of a method, or a function of the value
-    args: Any
-    kwargs: Any
+    function: object  # with a receiver: None for its value, the name of a method, or a function of the value
+    args: object
+    kwargs: object
     timeout: int  # ns; 0: none
     nested: bool
-    context: Any  # the caller's autograd context
+    context: AutogradContext | None  # the caller's autograd context
     mode: str  # mode in a profile: sync, async or remote; empty for calls that profiles omit
     name: tuple[int, bytes] | None  # of the function; None: it travels by value
     receiver: Any  # an RRef
@@ -82,7 +88,7 @@ class Calls:
         worker_id: int,
         infos: dict[str | int, WorkerInfo],
         default_timeout: float,
-        environment: Any,
+        environment: object,
     ) -> None:
         self.engine = engine
         self.messages = messages
@@ -91,7 +97,7 @@ class Calls:
         self.peers: dict[str | int, WorkerInfo] = infos
         self.default_timeout: int = nanoseconds(default_timeout)  # the program may change it
         self.names: NameTable = NameTable()
-        self.set_result: Callable[[torch.futures.Future[Any], Any], None] = complete
+        self.set_result: Callable[[torch.futures.Future[Any], object], None] = complete
         self.delay: Callable[[float, Callable[[], object]], None] | None = None
         self._send_filter: faults.Filter | None = None
         self._resolve_worker = resolve_worker
@@ -127,7 +133,7 @@ class Calls:
         """
         return self._resolve_worker(to).id
 
-    def find_name(self, function: Any) -> tuple[int, bytes] | None:
+    def find_name(self, function: object) -> tuple[int, bytes] | None:
         """Return number and text of a function's or method's name; None if it has none."""
         if isinstance(function, str):
             return self.names.method(function)
@@ -146,9 +152,9 @@ class Calls:
         flags = _INTERNAL if call.internal or function is type else 0
         ticket = pickler = keep = target = None
         name, parts = call.name, _PARTS
-        body: Any = (call.args, call.kwargs)
+        body: tuple[object, ...] = (call.args, call.kwargs)
         if receiver is None:
-            label = name_of(function)  # before any counting: this may run a __repr__ of the program
+            label: object = name_of(function)  # before any counting: this may run a __repr__ of the program
             custom = active.get(PICKLER)
             if custom is not None and not call.internal:
                 name, pickler, body = None, custom[0], custom[1](function, call.args, call.kwargs)
@@ -190,7 +196,7 @@ class Calls:
 
     # ---- sending through interceptors
 
-    def send(self, request: Request, target: Any) -> None:
+    def send(self, request: Request, target: CallFuture[object] | faults.Creation) -> None:
         """Send a request with a future or a creation as its completion target."""
         if request.span is not None:
             target.attach(request.span)
@@ -204,12 +210,12 @@ class Calls:
                 request.span.end()
             raise
 
-    def send_and_wait(self, request: Request) -> Any:
+    def send_and_wait(self, request: Request) -> object:
         """Send a request and wait for its value."""
         try:
             if self._send_filter is None:
                 return self.client.call_request(request)
-            future: CallFuture[Any] = CallFuture(NO_DEVICES)
+            future: CallFuture[object] = CallFuture(NO_DEVICES)
             future._calls, future._request = self, (request.peer, request.label, request.timeout)
             faults.start(self, request, future)
             return future.wait()
@@ -226,7 +232,7 @@ class Calls:
 
     # ---- completions
 
-    def finish(self, future: CallFuture[Any], outcome: tuple[Any, ...]) -> None:
+    def finish(self, future: CallFuture[object], outcome: Outcome) -> None:
         """Complete a future with the completion of its call."""
         try:
             value = self.result(outcome, future._request)
@@ -240,13 +246,13 @@ class Calls:
             complete(future, value)
 
     @staticmethod
-    def fail(future: CallFuture[Any], error: BaseException) -> None:
+    def fail(future: CallFuture[object], error: BaseException) -> None:
         """Complete a future with an exception."""
         future.set_exception(error.with_traceback(None))  # its frames refer to the future
         if is_interrupt(error):  # complete the future first
             raise error
 
-    def result(self, outcome: tuple[Any, ...], call: tuple[int, Any, int]) -> Any:
+    def result(self, outcome: Outcome, call: CallSummary) -> Any:
         """Return the value of a completed call, or raise its exception.
 
         Args:
@@ -293,7 +299,7 @@ def too_large(call_text: str, why: str) -> MessageTooLarge:
     return MessageTooLarge(f"{call_text}: {why}")
 
 
-def error_of(body: Any, call_text: str) -> TelegradError:
+def error_of(body: Body, call_text: str) -> TelegradError:
     """Return the error in the body of a message without content.
 
     Args:

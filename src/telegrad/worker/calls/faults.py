@@ -1,12 +1,15 @@
 """Fault injection: messages that are dropped or delayed on purpose (rpc._testing)."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
+
+from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.messages import Messages, Request
-from telegrad.worker.closed import AnyClient
+from telegrad.worker.calls.tracing import Span
+from telegrad.worker.closed import WorkerCalls
 
 __all__ = ["DroppedMessage", "Filter", "send", "start"]
 
@@ -17,10 +20,16 @@ class DroppedMessage(TelegradError):
     """Raised by a fault injector to drop a message."""
 
 
-class Sender(Protocol):
+class Creation(Protocol):
+    """Call that creates a value (telegrad.rref.creation)."""
+
+    def attach(self, span: Span) -> None: ...
+    def delayed(self, scripted: bool) -> CallFuture[object]: ...
+
+
+class Sender(WorkerCalls, Protocol):
     """`telegrad.worker.calls.client.Calls`, with a fault injector."""
 
-    client: AnyClient
     messages: Messages
     delay: Callable[[float, Callable[[], object]], None] | None
 
@@ -30,7 +39,7 @@ class Sender(Protocol):
     def name_of(self, worker_id: int, /) -> str: ...
 
 
-def start(calls: Sender, request: Request, target: Any) -> None:
+def start(calls: Sender, request: Request, target: CallFuture[object] | Creation) -> None:
     """Send a request like `Calls.send`, through the fault injector.
 
     Args:
@@ -40,7 +49,7 @@ def start(calls: Sender, request: Request, target: Any) -> None:
     """
     assert calls.send_filter is not None
     assert calls.delay is not None
-    future: CallFuture[Any] = target if isinstance(target, CallFuture) else target.delayed(request.scripted)
+    future: CallFuture[object] = target if isinstance(target, CallFuture) else target.delayed(request.scripted)
     try:
         seconds = calls.send_filter(request.kind, request.scripted, request.peer, 0)
     except DroppedMessage as e:
@@ -57,7 +66,7 @@ def start(calls: Sender, request: Request, target: Any) -> None:
         except Exception as e:
             inner.set_exception(e)
 
-    inner: CallFuture[Any] = CallFuture(NO_DEVICES)
+    inner: CallFuture[object] = CallFuture(NO_DEVICES)
     inner._calls, inner._request = calls, (request.peer, request.label, 0)
     inner.add_done_callback(lambda done: _settle(future, done))
     if request.timeout:
@@ -83,7 +92,7 @@ def send(calls: Sender, kind: str, scripted: bool, peer: int, send_now: Callable
         send_now()
 
 
-def _settle(future: CallFuture[Any], done: Any) -> None:
+def _settle(future: CallFuture[object], done: Future[object]) -> None:
     """Complete the caller's future with a delayed call, unless it has timed out."""
     try:
         value = done.value()
@@ -97,7 +106,7 @@ def _settle(future: CallFuture[Any], done: Any) -> None:
             future._on_late_reply()
 
 
-def _fail(future: CallFuture[Any], error: Exception) -> None:
+def _fail(future: CallFuture[object], error: Exception) -> None:
     """Fail a future unless it is complete."""
     if not future.done():
         future.set_exception(error)

@@ -15,9 +15,10 @@ from telegrad import _core
 from telegrad.errors import NotInitialized
 from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
 from telegrad.worker.calls import tracing
+from telegrad.worker.closed import WorkerCalls
 from telegrad.worker.scope import current
 from telegrad.worker.serving.event_loop import check_blocking
-from telegrad.worker.unread_failures import Failure, describe_call
+from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
 __all__ = ["NO_DEVICES", "CallFuture", "Deferred"]
 
@@ -25,6 +26,7 @@ NO_DEVICES: list[object] = []
 
 T = TypeVar("T")
 S = TypeVar("S")
+A = TypeVar("A")
 
 Deferred: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
 """Return type of a handler with a deferred result: an ``async def``, or a function under `async_execution`."""
@@ -53,13 +55,13 @@ class CallFuture(torch.futures.Future[T]):
     else:
         __init__ = torch._C.Future.__init__
     _call: int  # id of the call, once sent
-    _calls: Any  # Calls of the worker
-    _request: Any  # (peer, called function or its name, timeout in ns)
+    _calls: WorkerCalls
+    _request: CallSummary
 
     # Defaults on the class keep the futures of ordinary calls small.
     _read = False  # the failure needs no log line
     _failure: Failure | None = None
-    _parent_calls: object = None  # of a future that `then` returned: Calls of the pool that logs a failure
+    _parent_calls: WorkerCalls | None = None  # of a future that `then` returned: Calls of the pool that logs a failure
     _has_callbacks = False  # callbacks of the program
     _span: tracing.Span | None = None  # in a profile
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
@@ -215,7 +217,7 @@ class CallFuture(torch.futures.Future[T]):
             raise strip_own_frames(error)
 
 
-def bind_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+def bind_scope(callback: Callable[[A], S]) -> Callable[[A], S]:
     """Bind a callback to the scope of the caller, in whichever thread it runs.
 
     Calls of the callback end with the same request and use the same worker.
@@ -231,7 +233,7 @@ def bind_scope(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     if tracing.observer.on and (recording := tracing.recording.get()) is not None:
         callback = tracing.bind_recording(recording, callback)
 
-    def run(done: Any) -> S:
+    def run(done: A) -> S:
         here = current.get()
         if here is scope:
             return callback(done)

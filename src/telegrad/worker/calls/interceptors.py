@@ -8,12 +8,12 @@ from typing import Any
 
 __all__ = ["PICKLER", "PROFILER", "active", "switch"]
 
-active: dict[Any, Any] = {}  # never replaced: the core holds this object
+active: dict[object, Any] = {}  # never replaced: the core holds this object
 PROFILER = "profiler"  # a telegrad.worker.calls.tracing.Observer
 PICKLER = "pickler"  # the program's pickler, and the type that it pickles (rpc.api._use_rpc_pickler)
 
 
-def switch(key: Any, interceptor: Any) -> None:
+def switch(key: object, interceptor: object) -> None:
     """Set an interceptor, or remove it with None."""
     if interceptor is None:
         active.pop(key, None)

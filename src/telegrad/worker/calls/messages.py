@@ -13,21 +13,20 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
-from telegrad.errors import (
-    DeviceNotMapped,
-    RRefNotPicklable,
-    SerializationError,
-)
+from telegrad.errors import DeviceNotMapped, RRefNotPicklable, SerializationError
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.pickling import Serializer, Wrap
+from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
-from telegrad.worker.autograd_hooks import AutogradHooks
+from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
 from telegrad.worker.calls.tracing import Span
+from telegrad.worker.scope import Autocast
 
 __all__ = [
     "NO_FORK",
@@ -44,7 +43,20 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 _BODY, _METADATA, _CODEC = int(Flag.BODY), int(Flag.METADATA), int(BodyKind.CODEC)  # faster than the enumerations
 _MUST_DELIVER = int(Flag.MUST_DELIVER)
-Segments = list[Any]  # (address, size in bytes, owner), or bytes
+Recorded: TypeAlias = tuple[AutogradContext, int]  # the autograd context, and the message's id there (0: none)
+Segments = Sequence[object]  # (address, size in bytes, owner), or bytes
+
+
+class Handle(Protocol):
+    """Python object of a reference (`telegrad.rref.rref.RRef`)."""
+
+    id: RRefId
+
+
+class Pickler(Protocol):
+    """Pickler of the program."""
+
+    def serialize(self, obj: object, /) -> object: ...
 
 
 class Encoded(NamedTuple):
@@ -54,7 +66,7 @@ class Encoded(NamedTuple):
     body: bytes
     segments: Segments | None
     tickets: tuple[Ticket, ...]
-    recorded: tuple[Any, int] | None = None  # the autograd context, and the message's id there (0: none)
+    recorded: Recorded | None = None
 
 
 class Request(NamedTuple):
@@ -66,7 +78,7 @@ class Request(NamedTuple):
     timeout: int  # ns; 0: none
     nested: bool
     keep: object  # kept alive until the reply arrives
-    label: str  # name in error messages: "f", or "to_here"
+    label: object  # for error messages: a name such as "f" or "to_here", or a function
     keep_as: int | None
     kind: str  # kind for a fault injector: call, remote or fetch
     scripted: bool
@@ -79,8 +91,8 @@ class SharedBody(NamedTuple):
     flags: int
     body: bytes
     segments: Segments | None
-    handles: tuple[Any, ...]  # the references in the body, by index
-    recorded: Sequence[Any]  # in an autograd context: the tensors that require grad
+    handles: tuple[object, ...]  # the references in the body, by index
+    recorded: Sequence[Tensor]  # in an autograd context: the tensors that require grad
 
 
 class PeerMetadata(NamedTuple):
@@ -88,16 +100,16 @@ class PeerMetadata(NamedTuple):
 
     metadata: bytes
     tickets: tuple[Ticket, ...]
-    recorded: tuple[Any, int] | None  # as in `Encoded`
+    recorded: Recorded | None
 
 
 class CallMetadata(NamedTuple):
     """Decoded metadata of a message; empty for most calls."""
 
-    handles: list[Any]  # the received references
+    handles: Sequence[Handle]  # the received references
     target: RRefId | None
-    autocast: tuple[tuple[str, str], ...] | None
-    context: Any = None  # the sender's autograd context
+    autocast: Autocast
+    context: AutogradContext | None = None  # the sender's autograd context
     wrap: Wrap | None = None  # records received tensors
     profile: Any = None  # request: TraceContext; reply: Report (telegrad.worker.calls.tracing)
 
@@ -106,7 +118,7 @@ is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _ALL_PEERS = -1  # instead of a peer, for a message to several peers
 _MAX_TICKETS = 250_000  # of metadata,
 _MAX_METADATA = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
-NO_METADATA = CallMetadata([], None, None)
+NO_METADATA = CallMetadata((), None, None)
 NO_FORK = -1  # instead of a number, for a ticket without a fork
 
 
@@ -116,7 +128,7 @@ class _SerializationState(threading.local):
     def __init__(self) -> None:
         self.peer: int | None = None  # receiver of the message being encoded
         self.tickets: list[Any] | None = None  # or the references, for several receivers
-        self.handles: list[Any] = []
+        self.handles: Sequence[object] = ()
 
 
 _serialization = _SerializationState()
@@ -143,11 +155,11 @@ class Messages:
     def __init__(
         self,
         handle_type: type,
-        share: Callable[[Any, int], Ticket],
+        share: Callable[[object, int], Ticket],
         unshare: Callable[[Ticket, int], None],
-        receive: Callable[[list[Ticket], list[int], int], list[Any]],
+        receive: Callable[[list[Ticket], list[int], int], Sequence[Handle]],
         new_id: Callable[[], int],
-        recorder: AutogradHooks,
+        recorder: AutogradHooks[Any],
         name_of: Callable[[int], str],
     ) -> None:
         self._name_of = name_of
@@ -190,13 +202,13 @@ class Messages:
     def encode(
         self,
         peer: int,
-        value: Any,
+        value: object,
         target: RRefId | None = None,
-        autocast: tuple[tuple[str, str], ...] | None = None,
+        autocast: Autocast = None,
         ticket: Ticket | None = None,
-        custom: Any = None,
+        custom: Pickler | None = None,
         parts: str | tuple[str, ...] = "result",
-        context: Any = None,
+        context: AutogradContext | None = None,
         request: bool = False,
         span: Span | None = None,
     ) -> Encoded:
@@ -222,22 +234,21 @@ class Messages:
         outer = state.peer, state.tickets
         state.peer, state.tickets = peer, None if ticket is None else [ticket]
         try:
-            recorded: list[Any] | None = None  # tensors
+            recorded: list[Tensor] | None = None
             if context is not None and not (request and not is_grad_enabled()):
                 recorded = []
             flags, body, segments = self._body(peer, value, ticket, custom, parts, recorded)
             tickets = state.tickets
             self._check_ticket_count(tickets)
-            message = None
-            if request or recorded:
-                message = self.recorder.on_send(context, peer, recorded or (), request)
+            made_in = None
+            if context is not None and (request or recorded):
+                number = self.recorder.on_send(context, peer, recorded or (), request)
+                made_in = None if number is None else (context, number)
             asked = None if span is None else span.asked
-            if tickets is None and target is None and autocast is None and message is None and asked is None:
+            if tickets is None and target is None and autocast is None and made_in is None and asked is None:
                 return Encoded(flags, body, segments, ())
-            context_id = None if message is None else context.id
-            metadata = self._metadata(tickets or (), target, autocast, context_id, message or 0, asked, ticket)
+            metadata = self._metadata(tickets or (), target, autocast, made_in, asked, ticket)
             segments = [*(segments or ()), metadata]
-            made_in = None if message is None else (context, message)
             flags |= _METADATA | _MUST_DELIVER if tickets or (request and made_in) else _METADATA
             return Encoded(flags, body, segments, tuple(tickets or ()), made_in)
         except BaseException as e:
@@ -251,7 +262,7 @@ class Messages:
         finally:
             state.peer, state.tickets = outer
 
-    def encode_shared(self, value: object, parts: tuple[str, ...], context: object) -> SharedBody:
+    def encode_shared(self, value: object, parts: tuple[str, ...], context: AutogradContext | None) -> SharedBody:
         """Encode the body of a request to several peers.
 
         Args:
@@ -266,7 +277,7 @@ class Messages:
         outer = state.peer, state.tickets
         state.peer, state.tickets = _ALL_PEERS, None
         try:
-            recorded: list[Any] | None = None if context is None or not is_grad_enabled() else []
+            recorded: list[Tensor] | None = None if context is None or not is_grad_enabled() else []
             flags, body, segments = self._body(_ALL_PEERS, value, None, None, parts, recorded)
             self._check_ticket_count(_serialization.tickets)
             return SharedBody(flags, body, segments, tuple(_serialization.tickets or ()), recorded or ())
@@ -274,7 +285,7 @@ class Messages:
             state.peer, state.tickets = outer
 
     def encode_for_peer(
-        self, peer: int, shared: SharedBody, autocast: tuple[tuple[str, str], ...] | None, context: Any
+        self, peer: int, shared: SharedBody, autocast: Autocast, context: AutogradContext | None
     ) -> PeerMetadata | None:
         """Encode the metadata for one of several peers; None if it needs none.
 
@@ -287,16 +298,17 @@ class Messages:
         try:
             for handle in shared.handles:
                 tickets.append(self._share(handle, peer))
-            message = None if context is None else self.recorder.on_send(context, peer, shared.recorded, True)
+            made_in = None
+            if context is not None:
+                number = self.recorder.on_send(context, peer, shared.recorded, True)
+                made_in = None if number is None else (context, number)
         except BaseException:
             for ticket in tickets:
                 self._unshare(ticket, peer)
             raise
-        if not tickets and autocast is None and message is None:
+        if not tickets and autocast is None and made_in is None:
             return None
-        context_id = None if message is None else context.id
-        metadata = self._metadata(tickets, None, autocast, context_id, message or 0, None)
-        return PeerMetadata(metadata, tuple(tickets), None if message is None else (context, message))
+        return PeerMetadata(self._metadata(tickets, None, autocast, made_in, None), tuple(tickets), made_in)
 
     def encode_internal(self, peer: int, value: object) -> Encoded:
         """Encode an internal message, which usually needs only the codec."""
@@ -308,9 +320,9 @@ class Messages:
     def _body(
         self,
         peer: int,
-        value: Any,
+        value: object,
         ticket: Ticket | None,
-        custom: Any,
+        custom: Pickler | None,
         parts: str | tuple[str, ...],
         recorded: list[Any] | None,
     ) -> tuple[int, bytes, Segments | None]:
@@ -354,21 +366,21 @@ class Messages:
 
     def _metadata(
         self,
-        tickets: Any,
-        target: Any,
-        autocast: Any,
-        context: int | None,
-        message: int,
-        profile: Any,
+        tickets: Sequence[Ticket],
+        target: RRefId | None,
+        autocast: Autocast,
+        made_in: Recorded | None,
+        profile: object,
         about: Ticket | None = None,
     ) -> bytes:
         # The ticket of the message's own reference goes to the owner and is not a fork.
         plain = [
             (*t.rref, t.owner, int(t.kind), t.transfer, NO_FORK if t is about else self._new_id()) for t in tickets
         ]
+        context, message = (None, 0) if made_in is None else (made_in[0].id, made_in[1])
         return self._plain((plain, None if target is None else tuple(target), autocast, context, message, profile))
 
-    def _plain(self, value: Any) -> bytes:
+    def _plain(self, value: object) -> bytes:
         coded = self._codec.encode(value)
         assert coded is not None
         return coded[0]
@@ -377,16 +389,18 @@ class Messages:
         """Add a report to the reply of a profiled request."""
         segments = list(message.segments or ())
         if message.flags & _METADATA:
-            *before, _ = cast("tuple[Any, ...]", self._codec.decode(segments.pop(), []))
+            last = segments.pop()
+            assert isinstance(last, bytes)
+            *before, _ = cast("tuple[object, ...]", self._codec.decode(last, []))
             metadata = self._plain((*before, report))
         else:
-            metadata = self._metadata((), None, None, None, 0, report)
+            metadata = self._metadata((), None, None, None, report)
         if len(metadata) > _MAX_METADATA:
             logger.warning("the profile of a call is left out of its reply: it has %d bytes", len(metadata))
             return message
         return message._replace(flags=message.flags | _METADATA, segments=[*segments, metadata])
 
-    def read_metadata(self, peer: int, flags: int, segments: list[Any], *, request: bool = False) -> CallMetadata:
+    def read_metadata(self, peer: int, flags: int, segments: list[Buffer], *, request: bool = False) -> CallMetadata:
         """Remove and decode the metadata, and receive the references in it.
 
         Args:
@@ -409,7 +423,9 @@ class Messages:
                 wrap = partial(recorder.receive, context, peer, message)
         return CallMetadata(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)
 
-    def decode(self, flags: int, body: Any, segments: list[Any], handles: list[Any], wrap: Wrap | None = None) -> Any:
+    def decode(
+        self, flags: int, body: Body, segments: Sequence[Buffer], handles: Sequence[object], wrap: Wrap | None = None
+    ) -> Any:
         """Decode a body.
 
         Args:

@@ -50,7 +50,7 @@ def call_many(
     context = None if scope is None or flags & _INTERNAL else scope.autograd
     timeout = remaining(timeout, scope)
     parts: tuple[str, ...] = ("args", "kwargs")
-    body: tuple[Any, ...] = (args, kwargs)
+    body: tuple[object, ...] = (args, kwargs)
     number, text = 0, None
     try:
         number, text = calls.names.find(function)

@@ -4,7 +4,7 @@
 (telegrad.worker.calls.interceptors). Otherwise calls pay nothing for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
@@ -13,9 +13,11 @@ from typing import Any, Protocol, TypeVar
 __all__ = ["Observer", "Recording", "Report", "Span", "TraceContext", "bind_recording", "recording"]
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 TraceContext = tuple[int, int]  # content of a request: number of its span, options
-Report = tuple[Any, ...]  # content of a reply: plain values
+# Content of a reply: number of the span; times of receipt and reply, ns since the epoch; events.
+Report = tuple[int, int, int, Sequence[Iterable[object]]]
 
 
 class Caller(Protocol):
@@ -41,18 +43,20 @@ class Recording(Protocol):
     Any thread may enter the recording.
     """
 
-    def __enter__(self) -> Any: ...
+    def __enter__(self) -> object: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    options: Any  # an int: which details to record
+    @property
+    def options(self) -> int:
+        """Which details to record."""
 
     def report(self) -> Report | None:
         """End the recording and return the report that the caller asked for."""
 
-    def drain(self) -> list[Any]:
+    def drain(self) -> list[object]:
         """Return and forget the events so far, as plain values; the recording continues."""
 
     def join(self, name: str, began: int, events: list[object]) -> None:
@@ -74,7 +78,7 @@ class Observer(Protocol):
     on: bool  # calls of this process are profiled
     serving: bool  # all requests to this process are recorded
 
-    def begin(self, calls: Caller, peer: int, mode: str, function: Any) -> Span | None:
+    def begin(self, calls: Caller, peer: int, mode: str, function: object) -> Span | None:
         """Begin the span of a call; None if the calling thread is not profiled.
 
         Args:
@@ -84,7 +88,7 @@ class Observer(Protocol):
             function: The called function, or its name.
         """
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
+    def range(self, name: str) -> AbstractContextManager[object]:
         """Return a named range of the calling thread's profile."""
 
     def side_thread_recording(self, calls: Caller) -> Recording | None:
@@ -111,10 +115,10 @@ class _NullObserver:
     on = False
     serving = False
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, *_: object) -> None:
         return None
 
-    def arrived(self, _: Any) -> None:
+    def arrived(self, _: object) -> None:
         return None
 
 
@@ -122,10 +126,10 @@ observer: Any = _NullObserver()  # an Observer; other members are used only if `
 recording: ContextVar[Recording | None] = ContextVar("telegrad_recording", default=None)
 
 
-def bind_recording(inner: Recording, callback: Callable[[Any], T]) -> Callable[[Any], T]:
+def bind_recording(inner: Recording, callback: Callable[[A], T]) -> Callable[[A], T]:
     """Return a callback that runs inside a recording."""
 
-    def run(done: Any) -> T:
+    def run(done: A) -> T:
         with inner:
             return callback(done)
 

@@ -58,8 +58,8 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
         raise strip_own_frames(error)
 
 
-def _wait_all(futures: list[Future[Any]]) -> list[Any]:
-    values = [_PENDING] * len(futures)
+def _wait_all(futures: list[Future[T]]) -> list[T]:
+    values: list[Any] = [_PENDING] * len(futures)
     if not _collect(futures, values):
         failed = _first_failure(futures)
         if failed is not None:
@@ -67,7 +67,7 @@ def _wait_all(futures: list[Future[Any]]) -> list[Any]:
     return [future.wait() if value is _PENDING else value for future, value in zip(futures, values, strict=True)]
 
 
-def _collect(futures: list[Any], values: list[Any]) -> bool:
+def _collect(futures: list[Any], values: list[object]) -> bool:
     """Collect completions in this thread, and store plain values in the list.
 
     Returns False unless all futures are calls of one worker without callbacks, none of which has failed.
@@ -94,21 +94,21 @@ def _collect(futures: list[Any], values: list[Any]) -> bool:
     return True
 
 
-def _notify_on_done(future: CallFuture[Any]) -> None:
+def _notify_on_done(future: CallFuture[object]) -> None:
     """Wake waiting threads when another thread has completed this future."""
     calls = future._calls
     _add_done_callback(future, lambda _: calls.client.notify_wait_sets())
 
 
-def _first_failure(futures: list[Future[Any]]) -> Future[Any] | None:
+def _first_failure(futures: list[Future[T]]) -> Future[T] | None:
     """Wait until one future has failed, and return it, or until all have succeeded."""
     if not futures:
         return None
-    decided: Future[Future[Any] | None] = Future()
+    decided: Future[Future[T] | None] = Future()
     lock = threading.Lock()
     left = len(futures)
 
-    def completed(future: Future[Any]) -> None:
+    def completed(future: Future[T]) -> None:
         nonlocal left
         outcome = future if _has_failed(future) else None
         with lock:
@@ -124,7 +124,7 @@ def _first_failure(futures: list[Future[Any]]) -> Future[Any] | None:
     return decided.wait()
 
 
-def _has_failed(future: Future[Any]) -> bool:
+def _has_failed(future: Future[T]) -> bool:
     if isinstance(future, CallFuture):
         return future.failure() is not None
     try:

@@ -9,7 +9,7 @@ __all__ = ["as_plain", "from_plain"]
 _MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # their index is their number on the wire
 
 
-def as_plain(message: Message) -> Any:
+def as_plain(message: Message) -> tuple[object, ...]:
     """Return the plain value of a message."""
     return (_MESSAGES.index(type(message)), *message)
 

@@ -21,7 +21,7 @@ class OwnedValue:
 
     __slots__ = ("_lock", "_waiters", "error", "ready", "value")
 
-    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, lock: AbstractContextManager[bool]) -> None:
         self.value: Any = None
         self.error: BaseException | None = None
         self.ready: bool = False  # set last

@@ -68,7 +68,7 @@ class References:
         worker_id: int,
         first_id: int,
         name_of: Callable[[int], str],
-        send: Callable[[int, Any, str], None],
+        send: Callable[[int, object, str], None],
         request_callback: Callable[[], None],
         make_handle: Callable[[RRefId, int, tuple[int, int]], object],
     ) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from telegrad.errors import NotInitialized, TelegradError
 from telegrad.worker import process_hooks
 from telegrad.worker.calls.tracing import Recording
-from telegrad.worker.scope import Scope, current
+from telegrad.worker.scope import Autocast, Scope, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
 __all__ = ["EventLoop", "check_blocking"]
@@ -47,13 +47,13 @@ def check_blocking(
 class _StateSwapped:
     """Awaits a coroutine and runs each of its steps in the coroutine's torch state."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], state: CoroutineTorchState) -> None:
+    def __init__(self, coroutine: Coroutine[object, object, object], state: CoroutineTorchState) -> None:
         self._coroutine = coroutine
         self._state = state
 
-    def __await__(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[object, object, object]:
         step: Callable[[Any], object] = self._coroutine.send
-        value: Any = None
+        value: object = None
         while True:
             try:
                 with self._state:
@@ -74,14 +74,14 @@ class _StateSwapped:
 class _Job(NamedTuple):
     """Coroutine that has been submitted."""
 
-    coroutine: Coroutine[Any, Any, Any]
+    coroutine: Coroutine[object, object, object]
     state: CoroutineTorchState
     context: Context
-    ended: Callable[[Any, BaseException | None], None]
+    ended: Callable[[object, BaseException | None], None]
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        value: Any = None
+        value: object = None
         error: BaseException | None = None
         try:
             value = await _StateSwapped(self.coroutine, self.state)
@@ -124,12 +124,12 @@ class EventLoop:
 
     def run(
         self,
-        coroutine: Coroutine[Any, Any, Any],
+        coroutine: Coroutine[object, object, object],
         scope: Scope | None,
         flags: int,
-        autocast: Any,
+        autocast: Autocast,
         recording: Recording | None,
-        ended: Callable[[Any, BaseException | None], None],
+        ended: Callable[[object, BaseException | None], None],
     ) -> None:
         """Run a coroutine; `ended` gets its result or its exception in the loop's thread.
 

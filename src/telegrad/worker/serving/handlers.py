@@ -13,17 +13,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from telegrad._core import Request
 from telegrad.errors import MessageTooLarge, SerializationError, is_drop_in
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.exceptions import describe_exception, pack_exception
+from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exception, traceback_of
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, BodyKind, Flag, Tag
 from telegrad.worker import process_hooks
+from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
 from telegrad.worker.closed import AnyEngine
+from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References, rref_id
 from telegrad.worker.scope import clean_state, current, handler_state
 from telegrad.worker.serving.event_loop import EventLoop
@@ -50,8 +54,8 @@ class RequestInfo(NamedTuple):
     connection: int
     call: int
     deadline: int
-    target: Any = None  # the reference to create, (created on, local id)
-    context: Any = None  # the autograd context that records tensors of the request and the reply
+    target: RRefId | None = None  # the reference to create
+    context: AutogradContext | None = None  # the autograd context that records tensors of the request and the reply
     recording: tracing.Recording | None = None  # recording of the handler
 
 
@@ -59,11 +63,17 @@ class SlowRequest:
     """Python's part of a request that the codec alone cannot decode."""
 
     def __init__(
-        self, handlers: "Handlers", info: RequestInfo, flags: int, body: Any, segments: Any, metadata: CallMetadata
+        self,
+        handlers: "Handlers",
+        info: RequestInfo,
+        flags: int,
+        body: Body,
+        segments: list[Buffer],
+        metadata: CallMetadata,
     ) -> None:
         self.info: RequestInfo = info
-        self.context: Any = metadata.context
-        self.target: Any = info.target
+        self.context: AutogradContext | None = metadata.context
+        self.target: RRefId | None = info.target
         self.has_references: bool = bool(metadata.handles)
         self.recording: tracing.Recording | None = info.recording
         self.flags = flags
@@ -80,7 +90,7 @@ class SlowRequest:
         """Return whether the request is profiled, so that its reply has a report."""
         return self.recording is not None
 
-    def creates(self, target: object) -> None:
+    def creates(self, target: RRefId) -> None:
         """Set the reference that the request creates, which only its body names."""
         self.target = target
         self.info = self.info._replace(target=target)
@@ -140,10 +150,10 @@ class Handlers:
         self.worker = worker
         self.engine = engine
         self.messages = messages
-        self.values: dict[RRefId, Any] = references.values
-        self.on_gradients: Any = worker.autograd.on_gradients
-        self.on_context_ended: Any = worker.autograd.on_ended
-        self.wait_ready: Any = worker.ready.wait
+        self.values: dict[RRefId, OwnedValue] = references.values
+        self.on_gradients: Callable[..., None] = worker.autograd.on_gradients
+        self.on_context_ended: Callable[..., None] = worker.autograd.on_ended
+        self.wait_ready: Callable[[], object] = worker.ready.wait
         self._me = me
         self._references = references
         self._loop = loop
@@ -162,7 +172,9 @@ class Handlers:
 
     # ---- requests
 
-    def prepare(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> SlowRequest | None:
+    def prepare(
+        self, info: RequestInfo, tag: int, flags: int, body: Body, segments: list[Buffer]
+    ) -> SlowRequest | None:
         """Read the metadata of a request; None if another part replies."""
         if flags & _LEFT_OUT:
             self._reply_left_out(info, tag, flags, body, segments)
@@ -186,13 +198,13 @@ class Handlers:
         info = info._replace(target=target, context=context, recording=recording)
         return SlowRequest(self, info, flags, body, segments, metadata)
 
-    def _reply_left_out(self, info: RequestInfo, tag: int, flags: int, body: Any, segments: Any) -> None:
+    def _reply_left_out(self, info: RequestInfo, tag: int, flags: int, body: Body, segments: list[Buffer]) -> None:
         """Reply to a request without content, after processing its metadata."""
         try:
             target = self.messages.read_metadata(info.peer, flags, segments, request=tag != _GRADIENTS).target
             if flags & _KEEP_AS and target is not None:
                 target = self.accept(info.peer, target.local_id)
-                self._settle_creation(info._replace(target=target), None, error_of(body, f"the creation of {target}"))
+                self._settle_creation(info, target, None, error_of(body, f"the creation of {target}"))
                 return
         except Exception as e:
             self.fail(info, e)
@@ -211,7 +223,9 @@ class Handlers:
         """Keep the value of a creation."""
         self._references.settle(target, value, None)
 
-    def park(self, request: Any, slow: SlowRequest | None, receiver: Any, fetches: bool, peer: int) -> bool:
+    def park(
+        self, request: Request, slow: SlowRequest | None, receiver: tuple[int, int] | None, fetches: bool, peer: int
+    ) -> bool:
         """Resume a request once its inputs are ready, without blocking a thread.
 
         Args:
@@ -237,10 +251,10 @@ class Handlers:
             handles = references.receive([Ticket(rref, self._me.id, TicketKind.RETURN, 0)], [NO_FORK], peer)
         return references.park(rref, lambda: self._submit(self._resume, request, handles))
 
-    def _resume(self, request: Any, _: Any) -> None:
+    def _resume(self, request: Request, _: object) -> None:
         self.worker.server.resume(request)
 
-    def value_of(self, receiver: Any) -> Any:
+    def value_of(self, receiver: tuple[int, int]) -> Any:
         """Return the value of a reference, or raise the error of its creation."""
         return self._references.owned(RRefId(*receiver)).get()
 
@@ -265,7 +279,7 @@ class Handlers:
         self._deferred.add(key)
         result.add_done_callback(lambda done: self._complete(info, done))
 
-    def _complete(self, info: RequestInfo, done: Any) -> None:
+    def _complete(self, info: RequestInfo, done: torch.futures.Future[object]) -> None:
         try:
             value = done.value()
         except BaseException as e:  # may be a SystemExit from user code
@@ -289,7 +303,7 @@ class Handlers:
             process_hooks.leave_child(None)
         value = made.pop()
         if info.target is not None:
-            self._settle_creation(info, value, None)
+            self._settle_creation(info, info.target, value, None)
             return
         try:
             message = self.messages.encode(info.peer, value, context=info.context)
@@ -306,17 +320,17 @@ class Handlers:
             process_hooks.leave_child(error)
         self._report(info, error)
         if info.target is not None:
-            self._settle_creation(info, None, error)
+            self._settle_creation(info, info.target, None, error)
         else:
             self.fail(info, error)
 
-    def _settle_creation(self, info: RequestInfo, value: Any, error: BaseException | None) -> None:
+    def _settle_creation(self, info: RequestInfo, target: RRefId, value: object, error: BaseException | None) -> None:
         """Set the value of a reference, or the exception of its creation."""
         if error is not None:
             clear_frames(error, self._me)
-        self._references.settle(info.target, value, error)
+        self._references.settle(target, value, error)
         flags = _MUST_DELIVER if error is None else _MUST_DELIVER | _FAILED
-        self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(info.target)), flags)
+        self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(target)), flags)
 
     def _report(self, info: RequestInfo, error: BaseException) -> None:
         """Log an error of user code on this worker; under the drop-in, print it.

@@ -11,7 +11,7 @@ import torch
 
 from telegrad.wire import Flag
 from telegrad.worker.calls.tracing import Recording
-from telegrad.worker.scope import AUTOCAST_DEVICES, Scope, autocast_of
+from telegrad.worker.scope import AUTOCAST_DEVICES, Autocast, Scope, autocast_of
 
 __all__ = ["CoroutineTorchState"]
 
@@ -64,7 +64,7 @@ class CoroutineTorchState:
     def __init__(
         self,
         flags: int,
-        autocast: tuple[tuple[str, str], ...] | None,
+        autocast: Autocast,
         scope: Scope | None = None,
         recording: Recording | None = None,
     ) -> None:
