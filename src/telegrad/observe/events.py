@@ -1,6 +1,6 @@
 """Profile events in a serializable form; torch's own cannot leave their process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.observe.torch_profiler import EventList, FunctionEvent
@@ -21,12 +21,12 @@ class Event(NamedTuple):
     end: int
     is_async: bool = False
     scope: int = 0  # an at::RecordScope
-    shapes: Any = None  # of its tensors, if recorded
-    stack: Any = None
+    shapes: Sequence[object] | None = None  # of its tensors, if recorded
+    stack: Sequence[str] | None = None
     cpu_memory: int = 0  # bytes
     device_memory: int = 0
     flops: int = 0
-    kernels: Any = ()  # (name, device, duration in us)
+    kernels: Sequence[tuple[str, int, float]] = ()  # (name, device, duration in us)
 
     @classmethod
     def of(cls, event: Any, node: int, base: int) -> "Event":
@@ -84,7 +84,7 @@ class Event(NamedTuple):
         return event
 
 
-def _lists(shapes: Any) -> Any:
+def _lists(shapes: Sequence[object] | None) -> list[object]:
     return [_lists(shape) if isinstance(shape, (list, tuple)) else shape for shape in shapes or ()]
 
 

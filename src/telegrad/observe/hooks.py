@@ -28,7 +28,7 @@ def session_of(profile: object) -> Session | None:
     return session
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+def _wrap(owner: type, name: str, wrapper: Callable[..., object]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -38,7 +38,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _start(self: Any, start: Callable[[], object], *_: object) -> object:
+def _start(self: object, start: Callable[[], object], *_: object) -> object:
     recording.pause()
     before = time.time_ns()
     try:
@@ -63,7 +63,7 @@ def _end(self: Any, end: Callable[[], object], *_: object) -> object:
         recording.go_on()
 
 
-def _end_legacy(self: Any, end: Callable[[], object], *args: Any) -> object:
+def _end_legacy(self: Any, end: Callable[[], object], *args: object) -> object:
     result = _end(self, end, *args)
     session = session_of(self) if self.enabled else None
     if session is not None:
@@ -71,13 +71,13 @@ def _end_legacy(self: Any, end: Callable[[], object], *args: Any) -> object:
     return result
 
 
-def _parse(self: Any, parse: Callable[[], Any], result: Any, *_: object) -> object:
+def _parse(self: object, parse: Callable[[], Any], result: Any, *_: object) -> object:
     session = session_of(self)
     events = parse()
     return events if session is None else session.extended(events, result.trace_start_ns())
 
 
-def _export(self: Any, export: Callable[[], object], path: Any, *_: object) -> object:
+def _export(self: object, export: Callable[[], object], path: str, *_: object) -> object:
     result = export()
     session = session_of(self)
     if session is not None and (session.calls or session.more):

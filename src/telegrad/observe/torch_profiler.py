@@ -20,12 +20,12 @@ __all__ = [
     "record_function",
 ]
 
-FunctionEvent: Any = profiler_util.FunctionEvent
-EventList: Any = profiler_util.EventList
+FunctionEvent: Callable[..., Any] = profiler_util.FunctionEvent
+EventList: Callable[..., Any] = profiler_util.EventList
 record_function: Any = profiler.record_function
-Kineto: Any = profiler.profile
-ProfilerConfig: Any = torch._C._profiler.ProfilerConfig
-ProfilerState: Any = torch._C._profiler.ProfilerState
+Kineto: type[profiler.profile] = profiler.profile
+ProfilerConfig: Callable[..., object] = torch._C._profiler.ProfilerConfig
+ProfilerState: type[torch._C._profiler.ProfilerState] = torch._C._profiler.ProfilerState
 
 _native: Any = torch._C._autograd
 profiler_enabled: Callable[[], bool] = _native._profiler_enabled  # of either kind, in the calling thread
