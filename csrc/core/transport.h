@@ -1,5 +1,5 @@
 // The transport contract. A new transport implements these three classes, gets a scheme in transports/registry.cc, and
-// is added to the list in csrc/tests/transport_test.cc, where the conformance suite checks every sentence below.
+// is added to the list in csrc/tests/transport_suite.h, where the conformance suite checks every sentence below.
 //
 // A link moves whole messages between two ends, in order, each exactly once, until it breaks. It knows nothing of
 // calls, peers or Python, and has no pointer to the layers above. Two operations end an object:

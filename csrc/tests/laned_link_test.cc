@@ -1,4 +1,4 @@
-// Links with lanes: malformed fragments, and lanes that break. transport_test.cc shows that messages arrive complete
+// Links with lanes: malformed fragments, and lanes that break. transport_*_test.cc show that messages arrive complete
 // and in order over lanes.
 #include "transports/tcp/laned_link.h"
 
