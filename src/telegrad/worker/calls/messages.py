@@ -439,8 +439,7 @@ class Messages:
         """
         kind = flags & _BODY
         state = _serialization
-        outer = state.handles
-        state.handles = handles
+        outer, state.handles = state.handles, handles
         try:
             if kind == _CODEC:
                 return self._codec.decode(body, segments, wrap)
