@@ -23,7 +23,8 @@ class ForkHandler {
 /// held.
 enum class ForkLevel { kEngine, kArena };
 
-/// Registers a handler. Not while a lock of the same or of a later level is held. A child has no handlers of engines.
+/// Registers a handler. Do not call it while a lock of the same or of a later level is held. A child has no handlers of
+/// engines.
 void register_fork_handler(ForkHandler* handler, ForkLevel level);
 void unregister_fork_handler(ForkHandler* handler, ForkLevel level);
 

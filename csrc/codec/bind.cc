@@ -111,16 +111,19 @@ void init_codec(nb::module_& m) {
   if (!codec_error()) throw nb::python_error();
   init_memory(m);
   m.attr("CodecError") = nb::borrow(codec_error());
-  m.def("tensor_dtypes", &tensor_dtypes, "The element types of tensors on the wire: (code, name of the torch dtype).");
+  m.def("tensor_dtypes", &tensor_dtypes,
+        "Return the tensor element types on the wire: (code, name of the torch dtype).");
 
   m.def("buffer_address", &buffer_address, nb::arg("object"),
         nb::sig("def buffer_address(object: object) -> tuple[int, int]"),
-        "Return address and size in bytes of an object's contiguous buffer, valid while the buffer is exported.");
+        "Return address and size in bytes of an object's contiguous buffer.\n\n"
+        "Valid while the buffer is exported.");
 
-  nb::class_<Codec>(m, "Codec", nb::type_slots(codec_slots),
-                    "Encoder and decoder of plain values and CPU tensors: compact bytes and memory out of band.\n\n"
-                    "Codec-encodable are None, bool, int, float, complex, str, bytes, tuple, list, dict, dense CPU\n"
-                    "tensors and the registered types; subclasses are not.")
+  nb::class_<Codec>(
+      m, "Codec", nb::type_slots(codec_slots),
+      "Encoder and decoder of plain values and CPU tensors.\n\n"
+      "The result is compact bytes and memory out of band. Codec-encodable are None, bool, int, float, complex,\n"
+      "str, bytes, tuple, list, dict, dense CPU tensors and the registered types; subclasses are not.")
       .def(
           "__init__",
           [](Codec* self, nb::type_object tensor_type, nb::object exchange_api, nb::object encode_tensor,
@@ -141,26 +144,30 @@ void init_codec(nb::module_& m) {
             self.add_extension({std::move(type), code, std::move(pack), std::move(unpack)});
           },
           nb::arg("type"), nb::arg("code"), nb::arg("pack"), nb::arg("unpack"),
-          "Encode objects of exactly `type` as the plain value pack(object), and decode them as unpack(value).\n\n"
-          "pack runs once for each object, after the rest of the message has been encoded. Raises ValueError if the\n"
-          "type or the code is taken.")
+          "Register functions that encode and decode objects of exactly `type`.\n\n"
+          "They are encoded as the plain value pack(object), and decoded as unpack(value). pack runs once for each\n"
+          "object, after the rest of the message has been encoded. Raises ValueError if the type or the code is\n"
+          "taken.")
       .def("encode", &encode, nb::arg("object").none(),
            nb::sig("def encode(self, object: object) -> tuple[bytes, list[tuple[int, int, object]]] | None"),
-           "Return body and segments (address, size in bytes, owner) of `object`, or None if it is not encodable.\n\n"
-           "Also None if encoding would lose shared identity: a container met twice, tensors over the same memory.\n"
-           "The memory of a segment must not be read after its owner is dropped. Errors of pack are passed on.")
+           "Return body and segments of `object`, or None if it is not encodable.\n\n"
+           "A segment is (address, size in bytes, owner). Also None if encoding would lose shared identity: a\n"
+           "container met twice, tensors over the same memory. The memory of a segment must not be read after its\n"
+           "owner is dropped. Errors of pack are passed on.")
       .def("encode_recorded", &encode_recorded, nb::arg("object").none(),
            nb::sig("def encode_recorded(self, object: object) -> "
                    "tuple[bytes, list[tuple[int, int, object]], list[object]] | None"),
-           "Encode like `encode`; also return the tensors that require grad, in the order of `decode`.\n\n"
-           "Objects of exactly `parameter_type` that require grad are encoded as such tensors.")
+           "Encode like `encode`; also return the tensors that require grad.\n\n"
+           "They are in the order of `decode`. Objects of exactly `parameter_type` that require grad are encoded as\n"
+           "such tensors.")
       .def("decode", &decode, nb::arg("body"), nb::arg("segments"), nb::arg("wrap") = nb::none(),
            nb::sig("def decode(self, body: bytes | bytearray | memoryview, segments: collections.abc.Sequence[object], "
                    "wrap: collections.abc.Callable[..., collections.abc.Sequence[object]] "
                    "| None = None) -> object"),
-           "Return the object that was given to `encode`. Segments are writable buffers; tensors use their memory.\n\n"
-           "With `wrap`, tensors that require grad are made without, and given to wrap as one list unless there are\n"
-           "none. The tensors that wrap returns are used instead.\n\n"
+           "Return the object that was given to `encode`.\n\n"
+           "Segments are writable buffers; tensors use their memory.\n\n"
+           "With `wrap`, tensors that require grad are created without it and passed to wrap(list) in one list,\n"
+           "unless there are none; the tensors that it returns are used instead.\n\n"
            "Raises CodecError if body and segments are malformed; errors of unpack are passed on.");
 }
 

@@ -48,8 +48,8 @@ class Codec {
   EncodeStatus encode_recorded(PyObject* object, Encoded& out, bool extensions = true) const;
 
   /// Returns a new reference, or nullptr with a Python error set (CodecError for malformed bytes). Moves from the
-  /// segments. With `wrap`, tensors that require grad are made without, and given to wrap(list) as one list unless
-  /// there are none. The tensors that wrap returns, the same number, are used instead.
+  /// segments. With `wrap`, tensors that require grad are created without it and passed to wrap(list) in one list,
+  /// unless there are none; the tensors that it returns, the same number, are used instead.
   PyObject* decode(std::string_view body, std::span<SegmentMemory> segments, PyObject* wrap = nullptr) const;
 
   const TensorBridge& tensors() const { return tensors_; }
@@ -66,7 +66,7 @@ class Codec {
   int max_depth_;
 };
 
-/// Returns the ValueError subclass for malformed bytes; a borrowed reference, made on first use.
+/// Returns the ValueError subclass for malformed bytes; a borrowed reference, created on first use.
 PyObject* codec_error();
 
 void init_codec(nb::module_& m);

@@ -12,7 +12,7 @@ namespace {
 struct Borrowed {
   dlpack::ManagedTensor managed;
   SegmentMemory memory;
-  bool* deleted;  // set by the deleter while the tensor is made, to decide which side cleans up after a failure
+  bool* deleted;  // set by the deleter while the tensor is created, to decide which side cleans up after a failure
 
   static Borrowed* make(int ndim) {
     void* room = std::malloc(sizeof(Borrowed) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim));

@@ -1,4 +1,4 @@
-// Tensors in the codec: their description, the location of their memory, and tensors made of received memory.
+// Tensors in the codec: their description, the location of their memory, and tensors over received memory.
 //
 // There are two interfaces to torch, and neither includes or links it. The fast one is the C function table of
 // `torch.Tensor.__dlpack_c_exchange_api__`. The slow one is a pair of Python functions, for a torch without this table

@@ -41,7 +41,7 @@ class CallTable {
   /// Opens a call to a peer; takes the objects of the options.
   std::uint64_t open(std::int32_t peer, bool must_send, CallOptions& options) REQUIRES(engine_mutex);
   Call* find(std::uint64_t id) REQUIRES(engine_mutex) { return slab_.find(id); }
-  /// Notes the connection that has the request of a call, or of a call that has ended.
+  /// Records the connection that has the request of a call, or of a call that has ended.
   void set_connection(std::uint64_t id, std::uint64_t connection) REQUIRES(engine_mutex);
   /// Passes a completion to the waiting thread, to a wait set, or to the pool.
   void complete(std::uint64_t id, Completion&& completion, Released& released) REQUIRES(engine_mutex);

@@ -16,7 +16,6 @@
 // link that only the two ends know (`session`). A connection that is to become a lane has a handshake of its own and
 // sends the session of its link in HELLO. This proves the identity of its peer and its link. A pure state machine:
 // bytes in, bytes out.
-// state machine: bytes in, bytes out.
 #pragma once
 
 #include <cstdint>

@@ -60,7 +60,7 @@ class Sender {
   /// Sends on a connection. kBroken means only that this message is lost. Frames that the peer sent before, above all
   /// its goodbye, are still read; then the leader finds the end of the link and completes its calls.
   SendResult transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p) EXCLUDES(engine_mutex);
-  /// The same for messages that borrow no memory.
+  /// Sends a message that owns its memory.
   SendResult transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m) EXCLUDES(engine_mutex);
   /// Sends messages that waited for the connection and notifies their senders. Requires the send_mutex.
   void send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) EXCLUDES(engine_mutex);

@@ -37,7 +37,7 @@ class Timer {
   /// Runs the timer. Any thread.
   void run(std::mutex& mutex) EXCLUDES(engine_mutex);
 
-  /// In a forked child, which has no timer thread.
+  /// Leaks the thread object in a forked child, which has no timer thread.
   void abandon_in_child() REQUIRES(engine_mutex);
 
  private:

@@ -14,7 +14,7 @@ namespace telegrad {
 /// Longest time that links may go unread, or work unstarted, before another thread is woken. Ten times the cost of a
 /// wake-up, which occupies a second processor.
 inline constexpr Nanos kHandoffDelay = 500 * kMicrosecond;
-/// The same if the last handlers returned before that time ended.
+/// This time if the last handlers returned before it ended.
 inline constexpr Nanos kMaxHandoffDelay = 4 * kHandoffDelay;
 /// Delay of the timer thread after the leader's own check of the clock. A thread that wakes while two others spin takes
 /// a core from one of them.
@@ -43,7 +43,7 @@ inline constexpr Nanos kCompletionDelay = 20 * kMillisecond;
 inline constexpr Nanos kDeferDelay = 4 * kHandoffDelay;
 /// A pool thread that has been idle for this long exits.
 inline constexpr Nanos kIdleThreadTimeout = 10 * kSecond;
-/// Completions at the front of the queue among which a waiting caller looks for its own. A caller that waits for its
+/// Completions at the front of the queue among which a waiting caller searches for its own. A caller that waits for its
 /// calls in the order in which they were made finds it there.
 inline constexpr std::size_t kSearchDepth = 4;
 

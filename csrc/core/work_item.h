@@ -17,7 +17,7 @@ namespace telegrad {
 enum class WorkKind : std::uint8_t { kRequest, kOneway, kCompletion, kEvent, kExitThread };
 enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kCallback, kPeerBack, kConnected };
 
-/// Work for a thread of the pool. Each request is moved into a queue and out of it: the fields are shared by the kinds.
+/// Work for a thread of the pool. The kinds share fields, which makes moves into a queue and out of it cheap.
 struct WorkItem {
   /// Moves the completion out of an item of kCompletion.
   Completion take_completion() {

@@ -19,7 +19,7 @@ constexpr Nanos kGrowthPause = kSecond;           // before a system or a peer t
 
 }  // namespace
 
-/// The program's hold on a region, or on a part of it.
+/// Block that holds a region, or a part of it, for the program.
 class Arena::Holder final : public Block {
  public:
   Holder(const Allocation& place, std::size_t size, std::shared_ptr<Arena> arena)

@@ -5,7 +5,7 @@
 
 namespace telegrad {
 
-/// Copies like memcpy. Large copies bypass the caches, which is half as fast again.
+/// Copies like memcpy. Large copies bypass the caches, which is 1.5 times as fast.
 void copy_to_shared(std::byte* to, const std::byte* from, std::size_t size, bool cached);
 
 /// Copies of at least this size bypass the caches.

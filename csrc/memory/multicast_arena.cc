@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kMinChunk = std::size_t{8} << 20;
 constexpr Nanos kGrowthPause = kSecond;  // before a system that has refused memory is asked again
 
-/// One lock for all objects, as critical sections are short. Forks wait for it, and for those of arenas before it.
+/// Returns the lock of all objects: critical sections are short. Forks wait for it, and for those of arenas before it.
 std::mutex& arena_mutex() {
   static auto* m = new std::mutex;  // never destroyed: messages may outlive static objects
   return *m;

@@ -1,8 +1,8 @@
 // Memory shared by two processes: an anonymous file (memfd) that both have mapped.
 //
-// A process must be safe from errors of the process that made the memory. If the file is truncated while mapped, or the
-// system has no memory for a page on first access, the kernel kills the reader with SIGBUS. So a file is used only if
-// it is sealed against changes of its size, and once all its pages are allocated.
+// A process must be safe from errors of the process that created the memory. If the file is truncated while mapped, or
+// the system has no memory for a page on first access, the kernel kills the reader with SIGBUS. So a file is used only
+// if it is sealed against changes of its size, and once all its pages are allocated.
 #pragma once
 
 #include <cstddef>

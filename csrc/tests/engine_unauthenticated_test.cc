@@ -248,7 +248,7 @@ void check_ended(const UniqueFd& socket) {
   CHECK(::read(socket.get(), &byte, 1) <= 0);
 }
 
-/// One address has half of the places, however many connections it makes; other addresses keep theirs.
+/// An address has half of the places, however many connections it makes; other addresses keep theirs.
 CASE(one_address_has_a_share_of_the_places) {
   const Descriptors many(8192);
   Settings far;

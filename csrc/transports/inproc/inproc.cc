@@ -195,7 +195,7 @@ QueuedMessage pack(const Outgoing& m, LeasePool& leases) {
   }
 }
 
-/// One direction.
+/// Queue of one direction.
 struct Pipe {
   std::deque<QueuedMessage> queue;
   std::size_t bytes = 0;
