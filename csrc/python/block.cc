@@ -22,8 +22,8 @@ PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {
 
 void init_block(nb::module_& m) {
   nb::class_<PyBlock>(m, "Block", nb::type_slots(slots),
-                      "Received memory, 64-byte aligned and writable. It goes back to the pool (or to the peer that "
-                      "lent it) when the last object that uses it is gone.")
+                      "Received memory, 64-byte aligned and writable.\n\n"
+                      "Its last user returns it to the buffer pool, or to the peer that leased it.")
       .def("__len__", [](const PyBlock& b) { return b.block->size(); });
 }
 

@@ -13,7 +13,7 @@ struct PyBlock {
 
 void init_block(nanobind::module_& m);
 
-/// A body as Python sees it: bytes when small, else the memory itself.
+/// Returns a body for Python: bytes if it is small, else a Block without a copy.
 nanobind::object body_object(BlockPtr body);
 nanobind::list segment_list(std::vector<BlockPtr> segments);
 

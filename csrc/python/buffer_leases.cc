@@ -21,8 +21,8 @@ constexpr std::uint64_t kAnyConnection =
 
 class LeaseHolder;
 
-/// All that tensors may lie in, by address. What a message alone has is not: it can come back while the message is
-/// still here, in other parts than it left in.
+/// Leased memory that tensors may use, by address. Memory that only a message holds is absent: the peer may return it,
+/// split in other segments, before the message is destroyed.
 struct Registry {
   struct Entry {
     const LeaseHolder* of;
@@ -42,7 +42,7 @@ Registry& registry() {
 
 std::uintptr_t address_of(const std::byte* data) { return reinterpret_cast<std::uintptr_t>(data); }
 
-/// One loan, held by the tensors over it and by messages. May be destroyed on any thread.
+/// Lease shared by the tensors in its memory and by messages. May be destroyed on any thread.
 class LeaseHolder {
  public:
   static std::shared_ptr<LeaseHolder> make(BufferLease lease) {
@@ -86,7 +86,7 @@ class LeaseHolder {
   const BufferLease lease;
 };
 
-/// `_core.LinkLease`: what tensors are made over.
+/// `_core.Lent`: leased memory with the buffer interface.
 struct PyLeasedBuffer {
   std::shared_ptr<LeaseHolder> holder;
 };
@@ -149,9 +149,9 @@ nb::object object_of(BlockPtr block) {
 }
 
 void init_buffer_leases(nb::module_& m) {
-  nb::class_<PyLeasedBuffer>(
-      m, "Lent", nb::type_slots(slots),
-      "Memory that a link has lent, 64-byte aligned and writable, for a tensor that is to go over it.");
+  nb::class_<PyLeasedBuffer>(m, "Lent", nb::type_slots(slots),
+                             "Memory leased from a link for a tensor to be sent over it.\n\n"
+                             "64-byte aligned and writable.");
 }
 
 }  // namespace telegrad::python

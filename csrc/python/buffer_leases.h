@@ -17,18 +17,18 @@ namespace telegrad::python {
 /// Returns whether any memory is leased. Cheap.
 bool any_leases();
 
-/// Hands off the tensors of a message that is about to be sent on a connection, if no other code of this thread holds
-/// them: the message releases those in memory of the connection or of an unknown one, and names the leases of those
-/// without another holder. Requires the GIL and no lock of the core.
+/// Prepares tensors in leased memory to be sent without a copy: the message releases those in memory of the connection
+/// (or of an unknown one), and names the leases that have no other holder. Call it right before sending, with the GIL
+/// and without a lock of the core.
 void hand_off_leases(Outgoing& message, std::uint64_t connection);
 
-/// Memory for a tensor that is to go to a peer, as an object with a buffer; None if there is none. See `Engine::lease`.
+/// Leases memory for a tensor that will be sent to a peer. Returns an object with the buffer interface, or None if the
+/// link leases none. See `Engine::lease`.
 nanobind::object lease(Engine& engine, std::int32_t peer, std::uint64_t connection, std::size_t size);
 
-/// Received memory on its way into a tensor. What a link has lent goes back over it as it is, if it is all that is left
-/// of it: see `hand_off_leases`.
+/// Returns received memory for a tensor. Memory leased from a link can return without a copy: see `hand_off_leases`.
 codec::SegmentMemory memory_of(BlockPtr block);
-/// The same as an object with a buffer.
+/// Returns received memory as an object with the buffer interface.
 nanobind::object object_of(BlockPtr block);
 
 void init_buffer_leases(nanobind::module_& m);

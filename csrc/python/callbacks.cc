@@ -24,8 +24,9 @@ void init_callbacks(nb::module_& m) {
   m.def("shielded", shielded, "callback"_a,
         nb::sig("def shielded(callback: collections.abc.Callable[[typing.Any], typing.Any]) -> "
                 "collections.abc.Callable[[typing.Any], typing.Any]"),
-        "A function of one argument for torch to call. If the interpreter ends while a daemon thread is in it, that\n"
-        "thread stops for good: torch's frames around it do not survive the way in which Python ends the thread.");
+        "Wrap a function of one argument that torch calls.\n\n"
+        "If the interpreter finalizes while a daemon thread runs it, that thread blocks forever: torch's C++\n"
+        "frames would not survive that Python unwinds the thread's stack.");
 }
 
 }  // namespace telegrad::python

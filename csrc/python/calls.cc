@@ -71,7 +71,7 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   release_message(m);
   decref_deferred();
   if (begun) *begun = id;
-  if (signals.raised()) nb::raise_python_error();  // the call may be under way; its outcome goes to the pool
+  if (signals.raised()) nb::raise_python_error();  // the call may be under way; its completion goes to the thread pool
   return id;
 }
 

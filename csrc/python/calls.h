@@ -8,23 +8,24 @@
 
 namespace telegrad::python {
 
-/// Sends a request and waits for its outcome, without the GIL. Calls `take_deferred`, with the GIL, while the peer is
-/// at it and if there is something to take. Raises what a signal handler raises.
+/// Sends a request and waits for its completion, without the GIL. If deferred completions are queued after the send,
+/// calls `take_deferred` with the GIL. Throws the exception of a signal handler.
 Completion call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o,
                          const std::function<void()>& take_deferred = {});
 
-/// Sends a request; its completion goes to the pool with the options' target. Unless `never_wait`, a large request's
-/// memory has left when this returns, and the peer's window is waited for. 0: the engine has been stopped, and nothing
-/// will come of the call. Raises what a signal handler raises; the call is under way all the same, and `begun` has its
-/// id.
+/// Sends a request and returns its call id; the completion goes to the thread pool with the options' target. Unless
+/// `never_wait`, blocks until the peer's window has room and a large request has been sent. Returns 0 if the engine has
+/// been stopped: the call gets no completion. Throws the exception of a signal handler; the call is under way
+/// nevertheless, and `begun` has its id.
 std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait,
                          std::uint64_t* begun = nullptr);
 
-/// Waits for the outcome of a call that was begun, without the GIL, as `Engine::wait`; false if there is none. Raises
-/// what a signal handler raises.
+/// Waits for the completion of a started call, without the GIL, like `Engine::wait`. Returns false if it did not come
+/// to this thread. Throws the exception of a signal handler.
 bool take_completion(Engine& e, std::uint64_t call, Nanos timeout, Completion& out);
 
-/// Replies to a request. Only the message may hold tensors in leased memory that are sent without a copy.
+/// Replies to a request. Tensors in leased memory are sent without a copy if only the message holds them. Releases the
+/// GIL for a large message, or if another thread is sending.
 void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m);
 
 }  // namespace telegrad::python

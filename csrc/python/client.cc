@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::uint64_t kNotEncodable = ~std::uint64_t{0};  // no call has this id
 
-/// A reply to messages of a backward pass that is no list of messages.
+/// Reply to messages of a backward pass that is no list of messages.
 struct OtherReply {
   nb::object completion;  // as Engine.call returns it
 };
@@ -94,7 +94,7 @@ class Client {
                                            .keep_as = local_id});
     if (call.message) {
       begin(call, true, creation);
-      take_deferred();  // while the peer is at it
+      take_deferred();  // while the peer runs the call
     } else {
       python_result(call_python(send_.ptr(), call.request.ptr(), creation.ptr()));
     }
@@ -125,7 +125,7 @@ class Client {
     std::sort(places.begin(), places.end());
     for (const auto& [id, place] : places) {
       auto& calls = waiting.wait_set.calls;
-      if (calls.empty() || calls.back() != id) calls.push_back(id);  // one may be given twice
+      if (calls.empty() || calls.back() != id) calls.push_back(id);  // a call may be given twice
     }
     if (!engine_.add_wait_set(waiting.wait_set)) return nb::bool_(false);
     const auto place_of = [&places](std::uint64_t call) {
@@ -223,7 +223,7 @@ class Client {
     return o;
   }
 
-  /// A call that Python has encoded, and an interceptor lets pass.
+  /// Prepares a request that Python has encoded and an interceptor has passed on.
   static PreparedCall prepared(nb::handle request) {
     PreparedCall call;
     call.peer = nb::cast<std::int32_t>(request.attr("peer"));
@@ -242,7 +242,7 @@ class Client {
     return completions_.value(std::move(completion), call.context, call.label, call.timeout);
   }
 
-  /// Sends a call whose outcome is for a target, and notes its id there, also if a signal handler raises meanwhile.
+  /// Sends a call and records its id in its target, even if a signal handler raises meanwhile.
   void begin(PreparedCall& call, bool creates, nb::handle target) {
     CallOptions o = options_of(call);
     o.background = o.deferrable = creates;
@@ -258,11 +258,11 @@ class Client {
       PyErr_SetNone(not_initialized_.ptr());
       throw nb::python_error();
     }
-    preparer_.set_call(target, begun);  // here: Python runs signal handlers between a call and what it does next
+    preparer_.set_call(target, begun);  // not in Python, which may run signal handlers before the next bytecode
   }
 
-  /// What a thread waits for that collects outcomes. However that ends, the pool has the rest; or this thread, if
-  /// no thread is in the pool any more.
+  /// Scope of a thread that waits for a wait set. At its end, the remaining completions go to the thread pool, or to
+  /// this thread if the pool has ended.
   struct WaitSetScope {
     explicit WaitSetScope(Client& client) : client(client) {}
     ~WaitSetScope() {
@@ -284,7 +284,7 @@ class Client {
     std::deque<WorkItem> ready;
   };
 
-  /// What the outcome is for: a future, or another part of Telegrad.
+  /// Returns the completion target, a future or another part of Telegrad, and releases the item's reference to it.
   static nb::object target_of(WorkItem& item) {
     auto& refs = static_cast<PyRefs&>(*item.target);
     nb::object target = nb::borrow(refs.front());
@@ -298,7 +298,7 @@ class Client {
     return !in_python([&] { return nb::object(future.attr("failure")()); }).is_none();
   }
 
-  /// Hands on what has come of creations meanwhile, sooner than the pool would.
+  /// Processes deferred completions now instead of leaving them to the thread pool.
   void take_deferred() {
     WorkItem item;
     while (engine_.take_deferred(item)) {
@@ -330,57 +330,61 @@ PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, 
 }  // namespace
 
 void init_client(nb::module_& m) {
-  nb::class_<OtherReply>(m, "OtherReply", "A reply to messages of a backward pass that is no list of messages.")
-      .def_ro("outcome", &OtherReply::completion, "As `Engine.call` returns it.");
+  nb::class_<OtherReply>(m, "OtherReply", "Reply to messages of a backward pass that is no list of messages.")
+      .def_ro("outcome", &OtherReply::completion, "Completion in the form that `Engine.call` returns.");
 
   nb::class_<Client>(
       m, "Client", nb::type_slots(slots),
-      "Makes the calls of a worker.\n\n"
-      "`to` is a worker's name, id or info. `receiver` is a reference on whose value the owner runs the\n"
-      "call: `function` is then None for the value itself, the name of a method, or a function of the\n"
-      "value; `introduce` says that the owner may not know the reference. Times are in nanoseconds.")
+      "The calling side of a worker.\n\n"
+      "`to` is a worker's name, id or info. `receiver` is a reference on whose value the owner runs the call:\n"
+      "`function` is then None for the value itself, the name of a method, or a function of the value;\n"
+      "`introduce` means that the owner may not know the reference yet. Times are in nanoseconds.")
       .def(nb::init<nb::object, nb::object, const nb::object&, const nb::object&, const nb::object&>(), "engine"_a,
            "codec"_a, "recorder"_a, "calls"_a, "environment"_a)
       .def("call", &Client::call, "to"_a.none(), "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
            "receiver"_a = nb::none(), "introduce"_a = false,
            nb::sig("def call(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: "
                    "object = None, introduce: bool = False) -> typing.Any"),
-           "Runs a function on a peer and waits for its value.")
+           "Run a function on a peer and wait for its value.")
       .def(
           "start", &Client::start, "to"_a.none(), "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
           "receiver"_a = nb::none(), "introduce"_a = false, "internal"_a = false,
           nb::sig("def start(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: "
                   "object = None, introduce: bool = False, internal: bool = False) -> typing.Any"),
-          "Runs a function on a peer; the future of its value.")
+          "Start a function on a peer and return the future of its value.")
       .def("create", &Client::create, "to"_a, "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
            "local_id"_a, "creation"_a, "receiver"_a = nb::none(),
-           "Runs a function on a peer, which keeps the result as the reference of this worker's that has the id.\n"
-           "`creation` is called with the outcome after a while, by the pool or a thread that makes a call; its "
-           "`_call`\n"
-           "is set once the request is under way, also if a signal handler raises then.")
-      .def("call_request", &Client::call_request, "request"_a, "Sends what Python has encoded, as `call`.")
+           "Start a function on a peer, which keeps the result.\n\n"
+           "The result is this worker's reference with the id `local_id`. A pool thread, or a thread that makes a\n"
+           "call, later calls `creation` with the completion. Its `_call` is set once the request is under way, even\n"
+           "if a signal handler raises meanwhile.")
+      .def("call_request", &Client::call_request, "request"_a,
+           "Send a request that Python has encoded and wait for its value, like `call`.")
       .def("start_request", &Client::start_request, "request"_a, "target"_a,
-           "Sends what Python has encoded; the outcome is for a future, or what is called with it.")
+           "Send a request that Python has encoded.\n\n"
+           "`target` is a future, or is called with the completion.")
       .def("wait", &Client::wait, "future"_a, "call"_a, "timeout"_a,
-           "Waits for the outcome of a call, as `Engine.wait`, and completes its future. False: there is none.")
+           "Wait for the completion of a call, like `Engine.wait`, and complete its future.\n\n"
+           "Returns False if the completion went to the pool.")
       .def("send_gradients", &Client::send_gradients, "peer"_a, "messages"_a, "timeout"_a, "target"_a,
-           "Sends messages of a backward pass. The outcome is for `await_gradients`, or for `target`, which the pool "
-           "calls with "
-           "it if no thread takes it. The call's id; 0: the engine has been stopped; NOT_ENCODABLE: nothing has been "
-           "sent.")
+           "Send messages of a backward pass and return the call's id.\n\n"
+           "The completion goes to `await_gradients`, or to `target`, which the pool calls if no thread waits.\n"
+           "Returns 0 if the engine has been stopped, NOT_ENCODABLE if nothing has been sent.")
       .def("await_gradients", &Client::await_gradients, "call"_a, "timeout"_a,
-           "Waits for the answer, as `Engine.wait`: messages, `OtherReply`, or None.")
+           "Wait for the reply, like `Engine.wait`.\n\n"
+           "Returns messages, an `OtherReply`, or None if the completion went to the pool.")
       .def("complete_many", &Client::complete_many, "futures"_a, "calls"_a, "results"_a, "notify_when_done"_a,
-           "Waits for calls that were begun and completes their futures, in this thread, as their outcomes come. A\n"
-           "value that the codec decodes is put into the list of results. A future whose outcome another thread is\n"
-           "processing is given to notify_when_done(future), which sees to it that `notify_wait_sets` is called. "
-           "Returns\n"
-           "the first future that failed; None: none did, though other threads may process some. False: another\n"
-           "thread waits for one of them, and nothing has been done. Raises what a signal handler raises.")
+           "Wait for started calls and complete their futures in this thread.\n\n"
+           "A value that the codec decodes is also stored in `results`. If another thread is processing the\n"
+           "completion of a future, notify_when_done(future) is called, which has to cause a call of\n"
+           "`notify_wait_sets`. Returns the first future that failed; None if none did, though other threads may\n"
+           "still process some; False, without waiting, if another thread waits for one of them. Raises the\n"
+           "exception of a signal handler.")
       .def("notify_wait_sets", &Client::notify_wait_sets,
-           "A future is done whose outcome another thread processed when a thread began to collect.")
+           "Notify threads in `complete_many` that another thread has completed a future.")
       .def("notify_context_ended", &Client::notify_context_ended, "peer"_a, "value"_a,
-           "Notifies a peer that an autograd context has ended. False: the codec cannot encode the value.")
+           "Notify a peer that an autograd context has ended.\n\n"
+           "Returns False if the codec cannot encode the value.")
       .def_ro_static("NOT_ENCODABLE", &kNotEncodable);
 }
 

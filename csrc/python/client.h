@@ -1,4 +1,4 @@
-// The calling side of a worker: every call of the program goes from its arguments to its value in one native call.
+// The calling side of a worker. One native call takes a call of the program from its arguments to its value.
 #pragma once
 
 #include <nanobind/nanobind.h>

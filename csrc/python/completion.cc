@@ -9,7 +9,7 @@
 namespace telegrad::python {
 namespace {
 
-/// The flags of a reply with a value that need more than the codec.
+/// Returns the flags of a reply that need the slow path; 0 if the codec can decode it.
 int slow_flags(const Completion& o) {
   if (o.status != CallStatus::kReplied || o.reply.header.tag != wire::kValue) return wire::kSlowReply;
   return o.reply.header.flags & wire::kSlowReply;
@@ -68,7 +68,7 @@ nb::object Completions::complete(nb::handle target, Completion&& completion) con
     python_result(call_python(set_result_.ptr(), target.ptr(), value.ptr()));
   });
   if (!error.is_valid()) return value;
-  if (nb::cast<bool>(target.attr("done")())) {  // it is for the program, or a signal handler's
+  if (nb::cast<bool>(target.attr("done")())) {  // raised by a callback of the program or by a signal handler
     PyErr_SetObject(error.type().ptr(), error.ptr());
     throw nb::python_error();
   }

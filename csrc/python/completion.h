@@ -1,4 +1,4 @@
-// Completions of calls as values: the one place that turns what came of a call into what the program gets.
+// Converts completions of calls to values and exceptions of the program. No other code does.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,7 @@
 
 namespace telegrad::python {
 
-/// The value in a message. `wrap`: see `Codec::decode`, or not valid. Throws nb::python_error.
+/// Decodes the value of a message. `wrap`: see `Codec::decode`; may be not valid. Throws nb::python_error.
 nb::object decode_body(const codec::Codec& codec, Incoming& message, const nb::object& wrap = {});
 
 /// Completes calls of one worker. All with the GIL held.
@@ -19,14 +19,14 @@ class Completions {
   /// `calls`: telegrad.worker.calls.client.Calls. `future_type`: CallFuture.
   Completions(const codec::Codec& codec, const AutogradHooks& autograd, nb::handle calls, nb::object future_type);
 
-  /// The value of a call, or what it raised. `context`: the caller's autograd context, or None; `label`: the function,
-  /// or what errors call it. Throws nb::python_error.
+  /// Returns the value of a call. `context`: the caller's autograd context, or None; `label`: the function, or its name
+  /// in error texts. Throws nb::python_error: the call failed.
   nb::object value(Completion&& completion, nb::handle context, nb::handle label, Nanos timeout) const;
 
-  /// Completes a CallFuture; any other target is called with the outcome. Returns the value if it was decoded here.
-  /// Throws nb::python_error: what the program must hear though the future has ended, such as KeyboardInterrupt.
+  /// Completes a CallFuture; calls any other target with the completion. Returns the value if the codec decoded it.
+  /// Throws nb::python_error for an exception that came after the future was done, such as KeyboardInterrupt.
   nb::object complete(nb::handle target, Completion&& completion) const;
-  /// Completes a future with an error that its value could not be read for. Throws nb::python_error likewise.
+  /// Completes a future with an error. Throws nb::python_error likewise.
   void fail(nb::handle future, const nb::object& error) const;
 
   int traverse(visitproc visit, void* arg) const;
@@ -37,8 +37,8 @@ class Completions {
   const AutogradHooks& autograd_;
   nb::object future_type_;
   nb::object set_result_;  // set_result(future, value)
-  nb::object result_;      // Calls.result(outcome, (peer, label, timeout)) -> value
-  nb::object finish_;      // Calls.finish(future, outcome)
+  nb::object result_;      // Calls.result(completion, (peer, label, timeout)) -> value
+  nb::object finish_;      // Calls.finish(future, completion)
   nb::object fail_;        // Calls.fail(future, error)
 };
 

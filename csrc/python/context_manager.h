@@ -1,4 +1,4 @@
-// Context managers of Python's in C++.
+// Python context managers in C++.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,7 +9,7 @@
 
 namespace telegrad::python {
 
-/// A context manager that is entered while this lives. With the GIL held.
+/// Enters a context manager for its scope. Needs the GIL.
 class ContextManager {
  public:
   explicit ContextManager(nanobind::object manager) : manager_(std::move(manager)) {

@@ -152,10 +152,9 @@ void init_engine(nb::module_& m) {
     }
   });
 
-  nb::class_<PoolThread>(m, "PoolThread", "A thread of the pool, for `Engine.next`; used by one thread only.")
-      .def(nb::init<>());
+  nb::class_<PoolThread>(m, "PoolThread", "State of one pool thread in `Engine.next`.").def(nb::init<>());
 
-  nb::class_<Memory>(m, "Memory", "The memory that an engine hands out with messages. It outlives the engine.")
+  nb::class_<Memory>(m, "Memory", "Memory of received messages. It outlives the engine.")
       .def(
           "stats",
           [](const Memory& memory) {
@@ -163,20 +162,20 @@ void init_engine(nb::module_& m) {
             add(d, memory.pool->stats());
             return d;
           },
-          "How much of it is in use, and how much is kept warm.");
+          "Return the counts and bytes of blocks in use and in the cache.");
 
   m.def("release", decref_deferred,
-        "Releases Python objects that engines no longer use. Every call of an engine does so; after the end of the "
-        "last engine this function must.");
+        "Release Python objects that engines no longer use.\n\n"
+        "Every call of an engine does so; needed after the end of the last engine.");
 
   nb::class_<Engine> engine(m, "Engine",
-                            "The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a "
-                            "timeout of 0 is infinite.");
+                            "The native part of one worker: connections, calls, queues.\n\n"
+                            "Times are in nanoseconds; a timeout of 0 is infinite.");
   engine
       .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
            "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "max_body"_a,
            "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a)
-      .def("listen", &Engine::listen, "address"_a, "Listens on an address; returns what peers connect to.")
+      .def("listen", &Engine::listen, "address"_a, "Listen on an address and return the address that peers connect to.")
       .def(
           "set_peer",
           [](Engine& e, int id, std::string name, std::uint64_t incarnation, std::vector<std::string> addresses) {
@@ -188,37 +187,41 @@ void init_engine(nb::module_& m) {
       .def("remove_peer", &Engine::remove_peer, "id"_a, "why"_a, nb::call_guard<GilReleased>())
       .def("call", call, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "keep_alive"_a.none(),
-           "Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).")
+           "Send a request and wait.\n\n"
+           "Returns (status, tag, flags, body, segments, peer, why).")
       .def("start", start, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "never_wait"_a, "deferred"_a, "target"_a, "keep_alive"_a.none(),
-           "Sends a request; its completion goes to the pool with `target`, unless a thread waits for it. If "
-           "`deferred`, "
-           "it wakes no thread: without a polling thread it is processed up to 2 ms later. With the flag MUST_DELIVER, "
-           "the request waits for a connection without limit. Returns the call's id; 0 if the engine has been stopped.")
+           "Send a request and return the call's id; 0 if the engine has been stopped.\n\n"
+           "The completion goes to the pool with `target`, unless a thread waits for it. If `deferred`, it wakes no\n"
+           "thread: without a leader it is processed up to 2 ms later. With the flag MUST_DELIVER, the request waits\n"
+           "for a connection without limit.")
       .def("wait", wait, "call"_a, "timeout"_a,
-           "The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an "
-           "outcome that has come by then waits for the next call of this, which must follow.")
+           "Wait for the completion of a started call. None: it went to the pool.\n\n"
+           "Raises the exception of a signal handler. The caller must then call `wait` again: a completion that has\n"
+           "arrived by then is kept for it.")
       .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
-           "Answers a request. The segments' memory may change once this has returned; the list may be emptied.")
+           "Reply to a request.\n\n"
+           "The segments' memory may change once this has returned; the list may be emptied.")
       .def("largest_body", &Engine::largest_body, "connection"_a,
-           "How many bytes the body of a reply on a connection may have: more than that is left out.")
-      .def(
-          "lend", lease, "peer"_a, "connection"_a, "size"_a,
-          "Returns memory for a tensor of `size` bytes that is sent to a peer: over a connection if that is\n"
-          "the peer's (which may be -1), else over the link that requests go over. None if that has none.\n\n"
-          "It is handed over as it is with a reply over that connection when nothing else holds it by then; otherwise\n"
-          "it is copied.")
+           "Return the size limit in bytes of a reply's body; a larger body is left out.")
+      .def("lend", lease, "peer"_a, "connection"_a, "size"_a,
+           "Lease memory for a tensor of `size` bytes that will be sent to a peer.\n\n"
+           "Returns None if the link leases none. The link is that of `connection` if it belongs to the peer (`peer`\n"
+           "may then be -1), else the link of requests.\n\n"
+           "A reply over this connection transfers it without a copy if no other code holds it by then.")
       .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
-           "Sends a message that is never answered. False: the peer is known to be gone.")
+           "Send a one-way message. False: the peer is known to have left.")
       .def("next", next, "thread"_a,
-           "The next thing to do, by a pool thread: blocks; None when the engine has stopped.\n"
+           "Block until a work item is ready for this pool thread, and return it.\n\n"
+           "Returns None when the engine has stopped.\n\n"
            "(0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
            "(2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, "
            "spawn).")
-      .def("spawn_failed", &Engine::spawn_failed, "The thread that an item asked for could not be started.")
+      .def("spawn_failed", &Engine::spawn_failed,
+           "Report that the thread that a work item asked for could not be started.")
       .def("request_callback", &Engine::request_callback, "delay"_a,
-           "Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any "
-           "point.")
+           "Request one event of kind 3 in the pool after `delay`.\n\n"
+           "Takes no lock, so finalizers may call it.")
       .def("stop", &Engine::stop, "timeout"_a, nb::call_guard<GilReleased>())
       .def("stats", stats)
       .def_prop_ro("memory", [](const Engine& e) { return Memory{e.buffers()}; });

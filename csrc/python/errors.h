@@ -1,4 +1,4 @@
-// Python's errors and names, as the binding handles them. All with the GIL held.
+// Helpers for Python's errors and interned names. All need the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,13 +11,13 @@ namespace nb = nanobind;
 
 inline nb::object interned(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
 
-/// A new reference that a function of Python returned, or its error. Throws nb::python_error.
+/// Takes the new reference that a function of Python returned. Throws nb::python_error for null.
 inline nb::object python_result(PyObject* result) {
   if (!result) throw nb::python_error();
   return nb::steal(result);
 }
 
-/// The Python error that is set, as an exception with its traceback.
+/// Takes the Python error that is set, as an exception with its traceback.
 inline nb::object take_error() {
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);
@@ -28,7 +28,7 @@ inline nb::object take_error() {
   return nb::steal(value);
 }
 
-/// Runs it. What it raises, as such an exception; not valid if it raises nothing.
+/// Runs a function. Returns the exception that it raised; not valid if there is none.
 template <class F>
 nb::object error_of(const F& run) {
   try {

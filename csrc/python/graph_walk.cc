@@ -1,6 +1,6 @@
-// Knows of torch only that nodes have `next_functions`, a tuple of (node or None, number), and that the nodes of leaves
-// have `variable`. Torch takes most of the time of a walk, to make a Python object for each node; the same loop in
-// Python takes as long again.
+// Depends on two attributes of torch's nodes: `next_functions`, a tuple of (node or None, number), and `variable` of
+// the nodes of leaves. Most time goes to torch, which creates a Python object per node; with the loop in Python, a walk
+// takes about twice as long.
 #include "python/graph_walk.h"
 
 #include <nanobind/stl/vector.h>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kInner = 0, kLeaf = 1;  // as in telegrad.autograd.graph.local_graph; any other kind is a recv
 constexpr std::int32_t kNone = -1;
-constexpr int kFew = 8;  // nodes of a type for which a lookup of its getter does not pay
+constexpr int kFew = 8;  // nodes of a type up to which a lookup of its getter does not pay
 
 /// Hash table from objects, to which it holds references, to their numbers.
 class Numbers {
@@ -32,7 +32,7 @@ class Numbers {
     for (const Entry& e : entries_) Py_XDECREF(e.object);
   }
 
-  /// The number of an object, or kNone.
+  /// Returns the number of an object, or kNone.
   std::int32_t find(PyObject* object) const { return entries_[slot_of(object)].number; }
 
   void add(PyObject* object, std::int32_t number) {
@@ -136,7 +136,7 @@ class GraphWalk {
     return {targets_.begin() + node.first, targets_.begin() + node.last};
   }
 
-  /// Depth-first in the opposite direction of the edges: a node follows when all nodes below it have their place.
+  /// Returns a topological order: depth-first, with a node placed before all nodes below it.
   std::vector<std::int32_t> order() const {
     std::vector<std::int32_t> order;
     std::vector<bool> entered(nodes_.size());
@@ -164,21 +164,21 @@ class GraphWalk {
   struct Node {
     PyObject* object = nullptr;  // in `numbers_`; of a leaf its tensor
     int kind = kInner;
-    std::int32_t source = kNone;  // the last one that led to it
+    std::int32_t source = kNone;  // the last source that led to it
     std::int32_t first = 0;       // of its edges in `targets_`
-    std::int32_t last = 0;        // behind them
+    std::int32_t last = 0;        // one past the last
   };
 
   struct Found {
     nb::list leaves, recvs, shared;
   };
 
-  /// What is known of the nodes of a type. `get` is torch's own function behind `next_functions`, if it is one, and
-  /// this is the type of more than a few nodes.
+  /// Cached facts about a node type. `get` is torch's C getter of `next_functions`; null if there is none, or while the
+  /// type has few nodes.
   struct Type {
     PyTypeObject* type = nullptr;
     int kind = kInner;
-    int asked = 0;  // how often, for the edges of its nodes
+    int asked = 0;  // how often edges of its nodes were read
     getter get = nullptr;
     void* closure = nullptr;
   };
@@ -249,7 +249,8 @@ class GraphWalk {
     return nb::steal<nb::tuple>(nexts);
   }
 
-  /// Types live as long as a node of theirs, and those are held: an address means the same type during a walk.
+  /// Returns the cached facts about a node's type. Found nodes are held, and they keep their types alive, so an address
+  /// means one type during a walk.
   Type& type_of(PyObject* node) {
     PyTypeObject* type = Py_TYPE(node);
     Type& known = types_[(reinterpret_cast<std::uintptr_t>(type) >> 4) % types_.size()];
@@ -262,7 +263,8 @@ class GraphWalk {
     nb::object kind = nb::borrow(PyDict_GetItemWithError(kinds_.ptr(), key));
     if (!kind.is_valid()) {
       if (PyErr_Occurred()) throw nb::python_error();
-      kind = nb::steal(in_python([&] { return PyObject_GetItem(kinds_.ptr(), key); }));  // it finds out
+      kind =
+          nb::steal(in_python([&] { return PyObject_GetItem(kinds_.ptr(), key); }));  // __missing__ determines the kind
       if (!kind.is_valid()) throw nb::python_error();
     }
     return {type, nb::cast<int>(kind)};
@@ -272,7 +274,7 @@ class GraphWalk {
     const nb::object attribute = nb::steal(PyObject_GetAttr(reinterpret_cast<PyObject*>(known.type), next_.ptr()));
     if (!attribute.is_valid()) {
       if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw nb::python_error();
-      PyErr_Clear();  // nodes are asked one by one
+      PyErr_Clear();  // each node's attribute is read instead
     } else if (Py_IS_TYPE(attribute.ptr(), &PyGetSetDescr_Type) &&
                PyType_IsSubtype(known.type, PyDescr_TYPE(attribute.ptr()))) {
       const PyGetSetDef* set = reinterpret_cast<PyGetSetDescrObject*>(attribute.ptr())->d_getset;
@@ -283,7 +285,7 @@ class GraphWalk {
 
   nb::dict kinds_;
   nb::object guard_type_, guard_ = nb::none();
-  std::int64_t checkpoint_;  // the count of nodes at which the guard has a node hold what is below
+  std::int64_t checkpoint_;  // count of nodes at which `guard_.checkpoint` is called next
   nb::object next_, variable_;
   std::array<Type, 61> types_;
   Numbers numbers_;
@@ -299,24 +301,25 @@ class GraphWalk {
 }  // namespace
 
 void init_graph_walk(nb::module_& m) {
-  nb::class_<GraphWalk>(m, "GraphWalk", "A walk of torch's graph from several sources, whose nodes and edges it keeps.")
+  nb::class_<GraphWalk>(m, "GraphWalk", "Traversal of torch's autograd graph from several sources; keeps its nodes.")
       .def(nb::init<nb::dict, nb::object>(), "kinds"_a, "guard_type"_a.none() = nb::none(),
-           "`kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which\n"
-           "several sources may share, 2 for other ends. `guard_type` is "
+           "Create a walk without sources.\n\n"
+           "`kinds` maps the type of a node to its kind: 0 for inner nodes, below which the walk continues, 1 for\n"
+           "leaves, which several sources may share, 2 for other ends. `guard_type` is\n"
            "`telegrad.autograd.graph.deep_graph.RecursionGuard`.")
-      .def(
-          "walk", &GraphWalk::walk, "edges"_a,
-          "Walk from the next source. Each edge is a tuple that begins with a node, a leaf's tensor, or None.\n"
-          "Return the leaves' tensors that it leads to; the other ends to which no earlier source has led; and of the\n"
-          "leaves those to which an earlier source has led, each with the last such source, from 0.")
+      .def("walk", &GraphWalk::walk, "edges"_a,
+           "Walk from the next source.\n\n"
+           "Each edge is a tuple that begins with a node, or a leaf's tensor, or None. Return the tensors of the "
+           "leaves below it; the recv nodes below it that no earlier source reached; and\n"
+           "(tensor, index of the last such source) for each leaf that an earlier source reached.")
       .def_prop_ro("sources_meet", &GraphWalk::sources_meet, "Whether two sources lead to a node that is no leaf.")
-      .def_prop_ro("guard", &GraphWalk::guard, "The guard of a large graph, or None.")
-      .def_prop_ro("nodes", &GraphWalk::nodes, "All nodes by number; a leaf is its tensor.")
-      .def_prop_ro("kinds", &GraphWalk::kinds, "The kinds of all nodes by number.")
+      .def_prop_ro("guard", &GraphWalk::guard, "Guard against deep recursion in a large graph, or None.")
+      .def_prop_ro("nodes", &GraphWalk::nodes, "List of nodes by number, with the tensor instead of a leaf's node.")
+      .def_prop_ro("kinds", &GraphWalk::kinds, "List of the nodes' kinds by number.")
       .def("starts", &GraphWalk::starts, "source"_a,
            "Return the numbers of the nodes of a source's edges; -1 for None.")
       .def("below", &GraphWalk::below, "number"_a,
-           "Return the numbers of the nodes to which the edges of a node lead, in their order; -1 for None.")
+           "Return the numbers of the nodes to which a node's edges lead; -1 for None.")
       .def("order", &GraphWalk::order,
            "Return the numbers of the nodes of kind 0, each before those that it leads to.");
 }

@@ -1,4 +1,4 @@
-// Walks of torch's graph of a backward pass.
+// Traversal of torch's autograd graph.
 #pragma once
 
 #include <nanobind/nanobind.h>

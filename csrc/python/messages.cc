@@ -114,7 +114,7 @@ nb::object name_object(const std::shared_ptr<const Name>& name) {
 
 bool next_work_item(Engine& e, PoolThread& thread, WorkItem& item, const std::function<void()>& before_sleep) {
   // While there is work, this thread keeps the GIL: releasing it briefly can cost a switch interval.
-  decref_deferred();  // what the last item held, before this thread sleeps
+  decref_deferred();  // references of the last item, before this thread sleeps
   bool more = e.try_next(thread, item);
   if (!more) {
     before_sleep();

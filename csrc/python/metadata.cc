@@ -15,9 +15,9 @@ bool is_none(PyObject* metadata, Field field) { return PyTuple_GET_ITEM(metadata
 
 }  // namespace
 
-bool is_encoded(codec::EncodeStatus completion) {
-  if (completion == codec::EncodeStatus::kError) throw nb::python_error();
-  return completion == codec::EncodeStatus::kOk;
+bool is_encoded(codec::EncodeStatus status) {
+  if (status == codec::EncodeStatus::kError) throw nb::python_error();
+  return status == codec::EncodeStatus::kOk;
 }
 
 std::unique_ptr<Outgoing> encode_basic(const codec::Codec& codec, int tag, int flags, nb::handle value) {

@@ -12,7 +12,7 @@
 namespace telegrad::python {
 
 /// Reports whether the codec encoded a value. Throws nb::python_error.
-bool is_encoded(codec::EncodeStatus completion);
+bool is_encoded(codec::EncodeStatus status);
 
 /// Encodes a value without metadata; null if the codec cannot. Throws nb::python_error.
 std::unique_ptr<Outgoing> encode_basic(const codec::Codec& codec, int tag, int flags, nb::handle value);
@@ -23,7 +23,7 @@ nb::object id_of(nb::handle context);
 /// Appends metadata to a message: its last segment. Throws nb::python_error.
 void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb::handle context, nb::handle message);
 
-/// A message's place in an autograd context, as its metadata says.
+/// Autograd context and number of a message, from its metadata.
 struct ContextTag {
   nb::object id;
   nb::object message;  // int; 0: none of its tensors is recorded
@@ -40,15 +40,16 @@ class AutogradHooks {
   bool encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context, bool request,
               codec::Encoded& encoded, nb::object& message) const;
 
-  /// Reads the last segment, the metadata. `out` is empty if it names no context, but the reference to create, which
-  /// the body names, too. False: it says more, or something else. Throws nb::python_error.
+  /// Reads the metadata, which is the last segment. `out` stays empty if it names only the reference to create, which
+  /// the body also names. Returns false if it has any other field. Throws nb::python_error.
   static bool read(const codec::Codec& codec, const Incoming& message, ContextTag& out);
 
   /// Reports whether requests of a context run without a guard around them. Throws nb::python_error.
   bool is_unguarded() const;
-  /// The context of a request that arrived, or None.
+  /// Returns the context of a received request, or None.
   nb::object on_request(const ContextTag& in, std::int32_t peer) const;
-  /// The function that records the tensors of a message that arrived, for `decode_body`; not valid if there is none.
+  /// Returns the function that records the tensors of a received message, for `decode_body`; not valid if there are
+  /// none.
   nb::object wrap(const ContextTag& in, std::int32_t peer, nb::handle context) const;
 
   int traverse(visitproc visit, void* arg) const;

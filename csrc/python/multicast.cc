@@ -1,5 +1,6 @@
-// The same request to several peers. Its body and the memory of its segments are there once for all of them: in memory
-// that peers of this host map, else in a copy. So no request waits until it has left, and no peer for another one.
+// Sends one request to several peers. Its body and the memory of its segments are stored once for all of them: in
+// memory that peers of this host map, else in a copy. So no request waits until it has been sent, and no peer waits for
+// another.
 #include "python/multicast.h"
 
 #include <algorithm>
@@ -20,16 +21,16 @@ using namespace nanobind::literals;
 namespace telegrad::python {
 namespace {
 
-constexpr std::uint64_t kMinMulticast = 256 << 10;  // smaller ones are copied sooner than they are mapped
+constexpr std::uint64_t kMinMulticast = 256 << 10;  // smaller ones are copied faster than they are mapped
 
-/// The segments of a message, in memory that does not change.
+/// Segments of a message in memory that does not change.
 struct Stored {
   std::vector<OutSegment> segments;
   std::vector<std::shared_ptr<void>> memory;
   std::uint64_t size = 0;
 };
 
-/// Without the GIL: copies what `segments` name.
+/// Copies the memory of segments. Call it without the GIL.
 Stored store(Engine& e, std::span<const std::int32_t> peers, const std::vector<OutSegment>& segments) {
   Stored stored;
   std::uint64_t small = 0;
@@ -60,7 +61,7 @@ Stored store(Engine& e, std::span<const std::int32_t> peers, const std::vector<O
   return stored;
 }
 
-/// Peers that take the request at once come first: the others delay no peer then.
+/// Returns the order of sending: peers that can take the request at once come first, so that no other peer delays them.
 std::vector<std::size_t> order_of(Engine& e, std::span<const std::int32_t> peers, std::uint64_t size) {
   std::vector<std::size_t> order(peers.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -113,7 +114,7 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
     const GilReleased no_gil;
     for (const std::size_t i : order_of(e, to, stored.size)) {
       Request& r = requests[i];
-      if (signals.raised()) {  // then nothing is waited for, and only what others count on is sent
+      if (signals.raised()) {  // wait no more; send only what must be delivered
         if (!(r.message->header.flags & kMustDeliver)) break;
         r.options.never_wait = true;
       }
@@ -141,10 +142,9 @@ void init_multicast(nb::class_<Engine>& engine) {
              nb::sig("def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, "
                      "body: bytes, segments: object | None, metadata: list[bytes] | None, timeout: int, nested: bool, "
                      "never_wait: bool, futures: list[typing.Any]) -> list[int]"),
-             "Sends the same request to several peers, each with metadata of its own if there are any: its last "
-             "segment. As\n"
-             "`start` for each of them, with its future as the target. The segments' memory may change once this has\n"
-             "returned, and no peer waits for another one to take its request.");
+             "Send one request to several peers, like `start`.\n\n"
+             "The target of each is its future. If there is metadata, a peer's own is its last segment. The segments'\n"
+             "memory may change once this has returned, and no peer waits for another.");
 }
 
 }  // namespace telegrad::python

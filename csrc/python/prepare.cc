@@ -14,12 +14,12 @@ namespace {
 enum KnownField : Py_ssize_t { kNumber, kText, kHome, kModule, kName, kPath, kKnownFields };
 enum ScopeField : Py_ssize_t { kWorker, kDeadline, kNested, kRequest, kAutograd, kConnection };
 
-/// Reports whether a function without arguments returns this. Throws nb::python_error.
+/// Reports whether a function without arguments returns `what`. Throws nb::python_error.
 bool returns(const nb::object& function, PyObject* what) {
   return python_result(PyObject_CallNoArgs(function.ptr())).ptr() == what;
 }
 
-/// The value of a key, or null. Throws nb::python_error.
+/// Returns the value of a key, borrowed, or null. Throws nb::python_error.
 PyObject* find(const nb::object& dict, nb::handle key) {
   PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
   if (!found && PyErr_Occurred()) throw nb::python_error();
@@ -104,7 +104,7 @@ PreparedCall Preparer::prepare(const CallForm& form) const {
   call.message = encode(form, call, name, args, kwargs);
   if (call.message) {
     if (about_receiver && form.mode != CallMode::kSync)
-      call.keep_alive = nb::borrow(form.receiver);  // else its caller has it
+      call.keep_alive = nb::borrow(form.receiver);  // a synchronous caller holds it
     return call;
   }
   if (!name.both.is_valid() && name.text.is_valid()) name.both = nb::make_tuple(name.number, name.text);
@@ -120,7 +120,7 @@ PreparedCall Preparer::prepare(const CallForm& form) const {
   return call;
 }
 
-/// Encodes what the codec can encode; null if Python has to.
+/// Encodes a call with the codec. Returns null if Python has to encode it.
 std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedCall& call, const Name& name,
                                            nb::handle args, nb::handle kwargs) const {
   int flags = 0;
@@ -160,7 +160,7 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
   return m;
 }
 
-/// The one place that decides whether the codec may encode a call on its own.
+/// Decides whether the codec may encode a call on its own; no other code does.
 bool Preparer::is_fast(const CallForm& form, const PreparedCall& call, int& flags) const {
   if (form.introduce || form.internal || PyDict_GET_SIZE(interceptors_.ptr()) != 0) return false;
   if (!returns(is_autocast_enabled_, Py_False)) return false;
@@ -194,8 +194,7 @@ std::int32_t Preparer::find_peer(nb::handle to) const {
   return nb::cast<std::int32_t>(id);
 }
 
-/// The name of a method, or of a function: as `NameTable.find` has found it before if it still stands there, else as it
-/// finds it now.
+/// Finds the name of a method or function: the cached one if it still names this function, else by `NameTable.find`.
 Preparer::Name Preparer::find_name(nb::handle function) const {
   Name name;
   if (PyUnicode_CheckExact(function.ptr())) {

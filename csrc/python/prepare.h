@@ -1,5 +1,5 @@
 // Preparation of a call: from what the program wrote to a message for a peer. It reads the scope of the calling thread,
-// finds the peer and the function's name, and encodes. What the codec cannot encode, Python does (`encode_slow`).
+// finds the peer and the function's name, and encodes. Python encodes what the codec cannot (`encode_slow`).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,7 +14,7 @@
 
 namespace telegrad::python {
 
-/// The form of a call in the program; profiles show it.
+/// Function of the API that made the call; profiles show it.
 enum class CallMode : std::uint8_t { kSync, kAsync, kRemote };
 
 struct CallForm {
@@ -26,22 +26,22 @@ struct CallForm {
   nb::handle receiver = Py_None;  // an RRef
   bool introduce = false;         // the owner may not know the receiver
   nb::handle keep_as = Py_None;   // int: the local id under which the owner keeps the result
-  bool internal = false;          // a call of Telegrad's own
+  bool internal = false;          // a call that Telegrad itself makes
 };
 
 struct PreparedCall {
   std::int32_t peer = -1;
-  std::unique_ptr<Outgoing> message;  // null where an interceptor sends `request`
-  nb::object request;                 // telegrad.worker.calls.client.Request, where Python encoded it
+  std::unique_ptr<Outgoing> message;  // null if an interceptor has to send `request`
+  nb::object request;                 // telegrad.worker.calls.client.Request, if Python encoded it
   nb::object keep_alive;              // kept alive until the reply, or not valid
   nb::object context = nb::none();    // the caller's autograd context
-  nb::object label;                   // the function, or what errors call it
+  nb::object label;                   // the function, or its name in error texts
   Nanos timeout = 0;
   bool nested = false;    // inside a handler, or a callback of the pool
-  bool in_scope = false;  // inside anything
+  bool in_scope = false;  // inside any scope
 };
 
-/// Encodes the request that Python has encoded.
+/// Creates the message of a request that Python has encoded.
 std::unique_ptr<Outgoing> compose_request(nb::handle request);
 
 class Preparer {
@@ -50,12 +50,12 @@ class Preparer {
   Preparer(const codec::Codec& codec, const AutogradHooks& autograd, std::int32_t id, nb::handle calls,
            nb::handle environment);
 
-  /// Throws nb::python_error.
+  /// Reads the scope and encodes a call. Throws nb::python_error.
   PreparedCall prepare(const CallForm& form) const;
 
-  /// A new future of a call. Throws nb::python_error.
+  /// Creates the future of a call. Throws nb::python_error.
   nb::object future(const PreparedCall& call) const;
-  /// Notes the id of a call that was sent, in its future or what else its outcome is for. Throws nb::python_error.
+  /// Records the id of a sent call in its completion target. Throws nb::python_error.
   void set_call(nb::handle target, std::uint64_t id) const;
 
   /// Reports whether an event loop runs in this thread. Throws nb::python_error.
@@ -67,7 +67,7 @@ class Preparer {
 
  private:
   struct Name {
-    nb::object both;  // (number, text), where Python found it
+    nb::object both;  // (number, text), if Python found it
     nb::object text;  // not valid: the function travels by value
     std::uint32_t number = 0;
   };
@@ -83,10 +83,10 @@ class Preparer {
   const AutogradHooks& autograd_;
   const std::int32_t me_;
   nb::object calls_;
-  nb::object encode_slow_, find_peer_, find_name_;  // methods of it
+  nb::object encode_slow_, find_peer_, find_name_;  // methods of `calls_`
   nb::object peers_;                                // dict: WorkerInfo by name and by id
   nb::object functions_;                            // dict: function -> _Known, see telegrad.serialize.function_names
-  nb::object methods_;                              // dict: its name -> (number, text)
+  nb::object methods_;                              // dict: method name -> (number, text)
   nb::object current_;                              // the ContextVar of the scope, see telegrad.worker.scope
   nb::object info_type_, form_type_, future_type_, no_devices_;
   nb::object by_value_;      // set: modules that travel by value

@@ -15,7 +15,7 @@ namespace {
 
 nb::object or_none(const nb::object& o) { return o.is_valid() ? o : nb::none(); }
 
-/// Calls a function of Python's that is not on every call's path.
+/// Calls a Python function of the slow path.
 template <class... Args>
 nb::object ask(nb::handle function, const Args&... args) {
   return in_python([&] { return nb::object(function(args...)); });
@@ -37,11 +37,11 @@ RequestServer::RequestServer(Engine& engine, const codec::Codec& codec, const Au
 
 void RequestServer::serve(Request& arrived) {
   Request* r = &arrived;
-  nb::object holder;  // of the request, once Python may keep it
+  nb::object holder;  // owner of the request once Python may keep it
   nb::object result;
   std::unique_ptr<Outgoing> reply;
   enum { kParked, kValue, kDeferred } what = kValue;
-  bool ran = true;  // code of the program
+  bool ran = true;  // whether code of the program ran
   const nb::object error = error_of([&] {
     nb::object value;
     if (r->decoded) {
@@ -73,7 +73,7 @@ void RequestServer::serve(Request& arrived) {
       const nb::object target = nb::make_tuple(r->target[0], r->target[1]);
       reply = encode_basic(codec_, wire::kCreated, wire::kMustDeliver, target);
     } else if (r->slow.is_valid() && nb::cast<bool>(r->slow.attr("has_state"))) {
-      reply = nullptr;  // what it records depends on the caller's state
+      reply = nullptr;  // the caller's state decides what Python records
     } else {
       reply = encode_value(*r, result);
     }
@@ -85,7 +85,7 @@ void RequestServer::serve(Request& arrived) {
   if (error.is_valid()) {
     reply_error(*r, error);
   } else if (reply) {
-    if (!reply->segments.empty() && any_leases()) {  // the message alone has what it returned
+    if (!reply->segments.empty() && any_leases()) {  // leave the message as the only holder of the result
       result = {};
       r->args = {};
       r->kwargs = {};
@@ -98,7 +98,6 @@ void RequestServer::serve(Request& arrived) {
   if (ran) call_back(python_.clean_state);
 }
 
-/// Returns a reply with a value, or null if the codec cannot encode it.
 std::unique_ptr<Outgoing> RequestServer::encode_value(const Request& r, const nb::object& value) const {
   if (r.context.is_none()) return encode_basic(codec_, wire::kValue, 0, value);
   codec::Encoded encoded;
@@ -116,7 +115,7 @@ void RequestServer::reply_slow(Request& r, nb::object result, bool deferred) {
       call_back(python_.reply_when_done, info, or_none(r.slow), result, r.function);
       return;
     }
-    nb::list only;  // the callee empties it, so that the message alone has the result
+    nb::list only;  // `reply` empties it, so that the message is the only holder of the result
     only.append(result);
     result = {};
     r.args = {};
@@ -139,7 +138,7 @@ bool RequestServer::decode(Request*& r, nb::object& holder) {
   Incoming& m = r->item.message;
   ContextTag in;
   nb::object wrap;
-  const bool slow = r->slow.is_valid();  // it was parked until its references were confirmed
+  const bool slow = r->slow.is_valid();  // resumed after its references were confirmed
   if (!slow && !records_all_ && m.header.tag == wire::kCall && is_simple(*r, in)) {
     if (in.id.is_valid()) {
       r->context = autograd_.on_request(in, r->item.peer);
@@ -178,7 +177,7 @@ bool RequestServer::is_simple(const Request& r, ContextTag& in) const {
   try {
     return autograd_.is_unguarded() && AutogradHooks::read(codec_, r.item.message, in);
   } catch (nb::python_error&) {
-    return false;  // Python says what is wrong with it
+    return false;  // the slow path raises the error
   }
 }
 
@@ -227,7 +226,7 @@ bool RequestServer::find_receiver(Request*& r, nb::object& holder, nb::object& v
     nb::object method = nb::steal(in_python([&] { return PyObject_GetAttr(value.ptr(), function.ptr()); }));
     if (!method.is_valid() || !PyCallable_Check(method.ptr())) {
       PyErr_Clear();
-      method = ask(python_.method_of, value, function);  // which says what is wrong
+      method = ask(python_.method_of, value, function);  // raises the error
     }
     r->function = std::move(method);
   } else {
@@ -250,7 +249,7 @@ bool RequestServer::park(Request*& r, nb::object& holder) {
 nb::object RequestServer::value_here(const nb::object& receiver) const {
   PyObject* immutable = PyDict_GetItemWithError(python_.values.ptr(), receiver.ptr());
   if (!immutable) {
-    PyErr_Clear();  // such numbers cannot be hashed
+    PyErr_Clear();  // malformed numbers cannot be hashed
     return {};
   }
   const nb::object kept = nb::borrow(immutable);
@@ -279,7 +278,7 @@ nb::object RequestServer::run(Request& r) {
   nb::object result = nb::steal(in_python([&] { return PyObject_Call(r.function.ptr(), r.args.ptr(), named); }));
   if (result.is_valid()) return result;
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
-  const nb::object error = take_error();  // a torch operator says what is wrong with its arguments
+  const nb::object error = take_error();  // a torch operator reports which arguments are wrong
   const nb::object said = ask(python_.rerun_for_torch_error, r.function, r.args, r.kwargs, error);
   if (nb::object(said[1]).is_none()) return said[0];
   PyErr_SetObject(error.type().ptr(), error.ptr());

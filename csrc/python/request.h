@@ -1,5 +1,5 @@
-// The one path of a request at its callee: read the metadata, decode, wait for what it needs, run, reply. What the
-// codec cannot decode or encode, Python does.
+// Runs a request at its callee: read the metadata, decode, wait for references, run, reply. Python decodes and encodes
+// what the codec cannot.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -48,17 +48,17 @@ struct ServerCallbacks {
     return 0;
   }
 
-  nb::object wait_ready;       // wait_ready(): until all members of the group are known
-  nb::object prepare;          // prepare(info, flags, body, segments) -> SlowRequest; None: it has been answered
-  nb::object park;             // park(request, slow, receiver, fetches) -> is it parked?
+  nb::object wait_ready;       // wait_ready(): blocks until all members of the group are known
+  nb::object prepare;          // prepare(info, tag, flags, body, segments) -> SlowRequest; None: Python has replied
+  nb::object park;             // park(request, slow, receiver, fetches, peer) -> is it parked?
   nb::object accept;           // accept(peer, local id) -> the reference to create
   nb::object settle;           // settle(reference, value)
   nb::object value_of;         // value_of(receiver) -> the value, or raises
   nb::object reply;            // reply_slow(info, [result])
   nb::object reply_when_done;  // reply_when_done(info, slow, result, function)
   nb::object reply_error;      // reply_error(info, error)
-  nb::object values;        // dict: OwnedValue by the two numbers of a reference, see telegrad.worker.refs.owned_value
-  nb::object on_gradients;  // on_gradients(peer, connection, call, deadline, messages)
+  nb::object values;  // dict: (created on, local id) of a reference -> telegrad.worker.refs.owned_value.OwnedValue
+  nb::object on_gradients;      // on_gradients(peer, connection, call, deadline, messages)
   nb::object on_context_ended;  // on_context_ended(peer, (context id, requests))
   nb::object info_type;         // telegrad.worker.serving.handlers.RequestInfo
   nb::object clean_state;
@@ -68,7 +68,7 @@ struct ServerCallbacks {
   nb::object rerun_for_torch_error;  // rerun_for_torch_error(function, args, kwargs, error) -> (result, error)
 };
 
-/// Python keeps it while it is parked.
+/// Request at its callee. While it is parked, Python owns it.
 struct Request {
   explicit Request(WorkItem&& i) : item(std::move(i)) {}
 
@@ -77,7 +77,7 @@ struct Request {
   Nanos deadline() const { return item.deadline == kNever ? 0 : item.deadline; }
 
   WorkItem item;
-  nb::object slow;                  // a SlowRequest, where Python has a part in it
+  nb::object slow;                  // a SlowRequest, if Python decodes the request
   nb::object context = nb::none();  // the autograd context that it runs in
   nb::object function, args, kwargs;
   nb::object receiver;  // (created on, local id)
@@ -85,48 +85,49 @@ struct Request {
   bool decoded = false;
 };
 
-/// Calls Python back; the result is of no interest. Throws nb::python_error.
+/// Calls a Python function and drops its result. Throws nb::python_error.
 template <class... Args>
 void call_back(const nb::object& function, const Args&... args) {
   nb::object result = nb::steal(call_python(function.ptr(), args.ptr()...));
   if (!result.is_valid()) throw nb::python_error();
 }
 
-/// Serves the requests of one worker. All with the GIL held.
+/// Serves the requests of one worker. All functions need the GIL.
 class RequestServer {
  public:
   RequestServer(Engine& engine, const codec::Codec& codec, const AutogradHooks& autograd, const ServerCallbacks& python,
                 const ScopeSetter& scopes);
 
-  /// Serves a request from where it stands to its reply, or until it is parked.
+  /// Serves a new or resumed request until its reply is sent or it is parked.
   void serve(Request& arrived);
   /// Replies with an exception. Throws nb::python_error.
   void reply_error(Request& r, const nb::object& error);
-  /// Has Python record every request, for the profile of a server.
+  /// Sends every request through Python, for a server-side profile.
   void record_all(bool on) { records_all_ = on; }
 
  private:
-  /// Replies with what the codec cannot encode, or when it is there.
+  /// Returns a reply with a value, or null if the codec cannot encode it.
   std::unique_ptr<Outgoing> encode_value(const Request& r, const nb::object& value) const;
   void reply_slow(Request& r, nb::object result, bool deferred);
-  /// Returns the facts about a request for Python.
+  /// Returns the RequestInfo of a request.
   nb::object info_of(const Request& r) const;
-  /// Reads the metadata and the body, in the scope of the request. False: it is parked, or Python has answered it.
+  /// Reads the metadata and the body, in the scope of the request. Returns false if it is parked or Python has replied.
   bool decode(Request*& r, nb::object& holder);
-  /// Enters the scope of a request, and the caller's state.
+  /// Enters the scope of a request, and the caller's torch state.
   void enter(const Request& r) const;
   /// Reports whether the codec can decode a request, and reads its place in an autograd context.
   bool is_simple(const Request& r, ContextTag& in) const;
-  /// ([function,] args, kwargs[, local id to keep the result as][, receiver])
+  /// Reads ([function,] args, kwargs[, local id to keep the result as][, receiver]).
   void read_body(Request& r, const nb::object& body);
-  /// Finds the value that a request is about, and the method or function to run on it. False: the request is parked
-  /// until there is a value.
+  /// Finds the value of the receiver, and the method or function to run on it. Returns false if the request is parked
+  /// until the value exists.
   bool find_receiver(Request*& r, nb::object& holder, nb::object& value);
-  /// Parks a request until what it needs is there. False: it is there. The request moves to where Python can keep it.
+  /// Parks a request until its references are ready, and moves it to `holder`, which Python keeps. Returns false if
+  /// they are ready.
   bool park(Request*& r, nb::object& holder);
-  /// The value of a reference, if it is there.
+  /// Returns the value of a reference; not valid if it is not ready.
   nb::object value_here(const nb::object& receiver) const;
-  /// The function of a name, as it stands now, or the name of a method.
+  /// Returns the function that a name refers to now, or the name of a method.
   nb::object function_of(const Name& name) const;
   nb::object run(Request& r);
   bool is_deferred(const nb::object& function, const nb::object& result) const;

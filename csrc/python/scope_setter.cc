@@ -19,7 +19,8 @@ void ScopeSetter::set(PyObject* scope) const {
   Py_XDECREF(token);
 }
 
-/// Scope(worker, deadline, nested=True, request=True, context, connection), made without its constructor's detours.
+/// Scope(worker, deadline, nested=True, request=True, context, connection), created without the slow Python
+/// constructor.
 void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection) const {
   auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
   const nb::object scope = nb::steal(type->tp_alloc(type, 6));

@@ -1,4 +1,4 @@
-// What a thread of the pool runs for, as Python sees it: telegrad.worker.scope. All with the GIL held.
+// Sets the scope (telegrad.worker.scope) of a pool thread. All functions need the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,12 +14,12 @@ namespace nb = nanobind;
 class ScopeSetter {
  public:
   ScopeSetter() = default;
-  /// current: the ContextVar; type: Scope; in_callbacks: the scope of callbacks of the pool.
+  /// `current`: the ContextVar; `type`: Scope; `in_callbacks`: the scope of callbacks of the pool.
   ScopeSetter(nb::object worker, nb::object type, nb::object current, nb::object in_callbacks);
 
-  /// From now on this thread runs nothing.
+  /// Leaves the scope of this thread.
   void clear() const { set(nullptr); }
-  /// A request that came over a connection. Throws nb::python_error.
+  /// Enters the scope of a request that arrived on a connection. Throws nb::python_error.
   void enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection) const;
   void enter_callbacks() const { set(in_callbacks_.ptr()); }
 

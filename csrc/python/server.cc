@@ -1,4 +1,3 @@
-// The serving side of a worker: what a pool thread does with what comes.
 #include "python/server.h"
 
 #include <nanobind/stl/optional.h>
@@ -24,10 +23,10 @@ using namespace nanobind::literals;
 namespace telegrad::python {
 namespace {
 
-constexpr int kAtATime = 16;  // items done here before Python may let another thread have the GIL
+constexpr int kAtATime = 16;  // work items before returning to Python, which may then switch threads
 constexpr std::size_t kMostEnded = 64;
-constexpr Nanos kEndDelay = 5 * kMillisecond;  // that contexts which have ended wait for a moment of leisure
-constexpr int kAgain = 5;                      // "nothing for you; come again"
+constexpr Nanos kEndDelay = 5 * kMillisecond;  // longest time until an ended context is cleaned up
+constexpr int kAgain = 5;                      // kind of item: nothing to do, call `next` again
 
 class Server {
  public:
@@ -43,7 +42,7 @@ class Server {
         scopes_(std::move(scopes)),
         requests_(engine_, codec_, autograd_, python_, scopes_) {}
 
-  /// Serves what comes. Returns what Python has to do, or nothing when the engine has stopped.
+  /// Serves work items. Returns one that Python has to process, or nothing when the engine has stopped.
   std::optional<nb::tuple> next(PoolThread& self, nb::handle start_another) {
     ScopeGuard scope(*this);
     for (int done = 0; done < kAtATime; ++done) {
@@ -65,7 +64,7 @@ class Server {
     return nb::make_tuple(kAgain, false);
   }
 
-  /// Goes on with a request that was parked.
+  /// Resumes a request that was parked.
   void resume(Request& request) {
     ScopeGuard scope(*this);
     requests_.serve(request);
@@ -78,7 +77,7 @@ class Server {
     return true;
   }
 
-  /// Has Python record every request, for the profile of a server.
+  /// Sends every request through Python, for a server-side profile.
   void record_all(bool on) { requests_.record_all(on); }
 
   int traverse(visitproc visit, void* arg) const {
@@ -88,7 +87,7 @@ class Server {
     if (const int visited = completions_.traverse(visit, arg)) return visited;
     return autograd_.traverse(visit, arg);
   }
-  /// No thread is in `next` any more, nor will be: each holds this object.
+  /// Breaks reference cycles. No thread is in `next`: each such thread holds this object.
   void clear() {
     const nb::object engine = std::move(engine_object_), codec = std::move(codec_object_);
     const ServerCallbacks gone = std::exchange(python_, {});
@@ -99,8 +98,8 @@ class Server {
   }
 
  private:
-  /// What this thread's context says runs here, and torch's state that callbacks have left in the thread; both are
-  /// clean when Python has it back.
+  /// Guards the scope of this thread, and the torch state that callbacks left in it. Both are reset before the thread
+  /// returns to Python.
   class ScopeGuard {
    public:
     explicit ScopeGuard(Server& server) : server_(server) {}
@@ -113,7 +112,7 @@ class Server {
       server_.scopes_.clear();
     }
     void callbacks_have_run() { callbacks_ = true; }
-    /// Once for all that ran in a row, since nearly none leaves anything.
+    /// Resets torch state once after consecutive callbacks, because few of them change it.
     void undo_callbacks() {
       if (std::exchange(callbacks_, false)) server_.clean_state();
     }
@@ -128,7 +127,7 @@ class Server {
   void receive(WorkItem&& item) {
     Request request(std::move(item));
     const FrameHeader& h = request.item.message.header;
-    if (!ready_) [[unlikely]] {  // a member that has joined already may call before all of them are known
+    if (!ready_) [[unlikely]] {  // a member may call before this worker knows all members
       const nb::object error = error_of([&] { call_back(python_.wait_ready); });
       if (error.is_valid()) return requests_.reply_error(request, error);
       ready_ = true;
@@ -145,7 +144,7 @@ class Server {
 
   // ---- messages of autograd
 
-  /// Hands on messages of a backward pass, which will be answered with `reply`.
+  /// Passes messages of a backward pass to Python, which replies with `reply`.
   void gradients(Request& r) {
     const WorkItem& item = r.item;
     scopes_.clear();
@@ -157,8 +156,9 @@ class Server {
     if (error.is_valid()) requests_.reply_error(r, error);
   }
 
-  /// A peer says that a context has ended. To end it here takes a while, and another request may be right behind: so it
-  /// is done after the answer to that, when this worker has nothing to do, or when the requested callback runs.
+  /// Queues the end of an autograd context that a peer has reported. Ending it takes a while and another request may
+  /// follow at once, so it is ended after the next reply, when this worker is idle, or when the requested callback
+  /// runs.
   bool on_context_ended(WorkItem& item) {
     const FrameHeader& h = item.message.header;
     if (h.tag != wire::kContextEnded || h.flags & wire::kSlowRequest) return false;
@@ -166,7 +166,7 @@ class Server {
     try {
       what = decode_body(codec_, item.message);
     } catch (nb::python_error&) {
-      return false;  // Python says what is wrong with it
+      return false;  // Python raises the error
     }
     if (!PyTuple_CheckExact(what.ptr()) || PyTuple_GET_SIZE(what.ptr()) != 2) return false;
     ended_.emplace_back(item.peer, std::move(what));
@@ -187,9 +187,9 @@ class Server {
     }
   }
 
-  // ---- outcomes of asynchronous calls
+  // ---- completions of asynchronous calls
 
-  /// Completes an asynchronous call. False: no part of this worker waits for it, or it is no outcome.
+  /// Completes an asynchronous call. Returns false if it has no target or the item is no completion.
   bool complete(WorkItem& item, ScopeGuard& scope) {
     if (item.kind != WorkKind::kCompletion || !item.target) return false;
     scopes_.enter_callbacks();
@@ -219,7 +219,7 @@ class Server {
   ServerCallbacks python_;
   ScopeSetter scopes_;
   RequestServer requests_;
-  std::vector<std::pair<std::int32_t, nb::object>> ended_;  // contexts, to be ended here soon
+  std::vector<std::pair<std::int32_t, nb::object>> ended_;  // ended contexts to clean up
   bool ready_ = false;
 };
 
@@ -239,10 +239,10 @@ PyType_Slot slots[] = {
 }  // namespace
 
 void init_server(nb::module_& m) {
-  nb::class_<Request>(m, "Request", "A request that is parked, for `Server.resume`.");
+  nb::class_<Request>(m, "Request", "Parked request, for `Server.resume`.");
 
   nb::class_<Server>(m, "Server", nb::type_slots(slots),
-                     "Serves the requests that reach a worker, and completes its asynchronous calls, on pool threads.")
+                     "The serving side of a worker: serves requests, completes asynchronous calls.")
       .def(
           "__init__",
           [](Server* self, nb::object engine, nb::object codec, const nb::object& recorder, const nb::object& calls,
@@ -255,14 +255,15 @@ void init_server(nb::module_& m) {
           },
           "engine"_a, "codec"_a, "recorder"_a, "calls"_a, "handlers"_a, "environment"_a, "worker"_a, "scope_type"_a,
           "callback_scope"_a)
-      .def("record_all", &Server::record_all, "on"_a, "Has Python record every request, for the profile of a server.")
+      .def("record_all", &Server::record_all, "on"_a, "Send every request through Python, for a server-side profile.")
       .def("reply", &Server::reply, "connection"_a, "call"_a, "messages"_a,
-           "Answers messages of a backward pass with others. False: the codec cannot encode them.")
-      .def("resume", &Server::resume, "request"_a, "Goes on with a request that was parked.")
+           "Reply to messages of a backward pass with messages.\n\n"
+           "Returns False if the codec cannot encode them.")
+      .def("resume", &Server::resume, "request"_a, "Resume a request that was parked.")
       .def("next", &Server::next, "thread"_a, "start_another"_a,
-           "As `Engine.next`, but serves requests and completes asynchronous calls; (5 nothing, spawn) means: come\n"
-           "again. Calls start_another() when the pool needs one more thread.\n\n"
-           "What it raises is an error of Telegrad's own.");
+           "Process work items until there is one for Python; return it like `Engine.next`.\n\n"
+           "(5 nothing, spawn) means: call again. Calls start_another() when the pool needs one more thread. An\n"
+           "exception is an internal error of Telegrad.");
 }
 
 }  // namespace telegrad::python

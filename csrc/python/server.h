@@ -1,4 +1,4 @@
-// The serving side of a worker: what a pool thread does with requests, and with outcomes of asynchronous calls.
+// The serving side of a worker: pool threads serve requests and complete asynchronous calls.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -10,8 +10,8 @@
 
 namespace telegrad::python {
 
-/// The thread that Python delivers signals to. Found once, but by no static's own initialization: that runs Python
-/// here, which may let another thread in, and that one would wait for the initialization with the GIL.
+/// Returns the id of Python's main thread, in which signal handlers run. Not the initializer of a static: it runs
+/// Python code, during which another thread may take the GIL and wait, with the GIL, for the initialization.
 inline unsigned long main_thread() {
   static std::atomic<unsigned long> known = 0;
   unsigned long id = known.load(std::memory_order_relaxed);
@@ -22,8 +22,8 @@ inline unsigned long main_thread() {
   return id;
 }
 
-/// What the core asks while Python's main thread waits in it. Once a signal handler has raised, the exception is this
-/// thread's: no more may be waited for.
+/// Runs Python's signal handlers while the main thread waits in the core. Once a handler has raised, the exception is
+/// set in this thread, which must not wait again.
 class SignalCheck {
  public:
   std::function<bool()> ask() {

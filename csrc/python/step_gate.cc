@@ -1,9 +1,9 @@
 // Why this is native: a signal handler may raise between any two bytecodes of Python code, and would leave the gate's
-// counts half changed. No bytecode runs here. Signals are asked for only while a thread waits, where the wait is
+// counts half changed. No bytecode runs here. Signal handlers run only while a thread waits; if one raises, the wait is
 // undone.
 //
-// Every method is called with the GIL. The mutex may be taken with the GIL, since no thread asks for the GIL while it
-// holds the mutex.
+// Every method needs the GIL. The mutex may be taken with the GIL, because no thread takes the GIL while it holds the
+// mutex.
 #include "python/step_gate.h"
 
 #include <nanobind/stl/vector.h>
@@ -33,7 +33,7 @@ using Context = std::int64_t;
 
 constexpr auto kSignalCheck = std::chrono::milliseconds(50);  // between two checks while the main thread waits
 
-/// A handler inside.
+/// Handler that is inside the gate.
 struct Reader {
   Context context;
   unsigned long thread;
@@ -96,8 +96,8 @@ class StepGate {
   // ---- steps
 
   struct Turn {
-    std::size_t overtaken;  // handlers of other contexts that are inside
-    bool unread;            // neither they nor the body of another context
+    std::size_t overtaken;  // number of handlers of other contexts that are inside
+    bool unread;            // no handler and no body of another context is inside
   };
 
   Turn begin_step(Context context) {
@@ -165,10 +165,10 @@ class StepGate {
     bool stepping = false;
     std::uint64_t steps = 0;
     std::size_t queued = 0;  // handlers that wait
-    std::size_t due = 0;     // those of them that have waited for a step, which no further one may overtake
+    std::size_t due = 0;     // handlers that have waited during a step; the next step waits for them
   };
 
-  /// In a forked child threads of the parent still count as waiting, and would be waited for.
+  /// Leaks the state in a forked child: its condition variable would wait for threads of the parent.
   struct DeleteState {
     pid_t owner = ::getpid();
     void operator()(State* state) const {
@@ -176,7 +176,7 @@ class StepGate {
     }
   };
 
-  /// A handler that waits. Lives with the mutex held.
+  /// Counts a waiting handler for its scope. Created and destroyed with the mutex held.
   class Queued {
    public:
     explicit Queued(State& state) : state_(state), steps_(state.steps) { ++state_.queued; }
@@ -194,7 +194,7 @@ class StepGate {
     const std::uint64_t steps_;
   };
 
-  /// A step that waits. Lives with the mutex held.
+  /// Registers a waiting step for its scope. Created and destroyed with the mutex held.
   class Waiting {
    public:
     Waiting(State& state, Context context) : state_(state), context_(context) { state_.waiting.push_back(context); }
@@ -216,7 +216,7 @@ class StepGate {
                        [&](const Reader& reader) { return reader.context == context; });
   }
 
-  /// Handlers that a step has to wait for.
+  /// Returns the number of handlers that a step has to wait for.
   std::size_t count_others(Context context, unsigned long thread) const {
     return std::count_if(state_->readers.begin(), state_->readers.end(),
                          [&](const Reader& reader) { return reader.context != context && reader.thread != thread; });
@@ -228,7 +228,7 @@ class StepGate {
   void wait(std::unique_lock<std::mutex>& lock, Ready ready, std::optional<Clock::time_point> deadline) {
     if (ready()) return;
     lock.unlock();
-    const bool takes_signals = PyThread_get_thread_ident() == main_thread();  // may let another thread have the GIL
+    const bool takes_signals = PyThread_get_thread_ident() == main_thread();  // may switch threads
     while (true) {
       {
         const GilReleased released;
@@ -246,7 +246,7 @@ class StepGate {
 
   void block(std::unique_lock<std::mutex>& lock, bool takes_signals, std::optional<Clock::time_point> deadline) {
     const auto now = Clock::now();
-    if (deadline && *deadline <= now) deadline.reset();  // what is missing is the turn, which has no deadline
+    if (deadline && *deadline <= now) deadline.reset();  // another step holds the gate, for which there is no deadline
     if (takes_signals && (!deadline || now + kSignalCheck < *deadline)) deadline = now + kSignalCheck;
     if (deadline) {
       state_->changed.wait_until(lock, *deadline);
@@ -260,7 +260,7 @@ class StepGate {
   const std::unique_ptr<State, DeleteState> state_{new State, DeleteState{}};
 };
 
-/// A context manager of the gate. It is entered once at a time.
+/// Base of the gate's context managers. Not reentrant.
 class Guard {
  public:
   Guard(nb::object gate, Context context)
@@ -277,7 +277,7 @@ class Guard {
   bool entered_ = false;
 };
 
-/// Around code that reads parameters, with the saved-tensor hooks that it runs under.
+/// Context manager for code that reads parameters; installs saved-tensor hooks.
 template <Reader (StepGate::*Enter)(Context), void (StepGate::*Leave)(const Reader&)>
 class ReaderGuard : public Guard {
  public:
@@ -340,7 +340,7 @@ constexpr const char* kExit = "def __exit__(self, *exception: object) -> None";
 }  // namespace
 
 void init_step_gate(nb::module_& m) {
-  nb::class_<StepGate>(m, "StepGate")
+  nb::class_<StepGate>(m, "StepGate", "Lock between steps of optimizers and handlers that read their parameters.")
       .def(nb::init<nb::object, nb::object, double>(), nb::arg("push_hooks"), nb::arg("pop_hooks"), nb::arg("max_wait"))
       .def(
           "handler",
@@ -357,7 +357,7 @@ void init_step_gate(nb::module_& m) {
       .def(
           "step", [](nb::object self, Context context) { return StepGuard(std::move(self), context); },
           nb::arg("context"))
-      .def_rw("max_wait", &StepGate::max_wait, "Seconds that a step waits for handlers inside.")
+      .def_rw("max_wait", &StepGate::max_wait, "Limit in seconds of a step's wait for handlers.")
       .def_prop_ro("handlers", &StepGate::readers)
       .def_prop_ro("bodies", &StepGate::bodies)
       .def_prop_ro("queued", &StepGate::queued)
@@ -379,10 +379,10 @@ void init_step_gate(nb::module_& m) {
       .def("__exit__", &StepGuard::exit, nb::sig(kExit))
       .def_prop_ro(
           "overtaken", [](const StepGuard& guard) { return guard.turn().overtaken; },
-          "Handlers of other contexts that were inside when the step began.")
+          "Number of handlers of other contexts that were inside when the step began.")
       .def_prop_ro(
           "unread", [](const StepGuard& guard) { return guard.turn().unread; },
-          "Neither a handler nor the body of another context was inside.");
+          "Whether no handler or body of another context was inside when the step began.");
 }
 
 }  // namespace telegrad::python

@@ -1,4 +1,4 @@
-// The gate between the steps of optimizers and the handlers that read their parameters.
+// Lock between steps of optimizers and handlers that read their parameters.
 // See autograd/consistency/step_gate.py.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace telegrad::python {
 
-/// `StepGate` and the context managers that it hands out.
+/// Registers `StepGate` and its context managers.
 void init_step_gate(nanobind::module_& m);
 
 }  // namespace telegrad::python

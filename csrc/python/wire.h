@@ -14,9 +14,9 @@ inline constexpr int kBody = Flag::kBody, kMetadata = Flag::kMetadata, kNoGrad =
                      kInference = Flag::kInference, kKeepAs = Flag::kKeepAs, kReceiver = Flag::kReceiver,
                      kLeftOut = Flag::kLeftOut, kMustDeliver = Flag::kMustDeliver;
 
-/// A reply with any of these is completed by Python, except for metadata that only records tensors.
+/// A reply with any of these flags takes the slow path, except for metadata that only records tensors.
 inline constexpr int kSlowReply = kMetadata | kBody | kLeftOut;
-/// A request with any of these is decoded by Python, likewise.
+/// A request with any of these flags takes the slow path, with the same exception.
 inline constexpr int kSlowRequest = kSlowReply | kNoGrad | kInference;
 
 }  // namespace telegrad::python::wire

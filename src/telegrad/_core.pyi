@@ -6,43 +6,49 @@ from typing import Any, Final
 
 class Block:
     """
-    Received memory, 64-byte aligned and writable. It goes back to the pool (or to the peer that lent it) when the last object that uses it is gone.
+    Received memory, 64-byte aligned and writable.
+
+    Its last user returns it to the buffer pool, or to the peer that leased it.
     """
 
     def __len__(self) -> int: ...
 
 class Lent:
     """
-    Memory that a link has lent, 64-byte aligned and writable, for a tensor that is to go over it.
+    Memory leased from a link for a tensor to be sent over it.
+
+    64-byte aligned and writable.
     """
 
 class PoolThread:
-    """A thread of the pool, for `Engine.next`; used by one thread only."""
+    """State of one pool thread in `Engine.next`."""
 
     def __init__(self) -> None: ...
 
 class Memory:
-    """
-    The memory that an engine hands out with messages. It outlives the engine.
-    """
+    """Memory of received messages. It outlives the engine."""
 
     def stats(self) -> dict[Any, Any]:
-        """How much of it is in use, and how much is kept warm."""
+        """Return the counts and bytes of blocks in use and in the cache."""
 
 def release() -> None:
     """
-    Releases Python objects that engines no longer use. Every call of an engine does so; after the end of the last engine this function must.
+    Release Python objects that engines no longer use.
+
+    Every call of an engine does so; needed after the end of the last engine.
     """
 
 class Engine:
     """
-    The native half of one worker: links, calls, threads' sleep. Times are in nanoseconds, a timeout of 0 is infinite.
+    The native part of one worker: connections, calls, queues.
+
+    Times are in nanoseconds; a timeout of 0 is infinite.
     """
 
     def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, max_body: int, max_message: int, shared_memory: int, lanes: int, check_uid: bool) -> None: ...
 
     def listen(self, address: str) -> str:
-        """Listens on an address; returns what peers connect to."""
+        """Listen on an address and return the address that peers connect to."""
 
     def set_peer(self, id: int, name: str, incarnation: int, addresses: Sequence[str]) -> None: ...
 
@@ -52,56 +58,73 @@ class Engine:
 
     def call(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, keep_alive: object | None) -> tuple[Any, ...]:
         """
-        Sends a request and waits. Returns (status, tag, flags, body, segments, peer, why).
+        Send a request and wait.
+
+        Returns (status, tag, flags, body, segments, peer, why).
         """
 
     def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, deferred: bool, target: object, keep_alive: object | None) -> int:
         """
-        Sends a request; its completion goes to the pool with `target`, unless a thread waits for it. If `deferred`, it wakes no thread: without a polling thread it is processed up to 2 ms later. With the flag MUST_DELIVER, the request waits for a connection without limit. Returns the call's id; 0 if the engine has been stopped.
+        Send a request and return the call's id; 0 if the engine has been stopped.
+
+        The completion goes to the pool with `target`, unless a thread waits for it. If `deferred`, it wakes no
+        thread: without a leader it is processed up to 2 ms later. With the flag MUST_DELIVER, the request waits
+        for a connection without limit.
         """
 
     def wait(self, call: int, timeout: int) -> tuple[Any, ...] | None:
         """
-        The outcome of a started call, or None: it went to the pool. Raises what a signal handler raises; an outcome that has come by then waits for the next call of this, which must follow.
+        Wait for the completion of a started call. None: it went to the pool.
+
+        Raises the exception of a signal handler. The caller must then call `wait` again: a completion that has
+        arrived by then is kept for it.
         """
 
     def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None) -> None:
         """
-        Answers a request. The segments' memory may change once this has returned; the list may be emptied.
+        Reply to a request.
+
+        The segments' memory may change once this has returned; the list may be emptied.
         """
 
     def largest_body(self, connection: int) -> int:
         """
-        How many bytes the body of a reply on a connection may have: more than that is left out.
+        Return the size limit in bytes of a reply's body; a larger body is left out.
         """
 
     def lend(self, peer: int, connection: int, size: int) -> object:
         """
-        Returns memory for a tensor of `size` bytes that is sent to a peer: over a connection if that is
-        the peer's (which may be -1), else over the link that requests go over. None if that has none.
+        Lease memory for a tensor of `size` bytes that will be sent to a peer.
 
-        It is handed over as it is with a reply over that connection when nothing else holds it by then; otherwise
-        it is copied.
+        Returns None if the link leases none. The link is that of `connection` if it belongs to the peer (`peer`
+        may then be -1), else the link of requests.
+
+        A reply over this connection transfers it without a copy if no other code holds it by then.
         """
 
     def send(self, peer: int, tag: int, flags: int, body: bytes, segments: object | None) -> bool:
-        """
-        Sends a message that is never answered. False: the peer is known to be gone.
-        """
+        """Send a one-way message. False: the peer is known to have left."""
 
     def next(self, thread: PoolThread) -> tuple[Any, ...] | None:
         """
-        The next thing to do, by a pool thread: blocks; None when the engine has stopped.
+        Block until a work item is ready for this pool thread, and return it.
+
+        Returns None when the engine has stopped.
+
         (0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),
         (2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).
         """
 
     def spawn_failed(self) -> None:
-        """The thread that an item asked for could not be started."""
+        """
+        Report that the thread that a work item asked for could not be started.
+        """
 
     def request_callback(self, delay: int) -> None:
         """
-        Asks for one event of kind 3 in the pool, after a while. Takes no lock: a finalizer may call it at any point.
+        Request one event of kind 3 in the pool after `delay`.
+
+        Takes no lock, so finalizers may call it.
         """
 
     def stop(self, timeout: int) -> None: ...
@@ -113,132 +136,156 @@ class Engine:
 
     def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, timeout: int, nested: bool, never_wait: bool, futures: list[Any]) -> list[int]:
         """
-        Sends the same request to several peers, each with metadata of its own if there are any: its last segment. As
-        `start` for each of them, with its future as the target. The segments' memory may change once this has
-        returned, and no peer waits for another one to take its request.
+        Send one request to several peers, like `start`.
+
+        The target of each is its future. If there is metadata, a peer's own is its last segment. The segments'
+        memory may change once this has returned, and no peer waits for another.
         """
 
 class OtherReply:
-    """A reply to messages of a backward pass that is no list of messages."""
+    """Reply to messages of a backward pass that is no list of messages."""
 
     @property
     def outcome(self) -> object:
-        """As `Engine.call` returns it."""
+        """Completion in the form that `Engine.call` returns."""
 
 class Client:
     """
-    Makes the calls of a worker.
+    The calling side of a worker.
 
-    `to` is a worker's name, id or info. `receiver` is a reference on whose value the owner runs the
-    call: `function` is then None for the value itself, the name of a method, or a function of the
-    value; `introduce` says that the owner may not know the reference. Times are in nanoseconds.
+    `to` is a worker's name, id or info. `receiver` is a reference on whose value the owner runs the call:
+    `function` is then None for the value itself, the name of a method, or a function of the value;
+    `introduce` means that the owner may not know the reference yet. Times are in nanoseconds.
     """
 
     def __init__(self, engine: object, codec: object, recorder: object, calls: object, environment: object) -> None: ...
 
     def call(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: object = None, introduce: bool = False) -> Any:
-        """Runs a function on a peer and waits for its value."""
+        """Run a function on a peer and wait for its value."""
 
     def start(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: object = None, introduce: bool = False, internal: bool = False) -> Any:
-        """Runs a function on a peer; the future of its value."""
+        """Start a function on a peer and return the future of its value."""
 
     def create(self, to: object, function: object | None, args: object | None, kwargs: object | None, timeout: int, local_id: object, creation: object, receiver: object | None = None) -> None:
         """
-        Runs a function on a peer, which keeps the result as the reference of this worker's that has the id.
-        `creation` is called with the outcome after a while, by the pool or a thread that makes a call; its `_call`
-        is set once the request is under way, also if a signal handler raises then.
+        Start a function on a peer, which keeps the result.
+
+        The result is this worker's reference with the id `local_id`. A pool thread, or a thread that makes a
+        call, later calls `creation` with the completion. Its `_call` is set once the request is under way, even
+        if a signal handler raises meanwhile.
         """
 
     def call_request(self, request: object) -> object:
-        """Sends what Python has encoded, as `call`."""
+        """
+        Send a request that Python has encoded and wait for its value, like `call`.
+        """
 
     def start_request(self, request: object, target: object) -> None:
         """
-        Sends what Python has encoded; the outcome is for a future, or what is called with it.
+        Send a request that Python has encoded.
+
+        `target` is a future, or is called with the completion.
         """
 
     def wait(self, future: object, call: int, timeout: int) -> bool:
         """
-        Waits for the outcome of a call, as `Engine.wait`, and completes its future. False: there is none.
+        Wait for the completion of a call, like `Engine.wait`, and complete its future.
+
+        Returns False if the completion went to the pool.
         """
 
     def send_gradients(self, peer: int, messages: object, timeout: int, target: object) -> int:
         """
-        Sends messages of a backward pass. The outcome is for `await_gradients`, or for `target`, which the pool calls with it if no thread takes it. The call's id; 0: the engine has been stopped; NOT_ENCODABLE: nothing has been sent.
+        Send messages of a backward pass and return the call's id.
+
+        The completion goes to `await_gradients`, or to `target`, which the pool calls if no thread waits.
+        Returns 0 if the engine has been stopped, NOT_ENCODABLE if nothing has been sent.
         """
 
     def await_gradients(self, call: int, timeout: int) -> object:
         """
-        Waits for the answer, as `Engine.wait`: messages, `OtherReply`, or None.
+        Wait for the reply, like `Engine.wait`.
+
+        Returns messages, an `OtherReply`, or None if the completion went to the pool.
         """
 
     def complete_many(self, futures: list[Any], calls: list[Any], results: list[Any], notify_when_done: object) -> object:
         """
-        Waits for calls that were begun and completes their futures, in this thread, as their outcomes come. A
-        value that the codec decodes is put into the list of results. A future whose outcome another thread is
-        processing is given to notify_when_done(future), which sees to it that `notify_wait_sets` is called. Returns
-        the first future that failed; None: none did, though other threads may process some. False: another
-        thread waits for one of them, and nothing has been done. Raises what a signal handler raises.
+        Wait for started calls and complete their futures in this thread.
+
+        A value that the codec decodes is also stored in `results`. If another thread is processing the
+        completion of a future, notify_when_done(future) is called, which has to cause a call of
+        `notify_wait_sets`. Returns the first future that failed; None if none did, though other threads may
+        still process some; False, without waiting, if another thread waits for one of them. Raises the
+        exception of a signal handler.
         """
 
     def notify_wait_sets(self) -> None:
         """
-        A future is done whose outcome another thread processed when a thread began to collect.
+        Notify threads in `complete_many` that another thread has completed a future.
         """
 
     def notify_context_ended(self, peer: int, value: object) -> bool:
         """
-        Notifies a peer that an autograd context has ended. False: the codec cannot encode the value.
+        Notify a peer that an autograd context has ended.
+
+        Returns False if the codec cannot encode the value.
         """
 
     NOT_ENCODABLE: Final[int] = ...
     """(arg: object, /) -> int"""
 
 class Request:
-    """A request that is parked, for `Server.resume`."""
+    """Parked request, for `Server.resume`."""
 
 class Server:
     """
-    Serves the requests that reach a worker, and completes its asynchronous calls, on pool threads.
+    The serving side of a worker: serves requests, completes asynchronous calls.
     """
 
     def __init__(self, engine: object, codec: object, recorder: object, calls: object, handlers: object, environment: object, worker: object, scope_type: object, callback_scope: object) -> None: ...
 
     def record_all(self, on: bool) -> None:
-        """Has Python record every request, for the profile of a server."""
+        """Send every request through Python, for a server-side profile."""
 
     def reply(self, connection: int, call: int, messages: object) -> bool:
         """
-        Answers messages of a backward pass with others. False: the codec cannot encode them.
+        Reply to messages of a backward pass with messages.
+
+        Returns False if the codec cannot encode them.
         """
 
     def resume(self, request: Request) -> None:
-        """Goes on with a request that was parked."""
+        """Resume a request that was parked."""
 
     def next(self, thread: PoolThread, start_another: object) -> tuple[Any, ...] | None:
         """
-        As `Engine.next`, but serves requests and completes asynchronous calls; (5 nothing, spawn) means: come
-        again. Calls start_another() when the pool needs one more thread.
+        Process work items until there is one for Python; return it like `Engine.next`.
 
-        What it raises is an error of Telegrad's own.
+        (5 nothing, spawn) means: call again. Calls start_another() when the pool needs one more thread. An
+        exception is an internal error of Telegrad.
         """
 
 class GraphWalk:
     """
-    A walk of torch's graph from several sources, whose nodes and edges it keeps.
+    Traversal of torch's autograd graph from several sources; keeps its nodes.
     """
 
     def __init__(self, kinds: dict[Any, Any], guard_type: object | None = None) -> None:
         """
-        `kinds` has the kind of a node by its type: 0 for those that the walk goes on from, 1 for leaves, which
-        several sources may share, 2 for other ends. `guard_type` is `telegrad.autograd.graph.deep_graph.RecursionGuard`.
+        Create a walk without sources.
+
+        `kinds` maps the type of a node to its kind: 0 for inner nodes, below which the walk continues, 1 for
+        leaves, which several sources may share, 2 for other ends. `guard_type` is
+        `telegrad.autograd.graph.deep_graph.RecursionGuard`.
         """
 
     def walk(self, edges: object) -> tuple[Any, ...]:
         """
-        Walk from the next source. Each edge is a tuple that begins with a node, a leaf's tensor, or None.
-        Return the leaves' tensors that it leads to; the other ends to which no earlier source has led; and of the
-        leaves those to which an earlier source has led, each with the last such source, from 0.
+        Walk from the next source.
+
+        Each edge is a tuple that begins with a node, or a leaf's tensor, or None. Return the tensors of the leaves below it; the recv nodes below it that no earlier source reached; and
+        (tensor, index of the last such source) for each leaf that an earlier source reached.
         """
 
     @property
@@ -247,22 +294,22 @@ class GraphWalk:
 
     @property
     def guard(self) -> object:
-        """The guard of a large graph, or None."""
+        """Guard against deep recursion in a large graph, or None."""
 
     @property
     def nodes(self) -> list[Any]:
-        """All nodes by number; a leaf is its tensor."""
+        """List of nodes by number, with the tensor instead of a leaf's node."""
 
     @property
     def kinds(self) -> list[int]:
-        """The kinds of all nodes by number."""
+        """List of the nodes' kinds by number."""
 
     def starts(self, source: int) -> list[int]:
         """Return the numbers of the nodes of a source's edges; -1 for None."""
 
     def below(self, number: int) -> list[int]:
         """
-        Return the numbers of the nodes to which the edges of a node lead, in their order; -1 for None.
+        Return the numbers of the nodes to which a node's edges lead; -1 for None.
         """
 
     def order(self) -> list[int]:
@@ -271,6 +318,10 @@ class GraphWalk:
         """
 
 class StepGate:
+    """
+    Lock between steps of optimizers and handlers that read their parameters.
+    """
+
     def __init__(self, push_hooks: object, pop_hooks: object, max_wait: float) -> None: ...
 
     def handler(self, context: int, hooks: object | None = None) -> HandlerGuard: ...
@@ -281,7 +332,7 @@ class StepGate:
 
     @property
     def max_wait(self) -> float:
-        """Seconds that a step waits for handlers inside."""
+        """Limit in seconds of a step's wait for handlers."""
 
     @max_wait.setter
     def max_wait(self, arg: float, /) -> None: ...
@@ -315,16 +366,22 @@ class StepGuard:
 
     @property
     def overtaken(self) -> int:
-        """Handlers of other contexts that were inside when the step began."""
+        """
+        Number of handlers of other contexts that were inside when the step began.
+        """
 
     @property
     def unread(self) -> bool:
-        """Neither a handler nor the body of another context was inside."""
+        """
+        Whether no handler or body of another context was inside when the step began.
+        """
 
 def shielded(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """
-    A function of one argument for torch to call. If the interpreter ends while a daemon thread is in it, that
-    thread stops for good: torch's frames around it do not survive the way in which Python ends the thread.
+    Wrap a function of one argument that torch calls.
+
+    If the interpreter finalizes while a daemon thread runs it, that thread blocks forever: torch's C++
+    frames would not survive that Python unwinds the thread's stack.
     """
 
 class Buffer:
@@ -335,53 +392,60 @@ class CodecError(ValueError):
 
 def tensor_dtypes() -> list[Any]:
     """
-    The element types of tensors on the wire: (code, name of the torch dtype).
+    Return the tensor element types on the wire: (code, name of the torch dtype).
     """
 
 def buffer_address(object: object) -> tuple[int, int]:
     """
-    Return address and size in bytes of an object's contiguous buffer, valid while the buffer is exported.
+    Return address and size in bytes of an object's contiguous buffer.
+
+    Valid while the buffer is exported.
     """
 
 class Codec:
     """
-    Encoder and decoder of plain values and CPU tensors: compact bytes and memory out of band.
+    Encoder and decoder of plain values and CPU tensors.
 
-    Codec-encodable are None, bool, int, float, complex, str, bytes, tuple, list, dict, dense CPU
-    tensors and the registered types; subclasses are not.
+    The result is compact bytes and memory out of band. Codec-encodable are None, bool, int, float, complex,
+    str, bytes, tuple, list, dict, dense CPU tensors and the registered types; subclasses are not.
     """
 
     def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None, watch_cut: object | None = None, is_watched: object | None = None) -> None: ...
 
     def register(self, type: type, code: int, pack: object, unpack: object) -> None:
         """
-        Encode objects of exactly `type` as the plain value pack(object), and decode them as unpack(value).
+        Register functions that encode and decode objects of exactly `type`.
 
-        pack runs once for each object, after the rest of the message has been encoded. Raises ValueError if the
-        type or the code is taken.
+        They are encoded as the plain value pack(object), and decoded as unpack(value). pack runs once for each
+        object, after the rest of the message has been encoded. Raises ValueError if the type or the code is
+        taken.
         """
 
     def encode(self, object: object) -> tuple[bytes, list[tuple[int, int, object]]] | None:
         """
-        Return body and segments (address, size in bytes, owner) of `object`, or None if it is not encodable.
+        Return body and segments of `object`, or None if it is not encodable.
 
-        Also None if encoding would lose shared identity: a container met twice, tensors over the same memory.
-        The memory of a segment must not be read after its owner is dropped. Errors of pack are passed on.
+        A segment is (address, size in bytes, owner). Also None if encoding would lose shared identity: a
+        container met twice, tensors over the same memory. The memory of a segment must not be read after its
+        owner is dropped. Errors of pack are passed on.
         """
 
     def encode_recorded(self, object: object) -> tuple[bytes, list[tuple[int, int, object]], list[object]] | None:
         """
-        Encode like `encode`; also return the tensors that require grad, in the order of `decode`.
+        Encode like `encode`; also return the tensors that require grad.
 
-        Objects of exactly `parameter_type` that require grad are encoded as such tensors.
+        They are in the order of `decode`. Objects of exactly `parameter_type` that require grad are encoded as
+        such tensors.
         """
 
     def decode(self, body: bytes | bytearray | memoryview, segments: Sequence[object], wrap: Callable[..., Sequence[object]] | None = None) -> object:
         """
-        Return the object that was given to `encode`. Segments are writable buffers; tensors use their memory.
+        Return the object that was given to `encode`.
 
-        With `wrap`, tensors that require grad are made without, and given to wrap as one list unless there are
-        none. The tensors that wrap returns are used instead.
+        Segments are writable buffers; tensors use their memory.
+
+        With `wrap`, tensors that require grad are created without it and passed to wrap(list) in one list,
+        unless there are none; the tensors that it returns are used instead.
 
         Raises CodecError if body and segments are malformed; errors of unpack are passed on.
         """
