@@ -43,7 +43,7 @@ class AutogradHooks(Protocol[C]):
         """
 
     def rollback(self, context: C, message: int, peer: int) -> None:
-        """Undo `carry` for a request that was not sent."""
+        """Undo `on_send` for a request that was not sent."""
 
     # ---- received messages
 
@@ -67,7 +67,7 @@ class AutogradHooks(Protocol[C]):
         """Handle the notification of a peer that a context has ended."""
 
     def on_request(self, asked: object, flags: int, body: Body, segments: list[Buffer]) -> None:
-        """Handle gradients from a peer: a request that gets a reply in any case."""
+        """Handle a request with gradients from a peer; always reply."""
 
     def on_gradients(self, peer: int, connection: int, call: int, deadline: int, message: object) -> None:
         """Handle gradients that the core has decoded."""

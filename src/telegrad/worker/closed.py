@@ -79,7 +79,7 @@ class ClosedEngine:
     notify_wait_sets: Callable[..., None] = _noop
 
     def lend(self, *_: object) -> None:
-        """Return None: there is no link that could lend memory."""
+        """Return None: there is no link that could lease memory."""
 
     def largest_body(self, *_: object) -> int:
         """Return 0: there is no connection."""

@@ -22,7 +22,7 @@ from telegrad.worker.serving.handlers import RequestInfo
 
 __all__ = ["ENVIRONMENT", "NOT_ENCODABLE", "OtherReply", "make_engine", "make_server"]
 
-NOT_ENCODABLE: int = _core.Client.NOT_ENCODABLE  # see there
+NOT_ENCODABLE: int = _core.Client.NOT_ENCODABLE  # returned by `Client.send_gradients`
 OtherReply: type[_core.OtherReply] = _core.OtherReply
 
 _SECOND = 1_000_000_000

@@ -22,7 +22,7 @@ _GRACE = 0.2  # s for daemon threads to end after their calls failed at interpre
 
 
 def register(worker: object) -> None:
-    """Have the worker closed at process exit, unless the program closes it before."""
+    """Register a worker to be closed at process exit, unless the program closes it."""
     live_workers.add(worker)
     if os.getpid() not in _exits and _is_forked_by_multiprocessing():
         _exits.add(os.getpid())
@@ -58,7 +58,7 @@ def _close_at_exit() -> None:
     log_unread()
 
 
-# Handlers run in reverse order, so handlers that the program registers later still have the worker.
+# Handlers run in reverse order, so handlers that the program registers later can still use the worker.
 atexit.register(_close_at_exit)
 
 

@@ -74,7 +74,7 @@ def caller_flags() -> int:
 def caller_state() -> Autocast:
     """Return autocast of the calling thread as (device, dtype) pairs; None if off.
 
-    A further pair says that the thread caches no casts of weights.
+    A further pair means that the thread caches no casts of weights.
     """
     if not autocast_is_on():
         return None
@@ -109,7 +109,7 @@ def handler_state(flags: int, autocast: Autocast) -> Iterator[None]:
 
 
 def _reset_autocast() -> None:
-    """Reset what stays set when autocast is switched off: dtypes, and caching."""
+    """Reset autocast's dtypes and caching, which stay set when autocast is disabled."""
     torch.set_autocast_cache_enabled(True)
     for device, dtype in zip(AUTOCAST_DEVICES, _AUTOCAST_DTYPES, strict=True):
         if torch.get_autocast_dtype(device) != dtype:

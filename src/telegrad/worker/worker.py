@@ -84,7 +84,7 @@ class Worker:
         self.members: Members = Members(info, self._read_store)
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None  # the thread in `close`
-        self._close_done = threading.Event()  # closed, and no thread is waited for any more
+        self._close_done = threading.Event()  # set once closed and all waits for threads have ended
         self.shutdown_lock: threading.Lock = threading.Lock()  # held during a graceful shutdown
 
         listen, host = addresses.listen_addresses(options, store_at, info.name)
@@ -317,7 +317,7 @@ class Worker:
         second call waits for the first, unless the first waits for its thread.
 
         Args:
-            interrupted: Ctrl+C ended the program, so no warnings are needed.
+            interrupted: Ctrl+C ended the program: log no warnings.
         """
         with self._close_lock:
             first, self.closed = not self.closed, True

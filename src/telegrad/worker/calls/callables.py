@@ -46,7 +46,7 @@ def find_builtin(function: object) -> str | None:
 
 
 def run(function: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> object:
-    """Call a function; a torch operator gets to report wrong arguments."""
+    """Call a function; for wrong arguments, raise a torch operator's own error."""
     try:
         return function(*args, **kwargs)
     except TypeError as e:

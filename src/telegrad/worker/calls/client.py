@@ -1,7 +1,7 @@
-"""Caller's side: what the native client (csrc/bind/client.cc) leaves to Python.
+"""The caller's slow path: calls that the native client leaves to Python.
 
 The client resolves, encodes, sends and completes a call. If the codec cannot encode or decode a message, the client
-calls `Calls.encode_slow` or `Calls.result`.
+(csrc/python/client.cc) calls `Calls.encode_slow` or `Calls.result`.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, str]
 
 
 class CallForm(NamedTuple):
-    """Call that the native client cannot encode, as far as the client has resolved it."""
+    """Call that the native client has resolved but cannot encode."""
 
     peer: int
     function: object  # with a receiver: None for its value, the name of a method, or a function of the value
@@ -164,8 +164,10 @@ class Calls:
             label = "to_here" if function is None else "the type of a value" if function is type else function
             keep = receiver
         if call.keep_as is not None:
-            flags |= _KEEP_AS | _MUST_DELIVER  # it leaves even if it times out first: others may know of the reference
-            target = RRefId(self.worker_id, call.keep_as)  # in the metadata, too: the body may not be decoded there
+            flags |= _KEEP_AS | _MUST_DELIVER  # sent even after a timeout: others may know the reference
+            target = RRefId(
+                self.worker_id, call.keep_as
+            )  # in the metadata, too: the callee may fail to decode the body
             if pickler is None:
                 parts, body = (*parts, "the local id"), (*body, call.keep_as)
         if receiver is not None:
@@ -252,14 +254,14 @@ class Calls:
         if is_interrupt(error):  # complete the future first
             raise error
 
-    def result(self, outcome: Outcome, call: CallSummary) -> Any:
+    def result(self, completion: Outcome, call: CallSummary) -> Any:
         """Return the value of a completed call, or raise its exception.
 
         Args:
             completion: Completion as the engine returns it.
             call: (peer, the function or its name, timeout in ns).
         """
-        status, tag, flags, body, segments, _, why = outcome
+        status, tag, flags, body, segments, _, why = completion
         peer, label, timeout = call
         if status == _REPLIED:
             messages = self.messages

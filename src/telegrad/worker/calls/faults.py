@@ -45,7 +45,7 @@ def start(calls: Sender, request: Request, target: CallFuture[object] | Creation
     Args:
         calls: Calls of the sender.
         request: The encoded request.
-        target: A future, or a creation, which provides a future for this.
+        target: A future, or a creation, which then creates a future.
     """
     assert calls.send_filter is not None
     assert calls.delay is not None

@@ -35,9 +35,8 @@ Deferred: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
 class CallFuture(torch.futures.Future[T]):
     """Future of a call's result, generic in the type of the result.
 
-    ``rpc_async`` and related functions create it. Waiting for it polls the network in the waiting thread, so no other
-    thread passes on the result. It completes even if no thread waits; then callbacks run on a pool thread of the
-    worker.
+    ``rpc_async`` and related functions create it. Waiting for it polls the network in the waiting thread, which saves a
+    thread switch. It completes even if no thread waits; then callbacks run on a pool thread of the worker.
 
     Created by `CallFuture(NO_DEVICES)`, because torch's own Python constructor costs more than the rest of a future.
 
@@ -152,7 +151,7 @@ class CallFuture(torch.futures.Future[T]):
         """Run a callback when the call has ended, or now if it has.
 
         Args:
-            callback: Gets this future. `then` says in which thread it runs. Torch prints exceptions of the callback.
+            callback: Gets this future. See `then` for its thread. Torch prints exceptions of the callback.
         """
         self._has_callbacks = True
         super().add_done_callback(_core.shielded(bind_scope(callback)))

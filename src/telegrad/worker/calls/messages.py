@@ -3,7 +3,7 @@
 A message with references has metadata: a last segment with their tickets (so that the tickets count even if the body
 cannot be decoded), the reference to create, and the caller's autocast state. The body names a reference by its index
 among the tickets. In an autograd context, the metadata also names the context, and the id under which both ends record
-the tensors that require grad. A profiled request and its reply carry a trace there.
+the tensors that require grad. In a profiled request and its reply, the metadata has a trace.
 
 Both ends count tickets and requests in contexts. So such a message is delivered even if its caller has stopped waiting
 (`Flag.MUST_DELIVER`).

@@ -30,8 +30,7 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]: ...
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
     """Wait for all of these futures, or for the first that fails.
 
-    The waiting thread polls the network, as in ``wait`` of one future, so no other thread passes on results. If one of
-    the
+    The waiting thread polls the network, as in ``wait`` of one future, which saves thread switches. If one of the
     futures has callbacks, the thread only waits: a callback may wait for other futures of the list, so callbacks run on
     pool threads of the worker.
 

@@ -59,7 +59,7 @@ class References:
         first_id: First local id; no earlier incarnation may have used it or a later one.
         name_of: Returns a worker's name by its id.
         send: Sends a plain value to a peer; the third argument is the kind of message.
-        request_callback: Has a pool thread call `collect`. Must be safe in a finalizer.
+        request_callback: Makes a pool thread call `collect`. Must be safe in a finalizer.
         make_handle: Creates the Python object of a received reference from (id, owner, (sender, fork)).
     """
 
@@ -158,13 +158,13 @@ class References:
         return rref
 
     def created(self, rref: RRefId) -> None:
-        """Handle the owner's confirmation that the value, or its failure, is in place."""
+        """Handle the owner's confirmation that it has stored the value or its failure."""
         with self.lock:
             deferred = self._apply(self.table.created(rref))
         self._run_deferred(deferred)
 
     def finish_creation(self, creation: CreationTarget, created: bool) -> bool:
-        """Handle the end of a creating call; `created` says that the owner has confirmed.
+        """Handle the end of a creating call; `created` if the owner has confirmed it.
 
         Returns False, without effect, if `begin_create` has not run yet.
         """
@@ -445,4 +445,4 @@ class References:
 
 
 def _free(_: OwnedValue) -> None:
-    """Drop the last use of a value, without any lock held."""
+    """Drop the last reference to a value, without any lock held."""

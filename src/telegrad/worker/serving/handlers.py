@@ -1,7 +1,7 @@
-"""Callee's side: what the native server (csrc/bind/server.cc) leaves to Python.
+"""The callee's slow path: requests that the native server leaves to Python.
 
-The server decodes and runs a request, and replies. Python takes part if the codec cannot decode or encode, if the
-caller's torch state has to be entered, or if a result or an error is deferred.
+The server (csrc/python/server.cc) decodes and runs a request, and replies. Python takes part if the codec cannot decode
+or encode, if the caller's torch state has to be entered, or if a result or an error is deferred.
 """
 
 import logging
@@ -107,7 +107,7 @@ class SlowRequest:
         """Return the body: ([function,] args, kwargs[, local id to keep][, receiver])."""
         flags, metadata = self.flags, self.metadata
         body = self._handlers.messages.decode(flags, self._body, self._segments, metadata.handles, metadata.wrap)
-        self._segments.clear()  # the arguments alone have it: a result that is one of them is returned without a copy
+        self._segments.clear()  # the arguments are the only holders: one of them can be returned without a copy
         if flags & _BODY == _CUSTOM and self.target is not None:
             return (*body, self.target[1])
         return body
@@ -167,7 +167,7 @@ class Handlers:
         return len(self._deferred)
 
     def update_recording(self) -> None:
-        """Record requests, or stop recording, for the profile of a server."""
+        """Start or stop recording all requests, for a server-side profile."""
         self.worker.server.record_all(tracing.observer.serving)
 
     # ---- requests
@@ -261,7 +261,7 @@ class Handlers:
     # ---- results
 
     def reply_when_done(self, info: RequestInfo, slow: SlowRequest | None, result: object, function: object) -> None:
-        """Answer with what a coroutine returns, or a future holds, when it is there."""
+        """Reply with the result of a coroutine or future once it is done."""
         if process_hooks.forked:
             process_hooks.leave_child(None)
         key = (info.connection, info.call)
