@@ -1,7 +1,7 @@
 """The record of one worker in one autograd context: sends, receipts, gradients.
 
 Data only. `recording.py` fills it while the forward pass runs. A `BackwardPass` reads it while `backward` runs, and
-adds to `gradients`. No record keeps the data of a sent tensor alive: an edge holds the node that made the tensor.
+adds to `gradients`. No record keeps the data of a sent tensor alive: an edge holds the node that created the tensor.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from telegrad.errors import NotInitialized
 
 __all__ = ["ID_BITS", "Contexts"]
 
-ID_BITS = 48  # of the id of a context or message; the bits above are the id of the worker that made it
+ID_BITS = 48  # of the id of a context or message; the bits above are the id of the worker that assigned it
 _MAX_TOMBSTONES = 4096  # a request that timed out may never have left, so some counts never match
 
 

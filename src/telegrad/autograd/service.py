@@ -50,7 +50,7 @@ class Autograd:
             calls.send_filtered("Cleanup", False, peer, partial(calls.client.notify_context_ended, peer, ended))
 
     def on_ended(self, peer: int, notification: tuple[int, int]) -> None:
-        """Process a peer's notification of an end: (context id, number of requests)."""
+        """Process a peer's notification that a context has ended: (context id, requests)."""
         context_id, requests = notification
         self.contexts.on_ended(peer, context_id, requests)
 

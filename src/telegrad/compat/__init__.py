@@ -2,8 +2,8 @@
 
 `install` redirects torch's names to Telegrad's in this process: ``torch.distributed.rpc`` and ``.autograd``,
 ``torch.distributed.optim.DistributedOptimizer`` and ``torch.distributed.nn.RemoteModule``, however they are imported
-afterwards. ``telegrad run --drop-in program.py`` does the same from outside, also in every process that the program
-starts.
+afterwards. ``telegrad run --drop-in program.py`` does the same without a change to the program, also in every process
+that the program starts.
 
 The modules below this one replace torch's. Their public names are the very objects of `telegrad.rpc`; the private
 names that programs use are added.

@@ -1,6 +1,6 @@
 """Replacement of ``torch.distributed.nn.api.remote_module`` in a drop-in.
 
-Programs written for torch may rely on what its `RemoteModule` refuses, and on the attributes of its objects after they
+Programs written for torch may rely on the errors of its `RemoteModule`, and on the attributes of its objects after they
 were sent. This class refuses the same methods and has the same attributes. Queries of a containing module are
 supported, so its ``parameters()``, ``state_dict()`` and so on work where torch's fail.
 """

@@ -21,7 +21,7 @@ _COLLECTIVES = (
     "scatter",
 )
 
-__all__ = ["RemoteModule", "functional", *_COLLECTIVES]  # noqa: PLE0604  # strings, all of them
+__all__ = ["RemoteModule", "functional", *_COLLECTIVES]  # noqa: PLE0604  # all are strings
 
 
 def __getattr__(name: str) -> Any:

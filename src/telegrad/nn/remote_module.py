@@ -262,7 +262,7 @@ class RemoteModule(nn.Module):
         state, metadata = self._sync(owner.state_of, self.is_device_map_set)
         destination.update({prefix + key: value for key, value in state.items()})
         if hasattr(destination, "_metadata"):
-            # The keys of a local module, and the whole once more: loading does not pass submodules' metadata on.
+            # The keys of a local module, and all metadata again: loading does not pass on that of submodules.
             noted = {prefix + key if key else prefix[:-1]: dict(value) for key, value in metadata.items()}
             noted.setdefault(prefix[:-1], {})[_METADATA] = metadata
             destination._metadata.update(noted)

@@ -1,4 +1,4 @@
-"""Profiler of the process, which the call path asks whether to record.
+"""Profiler of the process; the call path asks it whether to record.
 
 There is one for the process, as torch's profilers are.
 """

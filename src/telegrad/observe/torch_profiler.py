@@ -33,7 +33,7 @@ profiler_enabled: Callable[[], bool] = _native._profiler_enabled  # of either ki
 legacy: Any  # the module; None where torch has removed it, as it has announced
 try:
     from torch.autograd import profiler_legacy as legacy
-except ImportError:  # then calls are shown all the same, the operators of their callees are not
+except ImportError:  # then profiles show calls but no operators of their callees
     legacy = None
 Legacy: Any = getattr(legacy, "profile", None)
 enable_legacy: Any = getattr(_native, "_enable_profiler_legacy", None)

@@ -27,7 +27,7 @@ class DistributedOptimizer:
 
     Each owner of parameters gets its own ordinary optimizer. A step runs on all owners at the same time. Any number of
     trainers may have optimizers of the same parameters, and step them while others run forward and backward passes;
-    ``docs/optim.md`` says what each of them sees.
+    see ``docs/optim.md`` for the values that each of them sees.
 
     Args:
         optimizer_class: any class of ``torch.optim``, or another with its interface: called on each owner with that

@@ -167,8 +167,8 @@ def between_steps() -> AbstractContextManager[None]:
     """Return a context manager that holds off steps of this worker's parameters.
 
     It holds off every `DistributedOptimizer`, as handlers that run in a context do: for evaluation, or to read all
-    parameters at one moment. Steps wait meanwhile, so keep it short. A step that has waited for 20 s takes effect all
-    the same (docs/optim.md). A step within the block, on the same thread, does not wait.
+    parameters at one moment. Steps wait meanwhile, so keep it short. A step that has waited for 20 s takes effect
+    nevertheless (docs/optim.md). A step within the block, on the same thread, does not wait.
 
     Raises:
         RuntimeError: this process has not joined a group.

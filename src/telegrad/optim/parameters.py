@@ -136,7 +136,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _in_use(tensor: torch.Tensor) -> bool:
     """Return whether anything but this tensor refers to its memory."""
-    if _count_uses is None:  # unknown, so assume the worst
+    if _count_uses is None:  # unknown: assume that it is in use
         return True
     uses, references = _count(tensor)
     return uses > _ALONE[0] or references > _ALONE[1]

@@ -39,7 +39,7 @@ class Group(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A worker's local graph, as far as the schedule needs it."""
+    """The parts of a worker's local graph that the schedule needs."""
 
     sources: Mapping[int, int]  # id of each send recorded here, or ROOT -> its bit number
     groups: tuple[Group, ...]  # by number of sources, smallest first: a group's subsets come before it

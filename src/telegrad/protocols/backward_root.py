@@ -6,7 +6,7 @@ in flight and no stage is running. Proof: suppose a message is in flight or bein
 - If the report of that event has arrived, the message is in the multiset, and no report has removed it.
 - Otherwise the message that caused that event is not reported as consumed, because one report has both. That message is
   in the multiset, or the report of its own producer is missing. The argument repeats back to the root's own sends,
-  which are entered when they are made.
+  which are entered when they are sent.
 
 A message that is consumed before the report of its production arrives counts -1, so the multiset is not empty either.
 """

@@ -54,7 +54,7 @@ class Add(NamedTuple):
 class Added(NamedTuple):
     """Owner -> user: one token is counted for the receiver.
 
-    The value may have failed all the same; a request for the value reports that.
+    The value may have failed nevertheless; a request for the value reports that.
     """
 
     rref: RRefId

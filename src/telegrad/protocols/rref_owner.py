@@ -5,7 +5,7 @@
         `--Abandon, or the creator is lost--> LOST (--accept_create--> CREATING, if the creator had returned)
 
 An entry ends, with `Delete`, as soon as no worker holds a token of it, no local handle is left and its function does
-not run (invariant O1). The creation makes the entry, or the first reference to it if that arrives earlier.
+not run (invariant O1). The creation adds the entry, or the first reference to it if that arrives earlier.
 """
 
 from .rref_messages import (
@@ -150,7 +150,7 @@ class Owners:
     # ---- rules ----------------------------------------------------------------------------------------------------
 
     def _expect(self, rref: RRefId) -> OwnerEntry:
-        """Make a placeholder for an unknown reference.
+        """Add a placeholder for an unknown reference.
 
         The reference is not created yet, or was deleted after a loss. Without losses it is always the former, because a
         parent outlives its child's Add (G2). Only the creator knows, so the owner asks it (`Expect`) and keeps no

@@ -16,8 +16,8 @@ from telegrad.errors import NotInitialized, RRefError, TelegradError
 from telegrad.rpc import internal
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import (
-    _thread_local_var,  # noqa: F401  # torch has it here
-    _wait_all,  # noqa: F401  # this, too
+    _thread_local_var,  # noqa: F401  # as in torch's module
+    _wait_all,  # noqa: F401  # as in torch's module
     call,
     remote,
     rpc_async,

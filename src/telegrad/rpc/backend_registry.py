@@ -1,4 +1,4 @@
-"""The backends that ``init_rpc`` can start, by name.
+"""Registry of the backends that ``init_rpc`` can start, by name.
 
 Telegrad has one backend, under the name that programs ask for: ``TENSORPIPE``. Tests (the faulty agent) and programs
 register others.

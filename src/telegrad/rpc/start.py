@@ -71,7 +71,7 @@ def init_rpc(
             ``env://``, if a launcher like torchrun has set them; ``ranks_from_environment`` of ``Options`` switches
             that off. Without a world size the group is dynamic: workers join and leave at any time.
         rpc_backend_options: ``telegrad.rpc.Options``, or torch's ``TensorPipeRpcBackendOptions``.
-        store: a c10d store to meet at, instead of ``init_method``.
+        store: a c10d store for the rendezvous, instead of ``init_method``.
 
     Raises:
         RuntimeError: this process has joined already, a name or rank is taken, the numbers of workers differ, or some

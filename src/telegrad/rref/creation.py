@@ -28,7 +28,7 @@ _UNREAD = "use its reference"
 class PendingCreation:
     """Completion target of the call that creates a value.
 
-    A pool thread, or a thread that makes a call, calls it with the outcome. Most creations have no future; one is
+    A pool thread, or a thread that makes a call, calls it with the completion. Most creations have no future; one is
     created on demand. The call may end before its reference is registered; then its result is kept until then.
 
     Args:
@@ -45,26 +45,26 @@ class PendingCreation:
         self._worker = worker
         self._request: tuple[int, Callable[..., object] | str, int] = request
         self.rref: RRefId | None = None  # set by the registration
-        self.early_result: tuple[BaseException | None, bool] | None = None  # for `finish`, before the registration
+        self.early_result: tuple[BaseException | None, bool] | None = None  # arguments of an early `finish`
         self._calls: Calls = worker.calls
         self._call = 0
         self.ended: bool = False
         self._is_used = False
         self.failure: Failure | None = None
         self._future: CreationFuture | None = None
-        self._incomplete_future: CreationFuture | None = None  # the same, until it is completed
+        self._incomplete_future: CreationFuture | None = None  # until it is completed
         self._span: Span | None = None
         self.scripted: bool = False
         self._delayed: CallFuture[None] | None = None
 
     def __call__(self, outcome: Outcome) -> None:
-        """Process the outcome of the call; the pool completes the future."""
+        """Process the completion of the call; the pool completes the future."""
         self.on_outcome(outcome)
         if self._incomplete_future is not None:
             self._worker.pool.submit(self.complete)
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """Process the outcome of the call, without completing the future."""
+        """Process the completion of the call, without completing the future."""
         if outcome[0] == _REPLIED and outcome[1] == _CREATED and not outcome[2] & _SLOW_FLAGS:
             if self._span is not None or not self._worker.references.finish_creation(self, True):
                 self.finish(None)
@@ -105,7 +105,7 @@ class PendingCreation:
     # ---- past the interceptors
 
     def attach(self, span: Span) -> None:
-        """Have a span of a profile end with the call."""
+        """End a profile's span when the call ends."""
         self._span = span
 
     def delayed(self, scripted: bool) -> CallFuture[None]:
@@ -137,7 +137,7 @@ class PendingCreation:
 
     @property
     def value_class(self) -> type | None:
-        """The class that is called to create the value, if the function is a class."""
+        """Class that is called to create the value; None if the function is no class."""
         function = self._request[1]
         return function if isinstance(function, type) else None
 
@@ -179,7 +179,7 @@ class PendingCreation:
 
 
 class CreationFuture(CallFuture[None]):
-    """The future of a creation. Reading it counts as a use of the reference."""
+    """Future of a creation. Reading it counts as a use of the reference."""
 
     __slots__ = ("creation",)
     creation: PendingCreation
@@ -197,6 +197,6 @@ class CreationFuture(CallFuture[None]):
         return super()._failed(error) if failure is None else failure
 
     def __call__(self, outcome: Outcome) -> None:
-        """Process the outcome, in the thread that waits for it."""
+        """Process the completion, in the thread that waits for it."""
         self.creation.on_outcome(outcome)
         self.creation.complete()

@@ -64,7 +64,7 @@ class RRefProxy(Generic[R_co]):
 class RemoteMethod(partial[R]):
     """A method of a referenced value, ready to be called.
 
-    Any other use of it is an error with a hint how to read an attribute. (Under the drop-in it may be compared and is
+    Any other use raises an error with a hint how to read an attribute. (Under the drop-in it may be compared and is
     true, like torch's ``functools.partial`` objects.)
     """
 

@@ -1,7 +1,8 @@
 """Warning about gradients that end at a tensor received from another worker.
 
-Outside of an autograd context a tensor that requires grad arrives as a leaf. If a graph on the sender made it,
-`loss.backward()` fills the leaf's `.grad` on the receiver and never reaches that graph. So the sender trains nothing.
+Outside of an autograd context a tensor that requires grad arrives as a leaf. If it is the result of a graph on the
+sender, `loss.backward()` fills the leaf's `.grad` on the receiver and never reaches that graph. So the sender trains
+nothing.
 """
 
 import os

@@ -246,9 +246,9 @@ def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> R
     if isinstance(maker, type) and issubclass(maker, Exception):
         maker = maker_of(maker)
     exc = maker(*args)
-    if isinstance(exc, Exception) and not isinstance(exc, RemoteError):  # made by a function instead of its class
+    if isinstance(exc, Exception) and not isinstance(exc, RemoteError):  # created by a function instead of its class
         exc.__class__ = _remote_class(type(exc))  # type: ignore[arg-type]  # types are hashable
-    if not isinstance(exc, RemoteError):  # __reduce__ made another object
+    if not isinstance(exc, RemoteError):  # __reduce__ created another object
         raise TypeError(f"what {packed.type_name} pickles as{_NOT_RAISED_AGAIN}")
     if state and state[0] is not None:
         _restore(exc, state[0])
@@ -265,7 +265,7 @@ def _restore(exc: RemoteError, state: Any) -> None:
 
 
 def _without_constructor(original: type[Exception]) -> Callable[..., RemoteError]:
-    """Return a function that makes an exception without calling its constructor.
+    """Return a function that creates an exception without calling its constructor.
 
     Needed if the constructor does not accept the exception's ``args``, for example ``__init__(self, a, b)`` that passes
     one text to ``super().__init__``. The attributes are restored with ``__dict__``.

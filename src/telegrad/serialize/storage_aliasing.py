@@ -1,8 +1,8 @@
 """Segments of the tensors of one message, with storage aliasing preserved.
 
 Tensors that share memory on the sender share it on the receiver too, and a view is sent without the rest of its base.
-For this the tensors of each storage are grouped into *islands*: disjoint intervals of memory. An island is one segment.
-Islands of one storage may be sent separately, because writes to one are not visible in another.
+For this the tensors of each storage are grouped into *alias sets*: disjoint intervals of memory. An alias set is one
+segment. Alias sets of one storage may be sent separately, because writes to one are not visible in another.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from telegrad.serialize.tensor_layout import (
 Segment: TypeAlias = tuple[int, int, object]  # address, size in bytes, owner of the memory
 
 NO_MEMORY = -1
-# Bytes. If an island begins at a multiple of this, offsets in it are multiples of each tensor's element size.
+# Bytes. If an alias set begins at a multiple of this, offsets in it are multiples of each tensor's element size.
 LARGEST_ELEMENT = 16
 
 
@@ -41,7 +41,7 @@ class TensorSlot(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """Tensor of an island."""
+    """Tensor of an alias set."""
 
     begin: int  # address of the first element
     end: int  # address past the last one

@@ -119,7 +119,7 @@ def clone_exception(exc: BaseException) -> BaseException:
         again = copy.copy(exc)
         if type(again) is not type(exc):
             raise TypeError(f"a copy of {type_name(type(exc))} has another type")
-    except Exception:  # the class cannot be made from the args
+    except Exception:  # the class does not accept the args
         return exc.with_traceback(None)
     set_cause(again, again.__cause__ or exc.__cause__)  # setting a cause also hides the context
     return again

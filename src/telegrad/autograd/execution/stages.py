@@ -6,9 +6,9 @@ of the call, one by one in this order. The engine adds them, reduces broadcast d
 the only order that it supports.
 
 The gradient of a *cut edge* U -> M is read from U's grad_inputs by a hook on U during the call. M is no input of the
-engine, because capturing it runs M's tensor hooks on part of the gradient. The engine has a node written in C++ compute
-only what leads to an input. If such a U therefore gives nothing for M, it is called once more outside of the engine,
-which runs no hooks. (A Python function computes all its gradients.)
+engine, because capturing it runs M's tensor hooks on part of the gradient. In the engine, a node written in C++
+computes only gradients that lead to an input. If such a U therefore computes none for M, it is called once more outside
+of the engine, which runs no hooks. (A Python function computes all its gradients.)
 
 A leaf's gradient is captured and goes to `SharedLeaves` or the context. Partial gradients of several stages are added
 first; the engine adds them if the leaf has tensor hooks, which must get the sum.

@@ -71,7 +71,7 @@ class RecursionGuard:
         gc.disable()
 
     def checkpoint(self, node: Node, nexts: Iterable[tuple[Node | None, int]]) -> int:
-        """Have a node hold its next nodes.
+        """Make a node hold its next nodes.
 
         Args:
             node: The node.

@@ -116,7 +116,7 @@ class BackwardManager:
                 task.on_messages(request.peer, cast("list[WireMessage]", reply))
             elif reply is None and not request.done and time.monotonic_ns() >= until:
                 continue  # no reply yet
-            task.pending_requests.popleft()  # processed, or a pool thread has it
+            task.pending_requests.popleft()  # processed, or taken by a pool thread
 
     def _time_out(self, task: PassTask, timeout: int) -> None:
         what = f"a backward pass in autograd context {task.context.id}"

@@ -50,7 +50,7 @@ class PassResult:
             self._event.set()
 
     def wait(self, nanoseconds: int) -> None:
-        """Block until the pass has ended, or the time is over."""
+        """Block until the pass has ended, or the timeout has expired."""
         if self._event is None:
             self._event = threading.Event()
         if not self.done:
@@ -240,7 +240,7 @@ class PassTask:
 
 
 class PendingRequest:
-    """Completion target of messages that were sent to a peer: called with the outcome."""
+    """Completion target of messages that were sent to a peer."""
 
     call: int = 0
     done: bool = False

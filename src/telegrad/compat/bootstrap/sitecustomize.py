@@ -2,7 +2,7 @@
 
 See telegrad.compat.child_environment. It has no effect until torch is imported. Then Telegrad replaces torch's RPC
 modules before the importing program sees them. PYTHONPATH reaches every interpreter, so this module uses only the
-standard library and does no harm in an interpreter without Telegrad.
+standard library and has no effect in an interpreter without Telegrad.
 """
 
 import importlib.util

@@ -55,7 +55,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 class FaultyTensorPipeAgent(Agent):
-    """Worker of the backend ``FAULTY_TENSORPIPE``, as any other but for its class."""
+    """Worker of the backend ``FAULTY_TENSORPIPE``; only its class is different."""
 
 
 from telegrad.compat.rpc._testing import faulty_agent_backend_registry  # noqa: E402, F401  # it needs these classes
