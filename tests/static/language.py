@@ -15,6 +15,7 @@ PRONOUNS_PER_1000 = {"code": 1.0, "documents": 5.0}
 
 FIRST_LINE = 80  # characters
 BAD_FIRST_WORDS = "What|Who|Whoever|It|The same|As|One|All|Those"
+BAD_FIRST_WORDS_OF_CORE = f"{BAD_FIRST_WORDS}|Hands|Notes|However|Says|Sees|Tells|Brings"
 
 REPLACEMENTS = {
     "short way|short path|goes short": "fast path",
@@ -74,6 +75,9 @@ _PATTERNS = [
 _NAMES = [(re.compile(rf"(?<!\w)(?:{key})(?!\w)"), instead) for key, instead in NAMES.items()]
 _PRONOUNS = re.compile(rf"\b(?:{PRONOUNS})\b", re.IGNORECASE)
 _BAD_FIRST_WORDS = re.compile(rf"(?:{BAD_FIRST_WORDS})\b")
+_COMMENT_BLOCK = re.compile(r"(?:^[ \t]*///.*\n)+", re.MULTILINE)
+_BAD_COMMENT = re.compile(rf"[ \t]*///\s*({BAD_FIRST_WORDS_OF_CORE})\b")
+_BAD_BINDING_DOCSTRING = re.compile(rf',\s*"({BAD_FIRST_WORDS_OF_CORE})\b')
 
 
 @dataclass(frozen=True)
@@ -133,3 +137,13 @@ def _docstring_breaches(node: ast.AST) -> Iterator[Breach]:
         yield Breach(number, lines[0], f"a first line of at most {FIRST_LINE} characters")
     if bad := _BAD_FIRST_WORDS.match(lines[0]):
         yield Breach(number, bad[0], "what the function does (imperative), or what the class is (noun)")
+
+
+def core_comment_breaches(source: str) -> list[Breach]:
+    """Return `///` comments of declarations, and docstrings of bindings, that begin wrongly."""
+    bad = [bad for block in _COMMENT_BLOCK.finditer(source) if (bad := _BAD_COMMENT.match(source, block.start()))]
+    bad += _BAD_BINDING_DOCSTRING.finditer(source)
+    return [
+        Breach(source.count("\n", 0, match.start(1)) + 1, match[1], "what the function does, or what the class is")
+        for match in sorted(bad, key=lambda match: match.start(1))
+    ]

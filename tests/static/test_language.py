@@ -9,6 +9,7 @@ import pytest
 from language import (
     PRONOUNS_PER_1000,
     Breach,
+    core_comment_breaches,
     docstring_breaches,
     pronouns,
     word_breaches,
@@ -19,8 +20,8 @@ CODE = ("src", "csrc", "tests", "bench", "examples", "tools")
 QUOTING = {"STYLE.md", "GLOSSARY.md", "tests/static/language.py", "tests/static/test_language.py"}
 """Files that name the banned words, and the changelog, which is history."""
 
-PENDING: tuple[str, ...] = ("src/telegrad/_core.pyi",)
-"""Files and folders that the rules do not cover yet: the stub is generated from docstrings in csrc/python."""
+PENDING: tuple[str, ...] = ()
+"""Files and folders that the rules do not cover yet."""
 
 
 def tracked() -> list[Path]:
@@ -82,6 +83,13 @@ def assert_few(paths: list[Path], per_1000: float) -> None:
 def test_first_lines_of_docstrings_can_be_read_alone() -> None:
     sources = [path for path in SOURCES if path.suffix in (".py", ".pyi")]
     found = [(path, breach) for path in sources for breach in docstring_breaches(path.read_text())]
+    assert not found, report(found)
+
+
+def test_comments_of_the_core_say_what_a_declaration_does() -> None:
+    sources = [path for path in SOURCES if path.suffix in (".cc", ".h")]
+    assert len(sources) > 100
+    found = [(path, breach) for path in sources for breach in core_comment_breaches(path.read_text())]
     assert not found, report(found)
 
 
@@ -166,3 +174,15 @@ def test_long_first_lines_of_docstrings_are_found() -> None:
     assert docstring_breaches(f'def f():\n    """{"x" * 81}"""')
     assert not docstring_breaches(f'def f():\n    """{"x" * 80}\n\n    {"y" * 90}\n    """')
     assert not docstring_breaches('"""Ask for all."""\ndef f():\n    """Itemize."""\n')
+
+
+@pytest.mark.parametrize("word", ["The same", "As", "Hands", "Notes", "However", "Says", "Sees", "Tells", "Brings"])
+def test_bad_first_words_of_the_core_are_found(word: str) -> None:
+    for text in (f"int x;\n  /// {word} it.\nint f();\n", f'm.def("f", f, "a"_a,\n      "{word} "\n      "it.");'):
+        (breach,) = core_comment_breaches(text)
+        assert (breach.line, breach.found) == (2, word)
+
+
+def test_later_lines_and_other_words_of_the_core_pass() -> None:
+    assert not core_comment_breaches("/// Returns the size.\n/// One per call.\nint f();\n/// Itself.\nint g();\n")
+    assert not core_comment_breaches('m.def("f", f, "Return it.\\n"\n      "All of it.");\nint x;  // As above.\n')
