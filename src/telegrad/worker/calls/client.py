@@ -234,10 +234,10 @@ class Calls:
 
     # ---- completions
 
-    def finish(self, future: CallFuture[object], outcome: Outcome) -> None:
+    def finish(self, future: CallFuture[object], completion: Outcome) -> None:
         """Complete a future with the completion of its call."""
         try:
-            value = self.result(outcome, future._request)
+            value = self.result(completion, future._request)
         except BaseException as e:
             if future._span is not None:
                 future._span.end()
