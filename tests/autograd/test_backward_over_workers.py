@@ -234,14 +234,15 @@ def test_a_creation_in_a_context_is_recorded_by_the_native_client(
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full_like(x, 2))
 
 
-def add_transposed(a: Tensor, b: Tensor) -> Tensor:
-    return a + b.t()
+def add_view(a: Tensor, b: Tensor) -> Tensor:
+    """Add a tensor and a view of the other, so that the gradient of one is a view of the other's."""
+    return a + b.t().t()
 
 
 def test_gradients_that_arrive_in_one_storage_are_kept_apart(four: Cluster) -> None:
     a, b = leaf(3, 3), leaf(3, 3)
     with autograd.context() as context_id:
-        loss = (rpc.rpc_sync("w1", add_transposed, (a, b)) * torch.rand(3, 3, dtype=torch.float64)).sum()
+        loss = (rpc.rpc_sync("w1", add_view, (a, b)) * torch.rand(3, 3, dtype=torch.float64)).sum()
         autograd.backward(context_id, [loss])
         gradients = autograd.get_gradients(context_id)
         expected = gradients[b].clone()
