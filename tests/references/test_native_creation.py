@@ -14,6 +14,7 @@ from telegrad.rref import RRef, create
 from telegrad.rref.creation import PendingCreation
 from telegrad.testing import Cluster, assert_quiescent, cluster, eventually
 from telegrad.worker.default_worker import set_default_worker
+from telegrad.worker.unread_failures import Failure
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:
@@ -207,6 +208,22 @@ def test_failure(w0: Any, error: Any) -> None:
         handle._get_future().wait()
     if isinstance(error, WorkerLost):
         w0.references.create_failed(handle.id, error, may_exist=False)  # as the loss itself says
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_use_while_the_failure_arrives_counts(w0: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    creation, local_id = PendingCreation(w0, (1, echo, 0)), w0.references.new_id()
+    handle = create._register(RRef, w0, 1, local_id, creation)
+
+    def failure(*args: Any) -> Failure:
+        made = Failure(*args)
+        handle._mark_used()
+        return made
+
+    monkeypatch.setattr("telegrad.rref.creation.Failure", failure)
+    creation.finish(RpcTimeout(1.0, "echo", "not sent"))
+    assert creation.failure is not None
+    assert creation.failure.read
 
 
 # ---- interruptions while the request is sent

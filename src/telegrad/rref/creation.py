@@ -95,7 +95,9 @@ class PendingCreation:
         if self._span is not None:
             self._span.end()
         if error is not None or owner_has_error:
-            self.failure = Failure(error, self._is_used, self._request, _UNREAD, self._worker.calls)
+            self.failure = Failure(error, False, self._request, _UNREAD, self._worker.calls)
+            if self._is_used:  # checked last: a use at the same time finds the failure, or has set this before
+                self.failure.read = True
         if isinstance(error, RpcTimeout):
             references.create_failed(rref, error, may_exist=error.state != "not sent" or is_owner)
         elif error is not None and not isinstance(error, WorkerLost):  # the loss itself notifies the protocol
