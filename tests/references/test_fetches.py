@@ -1,6 +1,7 @@
 """Creations and fetches of codec-encodable values: the fast path."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,20 +118,37 @@ def test_failures_are_raised_where_the_value_is_fetched(w: Cluster) -> None:
         rref._get_future().wait() or rref.to_here()
 
 
-def test_a_fetch_that_overtakes_its_creation_waits_for_it(w: Cluster) -> None:
-    """Two threads of the owner may take them up in either order."""
-    references = w[0]._worker.references
+def counted_but_not_sent(w: Cluster) -> tuple[Any, Callable[[], None]]:
+    """Return a reference to 8 on w1, and a function that sends its creation."""
+    references, client = w[0]._worker.references, w[0]._worker.calls.client
     creation = PendingCreation(w[0]._worker, (1, double, 0))
     rref = references.begin_create(1, references.new_id(), creation)
     handle: Any = RRef.of(w[0]._worker, rref, 1)
     handle._creation = creation
+    return handle, lambda: client.create(1, double, (4,), {}, 0, rref.local_id, creation)
+
+
+def test_a_fetch_that_overtakes_its_creation_waits_for_it(w: Cluster) -> None:
+    """Two threads of the owner may take them up in either order."""
+    handle, create = counted_but_not_sent(w)
     fetched = w[0]._worker.calls.client.start(1, None, (), {}, 0, handle)
     assert w[0].rpc_sync("w1", ping) == "pong"
     eventually(lambda: w[1]._worker.references.stats().expected == 1, what="the owner to expect the creation")
     assert not fetched.done()
-    w[0]._worker.calls.client.create(1, double, (4,), {}, 0, rref.local_id, creation)
+    create()
     assert fetched.wait() == 8
     eventually(lambda: w[1]._worker.references.stats().handles == 0)
+
+
+def test_a_creation_by_a_method_that_overtakes_its_receiver_waits_for_it(w: Cluster) -> None:
+    """The request introduces the receiver to the owner."""
+    handle, create = counted_but_not_sent(w)
+    result = handle.remote().bit_length()
+    assert w[0].rpc_sync("w1", ping) == "pong"
+    eventually(lambda: w[1]._worker.references.stats().expected == 1, what="the owner to expect the receiver")
+    assert not result._creation.done()
+    create()
+    assert result.to_here() == 4
 
 
 def test_a_fetch_of_what_was_never_created(w: Cluster) -> None:
