@@ -225,6 +225,39 @@ def test_state_changed_by_a_callback_is_restored(one_thread: Cluster, what: str,
     assert set(states) == {DEFAULT}
 
 
+@pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
+def test_a_request_behind_a_callback_runs_in_the_default_state(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """One thread takes both from the queue without going to sleep in between."""
+    blocked, replied = Gate(), Gate()
+    with cluster(2, rpc.Options(num_worker_threads=8)) as (w0, w1):
+        pool, engine = w0._worker.pool, w0._worker.engine
+        start = pool.start
+        eventually(lambda: engine.stats()["running_handlers"] == 0)  # no thread is about to start another
+        monkeypatch.setattr(pool, "start", lambda: None)
+        threads = len(pool.threads())
+        holding = [w1.rpc_async("w0", blocked.enter) for _ in range(threads)]
+        blocked.wait_for(threads)
+        future = w0.rpc_async("w1", replied.enter)
+        future.add_done_callback(lambda _: leave(what))
+        replied.wait_for()
+        replied.open()
+        request = w1.rpc_async("w0", state)
+
+        def both_are_queued() -> bool:
+            w0.rpc_sync("w1", len, ("",))  # this thread reads for the pool meanwhile
+            stats: dict[str, int] = engine.stats()
+            return stats["pending_calls"] == 0 and stats["queued_requests"] == 1
+
+        eventually(both_are_queued)
+        assert not future.done()
+        start()
+        assert request.wait() == DEFAULT
+        assert future.done()
+        blocked.open()
+        for held in holding:
+            held.wait()
+
+
 class Then:
     def __init__(self, gate: Gate, function: Any) -> None:
         self.gate, self.function = gate, function
