@@ -3,12 +3,19 @@
 Most tests share a group per module: a call takes microseconds, joining and leaving take milliseconds.
 """
 
+import gc
 import logging
 from collections.abc import Iterator
 
 import pytest
 
 from telegrad.testing import Cluster, assert_quiescent, cluster
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what imports and collection have created from garbage collection: many tests collect."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
