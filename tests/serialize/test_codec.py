@@ -111,7 +111,7 @@ class Unknown: ...
         "\ud800",
         type("N", (tuple,), {})((1,)),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
 )
 def test_values_that_are_not_exactly_plain_are_left_to_pickle(value):
     assert CODEC.encode(value) is None

@@ -60,7 +60,7 @@ class Box:
         Box(Box(None)),
         NotImplemented,
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
 )
 def test_values_of_other_types(value):
     arrived = pickle_pair(value)
