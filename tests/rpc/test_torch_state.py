@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Gate, cluster, eventually
+from telegrad.testing import Cluster, Gate, Local, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
 
@@ -225,18 +225,30 @@ def test_state_changed_by_a_callback_is_restored(one_thread: Cluster, what: str,
     assert set(states) == {DEFAULT}
 
 
-@pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
-def test_a_request_behind_a_callback_runs_in_the_default_state(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """One thread takes both from the queue without going to sleep in between."""
-    blocked, replied = Gate(), Gate()
-    with cluster(2, rpc.Options(num_worker_threads=8)) as (w0, w1):
-        pool, engine = w0._worker.pool, w0._worker.engine
+@contextlib.contextmanager
+def free_threads(count: int, caller: rpc.Worker, callee: rpc.Worker) -> Iterator[Callable[[], None]]:
+    """Block all but some threads of a pool, which starts no other; yield a function that starts one."""
+    pool, gate = callee._worker.pool, Gate()
+    eventually(lambda: callee._worker.engine.stats()["running_handlers"] == 0)  # no thread is about to start another
+    with pytest.MonkeyPatch.context() as patch:
         start = pool.start
-        eventually(lambda: engine.stats()["running_handlers"] == 0)  # no thread is about to start another
-        monkeypatch.setattr(pool, "start", lambda: None)
-        threads = len(pool.threads())
-        holding = [w1.rpc_async("w0", blocked.enter) for _ in range(threads)]
-        blocked.wait_for(threads)
+        patch.setattr(pool, "start", lambda: None)
+        others = len(pool.threads()) - count
+        blocked = [caller.rpc_async(callee.info.name, gate.enter) for _ in range(others)]
+        gate.wait_for(others)
+        try:
+            yield start
+        finally:
+            gate.open()
+            for call in blocked:
+                call.wait()
+
+
+@pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
+def test_a_request_behind_a_callback_runs_in_the_default_state(what: str) -> None:
+    """One thread takes both from the queue without going to sleep in between."""
+    replied = Gate()
+    with cluster(2, rpc.Options(num_worker_threads=8)) as (w0, w1), free_threads(0, w1, w0) as start:
         future = w0.rpc_async("w1", replied.enter)
         future.add_done_callback(lambda _: leave(what))
         replied.wait_for()
@@ -245,7 +257,7 @@ def test_a_request_behind_a_callback_runs_in_the_default_state(monkeypatch: pyte
 
         def both_are_queued() -> bool:
             w0.rpc_sync("w1", len, ("",))  # this thread reads for the pool meanwhile
-            stats: dict[str, int] = engine.stats()
+            stats: dict[str, int] = w0._worker.engine.stats()
             return stats["pending_calls"] == 0 and stats["queued_requests"] == 1
 
         eventually(both_are_queued)
@@ -253,9 +265,28 @@ def test_a_request_behind_a_callback_runs_in_the_default_state(monkeypatch: pyte
         start()
         assert request.wait() == DEFAULT
         assert future.done()
-        blocked.open()
-        for held in holding:
-            held.wait()
+
+
+@rpc.functions.async_execution
+def value_of(local: Local[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
+    return local.value
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "autocast"])
+def test_a_waiting_request_leaves_its_state_out_of_its_thread(mode: str) -> None:
+    """The thread runs the next request in the meantime."""
+    enter, expected = MODES[mode]
+    owned = Local[torch.futures.Future[Any]](torch.futures.Future())
+    with cluster(2, rpc.Options(num_worker_threads=8)) as (w0, w1), free_threads(1, w0, w1):
+        rref = w0.remote("w1", value_of, (owned,))
+        with enter():
+            waits = rref.rpc_async().state()
+        assert w0.rpc_sync("w1", state) == DEFAULT
+        assert not waits.done()
+        owned.value.set_result(Owned())
+        assert waits.wait() == expected
+        assert w0.rpc_sync("w1", state) == DEFAULT
+        del rref
 
 
 class Then:
