@@ -126,6 +126,21 @@ def test_a_uniquely_owned_gradient_is_not_copied(others: int) -> None:
     assert {grad.data_ptr() for grad in landed.values()} == set(made)
 
 
+def test_a_gradient_that_arrives_for_a_leaf_is_not_copied() -> None:
+    group, w, x = Group(2, 0), leaf(4), leaf(4)
+    arrived: list[int] = []
+
+    def note(src: int, dst: int, message: Any) -> None:
+        if src == 0:
+            arrived.extend(t.data_ptr() for t in message[4])
+
+    group.on_send = note
+    group.copies = False
+    (there,) = group.transfer(1, 0, [w])
+    group.backward(0, [(there * x.detach()).sum()])
+    assert [group.contexts[1].gradients[w].data_ptr()] == arrived
+
+
 @pytest.mark.parametrize("through", ["engine", "message"])
 def test_a_gradient_that_a_hook_keeps_is_copied(through: str) -> None:
     group, x, w = Group(2, 0), leaf(), leaf()
