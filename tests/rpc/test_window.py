@@ -91,7 +91,14 @@ class Stop(BaseException):
     """Exception that the signal handler raises."""
 
 
-def test_a_signal(group: Cluster) -> None:
+INTERRUPTED: dict[str, Callable[[rpc.RRef[Any]], Any]] = {
+    "multicast": lambda rref: rpc.multicast(("w1", "w1", "w1"), size, (LARGE, rref)),
+    "creation": lambda _: rpc.remote("w1", size, (LARGE,)),  # the owner runs it, so its value has to be released
+}
+
+
+@pytest.mark.parametrize("begin", INTERRUPTED.values(), ids=INTERRUPTED)
+def test_a_signal(group: Cluster, begin: Callable[[rpc.RRef[Any]], Any]) -> None:
     def stop(*_: object) -> None:
         raise Stop
 
@@ -101,7 +108,7 @@ def test_a_signal(group: Cluster) -> None:
         with FullWindow():
             signal.setitimer(signal.ITIMER_REAL, SOON)
             with pytest.raises(Stop):
-                rpc.multicast(("w1", "w1", "w1"), size, (LARGE, rref))
+                begin(rref)
     finally:
         signal.signal(signal.SIGALRM, before)
     del rref
