@@ -15,8 +15,24 @@ constexpr std::uint64_t kMinBytesForLanes = 32 << 20;  // bytes of large message
 constexpr std::uint64_t kSendTurn = 4 << 20;           // bytes sent before other threads may send
 constexpr std::size_t kLaneBudget = 1 << 20;           // bytes read from a lane before the next lane is read
 constexpr Nanos kDrainTimeout = 10 * kSecond;          // limit for data on lanes after the end of the first connection
+constexpr unsigned kTrials = 6;           // messages that are sent in turn with and without lanes at first,
+constexpr unsigned kTrialInterval = 256;  // and the interval of single trials afterwards
+constexpr double kMargin = 1.1;           // lanes must be faster by this factor
 
 }  // namespace
+
+bool LaneSpeeds::next_uses_lanes() {
+  const unsigned n = messages_++;
+  if (n < kTrials) return n % 2 != 0;
+  const bool is_trial = n % kTrialInterval == 0;  // networks change
+  return (striped_ > kMargin * alone_) != is_trial;
+}
+
+void LaneSpeeds::record(bool used_lanes, std::uint64_t bytes, Nanos time) {
+  double& rate = used_lanes ? striped_ : alone_;
+  const double latest = static_cast<double>(bytes) / static_cast<double>(std::max<Nanos>(time, 1));
+  rate = rate == 0 ? latest : (rate + latest) / 2;
+}
 
 LanedLink::LanedLink(UniqueFd socket, std::string description, bool connecting, const SocketKind& kind,
                      Striping striping)
@@ -110,40 +126,35 @@ SendState LanedLink::send(Outgoing& m) {
   if (size < striping_.message) return first_.send(m);
   if (broken_ || closed_) return SendState::kBroken;
   count(size);
-  large_ = {
-      .active = true, .connections = striping_.measured ? lane_count_.next(lanes() + 1) : lanes() + 1, .bytes = size};
+  const bool uses_lanes = lanes() > 0 && (!striping_.measured || speeds_.next_uses_lanes());
+  large_ = {.active = true, .connections = uses_lanes ? lanes() + 1 : 1};
   large_.start = now();
-  large_.queued = queued();
-  if (large_.connections > 1) {
-    m.fragmented = true;
-    for (OutSegment& s : m.segments) s.lease = (s.size >= striping_.segment) ? kFragmented : 0;
-  }
+  large_.unsent = unsent();
+  large_.bytes = size;
+  m.fragmented = uses_lanes;
+  for (OutSegment& s : m.segments) s.lease = (uses_lanes && s.size >= striping_.segment) ? kFragmented : 0;
   return send_large(m);
 }
 
 SendState LanedLink::send_large(Outgoing& m) {
-  const SendState state = large_.connections == 1 ? first_.send(m) : send_fragments(m);
-  if (state == SendState::kSent) finish();
+  const bool uses_lanes = large_.connections > 1;
+  const SendState state = uses_lanes ? send_fragments(m) : first_.send(m);
+  if (state != SendState::kSent) return state;
+  large_.active = false;
+  // Only bytes that have left the socket buffers count, because the kernel accepts a lot at once.
+  const std::uint64_t before = large_.bytes + large_.unsent, moved = before - std::min(before, unsent());
+  if (moved > large_.bytes / 2) speeds_.record(uses_lanes, moved, now() - large_.start);
   return state;
 }
 
 /// Returns the bytes in the socket buffers that the kernel has not sent.
-std::uint64_t LanedLink::queued() {
+std::uint64_t LanedLink::unsent() {
   std::uint64_t all = 0;
   for (std::size_t i = 0, n = lanes() + 1; i < n; ++i) {
     int bytes = 0;
     if (ioctl(connection(i).fd(), SIOCOUTQ, &bytes) == 0) all += static_cast<std::uint64_t>(bytes);
   }
   return all;
-}
-
-/// Records a sent message. Only bytes that have left the socket buffers count, because the kernel accepts a lot at
-/// once.
-void LanedLink::finish() {
-  const std::uint64_t before = large_.bytes + large_.queued, left = queued();
-  const std::uint64_t moved = before - std::min(before, left);
-  if (moved > large_.bytes / 2) lane_count_.record(large_.connections, moved, now() - large_.start);
-  large_.active = false;
 }
 
 /// Returns the next fragment of the message, if any is left.

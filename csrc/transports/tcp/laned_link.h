@@ -11,8 +11,8 @@
 // A fragment is read directly into its place. One that arrives before the frame of its message is buffered and copied,
 // and its lane is not read meanwhile. Messages are delivered in the order of their frames.
 //
-// Each end selects the number of lanes for its own messages (lane_count_tuner.h). There is one more descriptor,
-// `lanes_fd`, an epoll of the lanes, so that the leader need not know each lane.
+// Each end sends its messages over all lanes or over the first connection only, whichever was faster (LaneSpeeds).
+// There is one more descriptor, `lanes_fd`, an epoll of the lanes, so that the leader need not know each lane.
 #pragma once
 
 #include <array>
@@ -23,9 +23,9 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/unique_fd.h"
 #include "transports/stream/stream_link.h"
-#include "transports/tcp/lane_count_tuner.h"
 #include "transports/tcp/reassembler.h"
 
 namespace telegrad {
@@ -35,7 +35,21 @@ struct Striping {
   std::uint64_t message = 4 << 20;     // least size of a message that is striped
   std::uint64_t segment = 256 << 10;   // least size of a segment that is striped
   std::uint64_t fragment = 512 << 10;  // size of a fragment
-  bool measured = true;                // use the number of lanes that was fastest; else all
+  bool measured = true;                // use all lanes only while that is faster; else always
+};
+
+/// Measured rates over all lanes and over the first connection only. Lanes help if each connection is limited on its
+/// own: by a traffic shaper, a congestion window on a long path, or a processor per connection. Otherwise they cost
+/// processor time.
+class LaneSpeeds {
+ public:
+  /// Returns whether the next large message uses all lanes.
+  bool next_uses_lanes();
+  void record(bool used_lanes, std::uint64_t bytes, Nanos time);
+
+ private:
+  unsigned messages_ = 0;
+  double alone_ = 0, striped_ = 0;  // bytes per nanosecond, moving averages
 };
 
 class LanedLink final : public Link {
@@ -84,11 +98,9 @@ class LanedLink final : public Link {
   void watch(std::size_t lane, bool Lane::* what, bool on);
   SendState send_large(Outgoing& message);
   SendState send_fragments(Outgoing& message);
-  SendState push(Outgoing& message, std::size_t connection);
   bool cut(Outgoing& message, Fragment& fragment);
+  std::uint64_t unsent();
   StreamLink& connection(std::size_t index) { return index == 0 ? first_ : *lanes_[index - 1].stream; }
-  std::uint64_t queued();
-  void finish();
 
   bool read_lanes(Inbox& inbox, std::size_t budget);
   void lane_ended(std::size_t lane, const std::string& why);
@@ -109,7 +121,7 @@ class LanedLink final : public Link {
   std::atomic<bool> broken_ = false;
 
   // Sending thread only.
-  LaneCountTuner lane_count_;
+  LaneSpeeds speeds_;
   std::array<Fragment, kMaxLanes + 1> fragments_;
   std::uint64_t next_out_ = 0;  // number of the next fragmented message
   bool waits_for_first_ = true;
@@ -118,7 +130,7 @@ class LanedLink final : public Link {
     bool framed = false;  // its frame has been sent
     std::size_t connections = 1;
     Nanos start = 0;
-    std::uint64_t queued = 0;  // unsent bytes in the socket buffers when it began
+    std::uint64_t unsent = 0;  // bytes in the socket buffers when it began
     std::uint64_t bytes = 0;
     std::size_t segment = 0;  // where the next fragment begins
     std::uint64_t offset = 0, place = 0;
