@@ -57,10 +57,6 @@ def test_written_keys_are_in_the_backing_store(port: int, backing: Any) -> None:
     assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
     assert store.check(["text", "count"])
     assert not store.check(["text", "nothing"])
-    store.multi_set(["a", "b"], ["1", b"2"])
-    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
-    store.append("a", "9")
-    assert backing.get("a") == b"19"
     large = os.urandom(5_000_000)  # more than a socket buffers
     store.set("large", large)
     assert store.get("large") == large
@@ -73,8 +69,6 @@ def test_use_through_torchs_prefix_store(port: int, backing: Any) -> None:
     part.set("key", "value")
     assert backing.get("part/key") == b"value"
     assert part.get("key") == b"value"
-    assert part.has_extended_api()
-    assert part.multi_get(["key"]) == [b"value"]
     part.set_timeout(BLINK)
     assert whole.timeout == BLINK
     with pytest.raises(RuntimeError):

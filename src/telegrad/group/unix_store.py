@@ -7,7 +7,8 @@ All data is in the one store behind it, so workers of other hosts, which connect
 
 The socket has an abstract name made from the port, which only one process of a network namespace can bind. Each end
 checks that the other belongs to the same user. A message is a byte for its kind, followed by fields with length
-prefixes.
+prefixes. There are only the operations that the rendezvous uses. A read waits at the client for its key, as a
+`TCPStore` does.
 """
 
 import logging
@@ -37,9 +38,9 @@ else:
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_MESSAGE = 1 << 28  # bytes of a message
-_HELLO = b"telegrad store 1"
+_HELLO = b"telegrad store 2"
 _OK, _FAILED = 0, 1
-_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _MULTI_GET, _MULTI_SET, _APPEND, _RELEASE_PORT = range(10)
+_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _RELEASE_PORT = range(7)
 # Interval of checks for keys written by workers of other hosts. It grows while none arrives.
 _MIN_PAUSE, _MAX_PAUSE = 0.002, 0.05  # s
 _TIMEOUT = 1.0  # s for a reply to a request for the port
@@ -78,7 +79,7 @@ class _ClientSession:
         self.link = link
         self.received = bytearray()
         self.unsent = b""
-        self.waiting: tuple[set[str], Callable[[], bytes]] | None = None  # missing keys, and the reply once they exist
+        self.missing: set[str] = set()  # the keys for which it waits
 
 
 _ending: dict[int, threading.Thread] = {}  # threads of servers that are closing, by port
@@ -166,7 +167,7 @@ class UnixStoreServer:
             selector.register(self._woken, selectors.EVENT_READ)
             self._poll_interval = _MIN_PAUSE
             while True:
-                waited_for = any(session.waiting for session in self._sessions)
+                waited_for = any(session.missing for session in self._sessions)
                 ready = selector.select(self._poll_interval if waited_for else None)
                 if not ready:
                     self._poll_interval = min(2 * self._poll_interval, _MAX_PAUSE)
@@ -245,7 +246,11 @@ class UnixStoreServer:
         """Return the reply, or None if it has to wait, and the written keys."""
         store = self._store
         assert store is not None
-        keys = [field.decode() for field in (fields if kind in (_CHECK, _WAIT, _MULTI_GET) else fields[:1])]
+        keys = [field.decode() for field in (fields if kind in (_CHECK, _WAIT) else fields[:1])]
+        if kind == _GET:
+            if not store.check(keys):  # a read would block the server
+                raise KeyError(keys[0])
+            return _message(_OK, [store.get(keys[0])]), ()
         if kind == _SET:
             store.set(keys[0], fields[1])
             return _message(_OK, []), keys
@@ -253,40 +258,25 @@ class UnixStoreServer:
             return _message(_OK, [store.compare_set(keys[0], *fields[1:3])]), keys
         if kind == _ADD:
             return _message(_OK, [b"%d" % store.add(keys[0], int(fields[1]))]), keys
-        if kind == _APPEND:
-            store.append(keys[0], fields[1])
-            return _message(_OK, []), keys
-        if kind == _MULTI_SET:
-            keys = [field.decode() for field in fields[::2]]
-            store.multi_set(keys, fields[1::2])
-            return _message(_OK, []), keys
         if kind == _RELEASE_PORT:
             return _message(_OK, [b"1" if self._release_port() else b""]), ()
         if kind == _CHECK:
             return _message(_OK, [b"1" if store.check(keys) else b""]), ()
-        answers: dict[int, Callable[[], bytes]] = {
-            _GET: lambda: _message(_OK, [store.get(keys[0])]),
-            _MULTI_GET: lambda: _message(_OK, store.multi_get(keys)),
-            _WAIT: lambda: _message(_OK, []),
-        }
-        answer = answers[kind]
-        if store.check(keys):
-            return answer(), ()
-        missing = {key for key in keys if not store.check([key])} if len(keys) > 1 else set(keys)
-        if not missing:  # they were written in the meantime
-            return answer(), ()
-        session.waiting = missing, answer
+        if kind != _WAIT:
+            raise ValueError(f"unknown operation {kind}")
+        session.missing = set() if store.check(keys) else {key for key in keys if not store.check([key])}
         self._poll_interval = _MIN_PAUSE
-        return None, ()
+        return None if session.missing else _message(_OK, []), ()
 
     def _reply_to_waiting(self, selector: selectors.BaseSelector, written: set[str] | None = None) -> None:
         """Reply to sessions that wait for keys which exist now: the written ones, or any."""
         assert self._store is not None
         here: dict[str, bool] = {}
         for session in list(self._sessions):
-            if session.waiting is None or (written is not None and not session.waiting[0] & written):
+            missing = session.missing
+            if not missing or (written is not None and not missing & written):
                 continue
-            missing, answer = session.waiting
+            reply = _message(_OK, [])
             try:
                 for key in list(missing if written is None else missing & written):
                     if key not in here:
@@ -298,10 +288,9 @@ class UnixStoreServer:
                     missing.discard(key)
                 if missing:
                     continue
-                reply = answer()
             except Exception as e:
                 reply = _message(_FAILED, [str(e).encode()])
-            session.waiting = None
+            session.missing = set()
             self._send(selector, session, reply)
 
     def _send(self, selector: selectors.BaseSelector, session: _ClientSession, more: bytes) -> None:
@@ -384,6 +373,7 @@ class LocalStore(_Store):
         self._request(_SET, key.encode(), _bytes(value))
 
     def get(self, key: str) -> bytes:
+        self.wait([key])
         return self._request(_GET, key.encode())[0]
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -392,24 +382,11 @@ class LocalStore(_Store):
     def add(self, key: str, number: int) -> int:
         return int(self._request(_ADD, key.encode(), b"%d" % number)[0])
 
-    def append(self, key: str, value: str | bytes) -> None:
-        self._request(_APPEND, key.encode(), _bytes(value))
-
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._request(_CHECK, *(key.encode() for key in keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._request(_WAIT, *(key.encode() for key in keys), timeout=timeout)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._request(_MULTI_GET, *(key.encode() for key in keys))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = zip(keys, values, strict=True)
-        self._request(_MULTI_SET, *(field for key, value in pairs for field in (key.encode(), _bytes(value))))
-
-    def has_extended_api(self) -> bool:
-        return True
 
 
 def request_release(port: int) -> None:
