@@ -4,7 +4,7 @@ Names with an underscore are torch's private ones."""
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn, TypeGuard
+from typing import NoReturn, TypeGuard
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -21,7 +21,6 @@ from telegrad.worker.default_worker import current_worker
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
-_new: Any = tuple.__new__  # a scope without its constructor's frame
 
 NESTED = "Already have an autograd context id for this thread."
 NO_CONTEXT = (
@@ -163,7 +162,7 @@ def _enter_context(scope: Scope | None) -> tuple[Autograd, Scope]:
     """
     service = _service()
     if scope is None:
-        inner = _new(Scope, (service.worker, 0, False, False, service.contexts.open(), 0))
+        inner = Scope(service.worker, 0, False, autograd=service.contexts.open())
     else:
         if scope.autograd is not None and not scope.autograd.ended:
             raise RuntimeError(NESTED)

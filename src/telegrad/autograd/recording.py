@@ -6,7 +6,6 @@ node.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +54,6 @@ class Recv(torch.autograd.Function):
 
 
 _python_function: type = BackwardCFunction  # class of the nodes of Python functions
-_new: Any = tuple.__new__  # a record without its constructor's frame
-_REST = (None,) * (len(GradientEdge._fields) - 2)
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _apply: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = super(torch.autograd.Function, Recv).apply
 _in_transform: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
@@ -109,14 +106,13 @@ def record_sent(message: int, peer: int, tensors: Sequence[Tensor]) -> Sent:
         if node is None:
             edges.append(tensor)
         elif not isinstance(node, _python_function):
-            edges.append(_new(GradientEdge, (node, tensor.output_nr, *_REST)))
+            edges.append(GradientEdge(node, tensor.output_nr))
         else:
             edge, owner = edge_of(tensor)
             edges.append(edge)
             if owner is not None:
                 owners = (*owners, owner)
-    record: Sent = _new(Sent, (message, peer, tuple(edges), owners))
-    return record
+    return Sent(message, peer, tuple(edges), owners)
 
 
 def record_received(message: int, peer: int, tensors: list[Tensor]) -> tuple[Received, tuple[Tensor, ...]]:
@@ -133,4 +129,6 @@ def record_received(message: int, peer: int, tensors: list[Tensor]) -> tuple[Rec
     # Not `Recv.apply`: handling default arguments and transforms takes as long as the rest.
     apply = Recv.apply if _in_transform is None or _in_transform() else _apply
     outputs: tuple[Tensor, ...] = apply(_anchor, tensors)
-    return _new(Received, (message, peer, outputs[0].grad_fn, len(outputs))), outputs
+    node = outputs[0].grad_fn
+    assert node is not None
+    return Received(message, peer, node, len(outputs)), outputs

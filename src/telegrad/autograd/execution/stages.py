@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -67,8 +67,6 @@ NodeGradients: TypeAlias = tuple[Sequence[Tensor | None], Sequence[Tensor | None
 """The grad_inputs and grad_outputs of a node, as its hook gets them."""
 
 _python_function: type = torch.autograd.function.BackwardCFunction
-_new: Any = tuple.__new__  # an edge without its constructor's frame
-_REST = (None,) * (len(GradientEdge._fields) - 2)
 
 
 class StageRunner:
@@ -125,7 +123,7 @@ class StageRunner:
             entries: list[Entry] = []
             for root in roots:
                 node = root.grad_fn
-                entries.append(root if node is None else _new(GradientEdge, (node, root.output_nr, *_REST)))
+                entries.append(root if node is None else GradientEdge(node, root.output_nr))
             sources.append((ROOT, entries))
         for sent in sends:
             edges: Edges = sent.edges
@@ -232,7 +230,7 @@ class StageRunner:
         for received in stage.recvs:
             node = received.node
             for output in range(received.outputs):
-                inputs.append(_new(GradientEdge, (node, output, *_REST)))
+                inputs.append(GradientEdge(node, output))
         reported = len(inputs)
         if not stage.cut_edges:
             for edge in outputs:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -120,7 +120,6 @@ class Stage(NamedTuple):
     cut_edges: Sequence[CutEdge]
 
 
-_new: Any = tuple.__new__  # a stage without its constructor's frame
 _NO_STAGE = Stage(1 << 60, (), [], [], [], ())  # the final stage of several disjoint sources
 
 Edges: TypeAlias = Sequence["GradientEdge | Tensor | None"]
@@ -189,7 +188,7 @@ class LocalGraph:
                     found.append(received)
             if len(found) > 1:
                 found.sort(key=by_id)
-            stages.append(_new(Stage, (bit, (), found, leaves, [], ())))
+            stages.append(Stage(bit, (), found, leaves, [], ()))
             for leaf, before in shared:
                 self.shared.setdefault(id(leaf), [before]).append(bit)
                 simple = simple and not has_hooks(leaf)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "PassResult", "PassTask", "PendingRequest"]
 
-_new: Any = tuple.__new__  # a scope without its constructor's frame
 
 Event: TypeAlias = tuple[Callable[..., None], *tuple[object, ...]]  # a method of a pass, and its arguments
 Outcome: TypeAlias = tuple[Any, ...]  # completion of a request, as `Engine.call` returns it
@@ -162,7 +161,7 @@ class PassTask:
         scope = current.get()
         if scope is None or scope.autograd is not self.context:  # calls of hooks belong to the context
             request = scope is not None and scope.request
-            current.set(_new(Scope, (manager.worker, self.deadline, True, request, self.context, 0)))
+            current.set(Scope(manager.worker, self.deadline, True, request, self.context))
         if self.root != manager.worker_id:
             manager.active_tasks.add(self)
         try:

@@ -34,14 +34,11 @@ from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker.refs.messages import as_plain, from_plain
 from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue
 
-__all__ = ["CreationTarget", "References", "rref_id"]
+__all__ = ["CreationTarget", "References"]
 
 _NOTHING: Sequence[Callable[[], None]] = ()
 _MAX_REASON = 8 << 10  # characters of an error in a protocol message, which must stay small
 _USABLE = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # usable states of a user
-
-
-rref_id: partial[RRefId] = partial(tuple.__new__, RRefId)  # RRefId(*pair) of a pair, but faster
 
 
 class CreationTarget(Protocol):
@@ -144,7 +141,7 @@ class References:
 
     def begin_create(self, owner: int, local_id: int, creation: CreationTarget) -> RRefId:
         """Register a reference to the result of a creating call, which may have been sent."""
-        rref = rref_id((self.worker_id, local_id))
+        rref = RRefId(self.worker_id, local_id)
         with self.lock:
             creation.rref = rref
             if owner == self.worker_id:

@@ -27,8 +27,7 @@ from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
 from telegrad.worker.closed import AnyEngine
-from telegrad.worker.refs.owned_value import OwnedValue
-from telegrad.worker.refs.references import References, rref_id
+from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current, handler_state
 from telegrad.worker.serving.event_loop import EventLoop
 
@@ -215,7 +214,7 @@ class Handlers:
         """Accept the creation of a reference. A peer creates only its own ids."""
         if type(local_id) is not int:
             raise SerializationError("a request is to create a reference but does not name it")
-        rref = rref_id((peer, local_id))
+        rref = RRefId(peer, local_id)
         self._references.accept_create(rref, peer)
         return rref
 
