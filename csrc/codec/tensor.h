@@ -58,7 +58,6 @@ class TensorBridge {
   bool is_parameter(PyObject* object) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter_type_.ptr();
   }
-  bool is_native() const { return api_ != nullptr; }
 
   /// Fills `spec` and `segment` (without owner if the tensor has no elements). Reads no element.
   EncodeStatus describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const;

@@ -62,14 +62,12 @@ def test_a_name_is_free_again_when_its_worker_is_gone() -> None:
 def test_a_worker_comes_back() -> None:
     view = static(2, A, B)
     view.lost(1, 0, "killed")
-    assert view.next_incarnation(1) == 1
     again = Member("b", 1, 1, 2)
     assert view.join(again) == [Joined(again)]
 
 
 def test_a_worker_is_back_before_its_death_was_noticed() -> None:
     view = dynamic(A, B)
-    assert view.next_incarnation(1) == 1
     again = B._replace(incarnation=1)
     assert view.join(again, replaces=True) == [Lost(B, "worker b came back as a new process"), Joined(again)]
     assert view.lost(1, 0, "the connection broke") == []

@@ -126,11 +126,6 @@ class GroupView:
                 return number
         raise MembershipError(f"RPC group is full: it has {MAX_ID + 1} workers.")
 
-    def next_incarnation(self, number: int) -> int:
-        """Return the incarnation of the next process with this id."""
-        known = self.members.get(number)
-        return max(self._gone.get(number, -1), -1 if known is None else known.incarnation) + 1
-
     def _remove(self, number: int, incarnation: int) -> Member | None:
         self._gone[number] = max(incarnation, self._gone.get(number, -1))
         member = self.members.get(number)

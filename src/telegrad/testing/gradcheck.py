@@ -19,7 +19,6 @@ from telegrad.worker.default_worker import current_worker
 
 __all__ = ["GradcheckError", "RemotePart", "gradcheck"]
 
-_CALLER: Final = "caller"
 _LARGEST: Final = 2.0**53  # integers below it are exact in float64, and so are their sums
 
 Call = Callable[[RRef[nn.Module], tuple[Any, ...], dict[str, Any]], Any]
