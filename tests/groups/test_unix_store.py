@@ -69,6 +69,8 @@ def test_use_through_torchs_prefix_store(port: int, backing: Any) -> None:
     part.set("key", "value")
     assert backing.get("part/key") == b"value"
     assert part.get("key") == b"value"
+    assert part.has_extended_api()
+    assert part.multi_get(["key"]) == [b"value"]
     part.set_timeout(BLINK)
     assert whole.timeout == BLINK
     with pytest.raises(RuntimeError):

@@ -246,11 +246,11 @@ class UnixStoreServer:
         """Return the reply, or None if it has to wait, and the written keys."""
         store = self._store
         assert store is not None
-        keys = [field.decode() for field in (fields if kind in (_CHECK, _WAIT) else fields[:1])]
+        keys = [field.decode() for field in (fields if kind in (_GET, _CHECK, _WAIT) else fields[:1])]
         if kind == _GET:
             if not store.check(keys):  # a read would block the server
-                raise KeyError(keys[0])
-            return _message(_OK, [store.get(keys[0])]), ()
+                raise KeyError(keys)
+            return _message(_OK, store.multi_get(keys)), ()
         if kind == _SET:
             store.set(keys[0], fields[1])
             return _message(_OK, []), keys
@@ -373,8 +373,14 @@ class LocalStore(_Store):
         self._request(_SET, key.encode(), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._request(_GET, key.encode())[0]
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return self._request(_GET, *(key.encode() for key in keys))
+
+    def has_extended_api(self) -> bool:  # for `multi_get`: a list of members is one message
+        return True
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         return self._request(_COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired))[0]
