@@ -256,7 +256,8 @@ class Messages:
                 span.end()
             self._return_tickets(peer, keep=None)
             if isinstance(e, DeviceNotMapped):
-                raise type(e)(f"{e} Request device mapping is not available for destination {self._name_of(peer)}.") from e
+                to = self._name_of(peer)
+                raise type(e)(f"{e} Request device mapping is not available for destination {to}.") from e
             raise
         finally:
             state.peer, state.tickets = outer

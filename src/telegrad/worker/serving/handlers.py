@@ -27,6 +27,7 @@ from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
 from telegrad.worker.closed import AnyEngine
+from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current, handler_state
 from telegrad.worker.serving.event_loop import EventLoop
