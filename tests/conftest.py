@@ -5,6 +5,7 @@ Most tests share a group per module: a call takes microseconds, joining and leav
 
 import gc
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +13,20 @@ import pytest
 from telegrad.testing import Cluster, assert_quiescent, cluster
 
 
+def pytest_configure() -> None:
+    """Handle SIGINT, which a shell ignores in background jobs.
+
+    Programs that tests start would ignore it, too.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_finish() -> None:
-    """Exempt what imports and collection have created from garbage collection: many tests collect."""
+    """Exempt the objects of imports and collection from garbage collection.
+
+    Many tests collect.
+    """
     gc.collect()
     gc.freeze()
 

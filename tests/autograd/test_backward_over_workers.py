@@ -235,7 +235,7 @@ def test_a_creation_in_a_context_is_recorded_by_the_native_client(
 
 
 def add_view(a: Tensor, b: Tensor) -> Tensor:
-    """Add a tensor and a view of the other, so that the gradient of one is a view of the other's."""
+    """Add `a` and a view of `b`: one gradient is a view of the other."""
     return a + b.t().t()
 
 

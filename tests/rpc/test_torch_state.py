@@ -227,7 +227,10 @@ def test_state_changed_by_a_callback_is_restored(one_thread: Cluster, what: str,
 
 @contextlib.contextmanager
 def free_threads(count: int, caller: rpc.Worker, callee: rpc.Worker) -> Iterator[Callable[[], None]]:
-    """Block all but some threads of a pool, which starts no other; yield a function that starts one."""
+    """Block all but `count` threads of the callee's pool, which starts no other.
+
+    Yields a function that starts one.
+    """
     pool, gate = callee._worker.pool, Gate()
     eventually(lambda: callee._worker.engine.stats()["running_handlers"] == 0)  # no thread is about to start another
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +249,7 @@ def free_threads(count: int, caller: rpc.Worker, callee: rpc.Worker) -> Iterator
 
 @pytest.mark.parametrize("what", ["no_grad", "inference", "autocast"])
 def test_a_request_behind_a_callback_runs_in_the_default_state(what: str) -> None:
-    """One thread takes both from the queue without going to sleep in between."""
+    """The thread takes both from the queue without going to sleep in between."""
     replied = Gate()
     with cluster(2, rpc.Options(num_worker_threads=8)) as (w0, w1), free_threads(0, w1, w0) as start:
         future = w0.rpc_async("w1", replied.enter)
