@@ -3,6 +3,7 @@
 It runs in one process without calls and measures a handler, an operation and a step.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class OneWorker:
         self.attachments: dict[str, Any] = {}
 
 
-def microseconds(function: Callable[[], object], batch: int = 1, repeats: int = 300) -> float:
+def microseconds(function: Callable[[], object], repeats: int, batch: int = 1) -> float:
     """Return the median time of one call, measured in batches."""
     samples = []
     for _ in range(repeats):
@@ -47,6 +48,11 @@ def make_parameters(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=300, metavar="N", help="samples per median (default 300)")
+    repeats = parser.parse_args().repeats
+    if repeats < 1:
+        parser.error("there is nothing to measure")
     torch.set_num_threads(1)
     worker = OneWorker()
     protection = protect(worker)
@@ -57,11 +63,11 @@ def main() -> None:
             pass
 
     table = Table("step", "torch, µs", "telegrad, µs", title="Cost of several trainers")
-    table.add_row("the run of a handler in a context", "-", f"{microseconds(run, 100):.1f}")
+    table.add_row("the run of a handler in a context", "-", f"{microseconds(run, repeats, 100):.1f}")
     times = []
     for guard in (nullcontext(), protection.handler_guard(1)):
         with guard:
-            times.append(microseconds(lambda: a * b, 100))
+            times.append(microseconds(lambda: a * b, repeats, 100))
     table.add_row("an operation that saves two tensors", *(f"{one:.1f}" for one in times))
     for name, shapes in SHAPES.items():
         for cls in (optim.SGD, optim.Adam):
@@ -82,9 +88,9 @@ def main() -> None:
                 held[:] = [one.detach() for one in ours]  # noqa: B023
                 step()
 
-            alone = microseconds(plain.step)
-            table.add_row(f"a step of {cls.__name__}, {name}", f"{alone:.0f}", f"{microseconds(step):.0f}")
-            table.add_row("  all in use by others", "", f"{microseconds(step_in_use):.0f}")
+            alone = microseconds(plain.step, repeats)
+            table.add_row(f"a step of {cls.__name__}, {name}", f"{alone:.0f}", f"{microseconds(step, repeats):.0f}")
+            table.add_row("  all in use by others", "", f"{microseconds(step_in_use, repeats):.0f}")
     Console().print(table)
 
 

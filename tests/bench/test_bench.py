@@ -112,7 +112,7 @@ def test_contexts_has_verdicts_for_both_processes(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_optimizer_prints_all_documented_rows() -> None:
-    result = run_module("bench.endurance.optimizer")
+    result = run_module("bench.endurance.optimizer", "--repeats", "3")
     assert result.returncode == 0, result.stderr
     for row in (
         "the run of a handler",
