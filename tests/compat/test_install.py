@@ -1,5 +1,6 @@
 """Torch's names are redirected however they are reached, and restored."""
 
+import builtins
 import importlib
 import sys
 from collections.abc import Iterator
@@ -214,3 +215,9 @@ def test_private_names_that_programs_use_exist(name: str) -> None:
 def test_table_names_modules_that_torch_has() -> None:
     for name in MODULES:
         assert isinstance(importlib.import_module(name), ModuleType)
+
+
+def test_a_star_import_hides_no_builtin() -> None:
+    for package in (telegrad.rpc, telegrad.compat.rpc):
+        assert not set(dir(builtins)) & set(package.__all__)
+        assert package.map is telegrad.rpc.map

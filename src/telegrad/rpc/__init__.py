@@ -16,6 +16,7 @@ from telegrad.rpc.api import (
     rpc_sync,
     shutdown,
 )
+from telegrad.rpc.map import map as map  # public, but `import *` must not hide Python's own
 from telegrad.rpc.memory import empty
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions

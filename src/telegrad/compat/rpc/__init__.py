@@ -20,6 +20,7 @@ from telegrad.errors import NotInitialized
 from telegrad.rpc import *  # noqa: F403
 from telegrad.rpc import agent as _agent
 from telegrad.rpc import api, backend_registry, constants, functions, init_rpc, internal, options
+from telegrad.rpc import map as map  # `import *` leaves it out
 from telegrad.rpc import start as _start
 
 _ADDED: Final[dict[str, tuple[ModuleType, str]]] = {

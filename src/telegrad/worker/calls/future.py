@@ -6,7 +6,7 @@ it fails and the program never retrieves the error, the log has a line.
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -20,7 +20,7 @@ from telegrad.worker.scope import current
 from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
-__all__ = ["NO_DEVICES", "CallFuture", "Deferred"]
+__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of"]
 
 NO_DEVICES: list[object] = []
 
@@ -189,22 +189,8 @@ class CallFuture(torch.futures.Future[T]):
             self._failure.read = True
 
     def __await__(self) -> Generator[Any, None, T]:
-        loop = asyncio.get_running_loop()
-        waiting = loop.create_future()
-
-        def wake(_: object) -> None:
-            if not waiting.done():
-                waiting.set_result(None)
-
-        def finished(done: object) -> None:
-            try:
-                loop.call_soon_threadsafe(wake, done)
-            except RuntimeError:  # the loop has closed: no task awaits this future
-                pass
-
-        super().add_done_callback(finished)
         try:
-            yield from waiting.__await__()
+            yield from _wait_in_loop(self)
         except BaseException:  # the awaiting task was canceled
             self._disregard()
             raise
@@ -214,6 +200,39 @@ class CallFuture(torch.futures.Future[T]):
             raise RuntimeError(f"{describe_call(getattr(self, '_request', None))} raised StopIteration") from e
         except Exception as error:
             raise strip_own_frames(error)
+
+
+def _wait_in_loop(future: torch.futures.Future[Any]) -> Generator[Any, None, None]:
+    """Suspend the running task until a future is done."""
+    loop = asyncio.get_running_loop()
+    waiting = loop.create_future()
+
+    def wake(_: object) -> None:
+        if not waiting.done():
+            waiting.set_result(None)
+
+    def finished(done: object) -> None:
+        try:
+            loop.call_soon_threadsafe(wake, done)
+        except RuntimeError:  # the loop has closed: no task awaits this future
+            pass
+
+    torch._C.Future.add_done_callback(future, finished)
+    yield from waiting.__await__()
+
+
+class _Awaitable(Awaitable[T]):
+    def __init__(self, future: torch.futures.Future[T]) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, T]:
+        yield from _wait_in_loop(self._future)
+        return self._future.value()
+
+
+def awaitable_of(future: torch.futures.Future[T]) -> Awaitable[T]:
+    """Return an awaitable of any future; futures of torch itself have no ``await``."""
+    return future if isinstance(future, CallFuture) else _Awaitable(future)
 
 
 def bind_scope(callback: Callable[[A], S]) -> Callable[[A], S]:

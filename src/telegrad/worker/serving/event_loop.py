@@ -9,20 +9,22 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from contextvars import Context, copy_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from telegrad.errors import NotInitialized, TelegradError
 from telegrad.worker import process_hooks
-from telegrad.worker.calls.tracing import Recording
-from telegrad.worker.scope import Autocast, Scope, current
+from telegrad.worker.calls.tracing import Recording, recording
+from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
-__all__ = ["EventLoop", "check_blocking"]
+__all__ = ["EventLoop", "bind_torch_state", "check_blocking"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
+
+T = TypeVar("T")
 
 _this_thread = threading.local()  # .worker: name of the worker, in the threads of event loops
 
@@ -69,6 +71,15 @@ class _StateSwapped:
                 step = self._coroutine.send
             except BaseException as e:
                 value, step = e, self._coroutine.throw
+
+
+def bind_torch_state(coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    """Return an awaitable that runs a coroutine in the calling thread's torch state.
+
+    For coroutines that run next to others within one request.
+    """
+    state = CoroutineTorchState(caller_flags(), caller_state(), current.get(), recording.get())
+    return cast("Awaitable[T]", _StateSwapped(coroutine, state))
 
 
 class _Job(NamedTuple):

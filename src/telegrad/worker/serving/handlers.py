@@ -32,7 +32,7 @@ from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current, handler_state
 from telegrad.worker.serving.event_loop import EventLoop
 
-__all__ = ["Handlers", "RequestInfo", "SlowRequest"]
+__all__ = ["Handlers", "RequestInfo", "SlowRequest", "has_async_mark", "not_a_future"]
 
 remote_logger: logging.Logger = logging.getLogger("telegrad.remote")
 
@@ -45,6 +45,20 @@ _MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
 NOT_A_FUTURE = (
     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
 )
+
+
+_ASYNC_MARK = "_wrapped_async_rpc_function"  # attribute that `async_execution` sets, as in torch
+
+
+def has_async_mark(function: object) -> bool:
+    """Return whether the result of a function is a future to await."""
+    return hasattr(function, _ASYNC_MARK)
+
+
+def not_a_future(result: object, function: object) -> RuntimeError:
+    """Return the error of a function that should return a future."""
+    kind = type(result)
+    return RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
 
 
 class RequestInfo(NamedTuple):
@@ -274,8 +288,7 @@ class Handlers:
             )  # fmt: skip
             return
         if not isinstance(result, torch._C.Future):
-            kind = type(result)
-            raise RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
+            raise not_a_future(result, function)
         self._deferred.add(key)
         result.add_done_callback(lambda done: self._complete(info, done))
 
@@ -308,7 +321,7 @@ class Handlers:
         try:
             message = self.messages.encode(info.peer, value, context=info.context)
         except BaseException as e:  # errors of pickling, SystemExit too: the caller needs a reply
-            self._report(info, e)
+            self.report(info.peer, e)
             self.fail(info, e)
         else:
             del value
@@ -318,7 +331,7 @@ class Handlers:
         """Reply with the exception of the function, or of a check before the function ran."""
         if process_hooks.forked:
             process_hooks.leave_child(error)
-        self._report(info, error)
+        self.report(info.peer, error)
         if info.target is not None:
             self._settle_creation(info, info.target, None, error)
         else:
@@ -332,10 +345,14 @@ class Handlers:
         flags = _MUST_DELIVER if error is None else _MUST_DELIVER | _FAILED
         self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(target)), flags)
 
-    def _report(self, info: RequestInfo, error: BaseException) -> None:
+    def report(self, peer: int, error: BaseException) -> None:
         """Log an error of user code on this worker; under the drop-in, print it.
 
         Each error is reported once: the failure of a reference is not logged again when the reference is used.
+
+        Args:
+            peer: Id of the caller.
+            error: The error, with its traceback.
         """
         if frames_cleared(error):
             return
@@ -345,7 +362,7 @@ class Handlers:
             except (OSError, ValueError):  # closed streams must not prevent the reply
                 pass
         elif remote_logger.isEnabledFor(self._error_level):
-            caller = self.worker.members.name_of(info.peer)
+            caller = self.worker.members.name_of(peer)
             remote_logger.log(
                 self._error_level, "a call from %s raised %s\n%s", caller, show_exception(error), traceback_of(error)
             )

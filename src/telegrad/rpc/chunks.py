@@ -1,0 +1,107 @@
+"""The callee's part of `telegrad.rpc.map`: run a chunk of items."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import perf_counter_ns
+from types import CoroutineType
+from typing import Any, TypeAlias
+
+from torch.futures import Future
+
+from telegrad.serialize.exceptions import pack_exception
+from telegrad.worker import Worker, process_hooks
+from telegrad.worker.calls.callables import find_function, rerun_for_torch_error
+from telegrad.worker.calls.future import awaitable_of
+from telegrad.worker.default_worker import open_worker
+from telegrad.worker.serving.event_loop import bind_torch_state
+from telegrad.worker.serving.handlers import has_async_mark, not_a_future
+
+__all__ = ["Reply", "run_chunk"]
+
+Reply: TypeAlias = tuple[list[Any], int | None, bytes | None]
+"""Results before the first error; duration in ns, None if results were deferred; the packed error."""
+
+
+def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], caller: int) -> Any:
+    """Run a function for each item, up to the first error.
+
+    Args:
+        function: The function's name in messages, or the function.
+        items: The items.
+        caller: Id of the calling worker.
+
+    Returns:
+        A `Reply`, or a coroutine of it if results are deferred.
+    """
+    worker = open_worker()
+    run: Any = find_function(function) if isinstance(function, bytes) else function
+    results: list[Any] = []
+    add, failure = results.append, None
+    left = iter(items)
+    began = perf_counter_ns()
+    while failure is None:
+        try:
+            for item in left:
+                add(run(item))
+            break
+        except BaseException as e:  # SystemExit too: the results before it are sent
+            if process_hooks.forked:
+                raise
+            try:
+                result, error = rerun_for_torch_error(run, (items[len(results)],), {}, e)
+            except BaseException as raised:
+                result, error = None, raised
+            if error is None:
+                add(result)
+            else:
+                failure = _pack(worker, error, caller)
+    duration = perf_counter_ns() - began
+    if has_async_mark(run) or CoroutineType in map(type, results):
+        return _gather(worker, [_settled(run, result) for result in results], failure, caller)
+    return results, duration, failure
+
+
+async def _gather(
+    worker: Worker, settled: list[Awaitable[tuple[object, BaseException | None]]], failure: bytes | None, caller: int
+) -> Reply:
+    """Await deferred results, all at once."""
+    results: list[Any] = []
+    for result, error in await asyncio.gather(*settled):
+        if error is not None:
+            return results, None, _pack(worker, error, caller)
+        results.append(result)
+    return results, None, failure
+
+
+def _settled(function: object, result: Any) -> Awaitable[tuple[object, BaseException | None]]:
+    """Return a coroutine of a deferred result and its error; each step has the caller's torch state."""
+    waiting: Awaitable[object] | None = None
+    if type(result) is CoroutineType:
+        waiting = bind_torch_state(result)
+    elif isinstance(result, Future):
+        waiting = awaitable_of(result)
+
+    async def settle() -> tuple[object, BaseException | None]:
+        try:
+            if waiting is not None:
+                return await waiting, None
+            if has_async_mark(function):
+                raise not_a_future(result, function)
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the worker shuts down
+                raise
+            return None, RuntimeError(f"the handler was stopped: {e!r}")
+        except BaseException as e:
+            return None, e
+        return result, None
+
+    return settle()
+
+
+def _pack(worker: Worker, error: BaseException, caller: int) -> bytes:
+    """Log an error of an item, and return it as bytes."""
+    worker.handlers.report(caller, error)
+    packed = pack_exception(error, worker.info)
+    BaseException.with_traceback(error, None)
+    return packed

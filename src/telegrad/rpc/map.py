@@ -1,0 +1,391 @@
+"""Calls of a function for each item of an iterable, many items per message."""
+
+import asyncio
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar, overload
+
+import torch
+
+from telegrad.errors import NotInitialized, RemoteError, WorkerLost
+from telegrad.rpc.calls import NOT_CALLABLE
+from telegrad.rpc.chunks import Reply, run_chunk
+from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.rpc.progress import find_bar
+from telegrad.serialize.exceptions import unpack_exception
+from telegrad.serialize.function_names import NotByName
+from telegrad.serialize.tracebacks import strip_own_frames
+from telegrad.types import To, WorkerInfo
+from telegrad.worker import Worker
+from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.future import CallFuture, Deferred
+from telegrad.worker.default_worker import current_worker
+from telegrad.worker.serving.event_loop import check_blocking
+
+__all__ = ["map"]
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+CHUNK_TIME = 1_500_000  # ns that a chunk aims at: a message and the wake of a thread are then a few percent
+CHUNK_BYTES = 4 << 20  # the copy of that many bytes takes about as long
+MOST_ITEMS = 8192  # of a chunk; more would not be faster, and the first result of a chunk comes with its last
+MOST_DEFERRED = 64  # coroutines or futures of a chunk: all run at once, and share the connections that they use
+GROWTH = 4  # most times that a chunk has the items of the one before: the items may differ
+IN_FLIGHT = 2  # chunks per worker: it runs one while the other travels
+REORDER = 4  # times `in_flight` chunks that wait for one before them, if there are several workers
+
+_SMALL = frozenset((int, float, bool, complex, type(None)))  # types whose size in bytes need not be counted
+_add_done_callback = torch._C.Future.add_done_callback  # bypasses the count of the program's callbacks
+
+Workers: TypeAlias = To | Sequence[To]
+
+
+@overload
+def map(
+    workers: Workers,
+    func: Callable[[A], Deferred[T]],
+    items: Iterable[A],
+    *,
+    chunk: int | None = ...,
+    in_flight: int | None = ...,
+    ordered: bool = ...,
+    timeout: float = ...,
+    retry: int = ...,
+    progress: bool = ...,
+) -> Generator[T, None, None]: ...
+@overload
+def map(
+    workers: Workers,
+    func: Callable[[A], T],
+    items: Iterable[A],
+    *,
+    chunk: int | None = ...,
+    in_flight: int | None = ...,
+    ordered: bool = ...,
+    timeout: float = ...,
+    retry: int = ...,
+    progress: bool = ...,
+) -> Generator[T, None, None]: ...
+
+
+def map(
+    workers: Workers,
+    func: Callable[[Any], object],
+    items: Iterable[Any],
+    *,
+    chunk: int | None = None,
+    in_flight: int | None = None,
+    ordered: bool = True,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    retry: int = 0,
+    progress: bool = False,
+) -> Generator[Any, None, None]:
+    """Run ``func(item)`` on other workers for each item, and iterate over the results.
+
+    Many small calls travel as one message, without a future each. The iterator takes items as it needs them, so the
+    items may be an endless generator: if the program stops iterating, no further item is taken or sent. Closing the
+    iterator drops all work that has not been sent.
+
+    Args:
+        workers: a worker (name, id or WorkerInfo), or a sequence of workers that share the items.
+        func: any callable of one argument. The results of an ``async def`` and of functions under
+            `telegrad.rpc.functions.async_execution` are awaited, those of a chunk at once.
+        items: its arguments; any iterable, taken lazily in the calling thread.
+        chunk: number of items per message. By default it adapts to the time that ``func`` takes, for about 1.5 ms and
+            at most 4 MiB per message; up to 64 items if the results are awaited.
+        in_flight: number of chunks that each worker has at a time, 2 by default. Chunks of one worker run on different
+            threads, so more of them help if ``func`` waits or releases the GIL.
+        ordered: yield results in the order of the items. With False, as chunks are completed.
+        timeout: limit in seconds for each chunk, its time in the worker's queue included; -1 is the worker's default,
+            0 no limit.
+        retry: number of times that a chunk is sent to another worker because its worker is lost. That worker may have
+            run some of the items, so ``func`` must be idempotent.
+        progress: show a progress bar, with the package ``rich`` or else ``tqdm``.
+
+    Returns:
+        A generator of the results. Like every generator, it must be used by one thread at a time.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid: no workers, a chunk that is not positive, items that are not
+            iterable.
+        RuntimeError: a worker does not exist, or this process has not joined a group (`NotInitialized`).
+        ImportError: ``progress`` needs a package that is not installed.
+        exceptions of ``func``, while iterating: after the results of the items before, with the item's index in a note;
+            of their original type and of RemoteError. The remaining items are dropped. The same applies to an
+            exception of ``items``, to an item that cannot be sent, and to `WorkerLost` and `RpcTimeout`, whose note has
+            the indices of the chunk.
+
+    Example::
+
+        def clean(line):
+            return line.strip().lower()
+
+        with open("lines.txt") as lines:
+            for line in rpc.map(["worker1", "worker2"], clean, lines):
+                print(line)
+    """
+    if not callable(func):
+        raise TypeError(NOT_CALLABLE)
+    worker = current_worker()
+    if worker is None:
+        raise NotInitialized
+    worker.require_open()
+    for name, value, least in (("chunk", chunk, 1), ("in_flight", in_flight, 1), ("retry", retry, 0)):
+        if value is not None:
+            _check_integer(name, value, least)
+    many = [workers] if isinstance(workers, (str, int, WorkerInfo)) else list(workers)
+    if not many:
+        raise ValueError("rpc.map needs at least one worker: pass a worker, or a sequence of workers")
+    callees = [_Callee(info) for info in {i.id: i for i in (worker.members.resolve(to) for to in many)}.values()]
+    source = _Source(items)
+    bar = find_bar() if progress else None
+    results = _Mapping(worker, callees, func, source, chunk, in_flight or IN_FLIGHT, ordered, timeout, retry).results()
+    return results if bar is None else bar(results, len(items) if isinstance(items, Sized) else None)
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} of rpc.map has to be an integer of at least {least}, and is {value!r}")
+
+
+class _Callee:
+    """Worker that runs chunks."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.running = 0  # chunks
+        self.size = 1  # items of the next chunk
+        self.lost = False
+
+    def adapt(self, reply: Reply) -> None:
+        """Set the size of the next chunk by the duration of one."""
+        results, duration, _ = reply
+        count = len(results)
+        if not count:
+            return
+        size, most = GROWTH * count, MOST_ITEMS
+        if duration is None:
+            most = MOST_DEFERRED
+        else:
+            size = min(size, CHUNK_TIME * count // max(duration, 1))
+        if type(results[-1]) not in _SMALL:
+            size = min(size, CHUNK_BYTES // max(_nbytes(results[-1]), 1))
+        self.size = max(1, min(size, most))
+
+
+class _Chunk:
+    """Some consecutive items, and the call that runs them."""
+
+    def __init__(self, start: int, items: list[Any], retries: int) -> None:
+        self.start = start
+        self.items = items
+        self.retries = retries  # left
+        self.callee: _Callee | None = None  # while the call is running
+        self.future: CallFuture[Reply] | None = None
+        self.unsent: Exception | None = None  # why there is no call
+
+    def done(self) -> bool:
+        return self.future is None or self.future.done()
+
+    def noted(self, error: BaseException, label: str) -> BaseException:
+        """Add the indices of the items to an error of the whole chunk."""
+        last = self.start + len(self.items) - 1
+        where = f"item {last}" if last == self.start else f"items {self.start} to {last}"
+        error.add_note(f"in rpc.map of {label}, at {where}")
+        return error
+
+
+class _Source:
+    """The program's items, taken in chunks."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items: Iterator[Any] = iter(items)
+        self.taken = 0
+        self.ended = False
+        self.error: Exception | None = None  # raised by the program's iterator
+
+    def take(self, most: int, most_bytes: int | None) -> list[Any]:
+        """Return the next items, fewer if they have more bytes; empty at the end."""
+        items: list[Any] = []
+        left = most_bytes or 0
+        try:
+            for item in islice(self._items, most):
+                items.append(item)
+                if most_bytes is not None and type(item) not in _SMALL:
+                    left -= _nbytes(item)
+                    if left <= 0:
+                        break
+            else:
+                self.ended = len(items) < most
+        except Exception as e:
+            self.error, self.ended = e, True
+        self.taken += len(items)
+        return items
+
+
+class _Mapping:
+    """Chunks in flight, and the order of their results."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        callees: list[_Callee],
+        function: Callable[[Any], object],
+        source: _Source,
+        size: int | None,
+        in_flight: int,
+        ordered: bool,
+        timeout: float,
+        retry: int,
+    ) -> None:
+        self._worker = worker
+        self._callees = callees
+        self._function: object = function
+        self._label = name_of(function)
+        self._source = source
+        self._size = size
+        self._in_flight = in_flight
+        self._ordered = ordered
+        self._timeout = timeout
+        self._retry = retry
+        self._pending: list[_Chunk] = []  # whose results have not been yielded, in the order of the items
+        self._completed: SimpleQueue[None] = SimpleQueue()  # an entry for each completion, if not ordered
+        try:
+            self._function = worker.calls.names.find(function)[1]
+        except NotByName:
+            pass
+
+    def results(self) -> Generator[Any, None, None]:
+        """Yield all results, then raise what ended them early."""
+        try:
+            self._fill()
+            while self._pending:
+                chunk = self._next_done()
+                values, failure = self._take(chunk)
+                if failure is None:
+                    self._fill()  # the workers run the next chunks while the program uses these results
+                yield from values
+                if failure is not None:
+                    raise failure
+            if self._source.error is not None:
+                raise self._source.error
+        except Exception as error:
+            raise strip_own_frames(error)
+        finally:
+            for chunk in self._pending:
+                if chunk.future is not None:
+                    chunk.future._disregard()
+
+    # ---- sending
+
+    def _fill(self) -> None:
+        """Send chunks until every worker has enough, or there are no more items."""
+        self._settle()
+        source = self._source
+        alive = [callee for callee in self._callees if not callee.lost]
+        most = self._in_flight * len(alive) * (REORDER if self._ordered and len(alive) > 1 else 1)
+        while not source.ended and len(self._pending) < most:
+            callee = self._freest()
+            if callee is None or callee.running >= self._in_flight:
+                break
+            start = source.taken
+            items = source.take(self._size or callee.size, None if self._size else CHUNK_BYTES)
+            if items:
+                self._send(_Chunk(start, items, self._retry), callee)
+
+    def _freest(self) -> _Callee | None:
+        return min((each for each in self._callees if not each.lost), key=lambda each: each.running, default=None)
+
+    def _send(self, chunk: _Chunk, callee: _Callee) -> None:
+        """Send a chunk, up to the first item that cannot be sent."""
+        try:
+            self._start(chunk, callee)
+        except Exception as error:
+            if len(chunk.items) == 1 or isinstance(error, NotInitialized):
+                chunk.unsent = error
+                self._source.ended, self._source.error = True, None
+                self._pending.append(chunk)
+                return
+            half = len(chunk.items) // 2
+            self._send(_Chunk(chunk.start, chunk.items[:half], chunk.retries), callee)
+            if self._pending[-1].unsent is None:
+                self._send(_Chunk(chunk.start + half, chunk.items[half:], chunk.retries), callee)
+        else:
+            self._pending.append(chunk)
+
+    def _start(self, chunk: _Chunk, callee: _Callee) -> None:
+        arguments = (self._function, chunk.items, self._worker.info.id)
+        chunk.future = self._worker.rpc_async(callee.info.id, run_chunk, arguments, None, self._timeout)
+        chunk.callee = callee
+        callee.running += 1
+        if not self._ordered:
+            _add_done_callback(chunk.future, lambda _: self._completed.put(None))
+
+    # ---- completions
+
+    def _next_done(self) -> _Chunk:
+        """Wait for the chunk whose results come next, and remove it."""
+        if asyncio._get_running_loop() is not None:
+            check_blocking("next() of rpc.map", "`asyncio.to_thread(list, rpc.map(...))`")
+        while True:
+            self._settle()
+            for index, chunk in enumerate(self._pending[:1] if self._ordered else self._pending):
+                if chunk.done():
+                    return self._pending.pop(index)
+            if self._ordered:
+                future = self._pending[0].future
+                assert future is not None
+                try:
+                    future.wait()  # this thread polls the network
+                except Exception:  # `_settle` or `_take` process it
+                    pass
+            else:
+                self._completed.get()
+
+    def _settle(self) -> None:
+        """Process completions: adapt the size of chunks, and send those of lost workers again."""
+        for chunk in self._pending:
+            callee, future = chunk.callee, chunk.future
+            if callee is None or future is None or not future.done():
+                continue
+            callee.running -= 1
+            chunk.callee = None
+            error = future.failure()
+            if error is None:
+                callee.adapt(future.value())
+            elif isinstance(error, WorkerLost) and not isinstance(error, RemoteError):
+                callee.lost = True
+                other = self._freest()
+                if chunk.retries and other is not None:
+                    future._disregard()
+                    chunk.retries -= 1
+                    self._start(chunk, other)
+
+    def _take(self, chunk: _Chunk) -> tuple[list[Any], BaseException | None]:
+        """Return the results of a chunk that is done, and the error that ended it early."""
+        if chunk.future is None:
+            assert chunk.unsent is not None
+            return [], chunk.noted(chunk.unsent, self._label)
+        try:
+            values, _, packed = chunk.future.value()
+        except Exception as error:
+            return [], chunk.noted(error, self._label)
+        if packed is None:
+            return values, None
+        failure = unpack_exception(packed)
+        failure.add_note(f"in rpc.map of {self._label}, at item {chunk.start + len(values)}")
+        return values, failure
+
+
+def _nbytes(value: object) -> int:
+    """Estimate the bytes of a value in a message."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    if isinstance(value, (tuple, list)):
+        return sum(_nbytes(each) for each in value if type(each) not in _SMALL) + 8 * len(value)
+    if isinstance(value, dict):
+        return sum(_nbytes(each) for each in value.values() if type(each) not in _SMALL) + 16 * len(value)
+    nbytes = getattr(value, "nbytes", None)  # of tensors, arrays and views
+    return nbytes if isinstance(nbytes, int) else 64
