@@ -66,7 +66,7 @@ void RequestServer::serve(Request& arrived) {
     }
     if (r->slow.is_valid()) {
       ask(r->slow.attr("leave_state"));
-      if (nb::cast<bool>(r->slow.attr("is_recorded"))) return;
+      if (nb::cast<bool>(r->slow.attr("has_slow_reply"))) return;
     }
     if (r->target.is_valid()) {
       call_back(python_.settle, r->target, result);
@@ -271,6 +271,9 @@ nb::object RequestServer::function_of(const Name& name) const {
 }
 
 nb::object RequestServer::run(Request& r) {
+  if (r.slow.is_valid() && nb::cast<bool>(r.slow.attr("is_intercepted"))) {
+    r.function = ask(r.slow.attr("intercept"), r.function);
+  }
   const nb::object recording = r.slow.is_valid() ? nb::object(r.slow.attr("recording")) : nb::none();
   std::optional<ContextManager> recorded;
   if (!recording.is_none()) recorded.emplace(recording);

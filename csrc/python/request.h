@@ -102,7 +102,7 @@ class RequestServer {
   void serve(Request& arrived);
   /// Replies with an exception. Throws nb::python_error.
   void reply_error(Request& r, const nb::object& error);
-  /// Sends every request through Python, for a server-side profile.
+  /// Makes Python prepare every request, for the profile of a server or for interceptors.
   void record_all(bool on) { records_all_ = on; }
 
  private:

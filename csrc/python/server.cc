@@ -77,7 +77,7 @@ class Server {
     return true;
   }
 
-  /// Sends every request through Python, for a server-side profile.
+  /// Makes Python prepare every request, for the profile of a server or for interceptors.
   void record_all(bool on) { requests_.record_all(on); }
 
   int traverse(visitproc visit, void* arg) const {
@@ -255,7 +255,8 @@ void init_server(nb::module_& m) {
           },
           "engine"_a, "codec"_a, "recorder"_a, "calls"_a, "handlers"_a, "environment"_a, "worker"_a, "scope_type"_a,
           "callback_scope"_a)
-      .def("record_all", &Server::record_all, "on"_a, "Send every request through Python, for a server-side profile.")
+      .def("record_all", &Server::record_all, "on"_a,
+           "Have Python prepare every request, for the profile of a server or for interceptors.")
       .def("reply", &Server::reply, "connection"_a, "call"_a, "messages"_a,
            "Reply to messages of a backward pass with messages.\n\n"
            "Returns False if the codec cannot encode them.")

@@ -16,21 +16,29 @@ from telegrad.rpc.api import (
     rpc_sync,
     shutdown,
 )
+from telegrad.rpc.intercept import Registration, intercept, register_type, use_pickler
 from telegrad.rpc.map import map as map  # public, but `import *` must not hide Python's own
 from telegrad.rpc.memory import empty
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.start import Worker, init_rpc, is_available
+from telegrad.serialize.program_pickler import Pickler
 from telegrad.types import WorkerInfo
 from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, Proceed
 from telegrad.worker.calls.wait_all import wait_all
 
 __all__ = [
     "AllGatherStates",
     "BackendType",
     "CallFuture",
+    "InterceptedCall",
+    "Interceptor",
     "Options",
+    "Pickler",
+    "Proceed",
     "RRef",
+    "Registration",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "Worker",
@@ -44,13 +52,16 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "intercept",
     "is_available",
     "multicast",
     "options",
+    "register_type",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "use_pickler",
     "wait_all",
 ]
 

@@ -14,7 +14,7 @@ from telegrad.worker.calls.callables import find_function, rerun_for_torch_error
 from telegrad.worker.calls.future import awaitable_of
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.serving.event_loop import bind_torch_state
-from telegrad.worker.serving.handlers import has_async_mark, not_a_future
+from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
 
 __all__ = ["Reply", "run_chunk"]
 

@@ -119,12 +119,10 @@ def map(
 
     Example::
 
-        def clean(line):
-            return line.strip().lower()
+        def square(x):
+            return x * x
 
-        with open("lines.txt") as lines:
-            for line in rpc.map(["worker1", "worker2"], clean, lines):
-                print(line)
+        print(sum(rpc.map(["worker1", "worker2"], square, range(1000))))  # 332833500
     """
     if not callable(func):
         raise TypeError(NOT_CALLABLE)

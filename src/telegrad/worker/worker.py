@@ -359,6 +359,8 @@ class Worker:
                 logger.log(level, "worker %s shut down while a handler still ran: its thread continues", self.info.name)
         finally:
             self.calls.send_filter = None
+            self.calls.interceptors.clear()
+            self.calls.use_pickler(None)
             self.autograd.close()
             self.references.close()
             assert isinstance(self.engine, _core.Engine)

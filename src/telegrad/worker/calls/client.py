@@ -14,6 +14,7 @@ from telegrad.errors import MessageTooLarge, NotInitialized, ReceiverOutOfMemory
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NameTable, NotByName
+from telegrad.serialize.program_pickler import ByPickler, Pickler
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.timeouts import nanoseconds
@@ -23,10 +24,19 @@ from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import faults, tracing
 from telegrad.worker.calls.callables import is_scripted, name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
-from telegrad.worker.calls.interceptors import PICKLER, PROFILER, active, switch
+from telegrad.worker.calls.interceptors import (
+    PICKLER,
+    PROFILER,
+    InterceptedCall,
+    Interceptors,
+    active,
+    run_chain,
+    settle,
+    switch,
+)
 from telegrad.worker.calls.messages import NO_METADATA, Messages, Request
 from telegrad.worker.closed import AnyClient, AnyEngine
-from telegrad.worker.scope import caller_flags, caller_state
+from telegrad.worker.scope import caller_flags, caller_state, current, remaining
 from telegrad.worker.unread_failures import CallSummary
 
 __all__ = ["CallForm", "Calls", "Outcome", "complete", "error_of", "too_large"]
@@ -52,8 +62,8 @@ class CallForm(NamedTuple):
 
     peer: int
     function: object  # with a receiver: None for its value, the name of a method, or a function of the value
-    args: object
-    kwargs: object
+    args: Any  # a tuple or list; the drop-in accepts more
+    kwargs: Any
     timeout: int  # ns; 0: none
     nested: bool
     context: AutogradContext | None  # the caller's autograd context
@@ -63,6 +73,14 @@ class CallForm(NamedTuple):
     introduce: bool  # the owner may not know the receiver yet
     keep_as: int | None  # the local id of the reference to create
     internal: bool
+
+
+class InterceptedRequest(NamedTuple):
+    """Call that the program's interceptors get before it is encoded."""
+
+    form: CallForm
+    label: object
+    keep: object  # kept alive until the call ends
 
 
 class Calls:
@@ -100,6 +118,7 @@ class Calls:
         self.set_result: Callable[[torch.futures.Future[Any], object], None] = complete
         self.delay: Callable[[float, Callable[[], object]], None] | None = None
         self._send_filter: faults.Filter | None = None
+        self.interceptors: Interceptors = Interceptors(self._intercept_all)
         self._resolve_worker = resolve_worker
         self.client: AnyClient = _core.Client(engine, messages.serializer.codec, messages.recorder, self, environment)
 
@@ -112,6 +131,18 @@ class Calls:
     def send_filter(self, send_filter: "faults.Filter | None") -> None:
         self._send_filter = send_filter
         switch(("faults", id(self)), send_filter)
+
+    def _intercept_all(self) -> None:
+        switch(("interceptors", id(self)), self.interceptors.chain or None)
+
+    def use_pickler(self, pickler: Pickler | None) -> None:
+        """Pickle arguments and results of this worker's calls with the program's pickler.
+
+        Args:
+            pickler: The pickler; None for Telegrad's own.
+        """
+        self.messages.pickler = pickler
+        switch((PICKLER, id(self)), pickler)
 
     def timeout(self, seconds: float) -> int:
         """Convert a timeout of the API to ns.
@@ -142,24 +173,32 @@ class Calls:
         except NotByName:
             return None
 
-    def encode_slow(self, call: CallForm) -> Request:
-        """Encode a call that the codec alone cannot encode.
+    def encode_slow(self, call: CallForm) -> Request | InterceptedRequest:
+        """Encode a call that the codec alone cannot encode, unless interceptors come first.
 
         Raises:
             Exception: Whatever pickling the arguments raises; then no reference or tensor has been counted.
         """
+        if self.interceptors.chain and call.mode and call.function is not type:
+            label = "to_here" if call.function is None else call.function
+            return InterceptedRequest(call, label, call.receiver)
+        return self._encode(call)
+
+    def _encode(self, call: CallForm) -> Request:
         peer, receiver, function = call.peer, call.receiver, call.function
         flags = _INTERNAL if call.internal or function is type else 0
         ticket = pickler = keep = target = None
         name, parts = call.name, _PARTS
         body: tuple[object, ...] = (call.args, call.kwargs)
+        before: tuple[object, ...] = ()
+        after: tuple[object, ...] = ()
         if receiver is None:
             label: object = name_of(function)  # before any counting: this may run a __repr__ of the program
             custom = active.get(PICKLER)
             if custom is not None and not call.internal:
                 name, pickler, body = None, custom[0], custom[1](function, call.args, call.kwargs)
             elif name is None:
-                parts, body = _PARTS_BY_VALUE, (function, *body)
+                parts, before = _PARTS_BY_VALUE, (function,)
         else:
             label = "to_here" if function is None else "the type of a value" if function is type else function
             keep = receiver
@@ -169,10 +208,10 @@ class Calls:
                 self.worker_id, call.keep_as
             )  # in the metadata, too: the callee may fail to decode the body
             if pickler is None:
-                parts, body = (*parts, "the local id"), (*body, call.keep_as)
+                parts, after = (*parts, "the local id"), (call.keep_as,)
         if receiver is not None:
             flags |= _RECEIVER
-            parts, body = (*parts, "the receiver"), (*body, tuple(receiver.id))
+            parts, after = (*parts, "the receiver"), (*after, tuple(receiver.id))
         if receiver is not None and (target is not None or receiver.is_unknown()):
             ticket = receiver.worker.references.share(receiver.id, peer, peer)
             keep = None
@@ -183,8 +222,11 @@ class Calls:
                 mode = "to_here" if function is None else "type" if function is type else mode
             span = tracing.observer.begin(self, peer, mode, function if receiver is None else label)
         context = None if flags & _INTERNAL else call.context
+        value: object = (*before, *body, *after)
+        if self.messages.pickler is not None and pickler is None and not flags & _INTERNAL:
+            pickler, value = self.messages.pickler, ByPickler(before, body, after)
         message = self.messages.encode(
-            peer, body, target, caller_state(), ticket, pickler, parts, context, context is not None, span
+            peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, span
         )
         flags |= message.flags | caller_flags()
         scripted = False
@@ -198,8 +240,12 @@ class Calls:
 
     # ---- sending through interceptors
 
-    def send(self, request: Request, target: CallFuture[object] | faults.Creation) -> None:
+    def send(self, request: Request | InterceptedRequest, target: CallFuture[object] | faults.Creation) -> None:
         """Send a request with a future or a creation as its completion target."""
+        if isinstance(request, InterceptedRequest):
+            result = self._intercept(request.form)
+            settle(target if isinstance(target, CallFuture) else target.delayed(scripted=False), result)
+            return
         if request.span is not None:
             target.attach(request.span)
         try:
@@ -212,18 +258,69 @@ class Calls:
                 request.span.end()
             raise
 
-    def send_and_wait(self, request: Request) -> object:
+    def send_and_wait(self, request: Request | InterceptedRequest) -> object:
         """Send a request and wait for its value."""
+        if isinstance(request, InterceptedRequest):
+            result = self._intercept(request.form)
+            return result.wait() if isinstance(result, torch.futures.Future) else result
         try:
             if self._send_filter is None:
                 return self.client.call_request(request)
-            future: CallFuture[object] = CallFuture(NO_DEVICES)
-            future._calls, future._request = self, (request.peer, request.label, request.timeout)
+            future = self._future_of(request)
             faults.start(self, request, future)
             return future.wait()
         finally:
             if request.span is not None:
                 request.span.end()
+
+    def _future_of(self, request: Request) -> CallFuture[Any]:
+        future: CallFuture[Any] = CallFuture(NO_DEVICES)
+        future._calls, future._request = self, (request.peer, request.label, request.timeout)
+        return future
+
+    def _intercept(self, form: CallForm) -> object:
+        """Run a call through the program's interceptors; return a future or the result."""
+        creates, sent = form.keep_as is not None, False
+        kind = "to_here" if form.function is None else form.mode
+        given = InterceptedCall(
+            kind, self.name_of(form.peer), form.function, form.args, form.kwargs, form.timeout / 1e9, form.receiver
+        )
+
+        def start(call: InterceptedCall, /) -> CallFuture[Any]:
+            nonlocal sent
+            if creates and sent:
+                raise TelegradError(
+                    f"an interceptor called proceed twice for remote() of {call.name}: a value is made once"
+                )
+            request = self._encode(self._changed(form, given, call))
+            future = self._future_of(request)
+            future._read = True  # the program's future logs a failure
+            sent = True
+            self.send(request, future)
+            return future
+
+        result = run_chain(self.interceptors.chain, given, start)
+        if creates and not sent:
+            raise TelegradError(
+                f"an interceptor returned from remote() of {given.name} without a call of proceed, so {given.peer} has"
+                " no value to refer to. Call proceed(call), or raise an error."
+            )
+        return result
+
+    def _changed(self, form: CallForm, given: InterceptedCall, call: InterceptedCall) -> CallForm:
+        """Return the call with the changes of interceptors."""
+        if (call.kind, call.peer, call.receiver) != (given.kind, given.peer, given.receiver):
+            raise ValueError(
+                f"an interceptor changed kind, peer or receiver of the call of {given.name} on {given.peer}; it may"
+                " change function, args, kwargs and timeout"
+            )
+        if call is given:
+            return form
+        if call.function is not form.function:
+            form = form._replace(function=call.function, name=self.find_name(call.function))
+        if call.timeout != given.timeout:
+            form = form._replace(timeout=remaining(nanoseconds(call.timeout), current.get()))
+        return form._replace(args=call.args, kwargs=call.kwargs)
 
     def send_filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object]) -> None:
         """Send a one-way message, through the fault injector if there is one."""

@@ -1,16 +1,42 @@
 """Interceptors that see every call of this process.
 
-The native client checks once per call whether `active` is empty. If it is not, `Calls.encode_slow` encodes the call and
-`Calls.send` sends it, with the profiler, the pickler and the fault injector.
+The native client checks once per call whether `active` is empty. If it is not, `Calls.encode_slow` gets the call and
+`Calls.send` sends it, with the profiler, the picklers, the fault injector and the program's interceptors.
+
+A chain of interceptors ends with a function that starts the call, or at the callee runs the handler.
 """
 
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-__all__ = ["PICKLER", "PROFILER", "active", "switch"]
+import torch
+from torch.futures import Future
+
+from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+
+__all__ = [
+    "PICKLER",
+    "PROFILER",
+    "InterceptedCall",
+    "Interceptor",
+    "Interceptors",
+    "Proceed",
+    "active",
+    "failed",
+    "run_chain",
+    "settle",
+    "succeeded",
+    "switch",
+]
+
+_add_done_callback = torch._C.Future.add_done_callback  # bypasses the count of the program's callbacks
 
 active: dict[object, Any] = {}  # never replaced: the core holds this object
 PROFILER = "profiler"  # a telegrad.worker.calls.tracing.Observer
-PICKLER = "pickler"  # the program's pickler, and the type that it pickles (rpc.api._use_rpc_pickler)
+PICKLER = "pickler"  # torch's private pickler, and the type that it pickles (rpc.api._use_rpc_pickler)
 
 
 def switch(key: object, interceptor: object) -> None:
@@ -19,3 +45,179 @@ def switch(key: object, interceptor: object) -> None:
         active.pop(key, None)
     else:
         active[key] = interceptor
+
+
+@dataclass(frozen=True, slots=True)
+class InterceptedCall:
+    """Call as an interceptor sees it.
+
+    Immutable: ``dataclasses.replace(call, timeout=1.0)`` returns a changed call for ``proceed``. The function, the
+    arguments and the caller's timeout may be changed, all else is for information.
+
+    Attributes:
+        kind: at the caller ``"sync"``, ``"async"`` (also `telegrad.rpc.call` and `telegrad.rpc.multicast`),
+            ``"remote"`` or ``"to_here"``; at the callee ``"call"`` or ``"remote"``.
+        peer: name of the other worker.
+        function: the function. At the caller of a method of a reference the method's name, and None for ``to_here``.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        timeout: at the caller the limit in seconds, at the callee the seconds that are left; 0 is no limit.
+        receiver: at the caller, the `RRef` whose value the call is about; else None.
+
+    Example::
+
+        import dataclasses
+
+        def shorter(call, proceed):
+            return proceed(dataclasses.replace(call, timeout=1.0))
+
+        with rpc.intercept(client=shorter):
+            rpc.rpc_sync("worker1", max, args=(1, 2))
+    """
+
+    kind: str
+    peer: str
+    function: object
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    timeout: float = 0.0
+    receiver: Any = None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the function or method, ``"to_here"`` for the value of a reference."""
+        if self.function is None:
+            return "to_here"
+        return self.function if isinstance(self.function, str) else name_of(self.function)
+
+
+class Proceed(Protocol):
+    """Continuation of an interceptor: the next one, or the call itself.
+
+    Example::
+
+        def through(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
+            return proceed(call)
+
+        with rpc.intercept(client=through):
+            rpc.rpc_sync("worker1", max, args=(1, 2))
+    """
+
+    def __call__(self, call: InterceptedCall, /) -> "Future[Any]":
+        """Go on with the call, and return the future of its result."""
+
+
+class Interceptor(Protocol):
+    """Function around every call: see `telegrad.rpc.intercept`.
+
+    Example::
+
+        def only(name: str) -> rpc.Interceptor:
+            def check(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
+                if call.name != name:
+                    raise PermissionError(f"{call.peer} may not call {call.name}")
+                return proceed(call)
+
+            return check
+
+        rpc.intercept(server=only("max"))
+    """
+
+    def __call__(self, call: InterceptedCall, proceed: Proceed, /) -> object:
+        """Return the future of the result, usually that of ``proceed(call)``, or the result itself."""
+
+
+class Interceptors:
+    """Interceptors of one side of a worker; the first one is the outermost.
+
+    Args:
+        changed: Called after each change.
+    """
+
+    def __init__(self, changed: Callable[[], object]) -> None:
+        self.chain: tuple[Interceptor, ...] = ()
+        self._changed = changed
+        self._lock = threading.Lock()
+
+    def add(self, interceptor: Interceptor) -> None:
+        """Add an interceptor inside the others."""
+        with self._lock:
+            self.chain = (*self.chain, interceptor)
+            self._changed()
+
+    def remove(self, interceptor: Interceptor) -> None:
+        """Remove an interceptor; calls that it has already seen go on."""
+        with self._lock:
+            chain = list(self.chain)
+            for index in range(len(chain) - 1, -1, -1):
+                if chain[index] is interceptor:
+                    del chain[index]
+                    break
+            self.chain = tuple(chain)
+            self._changed()
+
+    def clear(self) -> None:
+        """Remove all."""
+        with self._lock:
+            self.chain = ()
+            self._changed()
+
+
+def run_chain(chain: tuple[Interceptor, ...], call: InterceptedCall, last: Proceed) -> object:
+    """Run a call through interceptors.
+
+    Returns:
+        What the outermost interceptor returns: a future, or the result.
+
+    Raises:
+        TypeError: An interceptor has returned a coroutine.
+        Exception: Whatever an interceptor raises.
+    """
+    if not chain:
+        return last(call)
+    first, rest = chain[0], chain[1:]
+
+    def proceed(call: InterceptedCall, /) -> Future[Any]:
+        result = run_chain(rest, call, last)
+        return result if isinstance(result, Future) else succeeded(result)
+
+    result = first(call, proceed)
+    if isinstance(result, Coroutine):
+        result.close()
+        raise TypeError(
+            f"the interceptor {name_of(first)} returned a coroutine. An interceptor is a plain function: return"
+            " proceed(call), which is a future, and use its then() for what follows."
+        )
+    return result
+
+
+def succeeded(value: object) -> CallFuture[Any]:
+    """Return a future that is done."""
+    future: CallFuture[Any] = CallFuture(NO_DEVICES)
+    future.set_result(value)
+    return future
+
+
+def failed(error: BaseException) -> CallFuture[Any]:
+    """Return a future that has failed; it logs nothing if the program ignores it."""
+    future: CallFuture[Any] = CallFuture(NO_DEVICES)
+    future._read = True
+    future.set_exception(error)
+    return future
+
+
+def settle(future: CallFuture[Any], result: object) -> None:
+    """Complete a call's future with what a chain returned."""
+    if not isinstance(result, Future):
+        future.set_result(result)
+        return
+
+    def complete(done: Future[Any]) -> None:
+        try:
+            value = done.value()
+        except Exception as e:
+            future.set_exception(e.with_traceback(None))
+        else:
+            future.set_result(value)
+
+    _add_done_callback(result, complete)

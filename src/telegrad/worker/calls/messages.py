@@ -21,6 +21,7 @@ from torch import Tensor
 from telegrad.errors import DeviceNotMapped, RRefNotPicklable, SerializationError
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.pickling import Serializer, Wrap
+from telegrad.serialize.program_pickler import ByPickler, Pickler, dump_by_pickler, load_by_pickler
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
@@ -51,12 +52,6 @@ class Handle(Protocol):
     """Python object of a reference (`telegrad.rref.rref.RRef`)."""
 
     id: RRefId
-
-
-class Pickler(Protocol):
-    """Pickler of the program."""
-
-    def serialize(self, obj: object, /) -> object: ...
 
 
 class Encoded(NamedTuple):
@@ -119,6 +114,7 @@ _ALL_PEERS = -1  # instead of a peer, for a message to several peers
 _MAX_TICKETS = 250_000  # of metadata,
 _MAX_METADATA = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
 NO_METADATA = CallMetadata((), None, None)
+_TORCH_FORM = 2  # items of a body that torch's pickler encodes (rpc.api._use_rpc_pickler): bytes and tensors
 NO_FORK = -1  # instead of a number, for a ticket without a fork
 
 
@@ -168,6 +164,7 @@ class Messages:
         self._receive = receive
         self._new_id = new_id
         self.recorder = recorder
+        self.pickler: Pickler | None = None  # of the program
         self.serializer: Serializer = Serializer()
         self._codec = self.serializer.codec
         self.serializer.register(handle_type, 1, self.pack_handle, self.unpack_handle)
@@ -331,7 +328,8 @@ class Messages:
         Appends the tensors that require grad to `recorded`.
         """
         if custom is not None:
-            return int(BodyKind.CUSTOM), *self.serializer.dumps(custom.serialize(value), recorded=recorded)
+            made = dump_by_pickler(custom, value) if isinstance(value, ByPickler) else custom.serialize(value)
+            return int(BodyKind.CUSTOM), *self.serializer.dumps(made, recorded=recorded)
         if recorded is None:
             coded = self._codec.encode(value)
             if coded is not None:
@@ -438,13 +436,14 @@ class Messages:
         Raises:
             Exception: Whatever unpickling raises.
         """
-        kind = flags & _BODY
-        state = _serialization
+        kind, state = flags & _BODY, _serialization
         outer, state.handles = state.handles, handles
         try:
             if kind == _CODEC:
                 return self._codec.decode(body, segments, wrap)
             value = self.serializer.loads(body, segments, wrap)
-            return self.load_custom(*value) if kind == BodyKind.CUSTOM else value
+            if kind == BodyKind.CUSTOM:
+                value = self.load_custom(*value) if len(value) == _TORCH_FORM else load_by_pickler(self.pickler, *value)
+            return value
         finally:
             state.handles = outer

@@ -6,6 +6,7 @@ or encode, if the caller's torch state has to be entered, or if a result or an e
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import CoroutineType
@@ -17,6 +18,7 @@ from telegrad._core import Request
 from telegrad.errors import MessageTooLarge, SerializationError, is_drop_in
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.exceptions import describe_exception, pack_exception
+from telegrad.serialize.program_pickler import ByPickler, PickledCall
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exception, traceback_of
 from telegrad.types import WorkerInfo
@@ -25,40 +27,25 @@ from telegrad.worker import process_hooks
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
+from telegrad.worker.calls.interceptors import Interceptors
 from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current, handler_state
 from telegrad.worker.serving.event_loop import EventLoop
+from telegrad.worker.serving.intercepted import Ended, InterceptedHandler, not_a_future
 
-__all__ = ["Handlers", "RequestInfo", "SlowRequest", "has_async_mark", "not_a_future"]
+__all__ = ["Handlers", "RequestInfo", "SlowRequest"]
 
 remote_logger: logging.Logger = logging.getLogger("telegrad.remote")
 
 _CALL, _GRADIENTS = int(Tag.CALL), int(Tag.GRADIENTS)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _STATE, _LEFT_OUT, _KEEP_AS = int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
+_INTERNAL = int(Flag.INTERNAL)
 _BODY, _CUSTOM = int(Flag.BODY), int(BodyKind.CUSTOM)
 _MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
-
-NOT_A_FUTURE = (
-    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
-)
-
-
-_ASYNC_MARK = "_wrapped_async_rpc_function"  # attribute that `async_execution` sets, as in torch
-
-
-def has_async_mark(function: object) -> bool:
-    """Return whether the result of a function is a future to await."""
-    return hasattr(function, _ASYNC_MARK)
-
-
-def not_a_future(result: object, function: object) -> RuntimeError:
-    """Return the error of a function that should return a future."""
-    kind = type(result)
-    return RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
 
 
 class RequestInfo(NamedTuple):
@@ -71,6 +58,7 @@ class RequestInfo(NamedTuple):
     target: RRefId | None = None  # the reference to create
     context: AutogradContext | None = None  # the autograd context that records tensors of the request and the reply
     recording: tracing.Recording | None = None  # recording of the handler
+    by_pickler: bool = False  # the program's pickler encodes request and reply
 
 
 class SlowRequest:
@@ -100,9 +88,25 @@ class SlowRequest:
         self._state = ExitStack()
 
     @property
-    def is_recorded(self) -> bool:
-        """Return whether the request is profiled, so that its reply has a report."""
-        return self.recording is not None
+    def has_slow_reply(self) -> bool:
+        """Return whether Python encodes the reply: with a report, or by the program's pickler."""
+        return self.recording is not None or self.info.by_pickler
+
+    @property
+    def is_intercepted(self) -> bool:
+        """Return whether the handler runs within interceptors."""
+        return bool(self._handlers.interceptors.chain) and not self.flags & _INTERNAL
+
+    def intercept(self, function: Callable[..., object]) -> "InterceptedHandler":
+        """Return the handler within the worker's interceptors."""
+        handlers, info = self._handlers, self.info
+        left = max(info.deadline - time.monotonic_ns(), 1) / 1e9 if info.deadline else 0.0
+        kind, peer = "call" if info.target is None else "remote", handlers.worker.members.name_of(info.peer)
+
+        def run_coroutine(coroutine: CoroutineType[Any, Any, object], ended: Ended) -> None:
+            handlers.loop.run(coroutine, current.get(), self.flags, self.metadata.autocast, self.recording, ended)
+
+        return InterceptedHandler(handlers.interceptors.chain, function, kind, peer, left, run_coroutine)
 
     def creates(self, target: RRefId) -> None:
         """Set the reference that the request creates, which only its body names."""
@@ -122,7 +126,9 @@ class SlowRequest:
         flags, metadata = self.flags, self.metadata
         body = self._handlers.messages.decode(flags, self._body, self._segments, metadata.handles, metadata.wrap)
         self._segments.clear()  # the arguments are the only holders: one of them can be returned without a copy
-        if flags & _BODY == _CUSTOM and self.target is not None:
+        if isinstance(body, PickledCall):
+            self.info = self.info._replace(by_pickler=True)
+        elif flags & _BODY == _CUSTOM and self.target is not None:
             return (*body, self.target[1])
         return body
 
@@ -170,9 +176,10 @@ class Handlers:
         self.wait_ready: Callable[[], object] = worker.ready.wait
         self._me = me
         self._references = references
-        self._loop = loop
+        self.loop: EventLoop = loop
         self._submit = submit
         self._error_level = error_level
+        self.interceptors: Interceptors = Interceptors(self.update_recording)
         self._deferred: set[tuple[int, int]] = set()  # requests with a deferred result
 
     @property
@@ -181,8 +188,8 @@ class Handlers:
         return len(self._deferred)
 
     def update_recording(self) -> None:
-        """Start or stop recording all requests, for a server-side profile."""
-        self.worker.server.record_all(tracing.observer.serving)
+        """Have Python prepare all requests if a profile of the server or an interceptor needs them."""
+        self.worker.server.record_all(tracing.observer.serving or bool(self.interceptors.chain))
 
     # ---- requests
 
@@ -282,7 +289,7 @@ class Handlers:
         if type(result) is CoroutineType:
             self._deferred.add(key)
             flags, autocast = (0, None) if slow is None else (slow.flags, slow.metadata.autocast)
-            self._loop.run(
+            self.loop.run(
                 result, current.get(), flags, autocast, info.recording,
                 lambda value, error: self._reply_deferred(info, value, error),
             )  # fmt: skip
@@ -315,16 +322,18 @@ class Handlers:
         if process_hooks.forked:
             process_hooks.leave_child(None)
         value = made.pop()
+        pickler = self.messages.pickler if info.by_pickler else None
         if info.target is not None:
             self._settle_creation(info, info.target, value, None)
             return
         try:
-            message = self.messages.encode(info.peer, value, context=info.context)
+            sent = value if pickler is None else ByPickler(None, value, ())
+            message = self.messages.encode(info.peer, sent, custom=pickler, context=info.context)
         except BaseException as e:  # errors of pickling, SystemExit too: the caller needs a reply
             self.report(info.peer, e)
             self.fail(info, e)
         else:
-            del value
+            del value, sent
             self.reply(info, _VALUE, message, 0)
 
     def reply_error(self, info: RequestInfo, error: BaseException) -> None:

@@ -1,0 +1,110 @@
+"""Handlers within the interceptors of their worker."""
+
+from collections.abc import Callable
+from types import CoroutineType
+from typing import Any, TypeAlias
+
+from torch.futures import Future
+
+from telegrad.worker import process_hooks
+from telegrad.worker.calls.callables import run
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, failed, run_chain, succeeded
+
+__all__ = ["Ended", "InterceptedHandler", "has_async_mark", "not_a_future"]
+
+Ended: TypeAlias = Callable[[object, BaseException | None], None]
+"""Gets the result of a coroutine, or its exception."""
+
+NOT_A_FUTURE = (
+    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
+)
+
+_ASYNC_MARK = "_wrapped_async_rpc_function"  # attribute that `async_execution` sets, as in torch
+
+
+def has_async_mark(function: object) -> bool:
+    """Return whether the result of a function is a future to await."""
+    return hasattr(function, _ASYNC_MARK)
+
+
+def not_a_future(result: object, function: object) -> RuntimeError:
+    """Return the error of a function that should return a future."""
+    kind = type(result)
+    return RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
+
+
+class InterceptedHandler:
+    """Handler within the interceptors of its worker.
+
+    Has the mark of `async_execution` if its result is a future that is not done.
+
+    Args:
+        chain: The interceptors.
+        function: The handler.
+        kind: Kind of the call, "call" or "remote".
+        peer: Name of the caller.
+        timeout: Seconds left; 0 is no limit.
+        run_coroutine: Runs a coroutine on the worker's event loop.
+    """
+
+    def __init__(
+        self,
+        chain: tuple[Interceptor, ...],
+        function: Callable[..., object],
+        kind: str,
+        peer: str,
+        timeout: float,
+        run_coroutine: Callable[[CoroutineType[Any, Any, object], Ended], None],
+    ) -> None:
+        self._chain = chain
+        self._function = function
+        self._kind = kind
+        self._peer = peer
+        self._timeout = timeout
+        self._run_on_loop = run_coroutine
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        call = InterceptedCall(self._kind, self._peer, self._function, args, kwargs, self._timeout)
+        result = run_chain(self._chain, call, self._run)
+        if not isinstance(result, Future):
+            return result
+        if not result.done():
+            setattr(self, _ASYNC_MARK, True)
+            return result
+        error = result.failure() if isinstance(result, CallFuture) else None
+        if error is None:
+            return result.value()
+        del result  # the traceback refers to this frame
+        raise error
+
+    def _run(self, call: InterceptedCall, /) -> Future[Any]:
+        """Run the handler; errors are those of the future, as for deferred results."""
+        function: Any = call.function
+        try:
+            result = run(function, call.args, call.kwargs)
+            if type(result) is CoroutineType:
+                return self._run_coroutine(result)
+            if not has_async_mark(function):
+                return succeeded(result)
+            if isinstance(result, Future):
+                return result
+            raise not_a_future(result, function)
+        except BaseException as e:
+            if process_hooks.forked:
+                raise
+            trace = e.__traceback__
+            return failed(e.with_traceback(None if trace is None else trace.tb_next))
+
+    def _run_coroutine(self, coroutine: CoroutineType[Any, Any, object]) -> Future[Any]:
+        future: CallFuture[Any] = CallFuture(NO_DEVICES)
+        future._read = True  # the caller gets a failure
+
+        def ended(value: object, error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+        self._run_on_loop(coroutine, ended)
+        return future

@@ -1,0 +1,290 @@
+"""`rpc.use_pickler` and `rpc.register_type`: the program decides how values travel."""
+
+import asyncio
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.errors import RemoteError, SerializationError, TelegradError
+from telegrad.rpc.internal import _InternalRPCPickler
+from telegrad.testing import Cluster, cluster
+from telegrad.worker.calls import interceptors
+
+pytestmark = [pytest.mark.usefixtures("clean")]
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+async def identity_later(x: Any) -> Any:
+    await asyncio.sleep(0)
+    return x
+
+
+def fail(text: str) -> None:
+    raise KeyError(text)
+
+
+class Json:
+    """Pickler that changes tuples to lists, so its use shows."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] = []
+
+    def serialize(self, value: Any) -> tuple[bytes, list[torch.Tensor]]:
+        self.seen.append(("serialize", value))
+        tensors: list[torch.Tensor] = []
+
+        def default(each: Any) -> Any:
+            if not isinstance(each, torch.Tensor):
+                raise TypeError(f"no JSON for {type(each).__name__}")
+            tensors.append(each)
+            return {"tensor": len(tensors) - 1}
+
+        return json.dumps(value, default=default).encode(), tensors
+
+    def deserialize(self, data: bytes, tensors: list[torch.Tensor]) -> Any:
+        def hook(each: Any) -> Any:
+            return tensors[each["tensor"]] if each.keys() == {"tensor"} else each
+
+        value = json.loads(data, object_hook=hook)
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], dict):
+            value = tuple(value)
+        self.seen.append(("deserialize", value))
+        return value
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert not interceptors.active
+
+
+@pytest.fixture
+def both(two: Cluster) -> Iterator[tuple[Any, Any]]:
+    picklers = Json(), Json()
+    registrations = []
+    for worker, pickler in zip(two, picklers, strict=True):
+        with worker:
+            registrations.append(rpc.use_pickler(pickler))
+    yield picklers
+    for registration in registrations:
+        registration.remove()
+
+
+@pytest.mark.parametrize("function", [identity, identity_later, lambda x: x])
+def test_arguments_and_results_pass_the_picklers(both: Any, function: Any) -> None:
+    assert rpc.rpc_sync("w1", function, ((1, "a"),)) == [1, "a"]
+    mine, theirs = both
+    assert mine.seen == [("serialize", (((1, "a"),), {})), ("deserialize", [1, "a"])]
+    assert theirs.seen == [("deserialize", ([[1, "a"]], {})), ("serialize", [1, "a"])]
+
+
+@pytest.mark.usefixtures("both")
+def test_all_kinds_of_calls() -> None:
+    assert rpc.rpc_async("w1", identity, kwargs={"x": (1,)}).wait() == [1]
+    assert asyncio.run(rpc.call("w1", identity, ((1,),))) == [1]
+    assert [future.wait() for future in rpc.multicast(["w0", "w1"], identity, ((1,),))] == [[1], [1]]
+    rref = rpc.remote("w1", list, ((1, 2),))
+    assert rref.to_here() == [1, 2]
+    assert rref.rpc_sync().count(1) == 1
+    assert rref.remote().copy().to_here() == [1, 2]
+    assert list(rpc.map("w1", identity_later, range(3))) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("both")
+def test_tensors_are_recorded() -> None:
+    with autograd.context() as context:
+        x = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync("w1", torch.mul, (x, 3)).sum()
+        autograd.backward(context, [loss])
+        assert torch.equal(autograd.get_gradients(context)[x], torch.full((2,), 3.0))
+
+
+@pytest.mark.usefixtures("both")
+def test_errors_travel_as_always() -> None:
+    with pytest.raises(KeyError, match="text") as raised:
+        rpc.rpc_sync("w1", fail, ("text",))
+    assert isinstance(raised.value, RemoteError)
+
+
+@pytest.mark.usefixtures("both")
+def test_values_that_the_pickler_refuses() -> None:
+    with pytest.raises(TypeError, match="no JSON for set") as raised:
+        rpc.rpc_sync("w1", identity, ({1},))
+    assert not isinstance(raised.value, RemoteError)
+    with pytest.raises(TypeError, match="no JSON for set") as raised:
+        rpc.rpc_sync("w1", set, ([1],))
+    assert isinstance(raised.value, RemoteError)
+
+
+class Plain:
+    def serialize(self, value: Any) -> tuple[bytes, list[torch.Tensor]]:
+        return pickle.dumps(value), []
+
+    def deserialize(self, data: bytes, tensors: list[torch.Tensor]) -> Any:
+        return pickle.loads(data)
+
+
+class Wrong(Plain):
+    """Pickler with one wrong method."""
+
+    def __init__(self, **wrong: Any) -> None:
+        vars(self).update(wrong)
+
+
+def refuse(*_: object) -> None:
+    raise ValueError("the pickler refuses")
+
+
+def owner_of(rref: Any) -> str:
+    return rref.owner_name()
+
+
+@pytest.mark.parametrize("pickler", [Plain(), _InternalRPCPickler()], ids=["pickle", "torch's"])
+def test_references_are_pickled(two: Cluster, pickler: Any) -> None:
+    with two[1]:
+        theirs = rpc.use_pickler(pickler)
+    with rpc.use_pickler(pickler), theirs:
+        rref = rpc.RRef(torch.ones(2))
+        assert rpc.rpc_sync("w1", owner_of, (rref,)) == "w0"
+        back = rpc.rpc_sync("w1", identity, (rref,))
+        assert back.is_owner()
+        del back, rref
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "error", "text"),
+    [
+        (Plain(), None, SerializationError, "sender's pickler Plain has encoded, and this worker uses no pickler"),
+        (Wrong(serialize=refuse), Plain(), ValueError, "the pickler refuses"),
+        (
+            Wrong(serialize=lambda _: b"x"),
+            Plain(),
+            SerializationError,
+            "returned b'x' from serialize: it has to",
+        ),
+        (Wrong(serialize=lambda _: (b"x", [1])), Plain(), SerializationError, "a tuple of bytes and a list of tensors"),
+        (Wrong(deserialize=refuse), Plain(), ValueError, "the pickler refuses"),
+        (Plain(), Wrong(serialize=refuse), ValueError, "the pickler refuses"),
+        (Plain(), Wrong(serialize=lambda _: None), SerializationError, "returned None from serialize"),
+        (Plain(), Wrong(deserialize=refuse), ValueError, "the pickler refuses"),
+        (Plain(), Wrong(deserialize=lambda *_: 7), SerializationError, "returned 7 from deserialize"),
+    ],
+)
+def test_errors_of_picklers(two: Cluster, mine: Any, theirs: Any, error: type[Exception], text: str) -> None:
+    registrations = [rpc.use_pickler(mine)]
+    if theirs is not None:
+        with two[1]:
+            registrations.append(rpc.use_pickler(theirs))
+    for start in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
+        with pytest.raises(error, match=text):
+            start("w1", identity, (1,))
+    for registration in registrations:
+        registration.remove()
+    assert rpc.rpc_sync("w1", identity, (1,)) == 1
+
+
+def test_a_worker_without_a_pickler_is_answered_as_usual(two: Cluster) -> None:
+    with two[1]:
+        registration = rpc.use_pickler(Wrong(serialize=refuse, deserialize=refuse))
+    with registration:
+        assert rpc.rpc_sync("w1", identity, ((1,),)) == (1,)
+
+
+def test_invalid_picklers() -> None:
+    with pytest.raises(TypeError, match="a pickler needs a method serialize"):
+        rpc.use_pickler(object())  # type: ignore[arg-type]
+    with rpc.use_pickler(Plain()), pytest.raises(TelegradError, match="worker w0 already uses the pickler Plain"):
+        rpc.use_pickler(Plain())
+
+
+def test_a_pickler_ends_with_its_worker() -> None:
+    with cluster(1, names="x{}", current=None, graceful=False) as group:
+        with group[0]:
+            registration = rpc.use_pickler(Plain())
+            assert rpc.rpc_sync("x0", identity, (1,)) == 1
+        group[0].shutdown(graceful=False)
+        assert not interceptors.active
+        registration.remove()
+
+
+# ---- registered types
+
+
+class Image:
+    def __init__(self, pixels: Any) -> None:
+        self.pixels = pixels
+
+    def __reduce__(self) -> Any:
+        raise TypeError("images have no pickle")
+
+
+def is_shared(image: Image) -> bool:
+    return image.pixels.numel() > 0
+
+
+def pack(image: Image) -> Any:
+    if image.pixels is None:
+        raise ValueError("no pixels")
+    return image.pixels
+
+
+def unpack(pixels: Any) -> Image:
+    if pixels.numel() == 1:
+        raise ValueError("too few pixels")
+    return Image(pixels)
+
+
+@pytest.fixture(scope="module")
+def registered(two: Cluster) -> None:
+    for worker in two:
+        with worker:
+            rpc.register_type(Image, pack, unpack)
+
+
+@pytest.mark.usefixtures("registered")
+def test_registered_types_travel_in_both_directions() -> None:
+    image = rpc.rpc_sync("w1", identity, ({"image": [Image(torch.ones(10_000))]},))["image"][0]
+    assert type(image) is Image
+    assert torch.equal(image.pixels, torch.ones(10_000))
+    with autograd.context() as context:
+        x = torch.ones(3, requires_grad=True)
+        got = rpc.rpc_sync("w1", identity, (Image(x),))
+        autograd.backward(context, [got.pixels.sum()])
+        assert torch.equal(autograd.get_gradients(context)[x], torch.ones(3))
+
+
+@pytest.mark.usefixtures("registered")
+def test_errors_of_a_types_functions() -> None:
+    with pytest.raises(ValueError, match="no pixels") as raised:
+        rpc.rpc_sync("w1", identity, (Image(None),))
+    assert not isinstance(raised.value, RemoteError)
+    with pytest.raises(ValueError, match="too few pixels") as raised:
+        rpc.rpc_sync("w1", identity, (Image(torch.ones(1)),))
+    assert isinstance(raised.value, RemoteError)
+    with pytest.raises(ValueError, match="no pixels") as raised:
+        rpc.rpc_sync("w1", Image, (None,))
+    assert isinstance(raised.value, RemoteError)
+    with pytest.raises(ValueError, match="too few pixels") as raised:
+        rpc.rpc_sync("w1", Image, (torch.ones(1),))
+    assert not isinstance(raised.value, RemoteError)
+
+
+@pytest.mark.usefixtures("registered")
+def test_invalid_types() -> None:
+    with pytest.raises(ValueError, match="Image is already registered on worker w0"):
+        rpc.register_type(Image, pack, unpack)
+    for kind in (int, torch.Tensor, rpc.RRef, rpc.WorkerInfo):
+        with pytest.raises(ValueError, match=f"Telegrad encodes {kind.__qualname__} itself"):
+            rpc.register_type(kind, identity, identity)
+    with pytest.raises(TypeError, match="a class and two functions"):
+        rpc.register_type("Image", identity, identity)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a class and two functions"):
+        rpc.register_type(Wrong, None, identity)  # type: ignore[arg-type]
