@@ -14,10 +14,12 @@ from bench.row import Family, FasterThan, Row, Sampler, Samples, WithinBaseline,
 __all__ = ["CALLS", "THREADS"]
 
 IN_FLIGHT = 1000
+MAPPED = 100_000
 SILENCE = 1.0  # seconds without a call before a cold one
 PAIR = torch.tensor([1.0, 2.0])
 SERVER = 1
 TORCH_API = {"telegrad": "", "parent": "", "torch": "", "torch uv": ""}
+NO_MAP = {"telegrad": "", "": "has no map: 1000 calls in flight is its counterpart"}
 NO_REFERENCES = TORCH_API | {"": "has no references to results that a call could fetch"}
 
 
@@ -59,6 +61,17 @@ def in_flight(client: Client, sampler: Sampler) -> Samples:
         return client.collect([client.begin(SERVER, functions.identity, i) for i in range(IN_FLIGHT)])
 
     right(call(), list(range(IN_FLIGHT)))
+    return sampler(call)
+
+
+def mapped(client: Client, sampler: Sampler) -> Samples:
+    rpc: Any = client.rpc
+    to = rpc.get_worker_info(f"worker{SERVER}")
+
+    def call() -> int:
+        return sum(rpc.map(to, functions.identity, range(MAPPED)))
+
+    right(call(), sum(range(MAPPED)))
     return sampler(call)
 
 
@@ -144,6 +157,7 @@ CALLS = Family(
             timeout=90,
         ),
         Row("1000 calls in flight, int", in_flight, amount=IN_FLIGHT, of="calls", goals=(FasterThan(60),)),
+        Row("map of identity, int", mapped, amount=MAPPED, of="items", only=NO_MAP),
     ),
 )
 

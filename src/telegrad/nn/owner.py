@@ -3,8 +3,9 @@
 Each one takes a reference to the module, which this worker owns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import IntEnum
+from types import CoroutineType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from telegrad.autograd.consistency.saved_tensors import between_steps
 from telegrad.rref import RRef
+from telegrad.worker.serving.event_loop import bind_torch_state
 
 __all__ = [
     "AttributeInfo",
@@ -58,7 +60,15 @@ def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: ob
     """
     there = torch.device(device)
     result = module.local_value()(*moved(args, there), **moved(kwargs, there))
+    if isinstance(result, CoroutineType):
+        return _moved_later(bind_torch_state(result), keep)
     return result if keep else moved(result, _CPU)
+
+
+async def _moved_later(result: Awaitable[object], keep: bool) -> object:
+    """Await the result of a module with an ``async def forward``."""
+    value = await result
+    return value if keep else moved(value, _CPU)
 
 
 def moved(value: object, device: torch.device) -> Any:

@@ -222,7 +222,7 @@ class Calls:
                 mode = "to_here" if function is None else "type" if function is type else mode
             span = tracing.observer.begin(self, peer, mode, function if receiver is None else label)
         context = None if flags & _INTERNAL else call.context
-        value: object = (*before, *body, *after)
+        value: object = body if pickler is not None else (*before, *body, *after)
         if self.messages.pickler is not None and pickler is None and not flags & _INTERNAL:
             pickler, value = self.messages.pickler, ByPickler(before, body, after)
         message = self.messages.encode(
@@ -309,7 +309,7 @@ class Calls:
 
     def _changed(self, form: CallForm, given: InterceptedCall, call: InterceptedCall) -> CallForm:
         """Return the call with the changes of interceptors."""
-        if (call.kind, call.peer, call.receiver) != (given.kind, given.peer, given.receiver):
+        if (call.kind, call.peer) != (given.kind, given.peer) or call.receiver is not given.receiver:
             raise ValueError(
                 f"an interceptor changed kind, peer or receiver of the call of {given.name} on {given.peer}; it may"
                 " change function, args, kwargs and timeout"

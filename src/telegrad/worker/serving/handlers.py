@@ -27,6 +27,7 @@ from telegrad.worker import process_hooks
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import Interceptors
 from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
 from telegrad.worker.closed import AnyEngine
@@ -303,7 +304,8 @@ class Handlers:
         try:
             value = done.value()
         except BaseException as e:  # may be a SystemExit from user code
-            self._reply_deferred(info, None, e)
+            original = done.failure() if isinstance(done, CallFuture) else None  # of a coroutine, with its traceback
+            self._reply_deferred(info, None, e if original is None or original.__traceback__ is None else original)
         else:
             self._reply_deferred(info, value, None)
 
