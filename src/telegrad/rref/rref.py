@@ -403,8 +403,15 @@ class RRef(Generic[T_co]):
 
     # ---- no copies outside of calls
 
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        raise RRefNotPicklable
+    def __reduce_ex__(self, _: object) -> tuple[object, ...]:
+        """Add the reference to the message that the program's pickler is encoding.
+
+        Raises:
+            RRefNotPicklable: There is no such message.
+        """
+        if self._worker.messages.pickler is None:
+            raise RRefNotPicklable
+        return RRef._deserialize, (self._serialize(),)
 
     def __copy__(self) -> NoReturn:
         raise RRefNotPicklable

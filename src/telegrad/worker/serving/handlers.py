@@ -7,7 +7,7 @@ or encode, if the caller's torch state has to be entered, or if a result or an e
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from types import CoroutineType
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class SlowRequest:
         left = max(info.deadline - time.monotonic_ns(), 1) / 1e9 if info.deadline else 0.0
         kind, peer = "call" if info.target is None else "remote", handlers.worker.members.name_of(info.peer)
 
-        def run_coroutine(coroutine: CoroutineType[Any, Any, object], ended: Ended) -> None:
+        def run_coroutine(coroutine: Coroutine[Any, Any, object], ended: Ended) -> None:
             handlers.loop.run(coroutine, current.get(), self.flags, self.metadata.autocast, self.recording, ended)
 
         return InterceptedHandler(handlers.interceptors.chain, function, kind, peer, left, run_coroutine)

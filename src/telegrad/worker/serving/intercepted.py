@@ -1,6 +1,6 @@
 """Handlers within the interceptors of their worker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import CoroutineType
 from typing import Any, TypeAlias
 
@@ -55,7 +55,7 @@ class InterceptedHandler:
         kind: str,
         peer: str,
         timeout: float,
-        run_coroutine: Callable[[CoroutineType[Any, Any, object], Ended], None],
+        run_coroutine: Callable[[Coroutine[Any, Any, object], Ended], None],
     ) -> None:
         self._chain = chain
         self._function = function
@@ -96,7 +96,7 @@ class InterceptedHandler:
             trace = e.__traceback__
             return failed(e.with_traceback(None if trace is None else trace.tb_next))
 
-    def _run_coroutine(self, coroutine: CoroutineType[Any, Any, object]) -> Future[Any]:
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, object]) -> Future[Any]:
         future: CallFuture[Any] = CallFuture(NO_DEVICES)
         future._read = True  # the caller gets a failure
 
