@@ -21,6 +21,7 @@ __all__ = [
     "RpcTimeout",
     "SerializationError",
     "ShutdownTimeout",
+    "StreamError",
     "TelegradError",
     "UnknownWorker",
     "WorkerLost",
@@ -294,6 +295,22 @@ class ShutdownTimeout(TelegradError):
             names = f"; still missing: {', '.join(missing)}" if missing else ""
             what = f"graceful shutdown gave up after {timeout:g} s{names}"
         super().__init__(f"{what}. This worker is shut down nevertheless.")
+
+
+class StreamError(TelegradError):
+    """A stream was used in a way that it does not support.
+
+    Two threads or tasks read it at once, or it was read again after its end or after `telegrad.rpc.Stream.close`.
+
+    Example::
+
+        letters = rpc.stream("worker1", iter, args=("abc",))
+        print(list(letters))  # ['a', 'b', 'c']
+        try:
+            list(letters)
+        except errors.StreamError as error:
+            print(error)  # the stream of iter on worker1 was read to its end ...
+    """
 
 
 class RRefError(TelegradError):

@@ -12,6 +12,7 @@ from telegrad.nn.owner import AttributeInfo
 from telegrad.nn.placement import placement_of
 from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rref import RRef
+from telegrad.streams.stream import Stream
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import checked_arguments
 from telegrad.worker.calls.future import CallFuture
@@ -392,6 +393,11 @@ class _Method:
         """Call the method; the owner keeps the result. Return a reference to it."""
         result: RRef[Any] = getattr(self._module.module_rref.remote(), self._name)(*args, **kwargs)
         return result
+
+    def stream(self, *args: object, **kwargs: object) -> Stream[Any]:
+        """Call the method, a generator; return the stream of its items."""
+        stream: Stream[Any] = getattr(self._module.module_rref.stream(), self._name)(*args, **kwargs)
+        return stream
 
     def __repr__(self) -> str:
         return f"<method {self._name} of {self._module!r}>"

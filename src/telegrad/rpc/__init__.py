@@ -22,7 +22,9 @@ from telegrad.rpc.memory import empty
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.start import Worker, init_rpc, is_available
+from telegrad.rpc.streams import stream
 from telegrad.serialize.program_pickler import Pickler
+from telegrad.streams.stream import Stream
 from telegrad.types import WorkerInfo
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, Proceed
@@ -40,6 +42,7 @@ __all__ = [
     "RRef",
     "Registration",
     "RpcBackendOptions",
+    "Stream",
     "TensorPipeRpcBackendOptions",
     "Worker",
     "WorkerInfo",
@@ -61,6 +64,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "stream",
     "use_pickler",
     "wait_all",
 ]

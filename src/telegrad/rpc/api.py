@@ -27,6 +27,7 @@ from telegrad.rpc.collectives import AllGatherStates, LeftAfterGathering, LostWh
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.rpc.internal import PythonUDF, _internal_rpc_pickler
 from telegrad.rref import RRef
+from telegrad.streams.service import Streams
 from telegrad.timeouts import SharedDeadline, nanoseconds
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
@@ -311,6 +312,8 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             budget = SharedDeadline(timeout)
             # All live workers are here and agree on the lost ones. A gathering alone cannot establish that.
             worker.shutdown.run(timeout, last=False)
+            if (streams := Streams.existing(worker)) is not None:
+                streams.close()  # only streams that no thread reads are left
             try:
                 _wait_all_workers(min(timeout, budget.left()))
             except LostWhileGathering:

@@ -17,7 +17,9 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
+from telegrad.rpc.streams import Items, stream
 from telegrad.rref import RRef
+from telegrad.streams.stream import PREFETCH, Stream
 from telegrad.types import To, WorkerInfo
 from telegrad.worker import Worker as _Worker
 from telegrad.worker import lifecycle_log, membership
@@ -347,6 +349,43 @@ class Worker:
         """Call several workers, as `telegrad.rpc.multicast` through this worker."""
         with self._worker:
             return multicast(to, func, args, kwargs, timeout)
+
+    @overload
+    def stream(
+        self,
+        to: To,
+        func: Callable[..., Items[T]],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+        *,
+        prefetch: int = ...,
+    ) -> Stream[T]: ...
+    @overload
+    def stream(
+        self,
+        to: To,
+        func: Callable[..., object],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+        *,
+        prefetch: int = ...,
+    ) -> Stream[Any]: ...
+
+    def stream(
+        self,
+        to: To,
+        func: Callable[..., object],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = -1.0,
+        *,
+        prefetch: int = PREFETCH,
+    ) -> Stream[Any]:
+        """Open a stream, as `telegrad.rpc.stream` through this worker."""
+        with self._worker:
+            return stream(to, func, args, kwargs, timeout, prefetch=prefetch)
 
     @overload
     def remote(

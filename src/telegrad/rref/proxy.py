@@ -11,32 +11,43 @@ from telegrad.errors import TelegradError, is_drop_in
 from telegrad.rref.description import known_class
 from telegrad.rref.handle import AnyHandle
 from telegrad.rref.value_type import UNSET, method_type
+from telegrad.streams.stream import Stream, open_stream
 from telegrad.worker.calls.callables import read_with
 from telegrad.worker.calls.future import CallFuture
 
-__all__ = ["UNSET", "RRefProxy"]
+__all__ = ["UNSET", "RRefProxy", "stream_method"]
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-_KINDS = {"rpc_sync": "sync", "rpc_async": "async", "call": "call", "remote": "remote"}
+_KINDS = {"rpc_sync": "sync", "rpc_async": "async", "call": "call", "remote": "remote", "stream": "stream"}
 
 
 class RRefProxy(Generic[R_co]):
     """Object with attributes that run methods of a value on its owner.
 
-    See `RRef.rpc_sync`. Generic in the result of the functions: the value, a `CallFuture`, a coroutine or an `RRef`.
+    See `RRef.rpc_sync`. Generic in the result of the functions: the value, a `CallFuture`, a coroutine, an `RRef` or a
+    `Stream`.
 
     Args:
         rref: Refers to the value.
-        kind: "sync", "async", "call" or "remote"; or, as in torch, ``rpc_sync``, ``rpc_async`` or ``remote`` itself.
+        kind: "sync", "async", "call", "remote" or "stream"; or, as in torch, ``rpc_sync``, ``rpc_async`` or ``remote``
+            itself.
         timeout: Limit in seconds; -1 is the default of the worker.
+        run: Runs a method, for a kind with further options.
     """
 
-    __slots__ = ("_kind", "_rref", "_timeout")
+    __slots__ = ("_kind", "_rref", "_run", "_timeout")
 
-    def __init__(self, rref: AnyHandle, kind: str | Callable[..., object], timeout: float = UNSET) -> None:
+    def __init__(
+        self,
+        rref: AnyHandle,
+        kind: str | Callable[..., object],
+        timeout: float = UNSET,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
         self._rref = rref
+        self._run = run
         self._kind = kind if isinstance(kind, str) else _KINDS[kind.__name__]
         self._timeout = timeout
 
@@ -48,7 +59,7 @@ class RRefProxy(Generic[R_co]):
             kind = known_class(rref)
         if kind is not None:
             _check_method(kind, name)
-        return RemoteMethod(_CALLS[self._kind], rref, name, self._timeout)
+        return RemoteMethod(self._run or _CALLS[self._kind], rref, name, self._timeout)
 
     def __dir__(self) -> list[str]:
         """Return the methods of the value if this worker knows its class."""
@@ -146,6 +157,18 @@ def _remote(rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwar
         if timeout:
             timeout = max(timeout - (time.monotonic_ns() - start), 1)
     return rref._create(name, args, kwargs, timeout)
+
+
+def stream_method(
+    prefetch: int, rref: AnyHandle, name: str, seconds: float, /, *args: object, **kwargs: object
+) -> Stream[Any]:
+    """Open a stream of a method's items.
+
+    Args:
+        prefetch: Most items ahead of the reader.
+    """
+    introduce = not rref._is_created and rref.is_unknown()
+    return open_stream(rref._usable_worker(), rref.owner_id, name, args, kwargs, seconds, prefetch, rref, introduce)
 
 
 _CALLS: dict[str, Callable[..., Any]] = {"sync": _sync, "async": _async, "call": _call, "remote": _remote}

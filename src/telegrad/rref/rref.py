@@ -1,6 +1,7 @@
 """References to values on workers of the group."""
 
 from collections.abc import Coroutine, Generator
+from functools import partial
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
@@ -21,9 +22,10 @@ from telegrad.rref.backward import run_backward
 from telegrad.rref.create import create
 from telegrad.rref.creation import PendingCreation
 from telegrad.rref.description import describe, global_id
-from telegrad.rref.proxy import UNSET, RRefProxy
+from telegrad.rref.proxy import UNSET, RRefProxy, stream_method
 from telegrad.rref.value_type import request_type
 from telegrad.serialize.tracebacks import strip_own_frames
+from telegrad.streams.stream import PREFETCH, Stream
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import read_attribute
@@ -324,6 +326,24 @@ class RRef(Generic[T_co]):
             timeout: See `rpc_sync`.
         """
         return RRefProxy(self, "remote", timeout)
+
+    def stream(self, timeout: float = UNSET, *, prefetch: int = PREFETCH) -> RRefProxy[Stream[Any]]:
+        """Return a proxy with methods that are generators, and return streams of their items.
+
+        Args:
+            timeout: Limit in seconds for each wait for an item; -1 is the default of the worker, 0 no limit.
+            prefetch: Most items that the owner produces ahead of the reader; at least 1.
+
+        Example::
+
+            class Corpus:
+                def lines(self, start):
+                    yield from (f"line {i}" for i in range(start, start + 3))
+
+            corpus = rpc.remote("worker1", Corpus)
+            print(list(corpus.stream().lines(7)))  # ['line 7', 'line 8', 'line 9']
+        """
+        return RRefProxy(self, "stream", timeout, partial(stream_method, prefetch))
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass with the value, a scalar tensor, as its root.

@@ -10,6 +10,7 @@ from typing import Self, cast
 
 from telegrad.autograd.service import Autograd
 from telegrad.rpc import Worker
+from telegrad.streams.service import Streams
 from telegrad.testing.waiting import eventually
 from telegrad.worker import Worker as WorkerCore
 
@@ -84,6 +85,8 @@ def _left(core: WorkerCore, references: bool) -> list[str]:
     counts["values"] = len(core.references.values) if references or core.closed else 0
     counts["pending creations"] = core.references.pending_creations
     counts |= cast("Autograd", core.autograd).left()
+    if (streams := Streams.existing(core)) is not None:
+        counts |= streams.left()
     if references:
         counts["buffers in use"] = stats["live_blocks"]
         counts["multicast buffers"] = stats["common_pieces"]

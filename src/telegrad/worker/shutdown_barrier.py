@@ -171,6 +171,7 @@ class _Host(Protocol):
     timers: Timers
     store: Any
     closed: bool
+    passive_work: list[Callable[[], set[object]]]
 
     def ensure_connected(self, peers: Iterable[int]) -> None: ...
 
@@ -204,8 +205,13 @@ class GracefulShutdown:
 
     def _activity(self) -> tuple[int, int]:
         """Return the requests received so far, and the pending calls and requests."""
-        stats = self._worker.engine.stats()
-        return stats["requests"], stats["pending_calls"] + stats["queued_requests"] + stats["running_requests"]
+        worker = self._worker
+        before = [find() for find in worker.passive_work]
+        stats = worker.engine.stats()
+        pending: int = stats["pending_calls"] + stats["queued_requests"] + stats["running_requests"]
+        for find, passive in zip(worker.passive_work, before, strict=False):
+            pending -= len(passive & find())  # in progress when the engine counted
+        return stats["requests"], pending
 
     def set_members(self, members: Sequence[int]) -> None:
         """Set the other workers of a static group. Called before any worker can shut down."""

@@ -81,6 +81,8 @@ class Worker:
         self.joined: bool = False
         self.ready: threading.Event = threading.Event()  # set once all members are known: requests may run
         self.attachments: dict[str, Any] = {}  # objects of the higher layers for this worker
+        self.passive_work: list[Callable[[], set[object]]] = []  # calls and requests that a shutdown ignores
+        self.on_close: list[Callable[[], object]] = []  # called once the engine has stopped
         self.members: Members = Members(info, self._read_store)
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None  # the thread in `close`
@@ -352,6 +354,8 @@ class Worker:
         self.references.closed = True
         self.engine.stop(int(_STOP_LINGER * _SECOND))
         try:
+            for close in self.on_close:
+                close()
             until = time.monotonic() + _JOIN_TIMEOUT
             ends = (self.timers.stop, self.loop.stop, self.pool.join)
             if False in [end(max(0.0, until - time.monotonic())) for end in ends]:

@@ -156,6 +156,10 @@ class CallFuture(torch.futures.Future[T]):
         self._has_callbacks = True
         super().add_done_callback(_core.shielded(bind_scope(callback)))
 
+    def _on_done(self, callback: Callable[[Any], object]) -> None:
+        """Run a function of Telegrad when the call has ended, in no scope of the caller."""
+        super().add_done_callback(_core.shielded(callback))
+
     def set_exception(self, result: object) -> None:
         """Complete the future with an exception, for `wait`, `value` and ``await``.
 

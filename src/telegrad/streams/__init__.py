@@ -1,0 +1,1 @@
+"""Streams: results of generators on other workers, item by item."""

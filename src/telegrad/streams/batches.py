@@ -1,0 +1,102 @@
+"""Batches: items of a stream that travel in one reply.
+
+A reply is encoded when the batch is complete, but the generator may change an item right after it has yielded it. So
+only items that later steps cannot change share a batch: immutable values, and copies of small ones. Any other item has
+a batch of its own, which is encoded before the generator continues.
+"""
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["SOLITARY", "Batch", "State", "WireBatch", "copy_item", "size_of"]
+
+_SMALL: Final = 64 << 10  # bytes of a tensor or text, above which a copy costs more than a call of its own
+_FEW: Final = 64  # items of a container, for the same reason
+_DEPTH: Final = 4  # of nested containers
+
+SOLITARY: Final = object()
+"""Result of `copy_item` for an item that needs a batch of its own."""
+
+_IMMUTABLE: Final = frozenset({int, float, bool, complex, type(None)})
+_TEXT: Final = frozenset({str, bytes})
+_KEYS: Final = frozenset({str, int})
+_LISTS: Final = frozenset({tuple, list})
+
+
+class State(IntEnum):
+    """State of a stream after a batch."""
+
+    OPEN = 0  # the callee may hold items back while the generator runs
+    LIVE = 1  # open, and the callee holds no item back
+    ENDED = 2
+
+
+class Batch(NamedTuple):
+    """Items of a stream, in order."""
+
+    first: int  # number of the first item
+    state: State
+    size: int  # bytes of a solitary item; 0 for others, which are small
+    items: list[Any]
+
+
+WireBatch: TypeAlias = tuple[int, int, int, list[Any]]
+"""Batch as the codec encodes it."""
+
+
+def copy_item(item: object) -> object:
+    """Return an equal item that later steps of the generator cannot change.
+
+    Returns:
+        The item itself if it is immutable, a copy if that is cheap; otherwise `SOLITARY`.
+    """
+    return item if type(item) in _IMMUTABLE else _copy(item, _DEPTH, set())
+
+
+def _copy(item: object, depth: int, storages: set[int]) -> object:
+    """Copy an item; `storages` has the memory of tensors that the item already contains."""
+    kind = type(item)
+    if kind in _IMMUTABLE:
+        return item
+    if isinstance(item, (str, bytes)):
+        return item if kind in _TEXT and len(item) <= _SMALL else SOLITARY
+    if isinstance(item, Tensor):
+        if kind is not Tensor or not _is_small(item) or (address := item.untyped_storage().data_ptr()) in storages:
+            return SOLITARY  # two tensors of one item that share memory arrive so
+        storages.add(address)
+        return item.clone()
+    copies: Iterable[object]
+    if isinstance(item, (tuple, list)) and kind in _LISTS and len(item) <= _FEW and depth:
+        copies = [_copy(each, depth - 1, storages) for each in item]
+        return SOLITARY if any(each is SOLITARY for each in copies) else kind(copies)
+    if isinstance(item, dict) and kind is dict and len(item) <= _FEW and depth and _KEYS.issuperset(map(type, item)):
+        copies = [_copy(each, depth - 1, storages) for each in item.values()]
+        return SOLITARY if any(each is SOLITARY for each in copies) else dict(zip(item, copies, strict=True))
+    return SOLITARY
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.nbytes <= _SMALL
+        and not tensor.requires_grad
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+    )
+
+
+def size_of(item: object, depth: int = _DEPTH) -> int:
+    """Return the bytes of the tensors and texts in an item; objects of other types count as 0."""
+    if isinstance(item, Tensor):
+        return item.nbytes if item.layout is torch.strided else 0
+    if isinstance(item, (str, bytes)):
+        return len(item)
+    if isinstance(item, (tuple, list)) and depth:
+        return sum(size_of(each, depth - 1) for each in item)
+    if isinstance(item, dict) and depth:
+        return sum(size_of(each, depth - 1) for each in item.values())
+    return 0

@@ -1,0 +1,388 @@
+"""Caller's side of a stream: fetches items ahead of the reader.
+
+At most one request for items is in progress. The next one leaves when its batch arrives, as long as the items and bytes
+ahead of the reader stay within their limits. A generator that waits within a step may hold back items of its batch:
+a reader that has waited for `PATIENCE` asks for them with a second request (`flush`).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, NoReturn
+
+from telegrad.errors import NotInitialized, RpcTimeout, SerializationError, StreamError, TelegradError, WorkerLost
+from telegrad.streams import serving
+from telegrad.streams.batches import Batch, State, WireBatch
+from telegrad.streams.service import Streams
+from telegrad.worker import Worker, current
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.scope import Scope
+
+__all__ = ["PATIENCE", "Receiver", "Target"]
+
+PATIENCE: Final = 200_000
+"""Time in ns that a reader waits before it asks for items that the callee holds back."""
+
+_MOST_BYTES: Final = 32 << 20  # ahead of the reader, apart from the batch in progress
+_RESULT: Final = "result[3][0]"  # place of a solitary item in the reply, in error texts
+
+class Target(NamedTuple):
+    """Callee and function of a stream."""
+
+    peer: int
+    label: str  # the function's name
+    function: object  # with a receiver, the name of a method; otherwise the function, or its name as bytes
+    receiver: Any  # an RRef, or None
+    introduce: bool  # the owner may not know the receiver yet
+
+
+class Receiver:
+    """Items of one stream that have arrived, and the requests for more.
+
+    Thread-safe. The futures of its requests and the table of the worker hold it, so the `Stream` of the program can be
+    collected, which closes it.
+
+    Args:
+        worker: The worker that reads.
+        target: What to run.
+        timeout: Limit in ns for each wait; 0 for none.
+        prefetch: Most items ahead of the reader.
+        scope: Scope of the code that opens the stream.
+    """
+
+    def __init__(self, worker: Worker, target: Target, timeout: int, prefetch: int, scope: Scope) -> None:
+        self.worker: Worker = worker
+        self.target: Target = target
+        self.timeout: int = timeout
+        self.failed: bool = False  # the reader has got the error
+        self.wake: Callable[[], None] | None = None  # called after each arrival, for a task that waits
+        self.changed: threading.Condition = threading.Condition(threading.Lock())
+        self._streams = Streams.of(worker)
+        self._number = self._streams.next_number()
+        self._prefetch = prefetch
+        self._scope = scope
+        self._ready: deque[Batch] = deque()
+        self._early: dict[int, Batch] = {}  # batches that arrived before an earlier one, by their first item
+        self._arrived = 0  # items that arrived in order
+        self._taken = 0  # items of the batches that the reader has taken
+        self._current = 0  # of these, items of the last batch, which the reader may not have used yet
+        self._bytes = 0  # of the batches that are ready, and of the last one taken
+        self._current_bytes = 0
+        self._is_live = False  # the callee holds no items back
+        self._has_ended = False  # all items have arrived
+        self._error: BaseException | None = None  # raised after the items that arrived
+        self._is_closed = False
+        self._reader: object = None  # the thread or task that reads
+        self._pulls = 0
+        self._credit = max(prefetch // 2, 1)  # of the next request
+        self._may_hold = False  # the callee may hold items of the request in progress back
+        self._is_slow = False  # the reader has waited longer than its patience since the last arrival
+        self._is_pulling = True  # a request is in progress, or about to be sent
+        self._pull: CallFuture[WireBatch] | None = None
+        self._flush: CallFuture[WireBatch | None] | None = None
+
+    def __str__(self) -> str:
+        return f"the stream of {self.target.label} on {self.worker.members.name_of(self.target.peer)}"
+
+    # ---- requests
+
+    def open(self, args: object, kwargs: object) -> None:
+        """Run the function and request its first item.
+
+        Raises:
+            SerializationError: An argument cannot be serialized.
+            TelegradError: There is no such worker, or this worker is closed.
+        """
+        function, receiver = self.target.function, self.target.receiver
+        run: object = serving.open_function if receiver is None else serving.open_method
+        self._streams.receivers[self._number] = self
+        try:
+            future = self.worker.calls.client.start(
+                self.target.peer, run, (self.worker.info.id, self._number, function, args, kwargs), {}, 0,
+                receiver, self.target.introduce,
+            )  # fmt: skip
+        except BaseException:
+            self._streams.receivers.pop(self._number, None)
+            raise
+        self._pull = future
+        self._watch(future, self._on_pull)
+
+    def _watch(self, future: CallFuture[Any], arrived: Callable[[CallFuture[Any]], None]) -> None:
+        future._read = True  # the reader gets the error
+        future._request = (self.target.peer, f"a step of {self.target.label}", 0)
+        future._on_done(arrived)
+
+    def _start(self, function: object, *args: int) -> CallFuture[Any]:
+        """Send a request in the scope of the stream; never blocks."""
+        token = current.set(self._scope)
+        try:
+            future: CallFuture[Any] = self.worker.calls.client.start(
+                self.target.peer, function, (self.worker.info.id, self._number, *args), {}, 0
+            )
+            return future
+        finally:
+            current.reset(token)
+
+    def _claim_pull(self) -> int:
+        """Return the credit of a request to send now, or 0; with the lock held."""
+        ahead = self._arrived - self._taken + self._current
+        credit = min(self._credit, self._prefetch - ahead)
+        over = self._is_pulling or self._has_ended or self._is_closed or self._error is not None
+        if over or credit <= 0 or 2 * ahead > self._prefetch or self._bytes >= _MOST_BYTES:
+            return 0
+        self._is_pulling = True
+        self._pulls += 1
+        self._may_hold = credit > 1
+        return credit
+
+    def _send_pull(self, credit: int) -> None:
+        try:
+            self._pull = future = self._start(serving.pull, credit)
+        except BaseException as e:
+            with self.changed:
+                self._is_pulling = False
+                self._fail(e)
+            if not isinstance(e, Exception):  # raised by a signal handler
+                raise
+        else:
+            self._watch(future, self._on_pull)
+
+    def flush(self) -> None:
+        """Request the items that the callee holds back, once the reader has waited for `PATIENCE`."""
+        with self.changed:
+            self._is_slow = True
+            if self._is_live or not self._may_hold or not self._is_pulling or self._flush is not None:
+                return
+        try:
+            future = self._start(serving.flush)
+        except TelegradError:  # the request in progress fails for the same reason
+            return
+        self._flush = future
+        self._watch(future, self._on_flush)
+
+    # ---- arrivals
+
+    def _on_pull(self, future: CallFuture[WireBatch]) -> None:
+        error = future.failure()
+        with self.changed:
+            self._pull = None
+            self._is_pulling = False
+            if error is not None:
+                self._fail(error)
+            else:
+                batch = Batch(*future.value())
+                if self._is_slow:
+                    self._credit = 1
+                elif len(batch.items) >= self._credit:
+                    self._credit = min(2 * self._credit, max(self._prefetch // 2, 1))
+                self._is_slow = False
+                self._accept(batch)
+            credit = self._claim_pull()
+            if error is None:
+                # The first notification may have reached the callee before the stream was open there.
+                must_close = self._is_closed and not self._has_ended and not self._pulls
+            else:  # the callee keeps the stream if it could not send an item
+                must_close = not isinstance(error, (WorkerLost, NotInitialized))
+            self._notify()
+        if must_close:
+            self._tell_closed()
+        if credit:
+            self._send_pull(credit)
+
+    def _on_flush(self, future: CallFuture[WireBatch | None]) -> None:
+        with self.changed:
+            self._flush = None
+            batch = None if future.failure() is not None else future.value()  # a failure is that of the pull, too
+            if batch is not None and batch[3]:
+                self._accept(Batch(*batch))
+            else:
+                self._may_hold = False  # the request in progress returns with its next item
+            self._notify()
+
+    def _accept(self, batch: Batch) -> None:
+        self._early[batch.first] = batch
+        while (following := self._early.pop(self._arrived, None)) is not None:
+            self._arrived += len(following.items)
+            self._is_live = following.state == State.LIVE
+            if following.state == State.ENDED:
+                self._has_ended = True
+            if following.items and not self._is_closed:
+                self._ready.append(following)
+                self._bytes += following.size
+            if not following.items:
+                break
+        if self._has_ended:
+            self._streams.receivers.pop(self._number, None)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        self._streams.receivers.pop(self._number, None)
+
+    def _notify(self) -> None:
+        self.changed.notify_all()
+        if self.wake is not None:
+            self.wake()
+
+    # ---- the reader
+
+    def begin_read(self, reader: object) -> None:
+        """Claim the stream for a thread or a task.
+
+        Raises:
+            StreamError: Another one is reading, or the stream was closed.
+        """
+        with self.changed:
+            if self._reader is not None:
+                raise StreamError(f"{self} is read by two threads or tasks at once. Read it in one, and pass items on.")
+            self._reader = reader
+
+    def end_read(self) -> None:
+        """Release the claim."""
+        with self.changed:
+            self._reader = None
+
+    def take(self) -> tuple[list[Any] | None, bool]:
+        """Return the next batch, and whether there may be more.
+
+        Never blocks. (None, True): the reader has to wait for an arrival.
+
+        Raises:
+            Exception: The error that ended the stream.
+        """
+        with self.changed:
+            self._taken += self._current
+            self._current = 0
+            self._bytes -= self._current_bytes
+            self._current_bytes = 0
+            items = None
+            if self._ready:
+                batch = self._ready.popleft()
+                items = batch.items
+                self._current = len(items) - 1  # the reader uses the first item now
+                self._taken += 1
+                self._current_bytes = batch.size
+            elif not self.failed:
+                if self._is_closed:
+                    self._raise_closed()
+                if self._has_failed():
+                    self._raise_error()
+            more = items is not None or not (self._has_ended or self.failed)
+            credit = self._claim_pull()
+        if credit:
+            self._send_pull(credit)
+        return items, more
+
+    def drive(self, timeout: int) -> None:
+        """Wait for an arrival in this thread, which polls the network.
+
+        Args:
+            timeout: Limit in ns; 0 for none.
+        """
+        with self.changed:
+            if self._has_news():
+                return
+            future = self._pull if self._flush is None else self._flush
+        call = getattr(future, "_call", 0)
+        if future is not None and call:
+            try:
+                if future._calls.client.wait(future, call, timeout):
+                    return
+            except NotInitialized:  # the worker has closed
+                pass
+        with self.changed:  # another thread handles the completion
+            self.changed.wait_for(self._has_news, timeout / 1e9 if timeout else None)
+
+    def _has_news(self) -> bool:
+        return bool(self._ready) or self._has_ended or self._is_closed or self._has_failed()
+
+    def _has_failed(self) -> bool:
+        """Return whether the error is next: a `flush` in progress may return items that come before it."""
+        return self._error is not None and self._flush is None
+
+    def _raise_closed(self) -> NoReturn:
+        raise StreamError(f"{self} was closed after {self._taken} items. Call rpc.stream again for a new one.")
+
+    def _raise_error(self) -> NoReturn:
+        error = self._error
+        assert error is not None
+        self.failed = True
+        if isinstance(error, SerializationError) and error.args and _RESULT in str(error.args[0]):
+            error.args = (str(error.args[0]).replace(_RESULT, f"item {self._taken} of {self}"), *error.args[1:])
+        elif isinstance(error, (StopIteration, StopAsyncIteration)):  # would look like the end of the stream
+            raise RuntimeError(f"{self} raised {type(error).__name__}") from error
+        elif not isinstance(error, (WorkerLost, NotInitialized)):
+            error.add_note(f"raised by {self} after {self._taken} items")
+        raise error
+
+    def expire(self) -> NoReturn:
+        """Close the stream after the timeout of a wait.
+
+        Raises:
+            RpcTimeout: always.
+        """
+        error = RpcTimeout(self.timeout / 1e9, f"item {self._taken} of {self}")
+        self.failed = True
+        self.close()
+        raise error
+
+    # ---- the end
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the reader has got all items, or the error."""
+        return self.failed or (self._has_ended and not self._ready and not self._current)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the callee needs no notification of the end."""
+        return self._is_closed or self._has_ended or self._error is not None or self.worker.closed
+
+    @property
+    def state(self) -> str:
+        """State of the stream, for its repr."""
+        if self._is_closed:
+            return "closed"
+        return "at its end" if self.is_over else f"open, {self._taken} items read"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the program has closed the stream."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Discard the items and close the generator; does nothing the second time."""
+        with self.changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._ready.clear()
+            self._early.clear()
+            self._notify()
+            is_open = not self._has_ended and self._error is None
+        self._streams.receivers.pop(self._number, None)
+        if is_open:
+            self._tell_closed()
+
+    def _tell_closed(self) -> None:
+        worker, to = self.worker, self.target.peer
+        if worker.closed or to in worker.members.lost:
+            return
+        try:
+            future = worker.start_internal(to, serving.close, (worker.info.id, self._number), 0)
+        except TelegradError:
+            return
+        future._read = True
+
+    def stop(self, error: Exception) -> None:
+        """End the stream because the worker leaves."""
+        with self.changed:
+            self._fail(error)
+            self._notify()
+
+    def idle_call(self) -> tuple[object, ...] | None:
+        """Return a value for the request in progress if no reader waits for it; None otherwise."""
+        if not self._is_pulling or self._reader is not None:
+            return None
+        return ("pull", self._number, self._pulls)
+

@@ -1,0 +1,124 @@
+"""Open streams of one worker: those that other workers read here, and those that this worker reads."""
+
+import itertools
+from typing import Final, Protocol
+
+from telegrad.errors import NotInitialized, StreamError
+from telegrad.streams.batches import WireBatch
+from telegrad.worker import Worker
+
+__all__ = ["AnyProducer", "AnyReceiver", "Streams"]
+
+_KEY: Final = "streams"  # in a worker's attachments
+
+
+class AnyProducer(Protocol):
+    """Callee's side of a stream."""
+
+    key: tuple[int, int]
+
+    def pull(self, credit: int, /) -> object: ...
+
+    def flush(self) -> WireBatch: ...
+
+    def close(self) -> None: ...
+
+    def current_run(self) -> tuple[object, ...] | None: ...
+
+
+class AnyReceiver(Protocol):
+    """Caller's side of a stream."""
+
+    def stop(self, error: Exception) -> None: ...
+
+    def idle_call(self) -> tuple[object, ...] | None: ...
+
+
+class Streams:
+    """Table of the open streams of a worker.
+
+    A graceful shutdown does not wait for streams that no thread waits for: neither for the requests that fetch items
+    ahead, nor for the steps of generators that serve them. A thread that waits for an item counts at its own worker.
+
+    Args:
+        worker: The worker.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker: Worker = worker
+        self.producers: dict[tuple[int, int], AnyProducer] = {}  # by the caller's id, and its number for the stream
+        self.receivers: dict[int, AnyReceiver] = {}  # by number
+        self._numbers = itertools.count(1)
+
+    @classmethod
+    def of(cls, worker: Worker) -> "Streams":
+        """Return the table of a worker, which the first stream creates."""
+        found: Streams | None = worker.attachments.get(_KEY)
+        if found is None:
+            created = cls(worker)
+            found = worker.attachments.setdefault(_KEY, created)
+            if found is created:
+                worker.members.loss_listeners.append(created._close_lost)
+                worker.passive_work.append(created._passive_work)
+                worker.on_close.append(created.close)
+        return found
+
+    @classmethod
+    def existing(cls, worker: Worker) -> "Streams | None":
+        """Return the table of a worker; None if it has had no streams."""
+        found: Streams | None = worker.attachments.get(_KEY)
+        return found
+
+    def next_number(self) -> int:
+        """Return the number of a new stream of this caller."""
+        return next(self._numbers)
+
+    # ---- streams that other workers read
+
+    def add(self, producer: AnyProducer) -> None:
+        """Add a stream, or close it at once if its caller is lost."""
+        self.producers[producer.key] = producer
+        if producer.key[0] in self.worker.members.lost or self.worker.closed:
+            producer.close()
+
+    def find(self, caller: int, number: int) -> AnyProducer:
+        """Return a stream.
+
+        Raises:
+            StreamError: The stream has ended.
+        """
+        found = self.producers.get((caller, number))
+        if found is None:
+            me, name = self.worker.info.name, self.worker.members.name_of(caller)
+            raise StreamError(
+                f"stream {number} of worker {name} is not open on worker {me}: it was closed, or the connection of the"
+                " two workers was lost in between. Open it again."
+            )
+        return found
+
+    def remove(self, key: tuple[int, int]) -> None:
+        """Remove a stream that has ended."""
+        self.producers.pop(key, None)
+
+    def _close_lost(self) -> None:
+        lost = self.worker.members.lost
+        for producer in [producer for producer in list(self.producers.values()) if producer.key[0] in lost]:
+            self.worker.pool.submit(producer.close)  # runs code of the program
+
+    # ---- shutdown
+
+    def _passive_work(self) -> set[object]:
+        calls = [receiver.idle_call() for receiver in list(self.receivers.values())]
+        runs = [producer.current_run() for producer in list(self.producers.values())]
+        return {work for work in (*calls, *runs) if work is not None}
+
+    def close(self) -> None:
+        """Close all streams; generators run their ``finally`` blocks in this thread."""
+        for receiver in list(self.receivers.values()):
+            receiver.stop(NotInitialized())
+        for producer in list(self.producers.values()):
+            producer.close()
+
+    def left(self) -> dict[str, int]:
+        """Return the counts that are zero on a quiescent worker."""
+        return {"streams read by other workers": len(self.producers), "streams not closed": len(self.receivers)}

@@ -1,0 +1,104 @@
+"""Functions that the caller of a stream runs on the callee.
+
+They are ordinary calls, so tensors, references, autograd contexts and errors of items are those of results.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from telegrad.streams.async_producer import AsyncProducer
+from telegrad.streams.producer import Producer
+from telegrad.streams.service import AnyProducer, Streams
+from telegrad.worker import Worker, current
+from telegrad.worker.calls.callables import find_function, method_of, name_of, run
+
+__all__ = ["close", "flush", "open_function", "open_method", "pull"]
+
+
+def open_function(
+    caller: int,
+    number: int,
+    function: bytes | Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> object:
+    """Open a stream and return its first item.
+
+    Args:
+        caller: Id of the caller.
+        number: The caller's number for the stream.
+        function: The function, or its name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        A batch, or a coroutine that returns one.
+
+    Raises:
+        TypeError: The function does not return an iterator.
+        Exception: Whatever the function or the first step of the iterator raises.
+    """
+    found: Any = find_function(function) if isinstance(function, bytes) else function
+    return _open(caller, number, found, args, kwargs)
+
+
+def open_method(
+    value: object, caller: int, number: int, name: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    """Open a stream of a referenced value's method, like `open_function`."""
+    method: Any = method_of(value, name)
+    return _open(caller, number, method, args, kwargs)
+
+
+def _open(
+    caller: int, number: int, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    scope = current.get()
+    assert scope is not None
+    streams, key, label = Streams.of(scope.worker), (caller, number), name_of(function)
+    iterator: Any = run(function, args, kwargs)
+    producer: AnyProducer
+    if hasattr(type(iterator), "__anext__"):
+        producer = AsyncProducer(key, iterator, label, scope, streams.remove)
+    elif hasattr(type(iterator), "__next__"):
+        producer = Producer(key, iterator, label, scope, streams.remove)
+    else:
+        raise _not_an_iterator(iterator, label, scope.worker)
+    streams.add(producer)
+    return producer.pull(1)
+
+
+def _not_an_iterator(result: Any, label: str, worker: Worker) -> TypeError:
+    kind = type(result).__qualname__
+    if hasattr(result, "__await__"):
+        close = getattr(result, "close", None)
+        if close is not None:
+            close()
+        advice = "A stream needs a generator function: use `yield` in it"
+    else:
+        advice = "Make it a generator function (use `yield`), or return iter(...) of the items"
+    return TypeError(f"{label} on worker {worker.info.name} returned a {kind}, not an iterator. {advice}.")
+
+
+def pull(caller: int, number: int, credit: int) -> object:
+    """Return the next items of a stream: a batch, or a coroutine that returns one."""
+    return _streams().find(caller, number).pull(credit)
+
+
+def flush(caller: int, number: int) -> object:
+    """Return the items that a running `pull` holds back."""
+    producer = _streams().producers.get((caller, number))
+    return None if producer is None else producer.flush()
+
+
+def close(caller: int, number: int) -> None:
+    """Close a stream; do nothing if it has ended."""
+    producer = _streams().producers.get((caller, number))
+    if producer is not None:
+        producer.close()
+
+
+def _streams() -> Streams:
+    scope = current.get()
+    assert scope is not None
+    return Streams.of(scope.worker)
