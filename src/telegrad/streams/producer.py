@@ -112,7 +112,9 @@ class Producer:
     def flush(self) -> WireBatch:
         """Return the items that a running request holds back; without any, have it return the next item at once."""
         with self._lock:
-            self._is_urgent = self._is_running and not self._items
+            self._is_urgent = True  # before the look at the items, which a step may add without the lock
+            if self._items:
+                self._is_urgent = False
             first, size, items = self._take()
         return first, int(State.OPEN), size, items
 
@@ -131,7 +133,8 @@ class Producer:
 
     def _produce(self, credit: int) -> None:
         """Run the iterator until the batch is complete."""
-        step, until = self._iterator.__next__, time.monotonic_ns() + BATCH_TIME
+        step, append, now = self._iterator.__next__, self._items.append, time.monotonic_ns
+        until = now() + BATCH_TIME
         with self._state:
             while not self._is_closing:
                 try:
@@ -142,25 +145,23 @@ class Producer:
                 except BaseException as e:  # SystemExit too: the caller gets it
                     self._error = e
                     return
-                copied = copy_item(item)
-                if copied is SOLITARY:
-                    self._solitary.append(item)
-                    return
-                credit -= 1
-                with self._lock:
-                    self._items.append(copied)
-                    if credit <= 0 or self._is_urgent:
+                if type(item) is not int:  # `copy_item` at once for the most frequent items
+                    copied = copy_item(item)
+                    if copied is SOLITARY:
+                        self._solitary.append(item)
                         return
-                if time.monotonic_ns() > until:
+                    item = copied
+                credit -= 1
+                append(item)
+                if credit <= 0 or self._is_urgent or now() > until:
                     return
 
     def _take(self) -> tuple[int, int, list[Any]]:
-        """Return the batch and begin the next one; with the lock held."""
-        first, items = self._next, self._items
-        size = 0
-        if items or self._is_running or not self._solitary:
-            self._items = []
-        else:
+        """Return the batch and begin the next one; with the lock held, while a step may add items."""
+        first, size = self._next, 0
+        items = self._items[:]
+        del self._items[: len(items)]
+        if not items and not self._is_running and self._solitary:
             items, self._solitary = self._solitary, []
             size = size_of(items[0])
         self._next += len(items)
@@ -168,7 +169,7 @@ class Producer:
 
     def _close_iterator(self) -> None:
         close = getattr(self._iterator, "close", None)
-        self._items, self._solitary = [], []
+        self._solitary = []
         if close is None or self._is_exhausted:
             return
 

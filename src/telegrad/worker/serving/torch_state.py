@@ -11,7 +11,7 @@ import torch
 
 from telegrad.wire import Flag
 from telegrad.worker.calls.tracing import Recording
-from telegrad.worker.scope import AUTOCAST_DEVICES, Autocast, Scope, autocast_of
+from telegrad.worker.scope import AUTOCAST_DEVICES, Autocast, Scope, autocast_is_on, autocast_of, clean_state
 
 __all__ = ["CoroutineTorchState"]
 
@@ -22,6 +22,11 @@ _top_hooks: Any = getattr(
 )  # without this function, hooks stay set
 
 _Autocast = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # by device; whether casts of weights are cached
+
+
+def _is_default() -> bool:
+    """Return whether the thread is in the state in which it was created, apart from dtypes."""
+    return torch.is_grad_enabled() and not autocast_is_on() and _top_hooks(False) is None
 
 
 def _autocast() -> _Autocast:
@@ -52,7 +57,9 @@ def _take_hooks(below: int) -> list[Any]:
 
 
 class CoroutineTorchState:
-    """State of one coroutine; a context manager around each of its steps.
+    """State of one coroutine or generator; a context manager around each of its steps.
+
+    Steps of a coroutine in the default state cost little.
 
     Args:
         flags: Flags of the request, for the initial state.
@@ -79,9 +86,14 @@ class CoroutineTorchState:
             for device in AUTOCAST_DEVICES
         )
         self._autocast: _Autocast = (devices, cache)
-        self._threads: list[tuple[Any, Any, _Autocast]] = []
+        self._threads: list[tuple[Any, Any, _Autocast, list[Any]] | None] = []
+        self._is_default = not flags & (Flag.NO_GRAD | Flag.INFERENCE) and not autocast
 
     def __enter__(self) -> Self:
+        if self._is_default and self._scope is None and self._recording is None and _is_default():
+            self._threads.append(None)
+            return self
+        outer = _take_hooks(0)  # of the handler that runs a generator
         within = None if self._scope is None else self._scope.worker.autograd.context_guard(self._scope.autograd)
         if within is not None:
             within.__enter__()
@@ -90,7 +102,7 @@ class CoroutineTorchState:
         before = _autocast()
         guard = torch.inference_mode(self._inference)
         guard.__enter__()  # saves the thread's grad mode as well
-        self._threads.append((within, guard, before))
+        self._threads.append((within, guard, before, outer))
         torch.set_grad_enabled(self._grad)
         if self._autocast != before:
             _set_autocast(self._autocast)
@@ -99,12 +111,20 @@ class CoroutineTorchState:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._recording is not None:
+        saved = self._threads.pop()
+        if saved is None and _is_default():
+            return
+        self._is_default = False
+        if self._recording is not None and saved is not None:
             self._recording.__exit__(None, None, None)
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
         self._autocast = _autocast()
-        within, guard, before = self._threads.pop()
+        if saved is None:
+            self._hooks = _take_hooks(0)
+            clean_state()
+            return
+        within, guard, before, outer = saved
         if self._autocast != before:
             _set_autocast(before)
             torch.clear_autocast_cache()  # weights may change before the next step
@@ -112,3 +132,5 @@ class CoroutineTorchState:
         self._hooks = _take_hooks(0 if within is None else 1)
         if within is not None:
             within.__exit__(None, None, None)
+        for pack, unpack in outer:
+            _push_hooks(pack, unpack)
