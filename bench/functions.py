@@ -5,7 +5,7 @@ Every competitor provides exactly these, by name, so all do the same work.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ def hammer(seconds: float) -> int:
         call()
         calls += 1
     return calls
+
+
+def count(amount: int) -> Iterator[int]:
+    """Yield integers; only for competitors that stream."""
+    yield from range(amount)
 
 
 class Counter:

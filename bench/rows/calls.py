@@ -15,11 +15,13 @@ __all__ = ["CALLS", "THREADS"]
 
 IN_FLIGHT = 1000
 MAPPED = 100_000
+STREAMED = 10_000
 SILENCE = 1.0  # seconds without a call before a cold one
 PAIR = torch.tensor([1.0, 2.0])
 SERVER = 1
 TORCH_API = {"telegrad": "", "parent": "", "torch": "", "torch uv": ""}
 NO_MAP = {"telegrad": "", "": "has no map: 1000 calls in flight is its counterpart"}
+NO_STREAMS = {"telegrad": "", "parent": "", "": "is not measured: it has other streams, or none"}
 NO_REFERENCES = TORCH_API | {"": "has no references to results that a call could fetch"}
 
 
@@ -72,6 +74,28 @@ def mapped(client: Client, sampler: Sampler) -> Samples:
         return sum(rpc.map(to, functions.identity, range(MAPPED)))
 
     right(call(), sum(range(MAPPED)))
+    return sampler(call)
+
+
+def streamed(client: Client, sampler: Sampler) -> Samples:
+    rpc: Any = client.rpc
+    to = rpc.get_worker_info(f"worker{SERVER}")
+
+    def call() -> int:
+        return sum(rpc.stream(to, functions.count, args=(STREAMED,)))
+
+    right(call(), sum(range(STREAMED)))
+    return sampler(call)
+
+
+def first_item(client: Client, sampler: Sampler) -> Samples:
+    rpc: Any = client.rpc
+    to = rpc.get_worker_info(f"worker{SERVER}")
+
+    def call() -> int:
+        return int(next(rpc.stream(to, functions.count, args=(1,))))
+
+    right(call(), 0)
     return sampler(call)
 
 
@@ -156,6 +180,8 @@ CALLS = Family(
             warm_up=0,
             timeout=90,
         ),
+        Row("stream of 10,000 items, int", streamed, amount=STREAMED, of="items", only=NO_STREAMS),
+        Row("first item of a stream, int", first_item, only=NO_STREAMS),
         Row("1000 calls in flight, int", in_flight, amount=IN_FLIGHT, of="calls", goals=(FasterThan(60),)),
         Row("map of identity, int", mapped, amount=MAPPED, of="items", only=NO_MAP),
     ),

@@ -44,7 +44,8 @@ class AsyncProducer:
         self._is_exhausted = False
         self._is_closing = False
         self._credit = 0  # items that the caller admits
-        self._since = 0  # when the request in progress began, monotonic ns
+        self._until = 0  # when the batch of the request in progress is complete, monotonic ns
+        self._is_flush_scheduled = False
         self._request: asyncio.Future[None] | None = None  # waits for the batch
         self._refill: asyncio.Future[None] | None = None  # waits for credit
         self._task: asyncio.Task[Any] | None = None
@@ -66,11 +67,13 @@ class AsyncProducer:
             Exception: Whatever the iterator raises, once all earlier items have been returned.
         """
         self._credit = credit - len(self._items)
-        self._since = time.monotonic_ns()
+        self._until = time.monotonic_ns() + BATCH_TIME
+        self._is_flush_scheduled = False
         _resolve(self._refill)
         while not (self._items or self._is_exhausted or self._error is not None):
             self._request = asyncio.get_running_loop().create_future()
             await self._request
+        self._request = None
         first, size, items = self._next, self._size, self._items
         self._next += len(items)
         self._items, self._size = [], 0
@@ -101,10 +104,21 @@ class AsyncProducer:
     async def _run(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         error: BaseException | None = None
+        step = self._iterator.__anext__
         try:
             while not self._is_closing:
-                item = await anext(self._iterator)
-                await self._add(item)
+                item = await step()
+                copied = copy_item(item)
+                if copied is SOLITARY:
+                    await self._add_solitary(item)
+                else:
+                    self._items.append(copied)
+                    self._credit -= 1
+                    if self._request is not None:
+                        self._answer()
+                del item, copied  # the reply alone has the item
+                while self._credit <= 0:
+                    await self._wait_for_credit()
         except StopAsyncIteration:
             self._is_exhausted = True
         except asyncio.CancelledError as e:
@@ -115,27 +129,24 @@ class AsyncProducer:
         await self._close_iterator()
         self._stopped(None, error)
 
-    async def _add(self, item: object) -> None:
-        """Add an item to the batch, and wait for credit if there is none left."""
-        copied = copy_item(item)
-        if copied is SOLITARY:
-            if self._items:  # the batch must leave before the item
-                _resolve(self._request)
-                self._credit = 0
-            while self._items:
-                await self._wait_for_credit()
-            self._size = size_of(item)
-            copied, self._credit = item, 0
-        self._items.append(copied)
-        self._credit -= 1
-        if self._request is not None and not self._request.done():
-            if self._credit > 0 and time.monotonic_ns() - self._since < BATCH_TIME:
-                asyncio.get_running_loop().call_soon(_resolve, self._request)  # once the iterator waits for something
-            else:
-                _resolve(self._request)
-        del item, copied  # the reply alone has the item
-        while self._credit <= 0:
+    def _answer(self) -> None:
+        """Complete the request that waits if its batch is complete, else once the iterator waits for something."""
+        if self._credit <= 0 or time.monotonic_ns() > self._until:
+            _resolve(self._request)
+        elif not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            asyncio.get_running_loop().call_soon(_resolve, self._request)
+
+    async def _add_solitary(self, item: object) -> None:
+        """Make an item the next batch, after the present one has left."""
+        self._credit = 0
+        _resolve(self._request)
+        while self._items:
             await self._wait_for_credit()
+        self._items.append(item)
+        self._size = size_of(item)
+        self._credit = 0
+        _resolve(self._request)
 
     async def _wait_for_credit(self) -> None:
         self._refill = asyncio.get_running_loop().create_future()
@@ -148,7 +159,7 @@ class AsyncProducer:
 
     async def _close_iterator(self) -> None:
         close = getattr(self._iterator, "aclose", None)
-        if close is None or self._is_exhausted:
+        if close is None:
             return
         try:
             await close()

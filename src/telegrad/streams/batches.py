@@ -54,7 +54,12 @@ def copy_item(item: object) -> object:
     Returns:
         The item itself if it is immutable, a copy if that is cheap; otherwise `SOLITARY`.
     """
-    return item if type(item) in _IMMUTABLE else _copy(item, _DEPTH, set())
+    kind = type(item)
+    if kind in _IMMUTABLE:
+        return item
+    if kind is Tensor and isinstance(item, Tensor):
+        return item.clone() if _is_small(item) else SOLITARY
+    return _copy(item, _DEPTH, set())
 
 
 def _copy(item: object, depth: int, storages: set[int]) -> object:

@@ -70,6 +70,7 @@ class Receiver:
         self._current_bytes = 0
         self._is_live = False  # the callee holds no items back
         self._has_ended = False  # all items have arrived
+        self._has_seen_end = False  # the reader has
         self._error: BaseException | None = None  # raised after the items that arrived
         self._is_closed = False
         self._reader: object = None  # the thread or task that reads
@@ -268,6 +269,7 @@ class Receiver:
                 if self._has_failed():
                     self._raise_error()
             more = items is not None or not (self._has_ended or self.failed)
+            self._has_seen_end = not more
             credit = self._claim_pull()
         if credit:
             self._send_pull(credit)
@@ -330,8 +332,8 @@ class Receiver:
 
     @property
     def is_over(self) -> bool:
-        """Whether the reader has got all items, or the error."""
-        return self.failed or (self._has_ended and not self._ready and not self._current)
+        """Whether the reader has seen the end, or the error."""
+        return self.failed or self._has_seen_end
 
     @property
     def is_settled(self) -> bool:

@@ -34,6 +34,14 @@ def _autocast() -> _Autocast:
     return devices, torch.is_autocast_cache_enabled()
 
 
+def _first_autocast(given: Autocast) -> _Autocast:
+    on, cache = autocast_of(given)
+    devices = tuple(
+        (True, on[device]) if device in on else (False, torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES
+    )
+    return devices, cache
+
+
 def _set_autocast(state: _Autocast) -> None:
     devices, cache = state
     torch.set_autocast_cache_enabled(cache)
@@ -80,12 +88,8 @@ class CoroutineTorchState:
         self._recording = recording
         self._inference = bool(flags & Flag.INFERENCE)
         self._grad = not flags & (Flag.NO_GRAD | Flag.INFERENCE)
-        on, cache = autocast_of(autocast)
-        devices = tuple(
-            (True, on[device]) if device in on else (False, torch.get_autocast_dtype(device))
-            for device in AUTOCAST_DEVICES
-        )
-        self._autocast: _Autocast = (devices, cache)
+        self._given = autocast
+        self._autocast: _Autocast | None = None  # from the first step on that needs it
         self._threads: list[tuple[Any, Any, _Autocast, list[Any]] | None] = []
         self._is_default = not flags & (Flag.NO_GRAD | Flag.INFERENCE) and not autocast
 
@@ -100,6 +104,8 @@ class CoroutineTorchState:
         for pack, unpack in self._hooks:
             _push_hooks(pack, unpack)
         before = _autocast()
+        if self._autocast is None:
+            self._autocast = _first_autocast(self._given)
         guard = torch.inference_mode(self._inference)
         guard.__enter__()  # saves the thread's grad mode as well
         self._threads.append((within, guard, before, outer))
