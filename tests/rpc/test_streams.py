@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import StreamError
 from telegrad.nn import RemoteModule
 from telegrad.streams.service import Streams
 from telegrad.testing import Cluster, Gate, Local, cluster, eventually
@@ -126,9 +125,13 @@ def test_a_worker_object_streams() -> None:
 
 def changing(kind: str, n: int) -> Iterator[Any]:
     """Yield one object that changes with each step."""
-    item: Any = {"list": [0], "dict": {"a": [0]}, "small": torch.zeros(1), "large": torch.zeros(1 << 16), "object": Box()}[
-        kind
-    ]
+    item: Any = {
+        "list": [0],
+        "dict": {"a": [0]},
+        "small": torch.zeros(1),
+        "large": torch.zeros(1 << 16),
+        "object": Box(),
+    }[kind]
     for _ in range(n):
         yield item
         if kind == "dict":
@@ -164,7 +167,19 @@ def test_later_steps_do_not_change_items(kind: str) -> None:
 
 def mixed() -> Iterator[Any]:
     shared = torch.arange(4.0)
-    yield from (1, "text", b"bytes", None, 2.5, True, (1, [2, {"three": 3}]), shared, (shared, shared[:2]), Box(), {1, 2})
+    yield from (
+        1,
+        "text",
+        b"bytes",
+        None,
+        2.5,
+        True,
+        (1, [2, {"three": 3}]),
+        shared,
+        (shared, shared[:2]),
+        Box(),
+        {1, 2},
+    )
     yield [list(range(1000)), "x" * 100_000, torch.ones(3, dtype=torch.bfloat16).expand(2, 3)]
 
 
@@ -220,15 +235,15 @@ def test_a_slow_reader_stops_the_generator(function: Any, prefetch: int) -> None
     ended, counts = Local(threading.Event()), Local(list[int]())
     with rpc.stream("w1", function, (ended, counts), prefetch=prefetch) as stream:
         assert next(stream) == 0
-        eventually(lambda: is_idle("w0"))
+        eventually(is_idle)
         for expected in range(1, 100):
             assert next(stream) == expected
-        eventually(lambda: is_idle("w0"))
+        eventually(is_idle)
         assert 100 <= len(counts.value) <= 100 + prefetch + 2  # an asynchronous one may be a step ahead of its credit
     assert ended.value.wait(10)
 
 
-def is_idle(_: str) -> bool:
+def is_idle() -> bool:
     return not rpc.api._worker().engine.stats()["pending_calls"]
 
 
@@ -241,7 +256,7 @@ def test_large_items_are_fetched_by_bytes() -> None:
     counts = Local(list[int]())
     with rpc.stream("w1", large, (counts,)) as stream:
         assert next(stream)[0] == 0
-        eventually(lambda: is_idle("w0"))
+        eventually(is_idle)
         assert 4 < len(counts.value) <= 12  # of 4 MiB: not 256 of them
         assert next(stream)[-1] == 1
 
@@ -298,7 +313,7 @@ def own_state() -> Iterator[tuple[bool, bool]]:
 def test_the_state_of_a_generator_follows_its_steps() -> None:
     stream = rpc.stream("w1", own_state, prefetch=1)
     for _ in range(3):
-        assert next(stream) == (False, False) or next(iter([(False, True)])) == (False, True)
+        assert next(stream) == (False, True)
         assert rpc.rpc_sync("w1", torch.is_grad_enabled)
     assert list(stream) == [(True, False)]
 
@@ -424,9 +439,16 @@ def test_a_shutdown_waits_for_streams_that_are_read() -> None:
         thread = threading.Thread(target=reader)
         thread.start()
         gate.wait_for()
-        opener = threading.Timer(0.05, gate.open)
+        arrived = [worker._worker.shutdown._stages[0]._machine for worker in group]
+
+        def open_late() -> None:
+            eventually(lambda: all(machine.arrived for machine in arrived))
+            gate.open()
+
+        opener = threading.Thread(target=open_late)
         opener.start()
     thread.join(10)
+    opener.join(10)
     assert read == [[0, 1, 2, 3]]
 
 

@@ -47,11 +47,11 @@ def test_an_error_comes_after_the_items_before_it(function: Any, after: int) -> 
     stream = rpc.stream("w1", function, (after,))
     items, error = collect(stream)
     assert items == list(range(after))
-    assert isinstance(error, KeyError) and isinstance(error, RemoteError)
+    assert isinstance(error, KeyError)
+    assert isinstance(error, RemoteError)
     assert error.worker == "w1"
     assert "in fails" in error.remote_traceback
     assert f"after {after} items" in error.__notes__[0]
-    assert list(iter(stream.__next__, None) for _ in ()) == []
     with pytest.raises(StopIteration):
         next(stream)
 
@@ -142,7 +142,7 @@ def stop() -> None:
 
 
 def test_stop_iteration_of_the_function_is_no_end() -> None:
-    with pytest.raises(RuntimeError, match="raised .*StopIteration"):
+    with pytest.raises(RuntimeError, match=r"raised .*StopIteration"):
         next(rpc.stream("w1", stop))  # type: ignore[type-var]
 
 
@@ -189,7 +189,7 @@ def test_two_threads_at_once() -> None:
     thread = threading.Thread(target=lambda: got.extend(stream))
     thread.start()
     eventually(lambda: stream._receiver._reader is not None)
-    with pytest.raises(StreamError, match="numbers|waits on w1 is read by two threads"):
+    with pytest.raises(StreamError, match="waits on w1 is read by two threads"):
         next(stream)
     gate.open()
     thread.join(10)
@@ -241,7 +241,7 @@ def test_the_timeout_limits_each_wait() -> None:
         gate.enter()
         yield 1
 
-    with pytest.raises(RpcTimeout, match="item 1 of the stream of .*slow on w1"):
+    with pytest.raises(RpcTimeout, match=r"item 1 of the stream of .*slow on w1"):
         list(rpc.stream("w1", slow, timeout=0.05))
 
     async def read() -> None:

@@ -328,7 +328,9 @@ class RRef(Generic[T_co]):
         return RRefProxy(self, "remote", timeout)
 
     def stream(self, timeout: float = UNSET, *, prefetch: int = PREFETCH) -> RRefProxy[Stream[Any]]:
-        """Return a proxy with methods that are generators, and return streams of their items.
+        """Return a proxy with methods that return streams of their items.
+
+        The methods are generators, or return iterators.
 
         Args:
             timeout: Limit in seconds for each wait for an item; -1 is the default of the worker, 0 no limit.

@@ -19,7 +19,9 @@ __all__ = ["AsyncProducer"]
 
 
 class AsyncProducer:
-    """Asynchronous iterator of one stream. All its state belongs to the thread of the event loop.
+    """Asynchronous iterator of one stream.
+
+    All its state belongs to the thread of the event loop.
 
     Args:
         key: The caller's id, and its number for the stream.
@@ -123,14 +125,19 @@ class AsyncProducer:
             self._is_exhausted = True
         except asyncio.CancelledError as e:
             if not self._is_closing:
-                error = NotInitialized() if self._scope.worker.closed else RuntimeError(f"the stream was stopped: {e!r}")
+                error = (
+                    NotInitialized() if self._scope.worker.closed else RuntimeError(f"the stream was stopped: {e!r}")
+                )
         except BaseException as e:  # SystemExit too: the caller gets it
             error = e
         await self._close_iterator()
         self._stopped(None, error)
 
     def _answer(self) -> None:
-        """Complete the request that waits if its batch is complete, else once the iterator waits for something."""
+        """Complete the request that waits.
+
+        If its batch is not full, it gets the items of the iterator until this waits for something else.
+        """
         if self._credit <= 0 or time.monotonic_ns() > self._until:
             _resolve(self._request)
         elif not self._is_flush_scheduled:

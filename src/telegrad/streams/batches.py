@@ -63,7 +63,13 @@ def copy_item(item: object) -> object:
 
 
 def _copy(item: object, depth: int, storages: set[int]) -> object:
-    """Copy an item; `storages` has the memory of tensors that the item already contains."""
+    """Copy an item.
+
+    Args:
+        item: The item, or a part of it.
+        depth: Most levels of containers within.
+        storages: Addresses of the tensors found so far.
+    """
     kind = type(item)
     if kind in _IMMUTABLE:
         return item
@@ -95,7 +101,10 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def size_of(item: object, depth: int = _DEPTH) -> int:
-    """Return the bytes of the tensors and texts in an item; objects of other types count as 0."""
+    """Return the bytes of the tensors and texts in an item.
+
+    Objects of other types count as 0.
+    """
     if isinstance(item, Tensor):
         return item.nbytes if item.layout is torch.strided else 0
     if isinstance(item, (str, bytes)):

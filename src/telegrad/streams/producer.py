@@ -52,7 +52,9 @@ class Producer:
         ended: Removes the stream from the table of this worker.
     """
 
-    def __init__(self, key: tuple[int, int], iterator: Iterator[object], label: str, scope: Scope, ended: Ended) -> None:
+    def __init__(
+        self, key: tuple[int, int], iterator: Iterator[object], label: str, scope: Scope, ended: Ended
+    ) -> None:
         self.key: tuple[int, int] = key
         self._iterator = iterator
         self._label = label
@@ -72,7 +74,7 @@ class Producer:
         self._is_running = False
 
     def current_run(self) -> tuple[object, ...] | None:
-        """Return a value for the run in progress, which differs from that of any other run; None if there is none."""
+        """Return a value that identifies the run in progress; None if there is none."""
         return ("step", *self.key, self._runs) if self._is_running else None
 
     # ---- requests of the caller
@@ -110,9 +112,12 @@ class Producer:
         return first, int(State.ENDED if self._is_exhausted else State.OPEN), size, items
 
     def flush(self) -> WireBatch:
-        """Return the items that a running request holds back; without any, have it return the next item at once."""
+        """Return the items that a running request holds back.
+
+        If there are none, the request returns its next item at once.
+        """
         with self._lock:
-            self._is_urgent = True  # before the look at the items, which a step may add without the lock
+            self._is_urgent = True  # before reading the items, which a step may add without the lock
             if self._items:
                 self._is_urgent = False
             first, size, items = self._take()
@@ -157,7 +162,10 @@ class Producer:
                     return
 
     def _take(self) -> tuple[int, int, list[Any]]:
-        """Return the batch and begin the next one; with the lock held, while a step may add items."""
+        """Return the batch and begin the next one.
+
+        The caller holds the lock; a running step may add items meanwhile.
+        """
         first, size = self._next, 0
         items = self._items[:]
         del self._items[: len(items)]

@@ -26,6 +26,7 @@ PATIENCE: Final = 200_000
 _MOST_BYTES: Final = 32 << 20  # ahead of the reader, apart from the batch in progress
 _RESULT: Final = "result[3][0]"  # place of a solitary item in the reply, in error texts
 
+
 class Target(NamedTuple):
     """Callee and function of a stream."""
 
@@ -149,7 +150,10 @@ class Receiver:
             self._watch(future, self._on_pull)
 
     def flush(self) -> None:
-        """Request the items that the callee holds back, once the reader has waited for `PATIENCE`."""
+        """Request the items that the callee holds back.
+
+        For a reader that has waited for `PATIENCE`.
+        """
         with self.changed:
             self._is_slow = True
             if self._is_live or not self._may_hold or not self._is_pulling or self._flush is not None:
@@ -299,7 +303,10 @@ class Receiver:
         return bool(self._ready) or self._has_ended or self._is_closed or self._has_failed()
 
     def _has_failed(self) -> bool:
-        """Return whether the error is next: a `flush` in progress may return items that come before it."""
+        """Return whether the error is next.
+
+        A `flush` in progress may return items that come before it.
+        """
         return self._error is not None and self._flush is None
 
     def _raise_closed(self) -> NoReturn:
@@ -383,8 +390,10 @@ class Receiver:
             self._notify()
 
     def idle_call(self) -> tuple[object, ...] | None:
-        """Return a value for the request in progress if no reader waits for it; None otherwise."""
+        """Return a value that identifies the request in progress.
+
+        Return None if there is none, or if a reader waits for it.
+        """
         if not self._is_pulling or self._reader is not None:
             return None
         return ("pull", self._number, self._pulls)
-

@@ -1,4 +1,4 @@
-"""Open streams of one worker: those that other workers read here, and those that this worker reads."""
+"""Open streams of one worker: those that it serves, and those that it reads."""
 
 import itertools
 from typing import Final, Protocol

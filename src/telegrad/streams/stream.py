@@ -23,8 +23,9 @@ PREFETCH: Final = 256
 
 
 class Stream(Generic[T_co]):
-    """Items of a generator on another worker: an iterator and an asynchronous iterator.
+    """Items of a generator on another worker.
 
+    A stream is an iterator and an asynchronous iterator.
     `telegrad.rpc.stream` opens it. The generator runs while items are fetched ahead of the reader, and stops when the
     reader is slow. As a context manager it is closed at the end of the block, also after ``break`` or an error.
     Otherwise it is closed when it is collected.
@@ -237,10 +238,11 @@ def open_stream(
         what = function if name is None else name[1]
     scope = current.get() or Scope(worker, 0, True)
     # A request for items belongs to the context in which the stream was opened, whichever thread makes it.
-    scope = scope._replace(worker=worker, nested=True, request=False, autograd=None if caller_flags() else scope.autograd)
+    scope = scope._replace(
+        worker=worker, nested=True, request=False, autograd=None if caller_flags() else scope.autograd
+    )
     label = function if isinstance(function, str) else name_of(function)
     target = Target(to, label, what, receiver, introduce)
     reader = Receiver(worker, target, worker.calls.timeout(timeout), prefetch, scope)
     reader.open(tuple(args), dict(kwargs))
     return Stream(reader)
-

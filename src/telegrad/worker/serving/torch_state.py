@@ -25,7 +25,7 @@ _Autocast = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # by device; whet
 
 
 def _is_default() -> bool:
-    """Return whether the thread is in the state in which it was created, apart from dtypes."""
+    """Return whether the thread is in its initial state, apart from dtypes."""
     return torch.is_grad_enabled() and not autocast_is_on() and _top_hooks(False) is None
 
 
