@@ -12,6 +12,7 @@ EXAMPLES = [
     errors.NotInitialized(),
     errors.UnknownWorker(("w0", 0), "nope", ("w0", "w1")),
     errors.RpcTimeout(0.1, "torch.add on w1", "running"),
+    errors.Cancelled("torch.add on w1"),
     errors.WorkerLost("w1", "killed"),
     errors.OwnerLost("w1", "killed", "RRef 1"),
     errors.SerializationError("cannot pickle"),

@@ -13,7 +13,7 @@ struct CallOptions {
   Nanos deadline = kNever;
   bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
   bool background = false;  // no thread waits for the completion: links may go unread for it for kMaxHandoffDelay, and
-                            // a request that must be sent waits for a connection without limit
+                            // a request that must be sent waits for a connection without limit. Never canceled
   bool deferrable = false;  // background, and the completion runs no user code: it may stay queued for kDeferDelay, and
                             // `take_deferred` may return it
   bool never_wait = false;  // wait neither for the window nor for the socket: unsent bytes are copied

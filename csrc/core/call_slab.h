@@ -21,6 +21,7 @@ enum class CallStatus : std::uint8_t {
   kUnreachable,  // no connection could be made
   kStopped,      // this worker was stopped
   kTooLarge,     // the request is over the peer's limits and was not sent
+  kCanceled,
 };
 
 /// How a call ended.
@@ -28,7 +29,7 @@ struct Completion {
   CallStatus status = CallStatus::kPending;
   Incoming reply;  // if kReplied
   std::int32_t peer = -1;
-  std::string why;  // the reason, for any other status
+  std::string why;  // the reason, for any other status; of kTimedOut a name of `CallState`
 };
 
 /// A waiting thread; lives on its stack.
@@ -49,6 +50,8 @@ struct Call {
   bool deferrable = false;           // its reply may be deferred, and any caller may take it
   bool must_send = false;            // its request is sent even if the call has ended
   bool wait_for_connection = false;  // its request waits for a connection without limit
+  bool background = false;           // its request is not canceled
+  bool expired = false;              // its deadline has passed, and the callee has been asked how far it has come
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
   Waiter* waiter = nullptr;

@@ -18,6 +18,7 @@ std::uint64_t CallTable::open(std::int32_t peer, bool must_send, CallOptions& op
   call.is_async = options.target != nullptr;
   call.must_send = must_send;
   call.wait_for_connection = options.background && must_send;
+  call.background = options.background;
   call.deferrable = options.deferrable;
   call.target = std::move(options.target);
   call.keep_alive = std::move(options.keep_alive);
@@ -37,22 +38,16 @@ void CallTable::set_connection(std::uint64_t id, std::uint64_t connection) {
 void CallTable::complete(std::uint64_t id, Completion&& completion, Released& released) {
   Call* call = slab_.find(id);
   if (!call || call->status != CallStatus::kPending) return;
+  if (call->expired && completion.status != CallStatus::kTimedOut) [[unlikely]]
+    completion = {.status = CallStatus::kTimedOut, .why = "unknown"};  // its deadline came first
   const bool replied = completion.status == CallStatus::kReplied;
   completion.peer = call->peer;
   call->status = completion.status;
   slab_.clear_deadline(*call);
   if (call->is_async && !call->waiter) {
-    WorkItem item;
-    item.kind = WorkKind::kCompletion;
-    item.status = completion.status;
-    item.peer = call->peer;
-    item.message = std::move(completion.reply);
-    item.message.header.call_id = id;
-    item.target = std::move(call->target);
-    item.text = std::move(completion.why);
     const bool may_defer = call->deferrable && replied;
     WaitSet* const wait_set = call->wait_set;
-    close_call(id, replied, released);
+    WorkItem item = end_async(id, std::move(completion), released);
     if (wait_set) {
       --wait_set->expected;
       wait_set->completions.push_back(std::move(item));
@@ -72,12 +67,28 @@ void CallTable::complete(std::uint64_t id, Completion&& completion, Released& re
   if (!replied) parts_.leader.interrupt_poll();  // the waiter may be the leader
 }
 
+/// Closes an asynchronous call; returns its completion for the pool, or for the thread that takes it.
+WorkItem CallTable::end_async(std::uint64_t id, Completion&& completion, Released& released) {
+  Call* call = slab_.find(id);
+  WorkItem item;
+  item.kind = WorkKind::kCompletion;
+  item.status = call->status = completion.status;
+  item.peer = call->peer;
+  item.message = std::move(completion.reply);
+  item.message.header.call_id = id;
+  item.target = std::move(call->target);
+  item.text = std::move(completion.why);
+  close_call(id, completion.status == CallStatus::kReplied, released);
+  return item;
+}
+
 /// Closes a call. Its `keep_alive` is kept if no reply has arrived.
 void CallTable::close_call(std::uint64_t id, bool replied, Released& released) {
   Call* call = slab_.find(id);
   if (call->target) released.push_back(std::move(call->target));
   if (call->keep_alive) {
-    const bool ended = call->status != CallStatus::kPending && call->status != CallStatus::kTimedOut;
+    const bool ended = call->status != CallStatus::kPending && call->status != CallStatus::kTimedOut &&
+                       call->status != CallStatus::kCanceled;
     const bool unsent = call->connection == 0 && call->must_send && !ended;
     if (replied || (!unsent && !parts_.peers.has_connection(call->connection))) {  // no late reply can arrive
       released.push_back(std::move(call->keep_alive));
@@ -139,15 +150,6 @@ void CallTable::abandon_in_child() {
   });
 }
 
-void CallTable::expire(Nanos at, Released& released) {
-  bool any = false;
-  while (const std::uint64_t id = slab_.pop_expired(at)) {
-    complete(id, Completion{.status = CallStatus::kTimedOut}, released);
-    any = true;
-  }
-  if (any) parts_.leader.interrupt_poll();  // the leader may wait for one of them
-}
-
 // ---- replies
 
 void CallTable::complete_replies(const ConnectionPtr& c) {
@@ -165,6 +167,8 @@ void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& release
   if (Call* call = slab_.find(id)) {
     if (call->connection != c->id) return;  // only the peer that got the request may answer it
     if (call->status == CallStatus::kPending) {
+      if (call->expired) [[unlikely]]
+        return complete_late(id, c->peer, std::move(m), released);
       return complete(id, Completion{.status = CallStatus::kReplied, .reply = std::move(m)}, released);
     }
     if (call->keep_alive) released.push_back(std::move(call->keep_alive));
@@ -210,19 +214,6 @@ WaitEnd CallTable::wait(std::uint64_t id, Nanos deadline, const std::function<bo
   out = std::move(call->completion);
   close_call(id, out.status == CallStatus::kReplied, released);
   return WaitEnd::kDone;
-}
-
-void CallTable::give_up(std::uint64_t id) {
-  Released released;
-  Lock lock(parts_.mutex);
-  Call* call = slab_.find(id);
-  if (!call) return;
-  const bool replied = call->status == CallStatus::kReplied;  // completed after the last `wait`
-  if (replied && call->completion.reply.header.flags & kMustDeliver) {
-    orphan(call->peer, std::move(call->completion.reply));
-    parts_.queue.wake_for_work();
-  }
-  close_call(id, replied, released);
 }
 
 // ---- wait sets

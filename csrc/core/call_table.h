@@ -32,6 +32,12 @@ struct CallOptions;
 inline constexpr const char* kForked = "this process is a fork of its worker's, which cannot use its calls";
 inline constexpr const char* kShutDown = "this worker has been shut down";
 
+/// A call with a request on a connection.
+struct SentCall {
+  ConnectionPtr connection;
+  std::uint64_t id;
+};
+
 class CallTable {
  public:
   explicit CallTable(EngineParts& parts) : parts_(parts) {}
@@ -53,9 +59,21 @@ class CallTable {
   /// Completes all calls, because the engine stops, and releases what ended ones keep alive (separately, afterwards).
   void stop_all(Released& released) REQUIRES(engine_mutex);
   void release_keep_alives(Released& released) REQUIRES(engine_mutex);
-  /// Completes the calls with a deadline before `at`.
-  void expire(Nanos at, Released& released) REQUIRES(engine_mutex);
+  /// Ends the grace of calls, or begins it for calls with a deadline before `at`: `expired` are those whose callees are
+  /// to be asked with `send_cancel`.
+  void expire(Nanos at, Released& released, std::vector<SentCall>& expired) REQUIRES(engine_mutex);
   Nanos next_deadline() const REQUIRES(engine_mutex) { return slab_.next_deadline(); }
+
+  // ---- cancellation and deadlines (call_table_cancel.cc)
+
+  /// See the functions of the engine.
+  bool cancel(std::uint64_t id, WorkItem& taken, const std::function<void()>& before_blocking) EXCLUDES(engine_mutex);
+  WaitEnd expire(std::uint64_t id, const std::function<bool()>& interrupted, Completion& out) EXCLUDES(engine_mutex);
+  /// Notifies the callee that a call has ended.
+  void send_cancel(const SentCall& call, CancelReason reason, const std::function<void()>& before_blocking)
+      EXCLUDES(engine_mutex);
+  /// Completes an expired call with the state that its callee reports. Leader only.
+  void on_state(const Connection& c, std::uint64_t id, CallState state) EXCLUDES(engine_mutex);
 
   // ---- replies. Leader only.
 
@@ -91,6 +109,9 @@ class CallTable {
     std::unique_ptr<KeepAlive> owner;
   };
 
+  ConnectionPtr begin_grace(std::uint64_t id, Released& released) REQUIRES(engine_mutex);
+  void complete_late(std::uint64_t id, std::int32_t peer, Incoming&& reply, Released& released) REQUIRES(engine_mutex);
+  WorkItem end_async(std::uint64_t id, Completion&& completion, Released& released) REQUIRES(engine_mutex);
   void complete_replies(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void close_call(std::uint64_t id, bool replied, Released& released) REQUIRES(engine_mutex);
   void orphan(std::int32_t peer, Incoming&& m) REQUIRES(engine_mutex);

@@ -78,6 +78,7 @@ EngineStats Engine::stats() const {
   s.pool_threads = queue.pool_threads;
   s.running_handlers = queue.running_handlers;
   s.running_requests = queue.running_requests;
+  s.detached_requests = parts_.canceler.detached();
   s.connections = parts_.peers.connections().size();
   for (const auto& [token, c] : parts_.peers.connections()) s.lanes += c->link->lanes();
   s.requests = queue.requests;
@@ -93,10 +94,11 @@ EngineStats Engine::stats() const {
 
 void Engine::on_timer(Lock& lock) {
   Released released;
+  std::vector<SentCall> expired;
   std::vector<ConnectionPtr> lenders;
   const Nanos at = now();
   parts_.timer.clear();
-  parts_.calls.expire(at, released);
+  parts_.calls.expire(at, released, expired);
   parts_.peers.on_timer(lock, at);
   parts_.leader.on_timer(at);
   parts_.queue.on_timer(at);
@@ -110,6 +112,7 @@ void Engine::on_timer(Lock& lock) {
   const bool flushes = at >= since && at - since >= kHandoffDelay;
   if (since != kNever && !flushes) parts_.timer.arm(since + kHandoffDelay);
   lock.unlock();
+  for (const SentCall& call : expired) parts_.calls.send_cancel(call, CancelReason::kExpired, {});
   if (flushes) parts_.sender.flush_coalesced();
   if (trims) parts_.multicast_arena->trim(at - kTrimInterval);
   for (const auto& c : lenders) c->link->trim(at - kTrimInterval);

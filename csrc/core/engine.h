@@ -6,6 +6,7 @@
 //     Leader      which thread reads the links, and how the others sleep
 //     WorkQueue   work items and the threads of the pool
 //     CallTable   pending calls, completions and wait sets
+//     Canceler    cancellation of requests of peers
 //     Sender      queues, flow control, coalescing
 //     Peers       connections, handshakes, lanes, loss
 //     Timer       when something is due
@@ -31,7 +32,7 @@ namespace telegrad {
 
 struct EngineStats {
   std::size_t pending_calls = 0, queued_requests = 0, pool_threads = 0, running_handlers = 0, running_requests = 0,
-              connections = 0, lanes = 0;
+              detached_requests = 0, connections = 0, lanes = 0;
   std::uint64_t requests = 0, replies = 0, sent_messages = 0, received_messages = 0;
   BufferPoolStats memory;
   std::size_t multicast_buffers = 0;  // multicast buffers in use by a message or a receiver
@@ -78,8 +79,20 @@ class Engine final : public ForkHandler {
   WaitEnd wait(std::uint64_t call, Nanos deadline, const std::function<bool()>& interrupted, Completion& out) {
     return parts_.calls.wait(call, deadline, interrupted, out);
   }
-  /// Abandons a call. Its late reply is dropped. Never blocks.
+  /// Ends a call whose deadline has passed: notifies the callee and waits up to kStateGrace for the state of the
+  /// request there. kDone: `out` is the completion, and its reason names the state. kInterrupted leaves the call open.
+  WaitEnd expire(std::uint64_t call, const std::function<bool()>& interrupted, Completion& out) {
+    return parts_.calls.expire(call, interrupted, out);
+  }
+  /// Abandons a call and cancels its request. Its late reply is dropped. May block while another thread sends to the
+  /// same peer.
   void give_up(std::uint64_t call) { parts_.calls.give_up(call); }
+  /// Cancels a pending call: completes it with kCanceled, and its request is not sent, or canceled at the callee. If no
+  /// thread waits for the call, `taken` gets its completion with its target. Returns false if the call has completed or
+  /// its deadline has passed. May block while another thread sends to the same peer; calls `before_blocking` before.
+  bool cancel(std::uint64_t call, WorkItem& taken, const std::function<void()>& before_blocking = {}) {
+    return parts_.calls.cancel(call, taken, before_blocking);
+  }
   /// Adds the calls of `c` to a wait set: their completions go to `c` instead of the pool. Calls with a completion
   /// that the pool or a waiting thread has taken are listed in `c.taken_elsewhere`. Returns false, without any change,
   /// if another thread waits for one of the calls. Never blocks.
@@ -111,6 +124,18 @@ class Engine final : public ForkHandler {
   /// Sends a one-way message. Never blocks: unsent bytes are copied. Returns false if the peer is known to be
   /// unreachable.
   bool send(std::int32_t peer, std::unique_ptr<Outgoing> message);
+
+  // ---- requests of peers. Any thread, never blocks.
+
+  /// Notes that a request has no thread: its result is deferred, or (not `deferred`) it waits for its inputs. Returns
+  /// whether it has been canceled. A canceled request with a deferred result is reported once as a kCancel work item.
+  bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) {
+    return parts_.canceler.detach(connection, call, deferred);
+  }
+  /// Returns whether a request has been canceled; false once it has been answered.
+  bool is_canceled(std::uint64_t connection, std::uint64_t call) const {
+    return parts_.canceler.is_canceled(connection, call);
+  }
 
   // ---- memory. Any thread, never blocks.
 

@@ -51,7 +51,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
           o.deadline, o.interrupted);
       if (end == WaitEnd::kDeadline || end == WaitEnd::kInterrupted) {  // the call is not made
         Lock lock(parts_.mutex);
-        parts_.calls.complete(id, Completion{.status = CallStatus::kTimedOut}, released);
+        parts_.calls.complete(id, Completion{.status = CallStatus::kTimedOut, .why = "waiting"}, released);
       }
     }
   }
@@ -82,6 +82,7 @@ void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
   bool more;  // other requests are waiting for a thread
   {
     Lock lock(parts_.mutex);
+    parts_.canceler.on_reply(connection, call);
     c = parts_.peers.find_connection(connection);
     if (!c) return;  // the caller has disconnected
     more = parts_.queue.has_requests();

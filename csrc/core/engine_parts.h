@@ -8,6 +8,7 @@
 
 #include "base/thread_safety.h"
 #include "core/call_table.h"
+#include "core/canceler.h"
 #include "core/leader.h"
 #include "core/peers.h"
 #include "core/sender.h"
@@ -40,6 +41,7 @@ struct EngineParts {
   Timer timer;
   WorkQueue queue{*this, settings.handlers};
   CallTable calls{*this};
+  Canceler canceler{*this};
   Sender sender{*this, settings.window};
   Peers peers{*this};
   Leader leader{*this};

@@ -251,7 +251,7 @@ bool Leader::next(PoolThread& self, WorkItem& out) {
     if (parts_.stopped && !parts_.queue.has_urgent()) {
       if (leading) resign(false);
       if (!has_leader_) closed = reap_closed();  // no thread will poll again
-      parts_.queue.leave();
+      parts_.queue.leave(self);
       return false;
     }
     if (parts_.queue.pop(self, out)) {
@@ -284,7 +284,7 @@ bool Leader::next(PoolThread& self, WorkItem& out) {
     }
     if (!has_leader_) set_links_watched(true);  // the parked thread watches; this thread is a further idle one
     if (!parts_.queue.sleep(lock, self)) {
-      parts_.queue.leave();
+      parts_.queue.leave(self);
       out.kind = WorkKind::kExitThread;
       return true;
     }

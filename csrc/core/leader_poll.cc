@@ -173,6 +173,7 @@ bool Leader::read_from(const ConnectionPtr& c) {
   Arrivals arrivals(*this, c);
   const ReceiveState state = c->link->receive(arrivals, kReadBudget);
   parts_.calls.process_replies(c);
+  parts_.canceler.process(c);
   if (parts_.peers.has_new_lane_links()) {  // data that arrived right after a new lane
     for (const ConnectionPtr& other : parts_.peers.take_new_lane_links()) read_from(other);
   }
@@ -234,6 +235,10 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       c->peer_window.store(static_cast<std::int64_t>(std::min<std::uint64_t>(m.header.call_id, INT64_MAX)),
                            std::memory_order_relaxed);
       return parts_.sender.return_credit(c, 0);
+    case FrameType::kCancel:
+      return parts_.canceler.add(m.header);
+    case FrameType::kCallState:
+      return parts_.calls.on_state(*c, m.header.call_id, static_cast<CallState>(m.header.tag));
     case FrameType::kGoodbye:
       return parts_.peers.on_goodbye(*c);
     default:

@@ -57,6 +57,13 @@ void leave_out(Outgoing& m, LeftOut why, std::string_view text) {
   m.body = m.reason;
 }
 
+void leave_out(Incoming& m, LeftOut why, BufferPool& buffers) {
+  discard(m, m.payload_size());
+  m.header.flags |= kLeftOut;
+  m.body = buffers.allocate(1);
+  m.body->data()[0] = static_cast<std::byte>(why);
+}
+
 void discard(Incoming& m, std::uint64_t bytes) {
   const bool keeps = has_trailer(m.header.flags, m.segments.size());
   BlockPtr trailer = keeps ? std::move(m.segments.back()) : nullptr;

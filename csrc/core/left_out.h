@@ -1,9 +1,10 @@
-// Messages without content, because they are over the limits of their receiver or it has no memory for them.
+// Messages without content, because they are over the limits of their receiver, it has no memory for them, or they are
+// requests that will not run.
 //
-// Such a message fails its own call and nothing else. A request or reply that must be delivered (kMustDeliver) is still
-// sent, with the reason as its body and with its trailer, so that the counts of both ends agree. The receiver answers
-// such a request with an error. If the receiving link has no memory for a message, it discards the content while
-// reading and delivers the rest.
+// Such a message fails its own call and nothing else. Requests that are canceled before they run end in the same way. A
+// request or reply that must be delivered (kMustDeliver) is still sent, with the reason as its body and with its
+// trailer, so that the counts of both ends agree. The receiver answers such a request with an error. If the receiving
+// link has no memory for a message, it discards the content while reading and delivers the rest.
 #pragma once
 
 #include <string>
@@ -11,6 +12,7 @@
 
 #include "core/limits.h"
 #include "core/message.h"
+#include "memory/buffer_pool.h"
 
 namespace telegrad {
 
@@ -18,6 +20,8 @@ namespace telegrad {
 enum class LeftOut : char {
   kTooLarge = 'L',  // over the limits
   kNoMemory = 'M',
+  kCanceled = 'C',  // its caller has canceled the request before it ran, or was lost
+  kExpired = 'E',   // the deadline of the request passed before it ran
 };
 
 /// Returns whether a message is within the limits of its receiver.
@@ -29,6 +33,9 @@ std::string over_limits(const Outgoing& message, const Limits& limits, std::stri
 
 /// Removes the content of a message; the reason and the trailer remain.
 void leave_out(Outgoing& message, LeftOut why, std::string_view text);
+
+/// Removes the content of an arrived request that will not run; the reason and the trailer remain.
+void leave_out(Incoming& request, LeftOut why, BufferPool& buffers);
 
 /// Returns whether an arriving message may be discarded for lack of memory. `bytes`: of its name, body and segments.
 inline bool may_be_discarded(FrameType type, std::uint64_t bytes) {

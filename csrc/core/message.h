@@ -22,7 +22,7 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 4;
+inline constexpr std::uint32_t kProtocolVersion = 5;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce
@@ -32,10 +32,27 @@ enum class FrameType : std::uint8_t {
   kRefuse = 5,     // handshake, either end: rejected, with the reason
   kRequest = 16,   // answered by exactly one kReply with the same call_id
   kReply = 17,
-  kOneway = 18,    // never answered
-  kCredit = 19,    // carries only `credit`, and in call_id the window of a sender that waits
-  kGoodbye = 20,   // orderly end of stream
-  kFragment = 21,  // fragment of a message that is striped over several lanes; see transports/tcp/laned_link.h
+  kOneway = 18,     // never answered
+  kCredit = 19,     // carries only `credit`, and in call_id the window of a sender that waits
+  kGoodbye = 20,    // orderly end of stream
+  kFragment = 21,   // fragment of a message that is striped over several lanes; see transports/tcp/laned_link.h
+  kCancel = 22,     // ends the request with this call_id; `tag` is a CancelReason
+  kCallState = 23,  // answers a kCancel with kExpired: `tag` is the CallState of the request
+};
+
+/// Reason for a kCancel.
+enum class CancelReason : std::uint8_t {
+  kCanceled = 1,  // the program no longer needs the result
+  kExpired = 2,   // the deadline has passed, and the caller asks how far the request has come
+};
+
+/// How far a call had come when it timed out.
+enum class CallState : std::uint8_t {
+  kUnknown = 0,  // the callee did not say it in time
+  kWaiting = 1,  // not sent: it waited for a connection or for the callee's window
+  kQueued = 2,   // at the callee, and has not run
+  kRunning = 3,
+  kReplied = 4,  // the callee has replied, but the reply was late or lost
 };
 
 inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
@@ -47,6 +64,8 @@ enum FrameFlags : std::uint16_t {
   // The content is left out, because the message is over its receiver's limits or the receiver has no memory for it.
   // The body has the kind and the reason, and the trailer is the only segment. See core/left_out.h.
   kLeftOut = 1 << 13,
+  // The request runs even if its caller cancels it, is lost, or its deadline has passed: others count on its result.
+  kMustRun = 1 << 12,
   // The last segment is a trailer: data that both ends count on, kept when the content of a message is left out.
   kTrailer = 1 << 2,
 };

@@ -328,6 +328,7 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
     } else {
       const auto status = parts_.is_stopping() ? CallStatus::kStopped : CallStatus::kPeerLost;
       parts_.calls.fail_calls_of(c->id, status, why, released);
+      parts_.canceler.cancel_requests_of(c->id);
       ConnectionPtr other;
       for (auto& [token, o] : connections_) {
         if (o->peer == c->peer && o->state == Connection::State::kOpen) other = o;

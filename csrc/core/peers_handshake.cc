@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "core/engine_parts.h"
+#include "core/left_out.h"
 #include "core/peers.h"
 
 namespace telegrad {
@@ -95,7 +96,12 @@ void Peers::on_open(const ConnectionPtr& c) {
           if (!parts_.sender.reject_oversized(*c, request ? m->header.call_id : 0, *m, released)) {
             if (!request) return false;
             parts_.calls.set_connection(m->header.call_id, c->id);
-            if (parts_.calls.find(m->header.call_id) || m->header.flags & kMustDeliver) return false;
+            const Call* call = parts_.calls.find(m->header.call_id);
+            if (call && call->status == CallStatus::kPending) return false;
+            if (m->header.flags & kMustDeliver) {  // the callee counts it, but need not run it
+              if (!(m->header.flags & kMustRun)) leave_out(*m, LeftOut::kCanceled, "");
+              return false;
+            }
           }
           if (m->pending_send) m->pending_send->done = true;
           expired.push_back(std::move(w));  // its caller has given up, or it is too large: the call is not made

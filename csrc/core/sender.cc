@@ -32,6 +32,7 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
     Call* call = id ? parts_.calls.find(id) : nullptr;
     const bool pending = call && call->status == CallStatus::kPending;
     if (id && !pending && !(m->header.flags & kMustDeliver)) return SendResult::kDone;  // the call has already ended
+    if (id && !pending && !(m->header.flags & kMustRun)) leave_out(*m, LeftOut::kCanceled, "");
     if (parts_.is_stopping()) {
       if (id) parts_.calls.complete(id, Completion{.status = CallStatus::kStopped, .why = kShutDown}, released);
       parts_.calls.release_keep_alive(id, released);
@@ -328,11 +329,14 @@ void Sender::return_credit(const ConnectionPtr& c, std::int64_t size) {
   transmit(c, std::move(m));
 }
 
-void Sender::begin_item(Lock& lock, const WorkItem& item) {
+void Sender::begin_item(Lock& lock, WorkItem& item) {
   ConnectionPtr c;
   if (item.kind == WorkKind::kRequest) c = parts_.peers.find_connection(item.connection);
   lock.unlock();
-  if (c) return_credit(c, weight(item.message.payload_size()));
+  const std::int64_t size = weight(item.message.payload_size());
+  if (item.canceled || item.expired) [[unlikely]]
+    leave_out(item.message, item.canceled ? LeftOut::kCanceled : LeftOut::kExpired, *parts_.buffers);
+  if (c) return_credit(c, size);
 }
 
 void Sender::abandon_in_child() {

@@ -106,8 +106,9 @@ class Sender {
   void send_window(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   /// Counts a request as processed: its bytes no longer count against the sender.
   void return_credit(const ConnectionPtr& c, std::int64_t size) EXCLUDES(engine_mutex);
-  /// Releases the mutex, as the thread begins `item`, and returns the credit for it.
-  void begin_item(Lock& lock, const WorkItem& item) RELEASE(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  /// Releases the mutex, as the thread begins `item`, and returns the credit for it. A request that does not run loses
+  /// its content.
+  void begin_item(Lock& lock, WorkItem& item) RELEASE(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
 
   std::uint64_t sent_messages() const { return sent_messages_.load(std::memory_order_relaxed); }
 

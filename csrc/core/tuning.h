@@ -47,6 +47,12 @@ inline constexpr Nanos kIdleThreadTimeout = 10 * kSecond;
 /// calls in the order in which they were made finds it there.
 inline constexpr std::size_t kSearchDepth = 4;
 
+// ---- calls
+
+/// Longest time that a call outlasts its deadline while its callee says how far the request has come. The callee's
+/// leader answers within kMaxHandoffDelay, even if all of its threads are busy.
+inline constexpr Nanos kStateGrace = 20 * kMillisecond;
+
 // ---- sender
 
 /// Longest time that a coalesced message is kept back: about the time of one call.

@@ -14,7 +14,7 @@
 
 namespace telegrad {
 
-enum class WorkKind : std::uint8_t { kRequest, kOneway, kCompletion, kEvent, kExitThread };
+enum class WorkKind : std::uint8_t { kRequest, kOneway, kCompletion, kEvent, kExitThread, kCancel = 6 };
 enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kCallback, kPeerBack, kConnected };
 
 /// Work for a thread of the pool. The kinds share fields, which makes moves into a queue and out of it cheap.
@@ -28,6 +28,8 @@ struct WorkItem {
   EventKind event{};
   CallStatus status = CallStatus::kPending;  // kCompletion
   bool needs_thread = false;                 // this was the last free thread: start another one
+  bool canceled = false;                     // kRequest: it does not run
+  bool expired = false;                      // the same, because its deadline has passed
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
   Nanos deadline = kNever;  // requests

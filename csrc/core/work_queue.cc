@@ -122,6 +122,34 @@ bool WorkQueue::remove_completion(std::uint64_t id) {
   return false;
 }
 
+// ---- canceled requests
+
+void WorkQueue::cancel_queued(std::uint64_t connection, const std::function<bool(std::uint64_t)>& is_canceled) {
+  const auto cancels = [&](WorkItem& item) {
+    const FrameHeader& h = item.message.header;
+    if (item.connection != connection || h.flags & kMustRun || !is_canceled(h.call_id)) return false;
+    return item.canceled = true;
+  };
+  for (WorkItem& item : nested_) cancels(item);
+  std::erase_if(top_, [&](WorkItem& item) REQUIRES(engine_mutex) {
+    const bool canceled = cancels(item);
+    if (canceled) nested_.push_back(std::move(item));
+    return canceled;
+  });
+}
+
+RunningRequest* WorkQueue::find_running(std::uint64_t connection, std::uint64_t call) {
+  const auto found = std::ranges::find_if(
+      requests_of_threads_, [&](const RunningRequest& r) { return r.call == call && r.connection == connection; });
+  return found == requests_of_threads_.end() ? nullptr : &*found;
+}
+
+void WorkQueue::cancel_running(std::uint64_t connection) {
+  for (RunningRequest& r : requests_of_threads_) {
+    if (r.call != 0 && r.connection == connection) r.canceled = true;
+  }
+}
+
 // ---- threads
 
 void WorkQueue::enter(PoolThread& self) {
@@ -130,11 +158,15 @@ void WorkQueue::enter(PoolThread& self) {
     self.queue = this;
     current = &self;
     self.spin = Spin(parts_.settings.spin);
+    if (free_requests_.empty()) free_requests_.push_back(&requests_of_threads_.emplace_back());
+    self.request = free_requests_.back();
+    free_requests_.pop_back();
     ++threads_;
     thread_starting_ = false;
   }
   if (self.running) {
     self.running = false;
+    self.request->call = 0;
     --running_;
     if (self.top_level) --running_top_;
     if (self.kind == WorkKind::kRequest) --running_requests_;
@@ -162,7 +194,13 @@ bool WorkQueue::pop(PoolThread& self, WorkItem& out) {
   ++running_;
   if (self.top_level) ++running_top_;
   self.kind = out.kind;
-  if (self.kind == WorkKind::kRequest) ++running_requests_;
+  if (self.kind == WorkKind::kRequest) {
+    ++running_requests_;
+    const bool cancelable = !(out.message.header.flags & kMustRun);
+    out.expired = cancelable && popped_at_ >= out.deadline;
+    if (cancelable)
+      *self.request = {.connection = out.connection, .call = out.message.header.call_id, .canceled = out.canceled};
+  }
   if (self.kind == WorkKind::kCompletion) {
     ++running_completions_;
     completion_taken_at_ = popped_at_;

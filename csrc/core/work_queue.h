@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,13 @@ namespace telegrad {
 
 struct EngineParts;
 
+/// The request that a thread of the pool runs, unless it must run whatever its caller does.
+struct RunningRequest {
+  std::uint64_t connection = 0;
+  std::uint64_t call = 0;  // 0: none
+  bool canceled = false;
+};
+
 /// A thread of the pool, from its first call of `next` to its last.
 struct PoolThread {
   ~PoolThread();
@@ -32,6 +40,7 @@ struct PoolThread {
   bool runs_peer_event = false;  // it runs a peer event
   Spin spin{0};
   const void* queue = nullptr;  // the work queue of its pool
+  RunningRequest* request = nullptr;
 };
 
 struct WorkQueueStats {
@@ -70,6 +79,22 @@ class WorkQueue {
   bool has_deferred() const { return has_deferred_.load(std::memory_order_relaxed); }
   bool remove_completion(std::uint64_t call) EXCLUDES(engine_mutex);
 
+  // ---- canceled requests
+
+  /// Marks the queued requests of a connection for which `is_canceled` returns true. They need no handler: they move to
+  /// the queue of nested requests. Wakes no thread.
+  void cancel_queued(std::uint64_t connection, const std::function<bool(std::uint64_t)>& is_canceled)
+      REQUIRES(engine_mutex);
+  /// Returns the request if a thread of the pool runs it, else null.
+  RunningRequest* find_running(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex);
+  /// Marks the running requests of a connection.
+  void cancel_running(std::uint64_t connection) REQUIRES(engine_mutex);
+  /// Notes that the calling thread answers a request.
+  void end_request(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex) {
+    const PoolThread* self = this_thread();
+    if (self && self->request->call == call && self->request->connection == connection) *self->request = {};
+  }
+
   // ---- threads
 
   /// Registers a thread that is new, or that has finished its item.
@@ -77,7 +102,10 @@ class WorkQueue {
   /// Takes the next item that the thread may run.
   bool pop(PoolThread& self, WorkItem& out) REQUIRES(engine_mutex);
   /// Unregisters a thread that exits.
-  void leave() REQUIRES(engine_mutex) { --threads_; }
+  void leave(PoolThread& self) REQUIRES(engine_mutex) {
+    --threads_;
+    free_requests_.push_back(self.request);
+  }
   /// Sleeps on the thread's parker. Returns false if the thread was idle for so long that it may exit.
   bool sleep(Lock& lock, PoolThread& self) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   /// Reports that the thread which an item requested could not be started.
@@ -135,6 +163,9 @@ class WorkQueue {
   bool peer_event_running_ GUARDED_BY(engine_mutex) = false;  // a peer event is in `urgent_` or running
   std::deque<WorkItem> peer_events_ GUARDED_BY(engine_mutex);
 
+  // One per thread; they outlive threads that do not leave.
+  std::deque<RunningRequest> requests_of_threads_ GUARDED_BY(engine_mutex);
+  std::vector<RunningRequest*> free_requests_ GUARDED_BY(engine_mutex);
   std::vector<PoolThread*> idle_ GUARDED_BY(engine_mutex);  // asleep on their parkers; most recent last
   std::size_t threads_ GUARDED_BY(engine_mutex) = 0;
   std::size_t running_ GUARDED_BY(engine_mutex) = 0;      // of these run an item,

@@ -40,12 +40,12 @@ Completion call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
       take_deferred();
     }
     end = signals.raised() ? WaitEnd::kInterrupted : e.wait(id, deadline, interrupted, completion);
+    if (end == WaitEnd::kDeadline) end = e.expire(id, interrupted, completion);
     if (end != WaitEnd::kDone) e.give_up(id);
   }
   release_message(m);
   decref_deferred();
   if (end == WaitEnd::kInterrupted) nb::raise_python_error();
-  if (end == WaitEnd::kDeadline) completion.status = CallStatus::kTimedOut;
   if (end == WaitEnd::kStopped) completion.status = CallStatus::kStopped;
   completion.peer = peer;
   return completion;
@@ -73,6 +73,16 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   if (begun) *begun = id;
   if (signals.raised()) nb::raise_python_error();  // the call may be under way; its completion goes to the thread pool
   return id;
+}
+
+bool cancel_call(Engine& e, std::uint64_t call, WorkItem& taken) {
+  bool canceled;
+  {
+    ReleaseGilIfContended gil;
+    canceled = e.cancel(call, taken, gil.before_blocking());
+  }
+  decref_deferred();
+  return canceled;
 }
 
 bool take_completion(Engine& e, std::uint64_t call, Nanos timeout, Completion& out) {

@@ -20,6 +20,9 @@ Completion call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
 std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing> m, CallOptions o, bool never_wait,
                          std::uint64_t* begun = nullptr);
 
+/// Cancels a started call, like `Engine::cancel`.
+bool cancel_call(Engine& e, std::uint64_t call, WorkItem& taken);
+
 /// Waits for the completion of a started call, without the GIL, like `Engine::wait`. Returns false if it did not come
 /// to this thread. Throws the exception of a signal handler.
 bool take_completion(Engine& e, std::uint64_t call, Nanos timeout, Completion& out);

@@ -117,6 +117,13 @@ class Client {
     return true;
   }
 
+  bool cancel(std::uint64_t call) {
+    WorkItem taken;
+    if (!cancel_call(engine_, call, taken)) return false;
+    if (taken.target) completions_.complete(target_of(taken), taken.take_completion());
+    return true;
+  }
+
   nb::object complete_many(const nb::list& futures, const nb::list& ids, nb::list results,
                            nb::handle notify_when_done) {
     WaitSetScope waiting(*this);
@@ -175,7 +182,7 @@ class Client {
 
   std::uint64_t send_gradients(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle target) {
     PreparedCall call;
-    call.message = encode_basic(codec_, wire::kGradients, 0, messages);
+    call.message = encode_basic(codec_, wire::kGradients, wire::kMustRun, messages);
     if (!call.message) return kNotEncodable;
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
@@ -366,6 +373,9 @@ void init_client(nb::module_& m) {
       .def("wait", &Client::wait, "future"_a, "call"_a, "timeout"_a,
            "Wait for the completion of a call, like `Engine.wait`, and complete its future.\n\n"
            "Returns False if the completion went to the pool.")
+      .def("cancel", &Client::cancel, "call"_a,
+           "Cancel a started call, and complete its future unless another thread waits for it.\n\n"
+           "Returns False if the call has ended or its deadline has passed.")
       .def("send_gradients", &Client::send_gradients, "peer"_a, "messages"_a, "timeout"_a, "target"_a,
            "Send messages of a backward pass and return the call's id.\n\n"
            "The completion goes to `await_gradients`, or to `target`, which the pool calls if no thread waits.\n"

@@ -124,6 +124,7 @@ nb::dict stats(const Engine& e) {
   d["pool_threads"] = s.pool_threads;
   d["running_handlers"] = s.running_handlers;
   d["running_requests"] = s.running_requests;
+  d["detached_requests"] = s.detached_requests;
   d["connections"] = s.connections;
   d["lanes"] = s.lanes;
   d["requests"] = s.requests;
@@ -202,6 +203,11 @@ void init_engine(nb::module_& m) {
       .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
            "Reply to a request.\n\n"
            "The segments' memory may change once this has returned; the list may be emptied.")
+      .def("detach", &Engine::detach, "connection"_a, "call"_a, "deferred"_a,
+           "Record that no thread runs a request, and return whether it has been canceled.\n\n"
+           "If it is canceled later, the pool gets a work item of kind 6.")
+      .def("is_canceled", &Engine::is_canceled, "connection"_a, "call"_a,
+           "Return whether a request that has no reply yet has been canceled.")
       .def("largest_body", &Engine::largest_body, "connection"_a,
            "Return the size limit in bytes of a reply's body; a larger body is left out.")
       .def("lend", lease, "peer"_a, "connection"_a, "size"_a,
@@ -216,7 +222,7 @@ void init_engine(nb::module_& m) {
            "Returns None when the engine has stopped.\n\n"
            "(0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
            "(2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, "
-           "spawn).")
+           "spawn),\n(6 cancel, spawn, connection, call).")
       .def("spawn_failed", &Engine::spawn_failed,
            "Report that the thread that a work item asked for could not be started.")
       .def("request_callback", &Engine::request_callback, "delay"_a,

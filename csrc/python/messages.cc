@@ -93,6 +93,8 @@ nb::tuple work_item_tuple(WorkItem&& item) {
     case WorkKind::kEvent:
       return nb::make_tuple(kind, item.needs_thread, static_cast<int>(item.event), item.peer, item.incarnation,
                             item.text);
+    case WorkKind::kCancel:
+      return nb::make_tuple(kind, item.needs_thread, item.connection, item.message.header.call_id);
     case WorkKind::kExitThread:
       break;
   }

@@ -133,7 +133,7 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
   add(args);
   add(kwargs);
   if (keeps) {
-    flags |= wire::kKeepAs | wire::kMustDeliver;
+    flags |= wire::kKeepAs | wire::kMustDeliver | wire::kMustRun;
     add(form.keep_as);
   }
   if (about_receiver) {

@@ -98,6 +98,16 @@ void RequestServer::serve(Request& arrived) {
   if (ran) call_back(python_.clean_state);
 }
 
+void RequestServer::resume(Request& r) {
+  const bool cancelable = !(r.flags() & wire::kMustRun);
+  const bool canceled = cancelable && engine_.detach(r.item.connection, r.call(), true);
+  if (canceled || (cancelable && now() >= r.item.deadline)) {
+    call_back(python_.reply_canceled, info_of(r), nb::bool_(canceled));
+  } else {
+    serve(r);
+  }
+}
+
 std::unique_ptr<Outgoing> RequestServer::encode_value(const Request& r, const nb::object& value) const {
   if (r.context.is_none()) return encode_basic(codec_, wire::kValue, 0, value);
   codec::Encoded encoded;
@@ -166,7 +176,7 @@ bool RequestServer::decode(Request*& r, nb::object& holder) {
 }
 
 void RequestServer::enter(const Request& r) const {
-  scopes_.enter_request(r.deadline(), r.context, r.item.connection);
+  scopes_.enter_request(r.deadline(), r.context, r.item.connection, r.call());
   if (r.slow.is_valid()) ask(r.slow.attr("enter"));
 }
 
@@ -243,7 +253,12 @@ bool RequestServer::park(Request*& r, nb::object& holder) {
     r = nb::inst_ptr<Request>(holder);
   }
   const nb::object receiver = r->decoded ? r->receiver : nb::none();
-  return nb::cast<bool>(ask(python_.park, holder, or_none(r->slow), receiver, !r->item.name, r->item.peer));
+  const bool cancelable = !(r->flags() & wire::kMustRun);
+  if (cancelable) engine_.detach(r->item.connection, r->call(), false);  // before another thread can resume it
+  const bool parked =
+      nb::cast<bool>(ask(python_.park, holder, or_none(r->slow), receiver, !r->item.name, r->item.peer));
+  if (cancelable && !parked) engine_.detach(r->item.connection, r->call(), true);
+  return parked;
 }
 
 nb::object RequestServer::value_here(const nb::object& receiver) const {

@@ -29,6 +29,7 @@ struct ServerCallbacks {
         reply(handlers.attr("reply_slow")),
         reply_when_done(handlers.attr("reply_when_done")),
         reply_error(handlers.attr("reply_error")),
+        reply_canceled(handlers.attr("reply_canceled")),
         values(handlers.attr("values")),
         on_gradients(handlers.attr("on_gradients")),
         on_context_ended(handlers.attr("on_context_ended")),
@@ -41,8 +42,8 @@ struct ServerCallbacks {
 
   int traverse(visitproc visit, void* arg) const {
     for (const nb::object* o : {&wait_ready, &prepare, &park, &accept, &settle, &value_of, &reply, &reply_when_done,
-                                &reply_error, &values, &on_gradients, &on_context_ended, &info_type, &clean_state,
-                                &resolver, &find_function, &method_of, &rerun_for_torch_error}) {
+                                &reply_error, &reply_canceled, &values, &on_gradients, &on_context_ended, &info_type,
+                                &clean_state, &resolver, &find_function, &method_of, &rerun_for_torch_error}) {
       Py_VISIT(o->ptr());
     }
     return 0;
@@ -57,6 +58,7 @@ struct ServerCallbacks {
   nb::object reply;            // reply_slow(info, [result])
   nb::object reply_when_done;  // reply_when_done(info, slow, result, function)
   nb::object reply_error;      // reply_error(info, error)
+  nb::object reply_canceled;   // reply_canceled(info, canceled): else its deadline has passed
   nb::object values;  // dict: (created on, local id) of a reference -> telegrad.worker.refs.owned_value.OwnedValue
   nb::object on_gradients;      // on_gradients(peer, connection, call, deadline, messages)
   nb::object on_context_ended;  // on_context_ended(peer, (context id, requests))
@@ -100,6 +102,8 @@ class RequestServer {
 
   /// Serves a new or resumed request until its reply is sent or it is parked.
   void serve(Request& arrived);
+  /// Goes on with a request that was parked, unless it has been canceled or its deadline has passed.
+  void resume(Request& parked);
   /// Replies with an exception. Throws nb::python_error.
   void reply_error(Request& r, const nb::object& error);
   /// Makes Python prepare every request, for the profile of a server or for interceptors.

@@ -19,20 +19,23 @@ void ScopeSetter::set(PyObject* scope) const {
   Py_XDECREF(token);
 }
 
-/// Scope(worker, deadline, nested=True, request=True, context, connection), created without the slow Python
+/// Scope(worker, deadline, nested=True, request=True, context, connection, call), created without the slow Python
 /// constructor.
-void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection) const {
+void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection,
+                                std::uint64_t call) const {
   auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
-  const nb::object scope = nb::steal(type->tp_alloc(type, 6));
+  const nb::object scope = nb::steal(type->tp_alloc(type, 7));
   PyObject* until = PyLong_FromLongLong(deadline);
   PyObject* over = PyLong_FromUnsignedLongLong(connection);
-  if (!scope.is_valid() || !until || !over) throw nb::python_error();
+  PyObject* id = PyLong_FromUnsignedLongLong(call);
+  if (!scope.is_valid() || !until || !over || !id) throw nb::python_error();
   PyTuple_SET_ITEM(scope.ptr(), 0, nb::object(worker_).release().ptr());
   PyTuple_SET_ITEM(scope.ptr(), 1, until);
   PyTuple_SET_ITEM(scope.ptr(), 2, nb::bool_(true).release().ptr());
   PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
   PyTuple_SET_ITEM(scope.ptr(), 4, Py_NewRef(context.ptr()));
   PyTuple_SET_ITEM(scope.ptr(), 5, over);
+  PyTuple_SET_ITEM(scope.ptr(), 6, id);
   set(scope.ptr());
 }
 

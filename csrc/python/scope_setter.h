@@ -19,8 +19,8 @@ class ScopeSetter {
 
   /// Leaves the scope of this thread.
   void clear() const { set(nullptr); }
-  /// Enters the scope of a request that arrived on a connection. Throws nb::python_error.
-  void enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection) const;
+  /// Enters the scope of a request, by its connection and call. Throws nb::python_error.
+  void enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection, std::uint64_t call) const;
   void enter_callbacks() const { set(in_callbacks_.ptr()); }
 
   int traverse(visitproc visit, void* arg) const;

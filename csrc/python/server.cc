@@ -67,7 +67,7 @@ class Server {
   /// Resumes a request that was parked.
   void resume(Request& request) {
     ScopeGuard scope(*this);
-    requests_.serve(request);
+    requests_.resume(request);
   }
 
   bool reply(std::uint64_t connection, std::uint64_t call, nb::handle messages) {

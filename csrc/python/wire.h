@@ -12,7 +12,7 @@ inline constexpr int kCall = Tag::kCall, kGradients = Tag::kGradients, kValue = 
                      kContextEnded = Tag::kContextEnded;
 inline constexpr int kBody = Flag::kBody, kMetadata = Flag::kMetadata, kNoGrad = Flag::kNoGrad,
                      kInference = Flag::kInference, kKeepAs = Flag::kKeepAs, kReceiver = Flag::kReceiver,
-                     kLeftOut = Flag::kLeftOut, kMustDeliver = Flag::kMustDeliver;
+                     kLeftOut = Flag::kLeftOut, kMustDeliver = Flag::kMustDeliver, kMustRun = Flag::kMustRun;
 
 /// A reply with any of these flags takes the slow path, except for metadata that only records tensors.
 inline constexpr int kSlowReply = kMetadata | kBody | kLeftOut;

@@ -114,11 +114,22 @@ void Worker::handle(WorkItem& item) {
       event_count.add();
       return;
     }
+    case WorkKind::kCancel: {
+      std::lock_guard lock(mutex);
+      canceled.push_back(item.message.header.call_id);
+      cancel_count.add();
+      return;
+    }
     case WorkKind::kExitThread:
       return;
     case WorkKind::kRequest:
     case WorkKind::kOneway:
       break;
+  }
+  if (item.message.header.flags & kLeftOut && item.message.header.tag != kCustom) {
+    answer(item, std::string(item.message.body_view()), {}, kLeftOut);
+    left_out.add();
+    return;
   }
   handled.add();
   switch (item.message.header.tag) {
@@ -164,9 +175,9 @@ Completion Worker::call(int peer, Request r) {
   const Nanos deadline = o.deadline;
   const std::uint64_t call = engine->start(peer, compose(r), std::move(o));
   Completion completion;
-  const WaitEnd end = engine->wait(call, deadline, {}, completion);
+  WaitEnd end = engine->wait(call, deadline, {}, completion);
+  if (end == WaitEnd::kDeadline) end = engine->expire(call, {}, completion);
   if (end != WaitEnd::kDone) engine->give_up(call);
-  if (end == WaitEnd::kDeadline) completion.status = CallStatus::kTimedOut;
   if (end == WaitEnd::kStopped) completion.status = CallStatus::kStopped;
   return completion;
 }

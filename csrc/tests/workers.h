@@ -77,11 +77,14 @@ class Worker {
   Counter event_count;
   Counter link_count;  // events of first connections to peers, counted separately
   Counter handled;     // requests started
+  Counter left_out;    // requests without content, which were not started
+  Counter cancel_count;
   std::mutex mutex;
   std::map<int, Completion> completions;
   std::vector<Completion> orphans;  // completions without a target
   std::vector<WorkItem> events;
-  std::vector<std::string> links;  // texts of the events of first connections
+  std::vector<std::uint64_t> canceled;  // calls of the kCancel items
+  std::vector<std::string> links;       // texts of the events of first connections
 
   void answer(const WorkItem& request, std::string body, std::vector<std::string> segments = {},
               std::uint16_t flags = 0);

@@ -31,6 +31,7 @@ struct Flag {
   static constexpr int kFailed = 64;  // of CREATED: the owner has an exception instead of the value
   static constexpr int kKeepAs = 128;  // of CALL: keep the result as the caller's reference with this local id
   static constexpr int kReceiver = 256;
+  static constexpr int kMustRun = 4096;
   static constexpr int kLeftOut = 8192;
   static constexpr int kMustDeliver = 16384;
   static constexpr int kNested = 32768;  // core: made inside a handler
@@ -47,6 +48,8 @@ struct BodyKind {
 enum class LeftOut : char {
   kTooLarge = 76,  // over the receiver's limits
   kNoMemory = 77,  // the receiver had no memory for it
+  kCanceled = 67,  // the caller canceled the request before it ran, or was lost
+  kExpired = 69,  // the deadline of the request passed before it ran
 };
 
 /// Completion status of a call (csrc/core/call_slab.h).
@@ -58,6 +61,7 @@ enum class Status : std::uint8_t {
   kUnreachable = 4,
   kStopped = 5,
   kTooLarge = 6,
+  kCanceled = 7,
 };
 
 /// Kind of a work item that the core gives to a pool thread.
@@ -68,6 +72,7 @@ enum class WorkKind : std::uint8_t {
   kEvent = 3,
   kExitThread = 4,  // the thread is no longer needed
   kNoWork = 5,  // the core has processed the item: ask for the next one
+  kCancel = 6,  // the caller of a request with a deferred result has canceled it, or was lost
 };
 
 /// Kind of an event.
@@ -98,6 +103,7 @@ struct ScopeField {
   static constexpr int kRequest = 3;
   static constexpr int kAutograd = 4;
   static constexpr int kConnection = 5;
+  static constexpr int kCall = 6;
 };
 
 /// Kind of a node in the walk of an autograd graph.

@@ -87,6 +87,15 @@ class Engine:
         The segments' memory may change once this has returned; the list may be emptied.
         """
 
+    def detach(self, connection: int, call: int, deferred: bool) -> bool:
+        """
+        Notes that a request has no thread. Returns whether it has been canceled; if that happens later, a work item
+        of kind 6 says so.
+        """
+
+    def is_canceled(self, connection: int, call: int) -> bool:
+        """Whether a request that has not been answered has been canceled."""
+
     def largest_body(self, connection: int) -> int:
         """
         Return the size limit in bytes of a reply's body; a larger body is left out.
@@ -112,7 +121,8 @@ class Engine:
         Returns None when the engine has stopped.
 
         (0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),
-        (2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn).
+        (2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn),
+        (6 cancel, spawn, connection, call).
         """
 
     def spawn_failed(self) -> None:
@@ -192,6 +202,12 @@ class Client:
         Wait for the completion of a call, like `Engine.wait`, and complete its future.
 
         Returns False if the completion went to the pool.
+        """
+
+    def cancel(self, call: int) -> bool:
+        """
+        Cancels a call that was begun, and completes its future unless another thread waits for it. False: it has
+        ended, or its deadline has passed.
         """
 
     def send_gradients(self, peer: int, messages: object, timeout: int, target: object) -> int:

@@ -4,10 +4,12 @@ Every error is a ``RuntimeError``, because programs written for ``torch.distribu
 what happened, where, and what to do. The facts are attributes too, so that a program does not have to parse the text.
 """
 
+import concurrent.futures
 import sys
 from typing import Any, Self
 
 __all__ = [
+    "Cancelled",
     "DeviceNotMapped",
     "MessageTooLarge",
     "NotInitialized",
@@ -117,7 +119,10 @@ class RpcTimeout(TelegradError, TimeoutError):
     Args:
         timeout: The timeout in seconds.
         call: Function and callee, for example ``"torch.add on ps0"``.
-        state: Progress of the call: ``"not sent"``, ``"queued"``, ``"running"``, ``"reply lost"``; empty if unknown.
+        state: How far the call had come. ``"waiting"``: not sent, because there was no connection yet, or the callee had
+            too many requests. ``"queued"``: at the callee, never ran. ``"running"``: still running; the callee has been
+            notified. ``"reply lost"``: it ran, and its reply was late or lost. ``"unknown"``: the callee did not say.
+            Empty or another text for timeouts of other operations.
         remedy: What the user can do.
 
     Example::
@@ -125,7 +130,7 @@ class RpcTimeout(TelegradError, TimeoutError):
         try:
             rpc.rpc_sync("worker1", time.sleep, args=(0.2,), timeout=0.01)
         except errors.RpcTimeout as error:
-            print(error.timeout, error.call)
+            print(error.timeout, error.call, error.state)  # 0.01 time.sleep on worker1 running
     """
 
     LARGER = "Pass a larger timeout= (0 means no limit) if the call may take that long."
@@ -138,7 +143,7 @@ class RpcTimeout(TelegradError, TimeoutError):
         self.timeout = timeout
         self.call = call
         self.state = state
-        details = "; ".join(filter(None, (call, state)))
+        details = "; ".join(filter(None, (call, "state unknown" if state == "unknown" else state)))
         super().__init__(
             f"RPC ran for more than set timeout ({_milliseconds(timeout)} ms) and will now be marked with an error"
             + (f" ({details})" if details else "")
@@ -148,6 +153,29 @@ class RpcTimeout(TelegradError, TimeoutError):
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.6g}" if seconds < 1 else str(round(seconds * 1000))
+
+
+class Cancelled(TelegradError, concurrent.futures.CancelledError):
+    """A call was canceled. It is a ``concurrent.futures.CancelledError`` as well.
+
+    `CallFuture.cancel` has this effect. In a canceled task, ``await`` raises ``asyncio.CancelledError`` instead.
+
+    Args:
+        call: Function and callee, for example ``"torch.add on ps0"``.
+
+    Example::
+
+        future = rpc.rpc_async("worker1", time.sleep, args=(0.2,))
+        future.cancel()
+        try:
+            future.wait()
+        except errors.Cancelled as error:
+            print(error.call)  # time.sleep on worker1
+    """
+
+    def __init__(self, call: str = "") -> None:
+        self.call = call
+        super().__init__(f"{call or 'the call'} was canceled: its result is not available")
 
 
 class WorkerLost(TelegradError):

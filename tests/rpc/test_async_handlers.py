@@ -148,8 +148,9 @@ ended = threading.Event()
 async def records_timeout(gate: Gate) -> None:
     try:
         await deadline_of_nested_call(gate)
-    except RuntimeError:
+    except (RuntimeError, asyncio.CancelledError):  # the deadline of the nested call, or the request's own
         ended.set()
+        raise
 
 
 async def exits(kind: type[BaseException]) -> None:

@@ -16,6 +16,7 @@ from telegrad.rpc.api import (
     rpc_sync,
     shutdown,
 )
+from telegrad.rpc.cancellation import cancelled
 from telegrad.rpc.intercept import Registration, intercept, register_type, use_pickler
 from telegrad.rpc.map import map as map  # public, but `import *` must not hide Python's own
 from telegrad.rpc.memory import empty
@@ -49,6 +50,7 @@ __all__ = [
     "api",
     "backend_registry",
     "call",
+    "cancelled",
     "constants",
     "empty",
     "functions",

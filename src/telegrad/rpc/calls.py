@@ -153,9 +153,8 @@ async def call(
     """Run ``func(*args, **kwargs)`` on another worker and await the result.
 
     This is `rpc_async` as a coroutine, for ``asyncio.create_task``, ``TaskGroup``, ``gather`` and ``wait_for``. Like
-    any coroutine, it starts when it is awaited or made a task; from then on it needs no thread. Canceling the task ends
-    the wait, not the function; its result or error is dropped. Pass a ``timeout`` if the callee should know the
-    deadline.
+    any coroutine, it starts when it is awaited or made a task; from then on it needs no thread. Canceling the task also
+    cancels the call, as `CallFuture.cancel` does. Pass a ``timeout`` if the callee should know the deadline.
 
     Args:
         to, func, args, kwargs, timeout: as of `rpc_sync`.

@@ -17,6 +17,7 @@ class WorkKind(IntEnum):
     EVENT = 3
     EXIT_THREAD = 4  # the thread is no longer needed
     NO_WORK = 5  # the core has processed the item: ask for the next one
+    CANCEL = 6  # the caller of a request with a deferred result has canceled it, or was lost
 
 
 class EventKind(IntEnum):
@@ -50,6 +51,7 @@ class ScopeField(IntEnum):
     REQUEST = 3
     AUTOGRAD = 4
     CONNECTION = 5
+    CALL = 6
 
 
 class NodeKind(IntEnum):

@@ -1,7 +1,7 @@
 """Tags and flags of the messages that workers exchange.
 
 A message has a tag, flags, optionally an interned name, a body and segments (docs/protocol.md has the layout). Python
-defines the tags and the flags below bit 13. The core defines bits 13 to 15 (csrc/core/message.h) and also reads bit 2.
+defines the tags and the flags below bit 12. The core defines bits 12 to 15 (csrc/core/message.h) and also reads bit 2.
 """
 
 from enum import IntEnum, IntFlag
@@ -45,6 +45,7 @@ class Flag(IntFlag):
     # that method; a function's name runs that function, with the value as its first argument.
     RECEIVER = 1 << 8
 
+    MUST_RUN = 1 << 12  # core: the request runs even if its caller cancels it, is lost, or its deadline has passed
     LEFT_OUT = 1 << 13  # core: content left out; the body is a LeftOut and a text, the only segment the metadata
     MUST_DELIVER = 1 << 14  # core: deliver the request, or read the reply, even if the caller has given up
     NESTED = 1 << 15  # core: made inside a handler
@@ -66,6 +67,8 @@ class LeftOut(IntEnum):
 
     TOO_LARGE = ord("L")  # over the receiver's limits
     NO_MEMORY = ord("M")  # the receiver had no memory for it
+    CANCELED = ord("C")  # the caller canceled the request before it ran, or was lost
+    EXPIRED = ord("E")  # the deadline of the request passed before it ran
 
 
 class Status(IntEnum):
@@ -78,3 +81,4 @@ class Status(IntEnum):
     UNREACHABLE = 4
     STOPPED = 5
     TOO_LARGE = 6
+    CANCELED = 7

@@ -19,6 +19,7 @@ _PENDING = (
     "pool_threads",
     "running_handlers",
     "running_requests",
+    "detached_requests",
     "connections",
     "common_pieces",
     "lanes",
@@ -77,6 +78,16 @@ class ClosedEngine:
     remove_peer: Callable[..., None] = _noop
     spawn_failed: Callable[..., None] = _noop
     notify_wait_sets: Callable[..., None] = _noop
+
+    def cancel(self, *_: object) -> bool:
+        """Return False: every call has ended."""
+        return False
+
+    def detach(self, *_: object) -> bool:
+        """Return True: the callers of all requests are disconnected."""
+        return True
+
+    is_canceled: Callable[..., bool] = detach
 
     def lend(self, *_: object) -> None:
         """Return None: there is no link that could lease memory."""

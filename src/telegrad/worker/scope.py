@@ -38,6 +38,7 @@ class Scope(NamedTuple):
     request: bool = False  # this thread runs a request
     autograd: Any = None  # the autograd context
     connection: int = 0  # connection of the running request
+    call: int = 0  # its id on this connection
 
 
 Autocast: TypeAlias = tuple[tuple[str, str], ...] | None  # see `caller_state`

@@ -36,7 +36,7 @@ from telegrad.worker.scope import Scope, current
 from telegrad.worker.serving.dispatch import Dispatcher
 from telegrad.worker.serving.event_loop import EventLoop
 from telegrad.worker.serving.handlers import Handlers
-from telegrad.worker.serving.thread_pool import COMPLETION, EVENT, ONEWAY, ThreadPool
+from telegrad.worker.serving.thread_pool import CANCEL, COMPLETION, EVENT, ONEWAY, ThreadPool
 from telegrad.worker.shutdown_barrier import GracefulShutdown
 from telegrad.worker.timers import Timers
 from telegrad.worker.unread_failures import log_unread
@@ -160,6 +160,7 @@ class Worker:
                 ONEWAY: self.dispatcher.on_message,
                 COMPLETION: self.dispatcher.on_completion,
                 EVENT: self.dispatcher.on_event,
+                CANCEL: self.handlers.cancel,
             },
         )
         self.pool.start()
@@ -269,7 +270,7 @@ class Worker:
         elif outer.worker is self:
             current.set(outer)
         else:  # an autograd context and a connection belong to one worker
-            current.set(outer._replace(worker=self, autograd=None, connection=0))
+            current.set(outer._replace(worker=self, autograd=None, connection=0, call=0))
         return self
 
     def __exit__(self, *_: object) -> None:

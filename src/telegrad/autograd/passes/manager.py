@@ -30,6 +30,7 @@ from telegrad.worker.serving.handlers import RequestInfo
 __all__ = ["BackwardManager"]
 
 _GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
+_MUST_RUN = int(Flag.MUST_RUN)
 _REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
 _TOO_LARGE = int(Status.TOO_LARGE)
 _METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
@@ -147,7 +148,7 @@ class BackwardManager:
                 if profile is not None:
                     m = worker.messages.with_trace(m, profile)
                 call = worker.engine.start(
-                    peer, _GRADIENTS, m.flags, 0, None, m.body, m.segments, timeout, True, True, True, request, None
+                    peer, _GRADIENTS, m.flags | _MUST_RUN, 0, None, m.body, m.segments, timeout, True, True, True, request, None
                 )
         except BaseException as e:  # a gradient that cannot be sent, or the worker has been closed
             task.abort(e)

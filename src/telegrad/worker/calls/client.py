@@ -10,7 +10,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from telegrad import _core
-from telegrad.errors import MessageTooLarge, NotInitialized, ReceiverOutOfMemory, RpcTimeout, TelegradError, WorkerLost
+from telegrad.errors import (
+    Cancelled,
+    MessageTooLarge,
+    NotInitialized,
+    ReceiverOutOfMemory,
+    RpcTimeout,
+    TelegradError,
+    WorkerLost,
+)
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NameTable, NotByName
@@ -44,7 +52,7 @@ __all__ = ["CallForm", "Calls", "Outcome", "complete", "error_of", "too_large"]
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
 _METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
-_INTERNAL, _MUST_DELIVER = int(Flag.INTERNAL), int(Flag.MUST_DELIVER)
+_INTERNAL, _MUST_DELIVER, _MUST_RUN = int(Flag.INTERNAL), int(Flag.MUST_DELIVER), int(Flag.MUST_RUN)
 _KEEP_AS, _RECEIVER = int(Flag.KEEP_AS), int(Flag.RECEIVER)
 _PARTS: tuple[str, ...] = ("args", "kwargs")
 _PARTS_BY_VALUE = ("the function", *_PARTS)
@@ -203,10 +211,8 @@ class Calls:
             label = "to_here" if function is None else "the type of a value" if function is type else function
             keep = receiver
         if call.keep_as is not None:
-            flags |= _KEEP_AS | _MUST_DELIVER  # sent even after a timeout: others may know the reference
-            target = RRefId(
-                self.worker_id, call.keep_as
-            )  # in the metadata, too: the callee may fail to decode the body
+            flags |= _KEEP_AS | _MUST_DELIVER | _MUST_RUN  # even after a timeout: others may know the reference
+            target = RRefId(self.worker_id, call.keep_as)  # in the metadata, too: decoding the body may fail
             if pickler is None:
                 parts, after = (*parts, "the local id"), (call.keep_as,)
         if receiver is not None:
@@ -347,6 +353,8 @@ class Calls:
     @staticmethod
     def fail(future: CallFuture[object], error: BaseException) -> None:
         """Complete a future with an exception."""
+        if isinstance(error, Cancelled):
+            error.__context__ = None  # what the canceling code is handling, whose frames refer to the future
         future.set_exception(error.with_traceback(None))  # its frames refer to the future
         if is_interrupt(error):  # complete the future first
             raise error
@@ -370,14 +378,16 @@ class Calls:
         call_text = f"{label if isinstance(label, str) else name_of(label)} on {self.name_of(peer)}"
         if status == _REPLIED:
             if flags & _LEFT_OUT:
-                raise error_of(body, f"the result of {call_text}" if tag == _VALUE else call_text)
+                raise error_of(body, f"the result of {call_text}" if tag == _VALUE else call_text, timeout)
             if tag == _ERROR:
                 raise unpack_exception(body)
             if tag == _CREATED:
                 return None
             raise TelegradError(f"{self.name_of(peer)} replied to {call_text} with a message of unknown tag {tag}")
         if status == Status.TIMED_OUT:
-            raise RpcTimeout(timeout / 1e9, call_text)
+            raise RpcTimeout(timeout / 1e9, call_text, why or "")
+        if status == Status.CANCELED:
+            raise Cancelled(call_text)
         if status == Status.STOPPED:
             raise NotInitialized(f"{NotInitialized.CALL} ({call_text} was pending when this worker shut down.)")
         if status == Status.TOO_LARGE:
@@ -398,17 +408,22 @@ def too_large(call_text: str, why: str) -> MessageTooLarge:
     return MessageTooLarge(f"{call_text}: {why}")
 
 
-def error_of(body: Body, call_text: str) -> TelegradError:
+def error_of(body: Body, call_text: str, timeout: int = 0) -> TelegradError:
     """Return the error in the body of a message without content.
 
     Args:
         body: Body of the message: a `LeftOut` and a text.
         call_text: The message, for the error's text.
+        timeout: Timeout of the call in ns, for a request that expired.
     """
     kind, *text = bytes(body)
     why = bytes(text).decode(errors="replace")
     if kind == LeftOut.TOO_LARGE:
         return too_large(call_text, why)
+    if kind == LeftOut.CANCELED:
+        return Cancelled(call_text)
+    if kind == LeftOut.EXPIRED:
+        return RpcTimeout(timeout / 1e9, call_text, "queued")
     return ReceiverOutOfMemory(
         f"{call_text}: {why} Nothing else is affected: send less at once, or give it more memory."
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import torch
 
 from telegrad import _core
-from telegrad.errors import NotInitialized
+from telegrad.errors import Cancelled, NotInitialized
 from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
 from telegrad.worker.calls import tracing
 from telegrad.worker.closed import WorkerCalls
@@ -62,6 +62,7 @@ class CallFuture(torch.futures.Future[T]):
     _failure: Failure | None = None
     _parent_calls: WorkerCalls | None = None  # of a future that `then` returned: Calls of the pool that logs a failure
     _has_callbacks = False  # callbacks of the program
+    _parent_call = 0  # of a future that `then` returned: the call at the start of the chain, for `cancel`
     _span: tracing.Span | None = None  # in a profile
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
 
@@ -72,7 +73,8 @@ class CallFuture(torch.futures.Future[T]):
             The result.
 
         Raises:
-            RuntimeError: The timeout has expired, or the worker is lost (`RpcTimeout`, `WorkerLost`).
+            RuntimeError: The timeout has expired, the worker is lost, or the call was canceled (`RpcTimeout`,
+                `WorkerLost`, `Cancelled`).
             Exception: Any exception of the called function, as an instance of both its type and RemoteError.
         """
         try:
@@ -99,6 +101,37 @@ class CallFuture(torch.futures.Future[T]):
             if not self.done():
                 client.wait(self, call, 1)
             raise
+
+    def cancel(self) -> bool:
+        """Cancel the call, if it has not ended.
+
+        The future raises `telegrad.errors.Cancelled` from now on, in every thread that waits for it. A request that has
+        not been sent, or is queued at the callee, never runs. An ``async def`` function gets ``asyncio.CancelledError``;
+        any other function can ask with `telegrad.rpc.cancelled`. The future of `then` cancels the call at the start of
+        its chain. Any thread may call this, again and again.
+
+        Returns:
+            False if the call has already ended, been canceled, or exceeded its timeout: then nothing changes.
+
+        Example::
+
+            future = rpc.rpc_async("worker1", time.sleep, args=(0.2,))
+            print(future.cancel(), future.cancel())  # True False
+        """
+        calls = getattr(self, "_calls", None) or self._parent_calls
+        call = getattr(self, "_call", 0) or self._parent_call
+        return bool(call) and calls is not None and not self.done() and calls.client.cancel(call)
+
+    def cancelled(self) -> bool:
+        """Return whether the call has been canceled.
+
+        Example::
+
+            future = rpc.rpc_async("worker1", time.sleep, args=(0.2,))
+            future.cancel()
+            print(future.cancelled())  # True
+        """
+        return isinstance(self.failure(), Cancelled)
 
     def attach(self, span: tracing.Span) -> None:
         """End a profile's span when the call ends.
@@ -133,6 +166,7 @@ class CallFuture(torch.futures.Future[T]):
         child: CallFuture[S] = CallFuture(NO_DEVICES)
         child._request = (-1, callback, 0)
         child._parent_calls = getattr(self, "_calls", None) or self._parent_calls
+        child._parent_call = getattr(self, "_call", 0) or self._parent_call
         callback = bind_scope(callback)
 
         def run(done: torch.futures.Future[T]) -> None:
@@ -184,7 +218,8 @@ class CallFuture(torch.futures.Future[T]):
 
     def _failed(self, error: BaseException) -> Failure:
         calls = getattr(self, "_calls", None) or self._parent_calls
-        return Failure(error, self._read, getattr(self, "_request", None), "read its future", calls)
+        read = self._read or isinstance(error, Cancelled)  # the program knows
+        return Failure(error, read, getattr(self, "_request", None), "read its future", calls)
 
     def _disregard(self) -> None:
         """Mark a failure as read: the program has stopped waiting for the future."""
@@ -197,6 +232,7 @@ class CallFuture(torch.futures.Future[T]):
             yield from _wait_in_loop(self)
         except BaseException:  # the awaiting task was canceled
             self._disregard()
+            self.cancel()
             raise
         try:
             return self.value()

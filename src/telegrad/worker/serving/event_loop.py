@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from contextvars import Context, copy_context
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from telegrad.errors import NotInitialized, TelegradError
+from telegrad.errors import Cancelled, NotInitialized, TelegradError
 from telegrad.worker import process_hooks
 from telegrad.worker.calls.tracing import Recording, recording
 from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
@@ -82,22 +82,38 @@ def bind_torch_state(coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]:
     return cast("Awaitable[T]", _StateSwapped(coroutine, state))
 
 
-class _Job(NamedTuple):
+class _Job:
     """Coroutine that has been submitted."""
 
-    coroutine: Coroutine[object, object, object]
-    state: CoroutineTorchState
-    context: Context
-    ended: Callable[[object, BaseException | None], None]
+    __slots__ = ("canceled", "context", "coroutine", "ended", "started", "state", "task")
+
+    def __init__(
+        self,
+        coroutine: Coroutine[object, object, object],
+        state: CoroutineTorchState,
+        context: Context,
+        ended: Callable[[object, BaseException | None], None],
+    ) -> None:
+        self.coroutine = coroutine
+        self.state = state
+        self.context = context
+        self.ended = ended
+        self.started = self.canceled = False
+        self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
+        self.started = True
+        if self.canceled:
+            self.coroutine.close()
+            self.ended(None, Cancelled())
+            return
         loop = asyncio.get_running_loop()
         value: object = None
         error: BaseException | None = None
         try:
             value = await _StateSwapped(self.coroutine, self.state)
-        except asyncio.CancelledError as e:  # the worker shuts down, or user code raised it
-            error = RuntimeError(f"the handler was stopped: {e!r}")
+        except asyncio.CancelledError as e:  # by the caller, the worker shuts down, or user code raised it
+            error = Cancelled() if self.canceled else RuntimeError(f"the handler was stopped: {e!r}")
         except BaseException as e:  # SystemExit too: the loop continues, and the caller gets a reply
             if loop.is_closed():  # the garbage collector closes the coroutine of an abandoned loop
                 raise
@@ -107,10 +123,23 @@ class _Job(NamedTuple):
         finally:
             del error  # breaks the cycle of error and frame
 
+    def cancel(self) -> None:
+        """Cancel the coroutine once, in the loop's thread."""
+        if self.canceled:
+            return
+        self.canceled = True
+        if self.started and self.task is not None:
+            self.task.cancel()
+
     def cancel_unstarted(self) -> None:
         """Fail a coroutine that has not started."""
         self.coroutine.close()
         self.ended(None, RuntimeError("the handler was not run: its worker shuts down"))
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop has closed, and has ended all coroutines
+        loop.call_soon_threadsafe(callback)
 
 
 class EventLoop:
@@ -141,8 +170,11 @@ class EventLoop:
         autocast: Autocast,
         recording: Recording | None,
         ended: Callable[[object, BaseException | None], None],
-    ) -> None:
+    ) -> Callable[[], None]:
         """Run a coroutine; `ended` gets its result or its exception in the loop's thread.
+
+        Returns:
+            A function that cancels the coroutine, in any thread. A coroutine that has not begun does not run.
 
         Raises:
             NotInitialized: The loop has been stopped.
@@ -152,11 +184,10 @@ class EventLoop:
         with self._lock:
             if not self._closed:
                 loop = self._loop or self._start()
-                self._pending.append(
-                    _Job(coroutine, CoroutineTorchState(flags, autocast, scope, recording), context, ended)
-                )
+                job = _Job(coroutine, CoroutineTorchState(flags, autocast, scope, recording), context, ended)
+                self._pending.append(job)
                 loop.call_soon_threadsafe(self._begin)
-                return
+                return lambda: _call_soon(loop, job.cancel)
         coroutine.close()
         raise NotInitialized
 
@@ -188,8 +219,7 @@ class EventLoop:
         if not thread.is_alive():
             return True
         self._abandoned = True
-        with suppress(RuntimeError):  # the loop has just closed
-            loop.call_soon_threadsafe(self._leave)
+        _call_soon(loop, self._leave)
         return False
 
     def _start(self) -> asyncio.AbstractEventLoop:
@@ -205,7 +235,7 @@ class EventLoop:
             if not self._pending:  # `stop` has cancelled the coroutine
                 return
             job = self._pending.popleft()
-        task = asyncio.get_running_loop().create_task(job.run(), context=job.context)
+        job.task = task = asyncio.get_running_loop().create_task(job.run(), context=job.context)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

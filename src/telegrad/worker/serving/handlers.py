@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad._core import Request
-from telegrad.errors import MessageTooLarge, SerializationError, is_drop_in
+from telegrad.errors import Cancelled, MessageTooLarge, SerializationError, is_drop_in
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.exceptions import describe_exception, pack_exception
 from telegrad.serialize.program_pickler import ByPickler, PickledCall
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exception, traceback_of
 from telegrad.types import WorkerInfo
-from telegrad.wire import ALWAYS_TAKEN, BodyKind, Flag, Tag
+from telegrad.wire import ALWAYS_TAKEN, BodyKind, Flag, LeftOut, Tag
 from telegrad.worker import process_hooks
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
@@ -143,6 +143,30 @@ class SlowRequest:
         self._guard.close()
 
 
+class Deferred:
+    """Request whose result is deferred, and how to cancel its work."""
+
+    def __init__(self) -> None:
+        self.canceled = False  # the caller has canceled the request, or is lost
+        self._cancel: Callable[[], object] | None = None
+
+    def begin(self, cancel: Callable[[], object]) -> None:
+        """Set the function that cancels the work; call it if the request has been canceled meanwhile.
+
+        Args:
+            cancel: May be called twice, in any thread.
+        """
+        self._cancel = cancel
+        if self.canceled:
+            cancel()
+
+    def cancel(self) -> None:
+        """Cancel the work. Any thread may call this."""
+        self.canceled = True
+        if self._cancel is not None:
+            self._cancel()
+
+
 class Handlers:
     """Replies to the requests of one worker.
 
@@ -181,7 +205,7 @@ class Handlers:
         self._submit = submit
         self._error_level = error_level
         self.interceptors: Interceptors = Interceptors(self.update_recording)
-        self._deferred: set[tuple[int, int]] = set()  # requests with a deferred result
+        self._deferred: dict[tuple[int, int], Deferred] = {}  # requests with a deferred result
 
     @property
     def async_calls(self) -> int:
@@ -286,19 +310,36 @@ class Handlers:
         """Reply with the result of a coroutine or future once it is done."""
         if process_hooks.forked:
             process_hooks.leave_child(None)
-        key = (info.connection, info.call)
         if type(result) is CoroutineType:
-            self._deferred.add(key)
+            deferred = self._defer(info)
             flags, autocast = (0, None) if slow is None else (slow.flags, slow.metadata.autocast)
-            self.loop.run(
-                result, current.get(), flags, autocast, info.recording,
-                lambda value, error: self._reply_deferred(info, value, error),
+            deferred.begin(
+                self.loop.run(
+                    result, current.get(), flags, autocast, info.recording,
+                    lambda value, error: self._reply_deferred(info, value, error),
+                )
             )  # fmt: skip
             return
         if not isinstance(result, torch._C.Future):
             raise not_a_future(result, function)
-        self._deferred.add(key)
+        deferred = self._defer(info)
         result.add_done_callback(lambda done: self._complete(info, done))
+        if isinstance(result, CallFuture):
+            deferred.begin(result.cancel)
+
+    def _defer(self, info: RequestInfo) -> Deferred:
+        """Register a request with a deferred result, before the result can arrive."""
+        deferred = self._deferred[info.connection, info.call] = Deferred()
+        if info.target is None and self.engine.detach(info.connection, info.call, True):
+            deferred.cancel()
+        return deferred
+
+    def cancel(self, item: tuple[Any, ...]) -> None:
+        """Cancel the coroutine of a request, or the call that it awaits."""
+        _, _, connection, call = item
+        deferred = self._deferred.get((connection, call))
+        if deferred is not None:
+            deferred.cancel()
 
     def _complete(self, info: RequestInfo, done: torch.futures.Future[object]) -> None:
         try:
@@ -310,8 +351,10 @@ class Handlers:
             self._reply_deferred(info, value, None)
 
     def _reply_deferred(self, info: RequestInfo, value: object, error: BaseException | None) -> None:
-        self._deferred.discard((info.connection, info.call))
-        if error is not None:
+        deferred = self._deferred.pop((info.connection, info.call))
+        if deferred.canceled and isinstance(error, Cancelled):
+            self.reply_canceled(info, True)
+        elif error is not None:
             self.reply_error(info, error)
         else:
             self.reply_slow(info, [value])
@@ -347,6 +390,16 @@ class Handlers:
             self._settle_creation(info, info.target, None, error)
         else:
             self.fail(info, error)
+
+    def reply_canceled(self, info: RequestInfo, canceled: bool) -> None:
+        """Reply to a request that has not run, or that its caller has canceled while it ran.
+
+        Args:
+            info: The request.
+            canceled: False if its deadline has passed before it ran.
+        """
+        why = LeftOut.CANCELED if canceled else LeftOut.EXPIRED
+        self.reply(info, _ERROR, Encoded(_LEFT_OUT, bytes([why]), None, ()), 0)
 
     def _settle_creation(self, info: RequestInfo, target: RRefId, value: object, error: BaseException | None) -> None:
         """Set the value of a reference, or the exception of its creation."""

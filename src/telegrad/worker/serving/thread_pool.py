@@ -20,7 +20,7 @@ __all__ = ["ThreadPool"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK = map(int, list(WorkKind)[1:])
+ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK, CANCEL = map(int, list(WorkKind)[1:])
 
 
 class ThreadPool:

@@ -1,0 +1,89 @@
+#include "core/canceler.h"
+
+#include <utility>
+#include <vector>
+
+#include "core/engine_parts.h"
+
+namespace telegrad {
+
+std::unique_ptr<Outgoing> cancel_frame(FrameType type, std::uint64_t call, std::uint8_t tag) {
+  auto m = std::make_unique<Outgoing>();
+  m->header.type = type;
+  m->header.call_id = call;
+  m->header.tag = tag;
+  return m;
+}
+
+void Canceler::cancel_requests(const ConnectionPtr& c) {
+  const auto reasons = std::exchange(reasons_, {});
+  std::unordered_map<std::uint64_t, CallState> states;
+  {
+    Lock lock(parts_.mutex);
+    parts_.queue.cancel_queued(c->id, [&](std::uint64_t call) {
+      return reasons.contains(call) && states.emplace(call, CallState::kQueued).second;
+    });
+    for (const auto& [call, reason] : reasons) {
+      if (!states.contains(call)) states[call] = cancel_started({c->id, call});
+    }
+  }
+  for (const auto& [call, state] : states) {
+    if (reasons.at(call) != CancelReason::kExpired) continue;
+    parts_.sender.transmit(c, cancel_frame(FrameType::kCallState, call, static_cast<std::uint8_t>(state)));
+  }
+}
+
+/// Cancels a request that is not queued and returns how far it has come.
+CallState Canceler::cancel_started(const Key& key) {
+  if (RunningRequest* running = parts_.queue.find_running(key.first, key.second)) {
+    running->canceled = true;
+    return CallState::kRunning;
+  }
+  const auto found = detached_.find(key);
+  if (found == detached_.end()) return CallState::kReplied;
+  cancel_detached(key, found->second);
+  return found->second.deferred ? CallState::kRunning : CallState::kQueued;
+}
+
+void Canceler::cancel_detached(const Key& key, Detached& request) {
+  if (std::exchange(request.canceled, true) || !request.deferred) return;
+  WorkItem item;
+  item.kind = WorkKind::kCancel;
+  item.connection = key.first;
+  item.message.header.call_id = key.second;
+  parts_.queue.push(std::move(item));
+}
+
+void Canceler::cancel_requests_of(std::uint64_t connection) {
+  parts_.queue.cancel_queued(connection, [](std::uint64_t) { return true; });
+  parts_.queue.cancel_running(connection);
+  for (auto it = detached_.lower_bound({connection, 0}); it != detached_.end() && it->first.first == connection; ++it)
+    cancel_detached(it->first, it->second);
+  parts_.queue.wake_for_work();
+}
+
+bool Canceler::detach(std::uint64_t connection, std::uint64_t call, bool deferred) {
+  Lock lock(parts_.mutex);
+  Detached& request = detached_[{connection, call}];
+  request.deferred = deferred;
+  if (RunningRequest* running = parts_.queue.find_running(connection, call)) {
+    request.canceled = running->canceled;
+    *running = {};
+  }
+  return request.canceled;
+}
+
+bool Canceler::is_canceled(std::uint64_t connection, std::uint64_t call) const {
+  Lock lock(parts_.mutex);
+  if (const RunningRequest* running = parts_.queue.find_running(connection, call)) return running->canceled;
+  const auto found = detached_.find({connection, call});
+  return found != detached_.end() && found->second.canceled;
+}
+
+void Canceler::on_reply(std::uint64_t connection, std::uint64_t call) {
+  if (!detached_.empty()) [[unlikely]]
+    detached_.erase({connection, call});
+  parts_.queue.end_request(connection, call);
+}
+
+}  // namespace telegrad

@@ -1,0 +1,73 @@
+// Cancellation of requests at their callee.
+//
+// A caller cancels a request with a frame (kCancel), and all of its requests by losing its connection. The request ends
+// in one of three ways:
+//     queued    its content is left out (core/left_out.h), and it moves to the queue that no handler limits; the layer
+//               above processes its trailer and replies
+//     running   on a thread of the pool: `is_canceled` returns true, for the handler to ask
+//     detached  without a thread, parked or with a deferred result: `is_canceled` too; if its result is deferred, a
+//               work item of kind kCancel notifies the layer above
+// A request with kMustRun is not canceled. Every request gets its reply, canceled or not.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <unordered_map>
+#include <utility>
+
+#include "base/thread_safety.h"
+#include "core/connection.h"
+#include "core/message.h"
+
+namespace telegrad {
+
+struct EngineParts;
+
+class Canceler {
+ public:
+  explicit Canceler(EngineParts& parts) : parts_(parts) {}
+
+  // ---- frames. Leader only.
+
+  /// Queues a kCancel of the read in progress.
+  void add(const FrameHeader& cancel) { reasons_.emplace(cancel.call_id, static_cast<CancelReason>(cancel.tag)); }
+  /// Cancels the requests of the queued frames in one pass over the work queue, and replies with their states.
+  void process(const ConnectionPtr& c) EXCLUDES(engine_mutex) {
+    if (!reasons_.empty()) [[unlikely]]
+      cancel_requests(c);
+  }
+
+  // ---- requests
+
+  /// Cancels all requests of a connection, which has closed.
+  void cancel_requests_of(std::uint64_t connection) REQUIRES(engine_mutex);
+  /// Notes that a request has no thread, because it waits for its inputs or its result is deferred (`deferred`), or
+  /// that it runs again. Returns whether it has been canceled.
+  bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) EXCLUDES(engine_mutex);
+  /// Returns whether a request that has not been answered has been canceled.
+  bool is_canceled(std::uint64_t connection, std::uint64_t call) const EXCLUDES(engine_mutex);
+  /// Forgets a request, which the calling thread answers.
+  void on_reply(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex);
+  /// Returns the number of detached requests.
+  std::size_t detached() const REQUIRES(engine_mutex) { return detached_.size(); }
+
+ private:
+  struct Detached {
+    bool deferred = false;
+    bool canceled = false;
+  };
+  using Key = std::pair<std::uint64_t, std::uint64_t>;  // connection, call
+
+  void cancel_requests(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  CallState cancel_started(const Key& key) REQUIRES(engine_mutex);
+  void cancel_detached(const Key& key, Detached& request) REQUIRES(engine_mutex);
+
+  EngineParts& parts_;
+  std::unordered_map<std::uint64_t, CancelReason> reasons_;  // by call; leader only
+  std::map<Key, Detached> detached_ GUARDED_BY(engine_mutex);
+};
+
+/// Makes a kCancel, or a kCallState (then `tag` is a CallState).
+std::unique_ptr<Outgoing> cancel_frame(FrameType type, std::uint64_t call, std::uint8_t tag);
+
+}  // namespace telegrad
