@@ -119,8 +119,8 @@ class RpcTimeout(TelegradError, TimeoutError):
     Args:
         timeout: The timeout in seconds.
         call: Function and callee, for example ``"torch.add on ps0"``.
-        state: How far the call had come. ``"waiting"``: not sent, because there was no connection yet, or the callee had
-            too many requests. ``"queued"``: at the callee, never ran. ``"running"``: still running; the callee has been
+        state: How far the call had come. ``"waiting"``: not sent, without a connection, or because the callee had too
+            many requests. ``"queued"``: at the callee, never ran. ``"running"``: still running; the callee has been
             notified. ``"reply lost"``: it ran, and its reply was late or lost. ``"unknown"``: the callee did not say.
             Empty or another text for timeouts of other operations.
         remedy: What the user can do.

@@ -148,7 +148,19 @@ class BackwardManager:
                 if profile is not None:
                     m = worker.messages.with_trace(m, profile)
                 call = worker.engine.start(
-                    peer, _GRADIENTS, m.flags | _MUST_RUN, 0, None, m.body, m.segments, timeout, True, True, True, request, None
+                    peer,
+                    _GRADIENTS,
+                    m.flags | _MUST_RUN,
+                    0,
+                    None,
+                    m.body,
+                    m.segments,
+                    timeout,
+                    True,
+                    True,
+                    True,
+                    request,
+                    None,
                 )
         except BaseException as e:  # a gradient that cannot be sent, or the worker has been closed
             task.abort(e)

@@ -106,9 +106,9 @@ class CallFuture(torch.futures.Future[T]):
         """Cancel the call, if it has not ended.
 
         The future raises `telegrad.errors.Cancelled` from now on, in every thread that waits for it. A request that has
-        not been sent, or is queued at the callee, never runs. An ``async def`` function gets ``asyncio.CancelledError``;
-        any other function can ask with `telegrad.rpc.cancelled`. The future of `then` cancels the call at the start of
-        its chain. Any thread may call this, again and again.
+        not been sent, or is queued at the callee, never runs. An ``async def`` function gets an
+        ``asyncio.CancelledError``; any other function can ask with `telegrad.rpc.cancelled`. The future of `then`
+        cancels the call at the start of its chain. Any thread may call this, again and again.
 
         Returns:
             False if the call has already ended, been canceled, or exceeded its timeout: then nothing changes.
