@@ -59,8 +59,8 @@ class CallTable {
   /// Completes all calls, because the engine stops, and releases what ended ones keep alive (separately, afterwards).
   void stop_all(Released& released) REQUIRES(engine_mutex);
   void release_keep_alives(Released& released) REQUIRES(engine_mutex);
-  /// Ends the grace of calls, or begins it for calls with a deadline before `at`: `expired` are those whose callees are
-  /// to be asked with `send_cancel`.
+  /// Ends the grace of calls, or begins it for calls with a deadline before `at`: `expired` are those of which the
+  /// callees are to be asked with `send_cancel`.
   void expire(Nanos at, Released& released, std::vector<SentCall>& expired) REQUIRES(engine_mutex);
   Nanos next_deadline() const REQUIRES(engine_mutex) { return slab_.next_deadline(); }
 

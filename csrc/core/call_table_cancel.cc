@@ -110,7 +110,7 @@ void CallTable::on_state(const Connection& c, std::uint64_t id, CallState state)
   if (call && call->connection == c.id && call->expired) complete(id, timed_out(state), released);
 }
 
-/// Completes an expired call whose reply has arrived. The reply of a request that never ran says so.
+/// Completes an expired call when its reply has arrived. The reply of a request that never ran says so.
 void CallTable::complete_late(std::uint64_t id, std::int32_t peer, Incoming&& reply, Released& released) {
   Call* call = slab_.find(id);
   if (call->keep_alive) released.push_back(std::move(call->keep_alive));

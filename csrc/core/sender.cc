@@ -333,9 +333,12 @@ void Sender::begin_item(Lock& lock, WorkItem& item) {
   ConnectionPtr c;
   if (item.kind == WorkKind::kRequest) c = parts_.peers.find_connection(item.connection);
   lock.unlock();
+  if (item.kind != WorkKind::kRequest) return;
   const std::int64_t size = weight(item.message.payload_size());
-  if (item.canceled || item.expired) [[unlikely]]
-    leave_out(item.message, item.canceled ? LeftOut::kCanceled : LeftOut::kExpired, *parts_.buffers);
+  if (item.status != CallStatus::kPending) [[unlikely]] {
+    const bool canceled = item.status == CallStatus::kCanceled;
+    leave_out(item.message, canceled ? LeftOut::kCanceled : LeftOut::kExpired, *parts_.buffers);
+  }
   if (c) return_credit(c, size);
 }
 

@@ -26,10 +26,9 @@ struct WorkItem {
 
   WorkKind kind{};
   EventKind event{};
-  CallStatus status = CallStatus::kPending;  // kCompletion
-  bool needs_thread = false;                 // this was the last free thread: start another one
-  bool canceled = false;                     // kRequest: it does not run
-  bool expired = false;                      // the same, because its deadline has passed
+  // kCompletion: how the call ended. kRequest: kCanceled or kTimedOut if it does not run, else kPending.
+  CallStatus status = CallStatus::kPending;
+  bool needs_thread = false;  // this was the last free thread: start another one
   std::int32_t peer = -1;
   std::uint64_t connection = 0;
   Nanos deadline = kNever;  // requests

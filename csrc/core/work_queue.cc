@@ -128,7 +128,8 @@ void WorkQueue::cancel_queued(std::uint64_t connection, const std::function<bool
   const auto cancels = [&](WorkItem& item) {
     const FrameHeader& h = item.message.header;
     if (item.connection != connection || h.flags & kMustRun || !is_canceled(h.call_id)) return false;
-    return item.canceled = true;
+    item.status = CallStatus::kCanceled;
+    return true;
   };
   for (WorkItem& item : nested_) cancels(item);
   std::erase_if(top_, [&](WorkItem& item) REQUIRES(engine_mutex) {
@@ -196,10 +197,10 @@ bool WorkQueue::pop(PoolThread& self, WorkItem& out) {
   self.kind = out.kind;
   if (self.kind == WorkKind::kRequest) {
     ++running_requests_;
-    const bool cancelable = !(out.message.header.flags & kMustRun);
-    out.expired = cancelable && popped_at_ >= out.deadline;
-    if (cancelable)
-      *self.request = {.connection = out.connection, .call = out.message.header.call_id, .canceled = out.canceled};
+    if (!(out.message.header.flags & kMustRun)) {
+      if (popped_at_ >= out.deadline && out.status == CallStatus::kPending) out.status = CallStatus::kTimedOut;
+      *self.request = {.connection = out.connection, .call = out.message.header.call_id};
+    }
   }
   if (self.kind == WorkKind::kCompletion) {
     ++running_completions_;

@@ -144,7 +144,7 @@ class SlowRequest:
 
 
 class Deferred:
-    """Request whose result is deferred, and how to cancel its work."""
+    """Request with a deferred result, and how to cancel its work."""
 
     def __init__(self) -> None:
         self.canceled = False  # the caller has canceled the request, or is lost
@@ -351,8 +351,8 @@ class Handlers:
             self._reply_deferred(info, value, None)
 
     def _reply_deferred(self, info: RequestInfo, value: object, error: BaseException | None) -> None:
-        deferred = self._deferred.pop((info.connection, info.call))
-        if deferred.canceled and isinstance(error, Cancelled):
+        deferred = self._deferred.pop((info.connection, info.call), None)
+        if deferred is not None and deferred.canceled and isinstance(error, Cancelled):
             self.reply_canceled(info, True)
         elif error is not None:
             self.reply_error(info, error)
