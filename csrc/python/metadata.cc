@@ -46,9 +46,10 @@ void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb:
 AutogradHooks::AutogradHooks(const nb::object& recorder)
     : recorder_(recorder),
       on_send_(recorder.attr("on_send")),
-      receive_(recorder.attr("receive")),
       on_request_(recorder.attr("on_request_in_context")),
-      partial_(nb::module_::import_("functools").attr("partial")) {}
+      wrap_(recorder.attr("wrap")),
+      plain_(recorder.attr("plain")),
+      outside_(recorder.attr("outside")) {}
 
 bool AutogradHooks::encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context,
                            bool request, codec::Encoded& encoded, nb::object& message) const {
@@ -94,11 +95,11 @@ nb::object AutogradHooks::wrap(const ContextTag& in, std::int32_t peer, nb::hand
   if (recorded < 0) throw nb::python_error();
   if (!recorded || context.is_none()) return {};
   return python_result(
-      call_python(partial_.ptr(), receive_.ptr(), context.ptr(), nb::int_(peer).ptr(), in.message.ptr()));
+      call_python(wrap_.ptr(), context.ptr(), nb::int_(peer).ptr(), in.message.ptr()));
 }
 
 int AutogradHooks::traverse(visitproc visit, void* arg) const {
-  for (const nb::object* o : {&recorder_, &on_send_, &receive_, &on_request_, &partial_}) Py_VISIT(o->ptr());
+  for (const nb::object* o : {&recorder_, &on_send_, &on_request_, &wrap_, &plain_, &outside_}) Py_VISIT(o->ptr());
   return 0;
 }
 

@@ -52,11 +52,16 @@ class AutogradHooks {
   /// none.
   nb::object wrap(const ContextTag& in, std::int32_t peer, nb::handle context) const;
 
+  /// The plain context of this worker, in which calls outside of contexts may be recorded.
+  const nb::object& plain() const { return plain_; }
+  /// The context of code outside of any: the plain one, or None.
+  const nb::object& outside() const { return outside_; }
+
   int traverse(visitproc visit, void* arg) const;
-  void clear() { recorder_ = on_send_ = receive_ = on_request_ = partial_ = {}; }
+  void clear() { recorder_ = on_send_ = on_request_ = wrap_ = plain_ = outside_ = {}; }
 
  private:
-  nb::object recorder_, on_send_, receive_, on_request_, partial_;
+  nb::object recorder_, on_send_, on_request_, wrap_, plain_, outside_;
 };
 
 }  // namespace telegrad::python

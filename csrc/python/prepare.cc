@@ -176,10 +176,13 @@ void Preparer::read_scope(PreparedCall& call, Nanos timeout) const {
   PyObject* found = nullptr;
   if (PyContextVar_Get(current_.ptr(), nullptr, &found) != 0) throw nb::python_error();
   const nb::object scope = nb::steal(found);
-  if (!scope.is_valid() || scope.is_none()) return;
-  call.in_scope = true;
+  call.in_scope = scope.is_valid() && !scope.is_none();
+  if (call.in_scope) call.context = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), kAutograd));
+  if (call.context.is_none() && !autograd_.outside().is_none()) call.context = autograd_.outside();
+  // Without grad mode nothing is recorded outside of contexts, as in local code.
+  if (call.context.is(autograd_.plain()) && !returns(is_grad_enabled_, Py_True)) call.context = nb::none();
+  if (!call.in_scope) return;
   call.nested = PyTuple_GET_ITEM(scope.ptr(), kNested) == Py_True;
-  call.context = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), kAutograd));
   const Nanos deadline = nb::cast<Nanos>(nb::handle(PyTuple_GET_ITEM(scope.ptr(), kDeadline)));
   if (deadline == 0) return;
   const Nanos left = std::max<Nanos>(deadline - now(), 1);

@@ -113,7 +113,8 @@ std::unique_ptr<Outgoing> RequestServer::encode_value(const Request& r, const nb
   codec::Encoded encoded;
   nb::object message;
   if (!autograd_.encode(codec_, value, r.item.peer, r.context, false, encoded, message)) return nullptr;
-  auto reply = compose(wire::kValue, 0, encoded);
+  // A caller that has stopped waiting still has to release what is recorded in a plain context.
+  auto reply = compose(wire::kValue, message.is_none() ? 0 : wire::kMustDeliver, encoded);
   if (!message.is_none()) add_metadata(*reply, codec_, nb::none(), id_of(r.context), message);
   return reply;
 }

@@ -255,6 +255,12 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_SHUTDOWN_TIMEOUT",
         unit="s",
     )
+    plain_backward: bool = _option(
+        False,
+        "whether calls outside of autograd contexts record tensors that require grad, so that ``loss.backward()``"
+        " continues on the other workers and adds to their ``.grad``; see `telegrad.autograd.plain`",
+        env="TELEGRAD_PLAIN_BACKWARD",
+    )
     remote_error_level: str = _option(
         "INFO",
         "the level at which a worker logs, with the logger telegrad.remote, exceptions that its functions raise for"

@@ -6,8 +6,12 @@
         loss = rpc.rpc_sync("worker1", forward, args=(x,)).sum()
         autograd.backward(context_id, [loss])
         gradients = autograd.get_gradients(context_id)
+
+    with autograd.plain():  # or the option plain_backward
+        loss = rpc.rpc_sync("worker1", forward, args=(x,)).sum()
+    loss.backward()
 """
 
-from telegrad.autograd.api import DistAutogradContext, backward, context, get_gradients, is_available
+from telegrad.autograd.api import DistAutogradContext, backward, context, get_gradients, is_available, plain
 
-__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available", "plain"]

@@ -19,10 +19,14 @@ from telegrad.worker import Scope, Worker, current
 from telegrad.worker.calls import tracing
 from telegrad.worker.default_worker import current_worker
 
-__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available", "plain"]
 
 
 NESTED = "Already have an autograd context id for this thread."
+PLAIN_IN_CONTEXT = (
+    "This thread has an autograd context, whose gradients stay in the context. Leave it before autograd.plain(), or call"
+    " autograd.backward(context_id, [loss])."
+)
 NO_CONTEXT = (
     "Current thread doesn't have a valid autograd context. Please wrap your code using: `with"
     " torch.distributed.autograd.context() as context_id` to generate a valid context"
@@ -81,6 +85,51 @@ class context:
         else:
             _leave_context(self._context)
         self._service.contexts.end(self._context)
+
+
+class plain:
+    """Backward passes without a context: ``with plain():`` before the calls of a forward pass.
+
+    Calls of this thread or coroutine within it, and nested calls of their handlers, record the tensors that travel and
+    require grad. ``loss.backward()`` and ``torch.autograd.grad``, within it or later, then continue on the workers that
+    sent these tensors, and return when all workers have finished. The gradients are added to ``.grad`` of the leaves on
+    their workers, as in one process. The record of a tensor lasts as long as its receiver keeps the tensor, or one
+    that was computed from it. Nothing is recorded without grad mode, for example in ``torch.no_grad()``.
+
+    The option ``plain_backward`` (`telegrad.options.Options`) has the same effect on all calls of a worker that are
+    outside of contexts.
+
+    Raises:
+        RuntimeError: This process has not joined a group, or this thread or coroutine has a context.
+
+    Example::
+
+        layer = rpc.remote("worker1", torch.nn.Linear, args=(4, 2))
+        with autograd.plain():
+            loss = layer.rpc_sync().forward(torch.ones(3, 4)).sum()
+        loss.backward()  # the weight on worker1 has its gradient in .grad
+    """
+
+    __slots__ = ("_guard", "_outer")
+
+    def __enter__(self) -> None:
+        """Begin to record calls."""
+        self._outer = current.get()
+        service = _service()
+        scope = self._outer or Scope(service.worker, 0, False)
+        if scope.autograd is not None and not scope.autograd.ended and not scope.autograd.is_plain:
+            raise RuntimeError(PLAIN_IN_CONTEXT)
+        current.set(scope._replace(worker=service.worker, autograd=service.plain))
+        self._guard = service.context_guard(service.plain)
+        if self._guard is not None:
+            self._guard.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._guard is not None:
+            self._guard.__exit__()
+        current.set(self._outer)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
@@ -164,7 +213,7 @@ def _enter_context(scope: Scope | None) -> tuple[Autograd, Scope]:
     if scope is None:
         inner = Scope(service.worker, 0, False, autograd=service.contexts.open())
     else:
-        if scope.autograd is not None and not scope.autograd.ended:
+        if scope.autograd is not None and not scope.autograd.ended and not scope.autograd.is_plain:
             raise RuntimeError(NESTED)
         inner = scope._replace(worker=service.worker, autograd=service.contexts.open())
     current.set(inner)
@@ -189,7 +238,7 @@ def _service() -> Autograd:
 def _find(service: Autograd, context_id: int) -> Context:
     if not _is_id(context_id):
         raise TypeError(f"incompatible function arguments: a context's id is an int, not {context_id!r}")
-    found = service.contexts.find(context_id)
+    found = service.contexts.table.get(context_id)
     if found is None:
         raise TelegradError(
             f"Could not find autograd context with id: {context_id}. It has been left, or no call that was made in it"
@@ -288,7 +337,7 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
 
 def _current_context() -> DistAutogradContext:
     scope = current.get()
-    if scope is None or scope.autograd is None or scope.autograd.ended:
+    if scope is None or scope.autograd is None or scope.autograd.ended or scope.autograd.is_plain:
         raise RuntimeError(NO_CONTEXT)
     return DistAutogradContext(scope.autograd)
 

@@ -16,10 +16,13 @@ The root keeps no tombstones: its ids are never reused, so a context that is not
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from telegrad.autograd.context import Context
+from telegrad.autograd.plain.interception import install
+from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.autograd.recording import record_received, record_sent
 from telegrad.errors import NotInitialized
 
@@ -52,6 +55,7 @@ class Contexts:
         self.table: dict[int, Context] = {}
         self.tombstones: dict[int, dict[int, int]] = {}
         """Ended contexts: for each peer, the requests that it has announced less those that have arrived. Never 0."""
+        self.plain: PlainContext = PlainContext(worker_id)
         self.leaked: int = 0
         """Number of contexts opened by this worker that were still open when the worker was closed."""
         self._notify_end = notify_end
@@ -83,10 +87,12 @@ class Contexts:
 
     def find(self, context_id: int) -> Context | None:
         """Return the context with an id, or None if it has ended on this worker."""
-        return self.table.get(context_id)
+        return self.plain if context_id == PLAIN else self.table.get(context_id)
 
     def on_request(self, context_id: int, peer: int) -> Context | None:
         """Count a request made in a context; see `AutogradHooks.on_request_in_context`."""
+        if context_id == PLAIN:
+            return self.plain
         with self._lock:
             context = self.table.get(context_id)
             if peer == self.worker_id or self._closed:
@@ -179,6 +185,7 @@ class Contexts:
                 (ending if orphan or context.id >> ID_BITS == peer else remaining).append(context)
         for context in ending:
             self.end(context, f"worker {peer} is lost")
+        remaining.append(self.plain)
         for context in remaining:
             with context.lock:
                 context.requests_sent.pop(peer, None)
@@ -195,9 +202,10 @@ class Contexts:
             self.table.clear()
             self.tombstones.clear()
         self.leaked += sum(context.id >> ID_BITS == self.worker_id for context in contexts)
-        for context in contexts:
+        for context in [*contexts, self.plain]:
             context.requests_sent = {}
             self._release(context, "this worker shuts down")
+        self.plain.close()
 
     def detach_after_fork(self) -> None:
         """Discard the state in a forked child: no thread will release the parent's locks."""
@@ -216,7 +224,7 @@ class Contexts:
                 return None
             if record is not None:
                 context.sends[message] = record
-            if request and peer != self.worker_id:
+            if request and peer != self.worker_id and not context.is_plain:
                 context.requests_sent[peer] = context.requests_sent.get(peer, 0) + 1
         return message
 
@@ -228,6 +236,13 @@ class Contexts:
             if requests > 0:
                 context.requests_sent[peer] = requests
         del record
+
+    def wrap(self, context: Context, peer: int, message: int) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+        """Return the function that records the tensors of a received message; see `AutogradHooks.wrap`."""
+        if context is self.plain:
+            install()
+            return self.plain.receipt(peer, message)
+        return partial(self.on_receive, context, peer, message)
 
     def on_receive(self, context: Context, peer: int, message: int, tensors: list[Tensor]) -> Sequence[Tensor]:
         """Record received tensors, and return those that the program gets.

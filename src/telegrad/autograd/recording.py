@@ -16,13 +16,19 @@ from telegrad.autograd.context import Received, Sent
 from telegrad.autograd.execution.grad_capture import deliver
 from telegrad.autograd.graph.local_graph import mark_recv
 
-__all__ = ["LOCAL_BACKWARD", "RECV_NODE", "SEND_NODE", "Recv", "edge_of", "edges_of", "record_received", "record_sent"]
+__all__ = ["LOCAL_BACKWARD", "NOT_STARTED", "RECV_NODE", "SEND_NODE", "Recv", "edge_of", "edges_of", "record_received", "record_sent"]
 
 RECV_NODE = "torch::distributed::autograd::RecvRpcBackward"
 """Torch's name for the node of received tensors. Their gradients go to the sender."""
 
 SEND_NODE = "torch::distributed::autograd::SendRpcBackward"
 """Torch's name for the node of sent tensors, at which their gradients arrive."""
+
+NOT_STARTED = (
+    "the graph of this tensor continues on worker {peer}, and the pass cannot continue there: this worker has shut down,"
+    " or the pass was not started by torch.autograd.backward or torch.autograd.grad (is_grads_batched and functions of"
+    " torch.func are not supported over several workers)."
+)
 
 LOCAL_BACKWARD = (
     "the graph of this tensor continues on another worker: call telegrad.autograd.backward(context_id, [loss]) instead"
@@ -38,8 +44,8 @@ class Recv(torch.autograd.Function):
     """The function that outputs the tensors of one message.
 
     Their gradients go back to the sender. A backward pass stops at the node, which it finds by its
-    identity. Only a pass with parameters under DistributedDataParallel runs the node, which then delivers its gradients
-    (`grad_capture.py`).
+    identity. Only a pass with parameters under DistributedDataParallel, or one without a context, runs the node, which
+    then delivers its gradients (`grad_capture.py`).
     """
 
     @staticmethod
@@ -49,7 +55,8 @@ class Recv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: BackwardCFunction, *gradients: Tensor | None) -> tuple[None, None]:
         if not deliver(ctx, gradients):
-            raise RuntimeError(LOCAL_BACKWARD)
+            receipt = getattr(ctx, "receipt", None)
+            raise RuntimeError(LOCAL_BACKWARD if receipt is None else NOT_STARTED.format(peer=receipt.peer))
         return None, None
 
 

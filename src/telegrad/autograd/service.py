@@ -6,6 +6,7 @@ a one-way message. The messages of a pass are requests (`telegrad.autograd.passe
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -13,10 +14,14 @@ from telegrad.autograd.consistency.saved_tensors import PROTECTION, protection_o
 from telegrad.autograd.consistency.step_gate import BodyGuard, HandlerGuard
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.autograd.passes.manager import BackwardManager
 from telegrad.worker import Worker
 
 __all__ = ["Autograd"]
+
+_COLLECT_DELAY = 5_000_000  # ns that notifications of freed tensors wait to be batched
+_MOST_RELEASED = 4096  # ids in one message
 
 
 class Autograd:
@@ -31,6 +36,11 @@ class Autograd:
         self.worker = worker
         self.contexts: Contexts = Contexts(worker.info.id, first_id, self._notify_end, self._on_context_end)
         self.passes: BackwardManager = BackwardManager(worker, self.contexts)
+        self.plain: PlainContext = self.contexts.plain
+        self.plain.request_callback = self._request_callback
+        self.plain.is_lost = worker.members.lost.__contains__
+        self.plain.backward = self.passes.backward
+        self.outside: PlainContext | None = self.plain if worker.options.plain_backward else None
         self.backward: Callable[[Context, list[Tensor], bool], None] = self.passes.backward
         self.on_request: Callable[..., None] = self.passes.on_request
         self.on_gradients: Callable[..., None] = self.passes.on_gradients
@@ -38,21 +48,44 @@ class Autograd:
         self.rollback: Callable[[Context, int, int], None] = self.contexts.rollback
         self.on_request_in_context: Callable[[int, int], Context | None] = self.contexts.on_request
         self.find: Callable[[int], Context | None] = self.contexts.find
-        self.receive: Callable[[Context, int, int, list[Tensor]], Sequence[Tensor]] = self.contexts.on_receive
+        self.wrap: Callable[[Context, int, int], Callable[[list[Tensor]], Sequence[Tensor]]] = self.contexts.wrap
 
     # ---- contexts
 
-    def _notify_end(self, peer: int, ended: tuple[int, int]) -> None:
+    def _notify_end(self, peer: int, ended: tuple[int, object]) -> None:
         calls = self.worker.calls
         if calls.send_filter is None:
             calls.client.notify_context_ended(peer, ended)
         else:
             calls.send_filtered("Cleanup", False, peer, partial(calls.client.notify_context_ended, peer, ended))
 
-    def on_ended(self, peer: int, notification: tuple[int, int]) -> None:
-        """Process a peer's notification that a context has ended: (context id, requests)."""
-        context_id, requests = notification
-        self.contexts.on_ended(peer, context_id, requests)
+    def on_ended(self, peer: int, notification: tuple[int, Any]) -> None:
+        """Process a peer's notification of an end.
+
+        Args:
+            peer: The peer.
+            notification: (context id, number of requests), or for the plain context (its id, (the lowest number of the
+                peer's passes that is not over, ids of messages that the peer does not need any more)).
+        """
+        context_id, what = notification
+        if context_id != PLAIN:
+            self.contexts.on_ended(peer, context_id, what)
+            return
+        min_live, *messages = what
+        self.plain.release(messages)
+        self.passes.on_finished(self.plain, peer, min_live)
+
+    # ---- the plain context
+
+    def _request_callback(self) -> None:
+        self.worker.engine.request_callback(_COLLECT_DELAY)
+
+    def collect(self) -> None:
+        """Notify the senders of received tensors that have been freed."""
+        for peer, messages in self.plain.collect().items():
+            for start in range(0, max(len(messages), 1), _MOST_RELEASED):
+                released = messages[start : start + _MOST_RELEASED]
+                self._notify_end(peer, (PLAIN, (self.passes.min_live(self.plain), *released)))
 
     def _on_context_end(self, context: Context, why: str) -> None:
         if context.passes:
@@ -105,6 +138,8 @@ class Autograd:
             "autograd contexts that have ended, but not for all": len(contexts.tombstones),
             "autograd contexts that were not left before the end": contexts.leaked,
             "backward passes": self.passes.count,
+            "messages sent outside of contexts whose graph is kept": len(self.plain.sends) + len(self.plain.consumed),
+            "messages received outside of contexts with live tensors": len(self.plain.receipts),
         }
 
     def stats(self) -> dict[str, int]:

@@ -60,11 +60,25 @@ class AutogradHooks(Protocol[C]):
     def find(self, context_id: int) -> C | None:
         """Return the context of a received reply, or None if the context has ended."""
 
-    def receive(self, context: C, peer: int, message: int, tensors: list[Tensor]) -> Sequence[Tensor]:
-        """Record received tensors and return the tensors that the program gets instead."""
+    def wrap(self, context: C, peer: int, message: int) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+        """Return the function that gets the tensors of a received message.
 
-    def on_ended(self, peer: int, plain: tuple[int, int]) -> None:
-        """Handle the notification of a peer that a context has ended."""
+        It records them, and returns those that the program gets instead.
+        """
+
+    def on_ended(self, peer: int, plain: tuple[int, Any]) -> None:
+        """Handle the notification of a peer that a context, or some records of one, have ended."""
+
+    @property
+    def plain(self) -> C:
+        """Return the context of calls that are recorded outside of contexts."""
+
+    @property
+    def outside(self) -> C | None:
+        """Return the context of code that is in none, if any."""
+
+    def collect(self) -> None:
+        """Notify peers of received tensors that have been freed. A pool thread calls it."""
 
     def on_request(self, asked: object, flags: int, body: Body, segments: list[Buffer]) -> None:
         """Handle a request with gradients from a peer; always reply."""

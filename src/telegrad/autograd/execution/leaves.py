@@ -17,12 +17,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torch.autograd.graph import get_gradient_edge
+
 from telegrad.autograd.ddp import run_accumulate_grad
+from telegrad.autograd.execution.torch_engine import accumulate_in_engine
 
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
 
-__all__ = ["ELEMENT_REFCOUNT", "VARIABLE_REFCOUNT", "SharedLeaves", "accumulate", "add_to_context", "sum_of"]
+__all__ = [
+    "ELEMENT_REFCOUNT",
+    "VARIABLE_REFCOUNT",
+    "SharedLeaves",
+    "accumulate",
+    "add_to_context",
+    "add_to_grad",
+    "sum_of",
+]
 
 _use_count = getattr(Tensor, "_use_count", None)
 
@@ -106,15 +117,18 @@ class SharedLeaves:
             accumulate(self._context, leaf_sum.leaf, total, leaf_sum.uniquely_owned)
 
 
-def accumulate(context: Context, leaf: Tensor, grad: Tensor, uniquely_owned: bool) -> None:
-    """Add a leaf's complete gradient to a context.
+def accumulate(context: Context | None, leaf: Tensor, grad: Tensor, uniquely_owned: bool) -> None:
+    """Add a leaf's complete gradient to a context, or to the leaf's `.grad`.
 
     Args:
-        context: The context.
+        context: The context; None for `.grad`.
         leaf: The leaf.
         grad: Its gradient.
         uniquely_owned: Whether no other Python code refers to `grad`.
     """
+    if context is None:
+        add_to_grad(leaf, grad)
+        return
     if not (uniquely_owned and _use_count is not None and _use_count(grad) <= 1 and _has_same_layout(leaf, grad)):
         grad = _copy(leaf, grad)
     if not getattr(leaf, "_post_accumulate_grad_hooks", None):
@@ -130,6 +144,22 @@ def add_to_context(context: Context, leaf: Tensor, grad: Tensor) -> None:
         before = gradients.setdefault(leaf, grad)
         if before is not grad:
             gradients[leaf] = _add(before, grad, False)
+
+
+def add_to_grad(leaf: Tensor, grad: Tensor) -> None:
+    """Add a gradient to the `.grad` of a leaf of which the tensor hooks have run.
+
+    Torch's own node does it: under its lock, with the hooks of `.grad` and, if the leaf has no tensor hooks, with those
+    of the node itself.
+    """
+    if not getattr(leaf, "_backward_hooks", None):
+        accumulate_in_engine((leaf,), (grad,), (), False)
+        return
+    with torch.inference_mode(False):
+        with torch.enable_grad():
+            node = get_gradient_edge(leaf).node
+        with torch.no_grad():
+            node(grad)  # type: ignore[operator]  # typed as an abstract class
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:

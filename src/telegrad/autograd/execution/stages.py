@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from telegrad.autograd.context import Context
 from telegrad.autograd.ddp import grads_detached, has_ddp_param
 from telegrad.autograd.execution.grad_capture import capture
 from telegrad.autograd.execution.leaves import (
@@ -38,7 +39,7 @@ from telegrad.autograd.execution.leaves import (
     add_to_context,
     sum_of,
 )
-from telegrad.autograd.execution.torch_engine import run_engine
+from telegrad.autograd.execution.torch_engine import accumulate_in_engine, run_engine
 from telegrad.autograd.graph.local_graph import Cell, Edges, ForeignRecvError, LocalGraph, Stage, by_id
 from telegrad.autograd.graph.planner import plan
 from telegrad.protocols.backward import UnknownSend
@@ -47,17 +48,15 @@ from telegrad.protocols.backward_messages import FINAL, ROOT, Layout
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-    from telegrad.autograd.context import Context, Received
+    from telegrad.autograd.context import Entry, Received
+    from telegrad.autograd.execution.wanted import Wanted
 
 __all__ = ["StageRunner"]
-
-Entry: TypeAlias = GradientEdge | Tensor
-"""Where a gradient enters the engine: an edge, or a leaf."""
 
 Label: TypeAlias = tuple[int, ...]
 """Place in a sum: (0, bit of the source), or (1, rank of the cell, number of the cut edge)."""
 
-Roots: TypeAlias = tuple[list[Entry], list[Tensor]]
+Roots: TypeAlias = tuple[list["Entry"], list[Tensor]]
 """Roots of an engine call: entries, and a gradient for each."""
 
 Reports: TypeAlias = tuple[list["Received"], list[Tensor | None]]
@@ -73,23 +72,27 @@ class StageRunner:
     """Runs the stages of one pass at one worker. One thread at a time.
 
     Args:
-        context: The record of the forward pass at this worker. Its `gradients` are added to.
+        context: The record of the forward pass at this worker. Its `gradients` are added to; in a plain context,
+            `.grad` of the leaves.
 
     Attributes:
         graph: The graph, from its walk until it is released.
         retain_graph: Whether torch keeps the graph after it has run. To be set whenever a message has it: a mark may
             arrive first.
+        wanted: At the root of `torch.autograd.grad`: the gradients to return.
     """
 
     __slots__ = (
-        *("_arrived", "_closed", "_context", "_done", "_pending", "_roots", "_shared_leaves", "_source_grads"),
-        *("graph", "retain_graph"),
+        *("_arrived", "_closed", "_context", "_done", "_gradients_in", "_pending", "_roots", "_shared_leaves"),
+        *("_source_grads", "graph", "retain_graph", "wanted"),
     )
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._gradients_in: Context | None = None if context.is_plain else context  # None: in `.grad`
         self.graph: LocalGraph | None = None
         self.retain_graph: bool = False
+        self.wanted: Wanted | None = None
         self._closed = False
         self._roots: Sequence[Tensor] = ()  # they keep the graph alive
         self._shared_leaves: SharedLeaves | None = None  # leaves that several disjoint sources reach
@@ -99,11 +102,22 @@ class StageRunner:
         # Sources that meet: cell (None: the final stage) -> (id of the node, input) -> entry, and [(label, gradient)]
         self._pending: dict[Cell | None, dict[tuple[int, int], tuple[Entry, list[tuple[Label, Tensor]]]]] = {}
 
-    def open(self, roots: Sequence[Tensor] = ()) -> LocalGraph:
+    def discard_leaves(self, wanted: Wanted | None = None) -> None:
+        """Leave `.grad` of leaves as it is: a pass of `torch.autograd.grad`.
+
+        Args:
+            wanted: At the root, the gradients to return.
+        """
+        if self.wanted is None:
+            self._gradients_in = Context(0) if wanted is None else wanted.leaves
+            self.wanted = wanted
+
+    def open(self, roots: Sequence[Entry] = (), sends: Sequence[int] = ()) -> LocalGraph:
         """Return the graph, after walking it in the first call.
 
         Args:
             roots: At the root of the pass, the arguments of `backward`.
+            sends: In a plain context: sends that get gradients even if their graph was consumed.
 
         Raises:
             UnknownSend: The graph has been released.
@@ -113,26 +127,25 @@ class StageRunner:
         if self._closed:
             raise UnknownSend(-1, "already received all its gradients")
         context = self._context
-        with context.lock:
-            sends, receipts = list(context.sends.values()), list(context.receipts.values())
-        if len(sends) > 1:
-            sends.sort(key=by_id)
+        records, receipts, find_received = context.records_for(sends)
+        if len(records) > 1:
+            records.sort(key=by_id)
         sources: list[tuple[int, Edges]] = []
         if roots:
             self._roots = roots
             entries: list[Entry] = []
             for root in roots:
-                node = root.grad_fn
+                node = root.grad_fn if isinstance(root, Tensor) else None
                 entries.append(root if node is None else GradientEdge(node, root.output_nr))
             sources.append((ROOT, entries))
-        for sent in sends:
+        for sent in records:
             edges: Edges = sent.edges
             for edge in edges:
                 if isinstance(edge, Tensor) and not edge.requires_grad:  # a leaf that required grad when it was sent
                     edges = [None if isinstance(e, Tensor) and not e.requires_grad else e for e in edges]
                     break
             sources.append((sent.id, edges))
-        graph = LocalGraph(sources, receipts)
+        graph = LocalGraph(sources, receipts, find_received)
         if not graph.is_disjoint:
             plan(graph)
         if graph.shared:
@@ -184,6 +197,8 @@ class StageRunner:
         if self._arrived >> bit & 1:
             raise UnknownSend(source, "already received its gradient")
         self._arrived |= 1 << bit
+        if not self.retain_graph:
+            self._context.consume(source)
         outputs: list[Entry] = []
         given: list[Tensor] = []
         for edge in edges:
@@ -217,7 +232,7 @@ class StageRunner:
             stage = graph.stage(group, self._done)
             self._done.update(stage.cells)
             outputs, grads = self._take_pending(stage.cells or (None,))
-            if group == FINAL and has_ddp_param(stage.complete_leaves):
+            if self._gradients_in is self._context and group == FINAL and has_ddp_param(stage.complete_leaves):
                 return self._run_unbounded(stage, outputs, grads)
         elif group == FINAL and len(graph.bits) > 1:
             if self._shared_leaves is not None:
@@ -226,6 +241,8 @@ class StageRunner:
         else:
             stage = graph.final if group == FINAL else graph.stages[group]
             outputs, grads = self._source_grads.pop(stage.rank)
+        if self._gradients_in is None and not stage.cut_edges and not stage.partial_leaves:
+            return self._run_accumulating(stage, outputs, grads)
         inputs: list[Entry] = []
         for received in stage.recvs:
             node = received.node
@@ -241,6 +258,8 @@ class StageRunner:
                 return stage.recvs, [None] * reported
         inputs += stage.complete_leaves
         inputs += stage.partial_leaves
+        wanted = () if self.wanted is None else self.wanted.edges_in(graph, stage)
+        inputs += [edge for _, edge in wanted]
         if stage.cut_edges:
             found = self._run_with_cut_edges(stage, outputs, grads, inputs)
         else:
@@ -252,13 +271,17 @@ class StageRunner:
             place += 1
             if grad is not None:
                 uniquely_owned = getrefcount(grad) <= ELEMENT_REFCOUNT  # only `found` and `grad` refer to it
-                accumulate(self._context, leaf, grad, uniquely_owned)
+                accumulate(self._gradients_in, leaf, grad, uniquely_owned)
         for leaf in stage.partial_leaves:
             grad = found[place]
             if self._shared_leaves is not None:
                 self._shared_leaves.add(leaf, stage.rank, grad)
             elif grad is not None:
                 self._add_pending(leaf, (1, stage.rank, -1, place), grad)
+            place += 1
+        for number, _ in wanted:
+            assert self.wanted is not None
+            self.wanted.add(number, found[place])
             place += 1
         return stage.recvs, list(found[:reported])
 
@@ -345,6 +368,20 @@ class StageRunner:
                 tensors += call.captured[received.node] or (None,) * received.outputs
             return stage.recvs, tensors
 
+    def _run_accumulating(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
+        """Run a stage as torch runs a local backward pass: it adds to `.grad`, with all hooks."""
+        tensors: list[Tensor | None] = []
+        if not stage.recvs:
+            if outputs:
+                accumulate_in_engine(tuple(outputs), tuple(grads), (), self.retain_graph)
+            return stage.recvs, tensors
+        with capture([received.node for received in stage.recvs]) as call:
+            if outputs:
+                accumulate_in_engine((call.leaf, *outputs), (call.gradient, *grads), (), self.retain_graph)
+            for received in stage.recvs:
+                tensors += call.captured[received.node] or (None,) * received.outputs
+        return stage.recvs, tensors
+
     def _accumulate_directly(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> None:
         """Accumulate gradients of leaves without the engine.
 
@@ -376,7 +413,7 @@ class StageRunner:
             if id(leaf) in shared:
                 partial_grads[id(leaf)] = grad
             else:
-                accumulate(self._context, leaf, grad, uniquely_owned)
+                accumulate(self._gradients_in, leaf, grad, uniquely_owned)
         if self._shared_leaves is not None:
             for leaf in stage.partial_leaves:
                 self._shared_leaves.add(leaf, stage.rank, partial_grads.get(id(leaf)))

@@ -1,8 +1,13 @@
-"""Torch's autograd engine, called without torch's Python wrapper."""
+"""Torch's autograd engine, called without torch's Python wrapper.
+
+The calls of this module run the local graph only, even if calls of the program continue on other workers
+(`plain/interception.py`).
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import torch
@@ -10,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["run_engine"]
+__all__ = ["accumulate_in_engine", "run_engine", "takes_local_call"]
 
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _bare_engine: Any = getattr(Variable, "_execution_engine", None)
@@ -25,6 +30,50 @@ def _has_devices() -> bool:
 
 # Torch's wrapper passes the context of this thread to the device threads.
 _can_skip_wrapper = _bare_engine is not None and _log is not None and not _has_devices()
+
+
+class _Thread(threading.local):
+    is_local = False  # the next engine call of this thread is one of this module
+
+
+_thread = _Thread()
+
+
+def takes_local_call() -> bool:
+    """Return whether the engine call that this thread begins is one of this module, once per call."""
+    is_local, _thread.is_local = _thread.is_local, False
+    return is_local
+
+
+def accumulate_in_engine(
+    outputs: tuple[GradientEdge | Tensor, ...],
+    grads: tuple[Tensor, ...],
+    inputs: tuple[GradientEdge | Tensor, ...],
+    retain_graph: bool,
+) -> None:
+    """Run `torch.autograd.backward`, without its checks: it adds to `.grad` of leaves.
+
+    Args:
+        outputs: The roots.
+        grads: A gradient for each.
+        inputs: The nodes and leaves to run; empty for all that the roots lead to.
+        retain_graph: Whether torch keeps the graph.
+    """
+    if _can_skip_wrapper and not _log.isEnabledFor(logging.DEBUG):
+        _bare_engine.run_backward(
+            outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True
+        )
+        return
+    _thread.is_local = True
+    try:
+        torch.autograd.backward(
+            outputs,  # type: ignore[arg-type]  # torch accepts a mixture
+            grads,
+            retain_graph=retain_graph,
+            inputs=inputs or None,  # type: ignore[arg-type]
+        )
+    finally:
+        _thread.is_local = False
 
 
 def run_engine(
@@ -42,14 +91,19 @@ def run_engine(
         found = _bare_engine.run_backward(
             outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
         )
-    elif _engine is not None:
-        found = _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False)
-    else:
-        found = torch.autograd.grad(
-            outputs,  # type: ignore[arg-type]  # torch accepts a mixture
-            inputs,  # type: ignore[arg-type]
-            grads,
-            retain_graph=retain_graph,
-            allow_unused=True,
-        )
+        return found
+    _thread.is_local = True
+    try:
+        if _engine is not None:
+            found = _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False)
+        else:
+            found = torch.autograd.grad(
+                outputs,  # type: ignore[arg-type]  # torch accepts a mixture
+                inputs,  # type: ignore[arg-type]
+                grads,
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
+    finally:
+        _thread.is_local = False
     return found

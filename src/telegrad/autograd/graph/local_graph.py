@@ -11,7 +11,7 @@ and the partial gradients are added (`leaves.py`). If sources meet, `planner.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -41,6 +41,7 @@ __all__ = [
     "LocalGraph",
     "Stage",
     "by_id",
+    "ends_of",
     "has_hooks",
     "kinds",
 ]
@@ -76,6 +77,16 @@ def mark_recv(function: type[torch.autograd.Function]) -> type[torch.autograd.Fu
     _recv_types.add(function._backward_cls)  # the class of its nodes
     kinds.clear()
     return function
+
+
+def ends_of(edges: Edges) -> list[Node]:
+    """Return the recvs that edges lead to."""
+    reach = GraphWalk(kinds, RecursionGuard)
+    try:
+        return cast("list[Node]", reach.walk(edges)[1])
+    finally:
+        if reach.guard is not None:
+            cast("RecursionGuard", reach.guard).close()
 
 
 def has_hooks(leaf: Tensor) -> bool:
@@ -132,6 +143,8 @@ class LocalGraph:
     Args:
         sources: The id and the edges of each source, ROOT first if it is among them, then by id.
         receipts: The messages received in the context.
+        find_received: In a plain context, instead: returns the record of a recv by its node, or None. Each stage then
+            accumulates its leaves on its own, without waiting for other sources, which may belong to other passes.
 
     Attributes:
         walk: The walk, if the sources are not disjoint, until `planner.plan` has created the stages from it.
@@ -151,7 +164,12 @@ class LocalGraph:
     pairs: dict[tuple[Cell, Cell | None], int]  # -> bit in `taint`
     hooked: set[int]  # ids of leaves with hooks
 
-    def __init__(self, sources: Sequence[tuple[int, Edges]], receipts: Iterable[Received]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[tuple[int, Edges]],
+        receipts: Iterable[Received],
+        find_received: Callable[[Node], Received | None] | None = None,
+    ) -> None:
         self.sources: dict[int, Edges] = dict(sources)
         self.bits: dict[int, int] = dict(zip(self.sources, range(len(sources)), strict=True))
         self.recvs: dict[Node, Received] = {}
@@ -164,13 +182,13 @@ class LocalGraph:
         self.stages: list[Stage] = []  # of disjoint sources, by bit
         reach = GraphWalk(kinds, RecursionGuard)
         try:
-            self.is_disjoint: bool = self._walk(reach)
+            self.is_disjoint: bool = self._walk(reach, find_received)
         finally:
             if reach.guard is not None:
                 cast("RecursionGuard", reach.guard).close()
         self.walk: GraphWalk | None = None if self.is_disjoint else reach
 
-    def _walk(self, reach: GraphWalk) -> bool:
+    def _walk(self, reach: GraphWalk, find_received: Callable[[Node], Received | None] | None) -> bool:
         """Walk from all sources; return whether each can be a stage of its own.
 
         They can if they are disjoint and no leaf needs the final stage."""
@@ -181,17 +199,21 @@ class LocalGraph:
             leaves, ends, shared = reach.walk(edges)
             found: list[Received] = []
             for node in ends:
-                received = recvs.get(node)
+                received = recvs.get(node) if find_received is None else find_received(node)
                 if received is None:
                     self.foreign.append((node, 1 << bit))
                 else:
                     found.append(received)
+                    recvs[node] = received
             if len(found) > 1:
                 found.sort(key=by_id)
             stages.append(Stage(bit, (), found, leaves, [], ()))
             for leaf, before in shared:
-                self.shared.setdefault(id(leaf), [before]).append(bit)
                 simple = simple and not has_hooks(leaf)
+                if find_received is None:
+                    self.shared.setdefault(id(leaf), [before]).append(bit)
+                else:
+                    simple = simple and not getattr(leaf, "_post_accumulate_grad_hooks", None)
             reached += leaves
         if reach.sources_meet or not simple or has_ddp_param(reached):
             return False
@@ -230,9 +252,19 @@ class LocalGraph:
                 return None
         return peers.pop()
 
-    def leads_back(self, source: int, peer: int) -> bool:
-        """Return whether the only source leads just to leaves and to recvs from `peer`."""
-        return len(self.bits) == 1 and source in self.bits and {peer}.issuperset(map(_peer_of, self.final.recvs))
+    def leads_back(self, source: int, peer: int, alone: bool) -> bool:
+        """Return whether a source leads just to leaves and to recvs from `peer`.
+
+        Args:
+            source: The source.
+            peer: The sender of its gradients.
+            alone: No other source will get gradients. Otherwise it must be the only one.
+        """
+        bit = self.bits.get(source)
+        if bit is None or not (len(self.bits) == 1 or (alone and self.is_disjoint)):
+            return False
+        stage = self.final if len(self.bits) == 1 else self.stages[bit]
+        return {peer}.issuperset(map(_peer_of, stage.recvs))
 
     def stage(self, group: int, done: Set[Cell]) -> Stage:
         """Return the stage of a group, or FINAL, after the cells `done` have run.

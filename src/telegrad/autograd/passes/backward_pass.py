@@ -3,7 +3,7 @@
 protocols/backward.py has the schedule.
 
 A message of a pass is a plain tuple that begins with its kind, an int. It has ints, bytes, texts and tuples of them;
-`GRADIENTS` also has a list of tensors and None.
+`GRADIENTS` also has a list of tensors and None, and the *mode* of the pass as an int.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from telegrad.autograd.context import Context, WireMessage
+from telegrad.autograd.context import Context, Entry, WireMessage
 from telegrad.autograd.execution.stages import StageRunner
+from telegrad.autograd.execution.wanted import Wanted
 from telegrad.errors import TEXT, RemoteError, WorkerLost, is_drop_in
 from telegrad.protocols.backward import PassSchedule
 from telegrad.protocols.backward_messages import (
@@ -50,6 +51,11 @@ __all__ = ["BackwardPass"]
 logger: logging.Logger = logging.getLogger("telegrad")
 
 GRADIENTS, MARK, MARKED, FINISH, REPORT, FAILED, LOST, ABORT = range(8)
+
+# Bits of the mode:
+RETAIN = 1  # torch keeps the graph
+DISCARD = 2  # in a plain context: a pass of `torch.autograd.grad`, which adds nothing to `.grad`
+ALONE = 4  # of one message, in a plain context: no other gradients of the pass are under way, or will be sent
 
 
 RemoteFailure: TypeAlias = tuple[int, bytes, str]
@@ -93,6 +99,7 @@ class BackwardPass:
     _unsent: dict[int, Sequence[Tensor | None]]  # recv -> gradients, between its stage and their sending
     # Without a schedule:
     _fast_source: int | None = None  # the source with the stage that the fast path has run
+    _mode = 0
     _produced: tuple[tuple[Token, int], ...] = ()  # by this stage, each with the worker that will process it
     _finished_fast = False  # at the root: the pass has ended without a schedule
 
@@ -117,17 +124,34 @@ class BackwardPass:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def start(self, roots: Sequence[Tensor], retain_graph: bool) -> None:
-        """Begin at the root worker, with a gradient of one for each root tensor."""
+    def start(
+        self,
+        roots: Sequence[Entry],
+        retain_graph: bool,
+        gradients: Sequence[Tensor | None] | None = None,
+        wanted: Wanted | None = None,
+    ) -> None:
+        """Begin at the root worker.
+
+        Args:
+            roots: The roots.
+            retain_graph: Whether torch keeps the graph.
+            gradients: A gradient for each root; by default ones.
+            wanted: In a pass of `torch.autograd.grad`, the gradients to return.
+        """
         try:
+            self._mode = (RETAIN if retain_graph else 0) | (0 if wanted is None else DISCARD)
             stages = self._stages
             stages.retain_graph = retain_graph
+            if wanted is not None:
+                stages.discard_leaves(wanted)
             graph = stages.open(roots)
-            stages.add(ROOT, [torch.ones_like(root) for root in roots])
+            stages.add(ROOT, gradients or [torch.ones_like(root) for root in roots if isinstance(root, Tensor)])
             peer = graph.single_peer(self._worker.id)
             if peer is not None:
                 sends, tensors = self._run_fast(ROOT, graph.bits[ROOT], peer)
-                self._send((peer, (GRADIENTS, retain_graph, False, sends, tensors, None)))
+                mode = self._mode | ALONE if self._context.is_plain else self._mode
+                self._send((peer, (GRADIENTS, mode, False, sends, tensors, None)))
                 return
         except BaseException as error:
             self._fail(error)
@@ -189,6 +213,14 @@ class BackwardPass:
         if self._schedule is None:
             return self._fast_source is not None
         return self._schedule.over is not None or (self._schedule.complete and not self.holds_graph)
+
+    @property
+    def participants(self) -> set[int]:
+        """At the root: the other workers that may keep their parts of the pass when it is over."""
+        schedule = self._schedule
+        if schedule is None or schedule.ledger is None:
+            return set()
+        return (schedule.ledger.known | schedule.watched) - {self._worker.id}
 
     def describe_pending(self) -> str:
         """Describe what the root waits for, for the error of a timeout."""
@@ -268,21 +300,31 @@ class BackwardPass:
         """
         if message[0] != GRADIENTS or peer != self._root:
             return False
-        _, retain_graph, marked, sends, tensors, _ = message
+        _, mode, marked, sends, tensors, _ = message
         stages = self._stages
-        if marked or len(sends) != 1 or not stages.open().leads_back(sends[0], peer):
+        if marked or len(sends) != 1:
             return False
-        stages.retain_graph = retain_graph
+        graph = stages.open(sends=sends)
+        if not graph.leads_back(sends[0], peer, bool(mode & ALONE)):
+            return False
+        self._set_mode(mode)
         stages.add(sends[0], tensors)
         tensors.clear()
-        back, found = self._run_fast(sends[0], FINAL, peer)
+        back, found = self._run_fast(sends[0], FINAL if len(graph.bits) == 1 else graph.bits[sends[0]], peer)
         stages.close()
         report: FastReport = (1, ((_GRADIENT, sends[0]),), self._produced, False, False)
         if back:
-            self._send((peer, (GRADIENTS, retain_graph, False, back, found, report)))
+            self._send((peer, (GRADIENTS, self._mode, False, back, found, report)))
         else:
             self._send((peer, (REPORT, report)))
         return True
+
+    def _set_mode(self, mode: int) -> None:
+        """Take the mode of the pass from a message."""
+        self._mode = mode & ~ALONE
+        self._stages.retain_graph = bool(mode & RETAIN)
+        if mode & DISCARD:
+            self._stages.discard_leaves()
 
     # ---- the schedule ------------------------------------------------------------------------------------------------
 
@@ -332,10 +374,11 @@ class BackwardPass:
     def _handle(self, peer: int, message: WireMessage) -> Sequence[Effect]:
         schedule = self._materialize_schedule()
         if message[0] == GRADIENTS:
-            _, retain_graph, marked, sends, tensors, report = message
+            _, mode, marked, sends, tensors, report = message
             if schedule.over is None:
                 stages = self._stages
-                stages.retain_graph = retain_graph
+                self._set_mode(mode)
+                stages.open(sends=sends)
                 place = 0
                 for send in sends:
                     place = stages.add(send, tensors, place)
@@ -377,7 +420,7 @@ class BackwardPass:
             for send in message.sends:
                 tensors += self._unsent.pop(send)
             report = message.report and tuple(message.report)
-            return GRADIENTS, self._stages.retain_graph, message.marked, message.sends, tensors, report
+            return GRADIENTS, self._mode, message.marked, message.sends, tensors, report
         if isinstance(message, Report):
             return REPORT, tuple(message)
         if isinstance(message, Mark):

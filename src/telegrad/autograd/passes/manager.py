@@ -8,16 +8,19 @@ Each message names the pass by context, root and number, and the lowest number t
 drops its state of earlier passes, and ignores their late messages.
 """
 
-import itertools
+import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
 from torch import Tensor
 
-from telegrad.autograd.context import ActivePass, Context, Profile, WireMessage
+from telegrad.autograd.context import ActivePass, Context, Entry, Profile, WireMessage
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.execution.wanted import Wanted
 from telegrad.autograd.passes.task import Outcome, PassTask, PendingRequest
+from telegrad.autograd.plain.records import PlainContext
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
@@ -53,7 +56,8 @@ class BackwardManager:
         self.worker_id: int = worker.info.id
         self.worker = worker
         self._contexts = contexts
-        self._numbers = itertools.count(1)
+        self._last_number = 0  # of the passes that this worker began
+        self._number_lock = threading.Lock()
         self._roots: set[PassTask] = set()  # passes that this worker began and that are not over
         self.active_tasks: set[PassTask] = set()  # passes of other roots with a thread in them
 
@@ -64,8 +68,15 @@ class BackwardManager:
 
     # ---- at the root
 
-    def backward(self, context: Context, roots: list[Tensor], retain_graph: bool) -> None:
-        """Run a pass to its end; see `telegrad.autograd.backward`."""
+    def backward(
+        self,
+        context: Context,
+        roots: Sequence[Entry],
+        retain_graph: bool,
+        gradients: Sequence[Tensor | None] | None = None,
+        wanted: Wanted | None = None,
+    ) -> None:
+        """Run a pass to its end; see `telegrad.autograd.backward` and `BackwardPass.start`."""
         worker = self.worker
         timeout = worker.calls.default_timeout
         scope = current.get()
@@ -75,11 +86,12 @@ class BackwardManager:
         with context.lock:
             if context.ended:
                 raise TelegradError(f"Could not find autograd context with id: {context.id}. It was left just now.")
-            number = next(self._numbers)  # with the lock: passes appear in the order of their numbers (`_min_live`)
+            with self._number_lock:  # within the other: passes appear in the order of their numbers (`_min_live`)
+                number = self._last_number = self._last_number + 1
             task = context.passes[self.worker_id, number] = PassTask(self, context, self.worker_id, number, deadline)
         self._roots.add(task)
         try:
-            task.start(roots, retain_graph)
+            task.start(roots, retain_graph, gradients, wanted)
             if not task.result.done:
                 self._wait(task, timeout)
         except BaseException as e:  # raised by a signal handler
@@ -92,6 +104,8 @@ class BackwardManager:
             task.pending_requests.clear()
             with context.lock:
                 context.passes.pop((self.worker_id, task.number), None)
+            if isinstance(context, PlainContext):
+                context.notify_finished(task.participants)
         if task.result.error is not None:
             error, task.result.error = task.result.error, None
             raise error
@@ -120,7 +134,9 @@ class BackwardManager:
             task.pending_requests.popleft()  # processed, or taken by a pool thread
 
     def _time_out(self, task: PassTask, timeout: int) -> None:
-        what = f"a backward pass in autograd context {task.context.id}"
+        what = "a backward pass without a context"
+        if not task.context.is_plain:
+            what = f"a backward pass in autograd context {task.context.id}"
         error = RpcTimeout(timeout / 1e9, what, f"waiting for {task.describe_pending()}", _REMEDY)
         task.abort(error)
         task.result.set(error)  # another thread may be in the pass, inside a hook that does not return
@@ -232,7 +248,7 @@ class BackwardManager:
     ) -> None:
         """Process messages of a pass that the codec has decoded."""
         context_id, root, number, min_live, messages = body
-        context = self._contexts.table.get(context_id)
+        context = self._contexts.find(context_id)
         task = None if context is None else self._pass_of(context, root, number, min_live, deadline)
         if task is None:
             request = RequestInfo(peer, connection, call, deadline)
@@ -271,13 +287,7 @@ class BackwardManager:
         with context.lock:
             if root == self.worker_id:
                 return context.passes.get((root, number))
-            dropped: list[ActivePass] = []
-            if min_live > context.min_live_pass.get(root, 0):
-                context.min_live_pass[root] = min_live
-                if context.passes:
-                    dropped = [
-                        context.passes.pop(key) for key in list(context.passes) if key[0] == root and key[1] < min_live
-                    ]
+            dropped = _drop_finished(context, root, min_live)
             task = context.passes.get((root, number))
             if task is None and not context.ended and number >= context.min_live_pass.get(root, 0):
                 task = context.passes[root, number] = PassTask(self, context, root, number, deadline)
@@ -285,6 +295,18 @@ class BackwardManager:
         return task
 
     # ---- the end
+
+    def min_live(self, context: Context) -> int:
+        """Return the lowest number of this root's passes in a context that is not over, or will begin."""
+        with context.lock:
+            own = [number for root, number in context.passes if root == self.worker_id]
+            return min(own, default=self._last_number + 1)
+
+    def on_finished(self, context: Context, root: int, min_live: int) -> None:
+        """Drop the passes of a root that are over."""
+        with context.lock:
+            dropped = _drop_finished(context, root, min_live)
+        del dropped
 
     def on_context_end(self, context: Context, why: str) -> None:
         """Abort the passes of a context that has ended."""
@@ -299,6 +321,10 @@ class BackwardManager:
         """Notify the passes of a context that a worker is lost."""
         with context.lock:
             tasks = list(context.passes.values())
+            if context.is_plain:  # in others, they end with the context; a new worker with this id begins at 1 again
+                context.min_live_pass.pop(peer, None)
+                for key in [key for key in context.passes if key[0] == peer]:
+                    del context.passes[key]
         for task in tasks:
             task.peer_lost(peer, why)
 
@@ -307,3 +333,12 @@ class BackwardManager:
         for task in list(self._roots):
             error = NotInitialized(f"{NotInitialized.CALL} (A backward pass was under way when it shut down.)")
             task.result.set(error)
+
+
+def _drop_finished(context: Context, root: int, min_live: int) -> list[ActivePass]:
+    """Remove and return the passes of a root with a lower number; with the lock of the context held."""
+    if min_live <= context.min_live_pass.get(root, 0):
+        return []
+    context.min_live_pass[root] = min_live
+    finished = [key for key in context.passes if key[0] == root and key[1] < min_live]
+    return [context.passes.pop(key) for key in finished]

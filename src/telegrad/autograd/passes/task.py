@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -22,7 +22,8 @@ from telegrad.worker.calls import tracing
 from telegrad.worker.scope import Scope, current
 
 if TYPE_CHECKING:
-    from telegrad.autograd.context import Context
+    from telegrad.autograd.context import Context, Entry
+    from telegrad.autograd.execution.wanted import Wanted
     from telegrad.worker.calls.tracing import Recording
 
 __all__ = ["Outcome", "PassResult", "PassTask", "PendingRequest"]
@@ -110,9 +111,15 @@ class PassTask:
 
     # ---- events
 
-    def start(self, roots: list[Tensor], retain_graph: bool) -> None:
-        """Begin the pass, at the root."""
-        self._add_events((self._pass.start, roots, retain_graph))
+    def start(
+        self,
+        roots: Sequence[Entry],
+        retain_graph: bool,
+        gradients: Sequence[Tensor | None] | None = None,
+        wanted: Wanted | None = None,
+    ) -> None:
+        """Begin the pass, at the root; see `BackwardPass.start`."""
+        self._add_events((self._pass.start, roots, retain_graph, gradients, wanted))
 
     def on_messages(self, peer: int, messages: list[WireMessage], reply: ReplyCallback | None = None) -> None:
         """Process messages of a peer.
@@ -206,6 +213,11 @@ class PassTask:
     def is_idle(self) -> bool:
         """Whether no further message is expected, except notifications of the end."""
         return self._pass.is_idle
+
+    @property
+    def participants(self) -> set[int]:
+        """At the root: the other workers that may keep their parts of the pass when it is over."""
+        return self._pass.participants
 
     # ---- profiles
 

@@ -5,14 +5,13 @@ cannot be decoded), the reference to create, and the caller's autocast state. Th
 among the tickets. In an autograd context, the metadata also names the context, and the id under which both ends record
 the tensors that require grad. In a profiled request and its reply, the metadata has a trace.
 
-Both ends count tickets and requests in contexts. So such a message is delivered even if its caller has stopped waiting
-(`Flag.MUST_DELIVER`).
+Both ends count tickets and requests in contexts, and the receiver frees what its sender has recorded outside of
+contexts. So such a message is delivered even if its caller has stopped waiting (`Flag.MUST_DELIVER`).
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
@@ -27,7 +26,7 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
 from telegrad.worker.calls.tracing import Span
-from telegrad.worker.scope import Autocast
+from telegrad.worker.scope import Autocast, Scope
 
 __all__ = [
     "NO_FORK",
@@ -246,7 +245,7 @@ class Messages:
                 return Encoded(flags, body, segments, ())
             metadata = self._metadata(tickets or (), target, autocast, made_in, asked, ticket)
             segments = [*(segments or ()), metadata]
-            flags |= _METADATA | _MUST_DELIVER if tickets or (request and made_in) else _METADATA
+            flags |= _METADATA | _MUST_DELIVER if tickets or made_in else _METADATA
             return Encoded(flags, body, segments, tuple(tickets or ()), made_in)
         except BaseException as e:
             if span is not None:
@@ -306,6 +305,17 @@ class Messages:
         if not tickets and autocast is None and made_in is None:
             return None
         return PeerMetadata(self._metadata(tickets, None, autocast, made_in, None), tuple(tickets), made_in)
+
+    def recorded_in(self, scope: Scope | None) -> AutogradContext | None:
+        """Return the autograd context of the running code's calls.
+
+        Without grad mode, nothing is recorded outside of contexts. `Preparer::read_scope` does the same.
+        """
+        recorder = self.recorder
+        context: AutogradContext | None = None if scope is None else scope.autograd
+        if context is None:
+            context = recorder.outside
+        return None if context is recorder.plain and not is_grad_enabled() else context
 
     def encode_internal(self, peer: int, value: object) -> Encoded:
         """Encode an internal message, which usually needs only the codec."""
@@ -418,7 +428,7 @@ class Messages:
             recorder = self.recorder
             context = recorder.on_request_in_context(context_id, peer) if request else recorder.find(context_id)
             if context is not None and message:
-                wrap = partial(recorder.receive, context, peer, message)
+                wrap = recorder.wrap(context, peer, message)
         return CallMetadata(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)
 
     def decode(

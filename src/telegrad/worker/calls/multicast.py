@@ -47,7 +47,7 @@ def call_many(
         start = calls.client.start
         return [start(peer, function, args, kwargs, timeout, None, False, bool(flags & _INTERNAL)) for peer in peers]
     scope = current.get()
-    context = None if scope is None or flags & _INTERNAL else scope.autograd
+    context = None if flags & _INTERNAL else calls.messages.recorded_in(scope)
     timeout = remaining(timeout, scope)
     parts: tuple[str, ...] = ("args", "kwargs")
     body: tuple[object, ...] = (args, kwargs)

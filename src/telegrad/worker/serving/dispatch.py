@@ -56,6 +56,7 @@ class Dispatcher:
         _, _, event, peer, _, text = item
         if event == CALLBACK:
             worker.references.collect()
+            worker.autograd.collect()
             log_unread()
             worker.pool.run_submitted()
         elif event in (PEER_LOST, PEER_LEFT):

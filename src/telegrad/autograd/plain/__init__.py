@@ -1,0 +1,1 @@
+"""Backward passes without a context: `loss.backward()` continues on the other workers."""
