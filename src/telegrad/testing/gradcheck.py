@@ -67,13 +67,14 @@ def gradcheck(
     exact: bool | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    plain: bool = False,
 ) -> bool:
     """Compare a model placed on workers with itself in one process.
 
     Compares the outputs and the gradients of every parameter and input.
 
-    The distributed model is run twice, and both runs have to agree bit for bit. Neither may change ``.grad``. The model
-    itself is not changed: each run has a copy.
+    The distributed model is run twice, and both runs have to agree bit for bit. Neither may change ``.grad``, unless
+    ``plain`` is set. The model itself is not changed: each run has a copy.
 
     Args:
         model: deterministic; its parts are pickled and sent to their workers. If parts on different workers share a
@@ -87,6 +88,7 @@ def gradcheck(
         exact: compare bit for bit. None: do so if all inputs, parameters and results are integer-valued float64.
         rtol, atol: otherwise, as for `torch.testing.assert_close`; by default its values for the dtype. A gradient that
             is missing on one side equals zeros on the other.
+        plain: run without a context (`telegrad.autograd.plain`), and compare ``.grad``.
 
     Returns:
         True.
@@ -120,8 +122,9 @@ def gradcheck(
         else:
             workers = {name: name for name in placement.values()}
         placed = {path: workers[name] for path, name in placement.items()}
-        first = _run_distributed(model, placed, inputs, call or _call_and_wait, loss)
-        second = _run_distributed(model, placed, inputs, call or _call_and_wait, loss)
+        run = _run_plain if plain else _run_distributed
+        first = run(model, placed, inputs, call or _call_and_wait, loss)
+        second = run(model, placed, inputs, call or _call_and_wait, loss)
     _compare("the second distributed run", second, "the first", first, exact=True)
     _compare("the distributed run", first, "the local one", local, exact=exact, rtol=rtol, atol=atol)
     return True
@@ -158,14 +161,8 @@ def _run_distributed(
     loss: Callable[[Any], Tensor] | None,
 ) -> Values:
     first_names = _first_names(model)
-    model = copy.deepcopy(model)
+    model, parts = _place(model, placement, call)
     inputs = _copied(inputs)
-    parts = []
-    for path in sorted(placement, key=lambda path: -len(path.split(".")) if path else 1):  # inner parts first
-        part = model.get_submodule(path)
-        rref = rpc.remote(placement[path], _keep, args=(part,))
-        parts.append((path, rref))
-        model = _replaced(model, part, RemotePart(rref, call))
     with autograd.context() as context:
         output = model(*inputs)
         autograd.backward(context, [_scalar(output, loss)])
@@ -180,11 +177,61 @@ def _run_distributed(
             raise GradcheckError(
                 "the distributed run has put a gradient into .grad of an input; it belongs in the context"
             )
+    return _sum_by_name(found, by_name, first_names)
+
+
+def _run_plain(
+    model: nn.Module,
+    placement: Mapping[str, str],
+    inputs: Sequence[object],
+    call: Call,
+    loss: Callable[[Any], Tensor] | None,
+) -> Values:
+    first_names = _first_names(model)
+    model, parts = _place(model, placement, call)
+    inputs = _copied(inputs)
+    with autograd.plain():
+        output = model(*inputs)
+    _scalar(output, loss).backward()  # type: ignore[no-untyped-call]
+    grads = {id(tensor): tensor.grad for tensor in _tensors(inputs)}
+    found = _named_outputs(output) | _named_inputs(inputs, grads)
+    by_name = _plain_gradients(model)
+    for path, rref in parts:
+        theirs = rpc.rpc_sync(rref.owner(), _plain_gradients_of_part, args=(rref,))
+        by_name |= {f"{path}.{name}" if path else name: grad for name, grad in theirs.items()}
+    return _sum_by_name(found, by_name, first_names)
+
+
+def _place(
+    model: nn.Module, placement: Mapping[str, str], call: Call
+) -> tuple[nn.Module, list[tuple[str, RRef[nn.Module]]]]:
+    """Return a copy of a model with its parts on their workers, and references to the parts."""
+    model = copy.deepcopy(model)
+    parts = []
+    for path in sorted(placement, key=lambda path: -len(path.split(".")) if path else 1):  # inner parts first
+        part = model.get_submodule(path)
+        rref = rpc.remote(placement[path], _keep, args=(part,))
+        parts.append((path, rref))
+        model = _replaced(model, part, RemotePart(rref, call))
+    return model, parts
+
+
+def _sum_by_name(found: Values, by_name: Values, first_names: Mapping[str, str]) -> Values:
     for name, grad in by_name.items():
         key = f"the gradient of parameter {first_names[name]}"
         before = found.get(key)
         found[key] = grad if before is None else before if grad is None else before + grad
     return found
+
+
+def _plain_gradients_of_part(part: RRef[nn.Module]) -> Values:
+    return _plain_gradients(part.local_value())
+
+
+def _plain_gradients(model: nn.Module) -> Values:
+    return {
+        name: None if p.grad is None else p.grad.detach() for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def _keep(part: nn.Module) -> nn.Module:

@@ -1,0 +1,366 @@
+"""Backward passes without a context: `loss.backward()` over several workers."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from telegrad import autograd, rpc
+from telegrad.autograd.plain.records import PlainContext
+from telegrad.options import Options
+from telegrad.rref import RRef
+from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+class State:
+    """Tensors of the workers, which share this process."""
+
+    weight: Tensor
+    hidden: Tensor | None = None
+    gate: Gate
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Cluster]:
+    with cluster(3, options=Options(plain_backward=True)) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def clean(group: Cluster) -> Iterator[None]:
+    State.weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    yield
+    State.hidden = None
+    gc.collect()
+    assert_forgotten(group)
+
+
+def records(worker: Any) -> PlainContext:
+    return cast("PlainContext", worker._worker.autograd.plain)
+
+
+def assert_forgotten(group: Cluster) -> None:
+    eventually(lambda: all(records(worker).is_empty for worker in group))
+
+
+def grad_of(tensor: Tensor) -> Any:
+    return None if tensor.grad is None else tensor.grad.tolist()
+
+
+def ones() -> Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def scale(x: Tensor) -> Tensor:
+    return State.weight * x
+
+
+def twice_scaled(x: Tensor) -> Tensor:
+    return 2 * rpc.rpc_sync("w2", scale, (x,))
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+# ---- the slide
+
+
+def test_slide() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    fut = rpc.rpc_async("w1", torch.add, args=(x, 1))
+    rref = rpc.remote("w2", torch.add, args=(x, fut.wait()))
+    rref.to_here().sum().backward()
+    assert grad_of(x) == [2, 2]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.relu = nn.ReLU()
+        nn.init.ones_(self.fc.weight)
+        nn.init.ones_(self.fc.bias)
+
+    def forward(self, rx: RRef[Tensor]) -> Tensor:
+        return cast("Tensor", self.relu(self.fc(rx.to_here())))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rb1 = rpc.remote("w1", Block)
+        self.rb2 = rpc.remote("w2", Block)
+
+    def forward(self, ri: RRef[Tensor]) -> RRef[Tensor]:
+        rx = self.rb1.remote().forward(ri)
+        return cast("RRef[Tensor]", self.rb2.remote().forward(rx))
+
+
+def gradients(part: RRef[nn.Module]) -> list[Any]:
+    return [grad_of(parameter) for parameter in part.local_value().parameters()]
+
+
+def test_model_of_the_slide() -> None:
+    i, j = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    m = Model()
+    m(RRef(i)).to_here().sum().backward()
+    local = [Block(), Block()]
+    y = j
+    for block in local:
+        y = block.relu(block.fc(y))
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert grad_of(i) == grad_of(j)
+    for rref, block in zip((m.rb1, m.rb2), local, strict=True):
+        ours = rpc.rpc_sync(rref.owner(), gradients, (rref,))
+        assert ours == [grad_of(parameter) for parameter in block.parameters()]
+
+
+# ---- the semantics of a local pass
+
+
+def test_gradients_accumulate_and_meet_local_ones() -> None:
+    x = ones()
+    for count in (1, 2):
+        h = 3 * x  # sent, and used locally as well: its node runs once, on the sum
+        calls: list[Any] = []
+        h.register_hook(lambda grad, calls=calls: calls.append(grad.tolist()))  # type: ignore[misc]
+        y = rpc.rpc_sync("w1", scale, (h,))
+        (y.sum() + h.sum()).backward()
+        assert calls == [[2, 3, 4]]
+        assert grad_of(x) == [6 * count, 9 * count, 12 * count]
+        assert grad_of(State.weight) == [3 * count] * 3
+
+
+def test_chain_over_workers() -> None:
+    x = ones()
+    rpc.rpc_sync("w1", twice_scaled, (x,)).sum().backward()
+    assert grad_of(x) == [2, 4, 6]
+    assert grad_of(State.weight) == [2, 2, 2]
+
+
+def test_retain_graph() -> None:
+    x = ones()
+    y = rpc.rpc_sync("w1", square, (2 * x,))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert grad_of(x) == [16, 16, 16]
+    with pytest.raises(RuntimeError, match="backward through the graph a second time") as raised:
+        y.sum().backward()
+    assert "w1" in str(raised.value)
+
+
+def test_grad() -> None:
+    x, other = ones(), ones()
+    h = 2 * x
+    y = rpc.rpc_sync("w1", scale, (h,))
+    for _ in range(2):
+        found = torch.autograd.grad(y.sum(), [x, h, y], retain_graph=True)
+        assert [grad.tolist() for grad in found] == [[2, 4, 6], [1, 2, 3], [1, 1, 1]]
+    assert torch.autograd.grad(y.sum(), [y])[0].tolist() == [1, 1, 1]  # without the other worker
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(y.sum(), [x, other], retain_graph=True)
+    assert torch.autograd.grad(y.sum(), [x, other], allow_unused=True)[1] is None
+    assert grad_of(x) is None
+    assert grad_of(State.weight) is None
+
+
+def test_backward_with_inputs() -> None:
+    x, other = ones(), ones()
+    h = x * other
+    y = rpc.rpc_sync("w1", scale, (h,))
+    with pytest.raises(RuntimeError, match="accumulates only into leaves"):
+        y.sum().backward(inputs=[h])
+    y.sum().backward(inputs=[x])
+    assert grad_of(x) == [1, 2, 3]
+    assert grad_of(other) is None
+    assert grad_of(State.weight) is None
+
+
+def test_create_graph_is_refused() -> None:
+    y = rpc.rpc_sync("w1", scale, (ones(),))
+    with pytest.raises(RuntimeError, match="create_graph=True is not supported over several workers"):
+        y.sum().backward(create_graph=True)
+
+
+def test_hooks_run_once_with_the_sum() -> None:
+    leaf = ones()
+    sums: list[Any] = []
+    leaf.register_hook(lambda grad: sums.append(grad.tolist()))
+    leaf.register_post_accumulate_grad_hook(lambda tensor: sums.append(grad_of(tensor)))  # type: ignore[no-untyped-call]
+    y, z = rpc.rpc_sync("w1", scale, (leaf,)), rpc.rpc_sync("w2", scale, (leaf,))
+    (y.sum() + z.sum() + leaf.sum()).backward()
+    assert sums == [[3, 5, 7], [3, 5, 7]]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant: bool) -> None:
+    x = ones()
+    rpc.rpc_sync("w1", scale, (checkpoint(torch.square, x, use_reentrant=reentrant),)).sum().backward()
+    assert grad_of(x) == [2, 4, 6]
+
+
+def test_several_trainers_lose_no_gradient(group: Cluster) -> None:
+    passes = 50
+
+    def train(rank: int) -> None:
+        with group[rank]:
+            for _ in range(passes):
+                rpc.rpc_sync("w1", scale, (torch.ones(3),)).sum().backward()
+
+    run_all([lambda rank=rank: train(rank) for rank in (0, 2, 0, 2)])  # type: ignore[misc]
+    assert grad_of(State.weight) == [4 * passes] * 3
+
+
+def test_contexts_and_plain_passes_do_not_mix() -> None:
+    y = rpc.rpc_sync("w1", scale, (torch.ones(3),))
+    with autograd.context() as context:
+        z = rpc.rpc_sync("w1", scale, (torch.ones(3),))
+        autograd.backward(context, [z.sum()])
+        assert grad_of(State.weight) is None
+        assert autograd.get_gradients(context)[State.weight].tolist() == [1, 1, 1]
+        with pytest.raises(RuntimeError, match="received in another autograd context"):
+            autograd.backward(context, [y.sum()])
+        with pytest.raises(RuntimeError, match="Leave it before"), autograd.plain():
+            pass
+    y.sum().backward()
+    assert grad_of(State.weight) == [1, 1, 1]
+
+
+def test_plain_mode_of_a_thread() -> None:
+    with cluster(2) as group:
+        with autograd.plain():
+            y = rpc.rpc_sync("w1", scale, (torch.ones(3),))
+            with autograd.context() as context:
+                autograd.backward(context, [rpc.rpc_sync("w1", scale, (torch.ones(3),)).sum()])
+        assert rpc.rpc_sync("w1", scale, (torch.ones(3),)).is_leaf  # not recorded
+        y.sum().backward()
+        assert grad_of(State.weight) == [1, 1, 1]
+        del y
+        assert_forgotten(group)
+
+
+# ---- failures
+
+
+def fail(_: Tensor) -> Tensor:
+    raise ValueError("of a hook")
+
+
+def wait(gradient: Tensor) -> None:
+    State.gate.enter(gradient)
+
+
+def hooked(x: Tensor, hook: Any) -> Tensor:
+    y = State.weight * x
+    y.register_hook(hook)
+    return y
+
+
+def test_error_on_another_worker() -> None:
+    with pytest.raises(ValueError, match="of a hook"):
+        rpc.rpc_sync("w1", hooked, (ones(), fail)).sum().backward()
+
+
+def test_deadline(group: Cluster) -> None:
+    State.gate = Gate()
+    y = rpc.rpc_sync("w1", hooked, (torch.ones(3), wait))
+    calls = cast("Any", group[0])._worker.calls
+    before, calls.default_timeout = calls.default_timeout, 50_000_000
+    try:
+        with pytest.raises(RuntimeError, match="a backward pass without a context"):
+            y.sum().backward()
+    finally:
+        calls.default_timeout = before
+        State.gate.open()
+
+
+def test_lost_worker() -> None:
+    with cluster(2, options=Options(plain_backward=True)) as group:
+        y = rpc.rpc_sync("w1", scale, (ones(),))
+        group[1].close()
+        with pytest.raises(RuntimeError, match="w1"):
+            y.sum().backward()
+        eventually(lambda: not records(group[0]).sends)
+
+
+# ---- the lifetime of records
+
+
+def test_nothing_is_recorded_without_grad_mode(group: Cluster) -> None:
+    with torch.no_grad():
+        rpc.rpc_sync("w1", scale, (ones(),))
+    assert all(not records(worker).sends for worker in group)
+
+
+def keep_hidden(x: Tensor) -> None:
+    State.hidden = State.weight * x
+
+
+def use_hidden() -> tuple[Tensor, Tensor]:
+    assert State.hidden is not None
+    return State.hidden * 3, State.hidden * 5
+
+
+def test_some_collected_outputs_of_a_message(group: Cluster) -> None:
+    x = ones()
+    rpc.rpc_sync("w1", keep_hidden, (x,))
+    y, z = rpc.rpc_sync("w1", use_hidden)
+    del y
+    gc.collect()
+    z.sum().backward()
+    assert grad_of(x) == [5, 10, 15]
+    assert records(group[1]).receipts  # of x: the worker keeps the graph
+
+
+def test_sender_forgets(group: Cluster) -> None:
+    x = ones()
+    for _ in range(500):
+        rpc.rpc_sync("w1", twice_scaled, (x,)).sum()
+    assert_forgotten(group)
+
+
+class Undecodable:
+    def __reduce__(self) -> Any:
+        return _raise, ()
+
+
+def _raise() -> None:
+    raise ValueError("cannot be decoded")
+
+
+def undecodable(x: Tensor) -> object:
+    return x * State.weight, Undecodable()
+
+
+def test_sender_forgets_what_cannot_be_decoded(group: Cluster) -> None:
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        rpc.rpc_sync("w1", undecodable, (ones(),))
+    assert_forgotten(group)
+
+
+def late(x: Tensor) -> Tensor:
+    return cast("Tensor", State.gate.enter(x * State.weight))
+
+
+def test_sender_forgets_a_late_reply(group: Cluster) -> None:
+    State.gate = Gate()
+    with pytest.raises(RuntimeError):
+        rpc.rpc_sync("w1", late, (ones(),), timeout=0.05)
+    State.gate.open()
+    assert_forgotten(group)
+
+
+@pytest.mark.slow
+def test_dropped_losses_leave_memory_flat(group: Cluster) -> None:
+    x = ones()
+    for _ in range(100_000):
+        rpc.rpc_sync("w1", scale, (x,)).sum()
+        assert len(records(group[1]).sends) < 10_000
+    assert_forgotten(group)
