@@ -85,6 +85,24 @@ def one_call(framework: Framework) -> Pair:
     return checked(step, torch.ones(32, 32) @ w.t()), None
 
 
+def plain_against_context(framework: Framework) -> Pair:
+    """Return a pass without a context; the baseline is the same pass in one."""
+    x, w = torch.rand(32, 32, requires_grad=True), torch.rand(32, 32)
+
+    def forward() -> Tensor:
+        return cast("Tensor", framework.rpc.rpc_sync(SERVER, torch.mm, args=(x, w)))
+
+    def plain(clock: Clock) -> Tensor:
+        x.grad = None
+        with clock:
+            with framework.autograd.plain():
+                loss = forward().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return cast("Tensor", x.grad)
+
+    return checked(plain, torch.ones(32, 32) @ w.t()), one_pass(framework, x, forward)
+
+
 def four_workers(framework: Framework) -> Pair:
     x = torch.rand(32, 32, requires_grad=True)
     arguments = (framework.package, [2, 3], x)
@@ -207,6 +225,11 @@ AUTOGRAD = Family(
     "forward and backward passes over calls; the baseline is the same work in one process",
     (
         row("forward-backward over a call, 32x32", one_call, FasterThan(6)),
+        row(
+            "forward-backward over a call, 32x32, without a context against in one",
+            plain_against_context,
+            only=ONLY | {"parent": "may have no passes without a context", TORCH: "has no passes without a context"},
+        ),
         row("forward-backward over 4 workers", four_workers, workers=4),
         *(
             row(f"ConvNet step, batch {batch}", partial(conv_net, batch), LessOverhead(4), repeats=40, quick=batch == 1)

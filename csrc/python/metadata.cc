@@ -94,8 +94,7 @@ nb::object AutogradHooks::wrap(const ContextTag& in, std::int32_t peer, nb::hand
   const int recorded = PyObject_IsTrue(in.message.ptr());
   if (recorded < 0) throw nb::python_error();
   if (!recorded || context.is_none()) return {};
-  return python_result(
-      call_python(wrap_.ptr(), context.ptr(), nb::int_(peer).ptr(), in.message.ptr()));
+  return python_result(call_python(wrap_.ptr(), context.ptr(), nb::int_(peer).ptr(), in.message.ptr()));
 }
 
 int AutogradHooks::traverse(visitproc visit, void* arg) const {

@@ -24,8 +24,8 @@ __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_av
 
 NESTED = "Already have an autograd context id for this thread."
 PLAIN_IN_CONTEXT = (
-    "This thread has an autograd context, whose gradients stay in the context. Leave it before autograd.plain(), or call"
-    " autograd.backward(context_id, [loss])."
+    "This thread has an autograd context, whose gradients stay in the context. Leave it before autograd.plain(), or"
+    " call autograd.backward(context_id, [loss])."
 )
 NO_CONTEXT = (
     "Current thread doesn't have a valid autograd context. Please wrap your code using: `with"

@@ -16,7 +16,17 @@ from telegrad.autograd.context import Received, Sent
 from telegrad.autograd.execution.grad_capture import deliver
 from telegrad.autograd.graph.local_graph import mark_recv
 
-__all__ = ["LOCAL_BACKWARD", "NOT_STARTED", "RECV_NODE", "SEND_NODE", "Recv", "edge_of", "edges_of", "record_received", "record_sent"]
+__all__ = [
+    "LOCAL_BACKWARD",
+    "NOT_STARTED",
+    "RECV_NODE",
+    "SEND_NODE",
+    "Recv",
+    "edge_of",
+    "edges_of",
+    "record_received",
+    "record_sent",
+]
 
 RECV_NODE = "torch::distributed::autograd::RecvRpcBackward"
 """Torch's name for the node of received tensors. Their gradients go to the sender."""
@@ -25,8 +35,8 @@ SEND_NODE = "torch::distributed::autograd::SendRpcBackward"
 """Torch's name for the node of sent tensors, at which their gradients arrive."""
 
 NOT_STARTED = (
-    "the graph of this tensor continues on worker {peer}, and the pass cannot continue there: this worker has shut down,"
-    " or the pass was not started by torch.autograd.backward or torch.autograd.grad (is_grads_batched and functions of"
+    "the graph of this tensor continues on worker {peer}, and the pass cannot continue there: this worker has shut"
+    " down, or the pass was not started by torch.autograd.backward or torch.autograd.grad (is_grads_batched and functions of"
     " torch.func are not supported over several workers)."
 )
 

@@ -14,8 +14,8 @@ from telegrad.autograd.consistency.saved_tensors import PROTECTION, protection_o
 from telegrad.autograd.consistency.step_gate import BodyGuard, HandlerGuard
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.autograd.passes.manager import BackwardManager
+from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.worker import Worker
 
 __all__ = ["Autograd"]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.ddp import run_accumulate_grad

@@ -67,4 +67,3 @@ class Wanted:
             leaves.get(entry) if isinstance(entry, Tensor) else self._gradients.get(number)
             for number, entry in enumerate(self._entries)
         ]
-

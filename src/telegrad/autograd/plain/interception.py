@@ -1,8 +1,8 @@
 """Start of passes without a context: engine calls of the program whose graph continues on other workers.
 
-Every call of `torch.autograd.backward`, `torch.autograd.grad` and `Tensor.backward` ends in `run_backward` of one object.
-The first message that arrives in a plain context replaces this object. A call whose roots lead to tensors that were received in a
-plain context becomes a pass over all workers; all others go to torch unchanged.
+Every call of `torch.autograd.backward`, `torch.autograd.grad` and `Tensor.backward` ends in `run_backward` of one
+object. The first message that arrives in a plain context replaces this object. A call whose roots lead to tensors that
+were received in a plain context becomes a pass over all workers; all others go to torch unchanged.
 """
 
 from __future__ import annotations

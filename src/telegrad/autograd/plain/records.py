@@ -34,8 +34,8 @@ PLAIN: Final = 0
 class Receipt:
     """Receiver's part of one message: it frees the sender's record when it is freed.
 
-    It records the tensors of the message when it is called with them. Without that call, for example because the message
-    cannot be decoded, it is freed at once.
+    It records the tensors of the message when it is called with them. Without that call, for example because the
+    message cannot be decoded, it is freed at once.
 
     Args:
         context: The plain context of the receiver.
