@@ -68,6 +68,7 @@ FastReport: TypeAlias = tuple[int, tuple[Token, ...], tuple[tuple[Token, int], .
 """A `Report` as it travels."""
 
 _GRADIENT = int(TokenKind.GRADIENT)
+_SECOND_TIME = "backward through the graph a second time"  # in torch's error for a graph that has been freed
 
 
 class BackwardPass:
@@ -446,6 +447,8 @@ class BackwardPass:
             if not from_message or not isinstance(error, Exception):
                 return error
             self._cause = error
+        elif self._context.is_plain and type(error) is RuntimeError and _SECOND_TIME in str(error):
+            error = RuntimeError(f"On worker {self._worker.name}: {error}")
         return self._worker.id, pack_exception(error, self._worker), text_of(error)
 
     def _unpack_error(self, why: Reason) -> BaseException:
