@@ -10,7 +10,7 @@ from test_backward_over_workers import leaf, no_leaks, scalar, table
 from torch import Tensor
 
 from telegrad import autograd, rpc
-from telegrad.autograd.passes.backward_pass import ABORT
+from telegrad.autograd.passes.messages import ABORT
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
 from telegrad.testing import Cluster, LeakError, assert_quiescent, cluster, eventually
 

@@ -36,8 +36,8 @@ SEND_NODE = "torch::distributed::autograd::SendRpcBackward"
 
 NOT_STARTED = (
     "the graph of this tensor continues on worker {peer}, and the pass cannot continue there: this worker has shut"
-    " down, or the pass was not started by torch.autograd.backward or torch.autograd.grad (is_grads_batched and functions"
-    " of torch.func are not supported over several workers)."
+    " down, or the pass was not started by torch.autograd.backward or torch.autograd.grad (is_grads_batched and"
+    " functions of torch.func are not supported over several workers)."
 )
 
 LOCAL_BACKWARD = (

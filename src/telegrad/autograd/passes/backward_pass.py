@@ -1,9 +1,6 @@
 """Backward pass at one worker: runs the local stages as the schedule requires.
 
 protocols/backward.py has the schedule.
-
-A message of a pass is a plain tuple that begins with its kind, an int. It has ints, bytes, texts and tuples of them;
-`GRADIENTS` also has a list of tensors and None, and the *mode* of the pass as an int.
 """
 
 from __future__ import annotations
@@ -19,7 +16,17 @@ from torch import Tensor
 from telegrad.autograd.context import Context, Entry, WireMessage
 from telegrad.autograd.execution.stages import StageRunner
 from telegrad.autograd.execution.wanted import Wanted
-from telegrad.errors import TEXT, RemoteError, WorkerLost, is_drop_in
+from telegrad.autograd.passes.failures import SECOND_TIME, Reason, unpack_error
+from telegrad.autograd.passes.messages import (
+    ABORT,
+    ALONE,
+    DISCARD,
+    GRADIENTS,
+    REPORT,
+    RETAIN,
+    decode_message,
+    encode_message,
+)
 from telegrad.protocols.backward import PassSchedule
 from telegrad.protocols.backward_messages import (
     FINAL,
@@ -27,14 +34,9 @@ from telegrad.protocols.backward_messages import (
     Abort,
     Dropped,
     Effect,
-    Failed,
-    Finish,
     Finished,
     Gradients,
     Layout,
-    Lost,
-    Mark,
-    Marked,
     Message,
     Report,
     Run,
@@ -42,7 +44,7 @@ from telegrad.protocols.backward_messages import (
     Token,
     TokenKind,
 )
-from telegrad.serialize.exceptions import pack_exception, unpack_exception
+from telegrad.serialize.exceptions import pack_exception
 from telegrad.serialize.tracebacks import text_of
 from telegrad.types import WorkerInfo
 
@@ -50,25 +52,10 @@ __all__ = ["BackwardPass"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-GRADIENTS, MARK, MARKED, FINISH, REPORT, FAILED, LOST, ABORT = range(8)
-
-# Bits of the mode:
-RETAIN = 1  # torch keeps the graph
-DISCARD = 2  # in a plain context: a pass of `torch.autograd.grad`, which adds nothing to `.grad`
-ALONE = 4  # of one message, in a plain context: no other gradients of the pass are under way, or will be sent
-
-
-RemoteFailure: TypeAlias = tuple[int, bytes, str]
-"""An error of another worker: worker id, packed exception, its text."""
-
-Reason: TypeAlias = "BaseException | RemoteFailure | tuple[int, str] | str"
-"""Why a pass failed: an error of this worker or another one, the loss of a worker, or the text of an abort."""
-
 FastReport: TypeAlias = tuple[int, tuple[Token, ...], tuple[tuple[Token, int], ...], bool, bool]
 """A `Report` as it travels."""
 
 _GRADIENT = int(TokenKind.GRADIENT)
-_SECOND_TIME = "backward through the graph a second time"  # in torch's error for a graph that has been freed
 
 
 class BackwardPass:
@@ -385,7 +372,7 @@ class BackwardPass:
                     place = stages.add(send, tensors, place)
             tensors.clear()  # only the stages hold them now
             return schedule.handle(peer, Gradients(sends, marked, report and Report(*report)))
-        return schedule.handle(peer, _decode(message))
+        return schedule.handle(peer, decode_message(message))
 
     def _apply(self, effects: Sequence[Effect]) -> None:
         while effects:
@@ -422,17 +409,9 @@ class BackwardPass:
                 tensors += self._unsent.pop(send)
             report = message.report and tuple(message.report)
             return GRADIENTS, self._mode, message.marked, message.sends, tensors, report
-        if isinstance(message, Report):
-            return REPORT, tuple(message)
-        if isinstance(message, Mark):
-            return MARK, message.sends
-        if isinstance(message, Failed):
-            return FAILED, message.why
-        if isinstance(message, Lost):
-            return LOST, message.peer, message.why
         if isinstance(message, Abort):
             return ABORT, str(self._unpack_error(message.why))
-        return (MARKED,) if isinstance(message, Marked) else (FINISH,)
+        return encode_message(message)
 
     # ---- errors ------------------------------------------------------------------------------------------------------
 
@@ -447,42 +426,10 @@ class BackwardPass:
             if not from_message or not isinstance(error, Exception):
                 return error
             self._cause = error
-        elif self._context.is_plain and type(error) is RuntimeError and _SECOND_TIME in str(error):
+        elif self._context.is_plain and type(error) is RuntimeError and SECOND_TIME in str(error):
             error = RuntimeError(f"On worker {self._worker.name}: {error}")
         return self._worker.id, pack_exception(error, self._worker), text_of(error)
 
     def _unpack_error(self, why: Reason) -> BaseException:
         """Return the error that `backward` raises."""
-        if isinstance(why, BaseException):
-            return why
-        if isinstance(why, str):
-            return RuntimeError(why)
-        if len(why) == 2:
-            peer, reason = why
-            return WorkerLost(self._name_of(peer), reason)
-        worker, packed, text = why
-        error = unpack_exception(packed)
-        if self._cause is not None and worker == self._worker.id:
-            error.__cause__ = self._cause
-        if isinstance(error, RemoteError) and is_drop_in():
-            error.__dict__[TEXT] = f"Error on Node {worker}: {text}\n{error.__dict__[TEXT]}"
-        return error
-
-
-def _decode(message: WireMessage) -> Message:
-    kind = message[0]
-    if kind == REPORT:
-        return Report(*message[1])
-    if kind == MARK:
-        return Mark(message[1])
-    if kind == MARKED:
-        return Marked()
-    if kind == FINISH:
-        return Finish()
-    if kind == FAILED:
-        return Failed(message[1])
-    if kind == LOST:
-        return Lost(message[1], message[2])
-    if kind == ABORT:
-        return Abort(message[1])
-    raise ValueError(f"unknown kind of message of a backward pass: {kind!r}")
+        return unpack_error(why, self._worker.id, self._cause, self._name_of)

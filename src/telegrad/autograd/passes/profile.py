@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 from telegrad.autograd.context import Profile, WireMessage
-from telegrad.autograd.passes.backward_pass import GRADIENTS
+from telegrad.autograd.passes.messages import GRADIENTS
 from telegrad.autograd.recording import RECV_NODE, SEND_NODE
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import Calls

@@ -1,0 +1,45 @@
+"""Reasons why a pass failed, as they travel, and the errors that `backward` raises."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from telegrad.errors import TEXT, RemoteError, WorkerLost, is_drop_in
+from telegrad.serialize.exceptions import unpack_exception
+
+__all__ = ["SECOND_TIME", "Reason", "RemoteFailure", "unpack_error"]
+
+SECOND_TIME = "backward through the graph a second time"
+"""Part of torch's error for a graph that has been freed."""
+
+RemoteFailure: TypeAlias = tuple[int, bytes, str]
+"""An error of another worker: worker id, packed exception, its text."""
+
+Reason: TypeAlias = "BaseException | RemoteFailure | tuple[int, str] | str"
+"""Why a pass failed: an error of this worker or another one, the loss of a worker, or the text of an abort."""
+
+
+def unpack_error(
+    why: Reason, worker_id: int, cause: BaseException | None, name_of: Callable[[int], str]
+) -> BaseException:
+    """Return the error that `backward` raises.
+
+    Args:
+        why: The reason.
+        worker_id: This worker, the root.
+        cause: Cause of an error of this worker that a message has caused.
+        name_of: Returns the name of a worker.
+    """
+    if isinstance(why, BaseException):
+        return why
+    if isinstance(why, str):
+        return RuntimeError(why)
+    if len(why) == 2:
+        peer, reason = why
+        return WorkerLost(name_of(peer), reason)
+    worker, packed, text = why
+    error = unpack_exception(packed)
+    if cause is not None and worker == worker_id:
+        error.__cause__ = cause
+    if isinstance(error, RemoteError) and is_drop_in():
+        error.__dict__[TEXT] = f"Error on Node {worker}: {text}\n{error.__dict__[TEXT]}"
+    return error

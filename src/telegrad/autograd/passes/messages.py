@@ -1,0 +1,64 @@
+"""Messages of a pass as they travel.
+
+A message of a pass is a plain tuple that begins with its kind, an int. It has ints, bytes, texts and tuples of them;
+`GRADIENTS` also has a list of tensors and None, and the *mode* of the pass as an int.
+"""
+
+from telegrad.autograd.context import WireMessage
+from telegrad.protocols.backward_messages import Abort, Failed, Finish, Lost, Mark, Marked, Message, Report
+
+__all__ = [
+    "ABORT",
+    "ALONE",
+    "DISCARD",
+    "FAILED",
+    "FINISH",
+    "GRADIENTS",
+    "LOST",
+    "MARK",
+    "MARKED",
+    "REPORT",
+    "RETAIN",
+    "decode_message",
+    "encode_message",
+]
+
+GRADIENTS, MARK, MARKED, FINISH, REPORT, FAILED, LOST, ABORT = range(8)
+
+# Bits of the mode:
+RETAIN = 1  # torch keeps the graph
+DISCARD = 2  # in a plain context: a pass of `torch.autograd.grad`, which adds nothing to `.grad`
+ALONE = 4  # of one message, in a plain context: no other gradients of the pass are under way, or will be sent
+
+
+def decode_message(message: WireMessage) -> Message:
+    """Return a message other than GRADIENTS, as the schedule processes it."""
+    kind = message[0]
+    if kind == REPORT:
+        return Report(*message[1])
+    if kind == MARK:
+        return Mark(message[1])
+    if kind == MARKED:
+        return Marked()
+    if kind == FINISH:
+        return Finish()
+    if kind == FAILED:
+        return Failed(message[1])
+    if kind == LOST:
+        return Lost(message[1], message[2])
+    if kind == ABORT:
+        return Abort(message[1])
+    raise ValueError(f"unknown kind of message of a backward pass: {kind!r}")
+
+
+def encode_message(message: Message) -> WireMessage:
+    """Return a message other than `Gradients` and `Abort` as it travels."""
+    if isinstance(message, Report):
+        return REPORT, tuple(message)
+    if isinstance(message, Mark):
+        return MARK, message.sends
+    if isinstance(message, Failed):
+        return FAILED, message.why
+    if isinstance(message, Lost):
+        return LOST, message.peer, message.why
+    return (MARKED,) if isinstance(message, Marked) else (FINISH,)
