@@ -68,7 +68,7 @@ def check_some(data: st.DataObject) -> None:
     placement = data.draw(placements(model))
     call = data.draw(st.sampled_from(CALLS))
     x = integers(4, WIDTH, seed=1).requires_grad_(data.draw(st.booleans()))
-    assert gradcheck(model, placement, [x], call=call, exact=True)
+    assert gradcheck(model, placement, [x], call=call, exact=True, plain=data.draw(st.booleans()))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -113,11 +113,12 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, str]]]] = {
 }
 
 
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_placement(group: Cluster, case: str, call: Any) -> None:
+def test_a_placement(group: Cluster, case: str, call: Any, plain: bool) -> None:
     model, placement = CASES[case]()
-    assert gradcheck(model, placement, [integers(4, WIDTH).requires_grad_()], call=call, exact=True)
+    assert gradcheck(model, placement, [integers(4, WIDTH).requires_grad_()], call=call, exact=True, plain=plain)
 
 
 def tied() -> nn.Module:
@@ -128,7 +129,8 @@ def tied() -> nn.Module:
 
 @pytest.mark.parametrize("placement", [{"1": "w1"}, {"0": "w1"}, {"0": "w1", "2": "w2"}, {"": "w1", "1": "w2"}])
 def test_tied_weights(group: Cluster, placement: dict[str, str]) -> None:
-    assert gradcheck(tied(), placement, [integers(4, WIDTH)])
+    for plain in (False, True):
+        assert gradcheck(tied(), placement, [integers(4, WIDTH)], plain=plain)
 
 
 def test_an_ordinary_model_is_compared_as_closely_as_its_dtype_allows(group: Cluster) -> None:

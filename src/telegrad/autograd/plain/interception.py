@@ -115,7 +115,8 @@ def _context_of(roots: Sequence[Entry]) -> PlainContext | None:
 
 def _senders(roots: Sequence[Entry]) -> str:
     nodes = ends_of([entry_of(root) for root in roots])
-    return ", ".join(sorted({str(receipt.peer) for node in nodes if (receipt := receipt_of(node))}))
+    receipts = [receipt for node in nodes if (receipt := receipt_of(node))]
+    return ", ".join(sorted({receipt.context.name_of(receipt.peer) for receipt in receipts}))
 
 
 def _may_return(context: PlainContext, inputs: Sequence[Entry]) -> bool:

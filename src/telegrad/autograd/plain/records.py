@@ -93,6 +93,7 @@ class PlainContext(Context):
         receipts: Received messages with live tensors: id -> sender.
         request_callback: Has a pool thread call `collect` soon. Safe in a finalizer.
         is_lost: Returns whether a worker is lost.
+        name_of: Returns the name of a worker.
         backward: Runs a pass whose root is this worker.
     """
 
@@ -105,6 +106,7 @@ class PlainContext(Context):
         self.receipts: dict[int, int] = {}  # type: ignore[assignment]  # without nodes: they keep the graph alive
         self.request_callback: Callable[[], None] = _no_callback
         self.is_lost: Callable[[int], bool] = _is_never_lost
+        self.name_of: Callable[[int], str] = str
         self.backward: PassStarter | None = None
         self._freed: deque[int] = deque()
         self._finished_at: set[int] = set()  # workers that may still keep passes of this root that are over
