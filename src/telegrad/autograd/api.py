@@ -88,7 +88,7 @@ class context:
 
 
 class plain:
-    """Backward passes without a context: ``with plain():`` before the calls of a forward pass.
+    """Mode for backward passes without a context: ``with plain():``.
 
     Calls of this thread or coroutine within it, and nested calls of their handlers, record the tensors that travel and
     require grad. ``loss.backward()`` and ``torch.autograd.grad``, within it or later, then continue on the workers that

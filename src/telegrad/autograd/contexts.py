@@ -238,7 +238,7 @@ class Contexts:
         del record
 
     def wrap(self, context: Context, peer: int, message: int) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-        """Return the function that records the tensors of a received message; see `AutogradHooks.wrap`."""
+        """Return the function that records received tensors; see `AutogradHooks`."""
         if context is self.plain:
             install()
             return self.plain.receipt(peer, message)

@@ -205,7 +205,7 @@ def _run_plain(
 def _place(
     model: nn.Module, placement: Mapping[str, str], call: Call
 ) -> tuple[nn.Module, list[tuple[str, RRef[nn.Module]]]]:
-    """Return a copy of a model with its parts on their workers, and references to the parts."""
+    """Return a copy of a model with its parts on their workers, and these parts."""
     model = copy.deepcopy(model)
     parts = []
     for path in sorted(placement, key=lambda path: -len(path.split(".")) if path else 1):  # inner parts first

@@ -67,7 +67,7 @@ class AutogradHooks(Protocol[C]):
         """
 
     def on_ended(self, peer: int, plain: tuple[int, Any]) -> None:
-        """Handle the notification of a peer that a context, or some records of one, have ended."""
+        """Handle the notification of a peer that a context or its records have ended."""
 
     @property
     def plain(self) -> C:

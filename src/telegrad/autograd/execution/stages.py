@@ -369,7 +369,7 @@ class StageRunner:
             return stage.recvs, tensors
 
     def _run_accumulating(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
-        """Run a stage as torch runs a local backward pass: it adds to `.grad`, with all hooks."""
+        """Run a stage like a local backward pass: it adds to `.grad`, with all hooks."""
         tensors: list[Tensor | None] = []
         if not stage.recvs:
             if outputs:

@@ -40,7 +40,7 @@ _thread = _Thread()
 
 
 def takes_local_call() -> bool:
-    """Return whether the engine call that this thread begins is one of this module, once per call."""
+    """Return whether this module has begun the current engine call, once per call."""
     is_local, _thread.is_local = _thread.is_local, False
     return is_local
 

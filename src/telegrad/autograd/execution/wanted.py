@@ -41,7 +41,7 @@ class Wanted:
         self._gradients: dict[int, Tensor] = {}  # by position; of those that are not leaves
 
     def edges_in(self, graph: LocalGraph, stage: Stage) -> list[tuple[int, GradientEdge]]:
-        """Return the positions and edges whose node runs in a stage, with its complete gradient."""
+        """Return the positions and edges whose node runs in a stage."""
         cells: Sequence[object] = stage.cells or (None,)
         return [
             (number, entry)
@@ -61,7 +61,7 @@ class Wanted:
         return all(isinstance(entry, Tensor) for entry in self._entries)
 
     def results(self) -> list[Tensor | None]:
-        """Return the gradients of the inputs, in order; None for those that the roots do not depend on."""
+        """Return the gradients of the inputs, in order; None for unused inputs."""
         leaves = self.leaves.gradients
         return [
             leaves.get(entry) if isinstance(entry, Tensor) else self._gradients.get(number)

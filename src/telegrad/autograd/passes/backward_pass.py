@@ -204,7 +204,7 @@ class BackwardPass:
 
     @property
     def participants(self) -> set[int]:
-        """At the root: the other workers that may keep their parts of the pass when it is over."""
+        """At the root: other workers that may keep their parts of a pass that is over."""
         schedule = self._schedule
         if schedule is None or schedule.ledger is None:
             return set()

@@ -1,4 +1,4 @@
-"""Reasons why a pass failed, as they travel, and the errors that `backward` raises."""
+"""Reasons why a pass failed, and the errors that `backward` raises."""
 
 from collections.abc import Callable
 from typing import TypeAlias

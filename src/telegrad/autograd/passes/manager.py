@@ -76,7 +76,7 @@ class BackwardManager:
         gradients: Sequence[Tensor | None] | None = None,
         wanted: Wanted | None = None,
     ) -> None:
-        """Run a pass to its end; see `telegrad.autograd.backward` and `BackwardPass.start`."""
+        """Run a pass to its end; see `autograd.backward` and `BackwardPass.start`."""
         worker = self.worker
         timeout = worker.calls.default_timeout
         scope = current.get()
@@ -297,7 +297,7 @@ class BackwardManager:
     # ---- the end
 
     def min_live(self, context: Context) -> int:
-        """Return the lowest number of this root's passes in a context that is not over, or will begin."""
+        """Return the lowest number of this root's passes that is not over."""
         with context.lock:
             own = [number for root, number in context.passes if root == self.worker_id]
             return min(own, default=self._last_number + 1)
@@ -336,7 +336,7 @@ class BackwardManager:
 
 
 def _drop_finished(context: Context, root: int, min_live: int) -> list[ActivePass]:
-    """Remove and return the passes of a root with a lower number; with the lock of the context held."""
+    """Remove and return the passes of a root with a lower number, with the lock held."""
     if min_live <= context.min_live_pass.get(root, 0):
         return []
     context.min_live_pass[root] = min_live

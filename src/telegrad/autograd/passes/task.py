@@ -216,7 +216,7 @@ class PassTask:
 
     @property
     def participants(self) -> set[int]:
-        """At the root: the other workers that may keep their parts of the pass when it is over."""
+        """At the root: other workers that may keep their parts of a pass that is over."""
         return self._pass.participants
 
     # ---- profiles

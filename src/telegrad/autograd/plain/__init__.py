@@ -1,1 +1,1 @@
-"""Backward passes without a context: `loss.backward()` continues on the other workers."""
+"""Backward passes without a context: `loss.backward()` over several workers."""

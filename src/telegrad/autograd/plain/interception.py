@@ -1,4 +1,4 @@
-"""Start of passes without a context: engine calls of the program whose graph continues on other workers.
+"""Start of passes without a context, from torch's own functions.
 
 Every call of `torch.autograd.backward`, `torch.autograd.grad` and `Tensor.backward` ends in `run_backward` of one
 object. The first message that arrives in a plain context replaces this object. A call whose roots lead to tensors that
@@ -99,7 +99,7 @@ def install() -> None:
 
 
 def _context_of(roots: Sequence[Entry]) -> PlainContext | None:
-    """Return the plain context to whose received tensors the roots lead; None if there is none.
+    """Return the plain context of the received tensors below the roots, or None.
 
     Raises:
         RuntimeError: There are several.

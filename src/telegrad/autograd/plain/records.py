@@ -69,7 +69,7 @@ def receipt_of(node: Node) -> Receipt | None:
 
 
 class PassStarter(Protocol):
-    """Starts a backward pass at this worker, and waits for its end (`BackwardManager.run`)."""
+    """Runs a backward pass from this worker (`BackwardManager.backward`)."""
 
     def __call__(
         self,
@@ -119,12 +119,12 @@ class PlainContext(Context):
         return Receipt(self, peer, message)
 
     def on_receipt_freed(self, message: int) -> None:
-        """Record that no tensor of a received message is left. Called by finalizers; takes no lock."""
+        """Record that no tensor of a message is left. For finalizers; takes no lock."""
         self._freed.append(message)
         self.request_callback()
 
     def find_received(self, node: Node) -> Received | None:
-        """Return the record of received tensors by their node; None if they were received in a context."""
+        """Return the record of received tensors by their node; None for those of contexts."""
         receipt = receipt_of(node)
         if receipt is None or receipt.context is not self:
             return None
@@ -136,7 +136,7 @@ class PlainContext(Context):
         self.request_callback()
 
     def collect(self) -> dict[int, list[int]]:
-        """Return the workers to notify, each with the ids of its messages that are not needed any more.
+        """Return the workers to notify, each with the ids of its unused messages.
 
         Drops the records for lost workers, and for this worker itself.
         """
@@ -170,7 +170,7 @@ class PlainContext(Context):
         del dropped  # without the lock: frees graphs
 
     def records_for(self, sends: Sequence[int]) -> Records:
-        """Return the records that a pass needs: sends, and a function that finds received messages by their nodes.
+        """Return the records that a pass needs: sends, and a function that finds recvs.
 
         Args:
             sends: Sends that get gradients even if their graph was consumed.
@@ -180,7 +180,7 @@ class PlainContext(Context):
             return [*self.sends.values(), *again], [], self.find_received
 
     def consume(self, message: int) -> None:
-        """Exclude a message from passes that have no gradient for it: its graph is about to be freed."""
+        """Exclude a message whose graph will be freed from passes without a gradient for it."""
         with self.lock:
             record = self.sends.pop(message, None)
             if record is not None:
