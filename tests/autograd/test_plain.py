@@ -185,7 +185,7 @@ def test_backward_with_inputs() -> None:
 
 def test_create_graph_is_refused() -> None:
     y = rpc.rpc_sync("w1", scale, (ones(),))
-    with pytest.raises(RuntimeError, match="create_graph=True is not supported over several workers.*w1"):
+    with pytest.raises(RuntimeError, match=r"create_graph=True is not supported over several workers.*w1"):
         y.sum().backward(create_graph=True)
 
 

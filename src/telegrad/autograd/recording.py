@@ -66,9 +66,9 @@ class Recv(torch.autograd.Function):
     def backward(ctx: BackwardCFunction, *gradients: Tensor | None) -> tuple[None, None]:
         if not deliver(ctx, gradients):
             receipt = getattr(ctx, "receipt", None)
-            raise RuntimeError(
-                LOCAL_BACKWARD if receipt is None else NOT_STARTED.format(peer=receipt.context.name_of(receipt.peer))
-            )
+            if receipt is not None:
+                raise RuntimeError(NOT_STARTED.format(peer=receipt.context.name_of(receipt.peer)))
+            raise RuntimeError(LOCAL_BACKWARD)
         return None, None
 
 

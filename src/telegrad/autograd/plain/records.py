@@ -180,7 +180,10 @@ class PlainContext(Context):
             return [*self.sends.values(), *again], [], self.find_received
 
     def consume(self, message: int) -> None:
-        """Exclude a message whose graph will be freed from passes without a gradient for it."""
+        """Exclude a message from passes that have no gradient for it.
+
+        Its graph is about to be freed.
+        """
         with self.lock:
             record = self.sends.pop(message, None)
             if record is not None:
