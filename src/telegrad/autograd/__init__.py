@@ -12,6 +12,24 @@
     loss.backward()
 """
 
-from telegrad.autograd.api import DistAutogradContext, backward, context, get_gradients, is_available, plain
+from telegrad.autograd.api import (
+    DistAutogradContext,
+    backward,
+    context,
+    get_gradients,
+    is_available,
+    plain,
+    register_comm_hook,
+)
+from telegrad.autograd.passes.comm_hooks import GradientBucket
 
-__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available", "plain"]
+__all__ = [
+    "DistAutogradContext",
+    "GradientBucket",
+    "backward",
+    "context",
+    "get_gradients",
+    "is_available",
+    "plain",
+    "register_comm_hook",
+]

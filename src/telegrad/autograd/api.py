@@ -8,9 +8,11 @@ from typing import NoReturn, TypeGuard
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import ID_BITS
+from telegrad.autograd.passes.comm_hooks import CommHook
 from telegrad.autograd.passes.profile import backward_range
 from telegrad.autograd.recording import SEND_NODE, edges_of
 from telegrad.autograd.service import Autograd
@@ -19,7 +21,15 @@ from telegrad.worker import Scope, Worker, current
 from telegrad.worker.calls import tracing
 from telegrad.worker.default_worker import current_worker
 
-__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available", "plain"]
+__all__ = [
+    "DistAutogradContext",
+    "backward",
+    "context",
+    "get_gradients",
+    "is_available",
+    "plain",
+    "register_comm_hook",
+]
 
 
 NESTED = "Already have an autograd context id for this thread."
@@ -198,6 +208,41 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     found = _find(_service(), context_id)
     with found.lock:
         return dict(found.gradients)
+
+
+def register_comm_hook(state: object, hook: CommHook) -> RemovableHandle:
+    """Have a function compress the gradients that backward passes send from this worker.
+
+    The function runs once per message with gradients, on the thread that sends it; it must return soon. The receiver
+    needs no hook. Leaf gradients are not sent, so they are never compressed.
+
+    Args:
+        state: The hook's first argument, for example what it has left out so far.
+        hook: Called with the state and a `GradientBucket`. It returns a function and a tuple of its arguments, which
+            are sent; the receiver calls the function, which returns a list with one gradient for each of the bucket's.
+            It returns None to send the gradients unchanged.
+
+    Returns:
+        A handle; its `remove` removes the hook, as does leaving it as a context manager.
+
+    Raises:
+        RuntimeError: The worker has a hook already, or this process has not joined a group. What the hook or its
+            function raises fails the backward pass.
+
+    Example::
+
+        def to_half(state, bucket):
+            return to_float, ([None if g is None else g.half() for g in bucket.gradients],)
+
+        def to_float(gradients):
+            return [None if g is None else g.float() for g in gradients]
+
+        x = torch.ones(3, requires_grad=True)
+        with autograd.register_comm_hook(None, to_half), autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", torch.mul, args=(x, 2)).sum()
+            autograd.backward(context_id, [loss])
+    """
+    return _service().passes.comm_hooks.register(state, hook)
 
 
 # ---- the context of the running code

@@ -285,7 +285,7 @@ class RemoteModule(nn.Module):
         missing_keys += [prefix + key for key in missing]
         unexpected_keys += [prefix + key for key in unexpected] if strict else []
         if error:
-            error_msgs.append(error)
+            error_msgs.append(f"on worker {self.module_rref.owner_name()}: {error}")
 
     # ---- changes of the module
 

@@ -1,13 +1,16 @@
 """Optimizers of parameters on other workers: API of ``torch.distributed.optim``.
 
-`DistributedOptimizer` is Telegrad's own. All other names of ``torch.distributed.optim`` are torch's, loaded at first
-use.
+`DistributedOptimizer`, and what works with it, are Telegrad's own. All other names of ``torch.distributed.optim`` are
+torch's, loaded at first use.
 """
 
 from typing import Any, Final
 
 from telegrad.autograd.consistency.saved_tensors import unprotected
+from telegrad.optim.checkpoint import load_checkpoint
+from telegrad.optim.clipping import clip_grad_norm_
 from telegrad.optim.distributed import DistributedOptimizer
+from telegrad.optim.grad_scaler import GradScaler
 from telegrad.optim.local import between_steps
 
 _TORCHS: Final = {
@@ -21,11 +24,14 @@ _TORCHS: Final = {
 
 __all__ = [
     "DistributedOptimizer",
+    "GradScaler",
     "PostLocalSGDOptimizer",
     "ZeroRedundancyOptimizer",
     "as_functional_optim",
     "between_steps",
+    "clip_grad_norm_",
     "functional_optim_map",
+    "load_checkpoint",
     "register_functional_optim",
     "unprotected",
 ]

@@ -1,33 +1,36 @@
 """Optimizer of parameters on many workers."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from telegrad.autograd.api import _is_valid_context
-from telegrad.errors import NotInitialized
-from telegrad.optim.failures import all_of
+from telegrad.optim import owner as on_owner
+from telegrad.optim.ask import Request, ask
+from telegrad.optim.groups import Part, part_of, read_group, read_groups
 from telegrad.optim.local import LocalOptimizer
-from telegrad.protocols.rref import RRefId
+from telegrad.optim.owner import RemoteGroup, require_worker, step_of
+from telegrad.optim.state import check_groups, check_shapes, join, split
 from telegrad.rref import RRef
-from telegrad.worker import Worker
-from telegrad.worker.default_worker import current_worker
-from telegrad.worker.scope import current, remaining
+from telegrad.types import WorkerInfo
 
 __all__ = ["DistributedOptimizer"]
 
-# A group sent to one owner: options, references, names.
-_Group = tuple[dict[str, Any], list[RRef[Any]], "list[str] | None"]
+Closure = Callable[[], Any]
 
 
-class DistributedOptimizer:
-    """Optimizer that steps parameters on their workers with an autograd context.
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Optimizer that steps parameters on their workers.
 
     Each owner of parameters gets its own ordinary optimizer. A step runs on all owners at the same time. Any number of
     trainers may have optimizers of the same parameters, and step them while others run forward and backward passes;
     see ``docs/optim.md`` for the values that each of them sees.
+
+    It is a ``torch.optim.Optimizer``, so learning rate schedulers and hooks of torch work with it. Options that a
+    program or a scheduler sets in `param_groups` are sent to the owners with the next step, in the same message.
 
     Args:
         optimizer_class: any class of ``torch.optim``, or another with its interface: called on each owner with that
@@ -37,7 +40,8 @@ class DistributedOptimizer:
         args, kwargs: further arguments of the class, sent to each owner.
 
     Attributes:
-        remote_optimizers: references to the owners' parts.
+        param_groups: the groups: dicts with the references as "params", in the given order, and with all options.
+        defaults: the options that groups have by default.
 
     Raises:
         RuntimeError: this process has not joined a group, or an owner is lost.
@@ -48,10 +52,12 @@ class DistributedOptimizer:
 
         module = RemoteModule("worker1/cpu", torch.nn.Linear, (20, 1))
         optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
         with autograd.context() as context_id:
             loss = module(torch.ones(8, 20)).sum()
             autograd.backward(context_id, [loss])
             optimizer.step(context_id)
+        scheduler.step()
     """
 
     def __init__(
@@ -61,154 +67,279 @@ class DistributedOptimizer:
         *args: object,
         **kwargs: object,
     ) -> None:
-        worker = _worker()
-        entries = list(params_rref)
-        grouped = bool(entries) and isinstance(entries[0], Mapping)
-        groups = [_group(entry) for entry in entries] if grouped else [({}, *_split(entries))]
-        futures = []
-        with _outside_contexts():
-            for owner in dict.fromkeys(rref.owner_id for _, rrefs, _ in groups for rref in rrefs):
-                theirs = [part for group in groups if (part := _part_of(group, owner)) is not None]
-                arguments = (optimizer_class, theirs, grouped, args, kwargs)
-                futures.append((owner, worker.rpc_async(owner, make_local_optimizer, arguments)))
-        self.remote_optimizers: list[RRef[LocalOptimizer]] = _all_results(
-            worker, f"{getattr(optimizer_class, '__name__', optimizer_class)} could not be made", futures
-        )
+        require_worker()
+        groups, grouped = read_groups(list(params_rref))
+        self.optimizer_class: Callable[..., torch.optim.Optimizer] = optimizer_class
+        self._arguments = args, kwargs
+        self._parts: dict[int, Part] = {}  # by owner
+        self._factors: dict[int | None, float] = {}  # of gradients, by context, applied by the next step
+        # Not the constructor of torch's class: it takes tensors.
+        self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
+        self._add_groups(groups, grouped)
 
-    def step(self, context_id: int) -> None:
-        """Step all parameters that have a gradient in the context, on all owners at once.
+    @property
+    def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
+        """References to the owners' parts."""
+        return [part.rref for part in self._parts.values()]
 
-        Blocks until all owners have stepped.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, for example of layers that begin to train.
 
         Args:
-            context_id: an autograd context that is open on this worker.
+            param_group: a dict with references, or pairs of names and references, as "params", and with options.
+
+        Raises:
+            TypeError: it is not such a group.
+            errors of the owners' optimizers; those of several owners as one `ExceptionGroup`.
+        """
+        self._add_groups([read_group(param_group)], True)
+
+    def _add_groups(self, groups: Sequence[RemoteGroup], grouped: bool) -> None:
+        args, kwargs = self._arguments
+        before, first = len(self.param_groups), self._count
+        firsts = [first + sum(len(rrefs) for _, rrefs, _ in groups[:number]) for number in range(len(groups))]
+        owners = list(dict.fromkeys(rref.owner_id for _, rrefs, _ in groups for rref in rrefs))
+        mine = {one: [(n, part) for n, group in enumerate(groups) if (part := part_of(group, one))] for one in owners}
+
+        def request(one: int) -> Request:
+            theirs = [part for _, (part, _) in mine[one]]
+            known = self._parts.get(one)
+            if known is not None:
+                return on_owner.add_group, (*known.rref.id, theirs[0])
+            return on_owner.make_local_optimizer, (self.optimizer_class, theirs, grouped, args, kwargs)
+
+        name = getattr(self.optimizer_class, "__name__", self.optimizer_class)
+        replies = ask(f"{name} could not be made", {one: request(one) for one in owners})
+        found: list[dict[str, Any]] = [{} for _ in groups]
+        for one, reply in zip(owners, replies, strict=True):
+            if one not in self._parts:
+                rref, reply = reply
+                self._parts[one] = Part(rref)
+            defaults, options, shapes = reply
+            self.defaults.update(defaults)
+            ids = [firsts[n] + place for n, (_, places) in mine[one] for place in places]
+            self._parts[one].add([before + n for n, _ in mine[one]], ids, shapes, options)
+            for (n, _), of_group in zip(mine[one], options, strict=True):
+                found[n].update(of_group)
+        for (options, rrefs, names), of_group in zip(groups, found, strict=True):
+            named = {} if names is None else {"param_names": names}
+            self.param_groups.append({"params": rrefs, **self.defaults, **options, **of_group, **named})
+
+    @property
+    def _count(self) -> int:
+        return sum(len(group["params"]) for group in self.param_groups)
+
+    # ---- steps
+
+    def step(self, context_id: int | Closure | None = None, closure: Closure | None = None) -> Any:  # type: ignore[override]
+        """Step all parameters that have a gradient, on all owners at once.
+
+        Blocks until all owners have stepped. Options that have changed in `param_groups` take effect first.
+
+        Args:
+            context_id: an autograd context that is open on this worker, for its gradients; None for the `.grad` of the
+                parameters.
+            closure: called once before the step, without arguments, as in torch; usually it computes the gradients.
+
+        Returns:
+            The closure's result; None without a closure.
 
         Raises:
             RuntimeError: "Could not find autograd context with id: ...", or an owner is lost.
             errors of the optimizers; those of several owners as one `ExceptionGroup` that is of all their types. The
                 other owners have stepped.
         """
+        if callable(context_id):
+            context_id, closure = None, context_id
+        if context_id is not None:
+            _is_valid_context(context_id)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor = self._factors.pop(context_id, None) if self._factors else None
+        changes = {one: part.changes(self.param_groups) for one, part in self._parts.items()}
+        requests = {}
+        for one, part in self._parts.items():
+            further = (changes[one], factor) if changes[one] or factor is not None else ()
+            requests[one] = step_of, (*part.rref.id, context_id, *further)
+        ask("the optimizer could not step", requests)
+        for one, part in self._parts.items():
+            part.mark_changes_sent(changes[one])
+        return loss
+
+    def accumulate(self, context_id: int) -> None:
+        """Add the gradients of a context to the `.grad` of the parameters.
+
+        For several contexts per step: accumulate each, then call `step` without a context, and `zero_grad`. The
+        context has no gradients of these parameters afterwards. All trainers share the `.grad` of a parameter.
+
+        Args:
+            context_id: an autograd context that is open on this worker.
+
+        Raises:
+            RuntimeError: "Could not find autograd context with id: ...", or an owner is lost.
+
+        Example::
+
+            module = RemoteModule("worker1/cpu", torch.nn.Linear, (20, 1))
+            optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.05)
+            for batch in torch.ones(4, 8, 20):
+                with autograd.context() as context_id:
+                    autograd.backward(context_id, [module(batch).sum() / 4])
+                    optimizer.accumulate(context_id)
+            optimizer.step()
+            optimizer.zero_grad()
+        """
         _is_valid_context(context_id)
-        worker = _worker()
-        here = worker.info.id
-        futures: list[tuple[int, object]] = []
-        # This worker's own part comes last, because it runs on this thread; that also decides its turn at the step
-        # lock. Without an own part, this thread waits for the last of the other owners: this is faster than a future.
-        ordered = sorted(self.remote_optimizers, key=lambda rref: rref.owner_id == here)
-        with _outside_contexts():
-            for rref in ordered[:-1]:
-                futures.append((rref.owner_id, worker.rpc_async(rref.owner_id, step_of, (*rref.id, context_id))))
-            for rref in ordered[-1:]:
-                futures.append((rref.owner_id, _Done(worker, rref, context_id)))
-            _all_results(worker, "the optimizer could not step", futures)
+        self._ask_parts("gradients could not be accumulated", on_owner.accumulate, context_id)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove the `.grad` of all parameters on their owners; see ``torch.optim.Optimizer.zero_grad``.
 
-def make_local_optimizer(
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    groups: Sequence[_Group],
-    grouped: bool,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-) -> RRef[LocalOptimizer]:
-    """Create an owner's part, on the owner."""
-    values = [(options, [rref.local_value() for rref in rrefs], names) for options, rrefs, names in groups]
-    return RRef(LocalOptimizer(_worker(), optimizer_class, values, grouped, args, kwargs))
+        Gradients of contexts are not affected: each context has its own.
 
+        Args:
+            set_to_none: False sets them to zero instead.
 
-def step_of(created_on: int, local_id: int, context_id: int) -> None:
-    """Step the part of a reference, on its owner. The caller holds the reference.
+        Raises:
+            RuntimeError: an owner is lost.
+        """
+        self._factors.pop(None, None)
+        self._ask_parts("gradients could not be reset", on_owner.zero_grad, set_to_none)
 
-    The arguments are plain numbers because calls with a reference would take the slow path.
-    """
-    worker = _worker()
-    local: LocalOptimizer = worker.references.owned(RRefId(created_on, local_id)).get()
-    timeout = remaining(worker.calls.default_timeout, current.get())
-    local.step(context_id, timeout=timeout / 1e9 if timeout else -1.0)
-
-
-class _Done:
-    """Completed step of this thread, with a future's `wait`."""
-
-    def __init__(self, worker: Worker, rref: RRef[LocalOptimizer], context_id: int) -> None:
-        self._error: Exception | None = None
-        try:
-            if rref.is_owner():
-                step_of(*rref.id, context_id)
-            else:
-                worker.rpc_sync(rref.owner_id, step_of, (*rref.id, context_id))
-        except Exception as e:
-            self._error = e
-
-    def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
-def _worker() -> Worker:
-    worker = current_worker()
-    if worker is None:
-        raise NotInitialized
-    return worker
-
-
-def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Any]]) -> list[Any]:
-    """Wait for all futures and return their results.
-
-    Raises:
-        errors of the futures, combined.
-    """
-    results, failures = [], []
-    for owner, future in futures:
-        try:
-            results.append(future.wait())
-        except Exception as e:
-            failures.append((worker.members.name_of(owner), e))
-    if failures:
-        raise all_of(what, failures)
-    return results
-
-
-@contextmanager
-def _outside_contexts() -> Iterator[None]:
-    """Make calls without the current context: they belong to no forward pass."""
-    scope = current.get()
-    if scope is None or scope.autograd is None:
-        yield
-        return
-    token = current.set(scope._replace(autograd=None))
-    try:
-        yield
-    finally:
-        current.reset(token)
-
-
-def _group(entry: object) -> _Group:
-    if not isinstance(entry, Mapping) or "params" not in entry:
-        raise TypeError(f'a parameter group is a dict with "params", not {entry!r}')
-    params = entry["params"]
-    members = [params] if isinstance(params, RRef) else list(params)
-    return {key: value for key, value in entry.items() if key != "params"}, *_split(members)
-
-
-def _split(members: Sequence[Any]) -> tuple[list[RRef[Any]], list[str] | None]:
-    """Return the references, and their names if they have any."""
-    names: list[str] | None = None
-    if members and isinstance(members[0], tuple):
-        names = [name for name, _ in members]
-        members = [rref for _, rref in members]
-    for member in members:
-        if not isinstance(member, RRef):
-            raise TypeError(
-                f"DistributedOptimizer takes RRefs to parameters, but got a {type(member).__name__}. For a parameter of"
-                " this worker, pass RRef(parameter)."
+    def _norms(self, context_id: int | None, norm_type: float) -> list[tuple[int, Tensor]]:
+        """Return the norm of each gradient, as the next step will use it, with its parameter's id; in any order."""
+        replies = self._ask_parts("norms could not be computed", on_owner.norms_of, context_id, norm_type)
+        factor = self._factors.get(context_id, 1.0)
+        found = []
+        for part, (numbers, norms) in zip(self._parts.values(), replies, strict=True):
+            found += (
+                [(part.ids[number], norm * factor) for number, norm in zip(numbers, norms, strict=True)]
+                if numbers
+                else []
             )
-    return list(members), names
+        return found
 
+    def _scale(self, context_id: int | None, factor: float) -> None:
+        """Multiply gradients; the factor travels with the next step."""
+        autograd = require_worker().autograd
+        for ended in [one for one in self._factors if one is not None and autograd.find(one) is None]:
+            del self._factors[ended]
+        self._factors[context_id] = self._factors.get(context_id, 1.0) * factor
 
-def _part_of(group: _Group, owner: int) -> _Group | None:
-    """Return one owner's part of a group; None if it has none."""
-    options, rrefs, names = group
-    mine = [index for index, rref in enumerate(rrefs) if rref.owner_id == owner]
-    if not mine:
-        return None
-    return options, [rrefs[i] for i in mine], None if names is None else [names[i] for i in mine]
+    def _unscale(self, context_id: int | None, inverse: float) -> bool:
+        """Multiply gradients at once; return whether one was infinite or not a number."""
+        if context_id is not None:
+            _is_valid_context(context_id)
+        return any(self._ask_parts("gradients could not be unscaled", on_owner.unscale, context_id, inverse))
+
+    # ---- state
+
+    def state_dict(self, owner: str | int | WorkerInfo | None = None) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state of all owners' optimizers in torch's format, with copies of all tensors on the CPU.
+
+        The ids of parameters are their places in `param_groups`. An ordinary optimizer of the same parameters in one
+        process can load it.
+
+        Args:
+            owner: a worker, for the state of its part only: that of an ordinary optimizer of the parameters that it
+                owns, in the order of `param_groups`.
+
+        Raises:
+            ValueError: the worker owns none of the parameters.
+            RuntimeError: an owner is lost.
+
+        Example::
+
+            module = RemoteModule("worker1/cpu", torch.nn.Linear, (20, 1))
+            optimizer = DistributedOptimizer(torch.optim.Adam, module.remote_parameters())
+            saved = optimizer.state_dict()
+            DistributedOptimizer(torch.optim.Adam, module.remote_parameters()).load_state_dict(saved)
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        parts = self._parts if owner is None else self._part_on(owner)
+        changes = {one: part.changes(self.param_groups) for one, part in parts.items()}
+        requests = {one: (on_owner.state_of, (*part.rref.id, changes[one])) for one, part in parts.items()}
+        states = ask("the state could not be read", requests)
+        for one, part in parts.items():
+            part.mark_changes_sent(changes[one])
+        result = states[0] if owner is not None else join(self.param_groups, list(parts.values()), states)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            result = after(self, result) or result
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], owner: str | int | WorkerInfo | None = None) -> None:  # type: ignore[override]
+        """Load a state that `state_dict` or an ordinary optimizer has returned.
+
+        The options of the groups are loaded as well. The state is checked before any owner loads a part of it.
+
+        Args:
+            state_dict: the whole state, or one part's.
+            owner: the worker whose part to load; None for all.
+
+        Raises:
+            ValueError: the state has other groups, or tensors of other shapes than the parameters; or the worker owns
+                none of the parameters.
+            RuntimeError: an owner is lost.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, dict(state_dict)) or state_dict
+        worker = require_worker()
+        if owner is None:
+            check_groups(self.param_groups, state_dict)
+            parts = self._parts
+            theirs = {one: split(part, state_dict) for one, part in parts.items()}
+        else:
+            parts = self._part_on(owner)
+            check_groups([{"params": ids} for ids in self._ids_on(*parts.values())], state_dict)
+            theirs = {one: dict(state_dict) for one in parts}
+        for one, part in parts.items():
+            check_shapes(self.optimizer_class, part, theirs[one], worker.members.name_of(one), self._name_of)
+        requests = {one: (on_owner.load_state, (*part.rref.id, theirs[one])) for one, part in parts.items()}
+        for part, options in zip(parts.values(), ask("the state could not be loaded", requests), strict=True):
+            part.mark_sent(options)
+            for number, of_group in zip(part.groups, options, strict=True):
+                self.param_groups[number].update(of_group)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _part_on(self, owner: str | int | WorkerInfo) -> dict[int, Part]:
+        members = require_worker().members
+        one = members.resolve(owner).id
+        if one not in self._parts:
+            names = ", ".join(members.name_of(each) for each in self._parts)
+            raise ValueError(f"worker {members.name_of(one)} owns no parameters of this optimizer; its owners: {names}")
+        return {one: self._parts[one]}
+
+    def _ids_on(self, part: Part) -> list[list[int]]:
+        """Return the ids of a part's parameters, by group."""
+        found, first = [], 0
+        for number, group in enumerate(self.param_groups):
+            ids = range(first, first + len(group["params"]))
+            first += len(ids)
+            if number in part.groups:
+                found.append([one for one in part.ids if one in ids])
+        return found
+
+    def _name_of(self, parameter: int) -> str:
+        """Return the name of a parameter by its id, for errors."""
+        place = parameter
+        for number, group in enumerate(self.param_groups):
+            if place < len(group["params"]):
+                names = group.get("param_names")
+                return f"parameter {names[place]!r}" if names else f"parameter {place} of group {number}"
+            place -= len(group["params"])
+        raise IndexError(parameter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is sent with the optimizer in a call: not its hooks."""
+        names = ("defaults", "param_groups", "optimizer_class", "_arguments", "_parts", "_factors")
+        return {"state": defaultdict(dict), **{name: self.__dict__[name] for name in names}}
+
+    # ---- calls of owners
+
+    def _ask_parts(self, what: str, function: Callable[..., Any], *arguments: object) -> list[Any]:
+        """Call a function on all owners with their part's reference; see `ask`."""
+        return ask(what, {one: (function, (*part.rref.id, *arguments)) for one, part in self._parts.items()})

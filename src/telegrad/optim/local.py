@@ -15,7 +15,7 @@ taken.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,15 @@ from telegrad.autograd.consistency import saved_tensors
 from telegrad.autograd.consistency.saved_tensors import protect
 from telegrad.autograd.consistency.step_gate import StepGate, warn_if_overtaken
 from telegrad.errors import NotInitialized
+from telegrad.optim.gradients import gradients_of, scale
 from telegrad.optim.parameters import ManagedParameter, locked_in_order, managed, sorted_for_locking
 from telegrad.worker.default_worker import current_worker
 
 __all__ = ["Group", "LocalOptimizer", "between_steps"]
 
 Group = tuple[dict[str, Any], list[Tensor], list[str] | None]  # options, parameters, and their names if any
+
+_NO_CONTEXT: Final = 0  # a context's id is larger
 
 _NOT_A_LEAF = "can't optimize a non-leaf Tensor"
 
@@ -43,6 +46,10 @@ class LocalOptimizer:
         groups: the parameters, leaf tensors.
         grouped: pass groups to the optimizer instead of a list.
         args, kwargs: its further arguments.
+
+    Attributes:
+        optimizer: the ordinary optimizer, of the shadows.
+        parameters: in the order of the groups; a parameter's index is its id in the optimizer's state.
 
     Raises:
         ValueError: one of the parameters is not a leaf, or two share memory.
@@ -58,57 +65,100 @@ class LocalOptimizer:
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> None:
-        parameters = [parameter for _, members, _ in groups for parameter in members]
-        _check(parameters)
+        self.parameters: list[Tensor] = [parameter for _, members, _ in groups for parameter in members]
+        _check(self.parameters)
         self._worker = worker
-        shadows = {id(parameter): _shadow(parameter) for parameter in parameters}
+        self._shadow_of: dict[int, Tensor] = {id(parameter): _shadow(parameter) for parameter in self.parameters}
         given: list[object] = []
-        for options, members, names in groups:
-            of_group: list[object] = [shadows[id(parameter)] for parameter in members]
-            if names is not None:
-                of_group = list(zip(names, of_group, strict=True))
-            given.extend([{**options, "params": of_group}] if grouped else of_group)
+        for group in groups:
+            of_group = self._given(group)
+            given.extend([of_group] if grouped else of_group["params"])
         self.optimizer: torch.optim.Optimizer = optimizer_class(given, *args, **kwargs)
-        unique = list({id(parameter): parameter for parameter in parameters}.values())
-        self._managed = managed(worker, unique)
-        self._in_turn = sorted_for_locking(self._managed)
-        self._shadows: list[Tensor] = [shadows[id(parameter)] for parameter in unique]
-        self._vacant = [torch.empty(0, dtype=p.dtype, device=p.device) for p in unique]
         self._known = type(self.optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+        self._manage()
         self._vacate()
+
+    def _given(self, group: Group) -> dict[str, Any]:
+        """Return a group as the optimizer takes it."""
+        options, members, names = group
+        shadows: list[Any] = [self._shadow_of[id(parameter)] for parameter in members]
+        return {**options, "params": shadows if names is None else list(zip(names, shadows, strict=True))}
+
+    def _manage(self) -> None:
+        unique = list({id(parameter): parameter for parameter in self.parameters}.values())
+        self._managed = managed(self._worker, unique)
+        self._in_turn = sorted_for_locking(self._managed)
+        self._shadows: list[Tensor] = [self._shadow_of[id(parameter)] for parameter in unique]
+        self._vacant = [torch.empty(0, dtype=p.dtype, device=p.device) for p in unique]
+
+    def add_group(self, group: Group) -> None:
+        """Add a parameter group.
+
+        Raises:
+            ValueError: one of its parameters is not a leaf, shares memory with another, or is in a group already.
+        """
+        members = group[1]
+        _check([*self.parameters, *members])
+        with self.exclusive():
+            shadows = {id(parameter): _shadow(parameter) for parameter in members}
+            self._shadow_of = {**shadows, **self._shadow_of}
+            try:
+                self.optimizer.add_param_group(self._given(group))
+            except BaseException:
+                self._shadow_of = {id(parameter): self._shadow_of[id(parameter)] for parameter in self.parameters}
+                raise
+            self.parameters = [*self.parameters, *members]
+            self._manage()
+            self._vacate()
 
     @property
     def optim(self) -> torch.optim.Optimizer:
         """Return the optimizer, under torch's name for it."""
         return self.optimizer
 
-    def step(self, context: int, gradients: dict[Tensor, Tensor] | None = None, timeout: float = -1.0) -> None:
+    def exclusive(self, timeout: float = -1.0) -> AbstractContextManager[None]:
+        """Return a context manager in which no optimizer steps the parameters.
+
+        Args:
+            timeout: seconds to wait for steps of other optimizers; -1 is no limit.
+
+        Raises:
+            TimeoutError: another optimizer is still stepping one of the parameters.
+        """
+        return locked_in_order(self._in_turn, timeout)
+
+    def step(
+        self,
+        context: int | None,
+        gradients: dict[Tensor, Tensor] | None = None,
+        timeout: float = -1.0,
+        factor: float | None = None,
+    ) -> None:
         """Step the parameters once.
 
         Args:
-            context: id of the autograd context.
+            context: id of the autograd context; None steps with the parameters' `.grad`.
             gradients: by parameter; those of the context on this worker by default.
             timeout: seconds to wait for steps of other optimizers of the same parameters; -1 is no limit.
+            factor: multiplies the gradients, in place, before the step.
 
         Raises:
             TimeoutError: another optimizer is still stepping one of the parameters.
             errors of the optimizer.
         """
-        if gradients is None:
-            gradients = self._gradients(context)
-        with locked_in_order(self._in_turn, timeout), torch.inference_mode(False):
+        with self.exclusive(timeout), torch.inference_mode(False):
+            if gradients is None:
+                gradients = self.gradients(context)
+            if factor is not None:
+                scale([gradients[one] for one in self.parameters if one in gradients], factor)
             try:
-                self._step(protect(self._worker).gate, context, gradients)
+                self._step(protect(self._worker).gate, context or _NO_CONTEXT, gradients)
             finally:
                 self._vacate()
 
-    def _gradients(self, context: int) -> dict[Tensor, Tensor]:
-        """Return the context's gradients on this worker, which may have none."""
-        found = self._worker.autograd.find(context)
-        if found is None:
-            return {}
-        with found.lock:
-            return dict(found.gradients)
+    def gradients(self, context: int | None) -> dict[Tensor, Tensor]:
+        """Return the gradients on this worker, which may have none; see `step`."""
+        return gradients_of(self._worker, context, self.parameters)
 
     def _step(self, gate: StepGate, context: int, gradients: dict[Tensor, Tensor]) -> None:
         on_copies: list[tuple[ManagedParameter, Tensor]] = []

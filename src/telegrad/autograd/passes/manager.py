@@ -19,6 +19,7 @@ from torch import Tensor
 from telegrad.autograd.context import ActivePass, Context, Entry, Profile, WireMessage
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.execution.wanted import Wanted
+from telegrad.autograd.passes.comm_hooks import CommHooks, decompress
 from telegrad.autograd.passes.task import Outcome, PassTask, PendingRequest
 from telegrad.autograd.plain.records import PlainContext
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError
@@ -56,6 +57,7 @@ class BackwardManager:
         self.worker_id: int = worker.info.id
         self.worker = worker
         self._contexts = contexts
+        self.comm_hooks: CommHooks = CommHooks(worker.members.name_of)
         self._last_number = 0  # of the passes that this worker began
         self._number_lock = threading.Lock()
         self._roots: set[PassTask] = set()  # passes that this worker began and that are not over
@@ -151,6 +153,8 @@ class BackwardManager:
         if task.deadline:
             timeout = max(task.deadline - time.monotonic_ns(), 1)
         try:
+            if self.comm_hooks.hooks:
+                messages = self.comm_hooks.compress(peer, messages)
             body = (context.id, task.root, task.number, self._min_live(context, task.root, task.number), messages)
             request = PendingRequest()
             request.task, request.peer = task, peer
@@ -205,7 +209,7 @@ class BackwardManager:
                     raise unpack_exception(body)
                 if flags & _METADATA:
                     task.on_profile(self.worker.messages.read_metadata(peer, flags, segments).profile)
-                messages = self.worker.messages.decode(flags, body, segments, [])
+                messages = decompress(self.worker.messages.decode(flags, body, segments, []))
             except BaseException as e:
                 task.abort(e)
                 return
@@ -227,7 +231,8 @@ class BackwardManager:
             profile = (
                 worker.messages.read_metadata(request.peer, flags, segments).profile if flags & _METADATA else None
             )
-            context_id, root, number, min_live, messages = worker.messages.decode(flags, body, segments, [])
+            context_id, root, number, min_live, packed = worker.messages.decode(flags, body, segments, [])
+            messages = decompress(packed)
             context = self._contexts.find(context_id)
             if context is None:
                 raise self._unknown_context(context_id)
@@ -262,7 +267,8 @@ class BackwardManager:
     def _reply(
         self, peer: int, connection: int, call: int, messages: list[WireMessage], profile: Profile | None
     ) -> None:
-        if profile is not None or not self.worker.server.reply(connection, call, messages):
+        slow = profile is not None or bool(self.comm_hooks.hooks)
+        if slow or not self.worker.server.reply(connection, call, messages):
             self._reply_slow(RequestInfo(peer, connection, call, 0), messages, profile)
 
     def _unknown_context(self, context_id: int) -> TelegradError:
@@ -274,6 +280,8 @@ class BackwardManager:
     def _reply_slow(self, request: RequestInfo, messages: list[WireMessage], profile: Profile | None) -> None:
         encoder, handlers = self.worker.messages, self.worker.handlers
         try:
+            if self.comm_hooks.hooks:
+                messages = self.comm_hooks.compress(request.peer, messages)
             message = encoder.encode_internal(request.peer, messages)
             if profile is not None:
                 message = encoder.with_trace(message, profile)

@@ -1,0 +1,96 @@
+"""Checkpoints of ``torch.distributed.checkpoint`` with optimizers and modules on many workers."""
+
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from telegrad.optim.state import by_key
+
+__all__ = ["load_checkpoint"]
+
+
+def load_checkpoint(
+    state: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: Any = None,
+    process_group: Any = None,
+) -> None:
+    """Load a checkpoint that ``torch.distributed.checkpoint.save`` has written, into modules and optimizers.
+
+    ``torch.distributed.checkpoint.load`` loads only the entries that a state has already, and an optimizer that has
+    made no step has none. This function loads what the checkpoint has. Parameters may be on other workers than when the
+    checkpoint was saved, and on another number of workers, as long as modules have the same names and optimizers have
+    the same groups.
+
+    Args:
+        state: modules, optimizers and other entries by name, as for ``torch.distributed.checkpoint.load``; other
+            entries are loaded by it. The checkpoint may have further names.
+        checkpoint_id: folder or other id of the checkpoint.
+        storage_reader: reader of the checkpoint; by default, one for the folder.
+        process_group: processes that load at the same time; see ``torch.distributed.checkpoint.load``.
+
+    Raises:
+        ValueError: a name is not in the checkpoint, or an optimizer has other groups or parameters of other shapes.
+        RuntimeError: the checkpoint has other entries or shapes than a module, or an owner is lost.
+
+    Example::
+
+        import torch.distributed.checkpoint as dcp
+
+        module = RemoteModule("worker1/cpu", torch.nn.Linear, (20, 1))
+        optimizer = DistributedOptimizer(torch.optim.Adam, module.remote_parameters())
+        dcp.save({"model": module, "optimizer": optimizer, "epoch": 3}, checkpoint_id="checkpoint")
+
+        state = {"model": module, "optimizer": optimizer, "epoch": 0}
+        optim.load_checkpoint(state, checkpoint_id="checkpoint")
+        print(state["epoch"])  # 3
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    reader = storage_reader if storage_reader is not None else dcp.FileSystemReader(_required(checkpoint_id))
+    metadata = reader.read_metadata()
+    saved, paths = metadata.state_dict_metadata, metadata.planner_data
+    names = {path[0] for path in paths.values()}
+    if missing := state.keys() - names:
+        raise ValueError(
+            f"the checkpoint has no {_listed(missing)}: it has {_listed(names)}. Save and load under the same names."
+        )
+    whole = {name for name, target in state.items() if isinstance(target, (Optimizer, nn.Module))}
+    entries = {key: _empty(saved[key]) for key, path in paths.items() if path[0] in whole}
+    others = {name: target for name, target in state.items() if name not in whole}
+    both = {**others, **entries}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a usual case
+        dcp.load(both, storage_reader=reader, process_group=process_group)
+    loaded = unflatten_state_dict({key: both[key] for key in entries}, paths)
+    state.update({name: both[name] for name in others})
+    for name in whole:
+        found = loaded.get(name, {})
+        if isinstance(state[name], Optimizer):  # an optimizer without state has no entries for it
+            keys = [key for group in found["param_groups"] for key in group["params"]]
+            found["state"] = by_key(found.get("state", {}), keys)
+        state[name].load_state_dict(found)
+
+
+def _required(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    if checkpoint_id is None:
+        raise ValueError("load_checkpoint needs a checkpoint_id, such as a folder, or a storage_reader")
+    return checkpoint_id
+
+
+def _empty(metadata: Any) -> Any:
+    """Return a tensor to load into; None for other values."""
+    if not hasattr(metadata, "size"):
+        return None
+    return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))

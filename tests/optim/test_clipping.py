@@ -1,0 +1,245 @@
+"""Clipping and scaling of gradients over several workers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from model_helpers import Local, Spread, assert_equal, grads_of, set_grads
+from test_param_groups import Table, recorded_requests, weight_of
+from torch import Tensor, nn, optim
+from torch.nn.utils import clip_grad_norm_ as clip_locally
+
+from telegrad import autograd, rpc
+from telegrad.optim import DistributedOptimizer, GradScaler, clip_grad_norm_
+from telegrad.testing import Cluster, assert_quiescent, cluster
+
+
+@pytest.fixture(scope="module")
+def w() -> Iterator[Cluster]:
+    with cluster(3) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(w: Cluster) -> Iterator[None]:
+    yield
+    for worker in w:
+        assert_quiescent(worker)
+
+
+PLACES = ("w1", "w0", "w2")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_norms_and_steps_are_those_of_one_process(norm_type: float, max_norm: float) -> None:
+    model, local = Spread(PLACES), Local(3)
+    ours = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+    theirs = optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+    norms: list[list[Tensor]] = [[], []]
+    for number in range(3):
+        model.train(
+            ours, number, lambda o, context_id: norms[0].append(clip_grad_norm_(o, max_norm, norm_type, context_id))
+        )
+        local.train(theirs, number, lambda *_: norms[1].append(clip_locally(local.parameters(), max_norm, norm_type)))
+    assert norms[0] == norms[1]
+    assert_equal(model, local)
+
+
+def test_it_is_one_round_trip_and_the_factor_travels_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    sent = recorded_requests(monkeypatch)
+    model.train(optimizer, 0, lambda o, context_id: clip_grad_norm_(o, 0.1, context_id=context_id))
+    clip, step = sent  # one message to each of the two owners, each time
+    assert [function.__name__ for function, _ in clip.values()] == ["norms_of"] * 2
+    assert [function.__name__ for function, _ in step.values()] == ["step_of"] * 2
+    factors = {args[4] for _, args in step.values()}
+    assert len(factors) == 1
+    assert factors.pop() < 1
+    sent.clear()
+    model.train(optimizer, 0, lambda o, context_id: clip_grad_norm_(o, 1e6, context_id=context_id))
+    assert [len(args) for requests in sent for _, args in requests.values()] == [4, 4, 3, 3]  # nothing to scale
+
+
+def test_clipping_twice() -> None:
+    model, local = Spread(), Local()
+    ours = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    theirs = optim.SGD(local.parameters(), lr=0.1)
+    for limit in (0.5, 0.25):
+        norms: list[Tensor] = []
+
+        def twice(o: Any, context_id: int | None, limit: float = limit, norms: list[Tensor] = norms) -> None:
+            for maximum in (limit, limit / 2):
+                norms.append(
+                    clip_grad_norm_(o, maximum, context_id=context_id)
+                    if o is ours
+                    else clip_locally(local.parameters(), maximum)
+                )
+
+        model.train(ours, 0, twice)
+        local.train(theirs, 0, twice)
+        torch.testing.assert_close(norms[:2], norms[2:])
+    for value, expected in zip(model.values(), local.values(), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_references_are_clipped_at_once() -> None:
+    model, local = Spread(PLACES), Local(3)
+    for module, mine in zip(model.layers, local.layers, strict=True):
+        rpc.rpc_sync(module.on, set_grads, (module.module_rref, 1.0))
+        for place, parameter in enumerate(mine.parameters()):
+            parameter.grad = torch.full_like(parameter, 1.0 + place)
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.equal(norm, clip_locally(local.parameters(), 1.0))
+    for module, mine in zip(model.layers, local.layers, strict=True):
+        for grad, parameter in zip(rpc.rpc_sync(module.on, grads_of, (module.module_rref,)), mine.parameters()):
+            assert torch.equal(grad, parameter.grad)
+    assert clip_grad_norm_(model.parameters()[0], 1e6) < norm
+    with pytest.raises(TypeError, match="clip_grad_norm_ takes a DistributedOptimizer or RRefs to parameters"):
+        clip_grad_norm_([torch.ones(1)], 1.0)  # type: ignore[list-item]
+
+
+def test_without_gradients_and_with_sparse_ones() -> None:
+    table = rpc.remote("w1", Table, (5, 2), {"sparse": True})
+    weight = rpc.rpc_sync("w1", weight_of, (table,))
+    optimizer = DistributedOptimizer(optim.SGD, [weight], lr=1.0)
+    assert clip_grad_norm_(optimizer, 1.0) == 0
+    before = weight.to_here().clone()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [table.rpc_sync().forward(torch.tensor([1, 1])).sum()])
+        norm = clip_grad_norm_(optimizer, 0.5, context_id=context_id)
+        assert norm == torch.full((2,), 2.0).norm()
+        optimizer.step(context_id)
+    assert (before - weight.to_here()).norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_norms_that_are_not_finite(bad: float) -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    rpc.rpc_sync("w2", set_grads, (model.layers[1].module_rref, bad))
+    with pytest.raises(RuntimeError, match="The total norm of order 2.0 for gradients from `parameters` is non-finite"):
+        clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    assert not clip_grad_norm_(optimizer, 1.0).isfinite()
+    optimizer.step()
+    assert any(value.isnan().any() for value in model.values())
+
+
+def test_factors_of_contexts_that_have_ended_are_dropped() -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    for _ in range(3):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [model.loss(torch.ones(1, 4))])
+            clip_grad_norm_(optimizer, 1e-3, context_id=context_id)
+    assert list(optimizer._factors) == [context_id]
+    rpc.rpc_sync("w1", set_grads, (model.layers[0].module_rref, 1.0))
+    clip_grad_norm_(optimizer, 1e-3)
+    optimizer.zero_grad()
+    assert None not in optimizer._factors
+
+
+# ---- scaled losses
+
+
+class Overflow(nn.Module):
+    """Identity whose gradient is infinite in its second backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        y = x * 1
+        if self.count == 2:
+            y.register_hook(lambda grad: grad * float("inf"))
+        return y
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_scaled_loss(unscale_first: bool) -> None:
+    model, local = Spread(PLACES), Local(3)
+    ours = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+    theirs = optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+    scalers = (
+        GradScaler("cpu", init_scale=8.0, growth_interval=2),
+        torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2),
+    )
+    scales: list[list[float]] = [[], []]
+    overflow = Overflow(), Overflow()
+    for number in range(5):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+        with autograd.context() as context_id:
+            loss = model.loss(x)
+            autograd.backward(context_id, [scalers[0].scale(overflow[0](loss))])
+            if unscale_first:
+                scalers[0].unscale_(ours, context_id)
+                clip_grad_norm_(ours, 0.5, context_id=context_id)
+            scalers[0].step(ours, context_id)
+        theirs.zero_grad()
+        scalers[1].scale(overflow[1](local.loss(x))).backward()  # type: ignore[no-untyped-call]
+        if unscale_first:
+            scalers[1].unscale_(theirs)
+            clip_locally(local.parameters(), 0.5)
+        scalers[1].step(theirs)
+        for scaler, seen in zip(scalers, scales, strict=True):
+            scaler.update()
+            seen.append(scaler.get_scale())
+        assert_equal(model, local)
+    assert scales[0] == scales[1]
+    assert scales[0][1] < scales[0][0]  # the second step was skipped
+
+
+def test_an_overflow_on_one_owner_skips_the_step_on_all() -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    before = model.values()
+    for module, value in zip(model.layers, (1.0, float("inf")), strict=True):
+        rpc.rpc_sync(module.on, set_grads, (module.module_rref, value))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(a, b) for a, b in zip(model.values(), before, strict=True))
+    rpc.rpc_sync("w2", set_grads, (model.layers[1].module_rref, 2.0))
+    rpc.rpc_sync("w1", set_grads, (model.layers[0].module_rref, 2.0))
+    scaler.step(optimizer)
+    assert torch.equal(model.values()[0], before[0] - 0.1 * (2.0 / 2.0))
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update"):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_that_is_off_and_a_local_optimizer() -> None:
+    model, local = Spread(), Local()
+    ours = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    theirs = optim.SGD(local.parameters(), lr=0.1)
+    off, on = GradScaler("cpu", enabled=False), GradScaler("cpu", init_scale=4.0)
+    x = torch.ones(2, 4)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [off.scale(model.loss(x))])
+        off.step(ours, context_id=context_id)
+        off.update()
+    on.scale(local.loss(x)).backward()  # type: ignore[no-untyped-call]
+    on.step(theirs)
+    on.update()
+    assert_equal(model, local)
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+
+
+def test_half_precision_gradients_are_refused() -> None:
+    half = rpc.remote("w1", Half)
+    optimizer = DistributedOptimizer(optim.SGD, [rpc.rpc_sync("w1", weight_of, (half,))], lr=0.1)
+    rpc.rpc_sync("w1", set_grads, (half, 1.0))
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
