@@ -94,7 +94,8 @@ def test_references_are_clipped_at_once() -> None:
     norm = clip_grad_norm_(model.parameters(), 1.0)
     assert torch.equal(norm, clip_locally(local.parameters(), 1.0))
     for module, mine in zip(model.layers, local.layers, strict=True):
-        for grad, parameter in zip(rpc.rpc_sync(module.on, grads_of, (module.module_rref,)), mine.parameters()):
+        grads = rpc.rpc_sync(module.on, grads_of, (module.module_rref,))
+        for grad, parameter in zip(grads, mine.parameters(), strict=True):
             assert torch.equal(grad, parameter.grad)
     assert clip_grad_norm_(model.parameters()[0], 1e6) < norm
     with pytest.raises(TypeError, match="clip_grad_norm_ takes a DistributedOptimizer or RRefs to parameters"):
@@ -120,7 +121,9 @@ def test_norms_that_are_not_finite(bad: float) -> None:
     model = Spread()
     optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
     rpc.rpc_sync("w2", set_grads, (model.layers[1].module_rref, bad))
-    with pytest.raises(RuntimeError, match="The total norm of order 2.0 for gradients from `parameters` is non-finite"):
+    with pytest.raises(
+        RuntimeError, match=r"The total norm of order 2\.0 for gradients from `parameters` is non-finite"
+    ):
         clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
     assert not clip_grad_norm_(optimizer, 1.0).isfinite()
     optimizer.step()

@@ -294,7 +294,7 @@ def test_sparse_gradients_are_accumulated() -> None:
     optimizer.step()
     expected = torch.zeros(5, 2)
     expected[1], expected[3] = 4, 2
-    assert torch.equal(weight.to_here(), before - expected)
+    torch.testing.assert_close(weight.to_here(), before - expected)
 
 
 def weight_of(table: Any) -> Any:

@@ -86,11 +86,22 @@ class CommHooks:
                     gradients = message[_GRADIENTS_AT]
                     compressed = hook(state, GradientBucket(self._name_of(peer), gradients))
                     if compressed is not None:
-                        function, arguments = compressed
-                        packed = function, tuple(arguments), len(gradients)
+                        packed = (*_checked(compressed), len(gradients))
                         message = (*message[:_GRADIENTS_AT], packed, *message[_GRADIENTS_AT + 1 :])
             result.append(message)
         return result
+
+
+def _checked(compressed: object) -> Compressed:
+    if isinstance(compressed, tuple) and len(compressed) == 2:
+        function, arguments = compressed
+        if callable(function) and isinstance(arguments, tuple):
+            return function, arguments
+    length = f" of {len(compressed)} items" if isinstance(compressed, (list, tuple)) else ""
+    raise TypeError(
+        f"a communication hook returned a {type(compressed).__name__}{length}: return None, or a function and a tuple"
+        " of its arguments"
+    )
 
 
 def decompress(messages: list[WireMessage]) -> list[WireMessage]:
