@@ -54,7 +54,7 @@ def test_a_killed_caller(tmp_path: Path) -> None:
         with actors(2, tmp_path) as workers:
             first, second = workers
             assert first.do(open_stream, kind) == 1
-            first.kill()
+            first.end()
             second.do(wait_until_closed)
 
 
@@ -63,5 +63,5 @@ def test_a_killed_callee(tmp_path: Path) -> None:
         first, second = workers
         assert first.do(open_stream, "endless") == 1
         reading = first.begin(read_to_the_loss)
-        second.kill()
+        second.end()
         assert reading.result() == "w1"

@@ -103,6 +103,7 @@ class Producer:
                 first, size, items = self._take()
                 must_close = self._is_closing
         if must_close:
+            self._ended(self.key)
             self._close_iterator()
         if self._is_exhausted or (self._error is not None and not items):
             self._ended(self.key)
@@ -129,10 +130,10 @@ class Producer:
             if self._is_closing:
                 return
             self._is_closing = True
-            is_running = self._is_running
+            if self._is_running:
+                return
         self._ended(self.key)
-        if not is_running:
-            self._close_iterator()
+        self._close_iterator()
 
     # ---- steps
 

@@ -182,6 +182,8 @@ class Receiver:
                     self._credit = min(2 * self._credit, max(self._prefetch // 2, 1))
                 self._is_slow = False
                 self._accept(batch)
+                if self._is_closed:
+                    self._streams.receivers.pop(self._number, None)
             credit = self._claim_pull()
             if error is None:
                 # The first notification may have reached the callee before the stream was open there.
@@ -369,7 +371,8 @@ class Receiver:
             self._early.clear()
             self._notify()
             is_open = not self._has_ended and self._error is None
-        self._streams.receivers.pop(self._number, None)
+            if not self._is_pulling:
+                self._streams.receivers.pop(self._number, None)
         if is_open:
             self._tell_closed()
 

@@ -25,10 +25,9 @@ PREFETCH: Final = 256
 class Stream(Generic[T_co]):
     """Items of a generator on another worker.
 
-    A stream is an iterator and an asynchronous iterator.
-    `telegrad.rpc.stream` opens it. The generator runs while items are fetched ahead of the reader, and stops when the
-    reader is slow. As a context manager it is closed at the end of the block, also after ``break`` or an error.
-    Otherwise it is closed when it is collected.
+    A stream is an iterator and an asynchronous iterator. `telegrad.rpc.stream` opens it. The
+    generator runs while items are fetched ahead of the reader, and stops when the reader is slow. As a context manager
+    it is closed at the end of the block, also after ``break`` or an error. Otherwise it is closed when it is collected.
 
     An error of the generator is raised after the items before it. A stream is read once, by one thread or task at a
     time: it raises `telegrad.errors.StreamError` if two of them wait for an item at once, or if a second loop begins
