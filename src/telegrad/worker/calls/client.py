@@ -249,7 +249,14 @@ class Calls:
     def send(self, request: Request | InterceptedRequest, target: CallFuture[object] | faults.Creation) -> None:
         """Send a request with a future or a creation as its completion target."""
         if isinstance(request, InterceptedRequest):
-            result = self._intercept(request.form)
+            sent: list[CallFuture[Any]] = []
+            try:
+                result = self._intercept(request.form, sent)
+            except BaseException:
+                if sent and not isinstance(target, CallFuture):  # register the value, so that its owner drops it
+                    target._call = getattr(sent[0], "_call", 0)
+                    settle(target.delayed(scripted=False), sent[0])
+                raise
             settle(target if isinstance(target, CallFuture) else target.delayed(scripted=False), result)
             return
         if request.span is not None:
@@ -267,7 +274,7 @@ class Calls:
     def send_and_wait(self, request: Request | InterceptedRequest) -> object:
         """Send a request and wait for its value."""
         if isinstance(request, InterceptedRequest):
-            result = self._intercept(request.form)
+            result = self._intercept(request.form, [])
             return result.wait() if isinstance(result, torch.futures.Future) else result
         try:
             if self._send_filter is None:
@@ -284,16 +291,18 @@ class Calls:
         future._calls, future._request = self, (request.peer, request.label, request.timeout)
         return future
 
-    def _intercept(self, form: CallForm) -> object:
-        """Run a call through the program's interceptors; return a future or the result."""
-        creates, sent = form.keep_as is not None, False
+    def _intercept(self, form: CallForm, sent: list[CallFuture[Any]]) -> object:
+        """Run a call through the program's interceptors; return a future or the result.
+
+        Appends the futures of the calls that have been sent.
+        """
+        creates = form.keep_as is not None
         kind = "to_here" if form.function is None else form.mode
         given = InterceptedCall(
             kind, self.name_of(form.peer), form.function, form.args, form.kwargs, form.timeout / 1e9, form.receiver
         )
 
         def start(call: InterceptedCall, /) -> CallFuture[Any]:
-            nonlocal sent
             if creates and sent:
                 raise TelegradError(
                     f"an interceptor called proceed twice for remote() of {call.name}: a value is made once"
@@ -301,8 +310,8 @@ class Calls:
             request = self._encode(self._changed(form, given, call))
             future = self._future_of(request)
             future._read = True  # the program's future logs a failure
-            sent = True
             self.send(request, future)
+            sent.append(future)
             return future
 
         result = run_chain(self.interceptors.chain, given, start)

@@ -23,6 +23,8 @@ class DroppedMessage(TelegradError):
 class Creation(Protocol):
     """Call that creates a value (telegrad.rref.creation)."""
 
+    _call: int  # id of the call, once sent
+
     def attach(self, span: Span) -> None: ...
     def delayed(self, scripted: bool) -> CallFuture[object]: ...
 
