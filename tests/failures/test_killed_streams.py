@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from process_helpers import TIMEOUT, actors, state
 
 from telegrad import rpc
@@ -49,13 +50,13 @@ def wait_until_closed() -> None:
     assert not Streams.of(_worker()).producers
 
 
-def test_a_killed_caller(tmp_path: Path) -> None:
-    for kind in ("endless", "endless_async"):
-        with actors(2, tmp_path) as workers:
-            first, second = workers
-            assert first.do(open_stream, kind) == 1
-            first.end()
-            second.do(wait_until_closed)
+@pytest.mark.parametrize("kind", ["endless", "endless_async"])
+def test_a_killed_caller(kind: str, tmp_path: Path) -> None:
+    with actors(2, tmp_path) as workers:
+        first, second = workers
+        assert first.do(open_stream, kind) == 1
+        first.end()
+        second.do(wait_until_closed)
 
 
 def test_a_killed_callee(tmp_path: Path) -> None:

@@ -359,6 +359,7 @@ def test_an_early_end_closes_the_generator(function: Any, how: str) -> None:
         gc.collect()
     elif how == "error":
         with pytest.raises(KeyError), rpc.stream("w1", function, arguments) as stream:
+            assert next(stream) == 0  # a generator that has not begun has no ``finally`` to run
             raise KeyError("of the reader")
     else:
         asyncio.run(read_async() if how == "aclose" else cancel())

@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     """Items of a stream, in order."""
 
     first: int  # number of the first item
-    state: State
+    state: int  # a `State`
     size: int  # bytes of a solitary item; 0 for others, which are small
     items: list[Any]
 
@@ -83,7 +83,7 @@ def _copy(item: object, depth: int, storages: set[int]) -> object:
     copies: Iterable[object]
     if isinstance(item, (tuple, list)) and kind in _LISTS and len(item) <= _FEW and depth:
         copies = [_copy(each, depth - 1, storages) for each in item]
-        return SOLITARY if any(each is SOLITARY for each in copies) else kind(copies)
+        return SOLITARY if any(each is SOLITARY for each in copies) else tuple(copies) if kind is tuple else copies
     if isinstance(item, dict) and kind is dict and len(item) <= _FEW and depth and _KEYS.issuperset(map(type, item)):
         copies = [_copy(each, depth - 1, storages) for each in item.values()]
         return SOLITARY if any(each is SOLITARY for each in copies) else dict(zip(item, copies, strict=True))

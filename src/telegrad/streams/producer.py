@@ -101,7 +101,7 @@ class Producer:
             with self._lock:
                 self._is_running = False
                 first, size, items = self._take()
-                must_close = self._is_closing
+                must_close = self._was_closed()
         if must_close:
             self._ended(self.key)
             self._close_iterator()
@@ -123,6 +123,9 @@ class Producer:
                 self._is_urgent = False
             first, size, items = self._take()
         return first, int(State.OPEN), size, items
+
+    def _was_closed(self) -> bool:
+        return self._is_closing
 
     def close(self) -> None:
         """Close the iterator, or have its running step do so when it returns."""

@@ -227,10 +227,10 @@ def open_stream(
         SerializationError: An argument cannot be serialized.
         TelegradError: This worker is closed.
     """
-    if not isinstance(prefetch, int) or prefetch < 1:
+    if type(prefetch) is not int or prefetch < 1:
         raise ValueError(f"prefetch is the number of items ahead of the reader, at least 1, and not {prefetch!r}")
     worker.require_open()
-    args, kwargs = checked_arguments(args, kwargs)
+    positional, named = checked_arguments(args, kwargs)
     what: object = function
     if receiver is None:
         name = worker.calls.find_name(function)
@@ -243,5 +243,5 @@ def open_stream(
     label = function if isinstance(function, str) else name_of(function)
     target = Target(to, label, what, receiver, introduce)
     reader = Receiver(worker, target, worker.calls.timeout(timeout), prefetch, scope)
-    reader.open(tuple(args), dict(kwargs))
+    reader.open(tuple(positional), dict(named))
     return Stream(reader)
