@@ -1,4 +1,4 @@
-"""Compressed gradients: a communication hook halves or thins out what a backward pass sends.
+"""Compressed gradients: hooks halve or thin out what a backward pass sends.
 
     python examples/gradient_compression.py               # a trainer, and a worker with the first layers
     python examples/gradient_compression.py --keep 0.01   # top-k keeps 1 % of the gradients
@@ -93,7 +93,7 @@ def front(seed: int) -> nn.Module:
 
 
 def train(kind: str, digits: Digits, args: argparse.Namespace, view: View) -> tuple[float, float, list[float]]:
-    """Train with a kind of compression; return the accuracy, the KB per step, and the losses."""
+    """Train with a kind of compression; return accuracy, KB per step, and losses."""
     first = RemoteModule("front", front, (args.seed,))
     torch.manual_seed(args.seed)
     last = nn.Linear(WIDTH, 10)

@@ -39,7 +39,7 @@ class Spread:
         return [one for module in self.layers for one in module.remote_parameters()]
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return a group with every first parameter, with its own rate, and one with the others."""
+        """Return the weights as a group with its own rate, and the biases as another."""
         mine = self.parameters()
         return [{"params": mine[::2], "lr": 0.05}, {"params": mine[1::2]}]
 
@@ -63,7 +63,7 @@ class Spread:
 
 
 class Local:
-    """The same layers here."""
+    """Layers of this process, with the values of `Spread`."""
 
     def __init__(self, count: int = 2) -> None:
         self.layers: list[nn.Module] = [layer(n) for n in range(count)]

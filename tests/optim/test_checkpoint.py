@@ -176,7 +176,7 @@ STEPS, SAVED, KILLED = 8, 4, 6
 
 
 def train_in_processes(rank: int, n: int, init_method: str, folder: str, die: bool, places: tuple[str, ...]) -> Any:
-    """Run a trainer, w0, that saves after `SAVED` steps and continues from a checkpoint if there is one."""
+    """Run the trainer w0, which saves, and continues from a checkpoint if any."""
     options = rpc.Options(init_method=init_method)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     losses = None
@@ -199,7 +199,7 @@ def train_in_processes(rank: int, n: int, init_method: str, folder: str, die: bo
 
 @pytest.mark.timeout(180)
 def test_a_killed_run_reaches_the_same_loss_bit_for_bit(tmp_path: Path) -> None:
-    """The trainer and an owner are killed; the run continues on another number of workers."""
+    """The trainer and an owner are killed; the run continues on fewer workers."""
     with Processes(3, train_in_processes, str(tmp_path / "killed"), True, ("w1", "w2")) as group:
         with pytest.raises(AssertionError, match="died with exit code -9"):
             group.results(60.0, ranks=[0])

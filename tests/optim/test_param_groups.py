@@ -1,4 +1,4 @@
-"""A distributed optimizer as a `torch.optim.Optimizer`: groups, schedulers, hooks, `.grad`."""
+"""A distributed optimizer as one of torch: groups, schedulers, hooks, `.grad`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""State of distributed optimizers: whole, per owner, and in other processes' optimizers."""
+"""State of distributed optimizers: whole, per owner, and in local optimizers."""
 
 from collections.abc import Iterator
 from typing import Any

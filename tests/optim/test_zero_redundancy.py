@@ -18,7 +18,7 @@ STEPS = 3
 
 
 def train(rank: int, n: int, init_method: str) -> Any:
-    """Train replicated dense layers, and a layer of this trainer's own on the other worker."""
+    """Train replicated layers, and an own layer on the other worker."""
     dist.init_process_group("gloo", init_method=init_method + "-gloo", rank=rank, world_size=n)
     options = rpc.Options(init_method=init_method)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)

@@ -211,7 +211,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 
 def register_comm_hook(state: object, hook: CommHook) -> RemovableHandle:
-    """Have a function compress the gradients that backward passes send from this worker.
+    """Compress the gradients that backward passes send from this worker.
 
     The function runs once per message with gradients, on the thread that sends it; it must return soon. The receiver
     needs no hook. Leaf gradients are not sent, so they are never compressed.

@@ -1,4 +1,4 @@
-"""Checkpoints of ``torch.distributed.checkpoint`` with optimizers and modules on many workers."""
+"""Checkpoints of optimizers and modules on many workers."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ def load_checkpoint(
     storage_reader: Any = None,
     process_group: Any = None,
 ) -> None:
-    """Load a checkpoint that ``torch.distributed.checkpoint.save`` has written, into modules and optimizers.
+    """Load a checkpoint of ``torch.distributed.checkpoint`` onto workers.
 
     ``torch.distributed.checkpoint.load`` loads only the entries that a state has already, and an optimizer that has
     made no step has none. This function loads what the checkpoint has. Parameters may be on other workers than when the

@@ -196,7 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._ask_parts("gradients could not be accumulated", on_owner.accumulate, context_id)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the `.grad` of all parameters on their owners; see ``torch.optim.Optimizer.zero_grad``.
+        """Remove the `.grad` of all parameters on their owners.
 
         Gradients of contexts are not affected: each context has its own.
 
@@ -210,7 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._ask_parts("gradients could not be reset", on_owner.zero_grad, set_to_none)
 
     def _norms(self, context_id: int | None, norm_type: float) -> list[tuple[int, Tensor]]:
-        """Return the norm of each gradient, as the next step will use it, with its parameter's id; in any order."""
+        """Return each gradient's norm with its parameter's id, as the next step has it."""
         replies = self._ask_parts("norms could not be computed", on_owner.norms_of, context_id, norm_type)
         factor = self._factors.get(context_id, 1.0)
         found = []
@@ -238,9 +238,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---- state
 
     def state_dict(self, owner: str | int | WorkerInfo | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of all owners' optimizers in torch's format, with copies of all tensors on the CPU.
+        """Return the state of all owners' optimizers in torch's format.
 
-        The ids of parameters are their places in `param_groups`. An ordinary optimizer of the same parameters in one
+        It has copies of all tensors, on the CPU. The ids of parameters are their places in `param_groups`. An ordinary optimizer of the same parameters in one
         process can load it.
 
         Args:

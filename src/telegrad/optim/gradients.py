@@ -57,7 +57,7 @@ def zero(parameters: Iterable[Tensor], set_to_none: bool) -> None:
 
 
 def norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of each gradient, in one tensor on the CPU; there is at least one."""
+    """Return the norms of at least one gradient, in one tensor on the CPU."""
     values = [_values(gradient) for gradient in gradients]
     with torch.no_grad():
         return torch.stack([norm.cpu() for norm in torch._foreach_norm(values, norm_type)])

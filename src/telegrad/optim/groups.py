@@ -1,4 +1,4 @@
-"""Parameter groups of a distributed optimizer, and the part that each owner has of them."""
+"""Parameter groups of a distributed optimizer, and the part of each owner."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ __all__ = ["Part", "part_of", "read_group", "read_groups"]
 
 
 class Part:
-    """One owner's part of a distributed optimizer, as the optimizer's user sees it.
+    """Part of a distributed optimizer at one owner, as the optimizer's user has it.
 
     Attributes:
         rref: reference to the owner's part.
@@ -120,7 +120,7 @@ def _split(members: Sequence[Any]) -> tuple[list[RRef[Any]], list[str] | None]:
 
 
 def part_of(group: RemoteGroup, owner: int) -> tuple[RemoteGroup, list[int]] | None:
-    """Return one owner's part of a group, and its members' places; None if it has none."""
+    """Return an owner's part of a group, and its members' places; None without any."""
     options, rrefs, names = group
     mine = [index for index, rref in enumerate(rrefs) if rref.owner_id == owner]
     if not mine:

@@ -1,4 +1,4 @@
-"""Functions that run on an owner of parameters, for its part of a distributed optimizer.
+"""Functions that run on an owner, for its part of a distributed optimizer.
 
 Each takes the two numbers of a reference to the part, which the caller holds: calls with a reference itself would take
 the slow path.
@@ -153,7 +153,7 @@ def accumulate(created_on: int, local_id: int, context_id: int) -> None:
 def norms_of(
     created_on: int, local_id: int, context_id: int | None, norm_type: float
 ) -> tuple[list[int], Tensor | None]:
-    """Return the numbers of a part's parameters with a gradient, and their gradients' norms."""
+    """Return the numbers of parameters with a gradient, and the gradients' norms."""
     local, _ = _part(created_on, local_id)
     return _norms(local.parameters, local.gradients(context_id), norm_type)
 

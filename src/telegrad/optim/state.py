@@ -1,4 +1,4 @@
-"""State of a distributed optimizer in torch's format: whole, and each owner's part of it."""
+"""State of a distributed optimizer in torch's format: whole, and per owner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -91,7 +91,7 @@ def by_key(entries: Mapping[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
 def check_shapes(
     optimizer_class: Callable[..., object], part: Part, state: State, owner: str, name_of: Callable[[int], str]
 ) -> None:
-    """Check that the state of one of torch's optimizers has the shapes of the parameters.
+    """Check that a state of torch's optimizers has the shapes of the parameters.
 
     Args:
         optimizer_class: the owner's class.

@@ -1,4 +1,4 @@
-"""Communication hooks: functions of a program that compress the gradients of a backward pass for their way.
+"""Communication hooks: functions that compress the gradients of a backward pass.
 
 A hook replaces the gradients of a message by a function and its arguments, as ``__reduce__`` does for objects: the
 receiver calls the function. The codec does not encode functions, so such messages take the slow path, and messages on
