@@ -240,8 +240,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self, owner: str | int | WorkerInfo | None = None) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of all owners' optimizers in torch's format.
 
-        It has copies of all tensors, on the CPU. The ids of parameters are their places in `param_groups`. An ordinary optimizer of the same parameters in one
-        process can load it.
+        It has copies of all tensors, on the CPU. The ids of parameters are their places in `param_groups`. An ordinary
+        optimizer of the same parameters in one process can load it.
 
         Args:
             owner: a worker, for the state of its part only: that of an ordinary optimizer of the parameters that it
