@@ -1,14 +1,17 @@
 """A model over two workers, and the same model in one process."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
 
 from telegrad import autograd
 from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer
+from telegrad.optim import DistributedOptimizer, load_checkpoint
 from telegrad.rpc import RRef
 
 Step = Callable[[Any, int | None], None]
@@ -91,6 +94,41 @@ class Local:
 
     def values(self) -> list[Tensor]:
         return [value for module in self.layers for value in module.state_dict().values()]
+
+
+class Run:
+    """Model, optimizer and scheduler, with an entry for the number of steps."""
+
+    def __init__(self, places: tuple[str, ...], cls: Any = optim.Adam, **kwargs: Any) -> None:
+        self.model = Spread(places)
+        self.optimizer = DistributedOptimizer(cls, self.model.groups(), **{"lr": 0.1, **kwargs})
+        self.scheduler = lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.count = 0
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            losses.append(self.model.train(self.optimizer, self.count))
+            self.scheduler.step()
+            self.count += 1
+        return losses
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": nn.ModuleList(self.model.layers),
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "count": self.count,
+        }
+
+    def save(self, path: Path) -> None:
+        dcp.save(self.state, checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        state = self.state
+        load_checkpoint(state, checkpoint_id=path)
+        self.count = state["count"]
 
 
 def assert_equal(spread: Spread, local: Local) -> None:

@@ -1,7 +1,5 @@
 """Checkpoints of torch.distributed.checkpoint, and runs that continue from one."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from model_helpers import Local, Spread
+from model_helpers import Local, Run
 from torch import nn, optim
-from torch.optim import lr_scheduler
 
-from telegrad import rpc
 from telegrad.optim import DistributedOptimizer, load_checkpoint
-from telegrad.testing import Cluster, Processes, assert_quiescent, cluster
+from telegrad.testing import Cluster, assert_quiescent, cluster
 
 
 @pytest.fixture(scope="module")
@@ -29,41 +25,6 @@ def clean(w: Cluster) -> Iterator[None]:
     yield
     for worker in w:
         assert_quiescent(worker)
-
-
-class Run:
-    """Model, optimizer and scheduler, with an entry for the number of steps."""
-
-    def __init__(self, places: tuple[str, ...], cls: Any = optim.Adam, **kwargs: Any) -> None:
-        self.model = Spread(places)
-        self.optimizer = DistributedOptimizer(cls, self.model.groups(), **{"lr": 0.1, **kwargs})
-        self.scheduler = lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.count = 0
-
-    def train(self, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            losses.append(self.model.train(self.optimizer, self.count))
-            self.scheduler.step()
-            self.count += 1
-        return losses
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": nn.ModuleList(self.model.layers),
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "count": self.count,
-        }
-
-    def save(self, path: Path) -> None:
-        dcp.save(self.state, checkpoint_id=path)
-
-    def load(self, path: Path) -> None:
-        state = self.state
-        load_checkpoint(state, checkpoint_id=path)
-        self.count = state["count"]
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [
@@ -168,47 +129,3 @@ def test_a_lost_owner_is_named(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="worker w2"):
                 what(tmp_path)
     del run
-
-
-# ---- a killed run
-
-STEPS, SAVED, KILLED = 8, 4, 6
-
-
-def train_in_processes(rank: int, n: int, init_method: str, folder: str, die: bool, places: tuple[str, ...]) -> Any:
-    """Run the trainer w0, which saves, and continues from a checkpoint if any."""
-    options = rpc.Options(init_method=init_method)
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
-    losses = None
-    if rank == 0:
-        run = Run(places)
-        path = Path(folder)
-        if (path / ".metadata").exists():
-            run.load(path)
-        while run.count < STEPS:
-            losses = run.train(1)
-            if run.count == SAVED:
-                run.save(path)
-            if die and run.count == KILLED:
-                os.kill(os.getpid(), signal.SIGKILL)
-        values = run.model.values()
-        del run
-    rpc.shutdown()
-    return (losses, [value.tolist() for value in values]) if rank == 0 else None
-
-
-@pytest.mark.timeout(180)
-def test_a_killed_run_reaches_the_same_loss_bit_for_bit(tmp_path: Path) -> None:
-    """The trainer and an owner are killed; the run continues on fewer workers."""
-    with Processes(3, train_in_processes, str(tmp_path / "killed"), True, ("w1", "w2")) as group:
-        with pytest.raises(AssertionError, match="died with exit code -9"):
-            group.results(60.0, ranks=[0])
-        group.kill(1)
-    with Processes(2, train_in_processes, str(tmp_path / "killed"), False, ("w1", "w0")) as again:
-        continued = again.results(60.0)[0]
-    with cluster(3):
-        run = Run(("w1", "w2"))
-        losses = run.train(STEPS)
-        values = [value.tolist() for value in run.model.values()]
-        del run
-    assert continued == ([losses[-1]], values)
