@@ -69,8 +69,10 @@ class Seen(list[Any]):
 
 
 @pytest.fixture
-def seen() -> Seen:
-    return Seen()
+def seen() -> Iterator[Seen]:
+    calls = Seen()
+    yield calls
+    calls.clear()  # they have references
 
 
 @pytest.fixture(autouse=True)
