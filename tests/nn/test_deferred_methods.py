@@ -1,4 +1,4 @@
-"""`async def` and `async_execution` as methods of referenced values and of remote modules."""
+"""`async def` and `async_execution` as methods of references and modules."""
 
 import asyncio
 from collections.abc import Iterator

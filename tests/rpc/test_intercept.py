@@ -1,4 +1,4 @@
-"""`rpc.intercept`: the program's functions around every call, at the caller and at the callee."""
+"""`rpc.intercept`: functions around every call, at both ends."""
 
 import asyncio
 import dataclasses

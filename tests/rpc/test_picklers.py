@@ -1,4 +1,4 @@
-"""`rpc.use_pickler` and `rpc.register_type`: the program decides how values travel."""
+"""`rpc.use_pickler` and `rpc.register_type`: how values travel."""
 
 import asyncio
 import json

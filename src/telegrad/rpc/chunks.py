@@ -74,7 +74,7 @@ async def _gather(
 
 
 def _settled(function: object, result: Any) -> Awaitable[tuple[object, BaseException | None]]:
-    """Return a coroutine of a deferred result and its error; each step has the caller's torch state."""
+    """Return a coroutine of a deferred result and its error."""
     waiting: Awaitable[object] | None = None
     if type(result) is CoroutineType:
         waiting = bind_torch_state(result)

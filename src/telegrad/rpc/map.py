@@ -343,7 +343,7 @@ class _Mapping:
                 self._completed.get()
 
     def _settle(self) -> None:
-        """Process completions: adapt the size of chunks, and send those of lost workers again."""
+        """Process completions; send chunks of lost workers again."""
         for chunk in self._pending:
             callee, future = chunk.callee, chunk.future
             if callee is None or future is None or not future.done():

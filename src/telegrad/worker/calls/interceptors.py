@@ -85,7 +85,7 @@ class InterceptedCall:
 
     @property
     def name(self) -> str:
-        """Return the name of the function or method, ``"to_here"`` for the value of a reference."""
+        """Return the name of the function or method, or ``"to_here"``."""
         if self.function is None:
             return "to_here"
         return self.function if isinstance(self.function, str) else name_of(self.function)
@@ -124,7 +124,7 @@ class Interceptor(Protocol):
     """
 
     def __call__(self, call: InterceptedCall, proceed: Proceed, /) -> object:
-        """Return the future of the result, usually that of ``proceed(call)``, or the result itself."""
+        """Return the future of the result, or the result itself."""
 
 
 class Interceptors:

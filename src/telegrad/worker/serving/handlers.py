@@ -90,7 +90,7 @@ class SlowRequest:
 
     @property
     def has_slow_reply(self) -> bool:
-        """Return whether Python encodes the reply: with a report, or by the program's pickler."""
+        """Return whether Python encodes the reply, with a report or by a pickler."""
         return self.recording is not None or self.info.by_pickler
 
     @property
@@ -215,7 +215,7 @@ class Handlers:
         return len(self._deferred)
 
     def update_recording(self) -> None:
-        """Have Python prepare all requests if a profile of the server or an interceptor needs them."""
+        """Have Python prepare all requests if a profile or interceptor needs them."""
         self.worker.server.record_all(tracing.observer.serving or bool(self.interceptors.chain))
 
     # ---- requests
