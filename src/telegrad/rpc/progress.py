@@ -10,7 +10,7 @@ Bar: TypeAlias = Callable[[Generator[Any, None, None], int | None], Generator[An
 
 
 def find_bar() -> Bar:
-    """Return a function that shows the progress of a generator, given the number of its items.
+    """Return a function of a generator and its length that shows the progress.
 
     Raises:
         ImportError: Neither rich nor tqdm is installed.

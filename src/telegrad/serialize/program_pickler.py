@@ -14,7 +14,7 @@ __all__ = ["ByPickler", "PickledCall", "Pickler", "dump_by_pickler", "load_by_pi
 
 
 class Pickler(Protocol):
-    """Pickler of the program, for arguments and results: see `telegrad.rpc.use_pickler`.
+    """Pickler of the program: see `telegrad.rpc.use_pickler`.
 
     Example::
 

@@ -182,7 +182,7 @@ class Calls:
             return None
 
     def encode_slow(self, call: CallForm) -> Request | InterceptedRequest:
-        """Encode a call that the codec alone cannot encode, unless interceptors come first.
+        """Encode a call that the codec cannot encode, unless it is intercepted.
 
         Raises:
             Exception: Whatever pickling the arguments raises; then no reference or tensor has been counted.
