@@ -218,13 +218,17 @@ def test_several_trainers_lose_no_gradient(group: Cluster) -> None:
     assert grad_of(State.weight) == [4 * passes] * 3
 
 
+def gradient_in(context: int) -> Any:
+    return autograd.get_gradients(context)[State.weight].tolist()
+
+
 def test_contexts_and_plain_passes_do_not_mix() -> None:
     y = rpc.rpc_sync("w1", scale, (torch.ones(3),))
     with autograd.context() as context:
         z = rpc.rpc_sync("w1", scale, (torch.ones(3),))
         autograd.backward(context, [z.sum()])
         assert grad_of(State.weight) is None
-        assert autograd.get_gradients(context)[State.weight].tolist() == [1, 1, 1]
+        assert rpc.rpc_sync("w1", gradient_in, (context,)) == [1, 1, 1]
         with pytest.raises(RuntimeError, match="received in another autograd context"):
             autograd.backward(context, [y.sum()])
         with pytest.raises(RuntimeError, match="Leave it before"), autograd.plain():
