@@ -358,8 +358,9 @@ def test_an_early_end_closes_the_generator(function: Any, how: str) -> None:
         del stream
         gc.collect()
     elif how == "error":
-        with pytest.raises(KeyError), rpc.stream("w1", function, arguments) as stream:
-            assert next(stream) == 0  # a generator that has not begun has no ``finally`` to run
+        stream = rpc.stream("w1", function, arguments)
+        assert next(stream) == 0  # a generator that has not begun has no ``finally`` to run
+        with pytest.raises(KeyError), stream:
             raise KeyError("of the reader")
     else:
         asyncio.run(read_async() if how == "aclose" else cancel())
