@@ -300,7 +300,7 @@ def nested(holder: RRef[Holder], part: RRef[Any], context_id: int) -> None:
 
 
 def step_from_elsewhere(part: RRef[Any], context_id: int) -> None:
-    from telegrad.optim.distributed import step_of as step_part
+    from telegrad.optim.owner import step_of as step_part
 
     rpc.rpc_sync(part.owner(), step_part, (*part.id, context_id))
 

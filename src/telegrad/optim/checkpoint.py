@@ -54,7 +54,7 @@ def load_checkpoint(
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-    reader = storage_reader if storage_reader is not None else dcp.FileSystemReader(_required(checkpoint_id))
+    reader = storage_reader if storage_reader is not None else dcp.FileSystemReader(_required(checkpoint_id))  # type: ignore[attr-defined]
     metadata = reader.read_metadata()
     saved, paths = metadata.state_dict_metadata, metadata.planner_data
     names = {path[0] for path in paths.values()}
@@ -68,7 +68,7 @@ def load_checkpoint(
     both = {**others, **entries}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a usual case
-        dcp.load(both, storage_reader=reader, process_group=process_group)
+        dcp.load(both, storage_reader=reader, process_group=process_group)  # type: ignore[attr-defined]
     loaded = unflatten_state_dict({key: both[key] for key in entries}, paths)
     state.update({name: both[name] for name in others})
     for name in whole:

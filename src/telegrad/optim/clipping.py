@@ -61,7 +61,9 @@ def clip_grad_norm_(
         norms = _norms(references, places, context_id, norm_type)
     if not norms:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack([norm for _, norm in sorted(norms, key=lambda n: n[0])]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm for _, norm in sorted(norms, key=lambda n: n[0])]), norm_type
+    )
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be"

@@ -237,7 +237,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- state
 
-    def state_dict(self, owner: str | int | WorkerInfo | None = None) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, owner: str | int | WorkerInfo | None = None) -> dict[str, Any]:
         """Return the state of all owners' optimizers in torch's format.
 
         It has copies of all tensors, on the CPU. The ids of parameters are their places in `param_groups`. An ordinary
@@ -271,7 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             result = after(self, result) or result
         return result
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], owner: str | int | WorkerInfo | None = None) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], owner: str | int | WorkerInfo | None = None) -> None:
         """Load a state that `state_dict` or an ordinary optimizer has returned.
 
         The options of the groups are loaded as well. The state is checked before any owner loads a part of it.
