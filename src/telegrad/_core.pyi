@@ -89,12 +89,13 @@ class Engine:
 
     def detach(self, connection: int, call: int, deferred: bool) -> bool:
         """
-        Notes that a request has no thread. Returns whether it has been canceled; if that happens later, a work item
-        of kind 6 says so.
+        Record that no thread runs a request, and return whether it has been canceled.
+
+        If it is canceled later, the pool gets a work item of kind 6.
         """
 
     def is_canceled(self, connection: int, call: int) -> bool:
-        """Whether a request that has not been answered has been canceled."""
+        """Return whether a request that has no reply yet has been canceled."""
 
     def largest_body(self, connection: int) -> int:
         """
@@ -206,8 +207,9 @@ class Client:
 
     def cancel(self, call: int) -> bool:
         """
-        Cancels a call that was begun, and completes its future unless another thread waits for it. False: it has
-        ended, or its deadline has passed.
+        Cancel a started call, and complete its future unless another thread waits for it.
+
+        Returns False if the call has ended or its deadline has passed.
         """
 
     def send_gradients(self, peer: int, messages: object, timeout: int, target: object) -> int:
@@ -262,7 +264,9 @@ class Server:
     def __init__(self, engine: object, codec: object, recorder: object, calls: object, handlers: object, environment: object, worker: object, scope_type: object, callback_scope: object) -> None: ...
 
     def record_all(self, on: bool) -> None:
-        """Send every request through Python, for a server-side profile."""
+        """
+        Have Python prepare every request, for the profile of a server or for interceptors.
+        """
 
     def reply(self, connection: int, call: int, messages: object) -> bool:
         """

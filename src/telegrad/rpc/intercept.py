@@ -199,8 +199,7 @@ def register_type(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any
 
         rpc.register_type(Image, lambda image: image.pixels, Image)
     """
-    given: object = kind
-    if not (isinstance(given, type) and callable(pack) and callable(unpack)):
+    if not all((isinstance(kind, type), callable(pack), callable(unpack))):
         raise TypeError(f"rpc.register_type takes a class and two functions, and got {kind!r}, {pack!r}, {unpack!r}")
     worker = open_worker()
     serializer = worker.messages.serializer

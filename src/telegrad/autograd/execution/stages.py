@@ -94,7 +94,7 @@ class StageRunner:
         self.retain_graph: bool = False
         self.wanted: Wanted | None = None
         self._closed = False
-        self._roots: Sequence[Tensor] = ()  # they keep the graph alive
+        self._roots: Sequence[Entry] = ()  # they keep the graph alive
         self._shared_leaves: SharedLeaves | None = None  # leaves that several disjoint sources reach
         self._done: set[Cell] = set()
         self._arrived = 0  # sources with gradients, by bit
@@ -133,7 +133,7 @@ class StageRunner:
         sources: list[tuple[int, Edges]] = []
         if roots:
             self._roots = roots
-            entries: list[Entry] = []
+            entries: list[Entry | None] = []
             for root in roots:
                 node = root.grad_fn if isinstance(root, Tensor) else None
                 entries.append(root if node is None else GradientEdge(node, root.output_nr))

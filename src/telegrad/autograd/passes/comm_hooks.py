@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from telegrad.autograd.context import WireMessage
-from telegrad.autograd.passes.backward_pass import GRADIENTS
+from telegrad.autograd.passes.messages import GRADIENTS
 
 __all__ = ["CommHook", "CommHooks", "Compressed", "GradientBucket", "decompress"]
 

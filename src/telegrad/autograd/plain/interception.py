@@ -44,7 +44,7 @@ UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is the"
     " desired behavior."
 )
-_Engine: Any = type(Variable._execution_engine)  # type: ignore[attr-defined]
+_Engine: Any = type(Variable._execution_engine)
 
 
 class PlainEngine(_Engine):  # type: ignore[misc]
@@ -94,8 +94,8 @@ class PlainEngine(_Engine):  # type: ignore[misc]
 
 def install() -> None:
     """Replace torch's engine for Python by one that continues on other workers."""
-    if not isinstance(Variable._execution_engine, PlainEngine):  # type: ignore[attr-defined]
-        Variable._execution_engine = PlainEngine()  # type: ignore[attr-defined]
+    if not isinstance(Variable._execution_engine, PlainEngine):
+        Variable._execution_engine = PlainEngine()
 
 
 def _context_of(roots: Sequence[Entry]) -> PlainContext | None:
@@ -131,6 +131,6 @@ def _may_return(context: PlainContext, inputs: Sequence[Entry]) -> bool:
         reached = {id(node) for node in reach.nodes}
     finally:
         if reach.guard is not None:
-            reach.guard.close()
+            cast("RecursionGuard", reach.guard).close()
     entries = [entry_of(tensor) for tensor in inputs]
     return any(id(entry) in reached if isinstance(entry, Tensor) else id(entry.node) in reached for entry in entries)

@@ -26,7 +26,7 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
 from telegrad.worker.calls.tracing import Span
-from telegrad.worker.scope import Autocast, Scope
+from telegrad.worker.scope import Autocast
 
 __all__ = [
     "NO_FORK",
@@ -305,17 +305,6 @@ class Messages:
         if not tickets and autocast is None and made_in is None:
             return None
         return PeerMetadata(self._metadata(tickets, None, autocast, made_in, None), tuple(tickets), made_in)
-
-    def recorded_in(self, scope: Scope | None) -> AutogradContext | None:
-        """Return the autograd context of the running code's calls.
-
-        Without grad mode, nothing is recorded outside of contexts. `Preparer::read_scope` does the same.
-        """
-        recorder = self.recorder
-        context: AutogradContext | None = None if scope is None else scope.autograd
-        if context is None:
-            context = recorder.outside
-        return None if context is recorder.plain and not is_grad_enabled() else context
 
     def encode_internal(self, peer: int, value: object) -> Encoded:
         """Encode an internal message, which usually needs only the codec."""

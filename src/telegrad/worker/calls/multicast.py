@@ -4,14 +4,17 @@ from asyncio import _get_running_loop
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from telegrad.errors import NotInitialized
 from telegrad.serialize.function_names import NotByName
 from telegrad.wire import Flag, Tag
+from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
 from telegrad.worker.calls.messages import PeerMetadata
-from telegrad.worker.scope import caller_flags, caller_state, current, remaining
+from telegrad.worker.scope import Scope, caller_flags, caller_state, current, remaining
 
 __all__ = ["call_many"]
 
@@ -47,7 +50,7 @@ def call_many(
         start = calls.client.start
         return [start(peer, function, args, kwargs, timeout, None, False, bool(flags & _INTERNAL)) for peer in peers]
     scope = current.get()
-    context = None if flags & _INTERNAL else calls.messages.recorded_in(scope)
+    context = None if flags & _INTERNAL else _recorded_in(calls, scope)
     timeout = remaining(timeout, scope)
     parts: tuple[str, ...] = ("args", "kwargs")
     body: tuple[object, ...] = (args, kwargs)
@@ -98,3 +101,15 @@ def call_many(
         if not all(ids):
             raise NotInitialized
     return futures
+
+
+def _recorded_in(calls: Calls, scope: Scope | None) -> AutogradContext | None:
+    """Return the autograd context of the running code's calls.
+
+    Without grad mode, nothing is recorded outside of contexts. `Preparer::read_scope` does the same.
+    """
+    recorder = calls.messages.recorder
+    context: AutogradContext | None = None if scope is None else scope.autograd
+    if context is None:
+        context = recorder.outside
+    return None if context is recorder.plain and not torch.is_grad_enabled() else context

@@ -20,7 +20,7 @@ from telegrad.worker.calls.tracing import Recording, recording
 from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
-__all__ = ["EventLoop", "bind_torch_state", "check_blocking"]
+__all__ = ["Deferred", "EventLoop", "bind_torch_state", "check_blocking"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -101,9 +101,12 @@ class _Job:
         self.started = self.canceled = False
         self.task: asyncio.Task[None] | None = None
 
+    def _is_canceled(self) -> bool:
+        return self.canceled
+
     async def run(self) -> None:
         self.started = True
-        if self.canceled:
+        if self._is_canceled():
             self.coroutine.close()
             self.ended(None, Cancelled())
             return
@@ -140,6 +143,30 @@ class _Job:
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
     with suppress(RuntimeError):  # the loop has closed, and has ended all coroutines
         loop.call_soon_threadsafe(callback)
+
+
+class Deferred:
+    """Request with a deferred result, and how to cancel its work."""
+
+    def __init__(self) -> None:
+        self.canceled = False  # the caller has canceled the request, or is lost
+        self._cancel: Callable[[], object] | None = None
+
+    def begin(self, cancel: Callable[[], object]) -> None:
+        """Set the function that cancels the work; call it if the request has been canceled meanwhile.
+
+        Args:
+            cancel: May be called twice, in any thread.
+        """
+        self._cancel = cancel
+        if self.canceled:
+            cancel()
+
+    def cancel(self) -> None:
+        """Cancel the work. Any thread may call this."""
+        self.canceled = True
+        if self._cancel is not None:
+            self._cancel()
 
 
 class EventLoop:

@@ -34,7 +34,7 @@ from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current, handler_state
-from telegrad.worker.serving.event_loop import EventLoop
+from telegrad.worker.serving.event_loop import Deferred, EventLoop
 from telegrad.worker.serving.intercepted import Ended, InterceptedHandler, not_a_future
 
 __all__ = ["Handlers", "RequestInfo", "SlowRequest"]
@@ -98,7 +98,7 @@ class SlowRequest:
         """Return whether the handler runs within interceptors."""
         return bool(self._handlers.interceptors.chain) and not self.flags & _INTERNAL
 
-    def intercept(self, function: Callable[..., object]) -> "InterceptedHandler":
+    def intercept(self, function: Callable[..., object]) -> Callable[..., object]:
         """Return the handler within the worker's interceptors."""
         if function is type:  # a reference's user asks for its type
             return function
@@ -143,30 +143,6 @@ class SlowRequest:
         """Leave the caller's torch state and the autograd context's guard."""
         self._state.close()
         self._guard.close()
-
-
-class Deferred:
-    """Request with a deferred result, and how to cancel its work."""
-
-    def __init__(self) -> None:
-        self.canceled = False  # the caller has canceled the request, or is lost
-        self._cancel: Callable[[], object] | None = None
-
-    def begin(self, cancel: Callable[[], object]) -> None:
-        """Set the function that cancels the work; call it if the request has been canceled meanwhile.
-
-        Args:
-            cancel: May be called twice, in any thread.
-        """
-        self._cancel = cancel
-        if self.canceled:
-            cancel()
-
-    def cancel(self) -> None:
-        """Cancel the work. Any thread may call this."""
-        self.canceled = True
-        if self._cancel is not None:
-            self._cancel()
 
 
 class Handlers:
