@@ -75,7 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._factors: dict[int | None, float] = {}  # of gradients, by context, applied by the next step
         # Not the constructor of torch's class: it takes tensors.
         self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
-        self.defaults = {}  # without what torch adds for states of old versions
+        self.defaults: dict[str, Any] = {}  # without what torch adds for states of old versions
         self._add_groups(groups, grouped)
 
     @property

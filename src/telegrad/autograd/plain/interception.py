@@ -8,7 +8,7 @@ were received in a plain context becomes a pass over all workers; all others go 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 from torch.autograd import Variable
@@ -44,13 +44,16 @@ UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is the"
     " desired behavior."
 )
-_Engine: Any = type(Variable._execution_engine)
+if TYPE_CHECKING:
+    from torch._C import _ImperativeEngine as _Engine
+else:
+    _Engine = type(Variable._execution_engine)
 
 
-class PlainEngine(_Engine):  # type: ignore[misc]
+class PlainEngine(_Engine):
     """Torch's engine for Python, with passes over several workers."""
 
-    def run_backward(
+    def run_backward(  # type: ignore[override]
         self,
         tensors: Sequence[Entry],
         grad_tensors: Sequence[Tensor | None],

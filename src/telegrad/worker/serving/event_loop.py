@@ -149,7 +149,7 @@ class Deferred:
     """Request with a deferred result, and how to cancel its work."""
 
     def __init__(self) -> None:
-        self.canceled = False  # the caller has canceled the request, or is lost
+        self.canceled: bool = False  # the caller has canceled the request, or is lost
         self._cancel: Callable[[], object] | None = None
 
     def begin(self, cancel: Callable[[], object]) -> None:
