@@ -380,10 +380,13 @@ class Receiver:
         worker, to = self.worker, self.target.peer
         if worker.closed or to in worker.members.lost:
             return
+        token = current.set(self._scope._replace(deadline=0, autograd=None))  # also after the deadline of the reader
         try:
             future = worker.start_internal(to, serving.close, (worker.info.id, self._number), 0)
         except TelegradError:
             return
+        finally:
+            current.reset(token)
         future._read = True
 
     def stop(self, error: Exception) -> None:
