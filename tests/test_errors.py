@@ -19,6 +19,7 @@ EXAMPLES = [
     errors.DeviceNotMapped("on cuda:0"),
     errors.MessageTooLarge("of 5 GiB"),
     errors.ReceiverOutOfMemory("for 5 GiB"),
+    errors.StreamError("the stream was closed"),
     errors.ShutdownTimeout(3, ("w1", "w2")),
     errors.RRefError("no"),
     errors.RRefTimeout("RRef 1"),

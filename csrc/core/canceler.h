@@ -41,7 +41,7 @@ class Canceler {
 
   /// Cancels all requests of a connection, which has closed.
   void cancel_requests_of(std::uint64_t connection) REQUIRES(engine_mutex);
-  /// Notes that a request has no thread, because it waits for its inputs or its result is deferred (`deferred`), or
+  /// Records that a request has no thread, because it waits for its inputs or its result is deferred (`deferred`), or
   /// that it runs again. Returns whether it has been canceled.
   bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) EXCLUDES(engine_mutex);
   /// Returns whether a request that has not been answered has been canceled.

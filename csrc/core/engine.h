@@ -127,7 +127,7 @@ class Engine final : public ForkHandler {
 
   // ---- requests of peers. Any thread, never blocks.
 
-  /// Notes that a request has no thread: its result is deferred, or (not `deferred`) it waits for its inputs. Returns
+  /// Records that a request has no thread: its result is deferred, or (not `deferred`) it waits for its inputs. Returns
   /// whether it has been canceled. A canceled request with a deferred result is reported once as a kCancel work item.
   bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) {
     return parts_.canceler.detach(connection, call, deferred);

@@ -89,7 +89,7 @@ class WorkQueue {
   RunningRequest* find_running(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex);
   /// Marks the running requests of a connection.
   void cancel_running(std::uint64_t connection) REQUIRES(engine_mutex);
-  /// Notes that the calling thread answers a request.
+  /// Records that the calling thread answers a request.
   void end_request(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex) {
     const PoolThread* self = this_thread();
     if (self && self->request->call == call && self->request->connection == connection) *self->request = {};

@@ -374,7 +374,8 @@ void init_client(nb::module_& m) {
            "Wait for the completion of a call, like `Engine.wait`, and complete its future.\n\n"
            "Returns False if the completion went to the pool.")
       .def("cancel", &Client::cancel, "call"_a,
-           "Cancel a started call, and complete its future unless another thread waits for it.\n\n"
+           "Cancel a started call and complete its future.\n\n"
+           "If another thread waits for the call, that thread completes the future. "
            "Returns False if the call has ended or its deadline has passed.")
       .def("send_gradients", &Client::send_gradients, "peer"_a, "messages"_a, "timeout"_a, "target"_a,
            "Send messages of a backward pass and return the call's id.\n\n"

@@ -256,7 +256,7 @@ void init_server(nb::module_& m) {
           "engine"_a, "codec"_a, "recorder"_a, "calls"_a, "handlers"_a, "environment"_a, "worker"_a, "scope_type"_a,
           "callback_scope"_a)
       .def("record_all", &Server::record_all, "on"_a,
-           "Have Python prepare every request, for the profile of a server or for interceptors.")
+           "Have Python prepare every request, for profiles or interceptors.")
       .def("reply", &Server::reply, "connection"_a, "call"_a, "messages"_a,
            "Reply to messages of a backward pass with messages.\n\n"
            "Returns False if the codec cannot encode them.")

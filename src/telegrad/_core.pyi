@@ -207,9 +207,9 @@ class Client:
 
     def cancel(self, call: int) -> bool:
         """
-        Cancel a started call, and complete its future unless another thread waits for it.
+        Cancel a started call and complete its future.
 
-        Returns False if the call has ended or its deadline has passed.
+        If another thread waits for the call, that thread completes the future. Returns False if the call has ended or its deadline has passed.
         """
 
     def send_gradients(self, peer: int, messages: object, timeout: int, target: object) -> int:
@@ -264,9 +264,7 @@ class Server:
     def __init__(self, engine: object, codec: object, recorder: object, calls: object, handlers: object, environment: object, worker: object, scope_type: object, callback_scope: object) -> None: ...
 
     def record_all(self, on: bool) -> None:
-        """
-        Have Python prepare every request, for the profile of a server or for interceptors.
-        """
+        """Have Python prepare every request, for profiles or interceptors."""
 
     def reply(self, connection: int, call: int, messages: object) -> bool:
         """

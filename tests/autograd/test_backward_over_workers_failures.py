@@ -162,16 +162,19 @@ def test_a_pass_that_begins_later_does_not_end_one_that_begins_at_once(
 
         thread = threading.Thread(target=second)
 
-        def numbers() -> Iterator[int]:
-            monkeypatch.undo()
-            number = next(passes._numbers)
-            thread.start()
-            if not table(four[0])[context_id].lock.locked():  # then the second can overtake this one
-                thread.join()
-            yield number
+        class Interrupting:
+            """Lock of the numbers, at whose end the second pass begins."""
+
+            def __enter__(self) -> None:
+                monkeypatch.undo()
+
+            def __exit__(self, *_: object) -> None:
+                thread.start()
+                if not table(four[0])[context_id].lock.locked():  # then the second can overtake this one
+                    thread.join()
 
         monkeypatch.setattr(four[0]._worker.calls, "default_timeout", 5_000_000_000)
-        monkeypatch.setattr(passes, "_numbers", numbers())
+        monkeypatch.setattr(passes, "_number_lock", Interrupting())
         autograd.backward(context_id, [losses[0]])
         thread.join()
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 4.0, dtype=torch.float64))

@@ -94,8 +94,8 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_six_examples_exist() -> None:
-    assert len(NAMES) == 6
+def test_seven_examples_exist() -> None:
+    assert len(NAMES) == 7
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Cancellation of calls: by the caller, by deadlines, and by the loss of the caller."""
+"""Cancellation of calls by the caller, by deadlines, and by the caller's loss."""
 
 import asyncio
 import concurrent.futures
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("erro
 
 
 class Log:
-    """What handlers have done, in this process."""
+    """Record of what handlers have done, in this process."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

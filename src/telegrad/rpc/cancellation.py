@@ -18,6 +18,9 @@ def cancelled() -> bool:
         Always False outside of remote calls, in callbacks, and while `telegrad.rpc.remote` creates a value, because
         other workers may use that value. There only the deadline counts.
 
+    Raises:
+        nothing.
+
     Example::
 
         def count_to(n: int) -> int:

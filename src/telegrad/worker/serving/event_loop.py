@@ -153,7 +153,7 @@ class Deferred:
         self._cancel: Callable[[], object] | None = None
 
     def begin(self, cancel: Callable[[], object]) -> None:
-        """Set the function that cancels the work; call it if the request has been canceled meanwhile.
+        """Set the function that cancels the work; call it if it was canceled meanwhile.
 
         Args:
             cancel: May be called twice, in any thread.

@@ -370,7 +370,7 @@ class Handlers:
             self.fail(info, error)
 
     def reply_canceled(self, info: RequestInfo, canceled: bool) -> None:
-        """Reply to a request that has not run, or that its caller has canceled while it ran.
+        """Reply to a request that has not run, or that was canceled while it ran.
 
         Args:
             info: The request.
