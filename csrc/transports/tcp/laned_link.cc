@@ -6,6 +6,7 @@
 #include <sys/ioctl.h>
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace telegrad {
@@ -16,7 +17,8 @@ constexpr std::uint64_t kSendTurn = 4 << 20;           // bytes sent before othe
 constexpr std::size_t kLaneBudget = 1 << 20;           // bytes read from a lane before the next lane is read
 constexpr Nanos kDrainTimeout = 10 * kSecond;          // limit for data on lanes after the end of the first connection
 constexpr unsigned kTrials = 6;           // messages that are sent in turn with and without lanes at first,
-constexpr unsigned kTrialInterval = 256;  // and the interval of single trials afterwards
+constexpr unsigned kTrialInterval = 256;  // and the longest interval of single trials afterwards
+constexpr double kWeight = 0.3;           // weight of the latest message in the average
 constexpr double kMargin = 1.1;           // lanes must be faster by this factor
 
 }  // namespace
@@ -24,14 +26,15 @@ constexpr double kMargin = 1.1;           // lanes must be faster by this factor
 bool LaneSpeeds::next_uses_lanes() {
   const unsigned n = messages_++;
   if (n < kTrials) return n % 2 != 0;
-  const bool is_trial = n % kTrialInterval == 0;  // networks change
+  // Networks change, and the first messages may have been slow for other reasons.
+  const bool is_trial = std::has_single_bit(n) || n % kTrialInterval == 0;
   return (striped_ > kMargin * alone_) != is_trial;
 }
 
 void LaneSpeeds::record(bool used_lanes, std::uint64_t bytes, Nanos time) {
   double& rate = used_lanes ? striped_ : alone_;
   const double latest = static_cast<double>(bytes) / static_cast<double>(std::max<Nanos>(time, 1));
-  rate = rate == 0 ? latest : (rate + latest) / 2;
+  rate = rate == 0 ? latest : rate + kWeight * (latest - rate);
 }
 
 LanedLink::LanedLink(UniqueFd socket, std::string description, bool connecting, const SocketKind& kind,
