@@ -197,6 +197,29 @@ CASE(a_peer_comes_back) {
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
 }
 
+/// Two processes may have had the same id, one after the other.
+CASE(a_goodbye_is_not_that_of_another_process) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet dies(1), leaves(1);
+  leaves.config.me.incarnation = 77;
+  a.engine->set_peer(dies.address());
+  dies.connect(a.address());
+  const std::uint64_t call = a.start(1, -1, {});
+  dies.receive();
+  a.engine->set_peer(leaves.address());
+  leaves.connect(a.address());
+  leaves.send(message(FrameType::kGoodbye));
+  Message request = message(FrameType::kRequest, "behind the goodbye", 1);
+  request.header.tag = kEcho;
+  leaves.send(request);
+  CHECK_EQ(std::string(leaves.receive().body_view()), "behind the goodbye");
+  dies.link->close();
+  Completion completion;
+  CHECK(a.engine->wait(call, kNever, {}, completion) == WaitEnd::kDone);
+  CHECK_SAYS(completion.why, "without a goodbye");
+}
+
 /// The loss of a peer is processed before its return, although a second thread is free.
 CASE(peer_events_run_one_after_the_other) {
   Engine e(Worker::settings_of(0));

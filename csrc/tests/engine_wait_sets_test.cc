@@ -168,6 +168,8 @@ CASE(a_wait_set_gets_timeouts_losses_and_the_stop) {
     found = set.all();
   });
   collecting_began.wait();
+  a.start(1, 3, {.tag = kNoAnswer, .timeout = 2 * kMillisecond});
+  a.completion_count.wait_for(1);  // of this call or of `late`, whose deadline has passed in either case
   c.stop(0);
   a.wait_for_event(EventKind::kPeerLeft);
   a.stop();
