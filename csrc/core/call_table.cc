@@ -6,6 +6,7 @@
 
 #include "core/call_options.h"
 #include "core/engine_parts.h"
+#include "core/left_out.h"
 #include "core/tuning.h"
 
 namespace telegrad {
@@ -167,7 +168,7 @@ void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& release
   if (Call* call = slab_.find(id)) {
     if (call->connection != c->id) return;  // only the peer that got the request may answer it
     if (call->status == CallStatus::kPending) {
-      if (call->expired) [[unlikely]]
+      if (call->expired || has_expired(m)) [[unlikely]]  // the callee may notice first that the deadline has passed
         return complete_late(id, c->peer, std::move(m), released);
       return complete(id, Completion{.status = CallStatus::kReplied, .reply = std::move(m)}, released);
     }

@@ -110,12 +110,11 @@ void CallTable::on_state(const Connection& c, std::uint64_t id, CallState state)
   if (call && call->connection == c.id && call->expired) complete(id, timed_out(state), released);
 }
 
-/// Completes an expired call when its reply has arrived. The reply of a request that never ran says so.
+/// Completes an expired call when its reply has arrived. The reply to a request that never ran says so.
 void CallTable::complete_late(std::uint64_t id, std::int32_t peer, Incoming&& reply, Released& released) {
   Call* call = slab_.find(id);
   if (call->keep_alive) released.push_back(std::move(call->keep_alive));
-  const bool left_out = reply.header.flags & kLeftOut && !reply.body_view().empty();
-  const bool never_ran = left_out && reply.body_view()[0] == static_cast<char>(LeftOut::kExpired);
+  const bool never_ran = has_expired(reply);
   if (reply.header.flags & kMustDeliver) orphan(peer, std::move(reply));
   complete(id, timed_out(never_ran ? CallState::kQueued : CallState::kReplied), released);
 }

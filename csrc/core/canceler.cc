@@ -18,6 +18,8 @@ std::unique_ptr<Outgoing> cancel_frame(FrameType type, std::uint64_t call, std::
 void Canceler::cancel_requests(const ConnectionPtr& c) {
   const auto reasons = std::exchange(reasons_, {});
   std::unordered_map<std::uint64_t, CallState> states;
+  // The states are sent before the replies of the canceled requests: a call ends with whichever arrives first, and a
+  // reply does not say how far the request had come.
   {
     Lock lock(parts_.mutex);
     parts_.queue.cancel_queued(c->id, [&](std::uint64_t call) {
@@ -29,14 +31,15 @@ void Canceler::cancel_requests(const ConnectionPtr& c) {
   }
   for (const auto& [call, state] : states) {
     if (reasons.at(call) != CancelReason::kExpired) continue;
-    parts_.sender.transmit(c, cancel_frame(FrameType::kCallState, call, static_cast<std::uint8_t>(state)));
+    auto m = cancel_frame(FrameType::kCallState, call, static_cast<std::uint8_t>(state));
+    parts_.sender.transmit(c, std::move(m));
   }
 }
 
 /// Cancels a request that is not queued and returns how far it has come.
 CallState Canceler::cancel_started(const Key& key) {
   if (RunningRequest* running = parts_.queue.find_running(key.first, key.second)) {
-    running->canceled = true;
+    running->cancel();
     return CallState::kRunning;
   }
   const auto found = detached_.find(key);

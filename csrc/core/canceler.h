@@ -7,7 +7,8 @@
 //     running   on a thread of the pool: `is_canceled` returns true, for the handler to ask
 //     detached  without a thread, parked or with a deferred result: `is_canceled` too; if its result is deferred, a
 //               work item of kind kCancel notifies the layer above
-// A request with kMustRun is not canceled. Every request gets its reply, canceled or not.
+// A request with kMustRun is not canceled. A queued request without a trailer that must be delivered runs, too
+// (`may_leave_out`). Every request gets its reply, canceled or not.
 #pragma once
 
 #include <cstdint>

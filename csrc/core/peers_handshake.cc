@@ -98,8 +98,8 @@ void Peers::on_open(const ConnectionPtr& c) {
             parts_.calls.set_connection(m->header.call_id, c->id);
             const Call* call = parts_.calls.find(m->header.call_id);
             if (call && call->status == CallStatus::kPending) return false;
-            if (m->header.flags & kMustDeliver) {  // the callee counts it, but need not run it
-              if (!(m->header.flags & kMustRun)) leave_out(*m, LeftOut::kCanceled, "");
+            if (m->header.flags & kMustDeliver) {  // the callee counts on it, but may not need to run it
+              if (may_leave_out(m->header)) leave_out(*m, LeftOut::kCanceled, "");
               return false;
             }
           }

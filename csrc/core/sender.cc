@@ -32,7 +32,7 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
     Call* call = id ? parts_.calls.find(id) : nullptr;
     const bool pending = call && call->status == CallStatus::kPending;
     if (id && !pending && !(m->header.flags & kMustDeliver)) return SendResult::kDone;  // the call has already ended
-    if (id && !pending && !(m->header.flags & kMustRun)) leave_out(*m, LeftOut::kCanceled, "");
+    if (id && !pending && may_leave_out(m->header)) leave_out(*m, LeftOut::kCanceled, "");
     if (parts_.is_stopping()) {
       if (id) parts_.calls.complete(id, Completion{.status = CallStatus::kStopped, .why = kShutDown}, released);
       parts_.calls.release_keep_alive(id, released);
@@ -80,7 +80,6 @@ SendResult Sender::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m)
   return transmit(c, m, p);
 }
 
-/// Requires the connection's send_mutex.
 SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p) {
   if (m->header.type == FrameType::kRequest) {
     c->outstanding.fetch_add(weight(m->payload_size()), std::memory_order_relaxed);

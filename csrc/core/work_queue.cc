@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/engine_parts.h"
+#include "core/left_out.h"
 
 namespace telegrad {
 namespace {
@@ -127,7 +128,7 @@ bool WorkQueue::remove_completion(std::uint64_t id) {
 void WorkQueue::cancel_queued(std::uint64_t connection, const std::function<bool(std::uint64_t)>& is_canceled) {
   const auto cancels = [&](WorkItem& item) {
     const FrameHeader& h = item.message.header;
-    if (item.connection != connection || h.flags & kMustRun || !is_canceled(h.call_id)) return false;
+    if (item.connection != connection || !is_canceled(h.call_id) || !may_leave_out(h)) return false;
     item.status = CallStatus::kCanceled;
     return true;
   };
@@ -147,7 +148,7 @@ RunningRequest* WorkQueue::find_running(std::uint64_t connection, std::uint64_t 
 
 void WorkQueue::cancel_running(std::uint64_t connection) {
   for (RunningRequest& r : requests_of_threads_) {
-    if (r.call != 0 && r.connection == connection) r.canceled = true;
+    if (r.call != 0 && r.connection == connection) r.cancel();
   }
 }
 
@@ -197,10 +198,10 @@ bool WorkQueue::pop(PoolThread& self, WorkItem& out) {
   self.kind = out.kind;
   if (self.kind == WorkKind::kRequest) {
     ++running_requests_;
-    if (!(out.message.header.flags & kMustRun)) {
-      if (popped_at_ >= out.deadline && out.status == CallStatus::kPending) out.status = CallStatus::kTimedOut;
-      *self.request = {.connection = out.connection, .call = out.message.header.call_id};
-    }
+    const FrameHeader& h = out.message.header;
+    if (popped_at_ >= out.deadline && out.status == CallStatus::kPending && may_leave_out(h))
+      out.status = CallStatus::kTimedOut;
+    *self.request = {.connection = out.connection, .call = h.call_id, .must_run = (h.flags & kMustRun) != 0};
   }
   if (self.kind == WorkKind::kCompletion) {
     ++running_completions_;

@@ -21,10 +21,12 @@ namespace telegrad {
 
 struct EngineParts;
 
-/// The request that a thread of the pool runs, unless it must run whatever its caller does.
+/// The request that a thread of the pool runs.
 struct RunningRequest {
+  void cancel() { canceled = !must_run; }
   std::uint64_t connection = 0;
   std::uint64_t call = 0;  // 0: none
+  bool must_run = false;   // kMustRun: it cannot be canceled
   bool canceled = false;
 };
 
@@ -81,8 +83,8 @@ class WorkQueue {
 
   // ---- canceled requests
 
-  /// Marks the queued requests of a connection for which `is_canceled` returns true. They need no handler: they move to
-  /// the queue of nested requests. Wakes no thread.
+  /// Marks the queued requests of a connection for which `is_canceled` returns true, except those that run anyway. They
+  /// need no handler: they move to the queue of nested requests. Wakes no thread.
   void cancel_queued(std::uint64_t connection, const std::function<bool(std::uint64_t)>& is_canceled)
       REQUIRES(engine_mutex);
   /// Returns the request if a thread of the pool runs it, else null.

@@ -271,6 +271,17 @@ CASE(a_state_that_does_not_exist_is_unknown) {
   s.send(FrameType::kCallState, call, 3);  // too late
 }
 
+/// The caller may notice later than its callee that the deadline has passed.
+CASE(a_reply_that_the_deadline_has_passed_is_a_timeout) {
+  WithPuppet s(false);
+  s.a.start(1, 1, {.body = "x"});
+  s.p.reply(s.expect(FrameType::kRequest), "E", kLeftOut | kMustDeliver);
+  s.a.completion_count.wait_for(3);  // with the reply, which must be processed
+  CHECK(s.a.completions.at(1).status == CallStatus::kTimedOut);
+  CHECK_EQ(s.a.completions.at(1).why, "queued");
+  CHECK_EQ(body_of(s.a.orphans.at(0)), "E");
+}
+
 CASE(a_reply_after_the_deadline_is_a_lost_reply) {
   WithPuppet s(false);
   std::thread puppet([&] {
@@ -290,21 +301,69 @@ CASE(a_call_that_waits_for_a_connection_is_never_sent) {
   Worker a(0);
   Puppet p(1);
   a.engine->set_peer(p.address());
-  const std::uint64_t first = a.start(1, 1, {.body = "canceled"});
-  const std::uint64_t counted =
-      a.start(1, 2, {.body = "counted", .segments = {"trailer"}, .flags = kMustDeliver | kTrailer});
+  const std::uint64_t first = a.start(1, 1, {.body = "canceled", .segments = {"lent"}, .never_wait = true});
   a.start(1, 3, {.body = "wanted"});
   CHECK(cancel(a, first).status == CallStatus::kCanceled);
-  CHECK(cancel(a, counted).status == CallStatus::kCanceled);
   WorkItem none;
   CHECK(!a.engine->cancel(first, none));
   p.accept();
-  const Incoming m = p.receive();
-  CHECK(m.header.flags & kLeftOut);
-  CHECK_EQ(std::string(m.body_view()), "C");
-  CHECK_EQ(text_of(m.segments.at(0)), "trailer");
   CHECK_EQ(std::string(p.receive().body_view()), "wanted");
   CHECK_EQ(a.engine->stats().pending_calls, 1u);
+}
+
+/// Flags of requests that are sent although their callers have given up, and whether they keep their content.
+constexpr struct {
+  std::uint16_t flags;
+  bool keeps;
+} kSentAnyway[] = {{kMustDeliver | kTrailer, false},  // the trailer has what the peer counts
+                   {kMustDeliver, true},
+                   {kMustDeliver | kMustRun, true},
+                   {kMustDeliver | kMustRun | kTrailer, true}};
+
+CASE(a_canceled_request_that_must_be_delivered_keeps_what_its_peer_needs) {
+  for (const auto [flags, keeps] : kSentAnyway) {
+    Event gone;
+    Worker a(0);
+    Puppet p(1);
+    a.engine->set_peer(p.address());
+    Request r{.body = "body", .segments = {"segment", "trailer"}, .never_wait = true, .flags = flags};
+    r.keep_alive = std::make_unique<Bytes>("", std::vector<std::string>{}, [&] { gone.set(); });
+    cancel(a, a.start(1, 1, std::move(r)));
+    p.accept();
+    const Incoming m = p.receive();
+    CHECK_EQ((m.header.flags & kLeftOut) == 0, keeps);
+    CHECK_EQ(std::string(m.body_view()), keeps ? "body" : "C");
+    CHECK_EQ(m.segments.size(), keeps ? 2u : 1u);
+    CHECK_EQ(text_of(m.segments.back()), "trailer");
+    CHECK(!gone.is_set());
+    p.reply(m, "late");
+    gone.wait();
+  }
+}
+
+CASE(a_queued_request_that_must_be_delivered_keeps_what_its_worker_needs) {
+  for (const bool expires : {true, false}) {
+    Worker a(0), b(1, one_handler());
+    introduce({&a, &b}, "unix");
+    a.start(1, 0, {.tag = kHold});
+    b.handled.wait_for(1);
+    int kept = 0;
+    for (const auto [flags, keeps] : kSentAnyway) {
+      kept += keeps;
+      Request r{.body = "body", .segments = {"trailer"}, .timeout = expires ? 5 * kMillisecond : 0, .flags = flags};
+      if (expires) {
+        CHECK_EQ(a.call(1, std::move(r)).why, "queued");
+      } else {
+        cancel(a, a.start(1, 1, std::move(r)));
+      }
+    }
+    b.left_out.wait_for(1);
+    CHECK_EQ(b.handled.value(), 1);
+    b.release.set();
+    b.handled.wait_for(1 + kept);
+    wait_until_quiet(b);
+    CHECK_EQ(b.left_out.value(), 1);
+  }
 }
 
 CASE(a_call_that_never_got_a_connection_says_so) {

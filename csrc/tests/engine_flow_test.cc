@@ -251,7 +251,11 @@ CASE(memory_of_a_message_without_a_waiter_is_copied) {
       p.accept();
       send(2);
       send(3);
-      for (int i = 0; i < 3; ++i) CHECK(text_of(p.receive().segments[0]) == want);
+      for (int i = 0; i < 3; ++i) {
+        Incoming m = p.receive();
+        while (m.header.type == FrameType::kCancel) m = p.receive();  // of a request whose deadline has passed
+        CHECK(text_of(m.segments.at(0)) == want);
+      }
     }
   }
 }
