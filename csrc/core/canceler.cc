@@ -20,6 +20,7 @@ void Canceler::cancel_requests(const ConnectionPtr& c) {
   std::unordered_map<std::uint64_t, CallState> states;
   // The states are sent before the replies of the canceled requests: a call ends with whichever arrives first, and a
   // reply does not say how far the request had come.
+  std::lock_guard sending(c->send_mutex);
   {
     Lock lock(parts_.mutex);
     parts_.queue.cancel_queued(c->id, [&](std::uint64_t call) {
@@ -32,7 +33,8 @@ void Canceler::cancel_requests(const ConnectionPtr& c) {
   for (const auto& [call, state] : states) {
     if (reasons.at(call) != CancelReason::kExpired) continue;
     auto m = cancel_frame(FrameType::kCallState, call, static_cast<std::uint8_t>(state));
-    parts_.sender.transmit(c, std::move(m));
+    Transmission p;
+    parts_.sender.transmit_locked(c, m, p);
   }
 }
 

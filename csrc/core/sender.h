@@ -62,6 +62,9 @@ class Sender {
   SendResult transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p) EXCLUDES(engine_mutex);
   /// Sends a message that owns its memory.
   SendResult transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m) EXCLUDES(engine_mutex);
+  /// Sends like `transmit`, by a caller that has the send_mutex.
+  SendResult transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p)
+      EXCLUDES(engine_mutex);
   /// Sends messages that waited for the connection and notifies their senders. Requires the send_mutex.
   void send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) EXCLUDES(engine_mutex);
   /// Sends queued messages after the link has become writable.
@@ -115,8 +118,6 @@ class Sender {
   void abandon_in_child() REQUIRES(engine_mutex);
 
  private:
-  SendResult transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p)
-      EXCLUDES(engine_mutex);
   bool coalesce(const ConnectionPtr& c, const Outgoing& m, bool more) EXCLUDES(engine_mutex);
   void watch_writable(Connection& c, bool on);
   bool wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos deadline,

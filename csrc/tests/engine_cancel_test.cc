@@ -282,6 +282,31 @@ CASE(a_reply_that_the_deadline_has_passed_is_a_timeout) {
   CHECK_EQ(body_of(s.a.orphans.at(0)), "E");
 }
 
+/// Requests that are canceled together are answered at once, by threads that have just run nested ones.
+CASE_ON_EVERY_SCHEME(a_reply_does_not_overtake_the_state_of_its_request) {
+  Worker a(0), b(1, one_handler(), 4), c(2);
+  introduce({&a, &b, &c}, scheme);
+  a.start(1, 0, {.tag = kHold});
+  b.handled.wait_for(1);
+  std::atomic<bool> ended = false;
+  std::thread other([&] {
+    for (int i = 0; !ended; ++i) {
+      c.start(1, i, {.nested = true});
+      if (i % 20 == 0) c.call(1, {.nested = true});
+    }
+  });
+  constexpr int kCalls = 1000;
+  const Nanos deadline = now() + 100 * kMillisecond;
+  for (int i = 1; i <= kCalls; ++i)
+    a.start(1, i, {.body = "x", .timeout = std::max<Nanos>(deadline - now(), 1), .never_wait = true});
+  a.completion_count.wait_for(kCalls);
+  ended = true;
+  other.join();
+  b.release.set();
+  std::lock_guard lock(a.mutex);
+  for (int i = 1; i <= kCalls; ++i) CHECK(a.completions.at(i).why != "reply lost");
+}
+
 CASE(a_reply_after_the_deadline_is_a_lost_reply) {
   WithPuppet s(false);
   std::thread puppet([&] {
