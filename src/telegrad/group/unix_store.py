@@ -38,7 +38,7 @@ else:
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_MESSAGE = 1 << 28  # bytes of a message
-_HELLO = b"telegrad store 2"
+_HELLO = b"telegrad store 3"
 _OK, _FAILED = 0, 1
 _SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _RELEASE_PORT = range(7)
 # Interval of checks for keys written by workers of other hosts. It grows while none arrives.
@@ -80,6 +80,7 @@ class _ClientSession:
         self.received = bytearray()
         self.unsent = b""
         self.missing: set[str] = set()  # the keys for which it waits
+        self.wanted: list[str] = []  # the keys whose values it reads
 
 
 _ending: dict[int, threading.Thread] = {}  # threads of servers that are closing, by port
@@ -247,10 +248,6 @@ class UnixStoreServer:
         store = self._store
         assert store is not None
         keys = [field.decode() for field in (fields if kind in (_GET, _CHECK, _WAIT) else fields[:1])]
-        if kind == _GET:
-            if not store.check(keys):  # a read would block the server
-                raise KeyError(keys)
-            return _message(_OK, store.multi_get(keys)), ()
         if kind == _SET:
             store.set(keys[0], fields[1])
             return _message(_OK, []), keys
@@ -262,11 +259,17 @@ class UnixStoreServer:
             return _message(_OK, [b"1" if self._release_port() else b""]), ()
         if kind == _CHECK:
             return _message(_OK, [b"1" if store.check(keys) else b""]), ()
-        if kind != _WAIT:
+        if kind not in (_GET, _WAIT):
             raise ValueError(f"unknown operation {kind}")
+        session.wanted = keys if kind == _GET else []
         session.missing = set() if store.check(keys) else {key for key in keys if not store.check([key])}
         self._poll_interval = _MIN_PAUSE
-        return None if session.missing else _message(_OK, []), ()
+        return None if session.missing else self._wanted(session), ()
+
+    def _wanted(self, session: _ClientSession) -> bytes:
+        """Return the reply to a session whose keys exist: the values that it reads."""
+        assert self._store is not None
+        return _message(_OK, self._store.multi_get(session.wanted) if session.wanted else [])
 
     def _reply_to_waiting(self, selector: selectors.BaseSelector, written: set[str] | None = None) -> None:
         """Reply to sessions that wait for keys which exist now: the written ones, or any."""
@@ -276,7 +279,6 @@ class UnixStoreServer:
             missing = session.missing
             if not missing or (written is not None and not missing & written):
                 continue
-            reply = _message(_OK, [])
             try:
                 for key in list(missing if written is None else missing & written):
                     if key not in here:
@@ -288,6 +290,7 @@ class UnixStoreServer:
                     missing.discard(key)
                 if missing:
                     continue
+                reply = self._wanted(session)
             except Exception as e:
                 reply = _message(_FAILED, [str(e).encode()])
             session.missing = set()
@@ -376,7 +379,6 @@ class LocalStore(_Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        self.wait(keys)
         return self._request(_GET, *(key.encode() for key in keys))
 
     def has_extended_api(self) -> bool:  # for `multi_get`: a list of members is one message
