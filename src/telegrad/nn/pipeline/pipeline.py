@@ -58,9 +58,10 @@ class Pipeline(nn.Module):
         loss_fn: called at the last stage with a micro-batch's result and target; returns a tensor with one element.
             Copied to that stage's owner. None for inference only.
         micro_batches: number of micro-batches of a step, 8 by default. Their sizes differ by one at most.
-        schedule: ``"1f1b"`` (one forward, one backward) or ``"gpipe"`` (all forward, all backward). They take equally
-            long. With 1F1B a stage keeps the activations of at most as many micro-batches as there are stages after
-            it, itself included; with GPipe, of all.
+        schedule: ``"gpipe"`` (all forward, then all backward passes); ``"1f1b"`` (one forward, one backward), the
+            default, which keeps fewer activations; ``"eager-1f1b"``, which keeps more than that and waits less for
+            messages. Stage s of S, counted from 0, keeps the activations of all micro-batches, of S - s, or of
+            2 (S - s) - 1.
         reduction: of ``loss_fn`` over its micro-batch: ``"mean"`` or ``"sum"``. The loss of the batch is the mean,
             weighted with the sizes of the micro-batches, or the sum. A mean with other weights, such as class weights
             or ``ignore_index``, is not that of the batch.
@@ -76,7 +77,7 @@ class Pipeline(nn.Module):
         errors of the modules' constructors.
 
     Sources: Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Memory-Efficient Pipeline-Parallel
-    DNN Training", 2021.
+    DNN Training", 2021; Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023.
 
     Example::
 
@@ -96,7 +97,7 @@ class Pipeline(nn.Module):
         loss_fn: LossFunction | None = None,
         *,
         micro_batches: int = 8,
-        schedule: Literal["1f1b", "gpipe"] = "1f1b",
+        schedule: Literal["gpipe", "1f1b", "eager-1f1b"] = "1f1b",
         reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__()

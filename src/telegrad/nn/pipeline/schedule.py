@@ -14,6 +14,7 @@ __all__ = [
     "PassKind",
     "Schedule",
     "bubble",
+    "eager_one_forward_one_backward",
     "forward_only",
     "gpipe",
     "makespan",
@@ -64,10 +65,29 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> list[Order]:
     Pipeline Parallelism for DNN Training", 2019; with the flush in "Memory-Efficient Pipeline-Parallel DNN Training",
     2021.
     """
+    return _alternating(micro_batches, [stages - stage for stage in range(stages)])
+
+
+def eager_one_forward_one_backward(stages: int, micro_batches: int) -> list[Order]:
+    """Return the orders of eager 1F1B, which hides the time of messages.
+
+    Stage s, counted from 0, keeps the activations of at most ``2 * (stages - s) - 1`` micro-batches. Under 1F1B, each
+    forward pass waits for a message that its neighbor sends at the last moment; here the inputs arrive earlier. Source:
+    Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023.
+    """
+    return _alternating(micro_batches, [2 * (stages - stage) - 1 for stage in range(stages)])
+
+
+def _alternating(micro_batches: int, most: Sequence[int]) -> list[Order]:
+    """Return orders that alternate between the directions after the first forward passes.
+
+    Args:
+        micro_batches: their number.
+        most: the number of micro-batches of which each stage keeps activations.
+    """
     orders = []
-    for stage in range(stages):
-        ahead = min(stages - stage, micro_batches)
-        order = [Pass(PassKind.FORWARD, i) for i in range(ahead)]
+    for ahead in most:
+        order = [Pass(PassKind.FORWARD, i) for i in range(min(ahead, micro_batches))]
         for i in range(micro_batches):
             order.append(Pass(PassKind.BACKWARD, i))
             if i + ahead < micro_batches:
@@ -81,15 +101,18 @@ def forward_only(stages: int, micro_batches: int) -> list[Order]:
     return [[Pass(PassKind.FORWARD, i) for i in range(micro_batches)] for _ in range(stages)]
 
 
-SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "eager-1f1b": eager_one_forward_one_backward,
+}
 """Schedules of training steps, by name."""
 
 
 def bubble(stages: int, micro_batches: int) -> float:
     """Return the part of a step in which a stage waits, in theory: (S - 1) / (M + S - 1).
 
-    It applies to both schedules if all stages take equally long and messages take no time. 1F1B saves memory, not
-    time.
+    It applies to all schedules if the stages take equally long and messages take no time. 1F1B saves memory, not time.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
