@@ -210,7 +210,7 @@ def test_a_pipeline_in_a_handler() -> None:
 
 @SCHEDULES
 def test_workers_with_one_thread(schedule: Any) -> None:
-    """No thread waits for a message, so many stages share it."""
+    """No thread waits for a message, so any number of stages shares it."""
     with cluster(2, Options(num_worker_threads=1), names="single{}", check=False):
         places = ["single1", "single1", "single0", "single1", "single0"]
         pipe = Pipeline(stages(places), F.mse_loss, micro_batches=6, schedule=schedule)

@@ -1,4 +1,4 @@
-"""Pipelines that fail: the caller gets the error, the stages drop the step, and the next step works."""
+"""Errors of pipelines: the caller gets them, and the next step works."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Pipelines: models in stages on several workers, which work on micro-batches at the same time.
+"""Pipelines: models in stages on workers that work on micro-batches in parallel.
 
 Schedules and the division of batches are pure functions (`schedule`, `micro_batches`). At the owner, `stage` decides
 which thread runs which pass, `local_step` runs it, and `requests` are the functions that others call. `pipeline`

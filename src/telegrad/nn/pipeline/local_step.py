@@ -1,4 +1,4 @@
-"""One step of a pipeline at one of its stages: its inputs, its saved graphs and its results."""
+"""Step of a pipeline at one stage: its inputs, saved graphs and results."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -161,7 +161,7 @@ class LocalStep:
 
 
 def run_backward(values: Sequence[object], gradients: Sequence[object]) -> None:
-    """Run torch's backward pass from the values that have a gradient, if there are any."""
+    """Run torch's backward pass from the values that have a gradient."""
     roots, given = [], []
     for value, gradient in zip(values, gradients, strict=True):
         if isinstance(value, Tensor) and isinstance(gradient, Tensor):

@@ -1,4 +1,4 @@
-"""Division of a batch into micro-batches, and the results of micro-batches as those of the batch."""
+"""Division of a batch into micro-batches, and joining of their results."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias

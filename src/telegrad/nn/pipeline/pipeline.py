@@ -33,7 +33,7 @@ _DEFAULT_TIMEOUT = -1.0
 
 
 class Pipeline(nn.Module):
-    """Model in stages on several workers, which work on micro-batches at the same time.
+    """Model in stages on several workers that work on micro-batches in parallel.
 
     A step divides its batch into micro-batches. Each stage runs their forward and backward passes in the order of a
     schedule, and sends activations and gradients from owner to owner, past the caller. Parameters stay unchanged during
@@ -155,7 +155,7 @@ class Pipeline(nn.Module):
     def step(
         self, *inputs: object, target: object = None, outputs: bool = False, timeout: float = _DEFAULT_TIMEOUT
     ) -> Any:
-        """Run the forward and backward passes of a batch, and add the gradients to ``.grad``.
+        """Run the passes of a batch, and add the gradients to ``.grad``.
 
         Blocks until all stages have run their passes. An optimizer may step afterwards.
 
@@ -262,7 +262,7 @@ class Pipeline(nn.Module):
         sizes: tuple[int, ...],
         timeout: float,
     ) -> None:
-        """Send the batch to the first and last stage, and ask all stages for their results."""
+        """Send the batch, and ask all stages for their results."""
 
         def send(rref: RRef[PipelineStage], function: Callable[..., object], *args: object) -> None:
             futures.append(rpc.rpc_async(rref.owner_id, function, (*rref.id, tuple(plan), *args), timeout=timeout))

@@ -58,7 +58,7 @@ def gpipe(stages: int, micro_batches: int) -> list[Order]:
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> list[Order]:
-    """Return the orders of 1F1B: as soon as possible, one backward and one forward pass in turn.
+    """Return the orders of 1F1B: one backward and one forward pass in turn.
 
     Stage s, counted from 0, keeps the activations of at most ``stages - s`` micro-batches. This is the schedule with a
     flush after each batch, so all passes use the same parameters. Source: Narayanan et al., "PipeDream: Generalized
@@ -79,7 +79,7 @@ def eager_one_forward_one_backward(stages: int, micro_batches: int) -> list[Orde
 
 
 def _alternating(micro_batches: int, most: Sequence[int]) -> list[Order]:
-    """Return orders that alternate between the directions after the first forward passes.
+    """Return orders that alternate after the first forward passes.
 
     Args:
         micro_batches: their number.
@@ -110,9 +110,10 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Return the part of a step in which a stage waits, in theory: (S - 1) / (M + S - 1).
+    """Return the part of a step in which a stage waits, in theory.
 
-    It applies to all schedules if the stages take equally long and messages take no time. 1F1B saves memory, not time.
+    It is (S - 1) / (M + S - 1) under all schedules, if the stages take equally long and messages take no time. 1F1B
+    saves memory, not time.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 

@@ -137,7 +137,7 @@ class PipelineStage:
     # ---- the end of a step
 
     def when_ended(self, plan: Plan, callback: Callable[[], None]) -> None:
-        """Call a function once the step has run all its passes, has failed, or has been dropped."""
+        """Call a function once the step is complete, has failed, or has been dropped."""
         with self._lock:
             step, replaced = self._enter(plan)
             waits = step is not None and not self._has_ended(step)

@@ -19,7 +19,7 @@ class PassTime(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one step of a pipeline: how long the stages worked, and how long they waited.
+    """Times of one step: how long the stages worked, and how long they waited.
 
     Attributes:
         elapsed: seconds of the step at its caller, messages included.
