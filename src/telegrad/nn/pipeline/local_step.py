@@ -69,8 +69,8 @@ class LocalStep:
         self.device = device
         self.scope: Scope = scope
         self._autocast = autocast
-        self.position = 0  # of the next pass in the order
-        self.dropped = False
+        self.position: int = 0  # of the next pass in the order
+        self.dropped: bool = False
         self.error: BaseException | None = None
         # The inbox: by micro-batch, inputs and gradients of results. The last stage has targets instead of gradients.
         self.inputs: dict[int, Input] = {}

@@ -108,7 +108,7 @@ class Pipeline(nn.Module):
         if micro_batches < 1:
             raise ValueError(f"micro_batches has to be at least 1, and is {micro_batches}")
         _check_reduction(reduction, loss_fn)
-        self.stages = nn.ModuleList([_remote_module(number, spec) for number, spec in enumerate(stages)])
+        self.stages: nn.ModuleList = nn.ModuleList([_remote_module(number, spec) for number, spec in enumerate(stages)])
         self.times: StepTimes | None = None
         self._micro_batches = micro_batches
         self._reduction = reduction
