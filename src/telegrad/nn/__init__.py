@@ -1,12 +1,13 @@
 """Modules that reside on other workers: the API of ``torch.distributed.nn``.
 
-`RemoteModule` is Telegrad's own. The differentiable collectives of ``torch.distributed.nn`` are torch's, loaded at
-first use.
+`RemoteModule` and `Pipeline` are Telegrad's own. The differentiable collectives of ``torch.distributed.nn`` are
+torch's, loaded at first use.
 """
 
 import importlib
 from typing import Any
 
+from telegrad.nn.pipeline import Pipeline, StepTimes
 from telegrad.nn.remote_module import RemoteModule
 
 _COLLECTIVES = (
@@ -21,7 +22,7 @@ _COLLECTIVES = (
     "scatter",
 )
 
-__all__ = ["RemoteModule", "functional", *_COLLECTIVES]  # noqa: PLE0604  # all are strings
+__all__ = ["Pipeline", "RemoteModule", "StepTimes", "functional", *_COLLECTIVES]  # noqa: PLE0604  # all are strings
 
 
 def __getattr__(name: str) -> Any:

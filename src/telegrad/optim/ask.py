@@ -1,13 +1,12 @@
 """Calls of several owners at the same time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from telegrad.optim.failures import all_of
 from telegrad.optim.owner import require_worker
 from telegrad.worker import Worker
-from telegrad.worker.scope import current
+from telegrad.worker.scope import outside_contexts
 
 __all__ = ["Request", "ask"]
 
@@ -31,7 +30,7 @@ def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
     # This worker's own call comes last, because it runs on this thread; that also decides its turn at the step lock.
     # Without one, this thread waits for the last of the other owners: this is faster than a future.
     ordered = sorted(requests, key=lambda owner: owner == here)
-    with _outside_contexts():
+    with outside_contexts():
         for owner in ordered[:-1]:
             futures.append((owner, worker.rpc_async(owner, *requests[owner])))
         for owner in ordered[-1:]:
@@ -72,17 +71,3 @@ def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Any]]) 
     if failures:
         raise all_of(what, failures)
     return results
-
-
-@contextmanager
-def _outside_contexts() -> Iterator[None]:
-    """Make calls without the current context: they belong to no forward pass."""
-    scope = current.get()
-    if scope is None or scope.autograd is None:
-        yield
-        return
-    token = current.set(scope._replace(autograd=None))
-    try:
-        yield
-    finally:
-        current.reset(token)

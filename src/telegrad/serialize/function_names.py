@@ -6,7 +6,6 @@ sent once per connection. Caller and callee resolve the name at every call. So a
 """
 
 import functools
-import importlib
 import pickle
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from telegrad.serialize.module_imports import import_parents_first
 from telegrad.serialize.pickle_by_value import is_importable
 
 __all__ = ["BY_VALUE", "NameTable", "NotByName", "resolve", "resolver"]
@@ -164,7 +164,7 @@ def _resolver(text: bytes) -> Callable[[], object]:
         return lambda: function
     module_name, _, path = rest.decode().partition("\0")
     if module_name not in sys.modules:
-        importlib.import_module(module_name)
+        import_parents_first(module_name)
     modules = sys.modules
     first, *others = path.split(".")
 
@@ -172,7 +172,7 @@ def _resolver(text: bytes) -> Callable[[], object]:
         try:
             found = modules[module_name].__dict__[first]
         except KeyError:  # the module may have a __getattr__; otherwise getattr raises a clear error
-            found = getattr(importlib.import_module(module_name), first)
+            found = getattr(import_parents_first(module_name), first)
         for name in others:
             found = getattr(found, name)
         return found

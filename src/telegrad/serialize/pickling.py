@@ -21,6 +21,7 @@ pickled separately; they have negative indices.
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -28,6 +29,7 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import SerializationError
+from telegrad.serialize.module_imports import import_parents_first
 from telegrad.serialize.pickle_by_value import ByValuePickler
 from telegrad.serialize.pickle_errors import find_unpicklable
 from telegrad.serialize.storage_aliasing import Segment, TensorSlot, place, restore
@@ -373,6 +375,8 @@ class Unpickler(pickle.Unpickler):
             if name == _extension.__name__:
                 return self.message.extension
         try:
+            if module not in sys.modules:
+                import_parents_first(module)
             return super().find_class(module, name)
         except (AttributeError, ImportError) as error:
             raise _also(type(error))(f"{error}{NOT_FOUND_HINT}") from error

@@ -25,6 +25,7 @@ __all__ = [
     "clean_state",
     "current",
     "handler_state",
+    "outside_contexts",
     "remaining",
 ]
 
@@ -56,6 +57,20 @@ def remaining(timeout: int, scope: Scope | None) -> int:
         return timeout
     left = max(scope.deadline - time.monotonic_ns(), 1)
     return min(timeout, left) if timeout else left
+
+
+@contextmanager
+def outside_contexts() -> Iterator[None]:
+    """Make calls without the current autograd context: they belong to no forward pass."""
+    scope = current.get()
+    if scope is None or scope.autograd is None:
+        yield
+        return
+    token = current.set(scope._replace(autograd=None))
+    try:
+        yield
+    finally:
+        current.reset(token)
 
 
 def _autocast_by_device() -> bool:

@@ -1,0 +1,182 @@
+"""Functions that run on the owner of a stage.
+
+Each takes the two numbers of a reference to the stage, which the pipeline holds: calls with a reference itself would
+take the slow path, and references between neighbors would never be released.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from telegrad.nn.pipeline.local_step import Outgoing, Plan
+from telegrad.nn.pipeline.micro_batches import Values, split
+from telegrad.nn.pipeline.stage import PipelineStage, StageConfig
+from telegrad.protocols.rref import RRefId
+from telegrad.rref import RRef
+from telegrad.worker import Worker
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.default_worker import open_worker
+
+__all__ = [
+    "Address",
+    "connect",
+    "drop_step",
+    "feed",
+    "feed_targets",
+    "make_stage",
+    "reset_gradients",
+    "run_step",
+]
+
+Address: TypeAlias = tuple[int, int, int]
+"""Owner of a stage, and the two numbers of the reference."""
+
+
+def _stage(created_on: int, local_id: int) -> PipelineStage:
+    stage: PipelineStage = open_worker().references.owned(RRefId(created_on, local_id)).get()
+    return stage
+
+
+async def make_stage(module: RRef[nn.Module], config: StageConfig) -> RRef[PipelineStage]:
+    """Create a stage once its module exists."""
+    return RRef(PipelineStage(await module, config, module.owner_name()))
+
+
+def connect(created_on: int, local_id: int, before: Address | None, after: Address | None) -> None:
+    """Set the neighbors of a stage."""
+    stage, worker = _stage(created_on, local_id), open_worker()
+    stage.connect(
+        None if after is None else _sender(worker, stage, after, accept_inputs),
+        None if before is None else _sender(worker, stage, before, accept_gradients),
+    )
+
+
+def _sender(
+    worker: Worker, stage: PipelineStage, to: Address, function: Callable[..., None]
+) -> Callable[[Plan, int, Outgoing], None]:
+    """Return the function that sends results of passes to a neighbor."""
+    owner, *ids = to
+    fail = stage.fail
+
+    def send(plan: Plan, i: int, result: Outgoing) -> None:
+        # No limit of its own: the receiver replies after running passes. The deadline of the step applies.
+        future = worker.rpc_async(owner, function, (*ids, tuple(plan), i, *result), timeout=0)
+
+        def completed(done: CallFuture[None]) -> None:
+            done._disregard()
+            error = done.failure()
+            if error is not None:
+                fail(plan, error)
+
+        future._on_done(completed)
+
+    return send
+
+
+# ---- messages of neighbors
+
+
+def accept_inputs(
+    created_on: int,
+    local_id: int,
+    plan: tuple[int, bool, bool, int],
+    i: int,
+    values: Values,
+    needs_gradient: tuple[bool, ...],
+) -> None:
+    """Add the arguments of a micro-batch, from the previous stage."""
+    _stage(created_on, local_id).add_inputs(Plan(*plan), i, [values], needs_gradient)
+
+
+def accept_gradients(
+    created_on: int,
+    local_id: int,
+    plan: tuple[int, bool, bool, int],
+    i: int,
+    gradients: Values,
+    _: tuple[bool, ...],
+) -> None:
+    """Add the gradients of a micro-batch's results, from the next stage."""
+    _stage(created_on, local_id).add_gradients(Plan(*plan), i, gradients)
+
+
+# ---- messages of the pipeline
+
+
+def feed(
+    created_on: int,
+    local_id: int,
+    plan: tuple[int, bool, bool, int],
+    values: Values,
+    needs_gradient: tuple[bool, ...],
+    sizes: Sequence[int],
+) -> None:
+    """Give the first stage a batch."""
+    _stage(created_on, local_id).add_inputs(Plan(*plan), 0, split(values, sizes), needs_gradient)
+
+
+def feed_targets(
+    created_on: int,
+    local_id: int,
+    plan: tuple[int, bool, bool, int],
+    target: object,
+    sizes: Sequence[int],
+    weights: Sequence[float],
+) -> None:
+    """Give the last stage the targets of a batch."""
+    targets: list[object]
+    if isinstance(target, tuple):
+        targets = list(split(target, sizes))
+    else:
+        targets = [each for (each,) in split((target,), sizes)]
+    _stage(created_on, local_id).add_targets(Plan(*plan), targets, weights)
+
+
+async def run_step(
+    created_on: int, local_id: int, plan: tuple[int, bool, bool, int], sizes: Sequence[int]
+) -> tuple[object, ...]:
+    """Return the stage's result of a step, once it has run its passes.
+
+    If the caller cancels, is lost or has waited until its deadline, the stage drops the step.
+    """
+    stage, facts = _stage(created_on, local_id), Plan(*plan)
+    try:
+        await _notified(lambda notify: stage.when_ended(facts, notify))
+        return tuple(stage.take_result(facts, sizes))
+    finally:
+        stage.drop(facts.number)
+
+
+async def drop_step(created_on: int, local_id: int, number: int) -> None:
+    """Drop a step, and wait for the end of a pass that is running."""
+    stage = _stage(created_on, local_id)
+    stage.drop(number)
+    await _notified(stage.when_idle)
+
+
+async def reset_gradients(created_on: int, local_id: int, set_to_none: bool) -> None:
+    """Reset the gradients of the stage's module, after a pass that is still running."""
+    stage = _stage(created_on, local_id)
+    await _notified(stage.when_idle)
+    stage.module.zero_grad(set_to_none)
+
+
+async def _notified(register: Callable[[Callable[[], None]], None]) -> None:
+    """Wait until the function that `register` gets is called, in any thread."""
+    loop = asyncio.get_running_loop()
+    waiting = loop.create_future()
+
+    def wake() -> None:
+        if not waiting.done():
+            waiting.set_result(None)
+
+    def notify() -> None:
+        try:
+            loop.call_soon_threadsafe(wake)
+        except RuntimeError:  # the worker has closed its loop
+            pass
+
+    register(notify)
+    await waiting

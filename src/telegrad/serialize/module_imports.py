@@ -1,0 +1,32 @@
+"""Imports of modules that messages name, in several threads at once."""
+
+import importlib
+import sys
+from types import ModuleType
+
+__all__ = ["import_parents_first"]
+
+
+def import_parents_first(name: str) -> ModuleType:
+    """Import a module, its packages first, and return it.
+
+    Python itself locks a submodule before its package. If the package imports the submodule and another thread has
+    begun to import the package, each thread waits for the other's lock, and one of them gets an error. The first two
+    requests to a worker may name two modules of one package.
+
+    Raises:
+        ModuleNotFoundError: The module does not exist in this process. Importing it may raise other errors.
+    """
+    end = name.find(".")
+    while end > 0:
+        package = name[:end]
+        if _needs_import(package):
+            importlib.import_module(package)
+        end = name.find(".", end + 1)
+    return importlib.import_module(name)
+
+
+def _needs_import(name: str) -> bool:
+    """Return whether a module is not imported yet, or is being imported."""
+    module = sys.modules.get(name)
+    return module is None or getattr(getattr(module, "__spec__", None), "_initializing", False)
