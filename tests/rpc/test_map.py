@@ -437,6 +437,30 @@ def test_with_retry_other_workers_run_the_chunks_of_a_lost_one(three: Cluster, o
         assert got == list(range(40))
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_chunk_that_is_lost_just_after_the_check_is_sent_again(
+    three: Cluster, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    settle = mapping._Mapping._settle
+    lost = threading.Thread(target=lambda: lose(three, 1))
+
+    def stay(x: int, gate: Gate = gate) -> int:
+        return gate.enter(x) if rpc.get_worker_info().name == "v1" else x
+
+    def settle_and_lose(self: Any) -> None:
+        settle(self)
+        if self._pending and lost.ident is None:
+            gate.wait_for(1)
+            lost.start()
+            eventually(lambda: self._pending[0].future.done())
+
+    monkeypatch.setattr(mapping._Mapping, "_settle", settle_and_lose)
+    assert list(rpc.map(["v1", "v2"], stay, range(2), chunk=2, ordered=ordered, retry=1)) == [0, 1]
+    gate.open()
+    lost.join(10)
+
+
 def test_without_retry_the_loss_is_raised(three: Cluster) -> None:
     gate = Gate()
 

@@ -185,7 +185,8 @@ class _Chunk:
         self.unsent: Exception | None = None  # why there is no call
 
     def done(self) -> bool:
-        return self.future is None or self.future.done()
+        """Return whether the end of the call has been processed; until then the chunk may be sent again."""
+        return self.callee is None
 
     def noted(self, error: BaseException, label: str) -> BaseException:
         """Add the indices of the items to an error of the whole chunk."""
