@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from telegrad.serialize.module_imports import import_parents_first
+from telegrad.serialize.module_imports import ensure_imported, import_parents_first
 from telegrad.serialize.pickle_by_value import is_importable
 
 __all__ = ["BY_VALUE", "NameTable", "NotByName", "resolve", "resolver"]
@@ -163,8 +163,7 @@ def _resolver(text: bytes) -> Callable[[], object]:
         function = pickle.loads(rest)
         return lambda: function
     module_name, _, path = rest.decode().partition("\0")
-    if module_name not in sys.modules:
-        import_parents_first(module_name)
+    ensure_imported(module_name)
     modules = sys.modules
     first, *others = path.split(".")
 

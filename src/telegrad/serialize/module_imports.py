@@ -4,7 +4,7 @@ import importlib
 import sys
 from types import ModuleType
 
-__all__ = ["import_parents_first"]
+__all__ = ["ensure_imported", "import_parents_first"]
 
 
 def import_parents_first(name: str) -> ModuleType:
@@ -24,6 +24,12 @@ def import_parents_first(name: str) -> ModuleType:
             importlib.import_module(package)
         end = name.find(".", end + 1)
     return importlib.import_module(name)
+
+
+def ensure_imported(name: str) -> None:
+    """Import a module like `import_parents_first`, unless it is loaded."""
+    if name not in sys.modules:
+        import_parents_first(name)
 
 
 def _needs_import(name: str) -> bool:

@@ -7,8 +7,7 @@ A body is
 In the pickled value a tensor is a call of `_tensor(index)`, and an object of a registered type is a call of
 `_extension(index)`. The tables describe both. `Unpickler.find_class` binds the two names to the current message, so
 there is no global or thread-local state and messages may nest. As in the codec, objects of registered types are packed
-last, when the rest is known to be picklable, because packing may have effects, such as creating a ticket of a
-reference.
+last, when the rest is known to be picklable, because packing may have effects (a ticket of a reference).
 
 The segments are the alias sets of tensor memory (see `telegrad.serialize.storage_aliasing`), followed by the buffers
 that objects such as numpy arrays pass to pickle.
@@ -21,7 +20,6 @@ pickled separately; they have negative indices.
 import io
 import pickle
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -29,7 +27,7 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import SerializationError
-from telegrad.serialize.module_imports import import_parents_first
+from telegrad.serialize.module_imports import ensure_imported
 from telegrad.serialize.pickle_by_value import ByValuePickler
 from telegrad.serialize.pickle_errors import find_unpicklable
 from telegrad.serialize.storage_aliasing import Segment, TensorSlot, place, restore
@@ -375,8 +373,7 @@ class Unpickler(pickle.Unpickler):
             if name == _extension.__name__:
                 return self.message.extension
         try:
-            if module not in sys.modules:
-                import_parents_first(module)
+            ensure_imported(module)
             return super().find_class(module, name)
         except (AttributeError, ImportError) as error:
             raise _also(type(error))(f"{error}{NOT_FOUND_HINT}") from error
