@@ -24,7 +24,7 @@ from telegrad.autograd.consistency import saved_tensors
 from telegrad.autograd.consistency.saved_tensors import protect
 from telegrad.autograd.consistency.step_gate import StepGate, warn_if_overtaken
 from telegrad.errors import NotInitialized
-from telegrad.optim.gradients import gradients_of, scale
+from telegrad.optim.gradients import gradients_of
 from telegrad.optim.parameters import ManagedParameter, locked_in_order, managed, sorted_for_locking
 from telegrad.worker.default_worker import current_worker
 
@@ -132,7 +132,6 @@ class LocalOptimizer:
         context: int | None,
         gradients: dict[Tensor, Tensor] | None = None,
         timeout: float = -1.0,
-        factor: float | None = None,
     ) -> None:
         """Step the parameters once.
 
@@ -140,7 +139,6 @@ class LocalOptimizer:
             context: id of the autograd context; None steps with the parameters' `.grad`.
             gradients: by parameter; those of the context on this worker by default.
             timeout: seconds to wait for steps of other optimizers of the same parameters; -1 is no limit.
-            factor: multiplies the gradients, in place, before the step.
 
         Raises:
             TimeoutError: another optimizer is still stepping one of the parameters.
@@ -149,8 +147,6 @@ class LocalOptimizer:
         with self.exclusive(timeout), torch.inference_mode(False):
             if gradients is None:
                 gradients = self.gradients(context)
-            if factor is not None:
-                scale([gradients[one] for one in self.parameters if one in gradients], factor)
             try:
                 self._step(protect(self._worker).gate, context or _NO_CONTEXT, gradients)
             finally:
