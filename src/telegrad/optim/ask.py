@@ -1,8 +1,10 @@
 """Calls of several owners at the same time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
 
 from telegrad.optim.failures import all_of
 from telegrad.optim.owner import require_worker
@@ -31,7 +33,7 @@ def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
     # This worker's own call comes last, because it runs on this thread; that also decides its turn at the step lock.
     # Without one, this thread waits for the last of the other owners: this is faster than a future.
     ordered = sorted(requests, key=lambda owner: owner == here)
-    with _outside_contexts():
+    with _outside_contexts(worker):
         for owner in ordered[:-1]:
             futures.append((owner, worker.rpc_async(owner, *requests[owner])))
         for owner in ordered[-1:]:
@@ -75,14 +77,16 @@ def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Any]]) 
 
 
 @contextmanager
-def _outside_contexts() -> Iterator[None]:
-    """Make calls without the current context: they belong to no forward pass."""
-    scope = current.get()
-    if scope is None or scope.autograd is None:
+def _outside_contexts(worker: Worker) -> Iterator[None]:
+    """Make calls without an autograd context: they belong to no forward pass.
+
+    Otherwise they would be handlers in the owner's step gate (`telegrad.autograd.consistency.step_gate`): a step would
+    wait for the handler of another step, which waits for its turn.
+    """
+    with ExitStack() as stack:
+        scope = current.get()
+        if scope is not None and scope.autograd is not None:
+            stack.callback(current.reset, current.set(scope._replace(autograd=None)))
+        if worker.autograd.outside is not None and torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())  # such calls are outside of the plain context, too
         yield
-        return
-    token = current.set(scope._replace(autograd=None))
-    try:
-        yield
-    finally:
-        current.reset(token)
