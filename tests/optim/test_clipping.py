@@ -300,6 +300,23 @@ def test_a_scaler_that_is_off_and_a_local_optimizer() -> None:
     assert_equal(model, local)
 
 
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_torchs_scaler_and_clipping_name_those_for_remote_parameters(method: str) -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(torch.ones(1))
+    with pytest.raises(TypeError, match=r"Use telegrad\.optim\.GradScaler instead"):
+        getattr(theirs, method)(optimizer)
+    with pytest.raises(AttributeError, match=r"no attribute 'grad': .* telegrad\.optim\.clip_grad_norm_"):
+        clip_locally(model.parameters(), 1.0)  # type: ignore[arg-type]
+
+
+def test_a_reference_has_no_other_attributes() -> None:
+    with pytest.raises(AttributeError, match=r"^'RRef' object has no attribute 'nothing'$"):
+        _ = Spread().parameters()[0].nothing  # type: ignore[attr-defined]
+
+
 class Pair(nn.Module):
     """Two parameters whose gradients are equal."""
 
