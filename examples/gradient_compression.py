@@ -1,12 +1,15 @@
 """Compressed gradients: hooks halve or thin out what a backward pass sends.
 
     python examples/gradient_compression.py               # a trainer, and a worker with the first layers
-    python examples/gradient_compression.py --keep 0.01   # top-k keeps 1 % of the gradients
+    python examples/gradient_compression.py --keep 0.05   # top-k keeps 5 % of the gradients
 
 A trainer learns to recognize handwritten digits with a model whose first layers are on another worker. In each step,
-the gradients of their results travel to that worker: unchanged, as 16-bit numbers, or only the largest ones. What top-k
-leaves out is lost; only gradients of activations travel, and each batch has its own. Status 1 if 16-bit numbers miss
-the accuracy goal; what top-k costs is shown.
+the gradients of their results travel to that worker: unchanged, as 16-bit numbers, or only the largest fifth of them.
+
+Top-k for gradients of parameters usually adds what it leaves out to the gradients of the next step (error feedback).
+That is not possible for these: they are gradients of activations, and the next batch has other images. What top-k
+leaves out is lost, so it has to keep more: with 5 % instead of 20 %, the accuracy is 25 % instead of 96 %. Status 1 if a
+kind of compression misses the accuracy goal.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from telegrad.optim import DistributedOptimizer
 BATCH = 64
 WIDTH = 256
 Gradients = list[Tensor | None]
+Kept = tuple[Tensor, Tensor, torch.Size, torch.dtype]  # values, places, and the whole gradient's shape and type
 
 
 class Traffic:
@@ -59,27 +63,29 @@ def from_fp16(halves: Gradients, dtypes: list[torch.dtype | None]) -> Gradients:
 
 
 def top_k(traffic: Traffic, bucket: GradientBucket) -> tuple[Callable[..., Gradients], tuple[Any, ...]]:
-    """Send the largest numbers, with their places."""
-    kept: list[tuple[Tensor, Tensor, torch.Size] | None] = []
+    """Send the largest numbers, as 16-bit numbers with their places."""
+    kept: list[Kept | None] = []
     for gradient in bucket.gradients:
         if gradient is None:
             kept.append(None)
             continue
         flat = gradient.flatten()
         places = flat.abs().topk(max(1, int(traffic.keep * len(flat)))).indices
-        kept.append((flat[places], places.int(), gradient.shape))
-        traffic.count(flat[places], places.int())
+        values, places = flat[places].half(), places.to(torch.int16 if len(flat) <= 2**15 else torch.int32)
+        kept.append((values, places, gradient.shape, gradient.dtype))
+        traffic.count(values, places)
     return from_top_k, (kept,)
 
 
-def from_top_k(kept: list[tuple[Tensor, Tensor, torch.Size] | None]) -> Gradients:
+def from_top_k(kept: list[Kept | None]) -> Gradients:
     gradients: Gradients = []
     for each in kept:
         if each is None:
             gradients.append(None)
         else:
-            values, places, shape = each
-            gradients.append(values.new_zeros(shape.numel()).index_copy_(0, places.long(), values).view(shape))
+            values, places, shape, dtype = each
+            zeros = torch.zeros(shape.numel(), dtype=dtype, device=values.device)
+            gradients.append(zeros.index_copy_(0, places.long(), values.to(dtype)).view(shape))
     return gradients
 
 
@@ -128,15 +134,15 @@ def run_worker(rank: int, args: argparse.Namespace) -> bool:
         figure, (axes,) = new_figure(title)
         curves(axes, {kind: losses for kind, (_, _, losses) in results.items()}, "batch", "loss [nats]")
         view.print(f"Figure: {save(figure, args.out, 'gradient_compression')}")
-        score = Score(results["fp16"][0], args.goal, digits.guess)
-        reached = view.verdict(score.reached, f"{score}, on held-out digits, with 16-bit gradients")
+        score = Score(min(accuracy for accuracy, _, _ in results.values()), args.goal, digits.guess)
+        reached = view.verdict(score.reached, f"{score}, on held-out digits, with the worst kind of compression")
     rpc.shutdown()
     return reached
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__, goal=0.93, limit=None)
-    parser.add_argument("--keep", type=float, default=0.05, help="fraction of the gradients that top-k sends (0.05)")
+    parser.add_argument("--keep", type=float, default=0.2, help="fraction of the gradients that top-k sends (0.2)")
     parser.add_argument("--epochs", type=int, default=10, help="(10)")
     args = parser.parse_args()
     if args.smoke:

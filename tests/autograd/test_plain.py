@@ -360,12 +360,3 @@ def test_sender_forgets_a_late_reply(group: Cluster) -> None:
         rpc.rpc_sync("w1", late, (ones(),), timeout=0.05)
     State.gate.open()
     assert_forgotten(group)
-
-
-@pytest.mark.slow
-def test_dropped_losses_leave_memory_flat(group: Cluster) -> None:
-    x = ones()
-    for _ in range(100_000):
-        rpc.rpc_sync("w1", scale, (x,)).sum()
-        assert len(records(group[1]).sends) < 10_000
-    assert_forgotten(group)

@@ -47,20 +47,102 @@ def test_norms_and_steps_are_those_of_one_process(norm_type: float, max_norm: fl
     assert_equal(model, local)
 
 
-def test_it_is_one_round_trip_and_the_factor_travels_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_one_round_trip_and_a_second_one_to_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Spread()
     optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
     sent = recorded_requests(monkeypatch)
     model.train(optimizer, 0, lambda o, context_id: clip_grad_norm_(o, 0.1, context_id=context_id))
-    clip, step = sent  # one message to each of the two owners, each time
-    assert [function.__name__ for function, _ in clip.values()] == ["norms_of"] * 2
-    assert [function.__name__ for function, _ in step.values()] == ["step_of"] * 2
-    factors = {args[4] for _, args in step.values()}
+    assert names(sent) == [["norms_of"] * 2, ["scale"] * 2, ["step_of"] * 2]  # one message to each of the two owners
+    factors = {args[3] for _, args in sent[1].values()}
     assert len(factors) == 1
     assert factors.pop() < 1
     sent.clear()
     model.train(optimizer, 0, lambda o, context_id: clip_grad_norm_(o, 1e6, context_id=context_id))
-    assert [len(args) for requests in sent for _, args in requests.values()] == [4, 4, 3, 3]  # nothing to scale
+    assert names(sent) == [["norms_of"] * 2, ["step_of"] * 2]  # nothing to scale
+
+
+def names(sent: list[dict[int, Any]]) -> list[list[str]]:
+    return [[function.__name__ for function, _ in requests.values()] for requests in sent]
+
+
+def give_grads(model: Spread, value: float = 1.0) -> None:
+    for module in model.layers:
+        rpc.rpc_sync(module.on, set_grads, (module.module_rref, value))
+
+
+def norm_of_grads(model: Spread) -> float:
+    grads = [
+        grad
+        for module in model.layers
+        for grad in rpc.rpc_sync(module.on, grads_of, (module.module_rref,))
+        if grad is not None
+    ]
+    return torch.stack([grad.norm() for grad in grads]).norm().item()
+
+
+def test_gradients_are_clipped_at_once() -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    give_grads(model)
+    clip_grad_norm_(optimizer, 1.0)
+    assert norm_of_grads(model) == pytest.approx(1.0, rel=1e-5)
+    give_grads(model)  # other gradients are not clipped, whatever reset the ones before
+    before = model.values()
+    optimizer.step()
+    for old, new in zip(before[::2], model.values()[::2], strict=True):
+        torch.testing.assert_close(new, old - 0.1)
+
+
+def test_clipped_gradients_are_accumulated() -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [model.loss(torch.full((3, 4), 100.0))])
+        assert clip_grad_norm_(optimizer, 1e-3, context_id=context_id) > 1e-3
+        optimizer.accumulate(context_id)
+    assert norm_of_grads(model) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_step_repeated_after_a_failure_is_clipped() -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    give_grads(model)
+    clip_grad_norm_(optimizer, 1.0)
+    optimizer.param_groups[0]["lr"] = "bad"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    before = model.values()
+    optimizer.step()
+    moved = torch.stack([(new - old).norm() for old, new in zip(before, model.values(), strict=True)]).norm().item()
+    assert moved == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_clipping_before_a_skipped_step_leaves_nothing(bad: float) -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(1))
+    before = model.values()
+    for value in (bad, 1.0):
+        give_grads(model, value)
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(optimizer, 1e6)
+        scaler.step(optimizer)
+        scaler.update()
+    inverse = 2.0  # of the scale after the skipped step
+    for old, new in zip(before[::2], model.values()[::2], strict=True):
+        torch.testing.assert_close(new, old - 0.1 * inverse)
+
+
+def test_parameters_that_share_a_gradient_are_clipped_once() -> None:
+    pair = rpc.remote("w1", Pair)
+    optimizer = DistributedOptimizer(optim.SGD, rpc.rpc_sync("w1", both_of, (pair,)), lr=1.0)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [pair.rpc_sync().forward()])
+        clip_grad_norm_(optimizer, 0.5, context_id=context_id)
+        assert clip_grad_norm_(optimizer, 0.5, context_id=context_id).item() == pytest.approx(0.5, rel=1e-5)
 
 
 def test_clipping_twice() -> None:
@@ -128,20 +210,6 @@ def test_norms_that_are_not_finite(bad: float) -> None:
     assert not clip_grad_norm_(optimizer, 1.0).isfinite()
     optimizer.step()
     assert any(value.isnan().any() for value in model.values())
-
-
-def test_factors_of_contexts_that_have_ended_are_dropped() -> None:
-    model = Spread()
-    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
-    for _ in range(3):
-        with autograd.context() as context_id:
-            autograd.backward(context_id, [model.loss(torch.ones(1, 4))])
-            clip_grad_norm_(optimizer, 1e-3, context_id=context_id)
-    assert list(optimizer._factors) == [context_id]
-    rpc.rpc_sync("w1", set_grads, (model.layers[0].module_rref, 1.0))
-    clip_grad_norm_(optimizer, 1e-3)
-    optimizer.zero_grad()
-    assert None not in optimizer._factors
 
 
 # ---- scaled losses
@@ -230,6 +298,39 @@ def test_a_scaler_that_is_off_and_a_local_optimizer() -> None:
     on.step(theirs)
     on.update()
     assert_equal(model, local)
+
+
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_torchs_scaler_and_clipping_name_those_for_remote_parameters(method: str) -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(torch.ones(1))
+    with pytest.raises(TypeError, match=r"Use telegrad\.optim\.GradScaler instead"):
+        getattr(theirs, method)(optimizer)
+    with pytest.raises(AttributeError, match=r"no attribute 'grad': .* telegrad\.optim\.clip_grad_norm_"):
+        clip_locally(model.parameters(), 1.0)  # type: ignore[arg-type]
+
+
+def test_a_reference_has_no_other_attributes() -> None:
+    with pytest.raises(AttributeError, match=r"^'RRef' object has no attribute 'nothing'$"):
+        _ = Spread().parameters()[0].nothing  # type: ignore[attr-defined]
+
+
+class Pair(nn.Module):
+    """Two parameters whose gradients are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2))
+        self.b = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> Tensor:
+        return (3 * (self.a + self.b)).sum()
+
+
+def both_of(pair: rpc.RRef[Pair]) -> list[rpc.RRef[nn.Parameter]]:
+    return [rpc.RRef(pair.local_value().a), rpc.RRef(pair.local_value().b)]
 
 
 class Half(nn.Module):

@@ -143,7 +143,7 @@ def test_a_change_is_sent_once_and_only_to_owners_with_the_group(monkeypatch: py
     model.train(optimizer, 2)
     assert [[args[3:] for _, args in requests.values()] for requests in sent] == [
         [(), ()],
-        [(), ([(0, {"lr": 0.2})], None)],
+        [(), ([(0, {"lr": 0.2})],)],
         [(), ()],
     ]
 
@@ -161,6 +161,29 @@ def recorded_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Any]]:
     for name in ("distributed", "clipping"):
         monkeypatch.setattr(f"telegrad.optim.{name}.ask", ask)
     return sent
+
+
+@pytest.mark.usefixtures("w")
+@pytest.mark.parametrize("method", ["step", "state_dict"])
+def test_options_are_sent_again_after_a_failure(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner sets options before it fails, so a return to their old values has to be sent."""
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    for module in model.layers:
+        rpc.rpc_sync(module.on, set_grads, (module.module_rref, 1.0))
+    before = model.values()
+    optimizer.param_groups[0]["lr"] = "bad"
+    with monkeypatch.context() as failing, pytest.raises((TypeError, ValueError)):
+        failing.setattr(optim.SGD, "state_dict", _fail)
+        getattr(optimizer, method)()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    for old, new in zip(before[::2], model.values()[::2], strict=True):
+        torch.testing.assert_close(new, old - 0.1)
+
+
+def _fail(_: Any) -> dict[str, Any]:
+    raise ValueError("no state")
 
 
 @pytest.mark.usefixtures("w")

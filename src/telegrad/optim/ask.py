@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from telegrad.optim.failures import all_of
 from telegrad.optim.owner import require_worker
 from telegrad.worker import Worker
@@ -30,7 +32,9 @@ def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
     # This worker's own call comes last, because it runs on this thread; that also decides its turn at the step lock.
     # Without one, this thread waits for the last of the other owners: this is faster than a future.
     ordered = sorted(requests, key=lambda owner: owner == here)
-    with outside_contexts():
+    # Without gradients in plain mode: such calls are outside of the plain context, too.
+    recorded = torch.is_grad_enabled() and worker.autograd.outside is None
+    with outside_contexts(), torch.set_grad_enabled(recorded):
         for owner in ordered[:-1]:
             futures.append((owner, worker.rpc_async(owner, *requests[owner])))
         for owner in ordered[-1:]:

@@ -22,9 +22,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the norm of gradients on all workers, as if they were one vector.
 
-    For an optimizer, this takes one round trip: the owners return the norms of their gradients. The factor travels with
-    the optimizer's next step with these gradients, which multiplies them in place. References take a second round trip,
-    if the norm is too large; the gradients are then clipped when this function returns.
+    As with torch's function of this name, the gradients are clipped when it returns. It takes one round trip, in which
+    the owners return the norms of their gradients, and a second one only if the norm is too large.
 
     Args:
         parameters: an optimizer, for all its parameters; or references to parameters on any workers.

@@ -1,8 +1,9 @@
 """Optimizer of parameters on many workers."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from telegrad.types import WorkerInfo
 __all__ = ["DistributedOptimizer"]
 
 Closure = Callable[[], Any]
+
+_SCALER_MODULE: Final = "grad_scaler"  # torch.amp.grad_scaler, and that of FSDP
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -72,11 +75,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer_class: Callable[..., torch.optim.Optimizer] = optimizer_class
         self._arguments = args, kwargs
         self._parts: dict[int, Part] = {}  # by owner
-        self._factors: dict[int | None, float] = {}  # of gradients, by context, applied by the next step
         # Not the constructor of torch's class: it takes tensors.
         self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
         self.defaults: dict[str, Any] = {}  # without what torch adds for states of old versions
         self._add_groups(groups, grouped)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, with references as "params", and with all options."""
+        caller: str = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("torch.") and caller.endswith(_SCALER_MODULE):
+            raise TypeError(
+                "this GradScaler of torch reads the gradients of local tensors, but the parameters of a"
+                " DistributedOptimizer are on their owners. Use telegrad.optim.GradScaler instead."
+            )
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
@@ -158,15 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor = self._factors.pop(context_id, None) if self._factors else None
-        changes = {one: part.changes(self.param_groups) for one, part in self._parts.items()}
-        requests = {}
-        for one, part in self._parts.items():
-            further = (changes[one], factor) if changes[one] or factor is not None else ()
-            requests[one] = step_of, (*part.rref.id, context_id, *further)
-        ask("the optimizer could not step", requests)
-        for one, part in self._parts.items():
-            part.mark_changes_sent(changes[one])
+        self._ask_with_changes("the optimizer could not step", self._parts, step_of, context_id)
         return loss
 
     def accumulate(self, context_id: int) -> None:
@@ -206,28 +216,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: an owner is lost.
         """
-        self._factors.pop(None, None)
         self._ask_parts("gradients could not be reset", on_owner.zero_grad, set_to_none)
 
     def _norms(self, context_id: int | None, norm_type: float) -> list[tuple[int, Tensor]]:
-        """Return each gradient's norm with its parameter's id, as the next step has it."""
+        """Return each gradient's norm with its parameter's id."""
         replies = self._ask_parts("norms could not be computed", on_owner.norms_of, context_id, norm_type)
-        factor = self._factors.get(context_id, 1.0)
         found = []
         for part, (numbers, norms) in zip(self._parts.values(), replies, strict=True):
-            found += (
-                [(part.ids[number], norm * factor) for number, norm in zip(numbers, norms, strict=True)]
-                if numbers
-                else []
-            )
+            found += [(part.ids[number], norms[at]) for at, number in enumerate(numbers)]
         return found
 
     def _scale(self, context_id: int | None, factor: float) -> None:
-        """Multiply gradients; the factor travels with the next step."""
-        autograd = require_worker().autograd
-        for ended in [one for one in self._factors if one is not None and autograd.find(one) is None]:
-            del self._factors[ended]
-        self._factors[context_id] = self._factors.get(context_id, 1.0) * factor
+        """Multiply gradients at once."""
+        self._ask_parts("gradients could not be scaled", on_owner.scale, context_id, factor)
 
     def _unscale(self, context_id: int | None, inverse: float) -> bool:
         """Multiply gradients at once; return whether one was infinite or not a number."""
@@ -261,11 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         parts = self._parts if owner is None else self._part_on(owner)
-        changes = {one: part.changes(self.param_groups) for one, part in parts.items()}
-        requests = {one: (on_owner.state_of, (*part.rref.id, changes[one])) for one, part in parts.items()}
-        states = ask("the state could not be read", requests)
-        for one, part in parts.items():
-            part.mark_changes_sent(changes[one])
+        states = self._ask_with_changes("the state could not be read", parts, on_owner.state_of)
         result = states[0] if owner is not None else join(self.param_groups, list(parts.values()), states)
         for after in self._optimizer_state_dict_post_hooks.values():
             result = after(self, result) or result
@@ -336,7 +333,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is sent with the optimizer in a call: not its hooks."""
-        names = ("defaults", "param_groups", "optimizer_class", "_arguments", "_parts", "_factors")
+        names = ("defaults", "param_groups", "optimizer_class", "_arguments", "_parts")
         return {"state": defaultdict(dict), **{name: self.__dict__[name] for name in names}}
 
     # ---- calls of owners
@@ -344,3 +341,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _ask_parts(self, what: str, function: Callable[..., Any], *arguments: object) -> list[Any]:
         """Call a function on all owners with their part's reference; see `ask`."""
         return ask(what, {one: (function, (*part.rref.id, *arguments)) for one, part in self._parts.items()})
+
+    def _ask_with_changes(
+        self, what: str, parts: Mapping[int, Part], function: Callable[..., Any], *arguments: object
+    ) -> list[Any]:
+        """Call a function on owners, which set the options that have changed first; see `ask`."""
+        changes = {one: part.changes(self.param_groups) for one, part in parts.items()}
+        requests: dict[int, Request] = {}
+        for one, part in parts.items():
+            further = (changes[one],) if changes[one] else ()
+            requests[one] = function, (*part.rref.id, *arguments, *further)
+        try:
+            results = ask(what, requests)
+        except BaseException:
+            # An owner may have set the options before its error.
+            for one, part in parts.items():
+                part.mark_changes_unknown(changes[one])
+            raise
+        for one, part in parts.items():
+            part.mark_changes_sent(changes[one])
+        return results

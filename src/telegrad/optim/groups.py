@@ -54,6 +54,12 @@ class Part:
         for number, options in changes:
             self.sent[number].update(_snapshot(options))
 
+    def mark_changes_unknown(self, changes: Changes) -> None:
+        """Record that the owner may have got the changes: their options are sent again, whatever their values."""
+        for number, options in changes:
+            for key in options:
+                self.sent[number].pop(key, None)
+
     def mark_sent(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Record the options of all groups at the owner."""
         self.sent = [_snapshot(each) for each in options]

@@ -15,24 +15,22 @@ taken.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from telegrad.autograd.consistency import saved_tensors
-from telegrad.autograd.consistency.saved_tensors import protect
+from telegrad.autograd.consistency.saved_tensors import new_outsider, protect
 from telegrad.autograd.consistency.step_gate import StepGate, warn_if_overtaken
 from telegrad.errors import NotInitialized
-from telegrad.optim.gradients import gradients_of, scale
+from telegrad.optim.gradients import gradients_of
 from telegrad.optim.parameters import ManagedParameter, locked_in_order, managed, sorted_for_locking
 from telegrad.worker.default_worker import current_worker
 
 __all__ = ["Group", "LocalOptimizer", "between_steps"]
 
 Group = tuple[dict[str, Any], list[Tensor], list[str] | None]  # options, parameters, and their names if any
-
-_NO_CONTEXT: Final = 0  # a context's id is larger
 
 _NOT_A_LEAF = "can't optimize a non-leaf Tensor"
 
@@ -132,15 +130,13 @@ class LocalOptimizer:
         context: int | None,
         gradients: dict[Tensor, Tensor] | None = None,
         timeout: float = -1.0,
-        factor: float | None = None,
     ) -> None:
         """Step the parameters once.
 
         Args:
-            context: id of the autograd context; None steps with the parameters' `.grad`.
+            context: id of the autograd context; None steps with the parameters' `.grad`, and waits for all handlers.
             gradients: by parameter; those of the context on this worker by default.
             timeout: seconds to wait for steps of other optimizers of the same parameters; -1 is no limit.
-            factor: multiplies the gradients, in place, before the step.
 
         Raises:
             TimeoutError: another optimizer is still stepping one of the parameters.
@@ -149,10 +145,8 @@ class LocalOptimizer:
         with self.exclusive(timeout), torch.inference_mode(False):
             if gradients is None:
                 gradients = self.gradients(context)
-            if factor is not None:
-                scale([gradients[one] for one in self.parameters if one in gradients], factor)
             try:
-                self._step(protect(self._worker).gate, context or _NO_CONTEXT, gradients)
+                self._step(protect(self._worker).gate, new_outsider() if context is None else context, gradients)
             finally:
                 self._vacate()
 

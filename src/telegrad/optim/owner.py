@@ -30,6 +30,7 @@ __all__ = [
     "norms_of",
     "norms_of_references",
     "require_worker",
+    "scale",
     "scale_references",
     "state_of",
     "step_of",
@@ -125,12 +126,11 @@ def step_of(
     local_id: int,
     context_id: int | None,
     changes: Changes = (),
-    factor: float | None = None,
 ) -> None:
     """Step a part; see `LocalOptimizer.step`."""
     local, timeout = _part(created_on, local_id)
     _set_options(local, changes)
-    local.step(context_id, timeout=timeout, factor=factor)
+    local.step(context_id, timeout=timeout)
 
 
 def zero_grad(created_on: int, local_id: int, set_to_none: bool) -> None:
@@ -166,6 +166,14 @@ def norms_of_references(
     return _norms(parameters, gradients.gradients_of(require_worker(), context_id, parameters), norm_type)
 
 
+def scale(created_on: int, local_id: int, context_id: int | None, factor: float) -> None:
+    """Multiply the gradients of a part's parameters."""
+    local, timeout = _part(created_on, local_id)
+    with local.exclusive(timeout):
+        found = local.gradients(context_id)
+        gradients.scale([found[one] for one in local.parameters if one in found], factor)
+
+
 def scale_references(references: Sequence[RRef[Tensor]], context_id: int | None, factor: float) -> None:
     """Multiply the gradients of parameters."""
     parameters = [rref.local_value() for rref in references]
@@ -193,7 +201,7 @@ def unscale(created_on: int, local_id: int, context_id: int | None, inverse: flo
 # ---- state
 
 
-def state_of(created_on: int, local_id: int, changes: Changes) -> dict[str, Any]:
+def state_of(created_on: int, local_id: int, changes: Changes = ()) -> dict[str, Any]:
     """Return a copy of a part's state on the CPU, after setting options."""
     local, timeout = _part(created_on, local_id)
     _set_options(local, changes)

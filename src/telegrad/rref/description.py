@@ -3,7 +3,7 @@
 from telegrad.errors import is_drop_in
 from telegrad.rref.handle import AnyHandle
 
-__all__ = ["describe", "global_id", "known_class"]
+__all__ = ["describe", "global_id", "known_class", "missing_attribute"]
 
 
 def known_class(rref: AnyHandle) -> type | None:
@@ -20,6 +20,17 @@ def known_class(rref: AnyHandle) -> type | None:
         kind = future.value()
         return kind if isinstance(kind, type) else None
     return None if rref._creation is None else rref._creation.value_class
+
+
+def missing_attribute(rref: object, name: str) -> AttributeError:
+    """Return the error for an attribute that references do not have."""
+    hint = ""
+    if name == "grad":  # functions of torch for local parameters read it
+        hint = (
+            ": the gradient of a remote parameter is on its owner. Use telegrad.optim.clip_grad_norm_ and"
+            " telegrad.optim.GradScaler instead of torch's."
+        )
+    return AttributeError(f"{type(rref).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=rref)
 
 
 def describe(rref: AnyHandle) -> str:

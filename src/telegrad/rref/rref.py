@@ -2,7 +2,7 @@
 
 from collections.abc import Coroutine, Generator
 from functools import partial
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from telegrad.rref.awaiting import await_value
 from telegrad.rref.backward import run_backward
 from telegrad.rref.create import create
 from telegrad.rref.creation import PendingCreation
-from telegrad.rref.description import describe, global_id
+from telegrad.rref.description import describe, global_id, missing_attribute
 from telegrad.rref.proxy import UNSET, RRefProxy, stream_method
 from telegrad.rref.value_type import request_type
 from telegrad.serialize.tracebacks import strip_own_frames
@@ -422,6 +422,11 @@ class RRef(Generic[T_co]):
             raise NotInitialized(NotInitialized.AGENT)
         handle: RRef[Any] = worker.messages.unpack_handle(data[0])
         return handle
+
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_attribute(self, name)
 
     # ---- no copies outside of calls
 

@@ -32,6 +32,7 @@ __all__ = [
     "Protection",
     "between_steps",
     "is_shared",
+    "new_outsider",
     "protect",
     "protection_of",
     "reuse_storage",
@@ -185,10 +186,19 @@ def between_steps(worker: HasAttachments) -> AbstractContextManager[None]:
         worker: The `telegrad.worker.Worker`.
     """
     protection = protection_of(worker)
-    return nullcontext() if protection is None else protection.gate.handler(-next(_outsiders))
+    return nullcontext() if protection is None else protection.gate.handler(new_outsider())
 
 
-_outsiders = itertools.count(1)  # negated, they are the id of no context
+def new_outsider() -> int:
+    """Return an id for the gate that no handler and no other caller has.
+
+    It is for code and steps outside of contexts. Not the id of the plain context: all handlers outside of contexts have
+    that one, also those of other trainers, and a step does not wait for handlers of its own context.
+    """
+    return -next(_outsiders)
+
+
+_outsiders = itertools.count(1)
 
 
 @contextmanager

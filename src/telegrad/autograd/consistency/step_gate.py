@@ -49,13 +49,13 @@ def warn_if_overtaken(step: StepGuard, context: int) -> None:
 
     Args:
         step: A step that has ended.
-        context: The id of its context.
+        context: The id of its context; negative for a step outside of contexts.
     """
     if step.overtaken:
         logger.warning(
-            "a step of autograd context %d took effect while %d handlers of other contexts ran: they did not end within"
+            "a step %s took effect while %d handlers of other contexts ran: they did not end within"
             " the time that a step waits. They may use some parameters before the step and some after it; each"
             " operation gets the gradients of the values that it used.",
-            context,
+            f"of autograd context {context}" if context > 0 else "outside of contexts",
             step.overtaken,
         )

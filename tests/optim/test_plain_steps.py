@@ -1,0 +1,110 @@
+"""Steps outside of contexts, and the guarantees of docs/optim.md for handlers outside of contexts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from parameter_server_helpers import Descent
+from torch import Tensor, nn, optim
+
+from telegrad import autograd, rpc
+from telegrad.optim import DistributedOptimizer
+from telegrad.optim.local import LocalOptimizer
+from telegrad.options import Options
+from telegrad.rpc import RRef
+from telegrad.testing import Cluster, Gate, assert_quiescent, cluster, eventually, run_all
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@pytest.fixture(scope="module")
+def w() -> Iterator[Cluster]:
+    """Start the trainers w0 and w2, and the server w1."""
+    with cluster(3, options=Options(plain_backward=True)) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(w: Cluster) -> Iterator[None]:
+    yield
+    for worker in w:
+        assert_quiescent(worker)
+
+
+class Holder:
+    """Parameter on the server, with a call that tests can block."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.full((3,), 3.0))
+
+    def parameter(self) -> RRef[nn.Parameter]:
+        return RRef(self.weight)
+
+    def sum(self) -> Tensor:
+        return self.weight.sum()
+
+    def twice(self, gate: Gate) -> tuple[list[float], list[float]]:
+        """Read the parameter before and after a pause."""
+        before = self.weight.tolist()
+        gate.enter()
+        return before, self.weight.tolist()
+
+
+def step_gate(w: Cluster) -> Any:
+    return w[1]._worker.attachments["autograd.protection"].gate
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, Descent])
+def test_a_step_waits_for_handlers_outside_of_contexts(w: Cluster, cls: Any) -> None:
+    holder = rpc.remote("w1", Holder)
+    optimizer = DistributedOptimizer(cls, [holder.rpc_sync().parameter()], lr=1.0)
+    holder.rpc_sync().sum().backward()  # type: ignore[no-untyped-call]
+    gate = Gate()
+    reading = holder.rpc_async().twice(gate)
+    gate.wait_for()
+
+    def step() -> None:
+        with w[0]:
+            optimizer.step()
+
+    def release() -> None:
+        eventually(lambda: step_gate(w).waiting, what="a step that waits")
+        gate.open()
+
+    run_all([step, release])
+    before, after = reading.wait()
+    assert before == after == [3.0] * 3
+    assert holder.rpc_sync().sum().item() == 6.0
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+def test_a_step_does_not_wait_for_the_handler_of_another_step(
+    w: Cluster, in_context: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = rpc.remote("w1", Holder)
+    optimizers = [DistributedOptimizer(optim.SGD, [holder.rpc_sync().parameter()], lr=1.0) for _ in range(2)]
+    gate, step_part = Gate(), LocalOptimizer.step
+
+    def step_later(self: LocalOptimizer, *args: Any, **kwargs: Any) -> None:
+        gate.enter()
+        step_part(self, *args, **kwargs)
+
+    monkeypatch.setattr(LocalOptimizer, "step", step_later)
+
+    def train(optimizer: DistributedOptimizer) -> None:
+        with w[0]:
+            if in_context:
+                with autograd.context() as context_id:
+                    autograd.backward(context_id, [holder.rpc_sync().sum()])
+                    optimizer.step(context_id)
+            else:
+                optimizer.step()
+
+    def release() -> None:
+        gate.wait_for(2)  # the handlers of both steps run
+        gate.open()
+
+    holder.rpc_sync().sum().backward()  # type: ignore[no-untyped-call]
+    run_all([lambda: train(optimizers[0]), lambda: train(optimizers[1]), release], timeout=15.0)
+    assert holder.rpc_sync().sum().item() == 3.0
