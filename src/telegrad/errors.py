@@ -122,7 +122,8 @@ class RpcTimeout(TelegradError, TimeoutError):
         state: How far the call had come. ``"waiting"``: not sent, without a connection, or because the callee had too
             many requests. ``"queued"``: at the callee, never ran. ``"running"``: still running; the callee has been
             notified. ``"reply lost"``: it ran, and its reply was late or lost. ``"unknown"``: the callee did not say.
-            Empty or another text for timeouts of other operations.
+            ``"intercepted"``: an interceptor returned a future of its own, which was not done. Empty or
+            another text for timeouts of other operations.
         remedy: What the user can do.
 
     Example::

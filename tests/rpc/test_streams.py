@@ -387,6 +387,51 @@ def test_close_while_a_step_runs() -> None:
     assert ended.value.wait(10)
 
 
+@pytest.mark.parametrize("items", [0, 1, 2])
+def test_a_generator_in_a_long_step_asks_whether_its_reader_has_closed(items: int) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    said: list[bool] = []
+    local = Local((begun, ended, said))
+
+    def slow(local: Any, items: int) -> Iterator[int]:
+        begun, ended, said = local.value
+        yield from range(items)
+        said.append(rpc.cancelled())
+        begun.set()
+        eventually(rpc.cancelled)
+        ended.set()
+        yield items
+
+    stream = rpc.stream("w1", slow, (local, items))
+    assert [next(stream) for _ in range(items)] == list(range(items))
+    assert begun.wait(10)
+    stream.close()
+    assert ended.wait(10)
+    assert said == [False]
+
+
+def test_an_asynchronous_generator_sees_that_its_reader_has_closed() -> None:
+    said: list[bool] = []
+    ended = threading.Event()
+    local = Local((ended, said))
+
+    async def slow(local: Any) -> AsyncIterator[int]:
+        ended, said = local.value
+        yield 0
+        said.append(rpc.cancelled())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            said.append(rpc.cancelled())
+            ended.set()
+
+    with rpc.stream("w1", slow, (local,)) as stream:
+        assert next(stream) == 0
+        eventually(lambda: said == [False])
+    assert ended.wait(10)
+    assert said == [False, True]
+
+
 def test_close_before_the_first_item() -> None:
     gate, ended = Gate(), Local(threading.Event())
 

@@ -2,7 +2,7 @@
 
 import time
 
-from telegrad.worker.scope import current
+from telegrad.worker.scope import current, stream_closed
 
 __all__ = ["cancelled"]
 
@@ -12,7 +12,8 @@ def cancelled() -> bool:
 
     The caller has canceled the call, its process is lost, or the deadline of the request has passed. A function that
     takes long asks this between two steps and returns early; its result is dropped. ``async def`` functions need not
-    ask: they get ``asyncio.CancelledError``. It costs about a microsecond.
+    ask: they get ``asyncio.CancelledError``. In a generator of `telegrad.rpc.stream`, it is True once the reader has
+    closed the stream. It costs about a microsecond.
 
     Returns:
         Always False outside of remote calls, in callbacks, and while `telegrad.rpc.remote` creates a value, because
@@ -36,4 +37,7 @@ def cancelled() -> bool:
         return False
     if scope.deadline and time.monotonic_ns() >= scope.deadline:
         return True
+    is_stream_closed = stream_closed.get()
+    if is_stream_closed is not None:  # the request that opened the stream has ended
+        return is_stream_closed()
     return bool(scope.worker.engine.is_canceled(scope.connection, scope.call))

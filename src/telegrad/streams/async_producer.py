@@ -13,7 +13,7 @@ from typing import Any
 from telegrad.errors import NotInitialized
 from telegrad.streams.batches import SOLITARY, State, WireBatch, copy_item, size_of
 from telegrad.streams.producer import BATCH_TIME, Ended, log_close_error
-from telegrad.worker.scope import Scope, caller_flags, caller_state
+from telegrad.worker.scope import Scope, caller_flags, caller_state, stream_closed
 
 __all__ = ["AsyncProducer"]
 
@@ -104,6 +104,7 @@ class AsyncProducer:
     # ---- the iterator
 
     async def _run(self) -> None:
+        stream_closed.set(lambda: self._is_closing)
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         error: BaseException | None = None
         step = self._iterator.__anext__

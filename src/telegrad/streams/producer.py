@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from telegrad.serialize.tracebacks import show_exception, traceback_of
 from telegrad.streams.batches import SOLITARY, State, WireBatch, copy_item, size_of
-from telegrad.worker.scope import Scope, caller_flags, caller_state
+from telegrad.worker.scope import Scope, caller_flags, caller_state, stream_closed
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
 __all__ = ["BATCH_TIME", "Ended", "Producer", "log_close_error"]
@@ -72,6 +72,7 @@ class Producer:
         self._is_urgent = False  # the batch is complete with its next item
         self._runs = 0
         self._is_running = False
+        self._context.run(stream_closed.set, self._was_closed)
 
     def current_run(self) -> tuple[object, ...] | None:
         """Return a value that identifies the run in progress; None if there is none."""

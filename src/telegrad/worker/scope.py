@@ -27,6 +27,7 @@ __all__ = [
     "handler_state",
     "outside_contexts",
     "remaining",
+    "stream_closed",
 ]
 
 
@@ -44,6 +45,9 @@ class Scope(NamedTuple):
 
 Autocast: TypeAlias = tuple[tuple[str, str], ...] | None  # see `caller_state`
 current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)
+
+stream_closed: ContextVar[Callable[[], bool] | None] = ContextVar("telegrad_stream_closed", default=None)
+"""In a generator whose items are streamed: returns whether its reader has closed the stream."""
 
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None)
 AUTOCAST_DEVICES = ("cpu", "cuda")

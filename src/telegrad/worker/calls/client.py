@@ -5,7 +5,7 @@ The client resolves, encodes, sends and completes a call. If the codec cannot en
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,23 +28,14 @@ from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.timeouts import nanoseconds
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, LeftOut, Status, Tag
-from telegrad.worker.autograd_hooks import AutogradContext
-from telegrad.worker.calls import faults, tracing
+from telegrad.worker.calls import faults, interception, tracing
 from telegrad.worker.calls.callables import is_scripted, name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
-from telegrad.worker.calls.interceptors import (
-    PICKLER,
-    PROFILER,
-    InterceptedCall,
-    Interceptors,
-    active,
-    run_chain,
-    settle,
-    switch,
-)
+from telegrad.worker.calls.interception import CallForm, InterceptedRequest
+from telegrad.worker.calls.interceptors import PICKLER, PROFILER, Interceptors, active, switch
 from telegrad.worker.calls.messages import NO_METADATA, Messages, Request
 from telegrad.worker.closed import AnyClient, AnyEngine
-from telegrad.worker.scope import caller_flags, caller_state, current, remaining
+from telegrad.worker.scope import caller_flags, caller_state
 from telegrad.worker.unread_failures import CallSummary
 
 __all__ = ["CallForm", "Calls", "Outcome", "complete", "error_of", "too_large"]
@@ -63,32 +54,6 @@ complete: Callable[[torch.futures.Future[Any], object], None] = torch._C.Future.
 
 Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, str]
 """Completion of a call: status, tag, flags, body, segments, peer, and why it failed."""
-
-
-class CallForm(NamedTuple):
-    """Call that the native client has resolved but cannot encode."""
-
-    peer: int
-    function: object  # with a receiver: None for its value, the name of a method, or a function of the value
-    args: Any  # a tuple or list; the drop-in accepts more
-    kwargs: Any
-    timeout: int  # ns; 0: none
-    nested: bool
-    context: AutogradContext | None  # the caller's autograd context
-    mode: str  # mode in a profile: sync, async or remote; empty for calls that profiles omit
-    name: tuple[int, bytes] | None  # of the function; None: it travels by value
-    receiver: Any  # an RRef
-    introduce: bool  # the owner may not know the receiver yet
-    keep_as: int | None  # the local id of the reference to create
-    internal: bool
-
-
-class InterceptedRequest(NamedTuple):
-    """Call that the program's interceptors get before it is encoded."""
-
-    form: CallForm
-    label: object
-    keep: object  # kept alive until the call ends
 
 
 class Calls:
@@ -190,9 +155,14 @@ class Calls:
         if self.interceptors.chain and call.mode and call.function is not type:
             label = "to_here" if call.function is None else call.function
             return InterceptedRequest(call, label, call.receiver)
-        return self._encode(call)
+        return self.encode(call)
 
-    def _encode(self, call: CallForm) -> Request:
+    def encode(self, call: CallForm) -> Request:
+        """Encode a call, past the program's interceptors.
+
+        Raises:
+            Exception: As `encode_slow`.
+        """
         peer, receiver, function = call.peer, call.receiver, call.function
         flags = _INTERNAL if call.internal or function is type else 0
         ticket = pickler = keep = target = None
@@ -244,20 +214,12 @@ class Calls:
             kind, scripted, span,
         )  # fmt: skip
 
-    # ---- sending through interceptors
+    # ---- sending
 
     def send(self, request: Request | InterceptedRequest, target: CallFuture[object] | faults.Creation) -> None:
         """Send a request with a future or a creation as its completion target."""
         if isinstance(request, InterceptedRequest):
-            sent: list[CallFuture[Any]] = []
-            try:
-                result = self._intercept(request.form, sent)
-            except BaseException:
-                if sent and not isinstance(target, CallFuture):  # register the value, so that its owner drops it
-                    target._call = getattr(sent[0], "_call", 0)
-                    settle(target.delayed(scripted=False), sent[0])
-                raise
-            settle(target if isinstance(target, CallFuture) else target.delayed(scripted=False), result)
+            interception.send(self, request.form, target)
             return
         if request.span is not None:
             target.attach(request.span)
@@ -274,68 +236,32 @@ class Calls:
     def send_and_wait(self, request: Request | InterceptedRequest) -> object:
         """Send a request and wait for its value."""
         if isinstance(request, InterceptedRequest):
-            result = self._intercept(request.form, [])
-            return result.wait() if isinstance(result, torch.futures.Future) else result
+            form = request.form
+            future = self.future_of(form.peer, request.label, form.timeout)
+            future._read = True  # the caller gets a failure
+            interception.send(self, form, future)
+            return future.wait()
         try:
             if self._send_filter is None:
                 return self.client.call_request(request)
-            future = self._future_of(request)
+            future = self.future_of(request.peer, request.label, request.timeout)
             faults.start(self, request, future)
             return future.wait()
         finally:
             if request.span is not None:
                 request.span.end()
 
-    def _future_of(self, request: Request) -> CallFuture[Any]:
-        future: CallFuture[Any] = CallFuture(NO_DEVICES)
-        future._calls, future._request = self, (request.peer, request.label, request.timeout)
-        return future
+    def future_of(self, peer: int, label: object, timeout: int) -> CallFuture[Any]:
+        """Return the future of a call that has not been sent.
 
-    def _intercept(self, form: CallForm, sent: list[CallFuture[Any]]) -> object:
-        """Run a call through the program's interceptors; return a future or the result.
-
-        Appends the futures of the calls that have been sent.
+        Args:
+            peer: Id of the callee.
+            label: The function or its name.
+            timeout: Timeout in ns; 0 for none.
         """
-        creates = form.keep_as is not None
-        kind = "to_here" if form.function is None else form.mode
-        given = InterceptedCall(
-            kind, self.name_of(form.peer), form.function, form.args, form.kwargs, form.timeout / 1e9, form.receiver
-        )
-
-        def start(call: InterceptedCall, /) -> CallFuture[Any]:
-            if creates and sent:
-                raise TelegradError(
-                    f"an interceptor called proceed twice for remote() of {call.name}: a value is made once"
-                )
-            request = self._encode(self._changed(form, given, call))
-            future = self._future_of(request)
-            future._read = True  # the program's future logs a failure
-            self.send(request, future)
-            sent.append(future)
-            return future
-
-        result = run_chain(self.interceptors.chain, given, start)
-        if creates and not sent:
-            raise TelegradError(
-                f"an interceptor returned from remote() of {given.name} without a call of proceed, so {given.peer} has"
-                " no value to refer to. Call proceed(call), or raise an error."
-            )
-        return result
-
-    def _changed(self, form: CallForm, given: InterceptedCall, call: InterceptedCall) -> CallForm:
-        """Return the call with the changes of interceptors."""
-        if (call.kind, call.peer) != (given.kind, given.peer) or call.receiver is not given.receiver:
-            raise ValueError(
-                f"an interceptor changed kind, peer or receiver of the call of {given.name} on {given.peer}; it may"
-                " change function, args, kwargs and timeout"
-            )
-        if call is given:
-            return form
-        if call.function is not form.function:
-            form = form._replace(function=call.function, name=self.find_name(call.function))
-        if call.timeout != given.timeout:
-            form = form._replace(timeout=remaining(nanoseconds(call.timeout), current.get()))
-        return form._replace(args=call.args, kwargs=call.kwargs)
+        future: CallFuture[Any] = CallFuture(NO_DEVICES)
+        future._calls, future._request = self, (peer, label, timeout)
+        return future
 
     def send_filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object]) -> None:
         """Send a one-way message, through the fault injector if there is one."""

@@ -6,8 +6,10 @@ from typing import Protocol
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.messages import Messages, Request
+from telegrad.worker.calls.pending_work import PendingWork
 from telegrad.worker.calls.tracing import Span
 from telegrad.worker.closed import WorkerCalls
 
@@ -62,19 +64,39 @@ def start(calls: Sender, request: Request, target: CallFuture[object] | Creation
         calls.client.start_request(request, future)
         return
 
+    inner: CallFuture[object] = CallFuture(NO_DEVICES)
+    inner._calls, inner._request = calls, (request.peer, request.label, 0)
+    label = request.label if isinstance(request.label, str) else name_of(request.label)
+    call_text = f"{label} on {calls.name_of(request.peer)}"
+    is_cancelable = request.kind != "remote"  # other workers may use the value of a creation
+    work = PendingWork(future, call_text, is_cancelable)
+
     def send_late() -> None:
+        if work.error is not None and is_cancelable:
+            calls.messages.rollback(request.peer, request.message)
+            return
         try:
             calls.client.start_request(request._replace(timeout=0), inner)
         except Exception as e:
             inner.set_exception(e)
+        else:
+            if is_cancelable:
+                work.add(inner.cancel)
 
-    inner: CallFuture[object] = CallFuture(NO_DEVICES)
-    inner._calls, inner._request = calls, (request.peer, request.label, 0)
-    inner.add_done_callback(lambda done: _settle(future, done))
+    def complete(done: Future[object]) -> None:
+        try:
+            value = done.value()
+        except BaseException as e:  # SystemExit too, which a handler raised
+            work.fail(e)
+        else:
+            if not work.succeed(value) and future._on_late_reply is not None:
+                future._on_late_reply()
+
+    inner._read = True  # the caller's future logs a failure
+    inner._on_done(complete)
     if request.timeout:
-        call_text = f"{request.label} on {calls.name_of(request.peer)}"
         late = RpcTimeout(request.timeout / 1e9, call_text, "delayed")
-        calls.delay(request.timeout / 1e9, lambda: _fail(future, late))
+        calls.delay(request.timeout / 1e9, lambda: work.end(late))
     calls.delay(seconds, send_late)
 
 
@@ -92,23 +114,3 @@ def send(calls: Sender, kind: str, scripted: bool, peer: int, send_now: Callable
         calls.delay(seconds, send_now)
     else:
         send_now()
-
-
-def _settle(future: CallFuture[object], done: Future[object]) -> None:
-    """Complete the caller's future with a delayed call, unless it has timed out."""
-    try:
-        value = done.value()
-    except Exception as e:
-        if not future.done():
-            future.set_exception(e)
-    else:
-        if not future.done():
-            future.set_result(value)
-        elif future._on_late_reply is not None:
-            future._on_late_reply()
-
-
-def _fail(future: CallFuture[object], error: Exception) -> None:
-    """Fail a future unless it is complete."""
-    if not future.done():
-        future.set_exception(error)

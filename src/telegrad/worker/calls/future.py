@@ -63,6 +63,8 @@ class CallFuture(torch.futures.Future[T]):
     _parent_calls: WorkerCalls | None = None  # of a future that `then` returned: Calls of the pool that logs a failure
     _has_callbacks = False  # callbacks of the program
     _parent_call = 0  # of a future that `then` returned: the call at the start of the chain, for `cancel`
+    _cancel_work: Callable[[], bool] | None = None  # of a future, and of its children, whose work is not one call
+    _source: "CallFuture[Any] | None" = None  # the call that completes the future, for a thread that waits
     _span: tracing.Span | None = None  # in a profile
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
 
@@ -90,6 +92,8 @@ class CallFuture(torch.futures.Future[T]):
         """Poll the network until the completion arrives here or in the pool."""
         call = getattr(self, "_call", 0)
         if not call:  # not the future of a call, or a fault injector delays the call
+            if self._source is not None:
+                self._source._drive()
             return
         client = self._calls.client
         try:
@@ -118,9 +122,13 @@ class CallFuture(torch.futures.Future[T]):
             future = rpc.rpc_async("worker1", time.sleep, args=(0.2,))
             print(future.cancel(), future.cancel())  # True False
         """
+        if self.done():
+            return False
+        if self._cancel_work is not None:
+            return self._cancel_work()
         calls = getattr(self, "_calls", None) or self._parent_calls
         call = getattr(self, "_call", 0) or self._parent_call
-        return bool(call) and calls is not None and not self.done() and calls.client.cancel(call)
+        return bool(call) and calls is not None and calls.client.cancel(call)
 
     def cancelled(self) -> bool:
         """Return whether the call has been canceled.
@@ -167,6 +175,7 @@ class CallFuture(torch.futures.Future[T]):
         child._request = (-1, callback, 0)
         child._parent_calls = getattr(self, "_calls", None) or self._parent_calls
         child._parent_call = getattr(self, "_call", 0) or self._parent_call
+        child._cancel_work = self._cancel_work
         callback = bind_scope(callback)
 
         def run(done: torch.futures.Future[T]) -> None:

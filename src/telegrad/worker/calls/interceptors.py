@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch.futures import Future
 
 from telegrad.worker.calls.callables import name_of
@@ -27,12 +26,9 @@ __all__ = [
     "active",
     "failed",
     "run_chain",
-    "settle",
     "succeeded",
     "switch",
 ]
-
-_add_done_callback = torch._C.Future.add_done_callback  # bypasses the count of the program's callbacks
 
 active: dict[object, Any] = {}  # never replaced: the core holds this object
 PROFILER = "profiler"  # a telegrad.worker.calls.tracing.Observer
@@ -204,20 +200,3 @@ def failed(error: BaseException) -> CallFuture[Any]:
     future._read = True
     future.set_exception(error)
     return future
-
-
-def settle(future: CallFuture[Any], result: object) -> None:
-    """Complete a call's future with what a chain returned."""
-    if not isinstance(result, Future):
-        future.set_result(result)
-        return
-
-    def complete(done: Future[Any]) -> None:
-        try:
-            value = done.value()
-        except Exception as e:
-            future.set_exception(e.with_traceback(None))
-        else:
-            future.set_result(value)
-
-    _add_done_callback(result, complete)

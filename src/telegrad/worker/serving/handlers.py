@@ -106,8 +106,9 @@ class SlowRequest:
         left = max(info.deadline - time.monotonic_ns(), 1) / 1e9 if info.deadline else 0.0
         kind, peer = "call" if info.target is None else "remote", handlers.worker.members.name_of(info.peer)
 
-        def run_coroutine(coroutine: Coroutine[Any, Any, object], ended: Ended) -> None:
-            handlers.loop.run(coroutine, current.get(), self.flags, self.metadata.autocast, self.recording, ended)
+        def run_coroutine(coroutine: Coroutine[Any, Any, object], ended: Ended) -> Callable[[], None]:
+            scope, autocast = current.get(), self.metadata.autocast
+            return handlers.loop.run(coroutine, scope, self.flags, autocast, self.recording, ended)
 
         return InterceptedHandler(handlers.interceptors.chain, function, kind, peer, left, run_coroutine)
 
@@ -302,7 +303,9 @@ class Handlers:
             raise not_a_future(result, function)
         deferred = self._defer(info)
         result.add_done_callback(lambda done: self._complete(info, done))
-        if isinstance(result, CallFuture):
+        if isinstance(function, InterceptedHandler):
+            deferred.begin(function.cancel)
+        elif isinstance(result, CallFuture):
             deferred.begin(result.cancel)
 
     def _defer(self, info: RequestInfo) -> Deferred:

@@ -55,7 +55,7 @@ class InterceptedHandler:
         kind: str,
         peer: str,
         timeout: float,
-        run_coroutine: Callable[[Coroutine[Any, Any, object], Ended], None],
+        run_coroutine: Callable[[Coroutine[Any, Any, object], Ended], Callable[[], None]],
     ) -> None:
         self._chain = chain
         self._function = function
@@ -63,6 +63,8 @@ class InterceptedHandler:
         self._peer = peer
         self._timeout = timeout
         self._run_on_loop = run_coroutine
+        self._started: list[CallFuture[Any]] = []  # results that were not done
+        self._is_canceled = False
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         call = InterceptedCall(self._kind, self._peer, self._function, args, kwargs, self._timeout)
@@ -70,6 +72,8 @@ class InterceptedHandler:
         if not isinstance(result, Future):
             return result
         if not result.done():
+            if isinstance(result, CallFuture):  # an interceptor may have started another call
+                self._waits_for(result)
             setattr(self, _ASYNC_MARK, True)
             return result
         error = result.failure() if isinstance(result, CallFuture) else None
@@ -77,6 +81,17 @@ class InterceptedHandler:
             return result.value()
         del result  # the traceback refers to this frame
         raise error
+
+    def cancel(self) -> None:
+        """Cancel the coroutines and the calls that the handler waits for, also those to come."""
+        self._is_canceled = True
+        for future in self._started:
+            future.cancel()
+
+    def _waits_for(self, future: CallFuture[Any]) -> None:
+        self._started.append(future)
+        if self._is_canceled:  # checked last: `cancel` finds the future, or has set this before
+            future.cancel()
 
     def _run(self, call: InterceptedCall, /) -> Future[Any]:
         """Run the handler; errors are those of the future, as for deferred results."""
@@ -88,6 +103,8 @@ class InterceptedHandler:
             if not has_async_mark(function):
                 return succeeded(result)
             if isinstance(result, Future):
+                if isinstance(result, CallFuture):
+                    self._waits_for(result)
                 return result
             raise not_a_future(result, function)
         except BaseException as e:
@@ -106,5 +123,12 @@ class InterceptedHandler:
             else:
                 future.set_exception(error)
 
-        self._run_on_loop(coroutine, ended)
+        cancel = self._run_on_loop(coroutine, ended)
+
+        def cancel_work() -> bool:
+            cancel()
+            return True
+
+        future._cancel_work = cancel_work
+        self._waits_for(future)
         return future

@@ -1,0 +1,117 @@
+"""Work behind a future that is not the future of one call: a chain of interceptors, or a delayed call."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from telegrad.errors import Cancelled
+from telegrad.worker.calls.future import CallFuture
+
+__all__ = ["PendingWork"]
+
+_add_done_callback = torch._C.Future.add_done_callback  # bypasses the count of the program's callbacks
+
+
+class PendingWork:
+    """Work that completes a future, and that the future cancels.
+
+    The future is completed once: by the result, a cancellation or a timeout, whichever comes first. Thread-safe.
+
+    Args:
+        future: The future to complete.
+        call: Function and callee, for the errors.
+        is_cancelable: False for creations, whose value other workers may use.
+    """
+
+    def __init__(self, future: CallFuture[Any], call: str, is_cancelable: bool = True) -> None:
+        self.call: str = call
+        self.error: BaseException | None = None  # what ended the work early
+        self._future: CallFuture[Any] | None = future  # until it is completed
+        self._parts: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        if is_cancelable:
+            future._cancel_work = self.cancel
+
+    def add(self, cancel: Callable[[], object]) -> None:
+        """Add a part of the work; cancel it at once if the work has ended early.
+
+        Args:
+            cancel: Cancels the part, in any thread; does nothing once the part has ended.
+        """
+        with self._lock:
+            if self.error is None:
+                self._parts.append(cancel)
+                return
+        cancel()
+
+    def require_open(self) -> None:
+        """Raise what ended the work early.
+
+        Raises:
+            Cancelled, RpcTimeout: The work was canceled or has exceeded its timeout.
+        """
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> bool:
+        """Cancel all parts, and complete the future with `Cancelled`.
+
+        Returns:
+            False if the future has been completed.
+        """
+        return self.end(Cancelled(self.call))
+
+    def end(self, error: BaseException) -> bool:
+        """Cancel all parts, and complete the future with an error; False if it has been completed."""
+        future = self._take(error)
+        if future is None:
+            return False
+        parts, self._parts = self._parts, []
+        try:
+            for cancel in reversed(parts):
+                cancel()
+        finally:
+            future.set_exception(error)
+        return True
+
+    def succeed(self, value: object) -> bool:
+        """Complete the future with a value; False if it has been completed."""
+        future = self._take()
+        if future is not None:
+            future.set_result(value)
+        return future is not None
+
+    def fail(self, error: BaseException) -> bool:
+        """Complete the future with an error; False if it has been completed."""
+        future = self._take()
+        if future is not None:
+            future.set_exception(error.with_traceback(None))
+        return future is not None
+
+    def follow(self, source: Future[Any]) -> None:
+        """Complete the future like another one."""
+
+        def complete(done: Future[Any]) -> None:
+            try:
+                value = done.value()
+            except BaseException as e:  # SystemExit too, which a handler raised
+                self.fail(e)
+            else:
+                self.succeed(value)
+
+        _add_done_callback(source, complete)
+
+    def _take(self, error: BaseException | None = None) -> CallFuture[Any] | None:
+        """Return the future to its only completer; None if it has been taken."""
+        with self._lock:
+            future, self._future = self._future, None
+            if future is not None:
+                self.error = error
+                if error is None:
+                    self._parts = []
+        if future is not None:
+            future._source = None
+        return future
