@@ -8,8 +8,8 @@ the gradients of their results travel to that worker: unchanged, as 16-bit numbe
 
 Top-k for gradients of parameters usually adds what it leaves out to the gradients of the next step (error feedback).
 That is not possible for these: they are gradients of activations, and the next batch has other images. What top-k
-leaves out is lost, so it has to keep more: with 5 % instead of 20 %, the accuracy is 25 % instead of 96 %. Status 1 if a
-kind of compression misses the accuracy goal.
+leaves out is lost, so it has to keep more: with 5 % instead of 20 %, the accuracy is 25 % instead of 96 %. Status 1 if
+a kind of compression misses the accuracy goal.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Memory of forward passes outside of contexts whose loss is dropped, in two processes."""
+"""Memory of two processes while losses outside of contexts are dropped."""
 
 import gc
 import os

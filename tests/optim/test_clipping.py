@@ -300,6 +300,69 @@ def test_a_scaler_that_is_off_and_a_local_optimizer() -> None:
     assert_equal(model, local)
 
 
+def scaled_steps(scaler: GradScaler, device: str, owners: tuple[str, ...] = ("w1/cpu", "w2/cpu")) -> list[Any]:
+    """Make three steps; return scales and values.
+
+    The second one has an infinite gradient.
+    """
+    model = Spread(owners)
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    for number in range(3):
+        with autograd.context() as context_id:
+            loss = model.loss(torch.ones(2, 4, device=device)) * (float("inf") if number == 1 else 1.0)
+            autograd.backward(context_id, [scaler.scale(loss)])
+            scaler.unscale_(optimizer, context_id)
+            clip_grad_norm_(optimizer, 1.0, context_id=context_id)
+            scaler.step(optimizer, context_id)
+            scaler.update()
+        seen += [scaler.get_scale(), [value.cpu() for value in model.values()]]
+    return seen
+
+
+def test_the_cuda_form_takes_the_same_steps_with_tensors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the device of the tensors differs on a machine with CUDA."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    scaler = GradScaler("cuda", init_scale=8.0)
+    assert scaler.is_enabled()
+    seen = scaled_steps(scaler, "cpu")
+    expected = scaled_steps(GradScaler("cpu", init_scale=8.0), "cpu")
+    assert seen[::2] == expected[::2] == [8.0, 4.0, 4.0]
+    for mine, theirs in zip(seen[1::2], expected[1::2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_the_cuda_form_is_off_without_cuda() -> None:
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        scaler = GradScaler("cuda")
+    seen = scaled_steps_without_overflow(scaler)
+    assert not scaler.is_enabled()
+    expected = scaled_steps_without_overflow(GradScaler("cpu", enabled=False))
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+
+
+def scaled_steps_without_overflow(scaler: GradScaler) -> list[Tensor]:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [scaler.scale(model.loss(torch.ones(2, 4)))])
+        scaler.unscale_(optimizer, context_id)
+        scaler.step(optimizer, context_id)
+        scaler.update()
+    return model.values()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_losses_and_owners_on_cuda() -> None:
+    seen = scaled_steps(GradScaler("cuda", init_scale=8.0), "cuda", ("w1/cuda:0", "w2/cuda:0"))
+    expected = scaled_steps(GradScaler("cpu", init_scale=8.0), "cpu")
+    assert seen[::2] == expected[::2]
+    for mine, theirs in zip(seen[1::2], expected[1::2], strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("method", ["step", "unscale_"])
 def test_torchs_scaler_and_clipping_name_those_for_remote_parameters(method: str) -> None:
     model = Spread()

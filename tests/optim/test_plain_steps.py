@@ -1,4 +1,4 @@
-"""Steps outside of contexts, and the guarantees of docs/optim.md for handlers outside of contexts."""
+"""Steps with plain backward passes, and what docs/optim.md guarantees then."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -345,7 +345,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _ask_with_changes(
         self, what: str, parts: Mapping[int, Part], function: Callable[..., Any], *arguments: object
     ) -> list[Any]:
-        """Call a function on owners, which set the options that have changed first; see `ask`."""
+        """Call a function on owners, which first set changed options.
+
+        See `ask`.
+        """
         changes = {one: part.changes(self.param_groups) for one, part in parts.items()}
         requests: dict[int, Request] = {}
         for one, part in parts.items():

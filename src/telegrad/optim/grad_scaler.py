@@ -17,7 +17,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Torch's own scaler reads gradients of local tensors. This one has the owners unscale their gradients: if one is
     infinite or not a number on any of them, no owner steps. Its device is the device of the loss; parameters may be on
-    other devices of their owners. Local optimizers work as with torch's.
+    other devices of their owners. Local optimizers work as with torch's. It is off, as torch's is, if its device is
+    "cuda" and CUDA is not available.
 
     Args:
         device: "cuda" or "cpu", the device type of the loss.

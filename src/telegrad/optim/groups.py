@@ -55,7 +55,10 @@ class Part:
             self.sent[number].update(_snapshot(options))
 
     def mark_changes_unknown(self, changes: Changes) -> None:
-        """Record that the owner may have got the changes: their options are sent again, whatever their values."""
+        """Record that the owner may or may not have got the changes.
+
+        Their options are sent again, whatever their values are by then.
+        """
         for number, options in changes:
             for key in options:
                 self.sent[number].pop(key, None)
