@@ -31,11 +31,14 @@ void wait_until_quiet(Worker& w) {
 WorkItem detached(Worker& a, Worker& b, int target, bool deferred, std::uint64_t& call) {
   WorkItem kept;
   Event taken;
-  b.on_custom = [&](WorkItem& item) {
-    CHECK(!b.engine->detach(item.connection, item.message.header.call_id, deferred));
-    kept = std::move(item);
-    taken.set();
-  };
+  {
+    std::lock_guard lock(b.mutex);
+    b.on_custom = [&](WorkItem& item) {
+      CHECK(!b.engine->detach(item.connection, item.message.header.call_id, deferred));
+      kept = std::move(item);
+      taken.set();
+    };
+  }
   call = a.start(1, target, {.tag = kCustom});
   taken.wait();
   return kept;
@@ -406,16 +409,18 @@ CASE(a_waiting_thread_gets_the_cancellation) {
   const std::uint64_t call = a.start(1, 1, {.tag = kHold});
   b.handled.wait_for(1);
   Completion o;
-  std::thread waiter([&] {
-    if (a.engine->wait(call, kNever, {}, o) != WaitEnd::kDone) o = std::move(a.completions[1]);
-  });
+  WaitEnd end{};
+  std::thread waiter([&] { end = a.engine->wait(call, kNever, {}, o); });
   WorkItem taken;
   CHECK(a.engine->cancel(call, taken));
-  if (taken.target) {  // it was canceled before the thread waited
-    std::lock_guard lock(a.mutex);
-    a.completions[1] = taken.take_completion();
-  }
   waiter.join();
+  if (taken.target) {  // it was canceled before the thread waited
+    CHECK(end == WaitEnd::kStopped);
+    o = taken.take_completion();
+  } else {
+    CHECK(end == WaitEnd::kDone);
+  }
+  CHECK(o.status == CallStatus::kCanceled);
   b.release.set();
   CHECK(!a.engine->cancel(call, taken));
 }

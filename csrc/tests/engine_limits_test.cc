@@ -107,6 +107,9 @@ CASE_ON_EVERY_SCHEME(a_request_that_must_be_delivered_is_sent_without_its_conten
 
 CASE_ON_EVERY_SCHEME(a_reply_over_the_limits_is_sent_without_its_content) {
   Worker a(0, with_limits()), b(1);
+  b.on_custom = [&](WorkItem& item) {
+    b.answer(item, "x", {bytes(kSegments + 1), "the trailer"}, kMustDeliver | kTrailer);
+  };
   introduce({&a, &b}, scheme);
   for (const bool body : {true, false}) {
     const Completion o = body ? a.call(1, {.body = bytes(kBody + 1)}) : a.call(1, {.segments = {bytes(kSegments + 1)}});
@@ -116,9 +119,6 @@ CASE_ON_EVERY_SCHEME(a_reply_over_the_limits_is_sent_without_its_content) {
     CHECK_EQ(body_of(o).front(), static_cast<char>(LeftOut::kTooLarge));
     CHECK_SAYS(body_of(o), body ? "max_header_bytes of worker w0" : "max_message_bytes of worker w0");
   }
-  b.on_custom = [&](WorkItem& item) {
-    b.answer(item, "x", {bytes(kSegments + 1), "the trailer"}, kMustDeliver | kTrailer);
-  };
   const Completion o = a.call(1, {.tag = kCustom});
   CHECK(o.reply.header.flags & kLeftOut && o.reply.header.flags & kMustDeliver);
   CHECK_EQ(o.reply.segments.size(), 1u);

@@ -143,8 +143,12 @@ void Worker::handle(WorkItem& item) {
     }
     case kBounce:
       return bounce(item);
-    case kCustom:
-      return on_custom(item);
+    case kCustom: {
+      std::unique_lock lock(mutex);
+      const auto custom = on_custom;
+      lock.unlock();
+      return custom(item);
+    }
     default:
       return;
   }

@@ -71,6 +71,8 @@ class Worker {
   const int id;
   std::unique_ptr<Engine> engine;
   Event release;
+  // Set before the first connection, or under `mutex`: the sanitizer does not see that a message of shared memory
+  // orders its sender before its receiver.
   std::function<void(WorkItem&)> on_custom;
 
   Counter completion_count;  // completions that the pool got, with or without a target

@@ -185,7 +185,10 @@ class _Chunk:
         self.unsent: Exception | None = None  # why there is no call
 
     def done(self) -> bool:
-        """Return whether the end of the call has been processed; until then the chunk may be sent again."""
+        """Return whether the end of the call has been processed.
+
+        Until then the chunk may be sent again.
+        """
         return self.callee is None
 
     def noted(self, error: BaseException, label: str) -> BaseException:
