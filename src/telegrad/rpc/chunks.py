@@ -1,7 +1,7 @@
 """The callee's part of `telegrad.rpc.map`: run a chunk of items."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from inspect import CORO_CREATED, getcoroutinestate
 from time import perf_counter_ns
 from types import CoroutineType
@@ -14,6 +14,7 @@ from telegrad.serialize.exceptions import pack_exception
 from telegrad.worker import Worker, process_hooks
 from telegrad.worker.calls.callables import find_function, rerun_for_torch_error
 from telegrad.worker.calls.future import CallFuture, awaitable_of
+from telegrad.worker.calls.interceptors import carriers
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.serving.event_loop import bind_torch_state
 from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
@@ -127,3 +128,28 @@ def _pack(worker: Worker, error: BaseException, caller: int) -> bytes:
     packed = pack_exception(error, worker.info)
     BaseException.with_traceback(error, None)
     return packed
+
+
+class _ChunkCarrier:
+    """Chunk as interceptors see it: a call of the function with the list of items."""
+
+    kind = "map"
+
+    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+        function, items, _ = args
+        return (find_function(function) if isinstance(function, bytes) else function), (items,), {}
+
+    def change(
+        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
+    ) -> tuple[Any, ...]:
+        if len(values) != 1 or named or not isinstance(values[0], list):
+            raise ValueError(
+                "an interceptor changed the arguments of a chunk of rpc.map to something else than (items,), a list"
+            )
+        return function, values[0], args[2]
+
+    def is_reply(self, value: object, /) -> bool:
+        return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], list)
+
+
+carriers[run_chunk] = _ChunkCarrier()

@@ -63,9 +63,11 @@ def intercept(client: Interceptor | None = None, server: Interceptor | None = No
     callbacks of the future.
 
     At the caller, it runs in the calling thread and sees ``rpc_sync``, ``rpc_async``, ``call``, ``remote``, `multicast`
-    (one call per worker), `telegrad.rpc.map` (one per chunk), methods of references, and ``to_here``. At the callee, it
-    runs in the handler's thread. There, the future of an ``async def`` handler and of one under ``async_execution`` is
-    done when the result is, the future of any other handler at once. Telegrad's internal messages are not intercepted.
+    (one call per worker), `telegrad.rpc.map` (one per chunk), `telegrad.rpc.stream` (one per stream), methods of
+    references, and ``to_here``. At the callee, it runs in the handler's thread. There, the future of an ``async def`` handler and of one under ``async_execution`` is
+    done when the result is, the future of any other handler at once. A stream and a chunk of a map are seen with the
+    function of the program; what ``proceed`` returns for them is Telegrad's own, to be returned unchanged. Telegrad's
+    internal messages are not intercepted.
 
     Interceptors of one worker nest: the first registration is the outermost. While there are any, calls take the slow
     path, as if profiled.
