@@ -13,6 +13,7 @@ MAGIC = 0x31524754
 VERSION = 5
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = 1, 2, 3, 4, 5
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
+CANCEL, CALL_STATE = 22, 23
 
 _HEADER = struct.Struct("<IBBHIIQIIQqQ")  # see csrc/core/message.h
 TIMEOUT = 20.0
@@ -94,8 +95,14 @@ class RawPeer:
 
     def receive(self) -> tuple[int, bytes]:
         """Receive one frame."""
+        kind, _, body = self.receive_call()
+        return kind, body
+
+    def receive_call(self) -> tuple[int, int, bytes]:
+        """Receive one frame; return its type, the number of its call, and its body."""
         header = _HEADER.unpack(self._exactly(_HEADER.size))
-        return header[1], self._exactly(header[6])
+        self._exactly(header[5])  # the name of the function
+        return header[1], header[9], self._exactly(header[6])
 
     def _exactly(self, count: int) -> bytes:
         data = b""

@@ -131,7 +131,8 @@ def test_methods_of_references(seen: Seen) -> None:
 def test_map_is_one_call_per_chunk(seen: Seen) -> None:
     with rpc.intercept(client=seen):
         assert list(rpc.map("w1", add, range(10), chunk=5)) == list(range(1, 11))
-    assert seen.names() == [("async", "run_chunk")] * 2
+    assert seen.names() == [("map", "add")] * 2
+    assert [call.args for call in seen] == [(list(range(5)),), (list(range(5, 10)),)]
 
 
 @WAYS

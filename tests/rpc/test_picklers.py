@@ -1,8 +1,12 @@
 """`rpc.use_pickler` and `rpc.register_type`: how values travel."""
 
+import abc
 import asyncio
+import collections
+import functools
 import json
 import pickle
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import RemoteError, SerializationError, TelegradError
+from telegrad.errors import RemoteError, RpcTimeout, SerializationError, TelegradError
 from telegrad.rpc.internal import _InternalRPCPickler
 from telegrad.testing import Cluster, cluster
 from telegrad.worker.calls import interceptors
@@ -282,10 +286,34 @@ def test_errors_of_a_types_functions() -> None:
 def test_invalid_types() -> None:
     with pytest.raises(ValueError, match="Image is already registered on worker w0"):
         rpc.register_type(Image, pack, unpack)
-    for kind in (int, torch.Tensor, rpc.RRef, rpc.WorkerInfo):
+    kinds = (
+        int, type, object, slice, range, Exception, types.FunctionType, types.NoneType, abc.ABCMeta,
+        collections.OrderedDict, functools.partial, torch.Tensor, torch.Size, torch.dtype, torch.nn.Linear,
+        rpc.RRef, rpc.WorkerInfo, RpcTimeout,
+    )  # fmt: skip
+    for kind in kinds:
         with pytest.raises(ValueError, match=f"Telegrad encodes {kind.__qualname__} itself"):
             rpc.register_type(kind, identity, identity)
     with pytest.raises(TypeError, match="a class and two functions"):
         rpc.register_type("Image", identity, identity)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a class and two functions"):
         rpc.register_type(Wrong, None, identity)  # type: ignore[arg-type]
+
+
+class Temperature:
+    def __init__(self, degrees: float) -> None:
+        self.degrees = degrees
+
+
+def test_the_registration_of_a_type_ends() -> None:
+    with rpc.register_type(Temperature, lambda t: t.degrees, lambda degrees: Temperature(degrees + 1)) as registration:
+        assert rpc.rpc_sync("w1", degrees_of, (Temperature(1.0),)) == 2
+    assert rpc.rpc_sync("w1", degrees_of, (Temperature(1.0),)) == 1
+    again = rpc.register_type(Temperature, lambda t: t.degrees, lambda degrees: Temperature(degrees + 2))
+    registration.remove()  # has ended, and so changes nothing
+    assert rpc.rpc_sync("w1", degrees_of, (Temperature(1.0),)) == 3
+    again.remove()
+
+
+def degrees_of(temperature: Temperature) -> float:
+    return temperature.degrees

@@ -312,3 +312,23 @@ def test_errors_of_closing_are_logged(caplog: pytest.LogCaptureFixture) -> None:
         assert next(stream) == 0
     eventually(lambda: "while closing" in caplog.text)
     assert "closing the stream of" in caplog.text
+
+
+class Corpus:
+    def numbers(self) -> Iterator[int]:
+        yield 0
+
+    async def numbers_async(self) -> AsyncIterator[int]:
+        yield 0
+
+
+@pytest.mark.parametrize("name", ["numbers", "numbers_async"])
+def test_a_call_of_a_generator_function_names_rpc_stream(name: str) -> None:
+    with pytest.raises(SerializationError, match=r"generator' object.*rpc\.stream") as raised:
+        rpc.rpc_sync("w1", getattr(Corpus(), name))
+    assert isinstance(raised.value, RemoteError)
+    owned = rpc.remote("w1", Corpus)
+    with pytest.raises(SerializationError, match=r"rpc\.stream"):
+        getattr(owned.rpc_sync(), name)()
+    with pytest.raises(SerializationError, match=r"rpc\.stream"):
+        rpc.rpc_sync("w1", len, (getattr(Corpus(), name)(),))

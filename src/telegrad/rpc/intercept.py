@@ -1,11 +1,11 @@
 """The program's part in every call: interceptors, picklers and types."""
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
-from types import NoneType, TracebackType
+from functools import partial
+from types import TracebackType
 from typing import Any, Self, TypeVar
-
-import torch
 
 from telegrad.errors import TelegradError
 from telegrad.serialize.program_pickler import Pickler
@@ -17,14 +17,12 @@ __all__ = ["Registration", "intercept", "register_type", "use_pickler"]
 
 T = TypeVar("T")
 
-_OWN_TYPES = frozenset((
-    NoneType, bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset,
-    torch.Tensor, torch.nn.Parameter,
-))  # fmt: skip
+_OWN_PACKAGES = frozenset(("builtins", "torch", "telegrad"))
+_OWN_TYPES = frozenset((OrderedDict, partial))  # of the standard library, in messages of Telegrad
 
 
 class Registration:
-    """Interceptor or pickler in use, until it is removed.
+    """Interceptor, pickler or type in use, until it is removed.
 
     Also a context manager, which removes it at the end of the block. Removing it again does nothing; it ends with its
     worker at the latest.
@@ -63,9 +61,13 @@ def intercept(client: Interceptor | None = None, server: Interceptor | None = No
     callbacks of the future.
 
     At the caller, it runs in the calling thread and sees ``rpc_sync``, ``rpc_async``, ``call``, ``remote``, `multicast`
-    (one call per worker), `telegrad.rpc.map` (one per chunk), methods of references, and ``to_here``. At the callee, it
-    runs in the handler's thread. There, the future of an ``async def`` handler and of one under ``async_execution`` is
-    done when the result is, the future of any other handler at once. Telegrad's internal messages are not intercepted.
+    (one call per worker), `telegrad.rpc.map` (one per chunk), `telegrad.rpc.stream` (one per stream), methods of
+    references, and ``to_here``. At the callee, it runs in the handler's thread. There, the future of an ``async def``
+    handler and of one under ``async_execution`` is done when the result is, the future of any other handler at once.
+
+    A stream and a chunk of a map are seen with the function of the program; what ``proceed`` returns for them is
+    Telegrad's own, to be returned unchanged. Telegrad's internal messages are not intercepted. The timeout of a call
+    limits the wait for the future that the interceptors return, and canceling the call cancels what they have begun.
 
     Interceptors of one worker nest: the first registration is the outermost. While there are any, calls take the slow
     path, as if profiled.
@@ -176,15 +178,19 @@ def use_pickler(pickler: Pickler) -> Registration:
     return Registration(remove)
 
 
-def register_type(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> None:
+def register_type(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> Registration:
     """Set how objects of exactly this type are sent by this worker.
 
     Args:
-        kind: the type, without its subclasses.
+        kind: a class of the program or of a library, without its subclasses. Telegrad, PyTorch and Python encode their
+            own types, as in Telegrad's own messages: built-in types, exceptions and functions among them.
         pack: returns for an object what is sent instead: any value that can be sent. Its tensors travel as in other
             calls.
         unpack: returns an object for that value, on the receiver; sent as any function is, by its name if it has one.
             The receiver needs no registration, except to send such objects itself.
+
+    Returns:
+        The registration, which is also a context manager.
 
     Raises:
         ValueError: the type is already registered, or is one that Telegrad encodes itself.
@@ -203,8 +209,20 @@ def register_type(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any
         raise TypeError(f"rpc.register_type takes a class and two functions, and got {kind!r}, {pack!r}, {unpack!r}")
     worker = open_worker()
     serializer = worker.messages.serializer
-    if kind in _OWN_TYPES or kind in serializer.extensions:
-        raise ValueError(f"Telegrad encodes {kind.__qualname__} itself; register a type of the program")
+    package = str(kind.__module__).partition(".")[0]
+    if package in _OWN_PACKAGES or kind in _OWN_TYPES or issubclass(kind, type) or kind in serializer.extensions:
+        raise ValueError(
+            f"Telegrad encodes {kind.__qualname__} itself, as a type of {package}; register a class of the program"
+        )
     if kind in serializer.reducers:
         raise ValueError(f"{kind.__qualname__} is already registered on worker {worker.info.name}")
-    serializer.register_reducer(kind, lambda each: (unpack, (pack(each),)))
+
+    def reduce(each: T) -> tuple[object, ...]:
+        return unpack, (pack(each),)
+
+    serializer.register_reducer(kind, reduce)
+
+    def remove() -> None:
+        del serializer.reducers[kind]
+
+    return Registration(remove)

@@ -86,7 +86,8 @@ def map(
 
     Many small calls travel as one message, without a future each. The iterator takes items as it needs them, so the
     items may be an endless generator: if the program stops iterating, no further item is taken or sent. Closing the
-    iterator drops all work that has not been sent.
+    iterator, an error and a timeout cancel the chunks in flight: the workers run no further item of them, and ``func``
+    may ask `telegrad.rpc.cancelled`.
 
     Args:
         workers: a worker (name, id or WorkerInfo), or a sequence of workers that share the items.
@@ -276,9 +277,11 @@ class _Mapping:
         except Exception as error:
             raise strip_own_frames(error)
         finally:
-            for chunk in self._pending:
-                if chunk.future is not None:
-                    chunk.future._disregard()
+            futures = [chunk.future for chunk in self._pending if chunk.future is not None]
+            for future in futures:
+                future._disregard()
+            if futures and not self._worker.closed:
+                self._worker.pool.submit(_cancel, futures)  # this may be a finalizer, which must not send
 
     # ---- sending
 
@@ -379,6 +382,11 @@ class _Mapping:
         failure = unpack_exception(packed)
         failure.add_note(f"in rpc.map of {self._label}, at item {chunk.start + len(values)}")
         return values, failure
+
+
+def _cancel(futures: list[CallFuture[Reply]]) -> None:
+    for future in futures:
+        future.cancel()
 
 
 def _nbytes(value: object) -> int:

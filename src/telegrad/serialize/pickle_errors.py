@@ -1,7 +1,7 @@
 """Search for the part of a value that cannot be pickled, for error messages."""
 
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MethodType
+from types import AsyncGeneratorType, FunctionType, GeneratorType, MethodType
 
 # The search pickles parts of the value again. On huge values it stops at these limits and returns the part it has
 # reached.
@@ -32,6 +32,15 @@ def find_unpicklable(root: object, path: str, can_pickle: Callable[[object], boo
                 path, root = path + step, part
                 break
     return path, root
+
+
+def describe_type(part: object) -> str:
+    """Return the name of a value's type, and what to do instead of sending it if that is known."""
+    kind = type(part)
+    shown = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(part, (GeneratorType, AsyncGeneratorType)):
+        shown += ": call a generator function with rpc.stream instead, or send a list of the items"
+    return shown
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:

@@ -29,7 +29,7 @@ from telegrad import _core
 from telegrad.errors import SerializationError
 from telegrad.serialize.module_imports import ensure_imported
 from telegrad.serialize.pickle_by_value import ByValuePickler
-from telegrad.serialize.pickle_errors import find_unpicklable
+from telegrad.serialize.pickle_errors import describe_type, find_unpicklable
 from telegrad.serialize.storage_aliasing import Segment, TensorSlot, place, restore
 from telegrad.serialize.tensor_layout import Body, Buffer, is_plain, make_codec
 from telegrad.serialize.torch_types import (
@@ -256,9 +256,7 @@ class _Outgoing:
             parts = zip(name, value, strict=True)
             name, value = next((pair for pair in parts if not self._can_pickle(pair[1])), ("value", value))
         path, part = find_unpicklable(value, name, self._can_pickle)
-        kind = type(part)
-        shown = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        raise _also(type(error))(f"{error} (at {path}, of type {shown})") from error
+        raise _also(type(error))(f"{error} (at {path}, of type {describe_type(part)})") from error
 
     def _can_pickle(self, value: object) -> bool:
         try:

@@ -291,6 +291,8 @@ class Receiver:
             if self._has_news():
                 return
             future = self._pull if self._flush is None else self._flush
+        if future is not None and future._source is not None:  # the call behind interceptors
+            future = future._source
         call = getattr(future, "_call", 0)
         if future is not None and call:
             try:

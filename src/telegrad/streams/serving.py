@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from telegrad.streams.async_producer import AsyncProducer
+from telegrad.streams.batches import Batch
 from telegrad.streams.producer import Producer
 from telegrad.streams.service import AnyProducer, Streams
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import find_function, method_of, name_of, run
+from telegrad.worker.calls.interceptors import carriers, internal
 
 __all__ = ["close", "flush", "open_function", "open_method", "pull"]
 
@@ -43,10 +45,18 @@ def open_function(
 
 
 def open_method(
-    value: object, caller: int, number: int, name: str, args: Sequence[object], kwargs: Mapping[str, object]
+    value: object,
+    caller: int,
+    number: int,
+    name: str | Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> object:
-    """Open a stream of a referenced value's method, like `open_function`."""
-    method: Any = method_of(value, name)
+    """Open a stream of a referenced value's method, like `open_function`.
+
+    An interceptor of the callee passes the method, or another function, instead of its name.
+    """
+    method: Any = method_of(value, name) if isinstance(name, str) else name
     return _open(caller, number, method, args, kwargs)
 
 
@@ -102,3 +112,53 @@ def _streams() -> Streams:
     scope = current.get()
     assert scope is not None
     return Streams.of(scope.worker)
+
+
+# ---- as interceptors see them
+
+
+class _Open:
+    """Opening of a stream, as interceptors see it: a call of the generator function."""
+
+    kind = "stream"
+
+    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+        *_, function, values, named = args
+        return (find_function(function) if isinstance(function, bytes) else function), values, named
+
+    def change(
+        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
+    ) -> tuple[Any, ...]:
+        *before, _, _, _ = args
+        return (*before, function, values, named)
+
+    def is_reply(self, value: object, /) -> bool:
+        return isinstance(value, tuple) and len(value) == len(Batch._fields) and isinstance(value[-1], list)
+
+
+class _OpenMethod(_Open):
+    """Opening of a stream of a method. At the callee, interceptors see the method itself."""
+
+    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+        function, values, named = super().show(args)
+        return (method_of(args[0], str(function)) if _is_at_callee(args) else function), values, named
+
+    def change(
+        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
+    ) -> tuple[Any, ...]:
+        if not _is_at_callee(args) and not isinstance(function, str):
+            raise ValueError(
+                f"an interceptor changed the method of a stream to {function!r}; it may change it to the name of"
+                " another method"
+            )
+        return super().change(args, function, values, named)
+
+
+def _is_at_callee(args: Sequence[Any]) -> bool:
+    """Return whether these are the arguments of `open_method`; the caller passes the value as the receiver."""
+    return len(args) == 6
+
+
+carriers[open_function] = _Open()
+carriers[open_method] = _OpenMethod()
+internal.update((pull, flush, close))

@@ -32,7 +32,7 @@ from telegrad.worker.calls import faults, interception, tracing
 from telegrad.worker.calls.callables import is_scripted, name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interception import CallForm, InterceptedRequest
-from telegrad.worker.calls.interceptors import PICKLER, PROFILER, Interceptors, active, switch
+from telegrad.worker.calls.interceptors import PICKLER, PROFILER, Interceptors, active, is_internal, switch
 from telegrad.worker.calls.messages import NO_METADATA, Messages, Request
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
@@ -152,7 +152,7 @@ class Calls:
         Raises:
             Exception: Whatever pickling the arguments raises; then no reference or tensor has been counted.
         """
-        if self.interceptors.chain and call.mode and call.function is not type:
+        if self.interceptors.chain and call.mode and not is_internal(call.function):
             label = "to_here" if call.function is None else call.function
             return InterceptedRequest(call, label, call.receiver)
         return self.encode(call)

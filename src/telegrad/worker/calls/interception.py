@@ -10,7 +10,7 @@ from telegrad.timeouts import nanoseconds
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.faults import Creation
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.calls.interceptors import InterceptedCall, Interceptors, run_chain
+from telegrad.worker.calls.interceptors import InterceptedCall, Interceptors, carrier_of, check_reply, run_chain
 from telegrad.worker.calls.messages import Request
 from telegrad.worker.calls.pending_work import PendingWork
 from telegrad.worker.scope import current, remaining
@@ -83,6 +83,7 @@ def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> N
         target = target.delayed(scripted=False)
         work = PendingWork(target, chain.text, is_cancelable=False)
     if not isinstance(result, Future):
+        chain.check(result)
         work.succeed(result)
         return
     last = chain.last_call_of(result)
@@ -90,7 +91,7 @@ def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> N
         target._source = last
     elif not result.done():
         chain.limit(work)
-    work.follow(result)
+    work.follow(result, chain.check)
 
 
 class _Chain:
@@ -100,9 +101,15 @@ class _Chain:
         self._calls = calls
         self._form = form
         self._is_creation = form.keep_as is not None
-        kind = "to_here" if form.function is None else form.mode
+        kind, function, args, kwargs = form.mode, form.function, form.args, form.kwargs
+        self._carrier = carrier_of(function)
+        if self._carrier is not None:
+            kind = self._carrier.kind
+            function, args, kwargs = self._carrier.show(args)
+        elif function is None:
+            kind = "to_here"
         self._given = InterceptedCall(
-            kind, calls.name_of(form.peer), form.function, form.args, form.kwargs, form.timeout / 1e9, form.receiver
+            kind, calls.name_of(form.peer), function, args, kwargs, form.timeout / 1e9, form.receiver
         )
         self._timeouts: list[int] = []  # ns, of the calls that have been sent
         self.sent: list[CallFuture[Any]] = []
@@ -119,6 +126,14 @@ class _Chain:
                 " no value to refer to. Call proceed(call), or raise an error."
             )
         return result
+
+    def check(self, value: object) -> None:
+        """Check the result that the interceptors return.
+
+        Raises:
+            TelegradError: They have replaced a result of Telegrad's own.
+        """
+        check_reply(self._carrier, self._given, value)
 
     def last_call_of(self, result: Future[Any]) -> CallFuture[Any] | None:
         """Return the call sent last if it alone completes a future: the future itself, or one of its `then`."""
@@ -169,8 +184,14 @@ class _Chain:
             )
         if call is given:
             return form
-        if call.function is not form.function:
-            form = form._replace(function=call.function, name=self._calls.find_name(call.function))
         if call.timeout != given.timeout:
             form = form._replace(timeout=remaining(nanoseconds(call.timeout), current.get()))
+        if self._carrier is not None:
+            function = call.function
+            if form.receiver is None:
+                name = self._calls.find_name(function)
+                function = function if name is None else name[1]
+            return form._replace(args=self._carrier.change(form.args, function, call.args, call.kwargs))
+        if call.function is not form.function:
+            form = form._replace(function=call.function, name=self._calls.find_name(call.function))
         return form._replace(args=call.args, kwargs=call.kwargs)

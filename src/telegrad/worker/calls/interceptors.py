@@ -9,22 +9,30 @@ A chain of interceptors ends with a function that starts the call, or at the cal
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Protocol
 
 from torch.futures import Future
 
+from telegrad.errors import TelegradError
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 
 __all__ = [
     "PICKLER",
     "PROFILER",
+    "Carrier",
     "InterceptedCall",
     "Interceptor",
     "Interceptors",
     "Proceed",
     "active",
+    "carrier_of",
+    "carriers",
+    "check_reply",
     "failed",
+    "internal",
+    "is_internal",
     "run_chain",
     "succeeded",
     "switch",
@@ -52,12 +60,14 @@ class InterceptedCall:
 
     Attributes:
         kind: at the caller ``"sync"``, ``"async"`` (also `telegrad.rpc.call` and `telegrad.rpc.multicast`),
-            ``"remote"`` or ``"to_here"``; at the callee ``"call"`` or ``"remote"``.
+            ``"remote"`` or ``"to_here"``; at the callee ``"call"`` or ``"remote"``. At both, ``"stream"`` when a stream
+            is opened and ``"map"`` for a chunk of `telegrad.rpc.map`.
         peer: name of the other worker.
         function: the function. At the caller of a method of a reference the method's name, and None for ``to_here``.
-        args: positional arguments.
+        args: positional arguments. Of a chunk: one, the list of its items.
         kwargs: keyword arguments.
-        timeout: at the caller the limit in seconds, at the callee the seconds that are left; 0 is no limit.
+        timeout: at the caller the limit in seconds, at the callee the seconds that are left; 0 is no limit. When a
+            stream is opened, of the wait for its first item; 0 at the caller, because the reader limits its waits.
         receiver: at the caller, the `RRef` whose value the call is about; else None.
 
     Example::
@@ -85,6 +95,54 @@ class InterceptedCall:
         if self.function is None:
             return "to_here"
         return self.function if isinstance(self.function, str) else name_of(self.function)
+
+
+class Carrier(Protocol):
+    """Function of Telegrad that runs a function of the program, as interceptors see it.
+
+    Its arguments contain those of the program's function.
+    """
+
+    kind: str
+    """Kind of the calls."""
+
+    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+        """Return the program's function and its arguments."""
+
+    def change(
+        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
+    ) -> tuple[Any, ...]:
+        """Return the arguments with another function, or its name, and other arguments of it."""
+
+    def is_reply(self, value: object, /) -> bool:
+        """Return whether a value may be the result of the carrier, instead of one of an interceptor."""
+
+
+carriers: dict[object, Carrier] = {}
+internal: set[object] = {type}  # functions of Telegrad that interceptors do not see
+
+
+def carrier_of(function: object) -> Carrier | None:
+    """Return how interceptors see a function of Telegrad; None for functions of the program."""
+    return carriers.get(function) if type(function) is FunctionType else None  # others may not be hashable
+
+
+def is_internal(function: object) -> bool:
+    """Return whether interceptors do not see the calls of a function."""
+    return function is type or (type(function) is FunctionType and function in internal)
+
+
+def check_reply(carrier: Carrier | None, call: InterceptedCall, value: object) -> None:
+    """Check that the result of an intercepted call is that of `proceed`, if it must be.
+
+    Raises:
+        TelegradError: An interceptor has replaced the result of a stream or a chunk.
+    """
+    if carrier is not None and not carrier.is_reply(value):
+        raise TelegradError(
+            f"an interceptor replaced the result of {call.name}, a call of kind {carrier.kind!r}. Its result is"
+            " Telegrad's own: return what proceed(call) returns, or raise an error."
+        )
 
 
 class Proceed(Protocol):

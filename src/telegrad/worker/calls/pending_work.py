@@ -91,12 +91,19 @@ class PendingWork:
             future.set_exception(error.with_traceback(None))
         return future is not None
 
-    def follow(self, source: Future[Any]) -> None:
-        """Complete the future like another one."""
+    def follow(self, source: Future[Any], check: Callable[[object], None] | None = None) -> None:
+        """Complete the future like another one.
+
+        Args:
+            source: The other future.
+            check: Raises an error for values that are not valid.
+        """
 
         def complete(done: Future[Any]) -> None:
             try:
                 value = done.value()
+                if check is not None:
+                    check(value)
             except BaseException as e:  # SystemExit too, which a handler raised
                 self.fail(e)
             else:

@@ -28,7 +28,7 @@ from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.calls.interceptors import Interceptors
+from telegrad.worker.calls.interceptors import Interceptors, is_internal
 from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
@@ -100,7 +100,7 @@ class SlowRequest:
 
     def intercept(self, function: Callable[..., object]) -> Callable[..., object]:
         """Return the handler within the worker's interceptors."""
-        if function is type:  # a reference's user asks for its type
+        if is_internal(function):
             return function
         handlers, info = self._handlers, self.info
         left = max(info.deadline - time.monotonic_ns(), 1) / 1e9 if info.deadline else 0.0

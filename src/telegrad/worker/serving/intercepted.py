@@ -9,7 +9,16 @@ from torch.futures import Future
 from telegrad.worker import process_hooks
 from telegrad.worker.calls.callables import run
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
-from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, failed, run_chain, succeeded
+from telegrad.worker.calls.interceptors import (
+    InterceptedCall,
+    Interceptor,
+    carrier_of,
+    check_reply,
+    failed,
+    run_chain,
+    succeeded,
+)
+from telegrad.worker.calls.pending_work import PendingWork
 
 __all__ = ["Ended", "InterceptedHandler", "has_async_mark", "not_a_future"]
 
@@ -59,6 +68,8 @@ class InterceptedHandler:
     ) -> None:
         self._chain = chain
         self._function = function
+        self._carrier = carrier_of(function)
+        self._args: tuple[object, ...] = ()  # of a carrier
         self._kind = kind
         self._peer = peer
         self._timeout = timeout
@@ -67,18 +78,29 @@ class InterceptedHandler:
         self._is_canceled = False
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        call = InterceptedCall(self._kind, self._peer, self._function, args, kwargs, self._timeout)
-        result = run_chain(self._chain, call, self._run)
+        carrier = self._carrier
+        if carrier is None:
+            self._given = InterceptedCall(self._kind, self._peer, self._function, args, kwargs, self._timeout)
+        else:
+            shown = carrier.show(args)
+            self._given = InterceptedCall(carrier.kind, self._peer, *shown, self._timeout)
+            self._args = args
+        result = run_chain(self._chain, self._given, self._run)
         if not isinstance(result, Future):
+            check_reply(carrier, self._given, result)
             return result
         if not result.done():
+            if carrier is not None:
+                result = self._checked(result)
             if isinstance(result, CallFuture):  # an interceptor may have started another call
                 self._waits_for(result)
             setattr(self, _ASYNC_MARK, True)
             return result
         error = result.failure() if isinstance(result, CallFuture) else None
         if error is None:
-            return result.value()
+            value = result.value()
+            check_reply(carrier, self._given, value)
+            return value
         del result  # the traceback refers to this frame
         raise error
 
@@ -96,8 +118,13 @@ class InterceptedHandler:
     def _run(self, call: InterceptedCall, /) -> Future[Any]:
         """Run the handler; errors are those of the future, as for deferred results."""
         function: Any = call.function
+        args, kwargs = call.args, call.kwargs
+        if self._carrier is not None:
+            function, args, kwargs = self._function, self._args, {}
         try:
-            result = run(function, call.args, call.kwargs)
+            if self._carrier is not None and call is not self._given:
+                args = self._carrier.change(args, call.function, call.args, call.kwargs)
+            result = run(function, args, kwargs)
             if type(result) is CoroutineType:
                 return self._run_coroutine(result)
             if not has_async_mark(function):
@@ -112,6 +139,14 @@ class InterceptedHandler:
                 raise
             trace = e.__traceback__
             return failed(e.with_traceback(None if trace is None else trace.tb_next))
+
+    def _checked(self, result: Future[Any]) -> CallFuture[Any]:
+        """Return a future of the same result, which fails if an interceptor has replaced it."""
+        future: CallFuture[Any] = CallFuture(NO_DEVICES)
+        future._read = True  # the caller gets a failure
+        work = PendingWork(future, self._given.name, is_cancelable=False)
+        work.follow(result, lambda value: check_reply(self._carrier, self._given, value))
+        return future
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, object]) -> Future[Any]:
         future: CallFuture[Any] = CallFuture(NO_DEVICES)
