@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 from torch.autograd import Variable
 
-from telegrad._core import GraphWalk
 from telegrad.autograd.execution.leaves import add_to_grad
 from telegrad.autograd.execution.torch_engine import takes_local_call
 from telegrad.autograd.execution.wanted import Wanted, entry_of
-from telegrad.autograd.graph.deep_graph import RecursionGuard
-from telegrad.autograd.graph.local_graph import ends_of, kinds
+from telegrad.autograd.graph.local_graph import ends_of
 from telegrad.autograd.plain.records import PlainContext, any_receipts, receipt_of
-from telegrad.autograd.recording import edges_of
 from telegrad.errors import NotInitialized
 
 if TYPE_CHECKING:
@@ -127,13 +124,4 @@ def _may_return(context: PlainContext, inputs: Sequence[Entry]) -> bool:
 
     They return only to what this worker has sent.
     """
-    reach = GraphWalk(kinds, RecursionGuard)
-    try:
-        for record in context.all_sends():
-            reach.walk(edges_of(record))
-        reached = {id(node) for node in reach.nodes}
-    finally:
-        if reach.guard is not None:
-            cast("RecursionGuard", reach.guard).close()
-    entries = [entry_of(tensor) for tensor in inputs]
-    return any(id(entry) in reached if isinstance(entry, Tensor) else id(entry.node) in reached for entry in entries)
+    return any(context.components.reaches(entry_of(tensor)) for tensor in inputs)
