@@ -19,6 +19,7 @@ from telegrad.autograd.execution.wanted import Wanted, entry_of
 from telegrad.autograd.graph.local_graph import ends_of
 from telegrad.autograd.plain.records import PlainContext, any_receipts, receipt_of
 from telegrad.errors import NotInitialized
+from telegrad.serialize.tensor_layout import is_of_transform
 
 if TYPE_CHECKING:
     from telegrad.autograd.context import Entry
@@ -32,6 +33,10 @@ CREATE_GRAPH = (
 SEVERAL = (
     "the roots depend on tensors that several workers of this process have received. A backward pass has one worker:"
     " call it once for each."
+)
+IN_TRANSFORM = (
+    "is_grads_batched=True and the transforms of torch.func are not supported over several workers. The roots depend on"
+    " a tensor that worker {} has sent: call torch.autograd.grad once for each vector, or detach() the tensor."
 )
 NOT_A_LEAF = (
     "backward(inputs=...) over several workers accumulates only into leaves. Use torch.autograd.grad for the gradients"
@@ -71,6 +76,8 @@ class PlainEngine(_Engine):
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
             return found
+        if any(is_of_transform(tensor) for tensor in (*tensors, *grad_tensors) if isinstance(tensor, Tensor)):
+            raise RuntimeError(IN_TRANSFORM.format(_senders(tensors)))
         if create_graph:
             raise RuntimeError(CREATE_GRAPH.format(_senders(tensors)))
         if context.backward is None or context.ended:
