@@ -5,6 +5,7 @@ worker to worker, messages wait in one list, and `deliver` takes them in random 
 If no message is left and `backward` has not returned, the pass hangs, which raises `Hang`.
 """
 
+import gc
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from telegrad.autograd import recording
 from telegrad.autograd.context import Context
 from telegrad.autograd.passes.backward_pass import BackwardPass
+from telegrad.autograd.plain.records import PlainContext
 from telegrad.types import WorkerInfo
 
 PLAIN = (int, bytes, str, bool, type(None))
@@ -35,12 +37,15 @@ def check_encodable(message: Any, depth: int = 0) -> None:
 
 
 class Group:
-    """Workers with one common context."""
+    """Workers with one common context.
 
-    def __init__(self, size: int, seed: int) -> None:
+    `plain`: with a plain context each.
+    """
+
+    def __init__(self, size: int, seed: int, plain: bool = False) -> None:
         self.size = size
         self.rng = random.Random(f"network {seed}")
-        self.contexts = [Context(id=7) for _ in range(size)]
+        self.contexts: list[Any] = [PlainContext(worker) if plain else Context(id=7) for worker in range(size)]
         self.passes: dict[tuple[int, int], BackwardPass] = {}  # (worker, number)
         self.net: list[tuple[int, int, int, Any]] = []  # (number, from, to, message)
         self.sent = [0] * size
@@ -60,12 +65,30 @@ class Group:
         if wanted:
             self.sent[src] += 1
             message = src << 48 | self.sent[src]
-            self.contexts[src].sends[message] = recording.record_sent(message, dst, [tensors[n] for n in wanted])
-            record, made = recording.record_received(message, src, [copies[n] for n in wanted])
-            self.contexts[dst].receipts[message] = record
+            sent = recording.record_sent(message, dst, [tensors[n] for n in wanted])
+            self.contexts[src].sends[message] = sent
+            received = [copies[n] for n in wanted]
+            if isinstance(self.contexts[src], PlainContext):
+                self.contexts[src].on_sent(sent)
+                made = self.contexts[dst].receipt(src, message)(received)
+            else:
+                record, made = recording.record_received(message, src, received)
+                self.contexts[dst].receipts[message] = record
             for number, tensor in zip(wanted, made, strict=True):
                 copies[number] = tensor
         return copies
+
+    def collect(self) -> None:
+        """Drop the records of messages whose tensors have been freed, in plain contexts."""
+        freed = True
+        while freed:
+            gc.collect()
+            freed = False
+            for context in self.contexts:
+                before = len(context.receipts)
+                for peer, messages in context.collect().items():
+                    self.contexts[peer].release(messages)
+                freed |= len(context.receipts) < before
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
 

@@ -190,6 +190,22 @@ def test_create_graph_is_refused() -> None:
         y.sum().backward(create_graph=True)
 
 
+def test_transforms_are_refused() -> None:
+    x = ones()
+    y = rpc.rpc_sync("w1", scale, (x,))
+    with pytest.raises(RuntimeError, match=r"is_grads_batched=True.* not supported over several workers.*w1"):
+        torch.autograd.grad(y, [x], torch.eye(3), is_grads_batched=True)
+    assert torch.autograd.grad(y, [y], torch.eye(3), is_grads_batched=True)[0].tolist() == torch.eye(3).tolist()
+
+    def f(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("w1", scale, (x,)).sum()
+
+    for transform in (torch.func.grad(f), torch.func.vmap(f), torch.func.jacrev(f)):
+        with pytest.raises(RuntimeError, match=r"transform \(grad, vmap, jacrev, \.\.\.\) cannot be sent"):
+            transform(torch.ones(3))
+    assert torch.func.grad(lambda x: (x * y).sum())(torch.ones(3)).tolist() == [1, 2, 3]  # here no gradient is sent
+
+
 def test_hooks_run_once_with_the_sum() -> None:
     leaf = ones()
     sums: list[Any] = []

@@ -49,6 +49,7 @@ class Program(NamedTuple):
     mortal: tuple[int, ...] = ()  # one of them may die
     failing: tuple[tuple[int, int], ...] = ()  # (worker, stage): the stage raises
     shared: bool = True  # all sends of one worker use the same parameter
+    subgraphs: bool = False  # the local graphs are found in subgraphs, as gradients and marks arrive for them
 
     def takes_part(self) -> frozenset[int]:
         found: set[int] = set()
@@ -71,6 +72,19 @@ class Local:
             uses[ROOT] = program.loss
             if program.leaf:
                 leafy.add(ROOT)
+        self.in_subgraphs = program.subgraphs
+        self.uses = uses
+        if program.subgraphs:
+            self.sources: dict[int, int] = {}
+            self.groups: list[Group] = []
+            self.final: tuple[tuple[int, int], ...] = ()
+            self.recvs = {number: sent.src for number, sent in enumerate(program.sends) if sent.dst == me}
+            self.leafy_sends = leafy
+            self.leafy = self.arrived = 0
+            self.forest = False
+            self.reported = 0, 0
+            self.ran: list[int] = []
+            return
         self.sources = {send: bit for bit, send in enumerate(sorted(uses))}
         self.leafy = sum(1 << self.sources[send] for send in leafy)
         masks: dict[int, list[tuple[int, int]]] = {}
@@ -80,21 +94,56 @@ class Local:
                 masks.setdefault(mask, []).append((number, sent.src))
         full = (1 << len(self.sources)) - 1
         self.final = tuple(masks.pop(full, ()))
-        self.groups = tuple(
-            Group(mask, tuple(recvs)) for mask, recvs in sorted(masks.items(), key=lambda i: (i[0].bit_count(), i[0]))
-        )
+        self.groups = groups_of(masks)
         self.forest = len(self.sources) > 1 and not self.final and all(g.mask.bit_count() == 1 for g in self.groups)
         if self.forest:  # every source is a group, with or without recvs
             recvs = {group.mask: group.recvs for group in self.groups}
-            self.groups = tuple(Group(1 << bit, recvs.get(1 << bit, ())) for bit in range(len(self.sources)))
+            self.groups = [Group(1 << bit, recvs.get(1 << bit, ())) for bit in range(len(self.sources))]
         self.arrived = 0
-        self.ran: list[int] = []
+        self.ran = []
 
-    def layout(self) -> Layout:
-        return Layout(self.sources, self.groups, self.final)
+    def open(self, sends: Iterable[int]) -> None:
+        """Add the subgraphs of these sends to the sources and groups."""
+        for send in sends:
+            if send in self.sources or send not in self.uses:
+                continue
+            found = {send}
+            while (
+                further := {
+                    other for other in self.uses if any(set(self.uses[other]) & set(self.uses[one]) for one in found)
+                }
+                - found
+            ):
+                found |= further
+            first = len(self.sources)
+            for bit, source in enumerate(sorted(found), first):
+                self.sources[source] = bit
+            masks: dict[int, list[tuple[int, int]]] = {}
+            for number, src in self.recvs.items():
+                mask = sum(1 << self.sources[source] for source in found if number in self.uses[source])
+                if mask:
+                    masks.setdefault(mask, []).append((number, src))
+            if len(found) == 1:
+                masks.setdefault(1 << first, [])  # runs all that it reaches
+            else:
+                self.leafy |= sum(1 << self.sources[source] for source in found & self.leafy_sends)
+            self.groups += groups_of(masks)
+
+    def layout(self, sends: Iterable[int] = ()) -> Layout:
+        if not self.in_subgraphs:
+            return Layout(self.sources, self.groups, self.final)
+        self.open(sends)
+        sources, groups = self.reported
+        self.reported = len(self.sources), len(self.groups)
+        return Layout(dict(list(self.sources.items())[sources:]), self.groups[groups:], ())
 
     def pending(self) -> bool:
         return bool(self.arrived & self.leafy)
+
+
+def groups_of(masks: dict[int, list[tuple[int, int]]]) -> list[Group]:
+    ordered = sorted(masks.items(), key=lambda item: (item[0].bit_count(), item[0]))
+    return [Group(mask, tuple(recvs)) for mask, recvs in ordered]
 
 
 Action = tuple[Any, ...]
@@ -136,6 +185,8 @@ class World:
     def start(self) -> None:
         self.started = True
         root = self.program.root
+        if self.program.subgraphs:
+            self.locals[root].open((ROOT,))
         self.locals[root].arrived |= 1 << self.locals[root].sources[ROOT]
         self.carry_out(root, self.parts[root].start())
 
@@ -154,6 +205,8 @@ class World:
 
     def take(self, worker: int, sends: Iterable[int]) -> None:
         local = self.locals[worker]
+        if self.program.subgraphs:
+            local.open(sends)
         for send in sends:
             check(send in self.taking_part, "E2", f"send {send} got a gradient, and the loss does not use it")
             bit = 1 << local.sources[send]
@@ -194,14 +247,15 @@ class World:
                 self.finished()
 
     def run(self, worker: int, local: Local, stage: int) -> None:
-        check(stage not in local.ran, "E1", f"stage {stage} ran twice")
+        again = stage == FINAL and self.program.subgraphs  # of further subgraphs
+        check(stage not in local.ran or (again and local.pending()), "E1", f"stage {stage} ran twice")
         local.ran.append(stage)
         mask = (1 << len(local.sources)) - 1 if stage == FINAL else local.groups[stage].mask
         check(mask & local.arrived, "E1", f"stage {stage} ran without a gradient")
         waiting = self.expected(local) & mask & ~local.arrived
         check(not waiting, "E1", f"stage {stage} of {worker} did not wait for {waiting:b}")
         if stage == FINAL:
-            local.leafy = 0
+            local.leafy &= ~mask
         elif local.forest and not self.program.shared:
             local.leafy &= ~mask  # the stage consumes all that is left
 
@@ -218,6 +272,8 @@ class World:
         check(not live, "T1", f"in flight: {live}")
         for worker, local in self.locals.items():
             expected = self.expected(local)
+            known = {send for send in local.uses if send == ROOT or send in self.taking_part} <= local.sources.keys()
+            check(known, "E2", f"{worker} has not got all gradients")
             check(local.arrived == expected, "E2", f"{worker} got {local.arrived:b} instead of {expected:b}")
             for number, group in enumerate(local.groups):
                 reached = bool(group.mask & expected)
@@ -248,7 +304,7 @@ class World:
             (w, [getattr(part, name) for name in PassSchedule.__slots__ if name not in fixed], ledger_of(part))
             for w, part in self.parts.items()
         ]
-        local = [(w, x.arrived, sorted(x.ran)) for w, x in self.locals.items()]
+        local = [(w, x.arrived, sorted(x.ran), [*x.sources], x.leafy) for w, x in self.locals.items()]
         return repr(
             (
                 parts,

@@ -33,14 +33,41 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_every_order_of_delivery(name: str) -> None:
-    assert explore(SMALL[name]) >= 2
+# Worker 1 sends a value to the root, and another one to two workers.
+LATER_SUBGRAPH = Program(
+    4,
+    (Sent(2, 1), Sent(1, 0, leaf=True), Sent(1, 2, (0,)), Sent(1, 3, (0,)), Sent(2, 0, (2,)), Sent(3, 0, (3,))),
+    0,
+    (1, 4, 5),
+    subgraphs=True,
+)
+# Worker 1 sends two values, each twice: one to the root, the other to a worker that sends it on.
+TWO_SUBGRAPHS = Program(
+    3,
+    (
+        *(Sent(2, 1), Sent(1, 0, (0,), leaf=True), Sent(1, 0, (0,), leaf=True)),
+        *(Sent(2, 1), Sent(1, 2, (3,), leaf=True), Sent(1, 2, (3,), leaf=True), Sent(2, 0, (4, 5))),
+    ),
+    0,
+    (1, 2, 6),
+    subgraphs=True,
+)
 
 
+@pytest.mark.parametrize("subgraphs", [False, True], ids=["whole", "in subgraphs"])
 @pytest.mark.parametrize("name", SMALL)
-def test_every_death_at_every_moment(name: str) -> None:
-    program = SMALL[name]
+def test_every_order_of_delivery(name: str, subgraphs: bool) -> None:
+    assert explore(SMALL[name]._replace(subgraphs=subgraphs)) >= 2
+
+
+def test_a_subgraph_may_be_found_after_another_has_run() -> None:
+    assert explore(TWO_SUBGRAPHS) > 100
+
+
+@pytest.mark.parametrize("subgraphs", [False, True], ids=["whole", "in subgraphs"])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_death_at_every_moment(name: str, subgraphs: bool) -> None:
+    program = SMALL[name]._replace(subgraphs=subgraphs)
     if program.workers > 1:
         assert explore(program._replace(mortal=tuple(range(program.workers)))) > 5
 
@@ -55,9 +82,10 @@ def test_every_failing_stage(name: str, stage: int) -> None:
 
 @pytest.mark.parametrize("losses", [False, True], ids=["all live", "deaths"])
 @pytest.mark.parametrize("failures", [False, True], ids=["no errors", "errors"])
-def test_random_programs(losses: bool, failures: bool) -> None:
-    steps = sum(wander(random_program(seed, losses, failures), seed) for seed in range(300))
-    assert steps > 1000
+@pytest.mark.parametrize("subgraphs", [False, True], ids=["whole", "in subgraphs"])
+def test_random_programs(losses: bool, failures: bool, subgraphs: bool) -> None:
+    programs = [random_program(seed, losses, failures)._replace(subgraphs=subgraphs) for seed in range(300)]
+    assert sum(wander(program, seed) for seed, program in enumerate(programs)) > 1000
 
 
 @pytest.mark.slow
@@ -66,7 +94,7 @@ def test_random_programs(losses: bool, failures: bool) -> None:
 @pytest.mark.parametrize("failures", [False, True], ids=["no errors", "errors"])
 def test_thousands_of_random_programs(losses: bool, failures: bool) -> None:
     for seed in range(1000, 21000):
-        wander(random_program(seed, losses, failures), seed)
+        wander(random_program(seed, losses, failures)._replace(subgraphs=seed % 2 == 0), seed)
 
 
 def messages_of(program: Program) -> list[str]:
@@ -142,6 +170,31 @@ def reports_consumption_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PassSchedule, "_close", split)
 
 
+def expects_no_further_subgraph(patch: pytest.MonkeyPatch) -> None:
+    """Ignore the sources of a subgraph that was found later."""
+    add = PassSchedule._add_sources
+
+    def hasty(self, layout, first, first_group):
+        expected = self._expected
+        add(self, layout, first, first_group)
+        if first:
+            self._expected = expected
+
+    patch.setattr(PassSchedule, "_add_sources", hasty)
+
+
+def runs_the_last_stage_once(patch: pytest.MonkeyPatch) -> None:
+    learn = PassSchedule._learn_layout
+
+    def keeping(self, sends=()):
+        ran = self._final_ran
+        layout = learn(self, sends)
+        self._final_ran = ran
+        return layout
+
+    patch.setattr(PassSchedule, "_learn_layout", keeping)
+
+
 def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backward_root.Ledger, "deferred", lambda self: set())
 
@@ -181,6 +234,8 @@ MUTANTS = [
     (watches_no_worker, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
     (notifies_only_workers_it_sent_to, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
     (believes_old_reports, "T1", SMALL["two ways to one"]),
+    (expects_no_further_subgraph, "E1", LATER_SUBGRAPH),
+    (runs_the_last_stage_once, "T1", TWO_SUBGRAPHS),
 ]
 
 

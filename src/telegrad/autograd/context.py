@@ -7,7 +7,7 @@ adds to `gradients`. No record keeps the data of a sent tensor alive: an edge ho
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -77,10 +77,6 @@ class Received(NamedTuple):
     a tensor that requires no gradient it reports None."""
 
 
-Records: TypeAlias = "tuple[list[Sent], list[Received], Callable[[Node], Received | None] | None]"
-"""Sends, receipts, and in a plain context a function that returns the receipt of a node instead."""
-
-
 class Context:
     """Part of an autograd context on this worker; `lock` guards its tables.
 
@@ -113,11 +109,6 @@ class Context:
         """(Root, number of the pass at the root) -> backward pass, until the root reports a later minimum."""
         self.min_live_pass: dict[int, int] = {}
         """Root -> the lowest number of its passes that may still be running."""
-
-    def records_for(self, _: Sequence[int]) -> Records:
-        """Return the records that a pass needs: sends, receipts, and None."""
-        with self.lock:
-            return list(self.sends.values()), list(self.receipts.values()), None
 
     def consume(self, message: int) -> None:
         """Note that a pass without `retain_graph` has a gradient for a sent message."""

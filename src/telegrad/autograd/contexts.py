@@ -185,14 +185,14 @@ class Contexts:
                 (ending if orphan or context.id >> ID_BITS == peer else remaining).append(context)
         for context in ending:
             self.end(context, f"worker {peer} is lost")
-        remaining.append(self.plain)
         for context in remaining:
             with context.lock:
                 context.requests_sent.pop(peer, None)
                 messages = [message for message, sent in context.sends.items() if sent.peer == peer]
                 dropped = [context.sends.pop(message) for message in messages]
             del dropped
-        return remaining
+        self.plain.release_for({peer})
+        return [*remaining, self.plain]
 
     def close(self) -> None:
         """End all contexts without notifying any peer."""
@@ -224,12 +224,17 @@ class Contexts:
                 return None
             if record is not None:
                 context.sends[message] = record
+                if context is self.plain:
+                    self.plain.on_sent(record)
             if request and peer != self.worker_id and not context.is_plain:
                 context.requests_sent[peer] = context.requests_sent.get(peer, 0) + 1
         return message
 
     def rollback(self, context: Context, message: int, peer: int) -> None:
         """Remove the record of a request that did not leave."""
+        if context is self.plain:
+            self.plain.release((message,))
+            return
         with context.lock:
             record = context.sends.pop(message, None)
             requests = context.requests_sent.pop(peer, 0) - 1

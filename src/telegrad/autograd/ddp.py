@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
 
-__all__ = ["grads_detached", "has_ddp_param", "run_accumulate_grad"]
+__all__ = ["grads_detached", "has_ddp_param", "reduced_with", "run_accumulate_grad"]
 
 _grad_lock = threading.RLock()
 _replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
@@ -57,6 +57,15 @@ def has_ddp_param(leaves: Sequence[Tensor]) -> bool:
         return False
     parameters = {id(leaf) for leaf in leaves}
     return any(not parameters.isdisjoint(ids) for ids in list(_replicas.values()))
+
+
+def reduced_with(leaves: Sequence[Tensor]) -> set[int]:
+    """Return the ids of all parameters of the replicas that have one of these leaves."""
+    if not _used_ddp:
+        return set()
+    parameters = {id(leaf) for leaf in leaves}
+    found = [ids for ids in list(_replicas.values()) if not parameters.isdisjoint(ids)]
+    return set().union(*found)
 
 
 @contextmanager

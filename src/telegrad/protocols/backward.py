@@ -37,6 +37,7 @@ Invariants, by name (checked by tests/protocols/backward_world.py after every st
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
+from typing import TypeAlias
 
 from .backward_messages import (
     FINAL,
@@ -58,20 +59,14 @@ from .backward_messages import (
     Send,
     Token,
     TokenKind,
+    UnknownSend,
 )
 from .backward_root import Ledger
 
 __all__ = ["PassSchedule", "UnknownSend"]
 
 GRADIENT, MARK, MARKED, FINISH = map(int, TokenKind)
-
-
-class UnknownSend(LookupError):
-    """A gradient or a mark arrived for a send that is not in the local graph."""
-
-    def __init__(self, send: int, why: str) -> None:
-        super().__init__(f"message {send} has {why}")
-        self.send = send
+LayoutGetter: TypeAlias = Callable[[Sequence[int]], Layout]
 
 
 class PassSchedule:
@@ -80,7 +75,8 @@ class PassSchedule:
     Args:
         me: Id of this worker.
         root: Id of the worker that called `backward`.
-        layout: Returns the local graph. Called once, when the graph is first needed.
+        layout: Returns the local graph, when it is first needed. Called again with the sends of a message that are not
+            in it: returns further subgraphs, with numbers that follow on.
         pending: Returns whether gradients are left that only the final stage consumes.
     """
 
@@ -91,7 +87,7 @@ class PassSchedule:
         "_mark_phase_over",
     )
 
-    def __init__(self, me: int, root: int, layout: Callable[[], Layout], pending: Callable[[], bool]) -> None:
+    def __init__(self, me: int, root: int, layout: LayoutGetter, pending: Callable[[], bool]) -> None:
         self.me = me
         self.root = root
         self.over: Finished | Dropped | None = None
@@ -143,10 +139,8 @@ class PassSchedule:
             self._record_report(sender, message)
             return self._check_progress()
         if isinstance(message, Mark):
-            self._learn_layout()
             self._consumed += [(MARK, send) for send in message.sends]
-            sends = self._pass_marks(message.sends)
-            return self._close(sends)
+            return self._close(self._pass_marks(message.sends))
         if isinstance(message, Marked):
             self._consumed.append((MARKED, self.me))
             self._end_mark_phase()
@@ -250,22 +244,35 @@ class PassSchedule:
             and (self._final_ran or not (self._layout.final or self._pending()))
         )
 
-    def _learn_layout(self) -> Layout:
-        if self._layout is None:
-            layout = self._layout = self._make_layout()
-            self._expected = (1 << len(layout.sources)) - 1
-            reached: list[list[int]] = [[] for _ in layout.sources]
-            self._reached = reached
-            for number, group in enumerate(layout.groups):
-                mask = group.mask
-                while mask:
-                    low = mask & -mask
-                    reached[low.bit_length() - 1].append(number)
-                    mask ^= low
-        return self._layout
+    def _learn_layout(self, sends: Sequence[int] = ()) -> Layout:
+        """Return the layout, with the subgraphs to which these sends belong."""
+        layout = self._layout
+        if layout is None:
+            layout = self._layout = self._make_layout(sends)
+            self._add_sources(layout, 0, 0)
+        elif any(send not in layout.sources for send in sends):
+            further, sources, groups = self._make_layout(sends), len(layout.sources), len(layout.groups)
+            if further.sources.keys() - layout.sources.keys():
+                layout.sources.update(further.sources)
+                layout.groups.extend(further.groups)
+                self._add_sources(layout, sources, groups)
+                self._final_ran = False  # it was the last stage of the other subgraphs
+        return layout
 
-    def _arrive(self, sends: Iterable[int]) -> None:
-        sources = (self._layout or self._learn_layout()).sources
+    def _add_sources(self, layout: Layout, first: int, first_group: int) -> None:
+        """Process the sources and groups of the layout from these numbers on."""
+        if not self._mark_phase_over:
+            self._expected |= (1 << len(layout.sources)) - (1 << first)
+        self._reached += [[] for _ in range(first, len(layout.sources))]
+        for number, group in enumerate(layout.groups[first_group:], first_group):
+            mask = group.mask
+            while mask:
+                low = mask & -mask
+                self._reached[low.bit_length() - 1].append(number)
+                mask ^= low
+
+    def _arrive(self, sends: Sequence[int]) -> None:
+        sources = self._learn_layout(sends).sources
         for send in sends:
             bit = sources.get(send)
             if bit is None:
@@ -344,14 +351,14 @@ class PassSchedule:
         # `_check_progress` aborts.
         return [] if self.ledger is not None else [Send(self.root, Lost(peer, self._gone[peer]))]
 
-    def _pass_marks(self, sends: Iterable[int]) -> list[Effect]:
+    def _pass_marks(self, sends: Sequence[int]) -> list[Effect]:
         """Mark these sources of this worker and the sends that they reach."""
-        layout = self._learn_layout()
+        layout = self._learn_layout(sends)
         found: dict[int, list[int]] = {}
         todo = list(sends)
         while todo:
             send = todo.pop()
-            bit = layout.sources.get(send)
+            bit = self._learn_layout((send,)).sources.get(send)
             if bit is None:
                 raise UnknownSend(send, "no record at this worker, or was sent after backward began")
             self._marked |= 1 << bit

@@ -1,6 +1,5 @@
 """Data of the backward pass: local graph, messages, reports, effects."""
 
-from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ __all__ = [
     "Send",
     "Token",
     "TokenKind",
+    "UnknownSend",
 ]
 
 ROOT = -1  # source number of the call of `backward`, among the sends of the root worker
@@ -39,11 +39,22 @@ class Group(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The parts of a worker's local graph that the schedule needs."""
+    """The parts of a worker's local graph that the schedule needs.
 
-    sources: Mapping[int, int]  # id of each send recorded here, or ROOT -> its bit number
-    groups: tuple[Group, ...]  # by number of sources, smallest first: a group's subsets come before it
+    In a plain context the schedule gets one subgraph after the other, as gradients arrive. `final` is then empty.
+    """
+
+    sources: dict[int, int]  # id of each send recorded here, or ROOT -> its bit number
+    groups: list[Group]  # of each subgraph by number of sources, smallest first: a group's subsets come before it
     final: tuple[tuple[int, int], ...]  # the recvs that every source reaches; the last stage completes them
+
+
+class UnknownSend(LookupError):
+    """A gradient or a mark arrived for a send that is not in the local graph."""
+
+    def __init__(self, send: int, why: str) -> None:
+        super().__init__(f"message {send} has {why}")
+        self.send = send
 
 
 # ---- messages and reports --------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ If torch provides its C function table (`torch.Tensor.__dlpack_c_exchange_api__`
 this module only for tensors that the table does not support. On an older torch this module handles every tensor.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,11 @@ DTYPE_OF_CODE: dict[int, torch.dtype] = {
 CODE_OF_DTYPE: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
+IN_TRANSFORM = (
+    "a tensor of a torch.func transform (grad, vmap, jacrev, ...) cannot be sent to another worker: it has no memory of"
+    " its own. Make the call outside of the transform, or run the transform in a function on the other worker."
+)
+
 SMALL_SPAN = 8 << 10
 """Bytes up to which a non-dense tensor is sent with its gaps, which keeps its strides, as in torch."""
 
@@ -42,6 +48,19 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+# The second one knows those of `is_grads_batched`.
+_transform_checks: list[Callable[[torch.Tensor], bool]] = [
+    getattr(torch._C._functorch, name)
+    for name in ("is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
+    if hasattr(getattr(torch._C, "_functorch", None), name)
+]
+
+
+def is_of_transform(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is the wrapper of a torch.func transform."""
+    return any(check(tensor) for check in _transform_checks)
+
+
 def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
     """Return the bytes from the first element to past the last one."""
     if 0 in shape:
@@ -53,7 +72,12 @@ def encode_tensor(tensor: torch.Tensor) -> Described | None:
     """Return the description and the memory of `tensor`; None if it is not plain.
 
     If the elements span more than twice their own size, and more than SMALL_SPAN, the tensor is copied densely first.
+
+    Raises:
+        RuntimeError: It belongs to a transform of torch.func.
     """
+    if is_of_transform(tensor):
+        raise RuntimeError(IN_TRANSFORM)
     if not is_plain(tensor):
         return None
     shape, strides = tuple(tensor.shape), tensor.stride()

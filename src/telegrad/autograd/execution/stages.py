@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from sys import getrefcount
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,10 +40,10 @@ from telegrad.autograd.execution.leaves import (
     sum_of,
 )
 from telegrad.autograd.execution.torch_engine import accumulate_in_engine, run_engine
-from telegrad.autograd.graph.local_graph import Cell, Edges, ForeignRecvError, LocalGraph, Stage, by_id
+from telegrad.autograd.graph.local_graph import Cell, ForeignRecvError, LocalGraph, Stage
 from telegrad.autograd.graph.planner import plan
 from telegrad.protocols.backward import UnknownSend
-from telegrad.protocols.backward_messages import FINAL, ROOT, Layout
+from telegrad.protocols.backward_messages import FINAL, Layout
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from telegrad.autograd.context import Entry, Received
     from telegrad.autograd.execution.wanted import Wanted
 
-__all__ = ["StageRunner"]
+__all__ = ["Reports", "StageRunner"]
 
 Label: TypeAlias = tuple[int, ...]
 """Place in a sum: (0, bit of the source), or (1, rank of the cell, number of the cut edge)."""
@@ -87,6 +87,8 @@ class StageRunner:
         *("_source_grads", "graph", "retain_graph", "wanted"),
     )
 
+    is_alone: Final = False  # only in a plain context
+
     def __init__(self, context: Context) -> None:
         self._context = context
         self._gradients_in: Context | None = None if context.is_plain else context  # None: in `.grad`
@@ -112,12 +114,20 @@ class StageRunner:
             self._gradients_in = Context(0) if wanted is None else wanted.leaves
             self.wanted = wanted
 
-    def open(self, roots: Sequence[Entry] = (), sends: Sequence[int] = ()) -> LocalGraph:
+    def open(
+        self,
+        roots: Sequence[Entry] = (),
+        sends: Sequence[int] = (),
+        alone_with: int | None = None,
+        graph: LocalGraph | None = None,
+    ) -> LocalGraph:
         """Return the graph, after walking it in the first call.
 
         Args:
             roots: At the root of the pass, the arguments of `backward`.
-            sends: In a plain context: sends that get gradients even if their graph was consumed.
+            sends: Not used: the graph has all sends of the context (see `PlainStages`).
+            alone_with: Not used.
+            graph: In the first call: the graph, if it has been walked.
 
         Raises:
             UnknownSend: The graph has been released.
@@ -126,32 +136,23 @@ class StageRunner:
             return self.graph
         if self._closed:
             raise UnknownSend(-1, "already received all its gradients")
-        context = self._context
-        records, receipts, find_received = context.records_for(sends)
-        if len(records) > 1:
-            records.sort(key=by_id)
-        sources: list[tuple[int, Edges]] = []
-        if roots:
-            self._roots = roots
-            entries: list[Entry | None] = []
-            for root in roots:
-                node = root.grad_fn if isinstance(root, Tensor) else None
-                entries.append(root if node is None else GradientEdge(node, root.output_nr))
-            sources.append((ROOT, entries))
-        for sent in records:
-            edges: Edges = sent.edges
-            for edge in edges:
-                if isinstance(edge, Tensor) and not edge.requires_grad:  # a leaf that required grad when it was sent
-                    edges = [None if isinstance(e, Tensor) and not e.requires_grad else e for e in edges]
-                    break
-            sources.append((sent.id, edges))
-        graph = LocalGraph(sources, receipts, find_received)
+        if graph is None:
+            context = self._context
+            with context.lock:
+                records, receipts = list(context.sends.values()), list(context.receipts.values())
+            graph = LocalGraph(roots, records, receipts)
         if not graph.is_disjoint:
             plan(graph)
         if graph.shared:
-            self._shared_leaves = SharedLeaves(context, graph.shared)
+            self._shared_leaves = SharedLeaves(self._context, graph.shared)
+        self._roots = roots
         self.graph = graph
         return graph
+
+    @property
+    def holds_graph(self) -> bool:
+        """Whether the graph has not been released."""
+        return self.graph is not None
 
     def close(self) -> None:
         """Release the graph: no more gradients can arrive."""
@@ -161,9 +162,14 @@ class StageRunner:
         self._source_grads.clear()
         self._pending.clear()
 
-    def layout(self) -> Layout:
+    def layout(self, _: Sequence[int] = ()) -> Layout:
         """Return the graph as the schedule needs it."""
         return self.open().layout()
+
+    def open_ends(self, _: Sequence[int]) -> dict[int, int] | None:
+        """Return the stages of sends; at a root on the fast path, they lead to leaves."""
+        assert self.graph is not None
+        return self.graph.bits
 
     def pending(self) -> bool:
         """Return whether gradients wait for the final stage."""

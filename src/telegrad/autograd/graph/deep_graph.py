@@ -17,13 +17,15 @@ import itertools
 import random
 import threading
 from collections.abc import Iterable
+from typing import Final
 
 from torch.autograd.graph import Node
 
-__all__ = ["FIRST", "RecursionGuard"]
+__all__ = ["FIRST", "GAPS", "RecursionGuard", "hold_next"]
 
 FIRST = 512  # nodes of a large graph; smaller ones need no guard
-_GAPS = random.Random(0).choices(range(1, 128), k=1021)
+GAPS: Final = random.Random(0).choices(range(1, 128), k=1021)
+"""Numbers of nodes between those that hold the next ones."""
 
 
 class _Freeing(threading.local):
@@ -53,6 +55,17 @@ class _EdgeHolder:
             _freeing.nodes = None
 
 
+def hold_next(node: Node, nexts: Iterable[tuple[Node | None, int]]) -> None:
+    """Make a node hold its next nodes.
+
+    Args:
+        node: The node.
+        nexts: Its `next_functions`.
+    """
+    holder = _EdgeHolder([below for below, _ in nexts if below is not None])
+    node.metadata["telegrad"] = holder  # type: ignore[index]  # torch declares a method
+
+
 class RecursionGuard:
     """Prepares a large graph for being freed, while it is walked.
 
@@ -66,7 +79,7 @@ class RecursionGuard:
 
     def __init__(self) -> None:
         self._at = FIRST
-        self._gaps = itertools.cycle(_GAPS)
+        self._gaps = itertools.cycle(GAPS)
         self._collecting = gc.isenabled()
         gc.disable()
 
@@ -80,8 +93,7 @@ class RecursionGuard:
         Returns:
             The count of nodes at which the walk calls this again.
         """
-        holder = _EdgeHolder([below for below, _ in nexts if below is not None])
-        node.metadata["telegrad"] = holder  # type: ignore[index]  # torch declares a method
+        hold_next(node, nexts)
         self._at += next(self._gaps)
         return self._at
 

@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from telegrad._core import GraphWalk
 from telegrad.autograd.ddp import has_ddp_param
 from telegrad.autograd.graph.deep_graph import RecursionGuard
 from telegrad.errors import TelegradError
-from telegrad.protocols.backward_messages import FINAL, Group, Layout
+from telegrad.protocols.backward_messages import FINAL, ROOT, Group, Layout
 from telegrad.wire import NodeKind
 
 if TYPE_CHECKING:
-    from torch.autograd.graph import GradientEdge, Node
+    from torch.autograd.graph import Node
 
-    from telegrad.autograd.context import Received
+    from telegrad.autograd.context import Entry, Received, Sent
 
 __all__ = [
     "LEAF",
@@ -141,19 +142,35 @@ class LocalGraph:
     """The graph below some sources, and its stages.
 
     Args:
-        sources: The id and the edges of each source, ROOT first if it is among them, then by id.
+        roots: At the root of the pass, the roots: the edges of ROOT.
+        records: The sends; they are sorted.
         receipts: The messages received in the context.
-        find_received: In a plain context, instead: returns the record of a recv by its node, or None. Each stage then
-            accumulates its leaves on its own, without waiting for other sources, which may belong to other passes.
+        find_received: In a plain context, instead: returns the record of a recv by its node, or None. The graph is then
+            one of several subgraphs (`plain/stages.py`). Each stage accumulates its leaves on its own, and all recvs
+            belong to groups.
 
     Attributes:
-        walk: The walk, if the sources are not disjoint, until `planner.plan` has created the stages from it.
+        sources: The edges of each source, ROOT first if there are roots, then by id.
+        walk: The walk, until `planner.plan` has created the stages from it; None if the sources are disjoint. In a
+            plain context always the walk, until its user removes it.
+        leaves: In a plain context: the leaves, some of them several times.
         foreign: Recvs of other contexts, each with the mask of sources that reach it.
         shared: The id of a leaf -> the sources that reach it, by bit, if there are several. Disjoint sources only.
     """
 
     __slots__ = (
-        *("bits", "cell_of", "cells_of", "final", "foreign", "groups", "hooked", "is_disjoint"),
+        *(
+            "bits",
+            "cell_of",
+            "cells_of",
+            "final",
+            "foreign",
+            "groups",
+            "hooked",
+            "is_disjoint",
+            "is_subgraph",
+            "leaves",
+        ),
         *("pairs", "recvs", "recvs_of", "shared", "sources", "stages", "taint", "walk"),
     )
     # Set by planner.py if sources meet:
@@ -166,12 +183,29 @@ class LocalGraph:
 
     def __init__(
         self,
-        sources: Sequence[tuple[int, Edges]],
+        roots: Sequence[Entry],
+        records: list[Sent],
         receipts: Iterable[Received],
         find_received: Callable[[Node], Received | None] | None = None,
     ) -> None:
-        self.sources: dict[int, Edges] = dict(sources)
-        self.bits: dict[int, int] = dict(zip(self.sources, range(len(sources)), strict=True))
+        sources: dict[int, Edges] = {}
+        self.sources: dict[int, Edges] = sources
+        if roots:
+            entries: list[Entry | None] = []
+            for root in roots:
+                node = root.grad_fn if isinstance(root, Tensor) else None
+                entries.append(root if node is None else GradientEdge(node, root.output_nr))
+            sources[ROOT] = entries
+        if len(records) > 1:
+            records.sort(key=by_id)
+        for sent in records:
+            edges: Edges = sent.edges
+            for edge in edges:
+                if isinstance(edge, Tensor) and not edge.requires_grad:  # a leaf that required grad when it was sent
+                    edges = [None if isinstance(e, Tensor) and not e.requires_grad else e for e in edges]
+                    break
+            sources[sent.id] = edges
+        self.bits: dict[int, int] = dict(zip(sources, range(len(sources)), strict=True))
         self.recvs: dict[Node, Received] = {}
         for received in receipts:
             self.recvs[received.node] = received
@@ -180,13 +214,15 @@ class LocalGraph:
         self.foreign: list[tuple[Node, int]] = []
         self.shared: dict[int, list[int]] = {}
         self.stages: list[Stage] = []  # of disjoint sources, by bit
+        self.is_subgraph: bool = find_received is not None
+        self.leaves: Sequence[Tensor] = ()
         reach = GraphWalk(kinds, RecursionGuard)
         try:
             self.is_disjoint: bool = self._walk(reach, find_received)
         finally:
             if reach.guard is not None:
                 cast("RecursionGuard", reach.guard).close()
-        self.walk: GraphWalk | None = None if self.is_disjoint else reach
+        self.walk: GraphWalk | None = None if self.is_disjoint and not self.is_subgraph else reach
 
     def _walk(self, reach: GraphWalk, find_received: Callable[[Node], Received | None] | None) -> bool:
         """Walk from all sources; return whether each can be a stage of its own.
@@ -215,6 +251,11 @@ class LocalGraph:
                 else:
                     simple = simple and not getattr(leaf, "_post_accumulate_grad_hooks", None)
             reached += leaves
+        if find_received is not None:
+            self.leaves = reached
+            if len(stages) == 1:  # nothing else takes part
+                self.final = stages[0]
+                return True
         if reach.sources_meet or not simple or has_ddp_param(reached):
             return False
         if len(stages) == 1:  # it is also the final stage
@@ -228,9 +269,9 @@ class LocalGraph:
     def layout(self) -> Layout:
         """Return the graph as the schedule needs it."""
         if self.groups is None:
-            stages = self.stages if len(self.stages) > 1 else ()
+            stages = self.stages if len(self.stages) > 1 or self.is_subgraph else ()
             self.groups = [Group(1 << stage.rank, _pairs(stage.recvs)) for stage in stages]
-        return Layout(self.bits, tuple(self.groups), _pairs(self.final.recvs))
+        return Layout(self.bits, list(self.groups), () if self.is_subgraph else _pairs(self.final.recvs))
 
     def single_peer(self, worker_id: int) -> int | None:
         """Return the only worker that gets gradients; None if there is no fast path.
@@ -252,19 +293,14 @@ class LocalGraph:
                 return None
         return peers.pop()
 
-    def leads_back(self, source: int, peer: int, alone: bool) -> bool:
-        """Return whether a source leads just to leaves and to recvs from `peer`.
+    def leads_back(self, source: int, peer: int) -> bool:
+        """Return whether the only source leads just to leaves and recvs from `peer`.
 
         Args:
             source: The source.
             peer: The sender of its gradients.
-            alone: No other source will get gradients. Otherwise it must be the only one.
         """
-        bit = self.bits.get(source)
-        if bit is None or not (len(self.bits) == 1 or (alone and self.is_disjoint)):
-            return False
-        stage = self.final if len(self.bits) == 1 else self.stages[bit]
-        return {peer}.issuperset(map(_peer_of, stage.recvs))
+        return len(self.bits) == 1 and source in self.bits and {peer}.issuperset(map(_peer_of, self.final.recvs))
 
     def stage(self, group: int, done: Set[Cell]) -> Stage:
         """Return the stage of a group, or FINAL, after the cells `done` have run.

@@ -1,11 +1,11 @@
 """Plans the stages of a local graph in which sources meet.
 
 Every node has a *mask*, the set of sources that reach it. Recvs with equal masks form a group (see
-protocols/backward.py); recvs that all sources reach belong to the final stage. A group's stage runs those ancestors of
-its recvs that no other stage has run. Nodes with the same smallest groups (by mask; a larger group cannot be complete
-earlier) form a *cell*: they always run in the same stage. With one smallest group, that group's stage runs the cell, in
-any order of arrival, so that sums have the same order in every run. With several smallest groups, of which none
-contains another, the first one to be complete runs the cell.
+protocols/backward.py); recvs that all sources reach belong to the final stage, except in a plain context. A group's
+stage runs those ancestors of its recvs that no other stage has run. Nodes with the same smallest groups (by mask; a
+larger group cannot be complete earlier) form a *cell*: they always run in the same stage. With one smallest group, that
+group's stage runs the cell, in any order of arrival, so that sums have the same order in every run. With several
+smallest groups, of which none contains another, the first one to be complete runs the cell.
 
 An edge from a stage to a node that runs later is a *cut edge*, unless it leads to a leaf that can be captured as an
 engine input: a leaf without hooks that cannot be reached from the stage through another cut edge. (Otherwise the engine
@@ -80,8 +80,9 @@ class _Planner:
                     by_mask.setdefault(mask[number], []).append(number)
                 else:
                     graph.foreign.append((nodes[number], mask[number]))
-        full = (1 << len(graph.sources)) - 1
-        graph.final.recvs.extend(self._recvs(by_mask.pop(full, [])))
+        if not graph.is_subgraph:
+            full = (1 << len(graph.sources)) - 1
+            graph.final.recvs.extend(self._recvs(by_mask.pop(full, [])))
         masks = sorted(by_mask, key=lambda m: (m.bit_count(), m))
         for group in masks:
             recvs = self._recvs(by_mask[group])

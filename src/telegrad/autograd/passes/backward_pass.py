@@ -27,6 +27,8 @@ from telegrad.autograd.passes.messages import (
     decode_message,
     encode_message,
 )
+from telegrad.autograd.plain.records import PlainContext
+from telegrad.autograd.plain.stages import PlainStages
 from telegrad.protocols.backward import PassSchedule
 from telegrad.protocols.backward_messages import (
     FINAL,
@@ -108,7 +110,9 @@ class BackwardPass:
         self._finished = finished
         self._name_of = name_of
         self._root = root_worker
-        self._stages = StageRunner(context)
+        self._stages: StageRunner | PlainStages = (
+            PlainStages(context) if isinstance(context, PlainContext) else StageRunner(context)
+        )
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class BackwardPass:
             peer = graph.single_peer(self._worker.id)
             if peer is not None:
                 sends, tensors = self._run_fast(ROOT, graph.bits[ROOT], peer)
-                mode = self._mode | ALONE if self._context.is_plain else self._mode
+                mode = self._mode | ALONE if stages.is_alone else self._mode
                 self._send((peer, (GRADIENTS, mode, False, sends, tensors, None)))
                 return
         except BaseException as error:
@@ -188,7 +192,7 @@ class BackwardPass:
     @property
     def holds_graph(self) -> bool:
         """Whether the local graph has not been released."""
-        return self._stages.graph is not None
+        return self._stages.holds_graph
 
     @property
     def is_idle(self) -> bool:
@@ -259,9 +263,6 @@ class BackwardPass:
             report = message[1]
         else:
             return False
-        stages = self._stages
-        graph = stages.graph
-        assert graph is not None
         # The last message reports that all sent gradients have been consumed, that it carries all that were produced,
         # and that no work is left.
         event, consumed, produced, blocked, deferred = report
@@ -270,12 +271,16 @@ class BackwardPass:
         for token, awaited in zip(consumed, self._produced, strict=True):
             if (token, peer) != awaited:
                 return False
+        stages = self._stages
+        numbers = stages.open_ends(sends)
+        if numbers is None:
+            return False
         place = 0
         for send in sends:
             place = stages.add(send, tensors, place)
         tensors.clear()  # only the stages hold them now
         for send in sends:
-            stages.run(graph.bits[send])
+            stages.run(numbers[send])
         stages.close()
         self._finished_fast = True
         self._finished(None)
@@ -286,19 +291,19 @@ class BackwardPass:
 
         Else run nothing and return False. At other workers than the root.
         """
-        if message[0] != GRADIENTS or peer != self._root:
+        if message[0] != GRADIENTS or peer != self._root or self._fast_source is not None:
             return False
         _, mode, marked, sends, tensors, _ = message
         stages = self._stages
         if marked or len(sends) != 1:
             return False
-        graph = stages.open(sends=sends)
-        if not graph.leads_back(sends[0], peer, bool(mode & ALONE)):
+        graph = stages.open(sends=sends, alone_with=peer if mode & ALONE else None)
+        if not graph.leads_back(sends[0], peer):
             return False
         self._set_mode(mode)
         stages.add(sends[0], tensors)
         tensors.clear()
-        back, found = self._run_fast(sends[0], FINAL if len(graph.bits) == 1 else graph.bits[sends[0]], peer)
+        back, found = self._run_fast(sends[0], graph.bits[sends[0]] if graph.is_subgraph else FINAL, peer)
         stages.close()
         report: FastReport = (1, ((_GRADIENT, sends[0]),), self._produced, False, False)
         if back:
@@ -321,10 +326,11 @@ class BackwardPass:
         schedule = self._schedule
         if schedule is None:
             stages, source = self._stages, self._fast_source
-            layout: Callable[[], Layout] = stages.layout
-            if source is not None and source != ROOT:  # all has run, and the graph has been released
+            layout: Callable[[Sequence[int]], Layout] = stages.layout
+            if isinstance(stages, StageRunner) and source is not None and source != ROOT:
+                # All has run, and the graph has been released.
                 recvs = tuple([(send, peer) for (_, send), peer in self._produced])
-                layout = partial(Layout, {source: 0}, (), recvs)
+                layout = partial(_layout_of, Layout({source: 0}, [], recvs))
             schedule = PassSchedule(self._worker.id, self._root, layout, stages.pending)
             if source is not None:
                 effects = (
@@ -433,3 +439,7 @@ class BackwardPass:
     def _unpack_error(self, why: Reason) -> BaseException:
         """Return the error that `backward` raises."""
         return unpack_error(why, self._worker.id, self._cause, self._name_of)
+
+
+def _layout_of(layout: Layout, _: Sequence[int]) -> Layout:
+    return layout

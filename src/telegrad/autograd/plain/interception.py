@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 from torch.autograd import Variable
 
-from telegrad._core import GraphWalk
 from telegrad.autograd.execution.leaves import add_to_grad
 from telegrad.autograd.execution.torch_engine import takes_local_call
 from telegrad.autograd.execution.wanted import Wanted, entry_of
-from telegrad.autograd.graph.deep_graph import RecursionGuard
-from telegrad.autograd.graph.local_graph import ends_of, kinds
+from telegrad.autograd.graph.local_graph import ends_of
 from telegrad.autograd.plain.records import PlainContext, any_receipts, receipt_of
-from telegrad.autograd.recording import edges_of
 from telegrad.errors import NotInitialized
+from telegrad.serialize.tensor_layout import is_of_transform
 
 if TYPE_CHECKING:
     from telegrad.autograd.context import Entry
@@ -35,6 +33,10 @@ CREATE_GRAPH = (
 SEVERAL = (
     "the roots depend on tensors that several workers of this process have received. A backward pass has one worker:"
     " call it once for each."
+)
+IN_TRANSFORM = (
+    "is_grads_batched=True and the transforms of torch.func are not supported over several workers. The roots depend on"
+    " a tensor that worker {} has sent: call torch.autograd.grad once for each vector, or detach() the tensor."
 )
 NOT_A_LEAF = (
     "backward(inputs=...) over several workers accumulates only into leaves. Use torch.autograd.grad for the gradients"
@@ -74,6 +76,8 @@ class PlainEngine(_Engine):
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
             return found
+        if any(is_of_transform(tensor) for tensor in (*tensors, *grad_tensors) if isinstance(tensor, Tensor)):
+            raise RuntimeError(IN_TRANSFORM.format(_senders(tensors)))
         if create_graph:
             raise RuntimeError(CREATE_GRAPH.format(_senders(tensors)))
         if context.backward is None or context.ended:
@@ -127,13 +131,4 @@ def _may_return(context: PlainContext, inputs: Sequence[Entry]) -> bool:
 
     They return only to what this worker has sent.
     """
-    reach = GraphWalk(kinds, RecursionGuard)
-    try:
-        for record in context.all_sends():
-            reach.walk(edges_of(record))
-        reached = {id(node) for node in reach.nodes}
-    finally:
-        if reach.guard is not None:
-            cast("RecursionGuard", reach.guard).close()
-    entries = [entry_of(tensor) for tensor in inputs]
-    return any(id(entry) in reached if isinstance(entry, Tensor) else id(entry.node) in reached for entry in entries)
+    return any(context.components.reaches(entry_of(tensor)) for tensor in inputs)

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from telegrad.autograd.context import Context, Received, Sent
+from telegrad.autograd.plain.components import Components
 from telegrad.autograd.recording import record_received
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from telegrad.autograd.context import Entry, Records
+    from telegrad.autograd.context import Entry
     from telegrad.autograd.execution.wanted import Wanted
 
 __all__ = ["PLAIN", "PlainContext", "Receipt", "any_receipts", "receipt_of"]
@@ -88,8 +89,8 @@ class PlainContext(Context):
         worker_id: The worker's id.
 
     Attributes:
-        consumed: Sent messages, by id, whose graph a pass without `retain_graph` has run. Passes include them only if a
-            gradient arrives for them.
+        consumed: Sent messages, by id, whose graph a pass without `retain_graph` has run.
+        components: The sent messages, by the nodes that they share.
         receipts: Received messages with live tensors: id -> sender.
         request_callback: Has a pool thread call `collect` soon. Safe in a finalizer.
         is_lost: Returns whether a worker is lost.
@@ -103,12 +104,14 @@ class PlainContext(Context):
         super().__init__(PLAIN)
         self.worker_id: int = worker_id
         self.consumed: dict[int, Sent] = {}
+        self.components: Components = Components()
         self.receipts: dict[int, int] = {}  # type: ignore[assignment]  # without nodes: they keep the graph alive
         self.request_callback: Callable[[], None] = _no_callback
         self.is_lost: Callable[[int], bool] = _is_never_lost
         self.name_of: Callable[[int], str] = str
         self.backward: PassStarter | None = None
         self._freed: deque[int] = deque()
+        self._lost_peers: set[int] = set()  # that got messages after their loss
         self._finished_at: set[int] = set()  # workers that may still keep passes of this root that are over
         _contexts.add(self)
 
@@ -138,7 +141,7 @@ class PlainContext(Context):
     def collect(self) -> dict[int, list[int]]:
         """Return the workers to notify, each with the ids of its unused messages.
 
-        Drops the records for lost workers, and for this worker itself.
+        Drops the records of unused messages of this worker to itself, and of messages to lost workers.
         """
         by_peer: dict[int, list[int]] = {}
         finished_at, self._finished_at = self._finished_at, set()
@@ -153,37 +156,42 @@ class PlainContext(Context):
             if sender is not None:
                 by_peer.setdefault(sender, []).append(message)
         self.release(by_peer.pop(self.worker_id, ()))
-        self.release([sent.id for sent in self.all_sends() if sent.peer != self.worker_id and self.is_lost(sent.peer)])
+        if self._lost_peers:
+            lost, self._lost_peers = self._lost_peers, set()
+            self.release_for(lost)
         return {peer: messages for peer, messages in by_peer.items() if not self.is_lost(peer)}
 
     # ---- sent messages
 
-    def all_sends(self) -> list[Sent]:
-        """Return the records of all sent messages."""
+    def on_sent(self, record: Sent) -> None:
+        """Process a new record, with the lock held."""
+        self.components.add(record)
+        if self.is_lost(record.peer):  # the loss has been processed already, or will find the record
+            self._lost_peers.add(record.peer)
+            self.request_callback()
+
+    def find_sent(self, messages: Iterable[int]) -> list[Sent]:
+        """Return the records of sent messages, without those that have been dropped."""
         with self.lock:
-            return [*self.sends.values(), *self.consumed.values()]
+            found = [self.sends.get(message) or self.consumed.get(message) for message in messages]
+        return [record for record in found if record is not None]
 
     def release(self, messages: Iterable[int]) -> None:
         """Drop the records of sent messages of which the receivers have no tensor left."""
         with self.lock:
-            dropped = [records.pop(message, None) for message in messages for records in (self.sends, self.consumed)]
-        del dropped  # without the lock: frees graphs
+            found = [records.pop(message, None) for message in messages for records in (self.sends, self.consumed)]
+        dropped = [record for record in found if record is not None]
+        self.components.drop(dropped)
+        del found, dropped  # without the lock: frees graphs
 
-    def records_for(self, sends: Sequence[int]) -> Records:
-        """Return the records that a pass needs: sends, and a function that finds recvs.
-
-        Args:
-            sends: Sends that get gradients even if their graph was consumed.
-        """
+    def release_for(self, peers: set[int]) -> None:
+        """Drop the records of messages to lost workers."""
         with self.lock:
-            again = [self.consumed[message] for message in sends if message in self.consumed]
-            return [*self.sends.values(), *again], [], self.find_received
+            sends = [*self.sends.values(), *self.consumed.values()]
+        self.release([sent.id for sent in sends if sent.peer in peers])
 
     def consume(self, message: int) -> None:
-        """Exclude a message from passes that have no gradient for it.
-
-        Its graph is about to be freed.
-        """
+        """Note that a pass without `retain_graph` is about to run the graph of a message."""
         with self.lock:
             record = self.sends.pop(message, None)
             if record is not None:
@@ -193,6 +201,7 @@ class PlainContext(Context):
         """Drop all records: the worker is closed."""
         with self.lock:
             dropped, self.consumed = self.consumed, {}
+        self.components.clear()
         self.receipts = {}
         del dropped
 
