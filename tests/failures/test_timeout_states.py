@@ -1,4 +1,4 @@
-"""`RpcTimeout.state`: how far a call had come, for callees that do not reply in time."""
+"""`RpcTimeout.state`: how far a call had come without a reply in time."""
 
 import contextlib
 import socket
