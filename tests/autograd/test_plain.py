@@ -157,6 +157,21 @@ def test_retain_graph() -> None:
     assert "w1" in str(raised.value)
 
 
+def scalar(x: Tensor) -> Tensor:
+    return (State.weight * x).sum()
+
+
+def test_a_reference_as_root() -> None:
+    x = ones()
+    rref = rpc.remote("w1", scalar, (x,))
+    rref.backward(retain_graph=True)
+    rref.backward()
+    assert grad_of(x) == [2, 4, 6]
+    assert grad_of(State.weight) == [2, 2, 2]
+    rpc.RRef(rpc.rpc_sync("w1", scalar, (x,))).backward()  # of the owner
+    assert grad_of(x) == [3, 6, 9]
+
+
 def test_grad() -> None:
     x, other = ones(), ones()
     h = 2 * x
@@ -260,7 +275,10 @@ def test_plain_mode_of_a_thread() -> None:
             y = rpc.rpc_sync("w1", scale, (torch.ones(3),))
             with autograd.context() as context:
                 autograd.backward(context, [rpc.rpc_sync("w1", scale, (torch.ones(3),)).sum()])
+            rpc.remote("w1", scalar, (torch.zeros(3),)).backward()
         assert rpc.rpc_sync("w1", scale, (torch.ones(3),)).is_leaf  # not recorded
+        with pytest.raises(RuntimeError, match=r"autograd\.plain\(\).*rref\.to_here\(\)\.sum\(\)\.backward\(\)"):
+            rpc.remote("w1", scalar, (torch.zeros(3),)).backward()
         y.sum().backward()
         assert grad_of(State.weight) == [1, 1, 1]
         del y
