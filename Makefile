@@ -51,8 +51,12 @@ test-slow: build ## the slow tests: stress and soak in Python, every transport, 
 CONFORMANCE = $(PY) tests/conformance/conformance.py --package telegrad --set open --jobs 2 \
   --known tests/conformance/known.txt --flaky tests/conformance/flaky.txt
 
+# These run again with the option plain_backward; the calls of the other tests record no tensors.
+WITH_TENSORS := Autograd|Optimizer|Ddp|ParameterServer|ReinforcementLearning|RemoteModule
+
 conformance: build ## PyTorch's own RPC test-suite, run over Telegrad
 	$(CONFORMANCE) $(ARGS)
+	TELEGRAD_PLAIN_BACKWARD=1 $(CONFORMANCE) -k '$(WITH_TENSORS)' $(ARGS)
 
 dependents: build ## packages that use torch.distributed.rpc (TorchRL, PyG), run over Telegrad
 	tools/make_dependents.sh $(VENV) $(BUILD)/dependents

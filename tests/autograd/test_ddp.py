@@ -158,6 +158,12 @@ def train_without_context(rank: int, _n: int, store: str) -> dict[str, Any]:
     first, second = two(inputs(rank, 0))
     (rpc.rpc_sync("server", double, (first,)).sum() + rpc.rpc_sync("server", double, (second,)).sum()).backward()
     found["two"] = grads_of(two)
+    model = DistributedDataParallel(BeforeACall())
+    received = rpc.rpc_sync("server", head, (inputs(rank, 0),))  # a leaf for the context
+    with autograd.context() as context:
+        autograd.backward(context, [rpc.rpc_sync("server", double, (model(received),)).sum()])
+        gradients = autograd.get_gradients(context)
+        found["in a context"] = [gradients[tensor].tolist() for tensor in (*model.parameters(), received)]
     dist.barrier()
     found["head"] = rpc.rpc_sync("server", head_grad)
     dist.barrier()
@@ -184,6 +190,11 @@ class LocalAroundACall(AroundACall):
         return self.after(double(self.before(x)))
 
 
+class AfterHead(BeforeACall):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return double(super().forward(head(x)))
+
+
 class LocalTwoOutputs(TwoOutputs):
     def forward(self, x: torch.Tensor) -> Any:
         return double(torch.cat(super().forward(x)))
@@ -197,7 +208,7 @@ def test_plain_passes_reduce_gradients() -> None:
     for parameter in around.parameters():
         nn.init.ones_(parameter)
     expected = alone([0], range(TRAINERS), around)
-    two = alone([0], range(TRAINERS), LocalTwoOutputs())
+    two, in_context = alone([0], range(TRAINERS), LocalTwoOutputs()), alone([0], range(TRAINERS), AfterHead())
     for rank, found in enumerate(trainers):
         assert found["step"] == step
         assert found["accumulated"] == accumulated
@@ -205,6 +216,11 @@ def test_plain_passes_reduce_gradients() -> None:
         assert found["after no_sync"] == accumulated
         assert found["around"] == expected
         assert found["two"] == two
+        received = head(inputs(rank, 0)).detach().requires_grad_()
+        double(BeforeACall()(received)).sum().backward()
+        assert received.grad is not None
+        assert found["in a context"][-1] == received.grad.tolist()
+        assert found["in a context"][:-1] == in_context
     assert found["no_sync"] != step
     Head.weight.grad = None
     for _ in range(2):  # each trainer has made both steps twice

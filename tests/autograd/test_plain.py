@@ -157,6 +157,21 @@ def test_retain_graph() -> None:
     assert "w1" in str(raised.value)
 
 
+def scalar(x: Tensor) -> Tensor:
+    return (State.weight * x).sum()
+
+
+def test_a_reference_as_root() -> None:
+    x = ones()
+    rref = rpc.remote("w1", scalar, (x,))
+    rref.backward(retain_graph=True)
+    rref.backward()
+    assert grad_of(x) == [2, 4, 6]
+    assert grad_of(State.weight) == [2, 2, 2]
+    rpc.RRef(rpc.rpc_sync("w1", scalar, (x,))).backward()  # of the owner
+    assert grad_of(x) == [3, 6, 9]
+
+
 def test_grad() -> None:
     x, other = ones(), ones()
     h = 2 * x
@@ -239,6 +254,21 @@ def gradient_in(context: int) -> Any:
     return autograd.get_gradients(context)[State.weight].tolist()
 
 
+def train_in_a_context(x: Tensor) -> Any:
+    with autograd.context() as context:
+        h = x * 2
+        y = rpc.rpc_sync("w0", scale, (h,))
+        z = rpc.rpc_sync("w2", scale, (h,))
+        autograd.backward(context, [(y + x).sum() + z.sum()])
+        return autograd.get_gradients(context)[x].tolist()
+
+
+def test_an_argument_is_a_leaf_for_the_contexts_of_its_handler() -> None:
+    x = ones()
+    assert rpc.rpc_sync("w1", train_in_a_context, (x,)) == [5, 9, 13]
+    assert grad_of(x) is None
+
+
 def test_contexts_and_plain_passes_do_not_mix() -> None:
     y = rpc.rpc_sync("w1", scale, (torch.ones(3),))
     with autograd.context() as context:
@@ -246,8 +276,12 @@ def test_contexts_and_plain_passes_do_not_mix() -> None:
         autograd.backward(context, [z.sum()])
         assert grad_of(State.weight) is None
         assert rpc.rpc_sync("w1", gradient_in, (context,)) == [1, 1, 1]
+        z = rpc.rpc_sync("w1", scale, (torch.ones(3),))
+        autograd.backward(context, [(y * z).sum()], retain_graph=True)  # y is a leaf for the context
+        assert autograd.get_gradients(context)[y].tolist() == [1, 2, 3]
+        assert grad_of(State.weight) is None
         with pytest.raises(RuntimeError, match="received in another autograd context"):
-            autograd.backward(context, [y.sum()])
+            (y * z).sum().backward()
         with pytest.raises(RuntimeError, match="Leave it before"), autograd.plain():
             pass
     y.sum().backward()
@@ -260,7 +294,10 @@ def test_plain_mode_of_a_thread() -> None:
             y = rpc.rpc_sync("w1", scale, (torch.ones(3),))
             with autograd.context() as context:
                 autograd.backward(context, [rpc.rpc_sync("w1", scale, (torch.ones(3),)).sum()])
+            rpc.remote("w1", scalar, (torch.zeros(3),)).backward()
         assert rpc.rpc_sync("w1", scale, (torch.ones(3),)).is_leaf  # not recorded
+        with pytest.raises(RuntimeError, match=r"autograd\.plain\(\).*rref\.to_here\(\)\.sum\(\)\.backward\(\)"):
+            rpc.remote("w1", scalar, (torch.zeros(3),)).backward()
         y.sum().backward()
         assert grad_of(State.weight) == [1, 1, 1]
         del y

@@ -5,8 +5,16 @@ import torch
 from telegrad import autograd
 from telegrad.errors import RRefError
 from telegrad.rref.handle import AnyHandle
+from telegrad.worker import Worker
+from telegrad.worker.scope import current
 
 __all__ = ["run_backward"]
+
+NO_CONTEXT = (
+    "User RRefs require 'dist_autograd_ctx_id' to be specified: the owner's graph may continue on other workers. Or"
+    " make the call within telegrad.autograd.plain(), where rref.backward() and rref.to_here().sum().backward() need"
+    " none."
+)
 
 
 def run_backward(rref: AnyHandle, context_id: int, retain_graph: bool) -> None:
@@ -15,12 +23,9 @@ def run_backward(rref: AnyHandle, context_id: int, retain_graph: bool) -> None:
     Another worker calls this function on the owner.
     """
     if not rref.is_owner():
-        if context_id == -1:
-            raise RRefError(
-                "User RRefs require 'dist_autograd_ctx_id' to be specified: the owner's graph may continue on other"
-                " workers."
-            )
         calls = rref._usable_worker().calls
+        if context_id == -1 and not _is_plain(rref.worker):
+            raise RRefError(NO_CONTEXT)
         arguments = (rref, context_id, retain_graph)
         calls.client.call(rref.owner_id, run_backward, arguments, {}, calls.default_timeout)
         return
@@ -32,3 +37,10 @@ def run_backward(rref: AnyHandle, context_id: int, retain_graph: bool) -> None:
     else:
         with rref.worker:
             autograd.backward(context_id, [root], retain_graph)
+
+
+def _is_plain(worker: Worker) -> bool:
+    """Return whether calls of the running code are recorded outside of contexts."""
+    scope = current.get()
+    context = worker.autograd.outside if scope is None or scope.autograd is None else scope.autograd
+    return context is worker.autograd.plain

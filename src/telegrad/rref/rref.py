@@ -353,8 +353,9 @@ class RRef(Generic[T_co]):
         The pass begins on the owner, also if another worker calls this.
 
         Args:
-            dist_autograd_ctx_id: Id of the autograd context that gets the gradients. On the owner, -1 runs a pass of
-                that worker only, like ``tensor.backward()``, which adds to ``.grad``.
+            dist_autograd_ctx_id: Id of the autograd context that gets the gradients. -1 runs ``tensor.backward()`` on
+                the owner, which adds to ``.grad``. On other workers this needs the option ``plain_backward``, or
+                `telegrad.autograd.plain`.
             retain_graph: See `telegrad.autograd.backward`.
 
         Raises:

@@ -12,16 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from sys import getrefcount
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.autograd.ddp import run_accumulate_grad
 from telegrad.autograd.execution.torch_engine import accumulate_in_engine
 
 if TYPE_CHECKING:
+    from weakref import ref
+
+    from torch.autograd.graph import Node
+
     from telegrad.autograd.context import Context
 
 __all__ = [
@@ -29,10 +33,20 @@ __all__ = [
     "VARIABLE_REFCOUNT",
     "SharedLeaves",
     "accumulate",
+    "add_outer",
     "add_to_context",
     "add_to_grad",
+    "edges_of_outer",
     "sum_of",
 ]
+
+
+class OuterReceipt(Protocol):
+    """What the node of tensors received outside of contexts keeps (`plain.records.Receipt`)."""
+
+    outputs: int
+    tensors: Sequence[ref[Tensor]]
+
 
 _use_count = getattr(Tensor, "_use_count", None)
 
@@ -159,6 +173,23 @@ def add_to_grad(leaf: Tensor, grad: Tensor) -> None:
             node = get_gradient_edge(leaf).node
         with torch.no_grad():
             node(grad)  # type: ignore[operator]  # typed as an abstract class
+
+
+def edges_of_outer(node: Node) -> list[GradientEdge]:
+    """Return the edges of the tensors of a message that was received outside of contexts."""
+    receipt: OuterReceipt = node.receipt  # type: ignore[attr-defined]
+    return [GradientEdge(node, output) for output in range(receipt.outputs)]
+
+
+def add_outer(context: Context, node: Node, grads: Sequence[Tensor | None]) -> None:
+    """Add gradients of tensors received outside of contexts to a context, as of leaves.
+
+    A tensor that has been freed, or changed in place, cannot be asked for: its gradient is dropped.
+    """
+    receipt: OuterReceipt = node.receipt  # type: ignore[attr-defined]
+    for tensor, grad in zip([reference() for reference in receipt.tensors], grads, strict=False):
+        if grad is not None and tensor is not None and tensor.grad_fn is node:
+            accumulate(context, tensor, grad, False)
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:

@@ -36,7 +36,9 @@ from telegrad.autograd.execution.leaves import (
     VARIABLE_REFCOUNT,
     SharedLeaves,
     accumulate,
+    add_outer,
     add_to_context,
+    edges_of_outer,
     sum_of,
 )
 from telegrad.autograd.execution.torch_engine import accumulate_in_engine, run_engine
@@ -264,6 +266,8 @@ class StageRunner:
                 return stage.recvs, [None] * reported
         inputs += stage.complete_leaves
         inputs += stage.partial_leaves
+        for node in stage.outer:
+            inputs += edges_of_outer(node)
         wanted = () if self.wanted is None else self.wanted.edges_in(graph, stage)
         inputs += [edge for _, edge in wanted]
         if stage.cut_edges:
@@ -285,6 +289,10 @@ class StageRunner:
             elif grad is not None:
                 self._add_pending(leaf, (1, stage.rank, -1, place), grad)
             place += 1
+        for node in stage.outer:
+            count = len(edges_of_outer(node))
+            add_outer(self._context, node, found[place : place + count])
+            place += count
         for number, _ in wanted:
             assert self.wanted is not None
             self.wanted.add(number, found[place])
@@ -357,7 +365,7 @@ class StageRunner:
 
     def _run_unbounded(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
         """Run the final stage including AccumulateGrad and recv nodes, for DDP's reducer."""
-        nodes = [received.node for received in stage.recvs]
+        nodes = [received.node for received in stage.recvs] + stage.outer
         with capture(nodes) as call:
             if outputs:
                 recvs = [GradientEdge(node, 0) for node in nodes]
@@ -369,6 +377,8 @@ class StageRunner:
                         retain_graph=self.retain_graph,
                         inputs=inputs,  # type: ignore[arg-type]
                     )
+            for node in stage.outer:
+                add_outer(self._context, node, call.captured[node] or ())
             tensors: list[Tensor | None] = []
             for received in stage.recvs:
                 tensors += call.captured[received.node] or (None,) * received.outputs

@@ -44,6 +44,7 @@ __all__ = [
     "by_id",
     "ends_of",
     "has_hooks",
+    "is_outer",
     "kinds",
 ]
 
@@ -90,6 +91,11 @@ def ends_of(edges: Edges) -> list[Node]:
             cast("RecursionGuard", reach.guard).close()
 
 
+def is_outer(node: Node) -> bool:
+    """Return whether a recv is that of a tensor received outside of contexts."""
+    return getattr(node, "receipt", None) is not None
+
+
 def has_hooks(leaf: Tensor) -> bool:
     """Return whether a leaf has tensor hooks, which must get the complete gradient."""
     return bool(getattr(leaf, "_backward_hooks", None))
@@ -130,9 +136,10 @@ class Stage(NamedTuple):
     complete_leaves: list[Tensor]  # leaves to capture, with the complete gradient
     partial_leaves: list[Tensor]  # leaves to capture, with a part of the gradient
     cut_edges: Sequence[CutEdge]
+    outer: list[Node]  # nodes of tensors received outside of contexts, which are leaves for a context
 
 
-_NO_STAGE = Stage(1 << 60, (), [], [], [], ())  # the final stage of several disjoint sources
+_NO_STAGE = Stage(1 << 60, (), [], [], [], (), [])  # the final stage of several disjoint sources
 
 Edges: TypeAlias = Sequence["GradientEdge | Tensor | None"]
 """Edges of a source; a leaf is its tensor."""
@@ -234,16 +241,20 @@ class LocalGraph:
         for bit, edges in enumerate(self.sources.values()):
             leaves, ends, shared = reach.walk(edges)
             found: list[Received] = []
+            outer: list[Node] = []
             for node in ends:
                 received = recvs.get(node) if find_received is None else find_received(node)
                 if received is None:
-                    self.foreign.append((node, 1 << bit))
+                    if find_received is None and is_outer(node):
+                        outer.append(node)
+                    else:
+                        self.foreign.append((node, 1 << bit))
                 else:
                     found.append(received)
                     recvs[node] = received
             if len(found) > 1:
                 found.sort(key=by_id)
-            stages.append(Stage(bit, (), found, leaves, [], ()))
+            stages.append(Stage(bit, (), found, leaves, [], (), outer))
             for leaf, before in shared:
                 simple = simple and not has_hooks(leaf)
                 if find_received is None:
@@ -325,7 +336,7 @@ class LocalGraph:
                     cut_edges.append(edge)
                 else:
                     leaves[leaf] = cast("Tensor", edge.target)
-        return Stage(cells[-1].rank, cells, self.recvs_of[group], [], list(leaves.values()), cut_edges)
+        return Stage(cells[-1].rank, cells, self.recvs_of[group], [], list(leaves.values()), cut_edges, [])
 
 
 by_id: attrgetter[int] = attrgetter("id")

@@ -18,7 +18,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, cast
 
-from telegrad.autograd.graph.local_graph import LEAF, RECV, Cell, CutEdge, LocalGraph, Stage, by_id, has_hooks
+from telegrad.autograd.graph.local_graph import LEAF, RECV, Cell, CutEdge, LocalGraph, Stage, by_id, has_hooks, is_outer
 from telegrad.protocols.backward_messages import Group
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def plan(graph: LocalGraph) -> None:
     graph.groups, graph.recvs_of, graph.cells_of = [], [], []
     graph.cell_of, graph.taint, graph.pairs, graph.hooked = {}, {}, {}, set()
     graph.foreign, graph.shared, graph.stages = [], {}, []
-    graph.final = Stage(1 << 60, (), [], [], [], ())
+    graph.final = Stage(1 << 60, (), [], [], [], (), [])
     _Planner(graph, reach)
 
 
@@ -78,6 +78,8 @@ class _Planner:
             if kind == RECV:
                 if nodes[number] in graph.recvs:
                     by_mask.setdefault(mask[number], []).append(number)
+                elif not graph.is_subgraph and is_outer(nodes[number]):
+                    graph.final.outer.append(nodes[number])
                 else:
                     graph.foreign.append((nodes[number], mask[number]))
         if not graph.is_subgraph:

@@ -44,19 +44,21 @@ class Receipt:
         message: Id of the message.
     """
 
-    __slots__ = ("context", "id", "outputs", "peer")
+    __slots__ = ("context", "id", "outputs", "peer", "tensors")
 
     def __init__(self, context: PlainContext, peer: int, message: int) -> None:
         self.context: PlainContext = context
         self.id: int = message
         self.peer: int = peer
         self.outputs: int = 0  # number of recorded tensors
+        self.tensors: Sequence[weakref.ref[Tensor]] = ()
         context.receipts[message] = peer
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         """Record the tensors of the message, and return those that the program gets."""
         record, outputs = record_received(self.id, self.peer, tensors)
         self.outputs = len(outputs)
+        self.tensors = [weakref.ref(tensor) for tensor in outputs]
         record.node.receipt = self  # type: ignore[attr-defined]  # the node of a Python function has a dict
         return outputs
 
