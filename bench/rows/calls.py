@@ -89,7 +89,7 @@ def streamed(client: Client, sampler: Sampler) -> Samples:
 
 
 def first_item(client: Client, sampler: Sampler) -> Samples:
-    """Measure the first item of a stream, alternately with a call, which is the baseline."""
+    """Measure the first item of a stream alternately with a call, the baseline."""
     rpc: Any = client.rpc
     to = rpc.get_worker_info(f"worker{SERVER}")
 

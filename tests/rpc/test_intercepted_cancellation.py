@@ -1,4 +1,4 @@
-"""Cancellation and timeouts of calls within interceptors, and of calls that a fault injector delays."""
+"""Cancellation and timeouts of calls within interceptors and fault injection."""
 
 import asyncio
 import dataclasses

@@ -75,7 +75,10 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
 
 
 class _Deferred(list[Any]):
-    """Results of a function, some deferred. Ends those that are not awaited because the chunk was canceled."""
+    """Results of a function, some deferred.
+
+    Ends those that are not awaited because the chunk was canceled.
+    """
 
     def __del__(self) -> None:
         for result in self:

@@ -137,7 +137,10 @@ class _Open:
 
 
 class _OpenMethod(_Open):
-    """Opening of a stream of a method. At the callee, interceptors see the method itself."""
+    """Opening of a stream of a method.
+
+    At the callee, interceptors see the method itself.
+    """
 
     def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
         function, values, named = super().show(args)
@@ -155,7 +158,10 @@ class _OpenMethod(_Open):
 
 
 def _is_at_callee(args: Sequence[Any]) -> bool:
-    """Return whether these are the arguments of `open_method`; the caller passes the value as the receiver."""
+    """Return whether these arguments of `open_method` are those of the callee.
+
+    The caller passes the value as the receiver.
+    """
     return len(args) == 6
 
 

@@ -98,9 +98,9 @@ class InterceptedCall:
 
 
 class Carrier(Protocol):
-    """Function of Telegrad that runs a function of the program, as interceptors see it.
+    """Function of Telegrad that runs a function of the program.
 
-    Its arguments contain those of the program's function.
+    Its arguments contain those of the program's function, which interceptors see.
     """
 
     kind: str
@@ -112,10 +112,10 @@ class Carrier(Protocol):
     def change(
         self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
     ) -> tuple[Any, ...]:
-        """Return the arguments with another function, or its name, and other arguments of it."""
+        """Return the arguments with another function, or name, and its arguments."""
 
     def is_reply(self, value: object, /) -> bool:
-        """Return whether a value may be the result of the carrier, instead of one of an interceptor."""
+        """Return whether a value may be the result of the carrier."""
 
 
 carriers: dict[object, Carrier] = {}
@@ -123,7 +123,7 @@ internal: set[object] = {type}  # functions of Telegrad that interceptors do not
 
 
 def carrier_of(function: object) -> Carrier | None:
-    """Return how interceptors see a function of Telegrad; None for functions of the program."""
+    """Return the carrier of a function; None for functions of the program."""
     return carriers.get(function) if type(function) is FunctionType else None  # others may not be hashable
 
 
@@ -133,7 +133,7 @@ def is_internal(function: object) -> bool:
 
 
 def check_reply(carrier: Carrier | None, call: InterceptedCall, value: object) -> None:
-    """Check that the result of an intercepted call is that of `proceed`, if it must be.
+    """Check that the result of a carrier is that of `proceed`.
 
     Raises:
         TelegradError: An interceptor has replaced the result of a stream or a chunk.

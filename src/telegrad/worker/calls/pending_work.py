@@ -1,4 +1,7 @@
-"""Work behind a future that is not the future of one call: a chain of interceptors, or a delayed call."""
+"""Work behind a future that is not one call.
+
+It is a chain of interceptors, or a delayed call.
+"""
 
 import threading
 from collections.abc import Callable
@@ -65,7 +68,11 @@ class PendingWork:
         return self.end(Cancelled(self.call))
 
     def end(self, error: BaseException) -> bool:
-        """Cancel all parts, and complete the future with an error; False if it has been completed."""
+        """Cancel all parts, and complete the future with an error.
+
+        Returns:
+            False if the future has been completed.
+        """
         future = self._take(error)
         if future is None:
             return False
