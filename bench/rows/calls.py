@@ -9,7 +9,7 @@ import torch
 
 from bench import baselines, functions
 from bench.competitors.base import Client
-from bench.row import Family, FasterThan, Row, Sampler, Samples, WithinBaseline, timed
+from bench.row import BASELINE, Family, FasterThan, Row, Sampler, Samples, WithinBaseline, timed
 
 __all__ = ["CALLS", "THREADS"]
 
@@ -89,14 +89,21 @@ def streamed(client: Client, sampler: Sampler) -> Samples:
 
 
 def first_item(client: Client, sampler: Sampler) -> Samples:
+    """Measure the first item of a stream alternately with a call, the baseline."""
     rpc: Any = client.rpc
     to = rpc.get_worker_info(f"worker{SERVER}")
 
-    def call() -> int:
-        return int(next(rpc.stream(to, functions.count, args=(1,))))
+    def step() -> tuple[float, float]:
+        call = timed(lambda: rpc.rpc_async(to, functions.identity, args=(0,)).wait())
+        start = time.perf_counter()
+        stream = rpc.stream(to, functions.count, args=(1,))
+        right(next(stream), 0)
+        item = time.perf_counter() - start
+        right(list(stream), [])  # the end is not measured
+        return item, call
 
-    right(call(), 0)
-    return sampler(call)
+    items, calls = zip(*sampler.loop(step), strict=True)
+    return {"": items, BASELINE: calls}
 
 
 def nested(client: Client, sampler: Sampler) -> Samples:
@@ -181,7 +188,12 @@ CALLS = Family(
             timeout=90,
         ),
         Row("stream of 10,000 items, int", streamed, amount=STREAMED, of="items", only=NO_STREAMS),
-        Row("first item of a stream, int", first_item, only=NO_STREAMS),
+        Row(
+            "first item of a stream, int; baseline: a call",
+            first_item,
+            only=NO_STREAMS,
+            goals=(WithinBaseline(3),),
+        ),
         Row("1000 calls in flight, int", in_flight, amount=IN_FLIGHT, of="calls", goals=(FasterThan(60),)),
         Row("map of identity, int", mapped, amount=MAPPED, of="items", only=NO_MAP),
     ),

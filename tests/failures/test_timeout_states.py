@@ -1,4 +1,4 @@
-"""`RpcTimeout.state`: how far a call had come without a reply in time."""
+"""`RpcTimeout.state`: how far a call had come when its timeout expired."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""Cancellation and timeouts of intercepted calls, and of delayed ones."""
+"""Cancellation and timeouts of calls within interceptors and fault injection."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Streams and chunks of `rpc.map` within interceptors."""
+"""Streams and chunks of `rpc.map` as interceptors see them."""
 
 import asyncio
 import dataclasses

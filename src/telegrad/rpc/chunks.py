@@ -75,9 +75,9 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
 
 
 class _Deferred(list[Any]):
-    """Results of a function, some of them deferred.
+    """Results of a function, some deferred.
 
-    Ends those that nothing awaits because the chunk was canceled.
+    Ends those that are not awaited because the chunk was canceled.
     """
 
     def __del__(self) -> None:

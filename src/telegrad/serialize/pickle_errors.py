@@ -35,7 +35,7 @@ def find_unpicklable(root: object, path: str, can_pickle: Callable[[object], boo
 
 
 def describe_type(part: object) -> str:
-    """Return the name of a value's type, with advice for types that cannot be sent."""
+    """Return the name of a value's type, and how to send it if that is known."""
     kind = type(part)
     shown = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(part, (GeneratorType, AsyncGeneratorType)):

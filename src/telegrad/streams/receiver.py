@@ -57,7 +57,8 @@ class Receiver:
         self.timeout: int = timeout
         self.failed: bool = False  # the reader has got the error
         self.wake: Callable[[], None] | None = None  # called after each arrival, for a task that waits
-        self.changed: threading.Condition = threading.Condition(threading.Lock())
+        self.lock: threading.Lock = threading.Lock()
+        self._changed: threading.Condition | None = None  # of the lock, once a thread waits for an arrival
         self._streams = Streams.of(worker)
         self._number = self._streams.next_number()
         self._prefetch = prefetch
@@ -141,7 +142,7 @@ class Receiver:
         try:
             self._pull = future = self._start(serving.pull, credit)
         except BaseException as e:
-            with self.changed:
+            with self.lock:
                 self._is_pulling = False
                 self._fail(e)
             if not isinstance(e, Exception):  # raised by a signal handler
@@ -154,7 +155,7 @@ class Receiver:
 
         For a reader that has waited for `PATIENCE`.
         """
-        with self.changed:
+        with self.lock:
             self._is_slow = True
             if self._is_live or not self._may_hold or not self._is_pulling or self._flush is not None:
                 return
@@ -169,7 +170,7 @@ class Receiver:
 
     def _on_pull(self, future: CallFuture[WireBatch]) -> None:
         error = future.failure()
-        with self.changed:
+        with self.lock:
             self._pull = None
             self._is_pulling = False
             if error is not None:
@@ -197,7 +198,7 @@ class Receiver:
             self._send_pull(credit)
 
     def _on_flush(self, future: CallFuture[WireBatch | None]) -> None:
-        with self.changed:
+        with self.lock:
             self._flush = None
             batch = None if future.failure() is not None else future.value()  # a failure is that of the pull, too
             if batch is not None and batch[3]:
@@ -227,7 +228,8 @@ class Receiver:
         self._streams.receivers.pop(self._number, None)
 
     def _notify(self) -> None:
-        self.changed.notify_all()
+        if self._changed is not None:
+            self._changed.notify_all()
         if self.wake is not None:
             self.wake()
 
@@ -239,14 +241,14 @@ class Receiver:
         Raises:
             StreamError: Another one is reading, or the stream was closed.
         """
-        with self.changed:
+        with self.lock:
             if self._reader is not None:
                 raise StreamError(f"{self} is read by two threads or tasks at once. Read it in one, and pass items on.")
             self._reader = reader
 
     def end_read(self) -> None:
         """Release the claim."""
-        with self.changed:
+        with self.lock:
             self._reader = None
 
     def take(self) -> tuple[list[Any] | None, bool]:
@@ -257,7 +259,7 @@ class Receiver:
         Raises:
             Exception: The error that ended the stream.
         """
-        with self.changed:
+        with self.lock:
             self._taken += self._current
             self._current = 0
             self._bytes -= self._current_bytes
@@ -287,7 +289,7 @@ class Receiver:
         Args:
             timeout: Limit in ns; 0 for none.
         """
-        with self.changed:
+        with self.lock:
             if self._has_news():
                 return
             future = self._pull if self._flush is None else self._flush
@@ -300,8 +302,10 @@ class Receiver:
                     return
             except NotInitialized:  # the worker has closed
                 pass
-        with self.changed:  # another thread handles the completion
-            self.changed.wait_for(self._has_news, timeout / 1e9 if timeout else None)
+        with self.lock:  # another thread handles the completion
+            if self._changed is None:
+                self._changed = threading.Condition(self.lock)
+            self._changed.wait_for(self._has_news, timeout / 1e9 if timeout else None)
 
     def _has_news(self) -> bool:
         return bool(self._ready) or self._has_ended or self._is_closed or self._has_failed()
@@ -365,7 +369,7 @@ class Receiver:
 
     def close(self) -> None:
         """Discard the items and close the generator; does nothing the second time."""
-        with self.changed:
+        with self.lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -393,7 +397,7 @@ class Receiver:
 
     def stop(self, error: Exception) -> None:
         """End the stream because the worker leaves."""
-        with self.changed:
+        with self.lock:
             self._fail(error)
             self._notify()
 

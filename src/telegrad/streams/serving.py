@@ -158,7 +158,10 @@ class _OpenMethod(_Open):
 
 
 def _is_at_callee(args: Sequence[Any]) -> bool:
-    """Return whether the arguments contain the value, which a caller passes apart."""
+    """Return whether these arguments of `open_method` are those of the callee.
+
+    The caller passes the value as the receiver.
+    """
     return len(args) == 6
 
 

@@ -235,11 +235,13 @@ def open_stream(
     if receiver is None:
         name = worker.calls.find_name(function)
         what = function if name is None else name[1]
-    scope = current.get() or Scope(worker, 0, True)
+    scope = current.get()
     # A request for items belongs to the context in which the stream was opened, whichever thread makes it.
-    scope = scope._replace(
-        worker=worker, nested=True, request=False, autograd=None if caller_flags() else scope.autograd
-    )
+    if scope is None:
+        scope = Scope(worker, 0, True)
+    else:  # without `_replace`, which takes a microsecond
+        autograd = None if caller_flags() else scope.autograd
+        scope = Scope(worker, scope.deadline, True, False, autograd, scope.connection, scope.call)
     label = function if isinstance(function, str) else name_of(function)
     target = Target(to, label, what, receiver, introduce)
     reader = Receiver(worker, target, worker.calls.timeout(timeout), prefetch, scope)

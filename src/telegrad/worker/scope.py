@@ -49,6 +49,7 @@ current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)
 stream_closed: ContextVar[Callable[[], bool] | None] = ContextVar("telegrad_stream_closed", default=None)
 """In a generator whose items are streamed: returns whether its reader has closed the stream."""
 
+_NO_GRAD, _INFERENCE = int(Flag.NO_GRAD), int(Flag.INFERENCE)  # operations of enums take microseconds
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None)
 AUTOCAST_DEVICES = ("cpu", "cuda")
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)  # torch's defaults
@@ -88,7 +89,7 @@ def caller_flags() -> int:
     """Return the state of the calling thread as flags."""
     if torch.is_grad_enabled():
         return 0
-    return int(Flag.NO_GRAD | Flag.INFERENCE) if torch.is_inference_mode_enabled() else int(Flag.NO_GRAD)
+    return _NO_GRAD | _INFERENCE if torch.is_inference_mode_enabled() else _NO_GRAD
 
 
 def caller_state() -> Autocast:
@@ -117,9 +118,9 @@ def handler_state(flags: int, autocast: Autocast) -> Iterator[None]:
     """Set the caller's state while its handler runs."""
     with ExitStack() as stack:
         stack.callback(_reset_autocast)
-        if flags & Flag.INFERENCE:
+        if flags & _INFERENCE:
             stack.enter_context(torch.inference_mode())
-        elif flags & Flag.NO_GRAD:
+        elif flags & _NO_GRAD:
             stack.enter_context(torch.inference_mode(False))  # restores all of the state at exit, unlike no_grad
             torch.set_grad_enabled(False)
         on, cache = autocast_of(autocast)

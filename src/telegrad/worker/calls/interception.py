@@ -58,9 +58,7 @@ class Sender(Protocol):
 
 
 def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> None:
-    """Run a call through the interceptors of its worker.
-
-    Completes the target with what they return.
+    """Run a call through the interceptors of its worker, and complete its target.
 
     Args:
         calls: Calls of the sender.
@@ -138,10 +136,7 @@ class _Chain:
         check_reply(self._carrier, self._given, value)
 
     def last_call_of(self, result: Future[Any]) -> CallFuture[Any] | None:
-        """Return the call sent last if it alone completes a future.
-
-        The future is that of the call, or one of its `then`.
-        """
+        """Return the call sent last if it alone completes a future, or the parent of it."""
         if not self.sent or not isinstance(result, CallFuture):
             return None
         last = self.sent[-1]

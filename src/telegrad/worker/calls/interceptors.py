@@ -100,7 +100,7 @@ class InterceptedCall:
 class Carrier(Protocol):
     """Function of Telegrad that runs a function of the program.
 
-    Interceptors see the program's function. The arguments contain those of the program's function.
+    Its arguments contain those of the program's function, which interceptors see.
     """
 
     kind: str
@@ -112,7 +112,7 @@ class Carrier(Protocol):
     def change(
         self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
     ) -> tuple[Any, ...]:
-        """Return the arguments for another function, or its name, and its arguments."""
+        """Return the arguments with another function, or name, and its arguments."""
 
     def is_reply(self, value: object, /) -> bool:
         """Return whether a value may be the result of the carrier."""
@@ -133,7 +133,7 @@ def is_internal(function: object) -> bool:
 
 
 def check_reply(carrier: Carrier | None, call: InterceptedCall, value: object) -> None:
-    """Check that interceptors keep a result that they must not replace.
+    """Check that the result of a carrier is that of `proceed`.
 
     Raises:
         TelegradError: An interceptor has replaced the result of a stream or a chunk.

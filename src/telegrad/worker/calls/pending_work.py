@@ -1,4 +1,7 @@
-"""Work behind a future: a chain of interceptors, or a delayed call."""
+"""Work behind a future that is not one call.
+
+It is a chain of interceptors, or a delayed call.
+"""
 
 import threading
 from collections.abc import Callable
@@ -68,7 +71,7 @@ class PendingWork:
         """Cancel all parts, and complete the future with an error.
 
         Returns:
-            False if it has been completed.
+            False if the future has been completed.
         """
         future = self._take(error)
         if future is None:

@@ -105,7 +105,7 @@ class InterceptedHandler:
         raise error
 
     def cancel(self) -> None:
-        """Cancel what the handler waits for, now and later: coroutines and calls."""
+        """Cancel the coroutines and calls that the handler waits for, now and later."""
         self._is_canceled = True
         for future in self._started:
             future.cancel()
@@ -141,7 +141,7 @@ class InterceptedHandler:
             return failed(e.with_traceback(None if trace is None else trace.tb_next))
 
     def _checked(self, result: Future[Any]) -> CallFuture[Any]:
-        """Return a future of the result, which fails if an interceptor has replaced it."""
+        """Return a future of the same result, unless an interceptor has replaced it."""
         future: CallFuture[Any] = CallFuture(NO_DEVICES)
         future._read = True  # the caller gets a failure
         work = PendingWork(future, self._given.name, is_cancelable=False)

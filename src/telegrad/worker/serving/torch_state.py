@@ -15,6 +15,8 @@ from telegrad.worker.scope import AUTOCAST_DEVICES, Autocast, Scope, autocast_is
 
 __all__ = ["CoroutineTorchState"]
 
+_INFERENCE, _STATE = int(Flag.INFERENCE), int(Flag.NO_GRAD | Flag.INFERENCE)  # operations of enums take microseconds
+
 _hooks_api = torch._C._autograd
 _push_hooks, _pop_hooks = _hooks_api._push_saved_tensors_default_hooks, _hooks_api._pop_saved_tensors_default_hooks
 _top_hooks: Any = getattr(
@@ -86,12 +88,12 @@ class CoroutineTorchState:
         self._scope = scope if scope is not None and scope.autograd is not None else None
         self._hooks: list[Any] = []
         self._recording = recording
-        self._inference = bool(flags & Flag.INFERENCE)
-        self._grad = not flags & (Flag.NO_GRAD | Flag.INFERENCE)
+        self._inference = bool(flags & _INFERENCE)
+        self._grad = not flags & _STATE
         self._given = autocast
         self._autocast: _Autocast | None = None  # from the first step on that needs it
         self._threads: list[tuple[Any, Any, _Autocast, list[Any]] | None] = []
-        self._is_default = not flags & (Flag.NO_GRAD | Flag.INFERENCE) and not autocast
+        self._is_default = self._grad and not autocast
 
     def __enter__(self) -> Self:
         if self._is_default and self._scope is None and self._recording is None and _is_default():
