@@ -42,7 +42,7 @@ __all__ = [
 
 
 class OuterReceipt(Protocol):
-    """What the node of tensors received outside of contexts keeps (`plain.records.Receipt`)."""
+    """Record of a message received outside of contexts (`plain.records.Receipt`)."""
 
     outputs: int
     tensors: Sequence[ref[Tensor]]
@@ -176,13 +176,13 @@ def add_to_grad(leaf: Tensor, grad: Tensor) -> None:
 
 
 def edges_of_outer(node: Node) -> list[GradientEdge]:
-    """Return the edges of the tensors of a message that was received outside of contexts."""
+    """Return the edges of the tensors of a message received outside of contexts."""
     receipt: OuterReceipt = node.receipt  # type: ignore[attr-defined]
     return [GradientEdge(node, output) for output in range(receipt.outputs)]
 
 
 def add_outer(context: Context, node: Node, grads: Sequence[Tensor | None]) -> None:
-    """Add gradients of tensors received outside of contexts to a context, as of leaves.
+    """Add gradients of tensors received outside of a context to it, as of leaves.
 
     A tensor that has been freed, or changed in place, cannot be asked for: its gradient is dropped.
     """
