@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import logging
 import sys
@@ -630,6 +631,23 @@ def test_deferred_results_of_a_canceled_chunk_are_canceled(clean: Cluster, funct
     eventually(lambda: not any(w._worker.engine.stats()["running_requests"] for w in clean))
     eventually(lambda: not any(w._worker.handlers._deferred for w in clean))
     gc.collect()
+
+
+def test_a_chunk_that_is_canceled_before_its_coroutines_begin(clean: Cluster) -> None:
+    coroutines = [later(1), later(2)]
+
+    async def main() -> None:
+        deferred = chunks._Deferred(coroutines)
+        task = asyncio.create_task(chunks._gather(clean[1]._worker, later, deferred, None, 0))
+        del deferred
+        await asyncio.sleep(0)  # begins the task, and not those of the coroutines
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert caught.tb  # refers to frames, as a handled error does
+        assert [inspect.getcoroutinestate(each) for each in coroutines] == [inspect.CORO_CLOSED] * 2
+
+    asyncio.run(main())
 
 
 def test_a_canceled_chunk_runs_few_further_items(clean: Cluster) -> None:

@@ -75,12 +75,13 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
 
 
 class _Deferred(list[Any]):
-    """Results of a function, some deferred.
-
-    Ends those that are not awaited because the chunk was canceled.
-    """
+    """Results of a function, some deferred."""
 
     def __del__(self) -> None:
+        self.end_unawaited()  # of a chunk that was canceled before `_gather` began
+
+    def end_unawaited(self) -> None:
+        """End the results that are not awaited because the chunk was canceled."""
         for result in self:
             if type(result) is CoroutineType:
                 if getcoroutinestate(result) == CORO_CREATED:
@@ -92,7 +93,11 @@ class _Deferred(list[Any]):
 async def _gather(worker: Worker, function: object, deferred: _Deferred, failure: bytes | None, caller: int) -> Reply:
     """Await deferred results, all at once."""
     results: list[Any] = []
-    for result, error in await asyncio.gather(*[_settled(function, result) for result in deferred]):
+    try:
+        settled = await asyncio.gather(*[_settled(function, result) for result in deferred])
+    finally:
+        deferred.end_unawaited()  # now: the traceback of a cancellation refers to this frame
+    for result, error in settled:
         if error is not None:
             return results, None, _pack(worker, error, caller)
         results.append(result)
