@@ -1,10 +1,13 @@
-"""Threads that end with their test."""
+"""Threads that end with their test, and records of chunks."""
 
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from map_helpers import mapping
+
+from telegrad.rpc import chunks
 
 
 @pytest.fixture
@@ -22,3 +25,19 @@ def in_thread() -> Any:
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def chunk_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of items of the chunks that arrive."""
+    sizes: list[int] = []
+    original = chunks.run_chunk
+
+    def run_chunk(function: Any, items: list[Any], caller: int) -> Any:
+        sizes.append(len(items))
+        return original(function, items, caller)
+
+    run_chunk.__module__, run_chunk.__qualname__ = chunks.__name__, "run_chunk"
+    monkeypatch.setattr(chunks, "run_chunk", run_chunk)
+    monkeypatch.setattr(mapping, "run_chunk", run_chunk)
+    return sizes

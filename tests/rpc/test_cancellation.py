@@ -3,12 +3,12 @@
 import asyncio
 import concurrent.futures
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from cancellation_helpers import Log
 
 from telegrad import autograd, rpc
 from telegrad.errors import Cancelled, RpcTimeout
@@ -16,25 +16,6 @@ from telegrad.nn import RemoteModule
 from telegrad.testing import Cluster, Gate, Local, assert_quiescent, cluster, eventually, run_all
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
-
-
-class Log:
-    """Record of what handlers have done, in this process."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.begun = threading.Semaphore(0)
-        self.local = Local(self)
-
-    def begin(self, line: str = "begun") -> None:
-        self.lines.append(line)
-        self.begun.release()
-
-    def wait_for_begin(self) -> None:
-        assert self.begun.acquire(timeout=10)
-
-    def expect(self, *lines: str) -> None:
-        eventually(lambda: self.lines == [*lines], what=f"{lines}, but not {self.lines}")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cancellation_helpers import Log
 
 from telegrad import rpc
 from telegrad.errors import Cancelled, RpcTimeout
@@ -15,25 +16,6 @@ from telegrad.testing import Cluster, Gate, Local, eventually
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
-
-
-class Log:
-    """Record of what handlers have done, in this process."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.begun = threading.Semaphore(0)
-        self.local = Local(self)
-
-    def begin(self) -> None:
-        self.lines.append("begun")
-        self.begun.release()
-
-    def wait_for_begin(self) -> None:
-        assert self.begun.acquire(timeout=10)
-
-    def expect(self, *lines: str) -> None:
-        eventually(lambda: self.lines == [*lines], what=f"{lines}, but not {self.lines}")
 
 
 @pytest.fixture

@@ -1,65 +1,22 @@
 """Streams: the items of generators on other workers."""
 
 import asyncio
-import gc
-import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import torch
+from stream_helpers import GENERATORS, bursts, endless, endless_async, numbers
 
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
-from telegrad.streams.service import Streams
-from telegrad.testing import Cluster, Gate, Local, cluster, eventually
+from telegrad.streams.stream import Stream
+from telegrad.testing import Gate, Local, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
 
 WORKERS = ("w1", "w0")  # another worker, and this one
-
-
-def numbers(n: int) -> Iterator[int]:
-    yield from range(n)
-
-
-async def numbers_async(n: int) -> AsyncIterator[int]:
-    for i in range(n):
-        if i % 3 == 0:
-            await asyncio.sleep(0)
-        yield i
-
-
-def endless(ended: Local[threading.Event], counts: Local[list[int]]) -> Iterator[int]:
-    try:
-        for i in itertools.count():
-            counts.value.append(i)
-            yield i
-    finally:
-        ended.value.set()
-
-
-async def endless_async(ended: Local[threading.Event], counts: Local[list[int]]) -> AsyncIterator[int]:
-    try:
-        for i in itertools.count():
-            counts.value.append(i)
-            yield i
-            await asyncio.sleep(0)
-    finally:
-        ended.value.set()
-
-
-async def waits_forever(ended: Local[threading.Event], counts: Local[list[int]]) -> AsyncIterator[int]:
-    try:
-        yield 0
-        await asyncio.Event().wait()
-    finally:
-        ended.value.set()
-
-
-GENERATORS = [numbers, numbers_async]
-ENDLESS = [endless, endless_async, waits_forever]
 
 
 # ---- items
@@ -204,14 +161,6 @@ def test_references_as_items() -> None:
     assert [rref.to_here() for rref in rpc.stream("w1", references)] == [0, 1, 2]
 
 
-def bursts(gate: Gate) -> Iterator[int]:
-    yield 0
-    yield 1
-    yield 2
-    gate.enter()
-    yield 3
-
-
 def test_no_item_is_held_back_while_a_step_waits() -> None:
     gate = Gate()
     stream = rpc.stream("w1", bursts, (gate,))
@@ -235,16 +184,17 @@ def test_a_slow_reader_stops_the_generator(function: Any, prefetch: int) -> None
     ended, counts = Local(threading.Event()), Local(list[int]())
     with rpc.stream("w1", function, (ended, counts), prefetch=prefetch) as stream:
         assert next(stream) == 0
-        eventually(is_idle)
+        eventually(lambda: is_idle(stream))
         for expected in range(1, 100):
             assert next(stream) == expected
-        eventually(is_idle)
+        eventually(lambda: is_idle(stream))
         assert 100 <= len(counts.value) <= 100 + prefetch + 2  # an asynchronous one may be a step ahead of its credit
     assert ended.value.wait(10)
 
 
-def is_idle() -> bool:
-    return not rpc.api._worker().engine.stats()["pending_calls"]
+def is_idle(stream: Stream[Any]) -> bool:
+    """Return whether the reader requests no more items."""
+    return not stream._receiver._is_pulling
 
 
 def test_large_items_are_fetched_by_bytes() -> None:
@@ -256,7 +206,7 @@ def test_large_items_are_fetched_by_bytes() -> None:
     counts = Local(list[int]())
     with rpc.stream("w1", large, (counts,)) as stream:
         assert next(stream)[0] == 0
-        eventually(is_idle)
+        eventually(lambda: is_idle(stream))
         assert 4 < len(counts.value) <= 12  # of 4 MiB: not 256 of them
         assert next(stream)[-1] == 1
 
@@ -316,204 +266,3 @@ def test_the_state_of_a_generator_follows_its_steps() -> None:
         assert next(stream) == (False, True)
         assert rpc.rpc_sync("w1", torch.is_grad_enabled)
     assert list(stream) == [(True, False)]
-
-
-# ---- the end
-
-
-@pytest.mark.parametrize("function", ENDLESS)
-@pytest.mark.parametrize("how", ["with", "close", "collect", "error", "aclose", "cancel"])
-def test_an_early_end_closes_the_generator(function: Any, how: str) -> None:
-    ended, counts = Local(threading.Event()), Local(list[int]())
-    arguments = (ended, counts)
-
-    async def read_async() -> None:
-        stream = rpc.stream("w1", function, arguments)
-        async with stream:
-            assert await anext(stream) == 0
-            if how == "aclose":
-                await stream.aclose()
-
-    async def cancel() -> None:
-        stream = rpc.stream("w1", waits_forever, arguments)
-        assert await anext(stream) == 0
-        task = asyncio.create_task(stream.__anext__())  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended.value.wait(10)  # not only when the stream is collected
-
-    if how == "with":
-        with rpc.stream("w1", function, arguments) as stream:
-            assert next(stream) == 0
-    elif how == "close":
-        stream = rpc.stream("w1", function, arguments)
-        assert next(stream) == 0
-        stream.close()
-        stream.close()
-    elif how == "collect":
-        stream = rpc.stream("w1", function, arguments)
-        assert next(stream) == 0
-        del stream
-        gc.collect()
-    elif how == "error":
-        stream = rpc.stream("w1", function, arguments)
-        assert next(stream) == 0  # a generator that has not begun has no ``finally`` to run
-        with pytest.raises(KeyError), stream:
-            raise KeyError("of the reader")
-    else:
-        asyncio.run(read_async() if how == "aclose" else cancel())
-    assert ended.value.wait(10)
-
-
-def test_close_while_a_step_runs() -> None:
-    gate, ended = Gate(), Local(threading.Event())
-
-    def waiting() -> Iterator[int]:
-        try:
-            yield 0
-            gate.enter()
-            yield 1
-        finally:
-            ended.value.set()
-
-    stream = rpc.stream("w1", waiting)
-    assert next(stream) == 0
-    gate.wait_for()
-    stream.close()
-    assert not ended.value.is_set()
-    gate.open()
-    assert ended.value.wait(10)
-
-
-@pytest.mark.parametrize("items", [0, 1, 2])
-def test_a_generator_in_a_long_step_asks_whether_its_reader_has_closed(items: int) -> None:
-    begun, ended = threading.Event(), threading.Event()
-    said: list[bool] = []
-    local = Local((begun, ended, said))
-
-    def slow(local: Any, items: int) -> Iterator[int]:
-        begun, ended, said = local.value
-        yield from range(items)
-        said.append(rpc.cancelled())
-        begun.set()
-        eventually(rpc.cancelled)
-        ended.set()
-        yield items
-
-    stream = rpc.stream("w1", slow, (local, items))
-    assert [next(stream) for _ in range(items)] == list(range(items))
-    assert begun.wait(10)
-    stream.close()
-    assert ended.wait(10)
-    assert said == [False]
-
-
-def test_an_asynchronous_generator_sees_that_its_reader_has_closed() -> None:
-    said: list[bool] = []
-    ended = threading.Event()
-    local = Local((ended, said))
-
-    async def slow(local: Any) -> AsyncIterator[int]:
-        ended, said = local.value
-        yield 0
-        said.append(rpc.cancelled())
-        try:
-            await asyncio.Event().wait()
-        finally:
-            said.append(rpc.cancelled())
-            ended.set()
-
-    with rpc.stream("w1", slow, (local,)) as stream:
-        assert next(stream) == 0
-        eventually(lambda: said == [False])
-    assert ended.wait(10)
-    assert said == [False, True]
-
-
-def test_close_before_the_first_item() -> None:
-    gate, ended = Gate(), Local(threading.Event())
-
-    def waiting() -> Iterator[int]:
-        try:
-            gate.enter()
-            yield 0
-        finally:
-            ended.value.set()
-
-    stream = rpc.stream("w1", waiting)
-    gate.wait_for()
-    stream.close()
-    gate.open()
-    assert ended.value.wait(10)
-
-
-def test_close_before_the_generator_exists() -> None:
-    gate, ended = Gate(), Local(threading.Event())
-
-    def late() -> Iterator[int]:
-        gate.enter()
-        return endless(ended, Local(list[int]()))
-
-    stream = rpc.stream("w1", late)
-    gate.wait_for()
-    stream.close()
-    gate.open()
-    assert ended.value.wait(10)
-
-
-def test_a_shutdown_does_not_wait_for_streams_that_are_not_read() -> None:
-    ended, counts = Local(threading.Event()), Local(list[int]())
-    with cluster(2):
-        streams = [rpc.stream("w1", function, (ended, counts)) for function in ENDLESS]
-        assert [next(stream) for stream in streams] == [0, 0, 0]
-    assert ended.value.is_set()
-    for stream in streams:
-        with pytest.raises(RuntimeError, match="RPC has not been initialized"):
-            list(stream)
-
-
-def test_a_shutdown_waits_for_streams_that_are_read() -> None:
-    gate = Gate()
-    read: list[list[int]] = []
-    with cluster(2) as group:
-
-        def reader() -> None:
-            with group[0]:
-                read.append(list(rpc.stream("w1", bursts, (gate,))))
-
-        thread = threading.Thread(target=reader)
-        thread.start()
-        gate.wait_for()
-        arrived = [worker._worker.shutdown._stages[0]._machine for worker in group]
-
-        def open_late() -> None:
-            eventually(lambda: all(machine.arrived for machine in arrived))
-            gate.open()
-
-        opener = threading.Thread(target=open_late)
-        opener.start()
-    thread.join(10)
-    opener.join(10)
-    assert read == [[0, 1, 2, 3]]
-
-
-def test_a_shutdown_of_one_worker_closes_its_streams() -> None:
-    ended, counts = Local(threading.Event()), Local(list[int]())
-    with cluster(2, graceful=False) as group:
-        stream = rpc.stream("w1", endless, (ended, counts))
-        assert next(stream) == 0
-        group[0].shutdown(graceful=False)
-        assert ended.value.wait(10)
-        eventually(lambda: not Streams.of(group[1]._worker).producers)
-
-
-def test_no_thread_is_held_by_streams_that_are_not_read(two: Cluster) -> None:
-    with cluster(2, rpc.Options(num_worker_threads=1)):
-        ended, counts = Local(threading.Event()), Local(list[int]())
-        streams = [rpc.stream("w1", endless, (ended, counts), prefetch=2) for _ in range(50)]
-        assert [next(stream) for stream in streams] == [0] * 50
-        assert rpc.rpc_sync("w1", max, (1, 2), timeout=10) == 2
-        for stream in streams:
-            stream.close()

@@ -84,7 +84,8 @@ class AsyncProducer:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-        return first, int(State.ENDED if self._is_exhausted else State.LIVE), size, items
+        state = State.CLOSED if self._is_closing else State.ENDED if self._is_exhausted else State.LIVE
+        return first, int(state), size, items
 
     def flush(self) -> WireBatch:
         """Return no items: a request gets them as soon as possible."""

@@ -33,6 +33,7 @@ class State(IntEnum):
     OPEN = 0  # the callee may hold items back while the generator runs
     LIVE = 1  # open, and the callee holds no item back
     ENDED = 2
+    CLOSED = 3  # before its end
 
 
 class Batch(NamedTuple):

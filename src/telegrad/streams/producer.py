@@ -91,7 +91,7 @@ class Producer:
         """
         with self._lock:
             if self._is_closing:
-                return self._next, int(State.ENDED), 0, []
+                return self._next, int(State.CLOSED), 0, []
             self._is_running = True
             self._is_urgent = False
             self._runs += 1
@@ -111,7 +111,8 @@ class Producer:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-        return first, int(State.ENDED if self._is_exhausted else State.OPEN), size, items
+        state = State.ENDED if self._is_exhausted else State.CLOSED if must_close else State.OPEN
+        return first, int(state), size, items
 
     def flush(self) -> WireBatch:
         """Return the items that a running request holds back.

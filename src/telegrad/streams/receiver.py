@@ -214,6 +214,8 @@ class Receiver:
             self._is_live = following.state == State.LIVE
             if following.state == State.ENDED:
                 self._has_ended = True
+            elif following.state == State.CLOSED:  # by this reader, or by the callee
+                self._fail(NotInitialized() if self.worker.closed else StreamError(_closed_at_callee(self)))
             if following.items and not self._is_closed:
                 self._ready.append(following)
                 self._bytes += following.size
@@ -409,3 +411,10 @@ class Receiver:
         if not self._is_pulling or self._reader is not None:
             return None
         return ("pull", self._number, self._pulls)
+
+
+def _closed_at_callee(stream: Receiver) -> str:
+    return (
+        f"{stream} was closed at its callee before its end: the callee shuts down, or the connection of the two workers"
+        " was lost in between. Open it again."
+    )

@@ -1,0 +1,239 @@
+"""How streams end: early, with the shutdown of a worker, or closed by the callee."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from stream_helpers import ENDLESS, bursts, endless, numbers, waits_forever
+
+from telegrad import rpc
+from telegrad.errors import NotInitialized, StreamError
+from telegrad.streams.batches import Batch, State
+from telegrad.streams.service import Streams
+from telegrad.testing import Cluster, Gate, Local, cluster, eventually
+
+pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
+
+
+@pytest.mark.parametrize("function", ENDLESS)
+@pytest.mark.parametrize("how", ["with", "close", "collect", "error", "aclose", "cancel"])
+def test_an_early_end_closes_the_generator(function: Any, how: str) -> None:
+    ended, counts = Local(threading.Event()), Local(list[int]())
+    arguments = (ended, counts)
+
+    async def read_async() -> None:
+        stream = rpc.stream("w1", function, arguments)
+        async with stream:
+            assert await anext(stream) == 0
+            if how == "aclose":
+                await stream.aclose()
+
+    async def cancel() -> None:
+        stream = rpc.stream("w1", waits_forever, arguments)
+        assert await anext(stream) == 0
+        task = asyncio.create_task(stream.__anext__())  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.value.wait(10)  # not only when the stream is collected
+
+    if how == "with":
+        with rpc.stream("w1", function, arguments) as stream:
+            assert next(stream) == 0
+    elif how == "close":
+        stream = rpc.stream("w1", function, arguments)
+        assert next(stream) == 0
+        stream.close()
+        stream.close()
+    elif how == "collect":
+        stream = rpc.stream("w1", function, arguments)
+        assert next(stream) == 0
+        del stream
+        gc.collect()
+    elif how == "error":
+        stream = rpc.stream("w1", function, arguments)
+        assert next(stream) == 0  # a generator that has not begun has no ``finally`` to run
+        with pytest.raises(KeyError), stream:
+            raise KeyError("of the reader")
+    else:
+        asyncio.run(read_async() if how == "aclose" else cancel())
+    assert ended.value.wait(10)
+
+
+def test_close_while_a_step_runs() -> None:
+    gate, ended = Gate(), Local(threading.Event())
+
+    def waiting() -> Iterator[int]:
+        try:
+            yield 0
+            gate.enter()
+            yield 1
+        finally:
+            ended.value.set()
+
+    stream = rpc.stream("w1", waiting)
+    assert next(stream) == 0
+    gate.wait_for()
+    stream.close()
+    assert not ended.value.is_set()
+    gate.open()
+    assert ended.value.wait(10)
+
+
+@pytest.mark.parametrize("items", [0, 1, 2])
+def test_a_generator_in_a_long_step_asks_whether_its_reader_has_closed(items: int) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    said: list[bool] = []
+    local = Local((begun, ended, said))
+
+    def slow(local: Any, items: int) -> Iterator[int]:
+        begun, ended, said = local.value
+        yield from range(items)
+        said.append(rpc.cancelled())
+        begun.set()
+        eventually(rpc.cancelled)
+        ended.set()
+        yield items
+
+    stream = rpc.stream("w1", slow, (local, items))
+    assert [next(stream) for _ in range(items)] == list(range(items))
+    assert begun.wait(10)
+    stream.close()
+    assert ended.wait(10)
+    assert said == [False]
+
+
+def test_an_asynchronous_generator_sees_that_its_reader_has_closed() -> None:
+    said: list[bool] = []
+    ended = threading.Event()
+    local = Local((ended, said))
+
+    async def slow(local: Any) -> AsyncIterator[int]:
+        ended, said = local.value
+        yield 0
+        said.append(rpc.cancelled())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            said.append(rpc.cancelled())
+            ended.set()
+
+    with rpc.stream("w1", slow, (local,)) as stream:
+        assert next(stream) == 0
+        eventually(lambda: said == [False])
+    assert ended.wait(10)
+    assert said == [False, True]
+
+
+def test_close_before_the_first_item() -> None:
+    gate, ended = Gate(), Local(threading.Event())
+
+    def waiting() -> Iterator[int]:
+        try:
+            gate.enter()
+            yield 0
+        finally:
+            ended.value.set()
+
+    stream = rpc.stream("w1", waiting)
+    gate.wait_for()
+    stream.close()
+    gate.open()
+    assert ended.value.wait(10)
+
+
+def test_close_before_the_generator_exists() -> None:
+    gate, ended = Gate(), Local(threading.Event())
+
+    def late() -> Iterator[int]:
+        gate.enter()
+        return endless(ended, Local(list[int]()))
+
+    stream = rpc.stream("w1", late)
+    gate.wait_for()
+    stream.close()
+    gate.open()
+    assert ended.value.wait(10)
+
+
+def test_a_shutdown_does_not_wait_for_streams_that_are_not_read() -> None:
+    ended, counts = Local(threading.Event()), Local(list[int]())
+    with cluster(2):
+        streams = [rpc.stream("w1", function, (ended, counts)) for function in ENDLESS]
+        assert [next(stream) for stream in streams] == [0, 0, 0]
+    assert ended.value.is_set()
+    for stream in streams:
+        with pytest.raises((NotInitialized, StreamError)):  # the callee may be the first one to close it
+            list(stream)
+
+
+def test_a_stream_that_its_callee_closes_does_not_seem_complete(two: Cluster) -> None:
+    ended, counts = Local(threading.Event()), Local(list[int]())
+    stream = rpc.stream("w1", waits_forever, (ended, counts))
+    assert next(stream) == 0
+    streams = Streams.of(two[1]._worker)
+    (producer,) = streams.producers.values()
+    eventually(lambda: producer._request is not None)  # the next request has arrived
+    streams.close()  # as after the loss of the caller
+    with pytest.raises(StreamError, match="Open it again"):
+        list(stream)
+    assert ended.value.wait(10)
+
+
+def test_a_request_that_arrives_while_its_callee_closes_the_stream(two: Cluster) -> None:
+    stream = rpc.stream("w1", numbers, (9,), prefetch=1)
+    assert next(stream) == 0
+    (producer,) = Streams.of(two[1]._worker).producers.values()
+    producer.close()
+    assert Batch(*producer.pull(1)).state == State.CLOSED
+    with pytest.raises(StreamError, match="Open it again"):
+        list(stream)
+
+
+def test_a_shutdown_waits_for_streams_that_are_read() -> None:
+    gate = Gate()
+    read: list[list[int]] = []
+    with cluster(2) as group:
+
+        def reader() -> None:
+            with group[0]:
+                read.append(list(rpc.stream("w1", bursts, (gate,))))
+
+        thread = threading.Thread(target=reader)
+        thread.start()
+        gate.wait_for()
+        arrived = [worker._worker.shutdown._stages[0]._machine for worker in group]
+
+        def open_late() -> None:
+            eventually(lambda: all(machine.arrived for machine in arrived))
+            gate.open()
+
+        opener = threading.Thread(target=open_late)
+        opener.start()
+    thread.join(10)
+    opener.join(10)
+    assert read == [[0, 1, 2, 3]]
+
+
+def test_a_shutdown_of_one_worker_closes_its_streams() -> None:
+    ended, counts = Local(threading.Event()), Local(list[int]())
+    with cluster(2, graceful=False) as group:
+        stream = rpc.stream("w1", endless, (ended, counts))
+        assert next(stream) == 0
+        group[0].shutdown(graceful=False)
+        assert ended.value.wait(10)
+        eventually(lambda: not Streams.of(group[1]._worker).producers)
+
+
+def test_no_thread_is_held_by_streams_that_are_not_read(two: Cluster) -> None:
+    with cluster(2, rpc.Options(num_worker_threads=1)):
+        ended, counts = Local(threading.Event()), Local(list[int]())
+        streams = [rpc.stream("w1", endless, (ended, counts), prefetch=2) for _ in range(50)]
+        assert [next(stream) for stream in streams] == [0] * 50
+        assert rpc.rpc_sync("w1", max, (1, 2), timeout=10) == 2
+        for stream in streams:
+            stream.close()
