@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Components"]
 
 _FEW = 8  # messages that a component may lose without being dissolved
+_MANY = 100  # messages whose walks would set off the cycle collector several times
 
 
 class _Component:
@@ -146,12 +147,14 @@ class Components:
     # ---- the walk; with the lock held
 
     def _walk_new(self) -> None:
-        while True:
-            try:
+        pause = RecursionGuard() if len(self._new) > _MANY else None  # of the cycle collector
+        try:
+            while self._new:
                 _, record = self._new.popitem()  # the latest first: it may lead to all nodes of earlier ones
-            except KeyError:
-                return
-            self._walk(record)
+                self._walk(record)
+        finally:
+            if pause is not None:
+                pause.close()
 
     def _walk(self, record: Sent) -> None:
         self.walked += 1
