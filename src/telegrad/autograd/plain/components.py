@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Components"]
 
 _FEW = 8  # messages that a component may lose without being dissolved
+_MANY = 100  # messages whose walks would set off the cycle collector several times
 
 
 class _Component:
@@ -146,12 +147,14 @@ class Components:
     # ---- the walk; with the lock held
 
     def _walk_new(self) -> None:
-        while True:
-            try:
+        pause = RecursionGuard() if len(self._new) > _MANY else None  # of the cycle collector
+        try:
+            while self._new:
                 _, record = self._new.popitem()  # the latest first: it may lead to all nodes of earlier ones
-            except KeyError:
-                return
-            self._walk(record)
+                self._walk(record)
+        finally:
+            if pause is not None:
+                pause.close()
 
     def _walk(self, record: Sent) -> None:
         self.walked += 1
@@ -159,27 +162,27 @@ class Components:
         component.messages.add(record.id)
         self._of[record.id] = component, record
         nodes: list[Node] = []
+        nexts: list[Node] = []
         for edge in record.edges:
             if isinstance(edge, Tensor):
                 self._add_leaf(edge, component)
             elif edge is not None:
-                component = self._visit(edge.node, component, nodes)
+                nexts.append(edge.node)
+        component = self._visit(nexts, component, nodes)
         count = 0
         guard: RecursionGuard | None = None
         try:
             while nodes:
                 node = nodes.pop()
-                nexts = node.next_functions
+                below = node.next_functions
                 count += 1
                 if count == FIRST:
                     guard = RecursionGuard()
                 self._gap -= 1
                 if self._gap <= 0:
                     self._gap = next(self._gaps)
-                    hold_next(node, nexts)
-                for below, _ in nexts:
-                    if below is not None:
-                        component = self._visit(below, component, nodes)
+                    hold_next(node, below)
+                component = self._visit([there for there, _ in below if there is not None], component, nodes)
         finally:
             if guard is not None:
                 guard.close()
@@ -188,25 +191,33 @@ class Components:
         component.leaves.add(id(leaf))
         self._by_leaf.setdefault(id(leaf), set()).add(component)
 
-    def _visit(self, node: Node, component: _Component, nodes: list[Node]) -> _Component:
-        """Add a node to a component, unless it has one; return the component of both.
+    def _visit(self, found: Iterable[Node], component: _Component, nodes: list[Node]) -> _Component:
+        """Add nodes to a component, and return the component that it then is part of.
 
-        Appends it to `nodes` if the walk continues below it.
+        Appends the nodes to `nodes` below which the walk continues.
         """
-        kind = kinds[type(node)]
-        if kind == LEAF:
-            self._add_leaf(node.variable, component)  # type: ignore[attr-defined]
-            return component
-        found = self._tag_of(node)
-        if found is not None:
-            return component if found is component else self._merge(found, component)
-        self._with_nodes.add(component)
-        metadata = cast("dict[object, object]", node.metadata)
-        metadata[self._key] = component
-        if kind == RECV:
-            self._leading_on.add(component)
-        else:
-            nodes.append(node)
+        key = self._key
+        for node in found:
+            kind = kinds[type(node)]
+            if kind == LEAF:
+                self._add_leaf(node.variable, component)  # type: ignore[attr-defined]
+                continue
+            metadata = cast("dict[object, _Component]", node.metadata)
+            other = metadata.get(key)
+            if other is component:
+                continue
+            if other is not None:
+                other = _merged(other)
+                if not other.is_dissolved:
+                    if other is not component:
+                        component = self._merge(other, component)
+                    continue
+            metadata[key] = component
+            if kind == RECV:
+                self._leading_on.add(component)
+            else:
+                nodes.append(node)
+            self._with_nodes.add(component)
         return component
 
     def _tag_of(self, node: Node) -> _Component | None:

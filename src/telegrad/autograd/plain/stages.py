@@ -113,6 +113,7 @@ class PlainStages:
 
     def _open_send(self, send: int, alone_with: int | None = None) -> _Subgraph:
         context = self._context
+        graph: LocalGraph | None = None
         if alone_with is not None:  # does it lead to no other worker?
             records = context.find_sent((send,))
             if records:
@@ -122,10 +123,13 @@ class PlainStages:
         messages = context.components.of(send)
         if not messages:
             raise UnknownSend(send, "no record at this worker, or was sent after backward began")
-        return self._open(messages, ())
+        return self._open(messages, (), graph if len(messages) == 1 else None)
 
-    def _open(self, messages: Sequence[int], roots: Sequence[Entry]) -> _Subgraph:
-        """Walk the subgraph that begins at some messages, or at the roots."""
+    def _open(self, messages: Sequence[int], roots: Sequence[Entry], graph: LocalGraph | None = None) -> _Subgraph:
+        """Walk the subgraph that begins at some messages, or at the roots.
+
+        `graph` is the graph of these messages, if it has been walked.
+        """
         context = self._context
         components = context.components
         known = set(messages)
@@ -133,13 +137,15 @@ class PlainStages:
             conflict = known & self._subgraph_of.keys()
             if conflict:
                 raise UnknownSend(min(conflict), MEETS)
-            graph = LocalGraph(roots, context.find_sent(known), (), context.find_received)
+            if graph is None:
+                graph = LocalGraph(roots, context.find_sent(known), (), context.find_received)
             further = self._sharing(graph.leaves)
             if roots and graph.walk is not None:
                 further |= components.met_by(graph.walk)
             if further <= known:
                 return self._add(graph, roots)
             known |= further
+            graph = None
 
     def _sharing(self, leaves: Sequence[Tensor]) -> set[int]:
         """Return the messages that reach the same leaves, if these must get the sum.
