@@ -29,6 +29,7 @@ struct Completion {
   CallStatus status = CallStatus::kPending;
   Incoming reply;  // if kReplied
   std::int32_t peer = -1;
+  std::uint64_t connection = 0;  // if kReplied
   std::string why;  // the reason, for any other status; of kTimedOut a name of `CallState`
 };
 

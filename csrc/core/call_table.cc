@@ -75,6 +75,7 @@ WorkItem CallTable::end_async(std::uint64_t id, Completion&& completion, Release
   item.kind = WorkKind::kCompletion;
   item.status = call->status = completion.status;
   item.peer = call->peer;
+  item.connection = completion.connection;
   item.message = std::move(completion.reply);
   item.message.header.call_id = id;
   item.target = std::move(call->target);
@@ -108,11 +109,12 @@ void CallTable::release_keep_alive(std::uint64_t id, Released& released) {
 }
 
 /// Queues a reply that no thread waits for, because it carries references that must be released.
-void CallTable::orphan(std::int32_t peer, Incoming&& m) {
+void CallTable::orphan(std::int32_t peer, std::uint64_t connection, Incoming&& m) {
   WorkItem item;
   item.kind = WorkKind::kCompletion;
   item.status = CallStatus::kReplied;
   item.peer = peer;
+  item.connection = connection;
   item.message = std::move(m);
   parts_.queue.push(std::move(item));
 }
@@ -169,8 +171,8 @@ void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& release
     if (call->connection != c->id) return;  // only the peer that got the request may answer it
     if (call->status == CallStatus::kPending) {
       if (call->expired || has_expired(m)) [[unlikely]]  // the callee may notice first that the deadline has passed
-        return complete_late(id, c->peer, std::move(m), released);
-      return complete(id, Completion{.status = CallStatus::kReplied, .reply = std::move(m)}, released);
+        return complete_late(id, std::move(m), released);
+      return complete(id, Completion{.status = CallStatus::kReplied, .reply = std::move(m), .connection = c->id}, released);
     }
     if (call->keep_alive) released.push_back(std::move(call->keep_alive));
   }
@@ -179,7 +181,7 @@ void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& release
     released.push_back(std::move(kept->second.owner));
     keep_alives_.erase(kept);
   }
-  if (m.header.flags & kMustDeliver) orphan(c->peer, std::move(m));
+  if (m.header.flags & kMustDeliver) orphan(c->peer, c->id, std::move(m));
 }
 
 // ---- waiting

@@ -110,11 +110,11 @@ class CallTable {
   };
 
   ConnectionPtr begin_grace(std::uint64_t id, Released& released) REQUIRES(engine_mutex);
-  void complete_late(std::uint64_t id, std::int32_t peer, Incoming&& reply, Released& released) REQUIRES(engine_mutex);
+  void complete_late(std::uint64_t id, Incoming&& reply, Released& released) REQUIRES(engine_mutex);
   WorkItem end_async(std::uint64_t id, Completion&& completion, Released& released) REQUIRES(engine_mutex);
   void complete_replies(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void close_call(std::uint64_t id, bool replied, Released& released) REQUIRES(engine_mutex);
-  void orphan(std::int32_t peer, Incoming&& m) REQUIRES(engine_mutex);
+  void orphan(std::int32_t peer, std::uint64_t connection, Incoming&& m) REQUIRES(engine_mutex);
   void on_reply(const ConnectionPtr& c, Incoming&& m, Released& released) REQUIRES(engine_mutex);
 
   EngineParts& parts_;

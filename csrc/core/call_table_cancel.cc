@@ -49,7 +49,7 @@ void CallTable::give_up(std::uint64_t id) {
     if (!call) return;
     const bool replied = call->status == CallStatus::kReplied;  // completed after the last `wait`
     if (replied && call->completion.reply.header.flags & kMustDeliver) {
-      orphan(call->peer, std::move(call->completion.reply));
+      orphan(call->peer, call->completion.connection, std::move(call->completion.reply));
       parts_.queue.wake_for_work();
     }
     if (call->status == CallStatus::kPending && !call->expired) c = parts_.peers.find_connection(call->connection);
@@ -111,11 +111,11 @@ void CallTable::on_state(const Connection& c, std::uint64_t id, CallState state)
 }
 
 /// Completes an expired call when its reply has arrived. The reply to a request that never ran says so.
-void CallTable::complete_late(std::uint64_t id, std::int32_t peer, Incoming&& reply, Released& released) {
+void CallTable::complete_late(std::uint64_t id, Incoming&& reply, Released& released) {
   Call* call = slab_.find(id);
   if (call->keep_alive) released.push_back(std::move(call->keep_alive));
   const bool never_ran = has_expired(reply);
-  if (reply.header.flags & kMustDeliver) orphan(peer, std::move(reply));
+  if (reply.header.flags & kMustDeliver) orphan(call->peer, call->connection, std::move(reply));
   complete(id, timed_out(never_ran ? CallState::kQueued : CallState::kReplied), released);
 }
 

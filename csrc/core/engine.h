@@ -63,6 +63,14 @@ class Engine final : public ForkHandler {
   /// may be given to another worker afterwards.
   void disconnect(std::int32_t id, const std::string& why) { parts_.peers.disconnect(id, why); }
 
+  /// Reports that an event of a session with the peer (kPeerLost, kPeerLeft, kPeerBack) has been processed. The next
+  /// session with the peer opens after all of them.
+  void acknowledge(std::int32_t peer) { parts_.peers.acknowledge(peer); }
+  /// Sets the epoch of messages to the peer that may still be sent, see `Outgoing::epoch`.
+  void set_epoch(std::int32_t peer, std::int64_t epoch) { parts_.peers.set_epoch(peer, epoch); }
+  /// Returns whether a connection is open: the session has not ended.
+  bool is_open(std::uint64_t connection) const { return parts_.peers.is_open(connection); }
+
   // ---- calls. Any thread.
 
   /// Opens a call and sends its request. May block, at most until the deadline, for the peer's window and until the
@@ -114,10 +122,10 @@ class Engine final : public ForkHandler {
   bool take_deferred(WorkItem& out) { return parts_.queue.take_deferred(out); }
   /// Returns whether a deferred completion may be queued. A hint, read without the lock.
   bool has_deferred() const { return parts_.queue.has_deferred(); }
-  /// Sends a reply on the connection of its request; drops the reply if the connection has closed. If `may_wait` is
+  /// Sends a reply on the connection of its request. Returns false if that has closed: the reply is not sent. If `may_wait` is
   /// set, a thread of the pool blocks until the reply is sent, as long as the peer reads. Other threads never block,
   /// and unsent bytes are copied. If the reply has been sent on return, `reply` still holds it.
-  void reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, bool may_wait,
+  bool reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, bool may_wait,
              const std::function<void()>& before_blocking = {});
   /// Returns the size limit for the body of a reply on a connection. Never blocks.
   std::uint64_t largest_body(std::uint64_t connection) const;

@@ -24,7 +24,10 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
       parts_.calls.complete(id, Completion{.status = CallStatus::kStopped, .why = kShutDown}, released);
       return id;
     }
-    if (const Peer* found = parts_.peers.find(peer)) connection = found->connection;
+    if (const Peer* found = parts_.peers.find(peer)) {
+      connection = found->connection;
+      if (parts_.sender.reject_outdated(*found, id, *m, released)) return id;
+    }
     if (connection && parts_.sender.reject_oversized(*connection, id, *m, released)) return id;
     size = weight(m->payload_size());  // `reject_oversized` may have removed the content
     if (connection && parts_.sender.window_open(*connection, size)) {
@@ -76,7 +79,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   return id;
 }
 
-void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait,
+bool Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait,
                    const std::function<void()>& before_blocking) {
   ConnectionPtr c;
   bool more;  // other requests are waiting for a thread
@@ -84,7 +87,7 @@ void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
     Lock lock(parts_.mutex);
     parts_.canceler.on_reply(connection, call);
     c = parts_.peers.find_connection(connection);
-    if (!c) return;  // the caller has disconnected
+    if (!c) return false;  // the caller has disconnected
     more = parts_.queue.has_requests();
   }
   m->header.type = FrameType::kReply;
@@ -95,7 +98,9 @@ void Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
   PoolThread* self = may_wait && !m->segments.empty() && !c->stalled ? parts_.queue.this_thread() : nullptr;
   Transmission p{.copy = !self, .may_coalesce = more, .before_blocking = &before_blocking, .connection = c};
   if (p.copy && weight(m->payload_size()) > kLargePayload) p.copied_owner = copy_payload(*m);
-  if (parts_.sender.transmit(c, m, p) == SendResult::kQueued && self) parts_.sender.wait_until_reply_sent(*self, p);
+  const SendResult result = parts_.sender.transmit(c, m, p);
+  if (result == SendResult::kQueued && self) parts_.sender.wait_until_reply_sent(*self, p);
+  return result != SendResult::kBroken;
 }
 
 bool Engine::send(std::int32_t peer, std::unique_ptr<Outgoing> m) {

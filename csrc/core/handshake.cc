@@ -27,6 +27,9 @@ class Writer {
     return *this;
   }
   Writer& identity(const Identity& i) { return number(i.id).text(i.name).number(i.incarnation); }
+  Writer& offer(const SessionOffer& o) {
+    return number(o.number).number(static_cast<std::uint8_t>(o.previous.mine)).number(o.previous.number);
+  }
   Writer& limits(const Limits& l) { return number(l.body).number(l.message).number(l.segments).number(l.name); }
   std::string done() { return std::move(out_); }
 
@@ -64,6 +67,13 @@ class Reader {
     i.name = text();
     i.incarnation = number<std::uint64_t>();
     return i;
+  }
+  SessionOffer offer() {
+    SessionOffer o;
+    o.number = number<std::uint64_t>();
+    o.previous.mine = number<std::uint8_t>() != 0;
+    o.previous.number = number<std::uint64_t>();
+    return o;
   }
   Limits limits() {
     Limits l;
@@ -118,11 +128,14 @@ constexpr std::string_view kWrongSecret = "the group's secret does not match";
 
 }  // namespace
 
-Handshake Handshake::initiate(const HandshakeConfig& config, const Identity& target, std::string session) {
+Handshake Handshake::initiate(const HandshakeConfig& config, const Identity& target, const SessionOffer& offer,
+                              std::string link) {
   Handshake h(config);
+  h.initiator_ = true;
   h.peer_ = target;
-  h.for_lane_ = !session.empty();
-  h.session_ = std::move(session);
+  h.offer_ = offer;
+  h.for_lane_ = !link.empty();
+  h.link_ = std::move(link);
   return h;
 }
 
@@ -137,16 +150,15 @@ Handshake::Step Handshake::begin() {
                .text(nonce())
                .limits(config_->limits)
                .number(config_->lanes)
-               .text(session_)
+               .offer(offer_)
+               .text(link_)
                .done();
   state_ = State::kSentHello;
   return {.send = FrameType::kHello, .body = hello_};
 }
 
 Handshake::Step Handshake::on_frame(FrameType type, std::string_view body) {
-  if (type == FrameType::kRefuse) {
-    return fail("refused by the peer: " + printable(Reader(body).text()));
-  }
+  if (type == FrameType::kRefuse) return on_refuse(body);
   if (state_ == State::kStart && type == FrameType::kHello) return on_hello(body);
   if (state_ == State::kSentHello && type == FrameType::kChallenge) return on_challenge(body);
   if (state_ == State::kSentChallenge && type == FrameType::kProof) return on_proof(body);
@@ -170,8 +182,9 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   const std::string their_nonce = in.text();
   limits_ = in.limits();
   lanes_ = std::min(in.number<std::uint32_t>(), config_->lanes);
-  session_ = in.text();
-  for_lane_ = !session_.empty();
+  offer_ = in.offer();
+  link_ = in.text();
+  for_lane_ = !link_.empty();
   if (!in.finished() || their_nonce.size() != kNonce) return refuse("a malformed greeting");
   if (group != config_->group) return refuse("this worker belongs to another group");
   if (wanted.id != config_->me.id || wanted.name != config_->me.name ||
@@ -204,6 +217,15 @@ Handshake::Step Handshake::on_challenge(std::string_view body) {
     return refuse("worker " + printable(peer.name) + " answered instead of " + peer_.name);
   }
   peer_ = peer;
+  state_ = State::kProven;
+  return {.proven = true};
+}
+
+Handshake::Step Handshake::proceed() {
+  if (!initiator_) {
+    open();
+    return {.send = FrameType::kWelcome, .open = true};
+  }
   state_ = State::kSentProof;
   return {.send = FrameType::kProof, .body = Writer().text(mac("initiator", transcript_)).done()};
 }
@@ -213,18 +235,37 @@ Handshake::Step Handshake::on_proof(std::string_view body) {
   const std::string proof = in.text();
   if (!in.finished()) return refuse("a malformed proof");
   if (!equal_in_constant_time(proof, mac("initiator", transcript_))) return refuse(std::string(kWrongSecret));
-  open();
-  return {.send = FrameType::kWelcome, .open = true};
+  state_ = State::kProven;
+  return {.proven = true};
 }
 
 void Handshake::open() {
   state_ = State::kOpen;
-  if (!for_lane_) session_ = mac("session", transcript_);
+  if (!for_lane_) link_ = mac("link", transcript_);
+}
+
+Handshake::Step Handshake::refuse(OfferAnswer answer, std::string why) {
+  state_ = State::kFailed;
+  const std::string reason = Writer().text(why).number(answer).done();
+  return {.send = FrameType::kRefuse,
+          .body = reason + Writer().text(mac("refuse", reason + transcript_)).done(),
+          .failed = std::move(why)};
+}
+
+Handshake::Step Handshake::on_refuse(std::string_view body) {
+  Reader in(body);
+  const std::string why = in.text();
+  const auto answer = in.number<OfferAnswer>();
+  const std::string reason = Writer().text(why).number(answer).done();
+  if (state_ == State::kSentProof && equal_in_constant_time(in.text(), mac("refuse", reason + transcript_)))
+    answer_ = answer;
+  return fail("refused by the peer: " + printable(why));
 }
 
 Handshake::Step Handshake::refuse(std::string why) {
   state_ = State::kFailed;
-  return {.send = FrameType::kRefuse, .body = Writer().text(why).done(), .failed = why};
+  const std::string reason = Writer().text(why).number(OfferAnswer::kAccept).text("").done();
+  return {.send = FrameType::kRefuse, .body = reason, .failed = std::move(why)};
 }
 
 Handshake::Step Handshake::fail(std::string why) {

@@ -1,20 +1,22 @@
 // Mutual authentication of two workers, before any other frame is processed.
 //
 //     initiator                               acceptor
-//     HELLO      version, group, me, you, nonce, limits, lanes, session ->
+//     HELLO      version, group, me, you, nonce, limits, lanes, offer, link ->
 //                <- CHALLENGE   me, nonce, limits, lanes, mac("acceptor" + HELLO + all of these)
 //     PROOF      mac("initiator" + HELLO + CHALLENGE) ->
 //                <- WELCOME
 //
-// Either end may answer REFUSE with a reason. The mac is HMAC-SHA256 keyed with the group's secret. It covers both
+// Either end may answer REFUSE with a reason. An acceptor that refuses a proven initiator proves that it is the one: the
+// reason has a mac("refuse" + reason + HELLO + CHALLENGE). Each end stops at the proof of the other (`Step::proven`): the
+// engine then decides whether the session may open (core/session.h). The mac is HMAC-SHA256 keyed with the group's secret. It covers both
 // nonces and both identities, so a recorded handshake cannot be replayed, and the proof of one worker is not valid for
 // another.
 //
 // Both ends send their limits for received messages (core/limits.h); senders observe them.
 //
 // Both ends send the highest number of lanes per link; the lower number is used. The mac also derives a name of the
-// link that only the two ends know (`session`). A connection that is to become a lane has a handshake of its own and
-// sends the session of its link in HELLO. This proves the identity of its peer and its link. A pure state machine:
+// link that only the two ends know (`link`). A connection that is to become a lane has a handshake of its own and
+// sends the name of its link in HELLO. This proves the identity of its peer and its link. A pure state machine:
 // bytes in, bytes out.
 #pragma once
 
@@ -24,6 +26,7 @@
 #include <string_view>
 
 #include "core/message.h"
+#include "core/session.h"
 
 namespace telegrad {
 
@@ -46,49 +49,63 @@ class Handshake {
   struct Step {
     std::optional<FrameType> send;  // a frame to send, with this body
     std::string body;
-    bool open = false;   // both ends are authenticated
-    std::string failed;  // not empty: the reason for which the link must be closed
+    bool proven = false;  // the other end is authenticated: `proceed` follows, or `refuse`
+    bool open = false;    // both ends are authenticated, and agree
+    std::string failed;   // not empty: the reason for which the link must be closed
   };
 
-  /// Makes the initiating side of a connection to `target`. `session`: of the link for which this is to become a lane.
-  static Handshake initiate(const HandshakeConfig& config, const Identity& target, std::string session = {});
+  /// Makes the initiating side of a connection to `target`. `link`: the link for which this is to become a lane.
+  static Handshake initiate(const HandshakeConfig& config, const Identity& target, const SessionOffer& offer,
+                            std::string link = {});
   static Handshake accept(const HandshakeConfig& config);
 
   /// Initiator only: the first frame.
   Step begin();
   Step on_frame(FrameType type, std::string_view body);
+  /// After `proven`: the initiator proves itself, the acceptor opens the connection.
+  Step proceed();
+  /// Acceptor, after `proven`: rejects the initiator.
+  Step refuse(OfferAnswer answer, std::string why);
 
-  /// Returns the identity of the other end; valid once open.
+  /// Returns the identity of the other end; valid once proven.
   const Identity& peer() const { return peer_; }
-  /// Returns the limits of messages to the other end; valid once open.
+  /// Acceptor, once proven: returns the session that the initiator offers.
+  const SessionOffer& offer() const { return offer_; }
+  /// Initiator: returns the answer of the acceptor, which has proven itself; kAccept unless it has refused.
+  OfferAnswer answer() const { return answer_; }
+  /// Returns the limits of messages to the other end; valid once proven.
   const Limits& limits() const { return limits_; }
   /// Returns how many connections the link may have, including this one.
   std::uint32_t lanes() const { return lanes_; }
   /// Returns the name of the link, which only both ends can compute because it needs the secret. A lane (`for_lane`)
-  /// has the session of its link.
-  const std::string& session() const { return session_; }
+  /// has the name of its link.
+  const std::string& link() const { return link_; }
   bool for_lane() const { return for_lane_; }
 
  private:
-  enum class State { kStart, kSentHello, kSentChallenge, kSentProof, kOpen, kFailed };
+  enum class State { kStart, kSentHello, kSentChallenge, kSentProof, kProven, kOpen, kFailed };
 
   explicit Handshake(const HandshakeConfig& config) : config_(&config) {}
   Step on_hello(std::string_view body);
   Step on_challenge(std::string_view body);
   Step on_proof(std::string_view body);
+  Step on_refuse(std::string_view body);
   Step refuse(std::string why);
   Step fail(std::string why);
   std::string mac(std::string_view label, std::string_view transcript) const;
   void open();
 
   const HandshakeConfig* config_;
+  bool initiator_ = false;
   State state_ = State::kStart;
   Identity peer_;
   std::string hello_;
   std::string transcript_;
   Limits limits_;
   std::uint32_t lanes_ = 1;
-  std::string session_;
+  SessionOffer offer_;
+  OfferAnswer answer_ = OfferAnswer::kAccept;
+  std::string link_;
   bool for_lane_ = false;
 };
 

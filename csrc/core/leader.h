@@ -108,6 +108,7 @@ class Leader {
   // Leader only, while the mutex is not held (leader_poll.cc).
   bool poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term term = LeaderHandoff::kCallerTerm)
       EXCLUDES(engine_mutex);
+  void after_poll() EXCLUDES(engine_mutex);
   bool poll_once(std::uint32_t turn);
   bool poll_fds(int timeout_ms) EXCLUDES(engine_mutex);
   bool poll_memory();

@@ -66,7 +66,7 @@ bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term t
     if (at - parts_.sender.coalescing_since() >= kCoalesceDelay) parts_.sender.flush_coalesced();
     if (!handoff_.begin_poll(term)) return false;
     const bool found = poll_once(turn);
-    if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
+    after_poll();
     const std::uint32_t patience = busy_polled_.empty() ? Spin::kYieldEvery : Spin::kYieldEveryMemoryPolls;
     handoff_.end_poll(term);
     if (found) {
@@ -79,14 +79,20 @@ bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term t
   if (!may_block) {
     if (!handoff_.begin_poll(term)) return false;
     const bool found = poll_fds(0);
-    if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
+    after_poll();
     handoff_.end_poll(term);
     return found;
   }
   const bool found = poll_fds(milliseconds(until));
-  if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
+  after_poll();
   if (found) spin.slept(now() - start);
   return found;
+}
+
+/// Does what other threads have left for the leader.
+void Leader::after_poll() {
+  if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
+  if (parts_.peers.has_resumable()) parts_.peers.resume_handshakes();
 }
 
 /// Polls once while spinning. Most of these polls read only the links that were active last.

@@ -22,7 +22,7 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 5;
+inline constexpr std::uint32_t kProtocolVersion = 6;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce
@@ -103,6 +103,8 @@ using Released = std::vector<std::unique_ptr<KeepAlive>>;
 
 struct PendingSend;  // see connection.h
 
+inline constexpr std::int64_t kAnyEpoch = -1;  // of a message that may be sent in any session
+
 /// A message to send. Its body and segments point into memory that `owner` owns.
 struct Outgoing {
   FrameHeader header;
@@ -110,6 +112,7 @@ struct Outgoing {
   std::string_view body;
   std::vector<OutSegment> segments;
   std::unique_ptr<KeepAlive> owner;
+  std::int64_t epoch = kAnyEpoch;             // of the layer above: not sent after the end of its session
   bool immutable = false;                     // no other thread can change its bytes: see `copy_payload`
   bool fragmented = false;                    // by the link: its segments are sent as fragments, in any order
   std::shared_ptr<PendingSend> pending_send;  // state of a message that waits for a connection

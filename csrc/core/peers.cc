@@ -68,23 +68,29 @@ void Peers::abandon_in_child() {
   peers_.clear();
 }
 
-void Peers::push_event(EventKind kind, const Identity& peer, std::string text) {
-  WorkItem item;
-  item.kind = WorkKind::kEvent;
-  item.event = kind;
-  item.peer = peer.id;
-  item.incarnation = peer.incarnation;
-  item.text = std::move(text);
-  parts_.queue.push_peer_event(std::move(item));
-}
-
 void Peers::set_peer(PeerAddress address) {
+  std::vector<ConnectionPtr> older;
+  {
+    Lock lock(parts_.mutex);
+    Peer& peer = add_peer(address.identity.id);
+    const std::uint64_t incarnation = address.identity.incarnation;
+    if (incarnation != 0 && incarnation < peer.agreement.incarnation()) return;  // news that are out of date
+    if (peer.agreement.incarnation() != 0 && incarnation > peer.agreement.incarnation()) {
+      for (auto& [token, c] : connections_) {
+        if (c->peer == address.identity.id) older.push_back(c);
+      }
+      if (peer.dial) peer.dial->superseded = true;
+    }
+  }
+  for (const auto& c : older) close_connection(c, "another process has become worker " + address.identity.name);
   Lock lock(parts_.mutex);
-  Peer& peer = peers_[address.identity.id];
+  Peer& peer = add_peer(address.identity.id);
+  peer.agreement.meet(address.identity.incarnation);
   peer.identity = std::move(address.identity);
   peer.addresses = std::move(address.addresses);
   peer.next_address = 0;
   peer.removed = false;
+  retry(lock, peer);  // the dial was to the older one
 }
 
 void Peers::remove_peer(std::int32_t id, const std::string& why) {
@@ -125,6 +131,7 @@ void Peers::disconnect(std::int32_t id, const std::string& why) {
 
 void Peers::connect(Lock& lock, Peer& peer) {
   const Nanos at = now();
+  if (peer.dial || peer.connection || peer.connection_to_open) return;
   if (!peer.connecting) {
     peer.connecting = true;
     peer.may_recover = false;
@@ -142,16 +149,20 @@ void Peers::connect(Lock& lock, Peer& peer) {
     }
     try {
       auto link = transport->connect(address);
-      Handshake handshake = Handshake::initiate(parts_.settings.handshake, peer.identity);
+      const bool to_self = peer.identity.id == parts_.settings.handshake.me.id;
+      Handshake handshake = Handshake::initiate(parts_.settings.handshake, peer.identity,
+                                                to_self ? SessionOffer{} : peer.agreement.dial());
       const Handshake::Step hello = handshake.begin();
       auto c = add_connection(std::move(link), std::move(handshake), true);
       c->peer = peer.identity.id;
+      peer.dial = c;
       lock.unlock();
       parts_.sender.transmit(c, frame(hello));  // the leader is notified of a failure
       lock.lock();
       if (!parts_.leader.exists()) parts_.leader.watch_links();
       return;
     } catch (const std::system_error& e) {
+      peer.agreement.give_up();
       peer.last_error = e.what();
       peer.may_recover = peer.may_recover || is_transient(e.code().value());
     }
@@ -179,7 +190,7 @@ void Peers::unreachable(Peer& peer, const std::string& why, Released& released) 
   for (auto& w : pending) fail_pending(std::move(w), why, released);
   if (!pending.empty() && !peer.connection && !peer.removed && !parts_.is_stopping()) {
     peer.was_lost = true;
-    push_event(EventKind::kPeerLost, peer.identity, why);
+    push_session_event(EventKind::kPeerLost, peer, peer.identity, why);
   }
   parts_.leader.notify_progress();
 }
@@ -270,6 +281,26 @@ void Peers::run_timer(Lock& lock, Nanos at) {
   lock.lock();
 }
 
+/// Records that a connection which this end has initiated did not open, and tries the next address.
+void Peers::on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const std::string& why, Released& released) {
+  if (peer.dial == c) {
+    peer.dial.reset();
+    peer.agreement.give_up();
+  }
+  if (c->superseded) return;
+  peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;
+  peer.may_recover = peer.may_recover || c->timed_out || is_transient(why);
+  if (c->handshake.answer() == OfferAnswer::kBusy || c->handshake.answer() == OfferAnswer::kOutdated) {
+    peer.may_recover = true;  // the peer connects
+    peer.next_address = peer.addresses.size();
+  }
+  if (peer.connecting && !parts_.is_stopping()) {
+    connect(lock, peer);
+  } else {
+    unreachable(peer, peer.last_error, released);
+  }
+}
+
 // ---- end of connections
 
 void Peers::on_goodbye(const Connection& c) {
@@ -298,7 +329,6 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
     Lock lock(parts_.mutex);
     const bool was_open = c->was_open;
     for (const int fd : {c->link->fd(), c->link->lanes_fd()}) parts_.leader.remove_fd(fd);
-    const bool may_be_there = c->timed_out || is_transient(why);
     const bool gone = why.empty() || why == std::generic_category().message(ECONNRESET);
     auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
     const bool parted = c->goodbye && found != peers_.end() && found->second.removed;
@@ -310,38 +340,24 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
     }
     if (!was_open) {
       if (!c->initiator) {
+        stop_opening(lock, c);
         // Do not log peers that connect and close at once: they may have been shut down.
         if (!parts_.is_stopping() && !gone) log_rejected(*c->link, c->source, why, c->displaced);
       } else if (c->lane_of) {
         if (!parts_.is_stopping() && c->lane_of->state == Connection::State::kOpen)
           parts_.queue.log("no further lane to " + c->link->describe() + ": " + why);
       } else if (found != peers_.end()) {
-        Peer& peer = found->second;
-        peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;
-        peer.may_recover = peer.may_recover || may_be_there;
-        if (peer.connecting && !parts_.is_stopping()) {
-          connect(lock, peer);
-        } else {
-          unreachable(peer, peer.last_error, released);
-        }
+        on_dial_failed(lock, c, found->second, why, released);
       }
     } else {
       const auto status = parts_.is_stopping() ? CallStatus::kStopped : CallStatus::kPeerLost;
       parts_.calls.fail_calls_of(c->id, status, why, released);
       parts_.canceler.cancel_requests_of(c->id);
-      ConnectionPtr other;
-      for (auto& [token, o] : connections_) {
-        if (o->peer == c->peer && o->state == Connection::State::kOpen) other = o;
-      }
-      if (found != peers_.end()) {
-        if (found->second.connection == c) found->second.connection = other;
-        if (!other && !parts_.is_stopping() && !parted) {
-          found->second.was_lost = true;
-          if (c->goodbye) {  // do not reconnect to this peer; a new worker may get its id
-            found->second.removed = true;
-            found->second.last_error = why;
-          }
-          push_event(c->goodbye ? EventKind::kPeerLeft : EventKind::kPeerLost, c->handshake.peer(), why);
+      if (found != peers_.end() && found->second.connection == c) {
+        if (has_session(*c)) {
+          end_session(c, found->second, why, parted);
+        } else {
+          found->second.connection.reset();
         }
       }
     }

@@ -1,10 +1,16 @@
 // The peers of an engine and the connections to them: listening, connecting on first use, handshakes, lanes, and the
 // end of connections.
 //
-// A connection is open once both ends have proven their identity. Requests go over one connection per peer, the first
-// open one or the last one that this end initiated. The loss of the last connection fails the calls of the peer.
+// A connection opens once both ends have proven their identity and agree that it carries their session
+// (core/session.h). A peer has at most one open connection. Its end is the end of the session: it fails the calls of the
+// peer, and queues an event.
+//
+// Order. The layer above acknowledges each event of a session. The next session does not open before that, at either
+// end, so nothing of it is processed before the layer above knows of the end of the last one. The layer above divides
+// its own messages in the same way, with `Outgoing::epoch`: a message that belongs to an ended session is not sent.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -19,6 +25,7 @@
 #include "base/thread_safety.h"
 #include "core/connection.h"
 #include "core/sender.h"
+#include "core/session.h"
 #include "core/settings.h"
 
 namespace telegrad {
@@ -26,6 +33,8 @@ namespace telegrad {
 struct EngineParts;
 
 struct Peer {
+  explicit Peer(bool wins) : agreement(wins) {}
+
   Identity identity;
   std::vector<std::string> addresses;
   std::size_t next_address = 0;
@@ -36,8 +45,15 @@ struct Peer {
   bool removed = false;
   bool was_lost = false;
   std::string last_error;
-  ConnectionPtr connection;            // carries the requests
   std::deque<PendingMessage> pending;  // messages that wait for a connection
+
+  SessionAgreement agreement;
+  ConnectionPtr connection;           // open: the session
+  ConnectionPtr dial;                 // the connection that this end initiates
+  ConnectionPtr connection_to_open;   // accepted; its welcome is being sent
+  int unacknowledged = 0;             // events of sessions
+  std::vector<ConnectionPtr> proven;  // handshakes that wait for these events
+  std::int64_t epoch = 0;             // of the messages that the layer above makes now
 };
 
 /// Or-ed to a connection's token: its `lanes_fd`.
@@ -53,6 +69,9 @@ class Peers {
   void set_peer(PeerAddress peer) EXCLUDES(engine_mutex);
   void remove_peer(std::int32_t id, const std::string& why) EXCLUDES(engine_mutex);
   void disconnect(std::int32_t id, const std::string& why) EXCLUDES(engine_mutex);
+  void acknowledge(std::int32_t id) EXCLUDES(engine_mutex);
+  void set_epoch(std::int32_t id, std::int64_t epoch) EXCLUDES(engine_mutex);
+  bool is_open(std::uint64_t connection) const EXCLUDES(engine_mutex);
 
   // ---- peers
 
@@ -91,6 +110,9 @@ class Peers {
 
   void accept_from(Listener& listener) EXCLUDES(engine_mutex);
   void on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body) EXCLUDES(engine_mutex);
+  /// Continues the handshakes that have waited for an event.
+  void resume_handshakes() EXCLUDES(engine_mutex);
+  bool has_resumable() const { return has_resumable_.load(std::memory_order_relaxed); }
   /// Opens lanes if the link wants some after large messages.
   void open_lanes(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   /// Returns the connections that have got a lane since the last call; data may have arrived on it.
@@ -105,6 +127,8 @@ class Peers {
 
   void run_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator) REQUIRES(engine_mutex);
+  void on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const std::string& why, Released& released)
+      REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   void unreachable(Peer& peer, const std::string& why, Released& released) REQUIRES(engine_mutex);
   void fail_pending(PendingMessage&& pending, const std::string& why, Released& released) REQUIRES(engine_mutex);
   void expire_pending(Peer& peer, Nanos at, Released& released) REQUIRES(engine_mutex);
@@ -117,9 +141,27 @@ class Peers {
       REQUIRES(engine_mutex);
 
   // peers_handshake.cc
+  void take_step(const ConnectionPtr& c, const Handshake::Step& step) EXCLUDES(engine_mutex);
   void on_open(const ConnectionPtr& c) EXCLUDES(engine_mutex);
-  void push_event(EventKind kind, const Identity& peer, std::string text = {}) REQUIRES(engine_mutex);
+  void log_open(const Connection& c, const Peer& peer) REQUIRES(engine_mutex);
+  std::deque<PendingMessage> take_pending(const Connection& c, Peer& peer, std::deque<PendingMessage>& dropped,
+                                          Released& released) REQUIRES(engine_mutex);
+  bool must_send(const Connection& c, const Peer& peer, Outgoing& m, Released& released) REQUIRES(engine_mutex);
   static std::unique_ptr<Outgoing> frame(const Handshake::Step& step);
+
+  // peers_sessions.cc
+  Peer& add_peer(std::int32_t id) REQUIRES(engine_mutex);
+  bool has_session(const Connection& c) const REQUIRES(engine_mutex);
+  void push_event(EventKind kind, const Identity& peer, std::string text = {}) REQUIRES(engine_mutex);
+  void push_session_event(EventKind kind, Peer& peer, const Identity& who, std::string text = {})
+      REQUIRES(engine_mutex);
+  void on_proven(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  std::optional<Handshake::Step> decide(const ConnectionPtr& c, std::vector<ConnectionPtr>& ended)
+      REQUIRES(engine_mutex);
+  void stop_opening(Lock& lock, const ConnectionPtr& c) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  void retry(Lock& lock, Peer& peer) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  bool begin_session(const ConnectionPtr& c, Peer& peer) REQUIRES(engine_mutex);
+  void end_session(const ConnectionPtr& c, Peer& peer, const std::string& why, bool parted) REQUIRES(engine_mutex);
 
   // peers_lanes.cc
   void open_lane(const ConnectionPtr& c) EXCLUDES(engine_mutex);
@@ -130,6 +172,8 @@ class Peers {
   std::unordered_map<std::uint64_t, ConnectionPtr> connections_ GUARDED_BY(engine_mutex);
   std::unordered_map<std::uint64_t, std::shared_ptr<Listener>> listeners_ GUARDED_BY(engine_mutex);
   std::map<std::int32_t, Peer> peers_ GUARDED_BY(engine_mutex);
+  std::vector<ConnectionPtr> resumable_ GUARDED_BY(engine_mutex);  // handshakes to continue
+  std::atomic<bool> has_resumable_ = false;
   Nanos timer_at_ GUARDED_BY(engine_mutex) = kNever;   // when a handshake expires or a reconnect is due
   Nanos rejected_since_ GUARDED_BY(engine_mutex) = 0;  // start of the interval of `rejected_` rejected connections
   std::size_t rejected_ GUARDED_BY(engine_mutex) = 0;

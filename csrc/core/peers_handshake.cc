@@ -42,6 +42,11 @@ void Peers::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vie
   } catch (const std::exception& e) {  // no random bytes
     return close_connection(c, e.what());
   }
+  if (step.proven) return on_proven(c);
+  take_step(c, step);
+}
+
+void Peers::take_step(const ConnectionPtr& c, const Handshake::Step& step) {
   if (step.send) {
     if (parts_.sender.transmit(c, frame(step)) == SendResult::kBroken) return;
   }
@@ -51,72 +56,73 @@ void Peers::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vie
 }
 
 void Peers::on_open(const ConnectionPtr& c) {
-  std::deque<PendingMessage> pending, expired;
+  std::deque<PendingMessage> pending, dropped;
   Released released;
-  bool stale = false;
   std::unique_lock sending(c->send_mutex);  // waiting messages are sent before new ones
   {
     Lock lock(parts_.mutex);
+    if (!has_connection(c->id)) return;  // lost meanwhile
     const Identity& remote = c->handshake.peer();
-    Peer& peer = peers_[remote.id];
-    // The id of a removed peer is free for another worker, but not for the same incarnation.
-    stale = peer.removed ? peer.identity.incarnation == remote.incarnation
-                         : !peer.identity.name.empty() && peer.identity.name != remote.name;
-    auto handshaking = Connection::State::kHandshaking;
-    if (!stale) {
-      if (!c->state.compare_exchange_strong(handshaking, Connection::State::kOpen)) return;  // lost meanwhile
-      c->was_open = true;
-      peer.removed = false;
-      if (peer.was_lost) {
-        peer.was_lost = false;
-        push_event(EventKind::kPeerBack, remote);
-      }
-      peer.identity = remote;
-      c->peer = remote.id;
-      c->limits = c->handshake.limits();
-      c->link->set_limits(parts_.settings.handshake.limits);
-      if (c->initiator && !peer.last_error.empty() && c->link->describe() != peer.addresses.front()) {
-        parts_.queue.log("worker " + remote.name + " is reached at " + c->link->describe() +
-                         ", because a faster transport failed: " + peer.last_error);
-      }
-      if (!peer.connection && remote.id != parts_.settings.handshake.me.id) {
-        const std::string address = c->link->describe();
-        const std::string from = c->source.empty() ? "" : ":" + c->source;
-        push_event(
-            EventKind::kConnected, remote,
-            remote.name + (c->initiator ? " to " + address : " from " + address.substr(0, address.find(':')) + from));
-      }
-      if (!peer.connection || c->initiator) {
-        peer.connection = c;
-        peer.connecting = false;
-        pending = std::exchange(peer.pending, {});
-        std::erase_if(pending, [&](PendingMessage& w) REQUIRES(engine_mutex) {
-          auto& m = w.message;
-          const bool request = m->header.type == FrameType::kRequest;
-          if (!parts_.sender.reject_oversized(*c, request ? m->header.call_id : 0, *m, released)) {
-            if (!request) return false;
-            parts_.calls.set_connection(m->header.call_id, c->id);
-            const Call* call = parts_.calls.find(m->header.call_id);
-            if (call && call->status == CallStatus::kPending) return false;
-            if (m->header.flags & kMustDeliver) {  // the callee counts on it, but may not need to run it
-              if (may_leave_out(m->header)) leave_out(*m, LeftOut::kCanceled, "");
-              return false;
-            }
-          }
-          if (m->pending_send) m->pending_send->done = true;
-          expired.push_back(std::move(w));  // its caller has given up, or it is too large: the call is not made
-          return true;
-        });
-      }
+    Peer& peer = add_peer(remote.id);
+    const bool with_session = has_session(*c);
+    if (with_session && !begin_session(c, peer)) return;
+    if (!with_session && c->initiator) {
+      peer.connection = std::move(peer.dial);
+      peer.connecting = false;
     }
-  }
-  {
-    Lock lock(parts_.mutex);
+    c->state = Connection::State::kOpen;
+    c->was_open = true;
+    c->peer = remote.id;
+    c->limits = c->handshake.limits();
+    c->link->set_limits(parts_.settings.handshake.limits);
+    if (with_session) log_open(*c, peer);
+    if (peer.connection == c) pending = take_pending(*c, peer, dropped, released);
     parts_.leader.notify_progress();
   }
   parts_.sender.send_pending(c, pending);
-  sending.unlock();
-  if (stale) close_connection(c, "worker id " + std::to_string(c->handshake.peer().id) + " is taken by another name");
+}
+
+/// Reports a session, and a transport that did not work.
+void Peers::log_open(const Connection& c, const Peer& peer) {
+  const Identity& remote = c.handshake.peer();
+  const std::string address = c.link->describe();
+  if (c.initiator && !peer.last_error.empty() && address != peer.addresses.front()) {
+    parts_.queue.log("worker " + remote.name + " is reached at " + address + ", because a faster transport failed: " +
+                     peer.last_error);
+  }
+  const std::string from = c.source.empty() ? "" : ":" + c.source;
+  push_event(EventKind::kConnected, remote,
+             remote.name + (c.initiator ? " to " + address : " from " + address.substr(0, address.find(':')) + from));
+}
+
+/// Takes the messages that have waited for the connection. Those in `dropped` are not sent: the caller has given up,
+/// the message is too large, or it belongs to an ended session.
+std::deque<PendingMessage> Peers::take_pending(const Connection& c, Peer& peer, std::deque<PendingMessage>& dropped,
+                                               Released& released) {
+  auto pending = std::exchange(peer.pending, {});
+  std::erase_if(pending, [&](PendingMessage& w) REQUIRES(engine_mutex) {
+    if (!must_send(c, peer, *w.message, released)) {
+      if (w.message->pending_send) w.message->pending_send->done = true;
+      dropped.push_back(std::move(w));
+      return true;
+    }
+    return false;
+  });
+  return pending;
+}
+
+bool Peers::must_send(const Connection& c, const Peer& peer, Outgoing& m, Released& released) {
+  const bool request = m.header.type == FrameType::kRequest;
+  const std::uint64_t id = request ? m.header.call_id : 0;
+  if (parts_.sender.reject_outdated(peer, id, m, released) || parts_.sender.reject_oversized(c, id, m, released))
+    return false;
+  if (!request) return true;
+  parts_.calls.set_connection(id, c.id);
+  const Call* call = parts_.calls.find(id);
+  if (call && call->status == CallStatus::kPending) return true;
+  if (!(m.header.flags & kMustDeliver)) return false;
+  if (may_leave_out(m.header)) leave_out(m, LeftOut::kCanceled, "");  // the callee counts on it, but need not run it
+  return true;
 }
 
 }  // namespace telegrad

@@ -34,7 +34,7 @@ void Peers::open_lane(const ConnectionPtr& c) {
   try {
     const std::string address = c->link->describe();
     auto link = find_transport(address)->connect(address);
-    Handshake handshake = Handshake::initiate(parts_.settings.handshake, c->handshake.peer(), c->handshake.session());
+    Handshake handshake = Handshake::initiate(parts_.settings.handshake, c->handshake.peer(), {}, c->handshake.link());
     const Handshake::Step hello = handshake.begin();
     ConnectionPtr lane;
     {
@@ -67,7 +67,7 @@ void Peers::attach_lane(const ConnectionPtr& lane) {
     for (auto& [token, c] : connections_) {
       const bool same = c->state == Connection::State::kOpen && c->peer == remote.id &&
                         c->handshake.peer().incarnation == remote.incarnation &&
-                        c->handshake.session() == lane->handshake.session();
+                        c->handshake.link() == lane->handshake.link();
       if (same && c->link->lanes() + 1 < c->handshake.lanes()) link = c;
     }
     if (link && connections_.contains(lane->id)) {

@@ -46,6 +46,7 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
       return SendResult::kBroken;
     }
     Peer& p = *found;
+    if (reject_outdated(p, id, *m, released)) return id ? SendResult::kDone : SendResult::kBroken;
     transmission.connection = p.connection;
     if (!p.connection) {
       if (transmission.copy) {
@@ -151,6 +152,15 @@ void Sender::flush(const ConnectionPtr& c) {
     Lock lock(parts_.mutex);
     parts_.leader.notify_progress();
   }
+}
+
+bool Sender::reject_outdated(const Peer& peer, std::uint64_t id, const Outgoing& m, Released& released) {
+  if (m.epoch == kAnyEpoch || m.epoch == peer.epoch) [[likely]]
+    return false;
+  if (id == 0) return true;
+  parts_.calls.release_keep_alive(id, released);
+  parts_.calls.complete(id, Completion{.status = CallStatus::kPeerLost, .why = "the connection was lost"}, released);
+  return true;
 }
 
 bool Sender::reject_oversized(const Connection& c, std::uint64_t id, Outgoing& m, Released& released) {

@@ -98,17 +98,19 @@ bool take_completion(Engine& e, std::uint64_t call, Nanos timeout, Completion& o
   return end == WaitEnd::kDone;
 }
 
-void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m) {
+bool send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m) {
   hand_off_leases(*m, connection);
+  bool sent;
   if (m->payload_size() <= kSmall) {
     ReleaseGilIfContended gil;
-    e.reply(connection, call, std::move(m), false, gil.before_blocking());
+    sent = e.reply(connection, call, std::move(m), false, gil.before_blocking());
   } else {
     const GilReleased no_gil;
-    e.reply(connection, call, std::move(m), true);
+    sent = e.reply(connection, call, std::move(m), true);
   }
   release_message(m);
   decref_deferred();
+  return sent;
 }
 
 }  // namespace telegrad::python

@@ -29,6 +29,6 @@ bool take_completion(Engine& e, std::uint64_t call, Nanos timeout, Completion& o
 
 /// Replies to a request. Tensors in leased memory are sent without a copy if only the message holds them. Releases the
 /// GIL for a large message, or if another thread is sending.
-void send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m);
+bool send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m);
 
 }  // namespace telegrad::python

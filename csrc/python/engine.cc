@@ -61,15 +61,17 @@ std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
   return completion_tuple(std::move(completion));
 }
 
-void reply(Engine& e, std::uint64_t connection, std::uint64_t call, int tag, int flags, const nb::bytes& body,
+bool reply(Engine& e, std::uint64_t connection, std::uint64_t call, int tag, int flags, const nb::bytes& body,
            nb::handle segments) {
   auto m = compose(tag, flags, body, segments);
   if (any_leases() && !segments.is_none()) nb::cast<nb::list>(segments).clear();
-  send_reply(e, connection, call, std::move(m));
+  return send_reply(e, connection, call, std::move(m));
 }
 
-bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& body, nb::handle segments) {
+bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& body, nb::handle segments,
+          std::int64_t epoch) {
   auto m = compose(tag, flags, body, segments);
+  m->epoch = epoch;
   bool sent;
   {
     const GilReleased no_gil;
@@ -184,12 +186,19 @@ void init_engine(nb::module_& m) {
                         .addresses = std::move(addresses)});
           },
           "id"_a, "name"_a, "incarnation"_a, "addresses"_a)
+      .def("acknowledge", &Engine::acknowledge, "id"_a, nb::call_guard<GilReleased>(),
+           "Report that an event of a session with the peer has been processed.\n\n"
+           "The next session with the peer opens after all of them.")
+      .def("set_epoch", &Engine::set_epoch, "id"_a, "epoch"_a,
+           "Set the epoch of the messages to the peer that may still be sent.\n\n"
+           "Messages of an earlier epoch belong to an ended session, and are not sent.")
+      .def("is_open", &Engine::is_open, "connection"_a, "Return whether the session of a connection has not ended.")
       .def("disconnect", &Engine::disconnect, "id"_a, "why"_a, nb::call_guard<GilReleased>())
       .def("remove_peer", &Engine::remove_peer, "id"_a, "why"_a, nb::call_guard<GilReleased>())
       .def("call", call, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "keep_alive"_a.none(),
            "Send a request and wait.\n\n"
-           "Returns (status, tag, flags, body, segments, peer, why).")
+           "Returns (status, tag, flags, body, segments, peer, connection, why).")
       .def("start", start, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "never_wait"_a, "deferred"_a, "target"_a, "keep_alive"_a.none(),
            "Send a request and return the call's id; 0 if the engine has been stopped.\n\n"
@@ -201,7 +210,7 @@ void init_engine(nb::module_& m) {
            "Raises the exception of a signal handler. The caller must then call `wait` again: a completion that has\n"
            "arrived by then is kept for it.")
       .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
-           "Reply to a request.\n\n"
+           "Reply to a request. False: its session has ended.\n\n"
            "The segments' memory may change once this has returned; the list may be emptied.")
       .def("detach", &Engine::detach, "connection"_a, "call"_a, "deferred"_a,
            "Record that no thread runs a request, and return whether it has been canceled.\n\n"
@@ -215,8 +224,8 @@ void init_engine(nb::module_& m) {
            "Returns None if the link leases none. The link is that of `connection` if it belongs to the peer (`peer`\n"
            "may then be -1), else the link of requests.\n\n"
            "A reply over this connection transfers it without a copy if no other code holds it by then.")
-      .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
-           "Send a one-way message. False: the peer is known to have left.")
+      .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(), "epoch"_a = kAnyEpoch,
+           "Send a one-way message. False: the peer is known to have left, or the epoch has ended.")
       .def("next", next, "thread"_a,
            "Block until a work item is ready for this pool thread, and return it.\n\n"
            "Returns None when the engine has stopped.\n\n"

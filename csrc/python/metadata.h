@@ -47,7 +47,7 @@ class AutogradHooks {
   /// Reports whether requests of a context run without a guard around them. Throws nb::python_error.
   bool is_unguarded() const;
   /// Returns the context of a received request, or None.
-  nb::object on_request(const ContextTag& in, std::int32_t peer) const;
+  nb::object on_request(const ContextTag& in, std::int32_t peer, std::uint64_t connection) const;
   /// Returns the function that records the tensors of a received message, for `decode_body`; not valid if there are
   /// none.
   nb::object wrap(const ContextTag& in, std::int32_t peer, nb::handle context) const;

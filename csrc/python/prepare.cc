@@ -39,6 +39,7 @@ std::uint32_t number_of(nb::handle number) { return static_cast<std::uint32_t>(P
 std::unique_ptr<Outgoing> compose_request(nb::handle request) {
   const nb::object message = request.attr("message");
   auto m = compose(wire::kCall, nb::cast<int>(message.attr("flags")), message.attr("body"), message.attr("segments"));
+  m->epoch = nb::cast<std::int64_t>(message.attr("epoch"));
   const nb::object name = request.attr("name");
   if (!name.is_none()) set_name(*m, number_of(name[0]), name[1]);
   return m;

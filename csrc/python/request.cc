@@ -152,7 +152,7 @@ bool RequestServer::decode(Request*& r, nb::object& holder) {
   const bool slow = r->slow.is_valid();  // resumed after its references were confirmed
   if (!slow && !records_all_ && m.header.tag == wire::kCall && is_simple(*r, in)) {
     if (in.id.is_valid()) {
-      r->context = autograd_.on_request(in, r->item.peer);
+      r->context = autograd_.on_request(in, r->item.peer, r->item.connection);
       wrap = autograd_.wrap(in, r->item.peer, r->context);
     }
     if (m.header.flags & wire::kMetadata) m.segments.pop_back();
@@ -205,7 +205,7 @@ void RequestServer::read_body(Request& r, const nb::object& body) {
   if (keeps) {
     const nb::object local_id = last();
     if (!r.target.is_valid()) {
-      r.target = ask(python_.accept, r.item.peer, local_id);
+      r.target = ask(python_.accept, r.item.peer, local_id, r.item.connection);
       if (r.slow.is_valid()) ask(r.slow.attr("creates"), r.target);
     }
   }

@@ -52,7 +52,7 @@ struct ServerCallbacks {
   nb::object wait_ready;       // wait_ready(): blocks until all members of the group are known
   nb::object prepare;          // prepare(info, tag, flags, body, segments) -> SlowRequest; None: Python has replied
   nb::object park;             // park(request, slow, receiver, fetches, peer) -> is it parked?
-  nb::object accept;           // accept(peer, local id) -> the reference to create
+  nb::object accept;           // accept(peer, local id, connection) -> the reference to create
   nb::object settle;           // settle(reference, value)
   nb::object value_of;         // value_of(receiver) -> the value, or raises
   nb::object reply;            // reply_slow(info, [result])

@@ -107,16 +107,16 @@ CASE(a_tensor_sent_over_lanes_may_change_afterwards) {
 
 /// Connects to a worker with a handshake for a lane, until the connection ends or, if it `stays`, until the welcome.
 struct Attempt {
-  Attempt(const PeerAddress& at, const HandshakeConfig& config, std::string session, bool stays = false)
+  Attempt(const PeerAddress& at, const HandshakeConfig& config, std::string link_name, bool stays = false)
       : link(find_transport(at.addresses[0])->connect(at.addresses[0])),
-        handshake(Handshake::initiate(config, at.identity, std::move(session))) {
+        handshake(Handshake::initiate(config, at.identity, {}, std::move(link_name))) {
     act(handshake.begin());
     while (!over && !(stays && welcome)) {
       readable(link->fd());
       over = link->receive(inbox, kAnyBudget) == ReceiveState::kBroken;
       for (; !over && read < inbox.messages.size(); ++read) {
         const Incoming& m = inbox.messages[read];
-        act(handshake.on_frame(m.header.type, m.body_view()));
+        act(advance(handshake, m.header.type, m.body_view()));
       }
     }
   }
@@ -148,10 +148,10 @@ CASE(only_the_peer_can_add_a_lane) {
   Attempt intruder(a.address(), wrong, std::string(32, 's'));
   CHECK(!intruder.welcome);
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "secret does not match");
-  Attempt guess(a.address(), p.config, std::string(32, 's'));  // knows the group's secret, but not the session
+  Attempt guess(a.address(), p.config, std::string(32, 's'));  // knows the group's secret, but not the link's name
   HandshakeConfig third = Worker::settings_of(2).handshake;
   third.lanes = 4;
-  Attempt member(a.address(), third, p.session);  // uses the session of another member's link
+  Attempt member(a.address(), third, p.link_name);  // uses the name of another member's link
   CHECK_EQ(a.engine->stats().lanes, 0u);
   p.send(message(FrameType::kRequest, "x", 1));
   Message request = message(FrameType::kRequest, "still here", 2);
@@ -172,7 +172,7 @@ CASE(no_more_lanes_than_both_ends_want) {
     Puppet p(1, "tcp");
     p.config.lanes = theirs;
     p.connect(a.address());
-    Attempt first(a.address(), p.config, p.session, true), second(a.address(), p.config, p.session);
+    Attempt first(a.address(), p.config, p.link_name, true), second(a.address(), p.config, p.link_name);
     CHECK(first.welcome);
     CHECK_EQ(a.engine->stats().lanes, 1u);
     CHECK_SAYS(a.wait_for_event(EventKind::kLog), "it is a lane of an unknown link");

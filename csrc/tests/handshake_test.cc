@@ -35,10 +35,11 @@ void check_failed(const Handshake::Step& step, const std::string& why) {
 
 /// Alice and Bob; the test passes each frame between them.
 struct Talk {
-  explicit Talk(HandshakeConfig a = config(kAlice), HandshakeConfig b = config(kBob), Identity target = kBob)
+  explicit Talk(HandshakeConfig a = config(kAlice), HandshakeConfig b = config(kBob), Identity target = kBob,
+                const SessionOffer& offer = {})
       : alice_credo(std::move(a)),
         bob_credo(std::move(b)),
-        alice(Handshake::initiate(alice_credo, target)),
+        alice(Handshake::initiate(alice_credo, target, offer)),
         bob(Handshake::accept(bob_credo)) {}
 
   HandshakeConfig alice_credo, bob_credo;
@@ -54,7 +55,7 @@ std::pair<std::string, std::string> run(Talk& t) {
     flying.pop_front();
     std::string& came_to = to_bob ? bob_came_to : alice_came_to;
     if (!came_to.empty() && came_to != "open") continue;
-    const Handshake::Step step = (to_bob ? t.bob : t.alice).on_frame(f.type, f.body);
+    const Handshake::Step step = advance(to_bob ? t.bob : t.alice, f.type, f.body);
     if (step.send) flying.emplace_back(!to_bob, frame_of(step));
     if (step.open) came_to = "open";
     if (!step.failed.empty()) came_to = step.failed;
@@ -73,33 +74,62 @@ CASE(members_authenticate_each_other) {
   CHECK_EQ(t.bob.peer().incarnation, 11u);
 }
 
-/// Both ends compute the same session, and no other link has it.
-CASE(links_have_sessions_for_their_lanes) {
+/// Both ends compute the same name of their link, and no other link has it.
+CASE(links_have_names_for_their_lanes) {
   HandshakeConfig alice_credo = config(kAlice), bob_credo = config(kBob);
   alice_credo.lanes = 4;
   bob_credo.lanes = 3;
   Talk link(alice_credo, bob_credo), another(alice_credo, bob_credo);
   run(link);
   run(another);
-  CHECK_EQ(link.alice.session().size(), 32u);
-  CHECK_EQ(link.alice.session(), link.bob.session());
-  CHECK(link.alice.session() != another.alice.session());
+  CHECK_EQ(link.alice.link().size(), 32u);
+  CHECK_EQ(link.alice.link(), link.bob.link());
+  CHECK(link.alice.link() != another.alice.link());
   CHECK(!link.alice.for_lane() && !link.bob.for_lane());
   CHECK_EQ(link.alice.lanes(), 3u);
   CHECK_EQ(link.bob.lanes(), 3u);
 
   Talk lane(alice_credo, bob_credo);
-  lane.alice = Handshake::initiate(lane.alice_credo, kBob, link.alice.session());
+  lane.alice = Handshake::initiate(lane.alice_credo, kBob, {}, link.alice.link());
   CHECK(run(lane) == std::pair<std::string, std::string>("open", "open"));
   CHECK(lane.alice.for_lane() && lane.bob.for_lane());
-  CHECK_EQ(lane.bob.session(), link.bob.session());
+  CHECK_EQ(lane.bob.link(), link.bob.link());
 
   Talk changed(alice_credo, bob_credo);  // tampered with: to become a lane of another link
-  changed.alice = Handshake::initiate(changed.alice_credo, kBob, link.alice.session());
+  changed.alice = Handshake::initiate(changed.alice_credo, kBob, {}, link.alice.link());
   Frame hello = frame_of(changed.alice.begin());
   hello.body.back() = static_cast<char>(hello.body.back() ^ 1);
-  const Frame challenge = frame_of(changed.bob.on_frame(hello.type, hello.body));
-  check_failed(changed.alice.on_frame(challenge.type, challenge.body), "secret does not match");
+  const Frame challenge = frame_of(advance(changed.bob, hello.type, hello.body));
+  check_failed(advance(changed.alice, challenge.type, challenge.body), "secret does not match");
+}
+
+/// The acceptor gets the offered session; its answer is believed if it has proven itself.
+CASE(offers_are_answered_under_the_proofs) {
+  Talk t(config(kAlice), config(kBob), kBob, {.number = 3, .previous = {.mine = true, .number = 2}});
+  const auto at_proof = [](Talk& talk) {
+    const Frame hello = frame_of(talk.alice.begin());
+    const Frame challenge = frame_of(advance(talk.bob, hello.type, hello.body));
+    const Frame proof = frame_of(advance(talk.alice, challenge.type, challenge.body));
+    CHECK(talk.bob.on_frame(proof.type, proof.body).proven);
+  };
+  at_proof(t);
+  CHECK_EQ(t.bob.offer().number, 3u);
+  CHECK(t.bob.offer().previous == (SessionId{.mine = true, .number = 2}));
+  Handshake alice = t.alice;
+  const Frame refusal = frame_of(t.bob.refuse(OfferAnswer::kStale, "replaced"));
+  check_failed(alice.on_frame(refusal.type, refusal.body), "refused by the peer: replaced");
+  CHECK(alice.answer() == OfferAnswer::kStale);
+
+  std::string forged = refusal.body;
+  forged.back() = static_cast<char>(forged.back() ^ 1);
+  alice = t.alice;
+  check_failed(alice.on_frame(refusal.type, forged), "refused");
+  CHECK(alice.answer() == OfferAnswer::kAccept);
+
+  Talk other;
+  at_proof(other);
+  check_failed(other.alice.on_frame(refusal.type, refusal.body), "refused");  // recorded
+  CHECK(other.alice.answer() == OfferAnswer::kAccept);
 }
 
 /// Each end gets the limits of the other; neither can be made to accept forged ones.
@@ -124,12 +154,12 @@ CASE(limits_are_exchanged_under_the_proofs) {
   };
   Talk asked(alice_credo, bob_credo);
   const Frame hello = frame_of(asked.alice.begin());
-  const Frame challenge = frame_of(asked.bob.on_frame(hello.type, changed(hello.body, alice_credo.limits.message)));
-  check_failed(asked.alice.on_frame(challenge.type, challenge.body), "secret does not match");
+  const Frame challenge = frame_of(advance(asked.bob, hello.type, changed(hello.body, alice_credo.limits.message)));
+  check_failed(advance(asked.alice, challenge.type, challenge.body), "secret does not match");
   Talk answered(alice_credo, bob_credo);
   const Frame first = frame_of(answered.alice.begin());
-  const Frame second = frame_of(answered.bob.on_frame(first.type, first.body));
-  check_failed(answered.alice.on_frame(second.type, changed(second.body, bob_credo.limits.message)),
+  const Frame second = frame_of(advance(answered.bob, first.type, first.body));
+  check_failed(advance(answered.alice, second.type, changed(second.body, bob_credo.limits.message)),
                "secret does not match");
 }
 
@@ -137,10 +167,10 @@ CASE(handshake_frames_fit_the_limits_of_unauthenticated_connections) {
   const std::string longest(127, 'n');
   Identity a{.id = 32767, .name = longest, .incarnation = UINT64_MAX}, b = a;
   HandshakeConfig ca = config(a, std::string(1000, 's'), std::string(128, 'g')), cb = config(b, ca.secret, ca.group);
-  Handshake alice = Handshake::initiate(ca, b), bob = Handshake::accept(cb);
+  Handshake alice = Handshake::initiate(ca, b, {}), bob = Handshake::accept(cb);
   const Frame hello = frame_of(alice.begin());
-  const Frame challenge = frame_of(bob.on_frame(hello.type, hello.body));
-  const Frame proof = frame_of(alice.on_frame(challenge.type, challenge.body));
+  const Frame challenge = frame_of(advance(bob, hello.type, hello.body));
+  const Frame proof = frame_of(advance(alice, challenge.type, challenge.body));
   for (const Frame* f : {&hello, &challenge, &proof}) CHECK(f->body.size() < kHandshakeLimits.body);
 }
 
@@ -154,17 +184,17 @@ CASE(a_wrong_secret_is_rejected_at_both_ends) {
 CASE(an_initiator_with_the_wrong_secret_cannot_skip_the_proof) {
   Talk t(config(kAlice, "wrong"), config(kBob));
   const Frame hello = frame_of(t.alice.begin());
-  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  const Frame challenge = frame_of(advance(t.bob, hello.type, hello.body));
   // Ignores Bob's proof and sends a proof of its own.
   Handshake again = t.bob;
-  check_failed(again.on_frame(FrameType::kProof, challenge.body), "malformed");
+  check_failed(advance(again, FrameType::kProof, challenge.body), "malformed");
   again = t.bob;
   const std::string guess = std::string("\x20\0\0\0", 4) + std::string(32, 'x');
-  check_failed(again.on_frame(FrameType::kProof, guess), "secret does not match");
+  check_failed(advance(again, FrameType::kProof, guess), "secret does not match");
   again = t.bob;
-  check_failed(again.on_frame(FrameType::kProof, std::string(4, '\0')), "secret does not match");  // an empty proof
+  check_failed(advance(again, FrameType::kProof, std::string(4, '\0')), "secret does not match");  // an empty proof
   again = t.bob;
-  check_failed(again.on_frame(FrameType::kWelcome, ""), "out of order");
+  check_failed(advance(again, FrameType::kWelcome, ""), "out of order");
 }
 
 CASE(the_wrong_group_version_or_target) {
@@ -185,7 +215,7 @@ CASE(the_wrong_group_version_or_target) {
   Talk t;
   Frame hello = frame_of(t.alice.begin());
   ++hello.body[0];
-  const auto step = t.bob.on_frame(hello.type, hello.body);
+  const auto step = advance(t.bob, hello.type, hello.body);
   check_failed(step, "version");
   CHECK(*step.send == FrameType::kRefuse);
 }
@@ -193,25 +223,25 @@ CASE(the_wrong_group_version_or_target) {
 CASE(a_recorded_handshake_cannot_be_replayed) {
   Talk recorded;
   const Frame hello = frame_of(recorded.alice.begin());
-  const Frame challenge = frame_of(recorded.bob.on_frame(hello.type, hello.body));
-  const Frame proof = frame_of(recorded.alice.on_frame(challenge.type, challenge.body));
+  const Frame challenge = frame_of(advance(recorded.bob, hello.type, hello.body));
+  const Frame proof = frame_of(advance(recorded.alice, challenge.type, challenge.body));
 
   Talk replayed;  // to Bob
-  frame_of(replayed.bob.on_frame(hello.type, hello.body));
-  check_failed(replayed.bob.on_frame(proof.type, proof.body), "secret does not match");
+  frame_of(advance(replayed.bob, hello.type, hello.body));
+  check_failed(advance(replayed.bob, proof.type, proof.body), "secret does not match");
 
   Talk other;  // to Alice
   frame_of(other.alice.begin());
-  check_failed(other.alice.on_frame(challenge.type, challenge.body), "secret does not match");
+  check_failed(advance(other.alice, challenge.type, challenge.body), "secret does not match");
 }
 
 /// Bob's proof as an acceptor is not valid as an initiator's.
 CASE(a_reflected_proof_is_rejected) {
   Talk t;
   const Frame hello = frame_of(t.alice.begin());
-  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  const Frame challenge = frame_of(advance(t.bob, hello.type, hello.body));
   const std::size_t mac = 32 + 4;  // at the end, with its length
-  check_failed(t.bob.on_frame(FrameType::kProof, challenge.body.substr(challenge.body.size() - mac)),
+  check_failed(advance(t.bob, FrameType::kProof, challenge.body.substr(challenge.body.size() - mac)),
                "secret does not match");
 }
 
@@ -219,15 +249,15 @@ CASE(a_proof_for_one_worker_is_rejected_by_another) {
   // Mallory relays Alice's HELLO for Bob to Carol with the same secret.
   const Identity kCarol{.id = 3, .name = "carol", .incarnation = 33};
   HandshakeConfig alice_credo = config(kAlice), carol_credo = config(kCarol);
-  Handshake alice = Handshake::initiate(alice_credo, kBob), carol = Handshake::accept(carol_credo);
+  Handshake alice = Handshake::initiate(alice_credo, kBob, {}), carol = Handshake::accept(carol_credo);
   const Frame hello = frame_of(alice.begin());
-  check_failed(carol.on_frame(hello.type, hello.body), "is not at this address");
+  check_failed(advance(carol, hello.type, hello.body), "is not at this address");
   // Carol answers instead of Bob, after the HELLO of another worker.
-  Handshake mallory = Handshake::initiate(alice_credo, kCarol);
+  Handshake mallory = Handshake::initiate(alice_credo, kCarol, {});
   const Frame to_carol = frame_of(mallory.begin());
   carol = Handshake::accept(carol_credo);
-  const Frame from_carol = frame_of(carol.on_frame(to_carol.type, to_carol.body));
-  check_failed(alice.on_frame(from_carol.type, from_carol.body), "secret does not match");
+  const Frame from_carol = frame_of(advance(carol, to_carol.type, to_carol.body));
+  check_failed(advance(alice, from_carol.type, from_carol.body), "secret does not match");
 }
 
 /// A member that knows the secret answers under another name than the wanted one.
@@ -244,11 +274,11 @@ CASE(a_member_instead_of_another) {
   Talk t;
   const Frame hello = frame_of(t.alice.begin());
   Handshake alice = t.alice;
-  CHECK(*alice.on_frame(FrameType::kChallenge, answer(kBob, hello.body)).send == FrameType::kProof);
+  CHECK(*advance(alice, FrameType::kChallenge, answer(kBob, hello.body)).send == FrameType::kProof);
   for (const Identity& me :
        {Identity{.id = 2, .name = "mallory", .incarnation = 22}, Identity{.id = 3, .name = "bob"}}) {
     alice = t.alice;
-    check_failed(alice.on_frame(FrameType::kChallenge, answer(me, hello.body)), "instead of bob");
+    check_failed(advance(alice, FrameType::kChallenge, answer(me, hello.body)), "instead of bob");
   }
 }
 
@@ -260,7 +290,7 @@ CASE(text_of_unauthenticated_peers_is_sanitized) {
   };
   Talk t;
   frame_of(t.alice.begin());
-  const auto step = t.alice.on_frame(FrameType::kRefuse, text("red\n\x1b[31m \xff" + std::string(1000, 'x')));
+  const auto step = advance(t.alice, FrameType::kRefuse, text("red\n\x1b[31m \xff" + std::string(1000, 'x')));
   CHECK_SAYS(step.failed, "refused by the peer: red\\x0a\\x1b[31m \\xffxxx");
   CHECK(step.failed.size() < 300);
 }
@@ -273,12 +303,12 @@ CASE(every_frame_out_of_order_fails) {
   const Handshake fresh_bob = t.bob;
   const Frame hello = frame_of(t.alice.begin());
   const Handshake greeting_alice = t.alice;
-  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  const Frame challenge = frame_of(advance(t.bob, hello.type, hello.body));
   const Handshake challenging_bob = t.bob;
-  const Frame proof = frame_of(t.alice.on_frame(challenge.type, challenge.body));
+  const Frame proof = frame_of(advance(t.alice, challenge.type, challenge.body));
   const Handshake proving_alice = t.alice;
-  CHECK(t.bob.on_frame(proof.type, proof.body).open);
-  CHECK(t.alice.on_frame(FrameType::kWelcome, "").open);
+  CHECK(advance(t.bob, proof.type, proof.body).open);
+  CHECK(advance(t.alice, FrameType::kWelcome, "").open);
   const std::pair<const Handshake*, FrameType> expecting[] = {{&fresh_bob, FrameType::kHello},
                                                               {&greeting_alice, FrameType::kChallenge},
                                                               {&challenging_bob, FrameType::kProof},
@@ -290,8 +320,8 @@ CASE(every_frame_out_of_order_fails) {
       if (type == expected) continue;
       for (const std::string& body : {hello.body, challenge.body, proof.body, std::string()}) {
         Handshake h = *state;
-        check_failed(h.on_frame(type, body), "out of order");
-        check_failed(h.on_frame(expected, hello.body), "out of order");  // stays failed
+        check_failed(advance(h, type, body), "out of order");
+        check_failed(advance(h, expected, hello.body), "out of order");  // stays failed
       }
     }
   }
@@ -301,11 +331,11 @@ CASE(a_rejection_has_a_reason) {
   Talk t;
   const Frame hello = frame_of(t.alice.begin());
   const std::string reason = std::string("\4\0\0\0", 4) + "nope";
-  check_failed(t.alice.on_frame(FrameType::kRefuse, reason), "refused by the peer: nope");
+  check_failed(advance(t.alice, FrameType::kRefuse, reason), "refused by the peer: nope");
   for (const std::string& odd : {std::string(), std::string("\xff\xff\xff\xffx", 5), std::string("x")}) {
     Talk other;
     frame_of(other.alice.begin());
-    check_failed(other.alice.on_frame(FrameType::kRefuse, odd), "refused");
+    check_failed(advance(other.alice, FrameType::kRefuse, odd), "refused");
   }
 }
 
@@ -314,27 +344,27 @@ CASE(truncated_and_overlong_bodies) {
   const Frame hello = frame_of(t.alice.begin());
   for (std::size_t n = 0; n < hello.body.size(); ++n) {
     Handshake bob = t.bob;
-    const auto step = bob.on_frame(hello.type, hello.body.substr(0, n));
+    const auto step = advance(bob, hello.type, hello.body.substr(0, n));
     CHECK(!step.failed.empty() && !step.open);
   }
   Handshake copy = t.bob;
-  check_failed(copy.on_frame(hello.type, hello.body + "x"), "malformed");
-  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  check_failed(advance(copy, hello.type, hello.body + "x"), "malformed");
+  const Frame challenge = frame_of(advance(t.bob, hello.type, hello.body));
   for (std::size_t n = 0; n < challenge.body.size(); ++n) {
     Handshake alice = t.alice;
-    const auto step = alice.on_frame(challenge.type, challenge.body.substr(0, n));
+    const auto step = advance(alice, challenge.type, challenge.body.substr(0, n));
     CHECK(!step.failed.empty() && !step.open);
   }
   copy = t.alice;
-  check_failed(copy.on_frame(challenge.type, challenge.body + "x"), "malformed");
-  const Frame proof = frame_of(t.alice.on_frame(challenge.type, challenge.body));
+  check_failed(advance(copy, challenge.type, challenge.body + "x"), "malformed");
+  const Frame proof = frame_of(advance(t.alice, challenge.type, challenge.body));
   for (std::size_t n = 0; n < proof.body.size(); ++n) {
     Handshake bob = t.bob;
-    const auto step = bob.on_frame(proof.type, proof.body.substr(0, n));
+    const auto step = advance(bob, proof.type, proof.body.substr(0, n));
     CHECK(!step.failed.empty() && !step.open);
   }
   copy = t.bob;
-  check_failed(copy.on_frame(proof.type, proof.body + "x"), "malformed");
+  check_failed(advance(copy, proof.type, proof.body + "x"), "malformed");
 }
 
 /// No handshake succeeds after a bit was flipped. The initiator's own claims, such as its incarnation, are covered by
@@ -349,22 +379,22 @@ CASE(every_flipped_bit_is_detected) {
   const Frame hello = frame_of(t.alice.begin());
   for (std::size_t bit = 0; bit < hello.body.size() * 8; ++bit) {
     Handshake alice = t.alice, bob = fresh_bob;
-    const auto step = bob.on_frame(hello.type, flip(hello.body, bit));
+    const auto step = advance(bob, hello.type, flip(hello.body, bit));
     if (!step.failed.empty()) continue;
     const Frame challenge = frame_of(step);
-    check_failed(alice.on_frame(challenge.type, challenge.body), "secret does not match");
+    check_failed(advance(alice, challenge.type, challenge.body), "secret does not match");
   }
-  const Frame challenge = frame_of(t.bob.on_frame(hello.type, hello.body));
+  const Frame challenge = frame_of(advance(t.bob, hello.type, hello.body));
   for (std::size_t bit = 0; bit < challenge.body.size() * 8; ++bit) {
     Handshake alice = t.alice;
-    CHECK(!alice.on_frame(challenge.type, flip(challenge.body, bit)).failed.empty());
+    CHECK(!advance(alice, challenge.type, flip(challenge.body, bit)).failed.empty());
   }
-  const Frame proof = frame_of(t.alice.on_frame(challenge.type, challenge.body));
+  const Frame proof = frame_of(advance(t.alice, challenge.type, challenge.body));
   for (std::size_t bit = 0; bit < proof.body.size() * 8; ++bit) {
     Handshake bob = t.bob;
-    CHECK(!bob.on_frame(proof.type, flip(proof.body, bit)).failed.empty());
+    CHECK(!advance(bob, proof.type, flip(proof.body, bit)).failed.empty());
   }
-  CHECK(t.bob.on_frame(proof.type, proof.body).open);
+  CHECK(advance(t.bob, proof.type, proof.body).open);
 }
 
 CASE(random_bodies_are_rejected) {
@@ -375,7 +405,7 @@ CASE(random_bodies_are_rejected) {
     Handshake& h = i % 2 ? t.alice : t.bob;
     std::string body = random.bytes(random.below(200));
     if (i % 4 == 0 && body.size() >= 4) body.replace(0, 4, std::string("\1\0\0\0", 4));  // the right version
-    const auto step = h.on_frame(i % 2 ? FrameType::kChallenge : FrameType::kHello, body);
+    const auto step = advance(h, i % 2 ? FrameType::kChallenge : FrameType::kHello, body);
     CHECK(!step.failed.empty() && !step.open);
   }
 }

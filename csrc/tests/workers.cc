@@ -104,6 +104,9 @@ void Worker::handle(WorkItem& item) {
       return;
     }
     case WorkKind::kEvent: {
+      const bool of_session = item.event == EventKind::kPeerLost || item.event == EventKind::kPeerLeft ||
+                              item.event == EventKind::kPeerBack;
+      if (of_session) on_session_event(item);
       std::lock_guard lock(mutex);
       if (item.event == EventKind::kConnected) {
         links.push_back(std::move(item.text));
@@ -229,9 +232,14 @@ void Puppet::accept() {
   shake(Handshake::accept(config), false);
 }
 
+Handshake::Step advance(Handshake& handshake, FrameType type, std::string_view body) {
+  Handshake::Step step = handshake.on_frame(type, body);
+  return step.proven ? handshake.proceed() : step;
+}
+
 void Puppet::connect(const PeerAddress& peer) {
   link = find_transport(peer.addresses[0])->connect(peer.addresses[0]);
-  shake(Handshake::initiate(config, peer.identity), true);
+  shake(Handshake::initiate(config, peer.identity, {.number = ++dials_, .previous = {}}), true);
 }
 
 void Puppet::shake(Handshake handshake, bool begins) {
@@ -243,9 +251,9 @@ void Puppet::shake(Handshake handshake, bool begins) {
   if (begins) act(handshake.begin());
   while (true) {
     const Incoming m = receive();
-    if (act(handshake.on_frame(m.header.type, m.body_view()))) break;
+    if (act(advance(handshake, m.header.type, m.body_view()))) break;
   }
-  session = handshake.session();
+  link_name = handshake.link();
 }
 
 Incoming Puppet::receive() {

@@ -74,6 +74,10 @@ class Worker {
   // Set before the first connection, or under `mutex`: the sanitizer does not see that a message of shared memory
   // orders its sender before its receiver.
   std::function<void(WorkItem&)> on_custom;
+  // Processes an event of a session; acknowledges it by default.
+  std::function<void(const WorkItem&)> on_session_event = [this](const WorkItem& item) {
+    engine->acknowledge(item.peer);
+  };
 
   Counter completion_count;  // completions that the pool got, with or without a target
   Counter event_count;
@@ -106,6 +110,9 @@ class Worker {
 /// Gives every worker the addresses of all others; each listens on `scheme`.
 void introduce(std::initializer_list<Worker*> workers, const std::string& scheme);
 
+/// Returns the answer to a frame of a handshake, without a decision on its session.
+Handshake::Step advance(Handshake& handshake, FrameType type, std::string_view body);
+
 class Puppet {
  public:
   /// Listens as worker `id`.
@@ -125,12 +132,13 @@ class Puppet {
   HandshakeConfig config;
   std::unique_ptr<Listener> listener;
   std::unique_ptr<Link> link;
-  std::string session;  // of the link
+  std::string link_name;
 
  private:
   void shake(Handshake handshake, bool begins);
   RecordingInbox inbox_;
   std::size_t read_ = 0;
+  std::uint64_t dials_ = 0;
 };
 
 /// Makes a message of a type.

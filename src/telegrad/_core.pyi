@@ -52,6 +52,23 @@ class Engine:
 
     def set_peer(self, id: int, name: str, incarnation: int, addresses: Sequence[str]) -> None: ...
 
+    def acknowledge(self, id: int) -> None:
+        """
+        Report that an event of a session with the peer has been processed.
+
+        The next session with the peer opens after all of them.
+        """
+
+    def set_epoch(self, id: int, epoch: int) -> None:
+        """
+        Set the epoch of the messages to the peer that may still be sent.
+
+        Messages of an earlier epoch belong to an ended session, and are not sent.
+        """
+
+    def is_open(self, connection: int) -> bool:
+        """Return whether the session of a connection has not ended."""
+
     def disconnect(self, id: int, why: str) -> None: ...
 
     def remove_peer(self, id: int, why: str) -> None: ...
@@ -60,7 +77,7 @@ class Engine:
         """
         Send a request and wait.
 
-        Returns (status, tag, flags, body, segments, peer, why).
+        Returns (status, tag, flags, body, segments, peer, connection, why).
         """
 
     def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, deferred: bool, target: object, keep_alive: object | None) -> int:
@@ -80,9 +97,9 @@ class Engine:
         arrived by then is kept for it.
         """
 
-    def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None) -> None:
+    def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None) -> bool:
         """
-        Reply to a request.
+        Reply to a request. False: its session has ended.
 
         The segments' memory may change once this has returned; the list may be emptied.
         """
@@ -112,8 +129,10 @@ class Engine:
         A reply over this connection transfers it without a copy if no other code holds it by then.
         """
 
-    def send(self, peer: int, tag: int, flags: int, body: bytes, segments: object | None) -> bool:
-        """Send a one-way message. False: the peer is known to have left."""
+    def send(self, peer: int, tag: int, flags: int, body: bytes, segments: object | None, epoch: int = -1) -> bool:
+        """
+        Send a one-way message. False: the peer is known to have left, or the epoch has ended.
+        """
 
     def next(self, thread: PoolThread) -> tuple[Any, ...] | None:
         """
@@ -145,7 +164,7 @@ class Engine:
     @property
     def memory(self) -> Memory: ...
 
-    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, timeout: int, nested: bool, never_wait: bool, futures: list[Any]) -> list[int]:
+    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, epochs: list[int], timeout: int, nested: bool, never_wait: bool, futures: list[Any]) -> list[int]:
         """
         Send one request to several peers, like `start`.
 

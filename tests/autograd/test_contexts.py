@@ -211,7 +211,7 @@ class World:
         self.choice = choice
         self.under_way: list[Callable[[], None]] = []
         self.tables = [
-            Contexts(me, 0, lambda peer, word, me=me: self.tell(me, peer, word), lambda *_: None)  # type: ignore[misc]
+            Contexts(me, 0, lambda peer, word, me=me: self.tell(me, peer, word), lambda *_: None, lambda _: True)  # type: ignore[misc]
             for me in range(workers)
         ]
 
@@ -225,7 +225,7 @@ class World:
             return
 
         def handle() -> None:
-            there = self.tables[peer].on_request(context.id, me)
+            there = self.tables[peer].on_request(context.id, me, 1)
             if there is not None:
                 for _ in range(self.choice.randrange(3) if depth else 0):
                     self.under_way.append(lambda: self.call(peer, there, depth - 1))
@@ -259,22 +259,22 @@ def test_late_messages_leave_no_context(seed: int) -> None:
 
 def test_a_request_after_the_end_creates_no_context() -> None:
     told: list[tuple[int, Any]] = []
-    me = Contexts(1, 0, lambda peer, word: told.append((peer, word)), lambda *_: None)
+    me = Contexts(1, 0, lambda peer, word: told.append((peer, word)), lambda *_: None, lambda _: True)
     me.on_ended(0, 7, 2)
-    assert me.on_request(7, 0) is None
+    assert me.on_request(7, 0, 1) is None
     assert me.tombstones == {7: {0: 1}}
-    assert me.on_request(7, 0) is None
+    assert me.on_request(7, 0, 1) is None
     assert not me.tombstones
     assert not told
 
 
 def test_an_end_is_forwarded_once() -> None:
     told: list[tuple[int, Any]] = []
-    me = Contexts(1, 0, lambda peer, word: told.append((peer, word)), lambda *_: None)
-    context = me.on_request(7, 0)
+    me = Contexts(1, 0, lambda peer, word: told.append((peer, word)), lambda *_: None, lambda _: True)
+    context = me.on_request(7, 0, 1)
     assert context is not None
     assert me.on_send(context, 2, (), True) == 0
-    assert me.on_request(7, 2) is context
+    assert me.on_request(7, 2, 1) is context
     me.on_ended(0, 7, 1)
     assert told == [(2, (7, 1))]
     assert me.on_send(context, 2, (), True) is None
@@ -285,7 +285,7 @@ def test_an_end_is_forwarded_once() -> None:
 
 
 def test_tombstones_are_bounded() -> None:
-    me = Contexts(1, 0, lambda *_: None, lambda *_: None)
+    me = Contexts(1, 0, lambda *_: None, lambda *_: None, lambda _: True)
     for context_id in range(10_000):
         me.on_ended(0, context_id, 1)
     assert len(me.tombstones) <= 4096

@@ -311,4 +311,4 @@ def test_used_in_callbacks(w: Cluster) -> None:
 @pytest.mark.parametrize("local_id", ["5", 5.0, True, None])
 def test_a_creation_names_its_reference_by_an_int(w: Cluster, local_id: object) -> None:
     with pytest.raises(SerializationError, match="does not name it"):
-        w[1]._worker.handlers.accept(0, local_id)
+        w[1]._worker.handlers.accept(0, local_id, 1)

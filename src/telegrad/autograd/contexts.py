@@ -42,6 +42,7 @@ class Contexts:
         first_id: Start of the counters; no earlier incarnation of the worker may have used an id from it on.
         notify_end: Notifies a peer that a context has ended: (peer, (context id, number of requests)).
         on_end: Called with each context that has ended, and the reason.
+        is_open: Returns whether the session of a connection has not ended.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Contexts:
         first_id: int,
         notify_end: Callable[[int, tuple[int, int]], None],
         on_end: Callable[[Context, str], None],
+        is_open: Callable[[int], bool],
     ) -> None:
         self.worker_id = worker_id
         self.table: dict[int, Context] = {}
@@ -60,6 +62,7 @@ class Contexts:
         """Number of contexts opened by this worker that were still open when the worker was closed."""
         self._notify_end = notify_end
         self._on_end = on_end
+        self._is_open = is_open
         self._closed = False
         self._lock = threading.Lock()
         base = worker_id << ID_BITS
@@ -89,14 +92,14 @@ class Contexts:
         """Return the context with an id, or None if it has ended on this worker."""
         return self.plain if context_id == PLAIN else self.table.get(context_id)
 
-    def on_request(self, context_id: int, peer: int) -> Context | None:
+    def on_request(self, context_id: int, peer: int, connection: int) -> Context | None:
         """Count a request made in a context; see `AutogradHooks.on_request_in_context`."""
         if context_id == PLAIN:
             return self.plain
         with self._lock:
             context = self.table.get(context_id)
-            if peer == self.worker_id or self._closed:
-                return context
+            if peer == self.worker_id or self._closed or not self._is_open(connection):
+                return context  # of an ended session: its counts have been dropped
             if context is None:
                 if context_id >> ID_BITS == self.worker_id:
                     return None

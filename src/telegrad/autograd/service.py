@@ -34,7 +34,9 @@ class Autograd:
 
     def __init__(self, worker: Worker, first_id: int) -> None:
         self.worker = worker
-        self.contexts: Contexts = Contexts(worker.info.id, first_id, self._notify_end, self._on_context_end)
+        self.contexts: Contexts = Contexts(
+            worker.info.id, first_id, self._notify_end, self._on_context_end, lambda c: worker.engine.is_open(c)
+        )
         self.passes: BackwardManager = BackwardManager(worker, self.contexts)
         self.plain: PlainContext = self.contexts.plain
         self.plain.request_callback = self._request_callback
@@ -47,7 +49,7 @@ class Autograd:
         self.on_gradients: Callable[..., None] = self.passes.on_gradients
         self.on_send: Callable[[Context, int, Sequence[Tensor], bool], int | None] = self.contexts.on_send
         self.rollback: Callable[[Context, int, int], None] = self.contexts.rollback
-        self.on_request_in_context: Callable[[int, int], Context | None] = self.contexts.on_request
+        self.on_request_in_context: Callable[[int, int, int], Context | None] = self.contexts.on_request
         self.find: Callable[[int], Context | None] = self.contexts.find
         self.wrap: Callable[[Context, int, int], Callable[[list[Tensor]], Sequence[Tensor]]] = self.contexts.wrap
 

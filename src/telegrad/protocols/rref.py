@@ -14,8 +14,10 @@ workers. They must arrive at most once, and be lost only with their sender or re
 - A call through a CONFIRMED reference needs no ticket if the caller keeps its handle until the reply has arrived. In
   every other state a ticket is needed: it makes the owner wait for a creation that the call has overtaken.
 - Call `flush` when idle or before sleeping, if `needs_flush`.
-- A lost worker may return under its old id (`peer_joined`). After `peer_lost`, no message of the old incarnation may
-  reach the table, and both sides must know of the loss before they exchange messages again.
+- A lost worker may return (`peer_joined`), also at once: the session with it has ended, and the next one begins without
+  the counts of the last. Messages of the ended session must not reach `handle` after `peer_lost`; for its tickets call
+  `receive_late`, and for its creations `accept_create` with `late`. Both sides must know of the loss before they exchange
+  messages again, and messages made before it must not be sent after it (`epoch_of`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -161,12 +163,22 @@ class RRefTable:
         self._users.create_failed(rref, why, may_exist)
         return self._out.take()
 
-    def accept_create(self, rref: RRefId, creator: int) -> Sequence[Effect]:
+    def create_lost(self, rref: RRefId, why: str) -> Sequence[Effect]:
+        """Record that the session that carried a creation has ended; without effect if `peer_lost` has come first."""
+        self._users.create_lost(rref, why)
+        return self._out.take()
+
+    def accept_create(self, rref: RRefId, creator: int, late: bool = False) -> Sequence[Effect]:
         """At the owner: accept a creation; its function will run.
 
         Reply to the creator after this returns.
+
+        Args:
+            rref: The reference.
+            creator: The creator.
+            late: The session of the request has ended: the creator holds no token.
         """
-        self._owners.accept_create(rref, creator)
+        self._owners.accept_create(rref, creator, late)
         return self._out.take() if self._out.effects else NOTHING
 
     def value_ready(self, rref: RRefId) -> Sequence[Effect]:
@@ -277,6 +289,17 @@ class RRefTable:
             self._users.receive_self(rref, transfer)
         return self._out.take()
 
+    def receive_late(self, ticket: Ticket, why: str) -> Sequence[Effect]:
+        """Add a local handle for a ticket of an ended session, which counts nothing any more.
+
+        The handle is LOST unless this worker holds the reference otherwise.
+        """
+        if ticket.owner == self.me:
+            self._owners.receive_late(ticket.rref, why)
+        else:
+            self._users.receive_late(ticket.rref, ticket.owner, why)
+        return self._out.take()
+
     def discard(self, ticket: Ticket, sender: int) -> Sequence[Effect]:
         """Receive and drop a ticket of a message that will not be unpacked."""
         return (*self.receive(ticket, sender), *self.drop(ticket.rref))
@@ -319,6 +342,10 @@ class RRefTable:
         """
         self._out.lost.pop(worker, None)
         return self._out.take()
+
+    def epoch_of(self, worker: int) -> int:
+        """Return the number of losses of a worker; messages to it that were made before the last are not to be sent."""
+        return self._out.epochs.get(worker, 0)
 
     def flush(self) -> Sequence[Effect]:
         """Return the batched accepts and releases as messages to send."""

@@ -59,7 +59,7 @@ class Owners:
             raise RRefProtocolError(f"{rref} exists already")
         self.entries[rref] = OwnerEntry(state, handles=1)
 
-    def accept_create(self, rref: RRefId, creator: int) -> None:
+    def accept_create(self, rref: RRefId, creator: int, late: bool) -> None:
         entry = self.entries.get(rref)
         if entry is None:
             entry = self.entries[rref] = OwnerEntry(CREATING, handles=0)
@@ -72,7 +72,7 @@ class Owners:
             entry.failure = None
         else:
             raise RRefProtocolError(f"{rref} was created twice")
-        if creator not in self._out.lost:
+        if not late and creator not in self._out.lost:
             entry.tokens[creator] = entry.tokens.get(creator, 0) + 1
 
     def finish(self, rref: RRefId, state: OwnerState) -> None:
@@ -112,6 +112,13 @@ class Owners:
         entry = self.entries.get(rref) or self._expect(rref)
         entry.handles += 1
         self._out.accept(sender, transfer)
+
+    def receive_late(self, rref: RRefId, why: str) -> None:
+        entry = self.entries.get(rref)
+        if entry is None:
+            entry = self.entries[rref] = OwnerEntry(EXPECTED, handles=0)
+            self._lose(rref, entry, why, lost=True)
+        entry.handles += 1
 
     # ---- messages -------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,12 @@ class Users:
         else:
             entry.creating = True
 
+    def create_lost(self, rref: RRefId, why: str) -> None:
+        entry = self.entries.get(rref)
+        if entry is not None and entry.creating:
+            self._lose(rref, entry, why)
+            self._settle(rref, entry)
+
     def created(self, rref: RRefId) -> None:
         entry = self.entries.get(rref)
         if entry is None or not entry.creating:
@@ -149,6 +155,13 @@ class Users:
                 return
         # CONFIRMED has a token, CREATING will get one, FAILED and LOST need none: the sender may drop its pin.
         self._out.accept(sender, transfer)
+
+    def receive_late(self, rref: RRefId, owner: int, why: str) -> None:
+        entry = self.entries.get(rref)
+        if entry is None:
+            entry = self.entries[rref] = UserEntry(owner, FORKING, handles=0)
+            self._lose(rref, entry, why)
+        entry.handles += 1
 
     def receive_self(self, rref: RRefId, transfer: int) -> None:
         self.entries[rref].handles += 1

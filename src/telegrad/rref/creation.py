@@ -100,7 +100,9 @@ class PendingCreation:
                 self.failure.read = True
         if isinstance(error, RpcTimeout):
             references.create_failed(rref, error, may_exist=error.state != "not sent" or is_owner)
-        elif error is not None and not isinstance(error, WorkerLost):  # the loss itself notifies the protocol
+        elif isinstance(error, WorkerLost):
+            references.create_lost(rref, error.why)
+        elif error is not None:
             references.create_failed(rref, error, may_exist=False)
         references.finish_creation(self, error is None)
 

@@ -51,7 +51,7 @@ class AutogradHooks(Protocol[C]):
     def is_unguarded(self) -> bool:
         """Return whether the core may run requests in contexts without a guard."""
 
-    def on_request_in_context(self, context_id: int, peer: int) -> C | None:
+    def on_request_in_context(self, context_id: int, peer: int, connection: int) -> C | None:
         """Return the context of a received request, or None if the context has ended.
 
         Creates the context if this worker does not know the id yet.

@@ -71,13 +71,15 @@ class ClosedEngine:
     record_all: Callable[..., None] = _noop
     next: Callable[..., None] = _noop
     resume: Callable[..., None] = _noop
-    reply: Callable[..., None] = _noop
     request_callback: Callable[..., None] = _noop
     stop: Callable[..., None] = _noop
     disconnect: Callable[..., None] = _noop
     remove_peer: Callable[..., None] = _noop
     spawn_failed: Callable[..., None] = _noop
     notify_wait_sets: Callable[..., None] = _noop
+
+    acknowledge: Callable[..., None] = _noop
+    set_epoch: Callable[..., None] = _noop
 
     def cancel(self, *_: object) -> bool:
         """Return False: every call has ended."""
@@ -88,6 +90,12 @@ class ClosedEngine:
         return True
 
     is_canceled: Callable[..., bool] = detach
+
+    def is_open(self, *_: object) -> bool:
+        """Return False: all sessions have ended."""
+        return False
+
+    reply: Callable[..., bool] = is_open
 
     def lend(self, *_: object) -> None:
         """Return None: there is no link that could lease memory."""

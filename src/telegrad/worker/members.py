@@ -34,11 +34,11 @@ class Members:
 
     # ---- membership
 
-    def add(self, member: Member) -> tuple[bool, bool]:
+    def add(self, member: Member) -> bool:
         """Add a member, or replace the previous one with the same id.
 
         Returns:
-            Whether another incarnation had the id, and whether the id was in the group before.
+            Whether another incarnation had the id, or a worker that has left.
         """
         info = WorkerInfo(member.name, member.id)
         with self._lock:
@@ -49,7 +49,7 @@ class Members:
             was_retired = member.id in self._retired
             self._retired.discard(member.id)
         replaced = known is not None and known.incarnation != member.incarnation
-        return replaced, replaced or was_retired
+        return replaced or was_retired
 
     def retire(self, worker_id: int) -> None:
         """Remove a worker from the names that calls may use; keep its name for messages."""

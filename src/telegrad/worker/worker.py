@@ -113,12 +113,15 @@ class Worker:
             self._send_reference_message,
             lambda: self.engine.request_callback(_RELEASE_DELAY),
             lambda rref, owner, fork: plugins.rref_type.of(self, rref, owner, fork),
+            lambda connection: self.engine.is_open(connection),
+            lambda peer, epoch: self.engine.set_epoch(peer, epoch),
         )
         self.autograd: AutogradHooks[Any] = plugins.make_autograd(self, first_id)
         self.messages: Messages = Messages(
             plugins.rref_type,
             self._share,
             self.references.unshare,
+            self.references.epoch_of,
             self.references.receive,
             self.references.new_id,
             self.autograd,
@@ -175,9 +178,7 @@ class Worker:
         """Add another worker of the group; the first call to it connects."""
         if member.id == self.info.id:
             return
-        replaced, returned = self.members.add(member)
-        if replaced:
-            self._release_peer(member.id, "a new worker has taken its place")
+        returned = self.members.add(member)
         if returned:
             self.members.mark_present(member.id)
             self.references.peer_joined(member.id)
@@ -188,17 +189,17 @@ class Worker:
         """Remove a worker that has left the group."""
         self.members.retire(worker_id)
         self.engine.disconnect(worker_id, reason)
-        self._release_peer(worker_id, reason)
+        self._release_peer(worker_id, reason, departed=True)
         lifecycle_log.peer_left(self, worker_id, reason)
         self.members.mark_lost(worker_id, reason, departed=True)
         self.members.notify_loss()
 
     def on_peer_lost(self, peer: int, reason: str, departed: bool) -> None:
-        """Handle the end of the links to a peer.
+        """Handle the end of the session with a peer.
 
         Args:
             peer: Id of the peer.
-            reason: Why the links ended.
+            reason: Why it ended.
             departed: The peer sent a goodbye.
         """
         if departed:
@@ -207,7 +208,7 @@ class Worker:
             lifecycle_log.lost(self, peer, reason)
         self.members.mark_lost(peer, reason, departed)
         # While this worker leaves, references that a departed peer still holds are reported as leaks.
-        self._release_peer(peer, reason, keep_references=self.shutdown.is_leaving and departed)
+        self._release_peer(peer, reason, departed, keep_references=self.shutdown.is_leaving and departed)
         self.shutdown.peer_gone(peer, departed)
         self.members.notify_loss()
 
@@ -216,10 +217,10 @@ class Worker:
         self.members.mark_present(peer)
         self.references.peer_joined(peer)
 
-    def _release_peer(self, peer: int, reason: str, keep_references: bool = False) -> None:
-        if not keep_references:
-            self.references.peer_lost(peer, reason)
+    def _release_peer(self, peer: int, reason: str, departed: bool, keep_references: bool = False) -> None:
         self.autograd.peer_lost(peer, reason)
+        if not keep_references:
+            self.references.peer_lost(peer, reason, departed)
 
     def _read_store(self) -> None:
         """Add members of a dynamic group that this worker does not know yet."""
@@ -290,11 +291,11 @@ class Worker:
         handle._mark_used()
         return self.references.share(handle.id, handle.owner_id, peer)
 
-    def _send_reference_message(self, peer: int, plain: object, kind: str) -> None:
+    def _send_reference_message(self, peer: int, plain: object, kind: str, epoch: int) -> None:
         message = self.messages.encode(peer, plain)
 
         def send() -> None:
-            self.engine.send(peer, int(Tag.REFERENCES), message.flags, message.body, message.segments)
+            self.engine.send(peer, int(Tag.REFERENCES), message.flags, message.body, message.segments, epoch)
 
         self.calls.send_filtered(kind, False, peer, send)
 

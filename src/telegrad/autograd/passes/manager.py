@@ -200,7 +200,7 @@ class BackwardManager:
 
     def on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
         """Process the completion of a request with messages to a peer."""
-        status, tag, flags, body, segments, _, why = outcome
+        status, tag, flags, body, segments, _, connection, why = outcome
         if status == _REPLIED:
             try:
                 if flags & _LEFT_OUT:
@@ -208,7 +208,7 @@ class BackwardManager:
                 if tag == _ERROR:
                     raise unpack_exception(body)
                 if flags & _METADATA:
-                    task.on_profile(self.worker.messages.read_metadata(peer, flags, segments).profile)
+                    task.on_profile(self.worker.messages.read_metadata(peer, connection, flags, segments).profile)
                 messages = decompress(self.worker.messages.decode(flags, body, segments, []))
             except BaseException as e:
                 task.abort(e)
@@ -229,7 +229,9 @@ class BackwardManager:
         handlers = worker.handlers
         try:
             profile = (
-                worker.messages.read_metadata(request.peer, flags, segments).profile if flags & _METADATA else None
+                worker.messages.read_metadata(request.peer, request.connection, flags, segments).profile
+                if flags & _METADATA
+                else None
             )
             context_id, root, number, min_live, packed = worker.messages.decode(flags, body, segments, [])
             messages = decompress(packed)

@@ -52,7 +52,7 @@ _PARTS_BY_VALUE = ("the function", *_PARTS)
 # torch.futures.Future.set_result only calls this.
 complete: Callable[[torch.futures.Future[Any], object], None] = torch._C.Future.set_result
 
-Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, str]
+Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, int, str]
 """Completion of a call: status, tag, flags, body, segments, peer, and why it failed."""
 
 
@@ -301,11 +301,11 @@ class Calls:
             completion: Completion as the engine returns it.
             call: (peer, the function or its name, timeout in ns).
         """
-        status, tag, flags, body, segments, _, why = completion
+        status, tag, flags, body, segments, _, connection, why = completion
         peer, label, timeout = call
         if status == _REPLIED:
             messages = self.messages
-            metadata = messages.read_metadata(peer, flags, segments) if flags & _METADATA else NO_METADATA
+            metadata = messages.read_metadata(peer, connection, flags, segments) if flags & _METADATA else NO_METADATA
             if metadata.profile is not None:
                 tracing.observer.arrived(metadata.profile)
             if tag == _VALUE and not flags & _LEFT_OUT:

@@ -29,6 +29,7 @@ from telegrad.worker.calls.tracing import Span
 from telegrad.worker.scope import Autocast
 
 __all__ = [
+    "ANY_EPOCH",
     "NO_FORK",
     "NO_METADATA",
     "CallMetadata",
@@ -43,6 +44,7 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 _BODY, _METADATA, _CODEC = int(Flag.BODY), int(Flag.METADATA), int(BodyKind.CODEC)  # faster than the enumerations
 _MUST_DELIVER = int(Flag.MUST_DELIVER)
+ANY_EPOCH = -1  # of messages that may be sent in any session (kAnyEpoch in csrc/core/message.h)
 Recorded: TypeAlias = tuple[AutogradContext, int]  # the autograd context, and the message's id there (0: none)
 Segments = Sequence[object]  # (address, size in bytes, owner), or bytes
 
@@ -61,6 +63,7 @@ class Encoded(NamedTuple):
     segments: Segments | None
     tickets: tuple[Ticket, ...]
     recorded: Recorded | None = None
+    epoch: int = ANY_EPOCH  # of the tickets and the context; the end of a session with the peer ends it
 
 
 class Request(NamedTuple):
@@ -95,6 +98,7 @@ class PeerMetadata(NamedTuple):
     metadata: bytes
     tickets: tuple[Ticket, ...]
     recorded: Recorded | None
+    epoch: int
 
 
 class CallMetadata(NamedTuple):
@@ -141,7 +145,8 @@ class Messages:
         handle_type: Class of references.
         share: Returns the ticket that carries a reference to a peer, or raises.
         unshare: Takes back a ticket that was not sent.
-        receive: Creates references from a peer's tickets and the numbers of their forks.
+        epoch_of: Returns the epoch of tickets for a peer.
+        receive: Creates references from a peer's tickets, the numbers of their forks, and the connection.
         new_id: Returns the number of a fork.
         recorder: Autograd contexts of the worker.
         name_of: Returns a worker's name by its id, for errors.
@@ -152,7 +157,8 @@ class Messages:
         handle_type: type,
         share: Callable[[object, int], Ticket],
         unshare: Callable[[Ticket, int], None],
-        receive: Callable[[list[Ticket], list[int], int], Sequence[Handle]],
+        epoch_of: Callable[[int], int],
+        receive: Callable[[list[Ticket], list[int], int, int], Sequence[Handle]],
         new_id: Callable[[], int],
         recorder: AutogradHooks[Any],
         name_of: Callable[[int], str],
@@ -160,6 +166,7 @@ class Messages:
         self._name_of = name_of
         self._share = share
         self._unshare = unshare
+        self._epoch_of = epoch_of
         self._receive = receive
         self._new_id = new_id
         self.recorder = recorder
@@ -229,6 +236,7 @@ class Messages:
         state = _serialization
         outer = state.peer, state.tickets
         state.peer, state.tickets = peer, None if ticket is None else [ticket]
+        epoch = self._epoch_of(peer)  # before the tickets: if the session ends meanwhile, the message is not sent
         try:
             recorded: list[Tensor] | None = None
             if context is not None and not (request and not is_grad_enabled()):
@@ -245,8 +253,9 @@ class Messages:
                 return Encoded(flags, body, segments, ())
             metadata = self._metadata(tickets or (), target, autocast, made_in, asked, ticket)
             segments = [*(segments or ()), metadata]
-            flags |= _METADATA | _MUST_DELIVER if tickets or made_in else _METADATA
-            return Encoded(flags, body, segments, tuple(tickets or ()), made_in)
+            if not tickets and made_in is None:
+                return Encoded(flags | _METADATA, body, segments, ())
+            return Encoded(flags | _METADATA | _MUST_DELIVER, body, segments, tuple(tickets or ()), made_in, epoch)
         except BaseException as e:
             if span is not None:
                 span.end()
@@ -291,6 +300,7 @@ class Messages:
             RRefError, OwnerLost: A reference cannot be sent to the peer.
         """
         tickets: list[Ticket] = []
+        epoch = self._epoch_of(peer)
         try:
             for handle in shared.handles:
                 tickets.append(self._share(handle, peer))
@@ -304,7 +314,7 @@ class Messages:
             raise
         if not tickets and autocast is None and made_in is None:
             return None
-        return PeerMetadata(self._metadata(tickets, None, autocast, made_in, None), tuple(tickets), made_in)
+        return PeerMetadata(self._metadata(tickets, None, autocast, made_in, None), tuple(tickets), made_in, epoch)
 
     def encode_internal(self, peer: int, value: object) -> Encoded:
         """Encode an internal message, which usually needs only the codec."""
@@ -397,11 +407,14 @@ class Messages:
             return message
         return message._replace(flags=message.flags | _METADATA, segments=[*segments, metadata])
 
-    def read_metadata(self, peer: int, flags: int, segments: list[Buffer], *, request: bool = False) -> CallMetadata:
+    def read_metadata(
+        self, peer: int, connection: int, flags: int, segments: list[Buffer], *, request: bool = False
+    ) -> CallMetadata:
         """Remove and decode the metadata, and receive the references in it.
 
         Args:
             peer: Sender.
+            connection: Connection of the message.
             flags: Flags of the message.
             segments: Segments of the message; the last one is removed.
             request: The message is a request, so an unknown autograd context is created.
@@ -411,11 +424,11 @@ class Messages:
         metadata: Any = self._codec.decode(segments.pop(), [])
         plain, target, autocast, context_id, message, profile = metadata
         tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer, _ in plain]
-        handles = self._receive(tickets, [ticket[-1] for ticket in plain], peer) if tickets else []
+        handles = self._receive(tickets, [ticket[-1] for ticket in plain], peer, connection) if tickets else []
         context = wrap = None
         if context_id is not None:
             recorder = self.recorder
-            context = recorder.on_request_in_context(context_id, peer) if request else recorder.find(context_id)
+            context = recorder.on_request_in_context(context_id, peer, connection) if request else recorder.find(context_id)
             if context is not None and message:
                 wrap = recorder.wrap(context, peer, message)
         return CallMetadata(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)

@@ -13,7 +13,7 @@ from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
-from telegrad.worker.calls.messages import PeerMetadata
+from telegrad.worker.calls.messages import ANY_EPOCH, PeerMetadata
 from telegrad.worker.scope import Scope, caller_flags, caller_state, current, remaining
 
 __all__ = ["call_many"]
@@ -93,7 +93,7 @@ def call_many(
         said = (_METADATA | _MUST_DELIVER if written.handles or context is not None else _METADATA) if metadata else 0
         ids = calls.engine.start_many(
             to, _CALL, flags | said, number, text, written.body, written.segments,
-            metadata or None, timeout, scope is not None and scope.nested,
+            metadata or None, [ANY_EPOCH if own is None else own.epoch for _, _, own in requests], timeout, scope is not None and scope.nested,
             _get_running_loop() is not None, theirs,
         )  # fmt: skip
         for future, call in zip(theirs, ids, strict=True):

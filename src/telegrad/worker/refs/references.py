@@ -26,11 +26,13 @@ from telegrad.protocols.rref import (
     RRefTable,
     Send,
     Ticket,
+    TicketKind,
     UnusableRRefError,
     UserState,
 )
 from telegrad.serialize.tracebacks import text_of
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
+from telegrad.worker.calls.messages import NO_FORK
 from telegrad.worker.refs.messages import as_plain, from_plain
 from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue
 
@@ -55,9 +57,11 @@ class References:
         worker_id: Id of the worker.
         first_id: First local id; no earlier incarnation may have used it or a later one.
         name_of: Returns a worker's name by its id.
-        send: Sends a plain value to a peer; the third argument is the kind of message.
+        send: Sends a plain value to a peer; the third argument is the kind of message, the fourth its epoch.
         request_callback: Makes a pool thread call `collect`. Must be safe in a finalizer.
         make_handle: Creates the Python object of a received reference from (id, owner, (sender, fork)).
+        is_open: Returns whether the session of a connection has not ended.
+        set_epoch: Sets the epoch of a peer's messages that may still be sent.
     """
 
     def __init__(
@@ -65,9 +69,11 @@ class References:
         worker_id: int,
         first_id: int,
         name_of: Callable[[int], str],
-        send: Callable[[int, object, str], None],
+        send: Callable[[int, object, str, int], None],
         request_callback: Callable[[], None],
         make_handle: Callable[[RRefId, int, tuple[int, int]], object],
+        is_open: Callable[[int], bool],
+        set_epoch: Callable[[int, int], None],
     ) -> None:
         self.worker_id = worker_id
         self.table: RRefTable = RRefTable(worker_id)
@@ -87,6 +93,8 @@ class References:
         self._send = send
         self._request_callback = request_callback
         self._make_handle = make_handle
+        self._is_open = is_open
+        self._set_epoch = set_epoch
 
     def detach_after_fork(self) -> None:
         """Reset in a forked child, where a missing thread may hold the lock."""
@@ -175,6 +183,12 @@ class References:
         self._run_deferred(deferred)
         return True
 
+    def create_lost(self, rref: RRefId, why: str) -> None:
+        """Handle the end of the session that carried a creating call."""
+        with self.lock:
+            deferred = self._apply(self.table.create_lost(rref, why))
+        self._run_deferred(deferred)
+
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
         """Handle the failure of a creating call: its local users get no value."""
         why = f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
@@ -189,13 +203,14 @@ class References:
                 deferred = self._apply(self.table.create_failed(rref, why, may_exist))
         self._run_deferred(deferred)
 
-    def accept_create(self, rref: RRefId, creator: int) -> OwnedValue:
+    def accept_create(self, rref: RRefId, creator: int, connection: int) -> OwnedValue:
         """Accept a creation as the owner."""
         with self.lock:
+            late = self._is_late(creator, connection)
             owned = self.values.get(rref)
             if owned is None or owned.ready:  # ready: failed when its creator was lost, which has reconnected
                 owned = self.values[rref] = OwnedValue(self.lock)
-            deferred = self._apply(self.table.accept_create(rref, creator)) if creator != self.worker_id else _NOTHING
+            deferred = self._apply(self.table.accept_create(rref, creator, late)) if creator != self.worker_id else _NOTHING
         if deferred:
             self._run_deferred(deferred)
         return owned
@@ -310,17 +325,25 @@ class References:
             deferred = self._apply(self.table.unshare(ticket, peer))
         self._run_deferred(deferred)
 
-    def receive(self, tickets: Sequence[Ticket], forks: Sequence[int], sender: int) -> list[Any]:
+    def receive(self, tickets: Sequence[Ticket], forks: Sequence[int], sender: int, connection: int) -> list[Any]:
         """Create the Python objects of received references.
 
-        Forks are the sender's numbers of the references.
+        Args:
+            tickets: The tickets.
+            forks: The sender's numbers of the references.
+            sender: The sender.
+            connection: The connection of the message. If its session has ended, nothing counts the references any more:
+                they are lost unless this worker holds them otherwise.
         """
-        if not tickets:
-            return []
         effects: list[Effect] = []
         with self.lock:
-            for ticket in tickets:
-                effects += self.table.receive(ticket, sender)
+            if self._is_late(sender, connection):
+                why = f"the connection to {self._name_of(sender)} was lost while it sent the reference"
+                for ticket in tickets:
+                    effects += self.table.receive_late(ticket, why)
+            else:
+                for ticket in tickets:
+                    effects += self.table.receive(ticket, sender)
             deferred = self._apply(effects)
         handles = [
             self._make_handle(ticket.rref, ticket.owner, (sender, fork))
@@ -328,6 +351,25 @@ class References:
         ]
         self._run_deferred(deferred)
         return handles
+
+    def hold(self, rref: RRefId, sender: int) -> list[Any]:
+        """Create a handle of a reference that this worker owns, or is about to create, for a message about it."""
+        with self.lock:
+            deferred = self._apply(self.table.receive(Ticket(rref, self.worker_id, TicketKind.RETURN, 0), sender))
+        handles = [self._make_handle(rref, self.worker_id, (sender, NO_FORK))]
+        self._run_deferred(deferred)
+        return handles
+
+    def epoch_of(self, peer: int) -> int:
+        """Return the epoch of messages to a peer: its end ends what they count."""
+        return self.table.epoch_of(peer)
+
+    def _is_late(self, peer: int, connection: int) -> bool:
+        """Return whether the session of a received message has ended, with the lock held.
+
+        The loss is then recorded already, or waits for the lock.
+        """
+        return peer != self.worker_id and not self._is_open(connection)
 
     def when_confirmed(self, rrefs: Sequence[RRefId], resume: Callable[[], None]) -> bool:
         """Run `resume` once the owners count all these references, or cannot.
@@ -339,15 +381,28 @@ class References:
 
     # ---- the network
 
-    def on_message(self, sender: int, plain: Any) -> None:
+    def on_message(self, sender: int, connection: int, plain: Any) -> None:
         """Handle a protocol message of a peer."""
         with self.lock:
+            if self._is_late(sender, connection):
+                return
             deferred = self._apply(self.table.handle(sender, from_plain(plain)))
         self._run_deferred(deferred)
 
-    def peer_lost(self, peer: int, why: str) -> None:
+    def peer_lost(self, peer: int, why: str, departed: bool) -> None:
+        """Handle the end of a session.
+
+        Args:
+            peer: The peer.
+            why: Why it ended.
+            departed: The peer has left. Otherwise messages to it may begin another session.
+        """
         with self.lock:
-            deferred = self._apply(self.table.peer_lost(peer, why))
+            effects = [*self.table.peer_lost(peer, why)]
+            if not departed:
+                effects += self.table.peer_joined(peer)
+            self._set_epoch(peer, self.table.epoch_of(peer))
+            deferred = self._apply(effects)
         self._run_deferred(deferred)
 
     def peer_joined(self, peer: int) -> None:
@@ -418,7 +473,13 @@ class References:
         deferred: list[Callable[[], None]] = []
         for effect in effects:
             if isinstance(effect, Send):
-                deferred.append(partial(self._send, effect.to, as_plain(effect.message), type(effect.message).__name__))
+                deferred.append(partial(
+                        self._send,
+                        effect.to,
+                        as_plain(effect.message),
+                        type(effect.message).__name__,
+                        self.table.epoch_of(effect.to),
+                    ))
             elif isinstance(effect, Delete):
                 owned = self.values.pop(effect.rref, None)
                 self._failed_here.pop(effect.rref, None)

@@ -30,9 +30,9 @@ class Dispatcher:
     def on_message(self, item: tuple[Any, ...]) -> None:
         """Handle a one-way message."""
         worker = self._worker
-        _, _, peer, _, _, tag, flags, _, body, segments, _ = item
+        _, _, peer, connection, _, tag, flags, _, body, segments, _ = item
         if tag == Tag.REFERENCES:
-            worker.references.on_message(peer, worker.messages.decode(flags, body, segments, []))
+            worker.references.on_message(peer, connection, worker.messages.decode(flags, body, segments, []))
         elif tag == Tag.SHUTDOWN:
             worker.ready.wait()  # a peer that joined earlier may already shut down
             stage, plain = worker.messages.decode(flags, body, segments, [])
@@ -45,8 +45,8 @@ class Dispatcher:
     def on_completion(self, item: tuple[Any, ...]) -> None:
         """Process the references and the value of a reply that is not awaited any more."""
         worker = self._worker
-        _, tag, flags, body, segments, peer, _ = item[3]
-        worker.messages.read_metadata(peer, flags, segments)
+        _, tag, flags, body, segments, peer, connection, _ = item[3]
+        worker.messages.read_metadata(peer, connection, flags, segments)
         if tag == Tag.CREATED and not flags & Flag.LEFT_OUT:
             worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.METADATA, body, segments, [])))
 
@@ -59,10 +59,14 @@ class Dispatcher:
             worker.autograd.collect()
             log_unread()
             worker.pool.run_submitted()
-        elif event in (PEER_LOST, PEER_LEFT):
-            worker.on_peer_lost(peer, text, event == PEER_LEFT)
-        elif event == PEER_BACK:
-            worker.on_peer_back(peer)
+        elif event in (PEER_LOST, PEER_LEFT, PEER_BACK):
+            try:
+                if event == PEER_BACK:
+                    worker.on_peer_back(peer)
+                else:
+                    worker.on_peer_lost(peer, text, event == PEER_LEFT)
+            finally:
+                worker.engine.acknowledge(peer)
         elif event == CONNECTED:
             lifecycle_log.connected(worker, peer, text)
         else:

@@ -16,7 +16,7 @@ import torch
 
 from telegrad._core import Request
 from telegrad.errors import Cancelled, MessageTooLarge, SerializationError, is_drop_in
-from telegrad.protocols.rref import RRefId, Ticket, TicketKind
+from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import describe_exception, pack_exception
 from telegrad.serialize.program_pickler import ByPickler, PickledCall
 from telegrad.serialize.tensor_layout import Body, Buffer
@@ -29,7 +29,7 @@ from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import Interceptors, is_internal
-from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messages
+from telegrad.worker.calls.messages import CallMetadata, Encoded, Messages
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
@@ -210,12 +210,12 @@ class Handlers:
             return None
         if tag != _CALL:
             raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
-        metadata = self.messages.read_metadata(info.peer, flags, segments, request=True)
+        metadata = self.messages.read_metadata(info.peer, info.connection, flags, segments, request=True)
         target = metadata.target
         if target is not None:
             if not flags & _KEEP_AS:
                 raise SerializationError("a request names a reference to create, and is to create none")
-            target = self.accept(info.peer, target.local_id)
+            target = self.accept(info.peer, target.local_id, info.connection)
         recording = None
         if metadata.profile is not None or tracing.observer.serving:
             recording = tracing.observer.record(self._me.id, metadata.profile)
@@ -226,9 +226,12 @@ class Handlers:
     def _reply_left_out(self, info: RequestInfo, tag: int, flags: int, body: Body, segments: list[Buffer]) -> None:
         """Reply to a request without content, after processing its metadata."""
         try:
-            target = self.messages.read_metadata(info.peer, flags, segments, request=tag != _GRADIENTS).target
+            metadata = self.messages.read_metadata(
+                info.peer, info.connection, flags, segments, request=tag != _GRADIENTS
+            )
+            target = metadata.target
             if flags & _KEEP_AS and target is not None:
-                target = self.accept(info.peer, target.local_id)
+                target = self.accept(info.peer, target.local_id, info.connection)
                 self._settle_creation(info, target, None, error_of(body, f"the creation of {target}"))
                 return
         except Exception as e:
@@ -236,12 +239,12 @@ class Handlers:
             return
         self.reply(info, _ERROR, Encoded(_LEFT_OUT, bytes(body), None, ()), 0)
 
-    def accept(self, peer: int, local_id: object) -> RRefId:
+    def accept(self, peer: int, local_id: object, connection: int) -> RRefId:
         """Accept the creation of a reference. A peer creates only its own ids."""
         if type(local_id) is not int:
             raise SerializationError("a request is to create a reference but does not name it")
         rref = RRefId(peer, local_id)
-        self._references.accept_create(rref, peer)
+        self._references.accept_create(rref, peer, connection)
         return rref
 
     def settle(self, target: RRefId, value: object) -> None:
@@ -273,7 +276,7 @@ class Handlers:
         rref = RRefId(*receiver)
         handles = []
         if fetches and not references.knows(rref):  # a placeholder until the creation arrives
-            handles = references.receive([Ticket(rref, self._me.id, TicketKind.RETURN, 0)], [NO_FORK], peer)
+            handles = references.hold(rref, peer)
         return references.park(rref, lambda: self._submit(self._resume, request, handles))
 
     def _resume(self, request: Request, _: object) -> None:
@@ -432,4 +435,8 @@ class Handlers:
             report = info.recording.report()
             if report is not None:
                 message = self.messages.with_trace(message, report)
-        self.engine.reply(info.connection, info.call, tag, message.flags | flags, message.body, message.segments)
+        sent = self.engine.reply(
+            info.connection, info.call, tag, message.flags | flags, message.body, message.segments
+        )
+        if not sent:
+            self.messages.rollback(info.peer, message)

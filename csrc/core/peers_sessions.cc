@@ -1,0 +1,182 @@
+// Sessions of the peers: which connection opens, when, and what its end tells.
+#include <algorithm>
+#include <utility>
+
+#include "core/engine_parts.h"
+#include "core/peers.h"
+
+namespace telegrad {
+
+Peer& Peers::add_peer(std::int32_t id) {
+  return peers_.try_emplace(id, parts_.settings.handshake.me.id < id).first->second;
+}
+
+/// Returns whether the connection takes part in the agreement: lanes and connections of a worker to itself do not.
+bool Peers::has_session(const Connection& c) const {
+  return !c.handshake.for_lane() && c.handshake.peer().id != parts_.settings.handshake.me.id;
+}
+
+// ---- events
+
+void Peers::push_event(EventKind kind, const Identity& peer, std::string text) {
+  WorkItem item;
+  item.kind = WorkKind::kEvent;
+  item.event = kind;
+  item.peer = peer.id;
+  item.incarnation = peer.incarnation;
+  item.text = std::move(text);
+  parts_.queue.push_peer_event(std::move(item));
+}
+
+void Peers::push_session_event(EventKind kind, Peer& peer, const Identity& who, std::string text) {
+  ++peer.unacknowledged;
+  push_event(kind, who, std::move(text));
+}
+
+void Peers::acknowledge(std::int32_t id) {
+  Lock lock(parts_.mutex);
+  Peer* const peer = find(id);
+  if (!peer || peer->unacknowledged == 0 || --peer->unacknowledged > 0 || peer->proven.empty()) return;
+  std::move(peer->proven.begin(), peer->proven.end(), std::back_inserter(resumable_));
+  peer->proven.clear();
+  has_resumable_.store(true, std::memory_order_relaxed);
+  if (!parts_.leader.exists()) parts_.leader.watch_links();
+  parts_.leader.interrupt_poll();
+}
+
+void Peers::set_epoch(std::int32_t id, std::int64_t epoch) {
+  Lock lock(parts_.mutex);
+  add_peer(id).epoch = epoch;
+}
+
+bool Peers::is_open(std::uint64_t connection) const {
+  Lock lock(parts_.mutex);
+  return has_connection(connection);
+}
+
+// ---- the beginning
+
+void Peers::resume_handshakes() {
+  std::vector<ConnectionPtr> proven;
+  {
+    Lock lock(parts_.mutex);
+    proven.swap(resumable_);
+    has_resumable_.store(false, std::memory_order_relaxed);
+  }
+  for (const ConnectionPtr& c : proven) on_proven(c);
+}
+
+/// Continues a handshake in which the peer has proven its identity.
+void Peers::on_proven(const ConnectionPtr& c) {
+  std::optional<Handshake::Step> step;
+  for (bool again = true; again;) {
+    std::vector<ConnectionPtr> ended;
+    {
+      Lock lock(parts_.mutex);
+      if (!has_connection(c->id)) {  // closed meanwhile
+        if (Peer* peer = find(c->handshake.peer().id)) retry(lock, *peer);
+        return;
+      }
+      step = decide(c, ended);
+    }
+    again = !ended.empty();
+    for (const ConnectionPtr& old : ended) close_connection(old, "its worker has connected anew");
+  }
+  if (step) take_step(c, *step);
+}
+
+/// Decides how a handshake goes on; null: later, after an event. Connections in `ended` must be closed before.
+std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector<ConnectionPtr>& ended) {
+  Handshake& handshake = c->handshake;
+  const Identity& remote = handshake.peer();
+  if (!has_session(*c)) return handshake.proceed();
+  Peer& peer = add_peer(remote.id);
+  // The id of a removed peer is free for another worker, but not for the same incarnation.
+  const bool taken = peer.removed ? peer.identity.incarnation == remote.incarnation
+                                  : !peer.identity.name.empty() && peer.identity.name != remote.name;
+  if (taken) {
+    const std::string id = "worker id " + std::to_string(remote.id);
+    const std::string why = peer.removed ? id + " is no member any more" : id + " is taken by another name";
+    return handshake.refuse(OfferAnswer::kForeign, why);
+  }
+  if (std::exchange(peer.was_lost, false)) push_session_event(EventKind::kPeerBack, peer, remote);
+  if (peer.unacknowledged > 0) {
+    peer.proven.push_back(c);
+    return std::nullopt;
+  }
+  SessionAgreement& agreement = peer.agreement;
+  if (c->initiator) {
+    if (agreement.prove(remote.incarnation)) return handshake.proceed();
+    return Handshake::Step{.failed = "an older process of worker " + remote.name + " answers at this address"};
+  }
+  const OfferVerdict verdict = agreement.judge(remote.incarnation, handshake.offer());
+  if (verdict.ends_session) ended.push_back(peer.connection);
+  if (verdict.ends_dial) {
+    peer.dial->superseded = true;
+    ended.push_back(peer.dial);
+  }
+  if (!ended.empty()) return std::nullopt;
+  switch (verdict.answer) {
+    case OfferAnswer::kAccept:
+      break;
+    case OfferAnswer::kStale:
+      return handshake.refuse(verdict.answer, "another worker has taken the name " + remote.name);
+    case OfferAnswer::kBusy:
+    case OfferAnswer::kOutdated:
+    case OfferAnswer::kForeign:
+      return handshake.refuse(verdict.answer, "another connection of these workers is open or about to open");
+  }
+  agreement.accept(remote.incarnation, handshake.offer());
+  peer.connection_to_open = c;
+  return handshake.proceed();
+}
+
+/// Makes an open connection the session of its peer. Returns false if it has been given up.
+bool Peers::begin_session(const ConnectionPtr& c, Peer& peer) {
+  if (c->initiator) {
+    if (peer.dial != c) return false;
+    peer.dial.reset();
+    peer.agreement.open_dial();
+  } else {
+    if (peer.connection_to_open != c) return false;
+    peer.connection_to_open.reset();
+  }
+  peer.identity = c->handshake.peer();
+  peer.removed = false;
+  peer.connection = c;
+  peer.connecting = false;
+  peer.retry_at = kNever;
+  return true;
+}
+
+/// Records that an accepted connection has closed before it was open at this end.
+void Peers::stop_opening(Lock& lock, const ConnectionPtr& c) {
+  for (auto& [id, peer] : peers_) {
+    if (peer.connection_to_open != c) continue;
+    peer.connection_to_open.reset();
+    peer.agreement.end();
+    return retry(lock, peer);
+  }
+}
+
+/// Dials for the messages that wait, if no other attempt is under way.
+void Peers::retry(Lock& lock, Peer& peer) {
+  if (peer.connecting && !peer.dial && peer.retry_at == kNever && !parts_.is_stopping()) connect(lock, peer);
+}
+
+// ---- the end
+
+/// Records the end of the session. `parted`: this worker has ended it.
+void Peers::end_session(const ConnectionPtr& c, Peer& peer, const std::string& why, bool parted) {
+  peer.agreement.end();
+  peer.connection.reset();
+  if (parts_.is_stopping() || parted) return;
+  peer.was_lost = true;
+  if (c->goodbye) {  // do not reconnect to this peer; a new worker may get its id
+    peer.removed = true;
+    peer.last_error = why;
+  }
+  push_session_event(c->goodbye ? EventKind::kPeerLeft : EventKind::kPeerLost, peer, c->handshake.peer(), why);
+}
+
+}  // namespace telegrad
