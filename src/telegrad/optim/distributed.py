@@ -17,6 +17,7 @@ from telegrad.optim.owner import RemoteGroup, require_worker, step_of
 from telegrad.optim.state import check_groups, check_shapes, join, split
 from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
+from telegrad.worker.scope import current_chain
 
 __all__ = ["DistributedOptimizer"]
 
@@ -176,6 +177,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if context_id is None:
+            context_id = current_chain() or None  # the step must not wait for the handler that makes it
         self._ask_with_changes("the optimizer could not step", self._parts, step_of, context_id)
         return loss
 

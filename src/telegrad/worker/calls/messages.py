@@ -26,7 +26,7 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
 from telegrad.worker.calls.tracing import Span
-from telegrad.worker.scope import Autocast
+from telegrad.worker.scope import Autocast, current_chain
 
 __all__ = [
     "NO_FORK",
@@ -105,6 +105,7 @@ class CallMetadata(NamedTuple):
     autocast: Autocast
     context: AutogradContext | None = None  # the sender's autograd context
     wrap: Wrap | None = None  # records received tensors
+    chain: int = 0  # the caller's call chain outside of contexts; 0: none
     profile: Any = None  # request: TraceContext; reply: Report (telegrad.worker.calls.tracing)
 
 
@@ -243,7 +244,7 @@ class Messages:
             asked = None if span is None else span.asked
             if tickets is None and target is None and autocast is None and made_in is None and asked is None:
                 return Encoded(flags, body, segments, ())
-            metadata = self._metadata(tickets or (), target, autocast, made_in, asked, ticket)
+            metadata = self._metadata(tickets or (), target, autocast, made_in, asked, ticket, request)
             segments = [*(segments or ()), metadata]
             flags |= _METADATA | _MUST_DELIVER if tickets or made_in else _METADATA
             return Encoded(flags, body, segments, tuple(tickets or ()), made_in)
@@ -304,7 +305,9 @@ class Messages:
             raise
         if not tickets and autocast is None and made_in is None:
             return None
-        return PeerMetadata(self._metadata(tickets, None, autocast, made_in, None), tuple(tickets), made_in)
+        return PeerMetadata(
+            self._metadata(tickets, None, autocast, made_in, None, request=True), tuple(tickets), made_in
+        )
 
     def encode_internal(self, peer: int, value: object) -> Encoded:
         """Encode an internal message, which usually needs only the codec."""
@@ -369,12 +372,15 @@ class Messages:
         made_in: Recorded | None,
         profile: object,
         about: Ticket | None = None,
+        request: bool = False,
     ) -> bytes:
         # The ticket of the message's own reference goes to the owner and is not a fork.
         plain = [
             (*t.rref, t.owner, int(t.kind), t.transfer, NO_FORK if t is about else self._new_id()) for t in tickets
         ]
         context, message = (None, 0) if made_in is None else (made_in[0].id, made_in[1])
+        if context == 0 and request:
+            context = current_chain()
         return self._plain((plain, None if target is None else tuple(target), autocast, context, message, profile))
 
     def _plain(self, value: object) -> bytes:
@@ -413,12 +419,17 @@ class Messages:
         tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer, _ in plain]
         handles = self._receive(tickets, [ticket[-1] for ticket in plain], peer) if tickets else []
         context = wrap = None
+        chain = 0
         if context_id is not None:
+            if context_id < 0:
+                chain, context_id = context_id, 0
             recorder = self.recorder
             context = recorder.on_request_in_context(context_id, peer) if request else recorder.find(context_id)
             if context is not None and message:
                 wrap = recorder.wrap(context, peer, message)
-        return CallMetadata(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)
+        return CallMetadata(
+            handles, None if target is None else RRefId(*target), autocast, context, wrap, chain, profile
+        )
 
     def decode(
         self, flags: int, body: Body, segments: Sequence[Buffer], handles: Sequence[object], wrap: Wrap | None = None

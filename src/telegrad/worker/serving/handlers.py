@@ -33,7 +33,7 @@ from telegrad.worker.calls.messages import NO_FORK, CallMetadata, Encoded, Messa
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
-from telegrad.worker.scope import clean_state, current, handler_state
+from telegrad.worker.scope import clean_state, current, enter_chain, handler_state
 from telegrad.worker.serving.event_loop import Deferred, EventLoop
 from telegrad.worker.serving.intercepted import Ended, InterceptedHandler, not_a_future
 
@@ -85,6 +85,7 @@ class SlowRequest:
         self._handlers = handlers
         self._body = body
         self._segments = segments
+        self._chain = metadata.chain
         self._guard = ExitStack()
         self._state = ExitStack()
 
@@ -119,9 +120,14 @@ class SlowRequest:
 
     def enter(self) -> None:
         """Enter the autograd context's guard and the caller's torch state."""
-        guard = None if self.context is None else self._handlers.worker.autograd.handler_guard(self.context)
-        if guard is not None:
-            self._guard.enter_context(guard)
+        if self.context is not None:
+            autograd = self._handlers.worker.autograd
+            self._chain = autograd.chain_of_request(self.context, self._chain)
+            if self._chain:
+                enter_chain(self._chain)
+            guard = autograd.handler_guard(self.context, self._chain)
+            if guard is not None:
+                self._guard.enter_context(guard)
         if self.flags & _STATE or self.metadata.autocast:
             self._state.enter_context(handler_state(self.flags, self.metadata.autocast))
 
