@@ -55,10 +55,7 @@ class Autograd:
 
     def _notify_end(self, peer: int, ended: tuple[int, object]) -> None:
         calls = self.worker.calls
-        if calls.send_filter is None:
-            calls.client.notify_context_ended(peer, ended)
-        else:
-            calls.send_filtered("Cleanup", False, peer, partial(calls.client.notify_context_ended, peer, ended))
+        calls.send_message("Cleanup", peer, partial(calls.client.notify_context_ended, peer, ended))
 
     def on_ended(self, peer: int, notification: tuple[int, Any]) -> None:
         """Process a peer's notification of an end.

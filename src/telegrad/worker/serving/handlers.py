@@ -22,7 +22,7 @@ from telegrad.serialize.program_pickler import ByPickler, PickledCall
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exception, traceback_of
 from telegrad.types import WorkerInfo
-from telegrad.wire import ALWAYS_TAKEN, BodyKind, Flag, LeftOut, Tag
+from telegrad.wire import ALWAYS_TAKEN, Flag, LeftOut, Tag
 from telegrad.worker import process_hooks
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
@@ -45,7 +45,6 @@ _CALL, _GRADIENTS = int(Tag.CALL), int(Tag.GRADIENTS)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _STATE, _LEFT_OUT, _KEEP_AS = int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
 _INTERNAL = int(Flag.INTERNAL)
-_BODY, _CUSTOM = int(Flag.BODY), int(BodyKind.CUSTOM)
 _MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
 
 
@@ -138,8 +137,6 @@ class SlowRequest:
         self._segments.clear()  # the arguments are the only holders: one of them can be returned without a copy
         if isinstance(body, PickledCall):
             self.info = self.info._replace(by_pickler=True)
-        elif flags & _BODY == _CUSTOM and self.target is not None:
-            return (*body, self.target[1])
         return body
 
     def leave_state(self) -> None:
