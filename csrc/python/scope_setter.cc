@@ -19,8 +19,8 @@ void ScopeSetter::set(PyObject* scope) const {
   Py_XDECREF(token);
 }
 
-/// Scope(worker, deadline, nested=True, request=True, context, connection, call, chain=0), created without the slow Python
-/// constructor.
+/// Scope(worker, deadline, nested=True, request=True, context, connection, call, chain=0), created without the slow
+/// Python constructor.
 void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection,
                                 std::uint64_t call) const {
   auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());

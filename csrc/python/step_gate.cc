@@ -219,7 +219,8 @@ class StepGate {
   class Waiting {
    public:
     Waiting(State& state, const Reader& step) : state_(state), step_(step) {
-      if (!state_.waiting.empty()) state_.changed.notify_all();  // they do not wait for the handler that makes this step
+      if (!state_.waiting.empty())
+        state_.changed.notify_all();  // they do not wait for the handler that makes this step
       state_.waiting.push_back(step_);
     }
     ~Waiting() {
