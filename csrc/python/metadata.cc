@@ -77,7 +77,9 @@ bool AutogradHooks::read(const codec::Codec& codec, const Incoming& message, Con
       names_context == names_target)
     return false;
   if (names_target) return true;
-  out.id = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), kContext));
+  const nb::object id = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), kContext));
+  if (nb::cast<std::int64_t>(id) < 0) return false;  // a call chain, which Python enters
+  out.id = id;
   out.message = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), kMessage));
   return true;
 }

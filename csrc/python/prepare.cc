@@ -12,7 +12,7 @@ namespace {
 
 /// The fields of telegrad.serialize.function_names._Known, and of telegrad.worker.scope.Scope.
 enum KnownField : Py_ssize_t { kNumber, kText, kHome, kModule, kName, kPath, kKnownFields };
-enum ScopeField : Py_ssize_t { kWorker, kDeadline, kNested, kRequest, kAutograd, kConnection };
+enum ScopeField : Py_ssize_t { kWorker, kDeadline, kNested, kRequest, kAutograd, kConnection, kCall, kChain };
 
 /// Reports whether a function without arguments returns `what`. Throws nb::python_error.
 bool returns(const nb::object& function, PyObject* what) {
@@ -155,7 +155,8 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
     nb::object target = nb::none();
     if (large) target = nb::make_tuple(me_, form.keep_as);
     if (!in_context) message = nb::int_(0);
-    add_metadata(*m, codec_, target, id_of(call.context), message);
+    const bool in_chain = call.in_scope && call.context.is(autograd_.plain());
+    add_metadata(*m, codec_, target, in_chain ? call.chain : id_of(call.context), message);
   }
   if (named) set_name(*m, name.number, name.text);
   return m;
@@ -178,7 +179,10 @@ void Preparer::read_scope(PreparedCall& call, Nanos timeout) const {
   if (PyContextVar_Get(current_.ptr(), nullptr, &found) != 0) throw nb::python_error();
   const nb::object scope = nb::steal(found);
   call.in_scope = scope.is_valid() && !scope.is_none();
-  if (call.in_scope) call.context = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), kAutograd));
+  if (call.in_scope) {
+    call.context = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), kAutograd));
+    call.chain = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), kChain));
+  }
   if (call.context.is_none() && !autograd_.outside().is_none()) call.context = autograd_.outside();
   // Without grad mode nothing is recorded outside of contexts, as in local code.
   if (call.context.is(autograd_.plain()) && !returns(is_grad_enabled_, Py_True)) call.context = nb::none();

@@ -35,6 +35,7 @@ struct PreparedCall {
   nb::object request;                 // telegrad.worker.calls.client.Request, if Python encoded it
   nb::object keep_alive;              // kept alive until the reply, or not valid
   nb::object context = nb::none();    // the caller's autograd context
+  nb::object chain;                   // the caller's call chain (int), inside a scope
   nb::object label;                   // the function, or its name in error texts
   Nanos timeout = 0;
   bool nested = false;    // inside a handler, or a callback of the pool

@@ -19,12 +19,12 @@ void ScopeSetter::set(PyObject* scope) const {
   Py_XDECREF(token);
 }
 
-/// Scope(worker, deadline, nested=True, request=True, context, connection, call), created without the slow Python
-/// constructor.
+/// Scope(worker, deadline, nested=True, request=True, context, connection, call, chain=0), created without the slow
+/// Python constructor.
 void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection,
                                 std::uint64_t call) const {
   auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
-  const nb::object scope = nb::steal(type->tp_alloc(type, 7));
+  const nb::object scope = nb::steal(type->tp_alloc(type, 8));
   PyObject* until = PyLong_FromLongLong(deadline);
   PyObject* over = PyLong_FromUnsignedLongLong(connection);
   PyObject* id = PyLong_FromUnsignedLongLong(call);
@@ -36,6 +36,7 @@ void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::
   PyTuple_SET_ITEM(scope.ptr(), 4, Py_NewRef(context.ptr()));
   PyTuple_SET_ITEM(scope.ptr(), 5, over);
   PyTuple_SET_ITEM(scope.ptr(), 6, id);
+  PyTuple_SET_ITEM(scope.ptr(), 7, nb::int_(0).release().ptr());
   set(scope.ptr());
 }
 

@@ -33,7 +33,7 @@ using Context = std::int64_t;
 
 constexpr auto kSignalCheck = std::chrono::milliseconds(50);  // between two checks while the main thread waits
 
-/// Handler that is inside the gate.
+/// Handler that is inside the gate, or a step that waits.
 struct Reader {
   Context context;
   unsigned long thread;
@@ -48,9 +48,12 @@ void remove_one(std::vector<T>& from, const T& value) {
   from.pop_back();
 }
 
-bool contains(const std::vector<Context>& contexts, Context context) {
-  return std::find(contexts.begin(), contexts.end(), context) != contexts.end();
+bool is_among(const std::vector<Reader>& readers, Context context) {
+  return std::any_of(readers.begin(), readers.end(), [&](const Reader& reader) { return reader.context == context; });
 }
+
+/// Reports whether an id is that of a call chain outside of contexts.
+bool is_chain(Context context) { return context < 0; }
 
 class StepGate {
  public:
@@ -103,7 +106,7 @@ class StepGate {
   Turn begin_step(Context context) {
     const unsigned long thread = PyThread_get_thread_ident();
     std::unique_lock lock(state_->mutex);
-    const Waiting waiting(*state_, context);
+    const Waiting waiting(*state_, {context, thread});
     std::size_t others = 0;
     const auto alone = [&] {
       others = count_others(context, thread);
@@ -125,6 +128,21 @@ class StepGate {
     ++state_->steps;
     state_->due = state_->queued;
     state_->changed.notify_all();
+  }
+
+  // ---- waits for other steps, outside of the gate
+
+  Reader begin_wait(Context context) {
+    const Reader waiter{context, PyThread_get_thread_ident()};
+    const std::lock_guard lock(state_->mutex);
+    state_->blocked.push_back(waiter);
+    if (!state_->waiting.empty()) state_->changed.notify_all();
+    return waiter;
+  }
+
+  void end_wait(const Reader& waiter) {
+    const std::lock_guard lock(state_->mutex);
+    remove_one(state_->blocked, waiter);
   }
 
   // ---- saved-tensor hooks
@@ -152,7 +170,9 @@ class StepGate {
   }
   std::vector<Context> waiting() const {
     const std::lock_guard lock(state_->mutex);
-    return state_->waiting;
+    std::vector<Context> contexts;
+    for (const Reader& step : state_->waiting) contexts.push_back(step.context);
+    return contexts;
   }
 
  private:
@@ -161,7 +181,8 @@ class StepGate {
     std::condition_variable changed;
     std::vector<Reader> readers;
     std::vector<Context> bodies;
-    std::vector<Context> waiting;  // contexts whose steps wait
+    std::vector<Reader> waiting;  // contexts and threads of steps that wait
+    std::vector<Reader> blocked;  // that wait for other steps, outside of the gate
     bool stepping = false;
     std::uint64_t steps = 0;
     std::size_t queued = 0;  // handlers that wait
@@ -197,9 +218,13 @@ class StepGate {
   /// Registers a waiting step for its scope. Created and destroyed with the mutex held.
   class Waiting {
    public:
-    Waiting(State& state, Context context) : state_(state), context_(context) { state_.waiting.push_back(context); }
+    Waiting(State& state, const Reader& step) : state_(state), step_(step) {
+      if (!state_.waiting.empty())
+        state_.changed.notify_all();  // they do not wait for the handler that makes this step
+      state_.waiting.push_back(step_);
+    }
     ~Waiting() {
-      remove_one(state_.waiting, context_);
+      remove_one(state_.waiting, step_);
       state_.changed.notify_all();
     }
     Waiting(const Waiting&) = delete;
@@ -207,19 +232,28 @@ class StepGate {
 
    private:
     State& state_;
-    const Context context_;
+    const Reader step_;
   };
 
   bool may_enter(Context context, std::uint64_t steps) const {
-    if (state_->waiting.empty() || state_->steps != steps || contains(state_->waiting, context)) return true;
-    return std::any_of(state_->readers.begin(), state_->readers.end(),
-                       [&](const Reader& reader) { return reader.context == context; });
+    if (state_->waiting.empty() || state_->steps != steps) return true;
+    return is_among(state_->waiting, context) || is_among(state_->readers, context);
   }
 
   /// Returns the number of handlers that a step has to wait for.
   std::size_t count_others(Context context, unsigned long thread) const {
-    return std::count_if(state_->readers.begin(), state_->readers.end(),
-                         [&](const Reader& reader) { return reader.context != context && reader.thread != thread; });
+    return std::count_if(state_->readers.begin(), state_->readers.end(), [&](const Reader& reader) {
+      return reader.context != context && reader.thread != thread && !waits_for_step(reader);
+    });
+  }
+
+  /// Reports whether a handler itself waits for a step, so that the two would wait for each other.
+  bool waits_for_step(const Reader& handler) const {
+    const auto is_its = [&](const Reader& step) {
+      return step.thread == handler.thread || (is_chain(handler.context) && step.context == handler.context);
+    };
+    return std::any_of(state_->waiting.begin(), state_->waiting.end(), is_its) ||
+           std::any_of(state_->blocked.begin(), state_->blocked.end(), is_its);
   }
 
   /// Waits until `ready`, which is checked again at the deadline. Holds the mutex at the end in every case.
@@ -312,6 +346,25 @@ class ReaderGuard : public Guard {
   Reader reader_{};
 };
 
+/// Context manager for a wait for another step.
+class WaitGuard : public Guard {
+ public:
+  using Guard::Guard;
+
+  void enter() {
+    check_free();
+    waiter_ = gate_.begin_wait(context_);
+    entered_ = true;
+  }
+
+  void exit(const nb::args&) {
+    if (std::exchange(entered_, false)) gate_.end_wait(waiter_);
+  }
+
+ private:
+  Reader waiter_{};
+};
+
 using HandlerGuard = ReaderGuard<&StepGate::enter, &StepGate::leave>;
 using BodyGuard = ReaderGuard<&StepGate::open_body, &StepGate::close_body>;
 
@@ -357,6 +410,9 @@ void init_step_gate(nb::module_& m) {
       .def(
           "step", [](nb::object self, Context context) { return StepGuard(std::move(self), context); },
           nb::arg("context"))
+      .def(
+          "blocked", [](nb::object self, Context context) { return WaitGuard(std::move(self), context); },
+          nb::arg("context"), "Mark code that waits for another step: no step waits for its handler meanwhile.")
       .def_rw("max_wait", &StepGate::max_wait, "Limit in seconds of a step's wait for handlers.")
       .def_prop_ro("handlers", &StepGate::readers)
       .def_prop_ro("bodies", &StepGate::bodies)
@@ -368,6 +424,9 @@ void init_step_gate(nb::module_& m) {
   nb::class_<BodyGuard>(m, "BodyGuard")
       .def("__enter__", &BodyGuard::enter)
       .def("__exit__", &BodyGuard::exit, nb::sig(kExit));
+  nb::class_<WaitGuard>(m, "WaitGuard")
+      .def("__enter__", &WaitGuard::enter)
+      .def("__exit__", &WaitGuard::exit, nb::sig(kExit));
   nb::class_<StepGuard>(m, "StepGuard")
       .def(
           "__enter__",
@@ -379,7 +438,7 @@ void init_step_gate(nb::module_& m) {
       .def("__exit__", &StepGuard::exit, nb::sig(kExit))
       .def_prop_ro(
           "overtaken", [](const StepGuard& guard) { return guard.turn().overtaken; },
-          "Number of handlers of other contexts that were inside when the step began.")
+          "Number of handlers of other contexts that had not left when the step began.")
       .def_prop_ro(
           "unread", [](const StepGuard& guard) { return guard.turn().unread; },
           "Whether no handler or body of another context was inside when the step began.");

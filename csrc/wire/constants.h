@@ -41,7 +41,7 @@ struct Flag {
 struct BodyKind {
   static constexpr int kCodec = 0;  // plain values and tensors (csrc/codec)
   static constexpr int kPickle = 1;  // pickle protocol 5 with tensors out of band (telegrad.serialize.pickling)
-  static constexpr int kCustom = 2;  // a pickler of the program, see rpc.api._use_rpc_pickler
+  static constexpr int kCustom = 2;  // a pickler of the program, see serialize/program_pickler.py
 };
 
 /// Reason for leaving out the content of a message (csrc/core/left_out.h).
@@ -90,7 +90,7 @@ struct MetadataField {
   static constexpr int kTickets = 0;  // of the references in the message
   static constexpr int kTarget = 1;  // id of the reference that the message is about, or None
   static constexpr int kAutocast = 2;  // autocast state of the caller, or None
-  static constexpr int kContext = 3;  // id of the autograd context, or None
+  static constexpr int kContext = 3;  // id of the autograd context, or None; 0 or a call chain (negative): no context
   static constexpr int kMessage = 4;  // id under which both ends record the tensors that require grad; 0: none
   static constexpr int kProfile = 5;  // request: what to record; reply: what was recorded; or None
 };
@@ -104,6 +104,7 @@ struct ScopeField {
   static constexpr int kAutograd = 4;
   static constexpr int kConnection = 5;
   static constexpr int kCall = 6;
+  static constexpr int kChain = 7;
 };
 
 /// Kind of a node in the walk of an autograd graph.

@@ -367,6 +367,11 @@ class StepGate:
 
     def step(self, context: int) -> StepGuard: ...
 
+    def blocked(self, context: int) -> WaitGuard:
+        """
+        Mark code that waits for another step: no step waits for its handler meanwhile.
+        """
+
     @property
     def max_wait(self) -> float:
         """Limit in seconds of a step's wait for handlers."""
@@ -396,6 +401,11 @@ class BodyGuard:
 
     def __exit__(self, *exception: object) -> None: ...
 
+class WaitGuard:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
 class StepGuard:
     def __enter__(self) -> StepGuard: ...
 
@@ -404,7 +414,7 @@ class StepGuard:
     @property
     def overtaken(self) -> int:
         """
-        Number of handlers of other contexts that were inside when the step began.
+        Number of handlers of other contexts that had not left when the step began.
         """
 
     @property

@@ -376,18 +376,15 @@ def make_unsendable(x: Tensor) -> Any:
 
 
 def test_calls_dropped_by_fault_injection_are_not_recorded(four: Cluster, context: Context) -> None:
-    from telegrad.worker.calls.faults import DroppedMessage
+    from telegrad.compat.rpc._testing.faults import DroppedMessage, Faults
 
-    def lose(kind: str, *_: Any) -> None:
-        raise DroppedMessage(kind)
-
-    calls = four[0]._worker.calls
-    calls.send_filter = lose  # type: ignore[assignment]
+    interceptors = four[0]._worker.calls.own_interceptors
+    interceptors.add(Faults(["PYTHON_CALL"], {}, 1))
     try:
         with pytest.raises(DroppedMessage):
             rpc.rpc_sync("w1", double, (leaf(2),))
     finally:
-        calls.send_filter = None
+        interceptors.clear()
     assert not context.sends
     assert not context.requests_sent
 

@@ -156,6 +156,103 @@ def test_a_nested_handler_does_not_wait_for_a_step_that_waits_for_its_caller() -
     step.finish()
 
 
+def test_handlers_that_step_on_their_own_threads_do_not_wait_for_each_other() -> None:
+    gate = new_gate(TIMEOUT)
+    order: list[str] = []
+    inside_both, out = Gate(), Gate()
+
+    def step_inside(context: int) -> None:
+        with gate.handler(context):
+            inside_both.enter()
+            with gate.step(context - 10) as turn:
+                order.append(f"step {context} among {turn.overtaken}")
+            out.enter()
+
+    threads = [Busy(lambda c=c: step_inside(c)) for c in (1, 2)]  # type: ignore[misc]
+    inside_both.wait_for(2)
+    inside_both.open()
+    out.wait_for(1)  # one has stepped; the other waits until it has left
+    out.open()
+    for thread in threads:
+        thread.finish()
+    assert sorted(order) == ["step 1 among 0", "step 2 among 0"]
+
+
+def test_a_waiting_step_no_longer_waits_for_a_handler_that_begins_to_step() -> None:
+    gate = new_gate(TIMEOUT)
+    order: list[str] = []
+    ready, leave = Gate(), Gate()
+
+    def step_inside() -> None:
+        with gate.handler(1):
+            ready.enter()
+            with gate.step(-1):
+                order.append("step inside")
+            leave.enter()
+
+    handler = Busy(step_inside)
+    ready.wait_for()
+    with inside(gate, 3):  # both steps wait for it
+        step = stepping(gate, 2, order)
+        until_waits(gate, 2)
+        ready.open()
+        until_waits(gate, -1)
+        assert not order
+    leave.wait_for()
+    leave.open()
+    for thread in (handler, step):
+        thread.finish()
+    assert sorted(order) == ["step 2 alone", "step inside"]
+
+
+def test_handlers_of_other_chains_wait_for_a_waiting_step() -> None:
+    gate = new_gate(TIMEOUT)
+    order: list[str] = []
+    with inside(gate, -1):
+        step = stepping(gate, -9, order)
+        until_waits(gate, -9)
+        other = entering(gate, -2, order)
+        eventually(lambda: gate.queued, what="a handler that waits")
+        with inside(gate, -1):  # of the same chain: the first one may wait for it
+            assert not order
+    for thread in (step, other):
+        thread.finish()
+    assert order == ["step -9 alone", "handler -2", "end of handler -2"]
+
+
+def test_a_step_does_not_wait_for_a_chain_that_waits_for_its_own_step() -> None:
+    gate = new_gate(TIMEOUT)
+    order: list[str] = []
+    with inside(gate, -1), inside(gate, -2):  # each waits for a step that another thread makes for it
+        steps = [stepping(gate, chain, order) for chain in (-1, -2)]
+        eventually(lambda: order, what="the first step")
+    for step in steps:
+        step.finish()
+    assert sorted(order) == ["step -1 alone", "step -2 alone"]
+
+
+def test_a_step_does_not_wait_for_a_handler_that_waits_for_it() -> None:
+    gate = new_gate(TIMEOUT)
+    order: list[str] = []
+    ready, leave = Gate(), Gate()
+
+    def handler() -> None:
+        with gate.handler(1):
+            ready.enter()
+            with gate.blocked(0):  # for example for the lock of the parameters
+                leave.enter()
+
+    thread = Busy(handler)
+    ready.wait_for()
+    step = stepping(gate, 2, order)
+    until_waits(gate, 2)
+    ready.open()
+    step.finish()
+    assert order == ["step 2 alone"]
+    leave.open()
+    thread.finish()
+
+
 def test_handlers_of_the_stepping_context_do_not_wait() -> None:
     gate = new_gate(TIMEOUT)
     with inside(gate, 1):

@@ -4,32 +4,46 @@ import threading
 import weakref
 
 import pytest
+import torch
 
+from telegrad import rpc
 from telegrad.compat.rpc._testing import FaultyTensorPipeRpcBackendOptions
 from telegrad.compat.rpc._testing.faults import KINDS, Faults
 from telegrad.protocols.rref import Accept, Add, Release
 from telegrad.rpc import RRef, backend_registry
 from telegrad.testing import cluster
-from telegrad.worker.calls.faults import DroppedMessage
 
 
 def test_calls_are_lost_each_time() -> None:
     faults = Faults(["PYTHON_REMOTE_CALL"], {}, 3)
-    for _ in range(5):
-        with pytest.raises(DroppedMessage, match=r"to worker 2 was lost on purpose"):
-            faults("remote", False, 2)
-    assert faults("remote", True, 2) is None
-    assert faults("call", False, 2) is None
+    assert all(faults.loses("remote", False, attempt) for attempt in range(5))
+    assert not faults.loses("remote", True)
+    assert not faults.loses("call", False)
 
 
 def test_messages_sent_again_are_lost_the_given_number_of_times() -> None:
     faults = Faults(["RREF_USER_DELETE"], {"SCRIPT_CALL": 1.5, "RREF_USER_DELETE": 0.5}, 3)
-    for attempt in range(3):
-        with pytest.raises(DroppedMessage):
-            faults(Release.__name__, False, 2, attempt)
-    assert faults(Release.__name__, False, 2, 3) == 0.5
-    assert faults("call", True, 2) == 1.5
-    assert faults("call", False, 2) is None
+    assert [faults.loses(Release.__name__, False, attempt) for attempt in range(4)] == [True, True, True, False]
+    assert faults.delay_of(Release.__name__, False) == 0.5
+    assert faults.delay_of("call", True) == 1.5
+    assert faults.delay_of("call", False) == 0
+
+
+def test_lost_calls_fail_at_their_caller() -> None:
+    with cluster(2) as w, w[0]:
+        for name, start in (
+            ("PYTHON_CALL", lambda: rpc.rpc_sync("w1", Value)),
+            ("SCRIPT_CALL", lambda: rpc.rpc_sync("w1", torch.add, (torch.ones(1), 1))),
+            ("PYTHON_REMOTE_CALL", lambda: rpc.remote("w1", Value).to_here()),
+            ("SCRIPT_REMOTE_CALL", lambda: rpc.remote("w1", torch.add, (torch.ones(1), 1)).to_here()),
+            ("PYTHON_RREF_FETCH_CALL", lambda: rpc.remote("w1", Value).to_here()),
+            ("SCRIPT_RREF_FETCH_CALL", lambda: rpc.remote("w1", torch.add, (torch.ones(1), 1)).to_here()),
+        ):
+            interceptors = w[0]._worker.calls.own_interceptors
+            interceptors.add(Faults([name], {}, 1))
+            with pytest.raises(Exception, match="to worker w1 was lost on purpose"):
+                start()
+            interceptors.clear()
 
 
 _freed = threading.Event()
@@ -52,18 +66,18 @@ def ask(rref: RRef[Value]) -> int:
 
 def test_references_tolerate_the_loss_of_each_message() -> None:
     lost: list[tuple[str, int]] = []
-    faults = Faults(["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"], {}, 2)
 
-    def losing(kind: str, scripted: bool, peer: int, attempt: int) -> float | None:
-        try:
-            return faults(kind, scripted, peer, attempt)
-        except DroppedMessage:
-            lost.append((kind, attempt))
-            raise
+    class Losing(Faults):
+        def loses(self, kind: str, scripted: bool, attempt: int = 0) -> bool:
+            is_lost = super().loses(kind, scripted, attempt)
+            if is_lost:
+                lost.append((kind, attempt))
+            return is_lost
 
     with cluster(3) as w:
         for worker in w:
-            worker._worker.calls.send_filter = losing
+            faults = Losing(["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"], {}, 2)
+            worker._worker.calls.own_interceptors.add(faults)
         rref = w[0].remote("w1", Value)
         assert w[0].rpc_sync("w2", ask, (rref,)) == 42
         del rref
@@ -73,7 +87,7 @@ def test_references_tolerate_the_loss_of_each_message() -> None:
 
 
 def test_no_failures_means_none() -> None:
-    assert Faults(list(KINDS), {}, 0)("remote", False, 2) is None
+    assert not Faults(list(KINDS), {}, 0).loses("remote", False)
 
 
 def test_reference_messages_are_named_as_their_classes() -> None:

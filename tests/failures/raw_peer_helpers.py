@@ -10,7 +10,7 @@ from typing import Any, Self
 from telegrad.rpc import Options, Worker
 
 MAGIC = 0x31524754
-VERSION = 5
+VERSION = 6
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = 1, 2, 3, 4, 5
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
 CANCEL, CALL_STATE = 22, 23
@@ -48,6 +48,7 @@ def identity(worker_id: int, name: str, incarnation: int) -> bytes:
 
 
 _incarnations = itertools.count(1)
+_dials = itertools.count(1)
 
 
 def member(worker_id: int, name: str) -> tuple[int, str, int]:
@@ -135,7 +136,8 @@ class RawPeer:
             + text(nonce or os.urandom(32))
             + struct.pack("<QQII", 256 << 20, 256 << 30, 1 << 20, 1 << 16)  # limits
             + struct.pack("<I", 1)  # lanes
-            + text(b"")  # and of no other connection
+            + struct.pack("<QBQ", next(_dials), 0, 0)  # the offered session, after none
+            + text(b"")  # the link, of a lane
         )
 
     def proof(self, hello: bytes, challenge: bytes, secret: bytes | None = None) -> bytes:

@@ -179,7 +179,7 @@ def test_the_bomb_works_after_the_handshake(w: Cluster, tmp_path: Path) -> None:
 
 def test_a_members_id_cannot_be_reused(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:
     """The peer has the secret, but uses the id of another name."""
-    assert peer.join(member(0, "impostor")) == WELCOME
+    assert peer.join(member(0, "impostor")) == REFUSE
     assert peer.ended() == []
     assert_rejected(caplog, "worker id 0 is taken by another name")
 

@@ -14,8 +14,10 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, UnknownWorker
+from telegrad.rpc.api import _use_rpc_pickler
+from telegrad.rpc.internal import _InternalRPCPickler
 from telegrad.testing import Cluster, assert_quiescent, cluster
-from telegrad.worker.calls import interceptors, tracing
+from telegrad.worker.calls.interceptors import of_process
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:
@@ -198,37 +200,54 @@ def test_a_worker_that_is_closed() -> None:
                 start("w1", worker_name)
 
 
-def test_a_fault_injector_sees_every_call(start: Any, w0: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_interceptors_see_every_call(start: Any, w0: Any) -> None:
     assert start("w1", worker_name) == "w1"
-    seen: list[str] = []
-    monkeypatch.setattr(w0.calls, "send_filter", lambda kind, *_: seen.append(kind))
+    seen: list[object] = []
+
+    def see(call: Any, proceed: Any) -> Any:
+        seen.append(call.form.function)
+        return proceed(call)
+
+    w0.calls.own_interceptors.add(see)
     assert start("w1", worker_name) == "w1"
-    assert seen == ["call"]
+    w0.calls.own_interceptors.remove(see)
+    assert seen == [worker_name]
 
 
-def test_a_custom_pickler_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_pickler_sees_every_call(start: Any) -> None:
     assert start("w1", worker_name) == "w1"
 
-    def refuse(*_: Any) -> None:
-        raise ValueError("the pickler was asked")
+    class Refusing(_InternalRPCPickler):
+        def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+            raise ValueError(f"the pickler was asked for {obj.func.__name__}")
 
-    monkeypatch.setitem(interceptors.active, interceptors.PICKLER, (None, refuse))
-    with pytest.raises(ValueError, match="the pickler was asked"):
+    with _use_rpc_pickler(Refusing()), pytest.raises(ValueError, match="the pickler was asked for worker_name"):
         start("w1", worker_name)
 
 
-def test_a_profiler_sees_every_call(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, Any]] = []
+def test_torchs_pickler_encodes_the_function(group: Cluster, start: Any) -> None:
+    class Replacing(_InternalRPCPickler):
+        def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+            return super().serialize(obj._replace(func=max, args=(1, *obj.args)))
 
-    class Observer:
-        on = serving = False
+    with _use_rpc_pickler(Replacing()):
+        assert start("w1", min, (0, 2)) == 2
+        with group[0]:
+            assert rpc.remote("w1", min, args=(0, 2)).to_here() == 2
 
-        def begin(self, _: Any, __: int, mode: str, function: Any) -> None:
-            seen.append((mode, function))
 
-    monkeypatch.setattr(tracing, "observer", Observer())
-    monkeypatch.setitem(interceptors.active, interceptors.PROFILER, True)
-    assert start("w1", worker_name) == "w1"
+def test_interceptors_of_the_process_see_every_call(start: Any) -> None:
+    seen: list[tuple[str, object]] = []
+
+    def see(call: Any, proceed: Any) -> Any:
+        seen.append((call.form.mode, call.form.function))
+        return proceed(call)
+
+    of_process.add(see)
+    try:
+        assert start("w1", worker_name) == "w1"
+    finally:
+        of_process.remove(see)
     assert [function for _, function in seen] == [worker_name]
     assert seen[0][0] in ("sync", "async")
 

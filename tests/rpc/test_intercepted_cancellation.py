@@ -246,7 +246,12 @@ def test_an_interceptor_may_remove_the_timeout() -> None:
         assert future.wait() == 7
 
 
-# ---- fault injection
+# ---- delays
+
+
+def delaying(seconds: float) -> Any:
+    """Return an interceptor that delays calls."""
+    return lambda call, proceed: proceed(dataclasses.replace(call, delay=seconds))
 
 
 @pytest.mark.parametrize("interceptor", [None, *INTERCEPTORS])
@@ -255,8 +260,7 @@ def test_a_delayed_call_is_canceled_before_it_is_sent(clean: Cluster, log: Log, 
     delayed: list[Any] = []
     original = calls.delay
     calls.delay = lambda _, send: delayed.append(send)
-    calls.send_filter = lambda *_: 1.0
-    registration = rpc.intercept(client=interceptor) if interceptor else None
+    registrations = [rpc.intercept(client=each) for each in (interceptor, delaying(1.0)) if each]
     try:
         kept = rpc.RRef(torch.ones(2))  # a canceled request must release its references
         future = rpc.rpc_async("w1", polls, (log.local, kept), timeout=0)
@@ -265,23 +269,55 @@ def test_a_delayed_call_is_canceled_before_it_is_sent(clean: Cluster, log: Log, 
         for send in delayed:
             send()
     finally:
-        calls.send_filter, calls.delay = None, original
-        if registration is not None:
+        calls.delay = original
+        for registration in registrations:
             registration.remove()
     assert log.lines == []
 
 
-@pytest.mark.parametrize("interceptor", [None, *INTERCEPTORS])
-def test_a_delayed_call_is_canceled_after_it_was_sent(clean: Cluster, log: Log, interceptor: Any) -> None:
+@pytest.fixture
+def later(clean: Cluster) -> Iterator[list[tuple[float, Any]]]:
+    """Collect what worker 0 would run later, and the seconds until then."""
     calls = clean[0]._worker.calls
-    calls.send_filter = lambda *_: 0.001
-    registration = rpc.intercept(client=interceptor) if interceptor else None
+    original, found = calls.delay, []  # type: ignore[var-annotated]
+    calls.delay = lambda seconds, run: found.append((seconds, run))
+    yield found
+    calls.delay = original
+
+
+def test_a_delay_counts_towards_the_timeout(log: Log, later: list[tuple[float, Any]]) -> None:
+    with rpc.intercept(client=delaying(5.0)):
+        future = rpc.rpc_async("w1", polls, (log.local,), timeout=1.0)
+    (first, end), (last, send) = later
+    assert (first, last) == (1.0, 5.0)
+    assert not future.done()
+    end()
+    with pytest.raises(RpcTimeout, match="polls on w1"):
+        future.wait()
+    send()
+    assert log.lines == []
+
+
+def test_a_delayed_creation_that_times_out_is_sent_nevertheless(later: list[tuple[float, Any]]) -> None:
+    with rpc.intercept(client=delaying(5.0)):
+        rref = rpc.remote("w1", max, (1, 2), timeout=1.0)
+    (_, end), (_, send) = later
+    end()
+    with pytest.raises(RpcTimeout):
+        rref._get_future().wait()
+    send()
+    later.clear()
+    del rref  # the late reply releases the value, which the fixture checks
+
+
+@pytest.mark.parametrize("interceptor", [None, *INTERCEPTORS])
+def test_a_delayed_call_is_canceled_after_it_was_sent(log: Log, interceptor: Any) -> None:
+    registrations = [rpc.intercept(client=each) for each in (interceptor, delaying(0.001)) if each]
     try:
         future = rpc.rpc_async("w1", polls, (log.local,))
         log.wait_for_begin()
         assert future.cancel()
     finally:
-        calls.send_filter = None
-        if registration is not None:
+        for registration in registrations:
             registration.remove()
     log.expect("begun", "canceled")

@@ -34,4 +34,5 @@ def test_a_changed_number_makes_the_header_stale(tmp_path: Path) -> None:
 
 def test_positions_name_the_fields() -> None:
     assert [field.name.lower() for field in ScopeField] == list(Scope._fields)
-    assert len(MetadataField) == len(CallMetadata._fields)  # tickets become handles, a message what records its tensors
+    # Tickets become handles, a message what records its tensors, and a context may come with a call chain.
+    assert len(MetadataField) == len(CallMetadata._fields) - 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from telegrad.autograd.consistency.saved_tensors import PROTECTION, protection_of
+from telegrad.autograd.consistency.saved_tensors import PROTECTION, new_chain, protection_of
 from telegrad.autograd.consistency.step_gate import BodyGuard, HandlerGuard
 from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
@@ -57,10 +57,7 @@ class Autograd:
 
     def _notify_end(self, peer: int, ended: tuple[int, object]) -> None:
         calls = self.worker.calls
-        if calls.send_filter is None:
-            calls.client.notify_context_ended(peer, ended)
-        else:
-            calls.send_filtered("Cleanup", False, peer, partial(calls.client.notify_context_ended, peer, ended))
+        calls.send_message("Cleanup", peer, partial(calls.client.notify_context_ended, peer, ended))
 
     def on_ended(self, peer: int, notification: tuple[int, Any]) -> None:
         """Process a peer's notification of an end.
@@ -96,10 +93,19 @@ class Autograd:
 
     # ---- code that runs in a context
 
-    def handler_guard(self, context: Context) -> HandlerGuard | None:
+    def chain_of_request(self, context: Context, chain: int) -> int:
+        """Return the call chain of a request; see `consistency.step_gate`.
+
+        A request outside of contexts begins a chain at the first worker with an optimizer.
+        """
+        if context.id != PLAIN or chain or self.is_unguarded:
+            return chain
+        return new_chain(self.worker.info.id)
+
+    def handler_guard(self, context: Context, chain: int) -> HandlerGuard | None:
         """Return a guard around the run of a handler; see `consistency.saved_tensors`."""
         protection = protection_of(self.worker)
-        return None if protection is None else protection.handler_guard(context.id)
+        return None if protection is None else protection.handler_guard(chain or context.id)
 
     @property
     def is_unguarded(self) -> bool:

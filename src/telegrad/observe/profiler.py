@@ -5,8 +5,11 @@ There is one for the process, as torch's profilers are.
 
 import itertools
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Protocol
+
+import torch
 
 from telegrad.observe import torch_profiler
 from telegrad.observe.events import Event
@@ -16,7 +19,8 @@ from telegrad.observe.spans import RecordedSpan, SessionSpan, Span, call_key, fu
 from telegrad.worker import live_workers
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import Calls
-from telegrad.worker.calls.interceptors import PROFILER, switch
+from telegrad.worker.calls.interception import CallForm, ResolvedCall
+from telegrad.worker.calls.interceptors import InterceptedCall, Proceed, of_process
 from telegrad.worker.calls.tracing import Report, TraceContext
 
 __all__ = ["Profiler", "profiler"]
@@ -52,10 +56,36 @@ class Profiler:
         self._numbers = itertools.count(1)
         self._spans: dict[int, Span] = {}  # of pending calls, by number
         self._key = _Key()
+        self._interceptor = self.intercept  # one object, by which it is removed
 
     # ---- the caller's side
 
-    def begin(self, calls: Calls, peer: int, mode: str, function: object) -> Span | None:
+    def intercept(self, call: InterceptedCall, proceed: Proceed, /) -> object:
+        """Show a call in the profile of the calling thread, if there is one."""
+        assert isinstance(call, ResolvedCall)
+        span = self._begin(call.calls, call.form) if call.form is not None and call.form.mode else None
+        if span is None:
+            return proceed(call)
+        is_sync = call.form is not None and call.form.mode == "sync"
+        try:
+            future = proceed(replace(call, trace=span.asked))
+            if is_sync:  # a record of torch ends in the thread where it began
+                with suppress(Exception):
+                    future.wait()  # the caller gets the error from the future
+        except BaseException:
+            span.end()
+            raise
+        if is_sync:
+            span.end()
+        else:
+            torch._C.Future.add_done_callback(future, lambda _: span.end())
+        return future
+
+    def _begin(self, calls: Calls, form: CallForm) -> Span | None:
+        """Begin the span of a call; None if the calling thread is not profiled."""
+        mode, function, peer = form.mode, form.function, form.peer
+        if form.receiver is not None and (function is None or function is type):
+            mode = "to_here" if function is None else "type"
         recording = tracing.recording.get()
         session = self._session(recording is None) if torch_profiler.profiler_enabled() else None
         if session is None and not isinstance(recording, Recording):
@@ -196,8 +226,11 @@ class Profiler:
     def _count(self, change: int) -> None:
         with self._lock:
             self._active += change
-            self.on = self._active > 0
-            switch(PROFILER, self if self.on else None)
+            was_on, self.on = self.on, self._active > 0
+            if self.on and not was_on:
+                of_process.add(self._interceptor)
+            elif was_on and not self.on:
+                of_process.remove(self._interceptor)
 
 
 profiler: Profiler = Profiler()

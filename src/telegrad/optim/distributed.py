@@ -1,9 +1,8 @@
 """Optimizer of parameters on many workers."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +16,11 @@ from telegrad.optim.owner import RemoteGroup, require_worker, step_of
 from telegrad.optim.state import check_groups, check_shapes, join, split
 from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
+from telegrad.worker.scope import current_chain
 
 __all__ = ["DistributedOptimizer"]
 
 Closure = Callable[[], Any]
-
-_SCALER_MODULE: Final = "grad_scaler"  # torch.amp.grad_scaler, and that of FSDP
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -79,22 +77,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
         self.defaults: dict[str, Any] = {}  # without what torch adds for states of old versions
         self._add_groups(groups, grouped)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, with references as "params", and with all options."""
-        caller: str = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith("torch.") and caller.endswith(_SCALER_MODULE):
-            raise TypeError(
-                "this GradScaler of torch reads the gradients of local tensors, but the parameters of a"
-                " DistributedOptimizer are on their owners. Use telegrad.optim.GradScaler instead."
-            )
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
@@ -176,6 +158,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if context_id is None:
+            context_id = current_chain() or None  # the step must not wait for the handler that makes it
         self._ask_with_changes("the optimizer could not step", self._parts, step_of, context_id)
         return loss
 

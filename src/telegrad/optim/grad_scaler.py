@@ -1,6 +1,11 @@
-"""Scaling of losses for mixed precision, with gradients on other workers."""
+"""Scaling of losses for mixed precision, with gradients on other workers.
 
-from collections.abc import Iterator
+Torch's own scaler asks an optimizer for nothing but its parameters, and then asserts that they are tensors. So that its
+users learn which class they need, `unscale_` of torch's class is wrapped: it checks the optimizer first.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,3 +91,21 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = optimizer._unscale(self._context_id, inv_scale.item())
         return {found_inf.device: found_inf.fill_(float(found))}
+
+
+def _refuse_remote(unscale: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `unscale_` of torch's scaler to refuse remote parameters."""
+
+    @functools.wraps(unscale)
+    def checked(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, DistributedOptimizer) and not isinstance(self, GradScaler) and self.is_enabled():
+            raise TypeError(
+                "this GradScaler of torch reads the gradients of local tensors, but the parameters of a"
+                " DistributedOptimizer are on their owners. Use telegrad.optim.GradScaler instead."
+            )
+        unscale(self, optimizer)
+
+    return checked
+
+
+setattr(torch.amp.GradScaler, "unscale_", _refuse_remote(torch.amp.GradScaler.unscale_))  # noqa: B010  # for mypy

@@ -13,20 +13,21 @@ torch's own optimizers have known code: they work in place and under the lock. O
 taken.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from telegrad.autograd.consistency import saved_tensors
-from telegrad.autograd.consistency.saved_tensors import new_outsider, protect
+from telegrad.autograd.consistency.saved_tensors import new_chain, protect
 from telegrad.autograd.consistency.step_gate import StepGate, warn_if_overtaken
 from telegrad.errors import NotInitialized
 from telegrad.optim.gradients import gradients_of
 from telegrad.optim.parameters import ManagedParameter, locked_in_order, managed, sorted_for_locking
 from telegrad.worker.default_worker import current_worker
+from telegrad.worker.scope import current_chain
 
 __all__ = ["Group", "LocalOptimizer", "between_steps"]
 
@@ -114,39 +115,50 @@ class LocalOptimizer:
         """Return the optimizer, under torch's name for it."""
         return self.optimizer
 
-    def exclusive(self, timeout: float = -1.0) -> AbstractContextManager[None]:
+    @contextmanager
+    def exclusive(self, timeout: float = -1.0, chain: int = 0) -> Iterator[None]:
         """Return a context manager in which no optimizer steps the parameters.
 
         Args:
             timeout: seconds to wait for steps of other optimizers; -1 is no limit.
+            chain: the call chain that waits; that of the running code by default.
 
         Raises:
             TimeoutError: another optimizer is still stepping one of the parameters.
         """
-        return locked_in_order(self._in_turn, timeout)
+        with ExitStack() as stack:
+            # A step that this code waits for must not wait for the handler that this code belongs to.
+            with protect(self._worker).gate.blocked(chain or current_chain()):
+                stack.enter_context(locked_in_order(self._in_turn, timeout))
+            yield
 
     def step(
         self,
         context: int | None,
         gradients: dict[Tensor, Tensor] | None = None,
         timeout: float = -1.0,
+        chain: int = 0,
     ) -> None:
         """Step the parameters once.
 
         Args:
-            context: id of the autograd context; None steps with the parameters' `.grad`, and waits for all handlers.
+            context: id of the autograd context; None steps with the parameters' `.grad`, and waits for all handlers
+                except those of its call chain.
             gradients: by parameter; those of the context on this worker by default.
             timeout: seconds to wait for steps of other optimizers of the same parameters; -1 is no limit.
+            chain: the call chain of a step without a context; that of the running code by default.
 
         Raises:
             TimeoutError: another optimizer is still stepping one of the parameters.
             errors of the optimizer.
         """
-        with self.exclusive(timeout), torch.inference_mode(False):
+        with self.exclusive(timeout, chain), torch.inference_mode(False):
             if gradients is None:
                 gradients = self.gradients(context)
             try:
-                self._step(protect(self._worker).gate, new_outsider() if context is None else context, gradients)
+                if context is None:
+                    context = chain or current_chain() or new_chain(self._worker.info.id)
+                self._step(protect(self._worker).gate, context, gradients)
             finally:
                 self._vacate()
 

@@ -127,10 +127,17 @@ def step_of(
     context_id: int | None,
     changes: Changes = (),
 ) -> None:
-    """Step a part; see `LocalOptimizer.step`."""
+    """Step a part; see `LocalOptimizer.step`.
+
+    Args:
+        created_on, local_id: the part.
+        context_id: an autograd context; without one, the caller's call chain (negative) or None.
+        changes: options to set first.
+    """
     local, timeout = _part(created_on, local_id)
     _set_options(local, changes)
-    local.step(context_id, timeout=timeout)
+    chain = min(context_id or 0, 0)
+    local.step(None if chain else context_id, timeout=timeout, chain=chain)
 
 
 def zero_grad(created_on: int, local_id: int, set_to_none: bool) -> None:

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 from telegrad.errors import NotInitialized, RRefError, TelegradError
-from telegrad.rpc import internal
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import (
     _thread_local_var,  # noqa: F401  # as in torch's module
@@ -25,7 +24,12 @@ from telegrad.rpc.calls import (
 )
 from telegrad.rpc.collectives import AllGatherStates, LeftAfterGathering, LostWhileGathering, gather, gathering_of
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from telegrad.rpc.internal import PythonUDF, _internal_rpc_pickler
+from telegrad.rpc.internal import (
+    TORCH_PICKLER,
+    PythonUDF,  # noqa: F401  # as in torch's module
+    TorchPickler,
+    _internal_rpc_pickler,
+)
 from telegrad.rref import RRef
 from telegrad.streams.service import Streams
 from telegrad.timeouts import SharedDeadline, nanoseconds
@@ -174,11 +178,14 @@ def _to_worker_info(to: object) -> WorkerInfo:
 
 
 @contextlib.contextmanager
-def _use_rpc_pickler(rpc_pickler: object) -> Iterator[None]:
-    """Pickle calls with the given pickler."""
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Encode the calls of all workers with the given pickler.
+
+    Callees decode them with the default pickler, as in torch.
+    """
     global _default_pickler
     _default_pickler = rpc_pickler
-    switch(PICKLER, (rpc_pickler, PythonUDF))
+    switch(PICKLER, TorchPickler(rpc_pickler))
     try:
         yield
     finally:
@@ -399,4 +406,4 @@ def new_method(*_: object) -> None:
 
 
 os.register_at_fork(after_in_child=_reset_current_rpc_agent)  # the worker stays with the parent
-Messages.load_custom = staticmethod(internal.deserialize)  # type: ignore[method-assign, assignment]
+Messages.known_picklers[TORCH_PICKLER] = TorchPickler(_internal_rpc_pickler)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from telegrad.errors import TelegradError
-from telegrad.serialize.program_pickler import Pickler
+from telegrad.serialize.program_pickler import BodyPickler, Pickler
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.interceptors import Interceptor
 from telegrad.worker.default_worker import open_worker
@@ -166,13 +166,13 @@ def use_pickler(pickler: Pickler) -> Registration:
     used = worker.messages.pickler
     if used is not None:
         raise TelegradError(
-            f"worker {worker.info.name} already uses the pickler {type(used).__qualname__}: remove its registration"
-            " first"
+            f"worker {worker.info.name} already uses the pickler {used.name}: remove its registration first"
         )
-    worker.calls.use_pickler(pickler)
+    in_use = BodyPickler(pickler)
+    worker.calls.use_pickler(in_use)
 
     def remove() -> None:
-        if worker.messages.pickler is pickler:
+        if worker.messages.pickler is in_use:
             worker.calls.use_pickler(None)
 
     return Registration(remove)

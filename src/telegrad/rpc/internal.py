@@ -12,12 +12,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from telegrad.observe import call_key
 from telegrad.rref import RRef
+from telegrad.serialize.program_pickler import BodyPickler
 from telegrad.worker.default_worker import open_worker
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
@@ -140,6 +141,34 @@ class _InternalRPCPickler:
 
 
 _internal_rpc_pickler = _InternalRPCPickler()
+
+
+TORCH_PICKLER: Final = "torch.distributed.rpc.internal"  # no class of a program has this name
+
+
+class TorchPickler(BodyPickler):
+    """Pickler of torch's form: encodes calls with their functions, but no results."""
+
+    carries_function = True
+
+    @property
+    def name(self) -> str:
+        """Name of the default pickler, which decodes the messages on every worker."""
+        return TORCH_PICKLER
+
+    def call(self, function: object, args: object, kwargs: object) -> object:
+        """Return a call as torch's pickler gets it."""
+        return PythonUDF(function, args, kwargs)
+
+    def items(self, value: Any) -> tuple[Any, ...]:
+        """Return function and arguments.
+
+        Raises:
+            AttributeError: The default pickler has not found a function or class.
+        """
+        if isinstance(value, AttributeError):
+            raise value
+        return tuple(value)
 
 
 def serialize(obj: object) -> tuple[bytes, list[torch.Tensor]]:

@@ -7,7 +7,6 @@ from telegrad.errors import NotInitialized
 from telegrad.rref.creation import PendingCreation
 from telegrad.rref.handle import AnyHandle
 from telegrad.worker import Worker
-from telegrad.worker.calls.interceptors import active
 
 __all__ = ["create"]
 
@@ -53,8 +52,6 @@ def create(
         raise
     if handle is None:
         handle = _register(handle_type, worker, owner, local_id, creation)
-    if active:
-        creation.attach_to(handle)
     return handle
 
 

@@ -1,7 +1,7 @@
 """Completion of the call that creates a value, at the worker that made the call."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,9 +10,9 @@ from telegrad.protocols.rref import RRefId
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
+from telegrad.worker.calls.callables import is_scripted
 from telegrad.worker.calls.client import Outcome, complete
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
-from telegrad.worker.calls.tracing import Span
 from telegrad.worker.unread_failures import Failure
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class PendingCreation:
     """
 
     __slots__ = (
-        "_call", "_calls", "_delayed", "_future", "_incomplete_future", "_is_used", "_request", "_span", "_worker",
-        "early_result", "ended", "failure", "rref", "scripted",
+        "_call", "_calls", "_future", "_incomplete_future", "_is_used", "_request", "_worker",
+        "early_result", "ended", "failure", "is_intercepted", "rref",
     )  # fmt: skip
 
     def __init__(self, worker: Worker, request: tuple[int, Callable[..., object] | str, int]) -> None:
@@ -53,9 +53,7 @@ class PendingCreation:
         self.failure: Failure | None = None
         self._future: CreationFuture | None = None
         self._incomplete_future: CreationFuture | None = None  # until it is completed
-        self._span: Span | None = None
-        self.scripted: bool = False
-        self._delayed: CallFuture[None] | None = None
+        self.is_intercepted: bool = False
 
     def __call__(self, outcome: Outcome) -> None:
         """Process the completion of the call; the pool completes the future."""
@@ -66,7 +64,7 @@ class PendingCreation:
     def on_outcome(self, outcome: Outcome) -> None:
         """Process the completion of the call, without completing the future."""
         if outcome[0] == _REPLIED and outcome[1] == _CREATED and not outcome[2] & _SLOW_FLAGS:
-            if self._span is not None or not self._worker.references.finish_creation(self, True):
+            if not self._worker.references.finish_creation(self, True):
                 self.finish(None)
             return
         try:
@@ -92,8 +90,6 @@ class PendingCreation:
                 self.early_result = error, owner_has_error
                 return
         is_owner = self._worker.info.id == self._request[0]
-        if self._span is not None:
-            self._span.end()
         if error is not None or owner_has_error:
             self.failure = Failure(error, False, self._request, _UNREAD, self._worker.calls)
             if self._is_used:  # checked last: a use at the same time finds the failure, or has set this before
@@ -106,23 +102,15 @@ class PendingCreation:
             references.create_failed(rref, error, may_exist=False)
         references.finish_creation(self, error is None)
 
-    # ---- past the interceptors
+    # ---- interceptors
 
-    def attach(self, span: Span) -> None:
-        """End a profile's span when the call ends."""
-        self._span = span
-
-    def delayed(self, scripted: bool) -> CallFuture[None]:
-        """Return a future of the call for a fault injector.
-
-        Args:
-            scripted: Whether the function is a scripted one.
-        """
-        self.scripted = scripted
+    def intercepted(self) -> CallFuture[None]:
+        """Return a future of the call, which interceptors complete."""
+        self.is_intercepted = True
         future: CallFuture[None] = CallFuture(NO_DEVICES)
         future._calls, future._request = self._calls, self._request
         future._read = True  # the creation logs a failure that is not read
-        self._delayed = future
+        future._on_late_reply = self._on_late_reply
 
         def finish(_: object) -> None:
             self.finish(future.failure())
@@ -131,13 +119,15 @@ class PendingCreation:
         torch.futures.Future.add_done_callback(future, finish)
         return future
 
-    def attach_to(self, handle: Any) -> None:
-        """Attach the results of interceptors to the reference."""
-        if self._span is not None:
-            handle._set_profiling_future(self.future())
-        if self._delayed is not None and not handle.is_owner():
-            created, rref = self._worker.references.created, handle.id
-            self._delayed._on_late_reply = lambda: created(rref)
+    def _on_late_reply(self) -> None:
+        """Record that the owner has made the value of a creation that has timed out."""
+        if self.rref is not None and self._request[0] != self._worker.info.id:
+            self._worker.references.created(self.rref)
+
+    @property
+    def is_scripted(self) -> bool:
+        """Whether the value is the result of a torch operator or a scripted function."""
+        return is_scripted(self._request[1])
 
     @property
     def value_class(self) -> type | None:

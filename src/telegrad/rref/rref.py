@@ -372,8 +372,8 @@ class RRef(Generic[T_co]):
 
     @property
     def _scripted(self) -> bool:
-        """Whether a fault injector saw that a scripted function creates the value."""
-        return self._creation is not None and self._creation.scripted
+        """Whether this worker had a scripted function create the value."""
+        return self._creation is not None and self._creation.is_scripted
 
     def _start(self, function: object, timeout: float) -> CallFuture[Any]:
         """Start a call on the owner: of a function of the value, or for the value itself."""
@@ -402,6 +402,8 @@ class RRef(Generic[T_co]):
         return self._creation.future()
 
     def _get_profiling_future(self) -> object:
+        if self._creation is not None and self._creation.is_intercepted:
+            return self._creation.future()
         return getattr(self, "_profiling_future", None)
 
     def _set_profiling_future(self, future: object) -> None:

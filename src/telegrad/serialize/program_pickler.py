@@ -10,7 +10,7 @@ from torch import Tensor
 
 from telegrad.errors import SerializationError
 
-__all__ = ["ByPickler", "PickledCall", "Pickler", "dump_by_pickler", "load_by_pickler"]
+__all__ = ["BodyPickler", "ByPickler", "PickledCall", "Pickler", "dump_by_pickler", "load_by_pickler"]
 
 
 class Pickler(Protocol):
@@ -35,6 +35,42 @@ class Pickler(Protocol):
         """Return the object of `serialize`, with the received tensors."""
 
 
+class BodyPickler:
+    """Pickler in use: encodes the bodies of messages.
+
+    Args:
+        pickler: Pickler of the program.
+    """
+
+    carries_function: bool = False
+    """Whether the pickler also encodes the function of a call, and no result."""
+
+    def __init__(self, pickler: Pickler) -> None:
+        self.pickler: Pickler = pickler
+
+    @property
+    def name(self) -> str:
+        """Name of the pickler in messages."""
+        return type(self.pickler).__qualname__
+
+    def call(self, function: object, args: object, kwargs: object) -> object:
+        """Return what the pickler gets of a call."""
+        return args, kwargs
+
+    def items(self, value: Any) -> tuple[Any, ...]:
+        """Return the items of a call's body from a decoded value of `call`.
+
+        Raises:
+            SerializationError: The pickler has returned something else.
+        """
+        if isinstance(value, tuple) and len(value) == len(("args", "kwargs")):
+            return value
+        raise SerializationError(
+            f"the pickler {self.name} of rpc.use_pickler returned {value!r:.100} from deserialize, and"
+            " serialize got the arguments of a call: a tuple (args, kwargs)"
+        )
+
+
 class ByPickler(NamedTuple):
     """Value of a message that the program's pickler encodes."""
 
@@ -44,37 +80,39 @@ class ByPickler(NamedTuple):
 
 
 class PickledCall(tuple[Any, ...]):
-    """Body of a request that the caller's pickler has encoded."""
+    """Body of a request whose reply the pickler encodes as well."""
 
     __slots__ = ()
 
 
-def dump_by_pickler(pickler: Pickler, value: ByPickler) -> tuple[object, ...]:
+def dump_by_pickler(pickler: BodyPickler, value: ByPickler) -> tuple[object, ...]:
     """Return a body, to be pickled.
 
     Raises:
         SerializationError: The pickler has returned something else than bytes and tensors.
         Exception: Whatever the pickler raises.
     """
-    result: object = pickler.serialize(value.value)
+    result: object = pickler.pickler.serialize(value.value)
     match result:
         case (bytes() as data, list() as tensors) if all(isinstance(each, Tensor) for each in tensors):
-            return type(pickler).__qualname__, data, tensors, value.before, value.after
+            return pickler.name, data, tensors, value.before, value.after
     raise SerializationError(
-        f"the pickler {type(pickler).__qualname__} of rpc.use_pickler returned {result!r:.100} from serialize: it has"
+        f"the pickler {pickler.name} of rpc.use_pickler returned {result!r:.100} from serialize: it has"
         " to return a tuple of bytes and a list of tensors"
     )
 
 
 def load_by_pickler(
-    pickler: Pickler | None,
+    pickler: BodyPickler | None,
     name: str,
     data: bytes,
     tensors: list[Tensor],
     before: tuple[Any, ...] | None,
     after: tuple[Any, ...],
 ) -> Any:
-    """Return a result, or a `PickledCall`.
+    """Return a result, or the body of a call.
+
+    The body is a `PickledCall` if the pickler also encodes results.
 
     Raises:
         SerializationError: The receiver has no pickler, or the pickler has returned no arguments.
@@ -85,12 +123,8 @@ def load_by_pickler(
             f"received a message that the sender's pickler {name} has encoded, and this worker uses no pickler. Call"
             " rpc.use_pickler on both workers before the call."
         )
-    value = pickler.deserialize(data, tensors)
+    value = pickler.pickler.deserialize(data, tensors)
     if before is None:
         return value
-    if not isinstance(value, tuple) or len(value) != len(("args", "kwargs")):
-        raise SerializationError(
-            f"the pickler {type(pickler).__qualname__} of rpc.use_pickler returned {value!r:.100} from deserialize, and"
-            " serialize got the arguments of a call: a tuple (args, kwargs)"
-        )
-    return PickledCall((*before, *value, *after))
+    body = (*before, *pickler.items(value), *after)
+    return body if pickler.carries_function else PickledCall(body)

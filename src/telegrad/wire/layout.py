@@ -37,7 +37,7 @@ class MetadataField(IntEnum):
     TICKETS = 0  # of the references in the message
     TARGET = 1  # id of the reference that the message is about, or None
     AUTOCAST = 2  # autocast state of the caller, or None
-    CONTEXT = 3  # id of the autograd context, or None
+    CONTEXT = 3  # id of the autograd context, or None; 0 or a call chain (negative): no context
     MESSAGE = 4  # id under which both ends record the tensors that require grad; 0: none
     PROFILE = 5  # request: what to record; reply: what was recorded; or None
 
@@ -52,6 +52,7 @@ class ScopeField(IntEnum):
     AUTOGRAD = 4
     CONNECTION = 5
     CALL = 6
+    CHAIN = 7
 
 
 class NodeKind(IntEnum):

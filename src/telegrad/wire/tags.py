@@ -56,7 +56,7 @@ class BodyKind(IntEnum):
 
     CODEC = 0  # plain values and tensors (csrc/codec)
     PICKLE = 1  # pickle protocol 5 with tensors out of band (telegrad.serialize.pickling)
-    CUSTOM = 2  # a pickler of the program, see rpc.api._use_rpc_pickler
+    CUSTOM = 2  # a pickler of the program, see serialize/program_pickler.py
 
 
 class LeftOut(IntEnum):

@@ -88,8 +88,21 @@ class AutogradHooks(Protocol[C]):
 
     # ---- code that runs in a context
 
-    def handler_guard(self, context: C) -> AbstractContextManager[None] | None:
-        """Return a guard for the run of a handler in a context; None for no guard."""
+    def chain_of_request(self, context: C, chain: int) -> int:
+        """Return the call chain of a request; 0 if it belongs to none.
+
+        Args:
+            context: Context of the request.
+            chain: Chain of the caller; 0 for none.
+        """
+
+    def handler_guard(self, context: C, chain: int) -> AbstractContextManager[None] | None:
+        """Return a guard for the run of a handler in a context; None for no guard.
+
+        Args:
+            context: Context of the request.
+            chain: Its call chain, if the context is the plain one.
+        """
 
     def context_guard(self, context: C) -> AbstractContextManager[None] | None:
         """Return a guard for other code in a context, such as a coroutine's step.

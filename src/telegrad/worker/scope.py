@@ -24,6 +24,8 @@ __all__ = [
     "caller_state",
     "clean_state",
     "current",
+    "current_chain",
+    "enter_chain",
     "handler_state",
     "outside_contexts",
     "remaining",
@@ -41,6 +43,7 @@ class Scope(NamedTuple):
     autograd: Any = None  # the autograd context
     connection: int = 0  # connection of the running request
     call: int = 0  # its id on this connection
+    chain: int = 0  # call chain outside of autograd contexts to which the code belongs; negative, 0: none
 
 
 Autocast: TypeAlias = tuple[tuple[str, str], ...] | None  # see `caller_state`
@@ -62,6 +65,19 @@ def remaining(timeout: int, scope: Scope | None) -> int:
         return timeout
     left = max(scope.deadline - time.monotonic_ns(), 1)
     return min(timeout, left) if timeout else left
+
+
+def enter_chain(chain: int) -> None:
+    """Mark the code of this scope as part of a call chain, until the scope ends."""
+    scope = current.get()
+    if scope is not None:
+        current.set(scope._replace(chain=chain))
+
+
+def current_chain() -> int:
+    """Return the call chain of the running code; 0 for none."""
+    scope = current.get()
+    return 0 if scope is None else scope.chain
 
 
 @contextmanager

@@ -297,7 +297,7 @@ class Worker:
         def send() -> None:
             self.engine.send(peer, int(Tag.REFERENCES), message.flags, message.body, message.segments, epoch)
 
-        self.calls.send_filtered(kind, False, peer, send)
+        self.calls.send_message(kind, peer, send)
 
     def _submit(self, job: Callable[..., None], *arguments: object) -> None:
         self.pool.submit(job, *arguments)
@@ -364,8 +364,8 @@ class Worker:
                 level = logging.INFO if interrupted else logging.WARNING
                 logger.log(level, "worker %s shut down while a handler still ran: its thread continues", self.info.name)
         finally:
-            self.calls.send_filter = None
             self.calls.interceptors.clear()
+            self.calls.own_interceptors.clear()
             self.calls.use_pickler(None)
             self.autograd.close()
             self.references.close()

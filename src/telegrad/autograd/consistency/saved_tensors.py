@@ -26,13 +26,16 @@ import torch
 from torch.autograd.graph import increment_version
 
 from telegrad.autograd.consistency.step_gate import BodyGuard, HandlerGuard, StepGate, new_gate
+from telegrad.autograd.contexts import ID_BITS
+from telegrad.types import WorkerInfo
+from telegrad.worker.scope import current_chain
 
 __all__ = [
     "PROTECTION",
     "Protection",
     "between_steps",
     "is_shared",
-    "new_outsider",
+    "new_chain",
     "protect",
     "protection_of",
     "reuse_storage",
@@ -161,6 +164,7 @@ class Protection:
 class HasAttachments(Protocol):
     """A worker, as far as its protection needs it."""
 
+    info: WorkerInfo
     attachments: dict[str, Any]  # objects of the layers above the worker, by key
 
 
@@ -186,19 +190,24 @@ def between_steps(worker: HasAttachments) -> AbstractContextManager[None]:
         worker: The `telegrad.worker.Worker`.
     """
     protection = protection_of(worker)
-    return nullcontext() if protection is None else protection.gate.handler(new_outsider())
+    if protection is None:
+        return nullcontext()
+    return protection.gate.handler(current_chain() or new_chain(worker.info.id))
 
 
-def new_outsider() -> int:
-    """Return an id for the gate that no handler and no other caller has.
+def new_chain(worker_id: int) -> int:
+    """Return an id for gates that no other code has, on any worker.
 
-    It is for code and steps outside of contexts. Not the id of the plain context: all handlers outside of contexts have
-    that one, also those of other trainers, and a step does not wait for handlers of its own context.
+    It is for code and steps outside of contexts. Not the id of the plain context: a step does not wait for handlers
+    with its own id, and handlers outside of contexts belong to many trainers.
+
+    Args:
+        worker_id: Id of the calling worker.
     """
-    return -next(_outsiders)
+    return -((worker_id << ID_BITS) + next(_chains))
 
 
-_outsiders = itertools.count(1)
+_chains = itertools.count(1)
 
 
 @contextmanager

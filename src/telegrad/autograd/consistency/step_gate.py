@@ -2,11 +2,18 @@
 
 There is one `StepGate` per worker. Handlers that run in an autograd context pass the gate as readers, any number at
 once. A step has exclusive access while the parameters change. Handlers and steps may depend on each other across
-workers, so the gate guarantees progress for any user code:
+workers, so the gate guarantees progress for any user code.
+
+Outside of contexts, with the option `plain_backward`, a *call chain* has the role of the context. A handler begins one
+at the first worker with an optimizer, and the handlers and steps below it belong to it. Requests carry its id, which is
+negative.
 
 - A step runs no user code while it has access, so it always ends.
 - A step waits only for handlers of *other* contexts, and not for handlers of its own thread: a handler that steps its
   own context, at any depth of calls, does not wait for itself.
+- A step does not wait for handlers that themselves wait for a step, in their thread or chain: two handlers that both
+  step do not wait for each other. This includes handlers that wait for the parameters of another step
+  (`StepGate.blocked`).
 - While a step waits, arriving handlers wait for the step; otherwise a step on a busy server would never run. Two kinds
   may enter: handlers of the step's own context, and handlers of contexts that have a handler inside already, because
   the step may be waiting for them. A handler waits for at most one step.

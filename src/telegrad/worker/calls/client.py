@@ -22,17 +22,18 @@ from telegrad.errors import (
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NameTable, NotByName
-from telegrad.serialize.program_pickler import ByPickler, Pickler
+from telegrad.serialize.program_pickler import BodyPickler, ByPickler
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.timeouts import nanoseconds
 from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, LeftOut, Status, Tag
-from telegrad.worker.calls import faults, interception, tracing
-from telegrad.worker.calls.callables import is_scripted, name_of
+from telegrad.worker.calls import interception, tracing
+from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.delayed import Delay
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
-from telegrad.worker.calls.interception import CallForm, InterceptedRequest
-from telegrad.worker.calls.interceptors import PICKLER, PROFILER, Interceptors, active, is_internal, switch
+from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
+from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, switch
 from telegrad.worker.calls.messages import NO_METADATA, Messages, Request
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
@@ -89,27 +90,17 @@ class Calls:
         self.default_timeout: int = nanoseconds(default_timeout)  # the program may change it
         self.names: NameTable = NameTable()
         self.set_result: Callable[[torch.futures.Future[Any], object], None] = complete
-        self.delay: Callable[[float, Callable[[], object]], None] | None = None
-        self._send_filter: faults.Filter | None = None
-        self.interceptors: Interceptors = Interceptors(self._intercept_all)
+        self.delay: Delay | None = None
+        self.interceptors: Interceptors = Interceptors(self._on_change)  # of the program
+        self.own_interceptors: Interceptors = Interceptors(self._on_change)  # of Telegrad
         self._resolve_worker = resolve_worker
         self.client: AnyClient = _core.Client(engine, messages.serializer.codec, messages.recorder, self, environment)
 
-    @property
-    def send_filter(self) -> "faults.Filter | None":
-        """Fault injector that all messages pass."""
-        return self._send_filter
+    def _on_change(self) -> None:
+        switch(("interceptors", id(self)), (*self.interceptors.chain, *self.own_interceptors.chain) or None)
 
-    @send_filter.setter
-    def send_filter(self, send_filter: "faults.Filter | None") -> None:
-        self._send_filter = send_filter
-        switch(("faults", id(self)), send_filter)
-
-    def _intercept_all(self) -> None:
-        switch(("interceptors", id(self)), self.interceptors.chain or None)
-
-    def use_pickler(self, pickler: Pickler | None) -> None:
-        """Pickle arguments and results of this worker's calls with the program's pickler.
+    def use_pickler(self, pickler: BodyPickler | None) -> None:
+        """Encode arguments and results of this worker's calls with the program's pickler.
 
         Args:
             pickler: The pickler; None for Telegrad's own.
@@ -147,34 +138,38 @@ class Calls:
             return None
 
     def encode_slow(self, call: CallForm) -> Request | InterceptedRequest:
-        """Encode a call that the codec cannot encode, unless it is intercepted.
+        """Encode a call that the codec cannot encode, unless interceptors get it first.
 
         Raises:
             Exception: Whatever pickling the arguments raises; then no reference or tensor has been counted.
         """
-        if self.interceptors.chain and call.mode and not is_internal(call.function):
+        if interception.is_intercepted(self, call):
             label = "to_here" if call.function is None else call.function
             return InterceptedRequest(call, label, call.receiver)
         return self.encode(call)
 
-    def encode(self, call: CallForm) -> Request:
-        """Encode a call, past the program's interceptors.
+    def encode(self, call: CallForm, trace: tracing.TraceContext | None = None) -> Request:
+        """Encode a call, past all interceptors.
+
+        Args:
+            call: The call.
+            trace: What the callee records for a profile.
 
         Raises:
             Exception: As `encode_slow`.
         """
         peer, receiver, function = call.peer, call.receiver, call.function
         flags = _INTERNAL if call.internal or function is type else 0
-        ticket = pickler = keep = target = None
+        ticket = keep = target = None
+        pickler = None if flags & _INTERNAL else self._pickler_of(receiver)
         name, parts = call.name, _PARTS
         body: tuple[object, ...] = (call.args, call.kwargs)
         before: tuple[object, ...] = ()
         after: tuple[object, ...] = ()
         if receiver is None:
             label: object = name_of(function)  # before any counting: this may run a __repr__ of the program
-            custom = active.get(PICKLER)
-            if custom is not None and not call.internal:
-                name, pickler, body = None, custom[0], custom[1](function, call.args, call.kwargs)
+            if pickler is not None and pickler.carries_function:
+                name = None
             elif name is None:
                 parts, before = _PARTS_BY_VALUE, (function,)
         else:
@@ -183,73 +178,47 @@ class Calls:
         if call.keep_as is not None:
             flags |= _KEEP_AS | _MUST_DELIVER | _MUST_RUN  # even after a timeout: others may know the reference
             target = RRefId(self.worker_id, call.keep_as)  # in the metadata, too: decoding the body may fail
-            if pickler is None:
-                parts, after = (*parts, "the local id"), (call.keep_as,)
+            parts, after = (*parts, "the local id"), (call.keep_as,)
         if receiver is not None:
             flags |= _RECEIVER
             parts, after = (*parts, "the receiver"), (*after, tuple(receiver.id))
         if receiver is not None and (target is not None or receiver.is_unknown()):
             ticket = receiver.worker.references.share(receiver.id, peer, peer)
             keep = None
-        span = None  # created after all steps that may raise; `encode` ends it on failure
-        if call.mode and PROFILER in active:
-            mode = call.mode
-            if receiver is not None:
-                mode = "to_here" if function is None else "type" if function is type else mode
-            span = tracing.observer.begin(self, peer, mode, function if receiver is None else label)
         context = None if flags & _INTERNAL else call.context
-        value: object = body if pickler is not None else (*before, *body, *after)
-        if self.messages.pickler is not None and pickler is None and not flags & _INTERNAL:
-            pickler, value = self.messages.pickler, ByPickler(before, body, after)
+        value: object = (*before, *body, *after)
+        if pickler is not None:
+            value = ByPickler(before, pickler.call(function, call.args, call.kwargs), after)
         message = self.messages.encode(
-            peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, span
+            peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, trace
         )
         flags |= message.flags | caller_flags()
-        scripted = False
-        if self._send_filter is not None:
-            scripted = is_scripted(function) if receiver is None else receiver._scripted
-        kind = "remote" if target is not None else "fetch" if function is None else "call"
-        return Request(
-            peer, name, message._replace(flags=flags), call.timeout, call.nested, keep, label, call.keep_as,
-            kind, scripted, span,
-        )  # fmt: skip
+        message = message._replace(flags=flags)
+        return Request(peer, name, message, call.timeout, call.nested, keep, label, call.keep_as)
+
+    def _pickler_of(self, receiver: object) -> BodyPickler | None:
+        """Return the program's pickler of a call."""
+        everywhere: BodyPickler | None = active.get(PICKLER)
+        return everywhere if everywhere is not None and receiver is None else self.messages.pickler
 
     # ---- sending
 
-    def send(self, request: Request | InterceptedRequest, target: CallFuture[object] | faults.Creation) -> None:
+    def send(self, request: Request | InterceptedRequest, target: CallFuture[object] | Creation) -> None:
         """Send a request with a future or a creation as its completion target."""
         if isinstance(request, InterceptedRequest):
             interception.send(self, request.form, target)
-            return
-        if request.span is not None:
-            target.attach(request.span)
-        try:
-            if self._send_filter is None:
-                self.client.start_request(request, target)
-            else:
-                faults.start(self, request, target)
-        except BaseException:
-            if request.span is not None:
-                request.span.end()
-            raise
+        else:
+            self.client.start_request(request, target)
 
     def send_and_wait(self, request: Request | InterceptedRequest) -> object:
         """Send a request and wait for its value."""
-        if isinstance(request, InterceptedRequest):
-            form = request.form
-            future = self.future_of(form.peer, request.label, form.timeout)
-            future._read = True  # the caller gets a failure
-            interception.send(self, form, future)
-            return future.wait()
-        try:
-            if self._send_filter is None:
-                return self.client.call_request(request)
-            future = self.future_of(request.peer, request.label, request.timeout)
-            faults.start(self, request, future)
-            return future.wait()
-        finally:
-            if request.span is not None:
-                request.span.end()
+        if not isinstance(request, InterceptedRequest):
+            return self.client.call_request(request)
+        form = request.form
+        future = self.future_of(form.peer, request.label, form.timeout)
+        future._read = True  # the caller gets a failure
+        interception.send(self, form, future)
+        return future.wait()
 
     def future_of(self, peer: int, label: object, timeout: int) -> CallFuture[Any]:
         """Return the future of a call that has not been sent.
@@ -263,12 +232,18 @@ class Calls:
         future._calls, future._request = self, (peer, label, timeout)
         return future
 
-    def send_filtered(self, kind: str, scripted: bool, peer: int, send: Callable[[], object]) -> None:
-        """Send a one-way message, through the fault injector if there is one."""
-        if self._send_filter is None:
-            send()
+    def send_message(self, kind: str, peer: int, send: Callable[[], object]) -> None:
+        """Send a one-way message through Telegrad's interceptors of this worker.
+
+        Args:
+            kind: Kind of the message.
+            peer: Id of the receiver.
+            send: Sends it; any thread may call it.
+        """
+        if self.own_interceptors.chain:
+            interception.send_message(self, kind, peer, send)
         else:
-            faults.send(self, kind, scripted, peer, send)
+            send()
 
     # ---- completions
 
@@ -277,12 +252,8 @@ class Calls:
         try:
             value = self.result(completion, future._request)
         except BaseException as e:
-            if future._span is not None:
-                future._span.end()
             self.fail(future, e)
         else:
-            if future._span is not None:
-                future._span.end()  # before the waiting thread continues
             complete(future, value)
 
     @staticmethod

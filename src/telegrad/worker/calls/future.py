@@ -65,7 +65,6 @@ class CallFuture(torch.futures.Future[T]):
     _parent_call = 0  # of a future that `then` returned: the call at the start of the chain, for `cancel`
     _cancel_work: Callable[[], bool] | None = None  # of a future, and of its children, whose work is not one call
     _source: "CallFuture[Any] | None" = None  # the call that completes the future, for a thread that waits
-    _span: tracing.Span | None = None  # in a profile
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
 
     def wait(self) -> T:
@@ -91,7 +90,7 @@ class CallFuture(torch.futures.Future[T]):
     def _drive(self) -> None:
         """Poll the network until the completion arrives here or in the pool."""
         call = getattr(self, "_call", 0)
-        if not call:  # not the future of a call, or a fault injector delays the call
+        if not call:  # not the future of a call, or an interceptor delays the call
             if self._source is not None:
                 self._source._drive()
             return
@@ -140,15 +139,6 @@ class CallFuture(torch.futures.Future[T]):
             print(future.cancelled())  # True
         """
         return isinstance(self.failure(), Cancelled)
-
-    def attach(self, span: tracing.Span) -> None:
-        """End a profile's span when the call ends.
-
-        Args:
-            span: Span of the call.
-        """
-        self._span = span
-        super().add_done_callback(lambda _: span.end())
 
     def failure(self) -> BaseException | None:
         """Return the exception of a failed call, if any; does not count as retrieving it."""

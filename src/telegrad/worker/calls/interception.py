@@ -1,6 +1,7 @@
 """Calls on their way through the interceptors of their caller."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 from torch.futures import Future
@@ -8,14 +9,38 @@ from torch.futures import Future
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.timeouts import nanoseconds
 from telegrad.worker.autograd_hooks import AutogradContext
-from telegrad.worker.calls.faults import Creation
+from telegrad.worker.calls.delayed import Delay, send_later
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.calls.interceptors import InterceptedCall, Interceptors, carrier_of, check_reply, run_chain
-from telegrad.worker.calls.messages import Request
+from telegrad.worker.calls.interceptors import (
+    InterceptedCall,
+    Interceptor,
+    Interceptors,
+    Proceed,
+    carrier_of,
+    check_reply,
+    is_internal,
+    of_process,
+    run_chain,
+    succeeded,
+)
+from telegrad.worker.calls.messages import Messages, Request
 from telegrad.worker.calls.pending_work import PendingWork
+from telegrad.worker.calls.tracing import TraceContext
+from telegrad.worker.closed import WorkerCalls
 from telegrad.worker.scope import current, remaining
 
-__all__ = ["CallForm", "InterceptedRequest", "send"]
+__all__ = [
+    "MESSAGE",
+    "CallForm",
+    "Creation",
+    "InterceptedRequest",
+    "ResolvedCall",
+    "is_intercepted",
+    "send",
+    "send_message",
+]
+
+MESSAGE = "message"  # kind of one-way messages
 
 
 class CallForm(NamedTuple):
@@ -37,24 +62,64 @@ class CallForm(NamedTuple):
 
 
 class InterceptedRequest(NamedTuple):
-    """Call that the program's interceptors get before it is encoded."""
+    """Call that interceptors get before it is encoded."""
 
     form: CallForm
     label: object
     keep: object  # kept alive until the call ends
 
 
-class Sender(Protocol):
+class Creation(Protocol):
+    """Call that creates a value (telegrad.rref.creation)."""
+
+    _call: int  # id of the call, once sent
+
+    def intercepted(self) -> CallFuture[None]: ...
+
+
+class Sender(WorkerCalls, Protocol):
     """`telegrad.worker.calls.client.Calls`, as this module uses it."""
 
+    messages: Messages
     interceptors: Interceptors
-    delay: Callable[[float, Callable[[], object]], None] | None
+    own_interceptors: Interceptors
+    delay: Delay | None
 
     def name_of(self, worker_id: int, /) -> str: ...
     def find_name(self, function: object, /) -> tuple[int, bytes] | None: ...
     def future_of(self, peer: int, label: object, timeout: int, /) -> CallFuture[Any]: ...
-    def encode(self, call: CallForm, /) -> Request: ...
+    def encode(self, call: CallForm, trace: TraceContext | None, /) -> Request: ...
     def send(self, request: Request, target: CallFuture[Any], /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedCall(InterceptedCall):
+    """Call as the interceptors of Telegrad see it, with the changes of the program's.
+
+    They may change the delay and the trace.
+
+    Attributes:
+        calls: calls of the sender.
+        form: the call; None for a one-way message, whose kind is `MESSAGE` and whose function is the message's kind.
+        trace: what the callee records for a profile.
+    """
+
+    calls: Any = None
+    form: CallForm | None = None
+    trace: TraceContext | None = None
+
+
+_FIELDS = tuple(field.name for field in fields(InterceptedCall))
+
+
+def _of_program(calls: Sender, form: CallForm) -> tuple[Interceptor, ...]:
+    """Return the interceptors of the program that see a call."""
+    return calls.interceptors.chain if form.mode and not is_internal(form.function) else ()
+
+
+def is_intercepted(calls: Sender, form: CallForm) -> bool:
+    """Return whether there are interceptors that see a call."""
+    return bool(of_process.chain or calls.own_interceptors.chain or _of_program(calls, form))
 
 
 def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> None:
@@ -78,9 +143,11 @@ def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> N
         except BaseException:
             if chain.sent:  # register the value, so that its owner drops it
                 target._call = getattr(chain.sent[0], "_call", 0)
-                PendingWork(target.delayed(scripted=False), chain.text, is_cancelable=False).follow(chain.sent[0])
+                PendingWork(target.intercepted(), chain.text, is_cancelable=False).follow(chain.sent[0])
             raise
-        target = target.delayed(scripted=False)
+        target = target.intercepted()
+        for sent in chain.sent:
+            sent._on_late_reply = target._on_late_reply
         work = PendingWork(target, chain.text, is_cancelable=False)
     if not isinstance(result, Future):
         chain.check(result)
@@ -94,6 +161,27 @@ def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> N
     work.follow(result, chain.check)
 
 
+def send_message(calls: Sender, kind: str, peer: int, send: Callable[[], object]) -> None:
+    """Run a one-way message through Telegrad's interceptors of its worker.
+
+    Args:
+        calls: Calls of the sender.
+        kind: Kind of the message.
+        peer: Id of the receiver.
+        send: Sends the message.
+    """
+
+    def start(call: InterceptedCall) -> CallFuture[Any]:
+        if call.delay and calls.delay is not None:
+            calls.delay(call.delay, send)
+        else:
+            send()
+        return succeeded(None)
+
+    call = ResolvedCall(MESSAGE, calls.name_of(peer), kind, (), {}, calls=calls)
+    run_chain(calls.own_interceptors.chain, call, start)
+
+
 class _Chain:
     """Call within the interceptors of its worker."""
 
@@ -102,7 +190,8 @@ class _Chain:
         self._form = form
         self._is_creation = form.keep_as is not None
         kind, function, args, kwargs = form.mode, form.function, form.args, form.kwargs
-        self._carrier = carrier_of(function)
+        self._of_program = _of_program(calls, form)
+        self._carrier = carrier_of(function) if self._of_program else None
         if self._carrier is not None:
             kind = self._carrier.kind
             function, args, kwargs = self._carrier.show(args)
@@ -119,8 +208,10 @@ class _Chain:
     def run(self) -> object:
         """Run the interceptors; return a future, or the result."""
         given = self._given
-        result = run_chain(self._calls.interceptors.chain, given, self._start)
-        if self._is_creation and not self.sent:
+        chain = (*self._of_program, self._resolve, *of_process.chain, *self._calls.own_interceptors.chain)
+        result = run_chain(chain, given, self._start)
+        has_failed = isinstance(result, CallFuture) and result.failure() is not None
+        if self._is_creation and not self.sent and not has_failed:
             raise TelegradError(
                 f"an interceptor returned from remote() of {given.name} without a call of proceed, so {given.peer} has"
                 " no value to refer to. Call proceed(call), or raise an error."
@@ -155,19 +246,30 @@ class _Chain:
         text = self.text
         self._calls.delay(seconds, lambda: work.end(RpcTimeout(seconds, text, "intercepted")))
 
+    def _resolve(self, call: InterceptedCall, proceed: Proceed, /) -> object:
+        """Apply the changes of the program's interceptors; Telegrad's interceptors follow."""
+        form = self._changed(call)
+        values = {name: getattr(call, name) for name in _FIELDS}
+        return proceed(ResolvedCall(**values, calls=self._calls, form=form))
+
     def _start(self, call: InterceptedCall, /) -> CallFuture[Any]:
-        """Send the call: the end of the chain."""
+        """Encode and send the call: the end of the chain."""
         if self._is_creation and self.sent:
             raise TelegradError(
                 f"an interceptor called proceed twice for remote() of {call.name}: a value is made once"
             )
         if self.work is not None:
             self.work.require_open()
+        assert isinstance(call, ResolvedCall)
+        assert call.form is not None
         calls = self._calls
-        request = calls.encode(self._changed(call))
+        request = calls.encode(call.form, call.trace)
         future = calls.future_of(request.peer, request.label, request.timeout)
         future._read = True  # the program's future logs a failure
-        calls.send(request, future)
+        if call.delay > 0 and calls.delay is not None:
+            send_later(calls, calls.delay, request, future, call.delay)
+        else:
+            calls.send(request, future)
         self.sent.append(future)
         self._timeouts.append(request.timeout)
         if self.work is not None:

@@ -1,9 +1,14 @@
-"""Interceptors that see every call of this process.
+"""Interceptors: functions around calls and around handlers.
 
-The native client checks once per call whether `active` is empty. If it is not, `Calls.encode_slow` gets the call and
-`Calls.send` sends it, with the profiler, the picklers, the fault injector and the program's interceptors.
+The native client checks once per call whether `active` is empty. If it is not, `Calls.encode_slow` gets the call, and
+the call runs through one chain (`telegrad.worker.calls.interception`):
 
-A chain of interceptors ends with a function that starts the call, or at the callee runs the handler.
+1. the interceptors of the program (`Calls.interceptors`, see `telegrad.rpc.intercept`), for the calls that they see;
+2. those of Telegrad for all workers of the process (`of_process`): the profiler;
+3. those of Telegrad for one worker (`Calls.own_interceptors`): faults for tests.
+
+The chain ends with a function that encodes and sends the call, or at the callee runs the handler. Interceptors of
+Telegrad get a `ResolvedCall`, also for internal calls. Those of one worker get its one-way messages as well.
 """
 
 import threading
@@ -20,7 +25,6 @@ from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 
 __all__ = [
     "PICKLER",
-    "PROFILER",
     "Carrier",
     "InterceptedCall",
     "Interceptor",
@@ -33,14 +37,14 @@ __all__ = [
     "failed",
     "internal",
     "is_internal",
+    "of_process",
     "run_chain",
     "succeeded",
     "switch",
 ]
 
 active: dict[object, Any] = {}  # never replaced: the core holds this object
-PROFILER = "profiler"  # a telegrad.worker.calls.tracing.Observer
-PICKLER = "pickler"  # torch's private pickler, and the type that it pickles (rpc.api._use_rpc_pickler)
+PICKLER = "pickler"  # of all workers: a telegrad.serialize.program_pickler.BodyPickler
 
 
 def switch(key: object, interceptor: object) -> None:
@@ -56,7 +60,7 @@ class InterceptedCall:
     """Call as an interceptor sees it.
 
     Immutable: ``dataclasses.replace(call, timeout=1.0)`` returns a changed call for ``proceed``. The function, the
-    arguments and the caller's timeout may be changed, all else is for information.
+    arguments, the caller's timeout and its delay may be changed, all else is for information.
 
     Attributes:
         kind: at the caller ``"sync"``, ``"async"`` (also `telegrad.rpc.call` and `telegrad.rpc.multicast`),
@@ -69,6 +73,8 @@ class InterceptedCall:
         timeout: at the caller the limit in seconds, at the callee the seconds that are left; 0 is no limit. When a
             stream is opened, of the wait for its first item; 0 at the caller, because the reader limits its waits.
         receiver: at the caller, the `RRef` whose value the call is about; else None.
+        delay: at the caller, seconds after which the request is sent; they count towards the timeout. It is encoded at
+            once. For tests of slow networks.
 
     Example::
 
@@ -88,6 +94,7 @@ class InterceptedCall:
     kwargs: Mapping[str, Any]
     timeout: float = 0.0
     receiver: Any = None
+    delay: float = 0.0
 
     @property
     def name(self) -> str:
@@ -215,6 +222,14 @@ class Interceptors:
         with self._lock:
             self.chain = ()
             self._changed()
+
+
+def _on_change_of_process() -> None:
+    switch("of_process", of_process.chain or None)
+
+
+of_process: Interceptors = Interceptors(_on_change_of_process)
+"""Interceptors of Telegrad for the calls of all workers of this process."""
 
 
 def run_chain(chain: tuple[Interceptor, ...], call: InterceptedCall, last: Proceed) -> object:

@@ -12,7 +12,7 @@ contexts. So such a message is delivered even if its caller has stopped waiting 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from torch import Tensor
 from telegrad.errors import DeviceNotMapped, RRefNotPicklable, SerializationError
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.pickling import Serializer, Wrap
-from telegrad.serialize.program_pickler import ByPickler, Pickler, dump_by_pickler, load_by_pickler
+from telegrad.serialize.program_pickler import BodyPickler, ByPickler, dump_by_pickler, load_by_pickler
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
-from telegrad.worker.calls.tracing import Span
-from telegrad.worker.scope import Autocast
+from telegrad.worker.calls.tracing import TraceContext
+from telegrad.worker.scope import Autocast, current_chain
 
 __all__ = [
     "ANY_EPOCH",
@@ -77,9 +77,6 @@ class Request(NamedTuple):
     keep: object  # kept alive until the reply arrives
     label: object  # for error messages: a name such as "f" or "to_here", or a function
     keep_as: int | None
-    kind: str  # kind for a fault injector: call, remote or fetch
-    scripted: bool
-    span: Span | None = None  # of the call in a profile
 
 
 class SharedBody(NamedTuple):
@@ -109,6 +106,7 @@ class CallMetadata(NamedTuple):
     autocast: Autocast
     context: AutogradContext | None = None  # the sender's autograd context
     wrap: Wrap | None = None  # records received tensors
+    chain: int = 0  # the caller's call chain outside of contexts; 0: none
     profile: Any = None  # request: TraceContext; reply: Report (telegrad.worker.calls.tracing)
 
 
@@ -117,7 +115,6 @@ _ALL_PEERS = -1  # instead of a peer, for a message to several peers
 _MAX_TICKETS = 250_000  # of metadata,
 _MAX_METADATA = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
 NO_METADATA = CallMetadata((), None, None)
-_TORCH_FORM = 2  # items of a body that torch's pickler encodes (rpc.api._use_rpc_pickler): bytes and tensors
 NO_FORK = -1  # instead of a number, for a ticket without a fork
 
 
@@ -170,19 +167,14 @@ class Messages:
         self._receive = receive
         self._new_id = new_id
         self.recorder = recorder
-        self.pickler: Pickler | None = None  # of the program
+        self.pickler: BodyPickler | None = None  # of the program
         self.serializer: Serializer = Serializer()
         self._codec = self.serializer.codec
         self.serializer.register(handle_type, 1, self.pack_handle, self.unpack_handle)
         self.serializer.register(WorkerInfo, 2, lambda info: (info.name, info.id), lambda plain: WorkerInfo(*plain))
 
-    @staticmethod
-    def load_custom(body: bytes, tensors: list[object]) -> Any:
-        """Decode the output of the program's pickler; `telegrad.rpc.api` replaces this."""
-        raise SerializationError(
-            "received a call that the caller's own pickler encoded (rpc.api._use_rpc_pickler), but telegrad.rpc has"
-            " not been imported on this worker. Import it there before the call."
-        )
+    known_picklers: ClassVar[dict[str, BodyPickler]] = {}
+    """Picklers that decode messages on each worker, by their name in messages."""
 
     def pack_handle(self, handle: object) -> int:
         """Add a reference to the message being encoded, and return its index.
@@ -209,11 +201,11 @@ class Messages:
         target: RRefId | None = None,
         autocast: Autocast = None,
         ticket: Ticket | None = None,
-        custom: Pickler | None = None,
+        custom: BodyPickler | None = None,
         parts: str | tuple[str, ...] = "result",
         context: AutogradContext | None = None,
         request: bool = False,
-        span: Span | None = None,
+        trace: TraceContext | None = None,
     ) -> Encoded:
         """Encode a message's body and metadata.
 
@@ -223,12 +215,12 @@ class Messages:
             target: Reference that the request creates.
             autocast: The caller's autocast state.
             ticket: Ticket to send for a reference that is not in the body.
-            custom: The program's own pickler.
+            custom: The program's pickler; then the value is a `ByPickler`.
             parts: Name of the value in errors, or names of a tuple's items.
             context: Autograd context of the message.
             request: The message is a request: its metadata names the context, and its tensors are recorded only in grad
                 mode. Tensors of a reply are always recorded.
-            span: Span of the call in a profile; ended if encoding fails.
+            trace: What the callee records for a profile.
 
         Raises:
             Exception: Whatever pickling the value raises; then all tickets are taken back.
@@ -248,17 +240,14 @@ class Messages:
             if context is not None and (request or recorded):
                 number = self.recorder.on_send(context, peer, recorded or (), request)
                 made_in = None if number is None else (context, number)
-            asked = None if span is None else span.asked
-            if tickets is None and target is None and autocast is None and made_in is None and asked is None:
+            if tickets is None and target is None and autocast is None and made_in is None and trace is None:
                 return Encoded(flags, body, segments, ())
-            metadata = self._metadata(tickets or (), target, autocast, made_in, asked, ticket)
+            metadata = self._metadata(tickets or (), target, autocast, made_in, trace, ticket, request)
             segments = [*(segments or ()), metadata]
             if not tickets and made_in is None:
                 return Encoded(flags | _METADATA, body, segments, ())
             return Encoded(flags | _METADATA | _MUST_DELIVER, body, segments, tuple(tickets or ()), made_in, epoch)
         except BaseException as e:
-            if span is not None:
-                span.end()
             self._return_tickets(peer, keep=None)
             if isinstance(e, DeviceNotMapped):
                 to = self._name_of(peer)
@@ -314,7 +303,9 @@ class Messages:
             raise
         if not tickets and autocast is None and made_in is None:
             return None
-        return PeerMetadata(self._metadata(tickets, None, autocast, made_in, None), tuple(tickets), made_in, epoch)
+        return PeerMetadata(
+            self._metadata(tickets, None, autocast, made_in, None, request=True), tuple(tickets), made_in, epoch
+        )
 
     def encode_internal(self, peer: int, value: object) -> Encoded:
         """Encode an internal message, which usually needs only the codec."""
@@ -328,7 +319,7 @@ class Messages:
         peer: int,
         value: object,
         ticket: Ticket | None,
-        custom: Pickler | None,
+        custom: BodyPickler | None,
         parts: str | tuple[str, ...],
         recorded: list[Any] | None,
     ) -> tuple[int, bytes, Segments | None]:
@@ -337,7 +328,8 @@ class Messages:
         Appends the tensors that require grad to `recorded`.
         """
         if custom is not None:
-            made = dump_by_pickler(custom, value) if isinstance(value, ByPickler) else custom.serialize(value)
+            assert isinstance(value, ByPickler)
+            made = dump_by_pickler(custom, value)
             return int(BodyKind.CUSTOM), *self.serializer.dumps(made, recorded=recorded)
         if recorded is None:
             coded = self._codec.encode(value)
@@ -379,12 +371,15 @@ class Messages:
         made_in: Recorded | None,
         profile: object,
         about: Ticket | None = None,
+        request: bool = False,
     ) -> bytes:
         # The ticket of the message's own reference goes to the owner and is not a fork.
         plain = [
             (*t.rref, t.owner, int(t.kind), t.transfer, NO_FORK if t is about else self._new_id()) for t in tickets
         ]
         context, message = (None, 0) if made_in is None else (made_in[0].id, made_in[1])
+        if context == 0 and request:
+            context = current_chain()
         return self._plain((plain, None if target is None else tuple(target), autocast, context, message, profile))
 
     def _plain(self, value: object) -> bytes:
@@ -426,12 +421,17 @@ class Messages:
         tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer, _ in plain]
         handles = self._receive(tickets, [ticket[-1] for ticket in plain], peer, connection) if tickets else []
         context = wrap = None
+        chain = 0
         if context_id is not None:
+            if context_id < 0:
+                chain, context_id = context_id, 0
             recorder = self.recorder
             context = recorder.on_request_in_context(context_id, peer, connection) if request else recorder.find(context_id)
             if context is not None and message:
                 wrap = recorder.wrap(context, peer, message)
-        return CallMetadata(handles, None if target is None else RRefId(*target), autocast, context, wrap, profile)
+        return CallMetadata(
+            handles, None if target is None else RRefId(*target), autocast, context, wrap, chain, profile
+        )
 
     def decode(
         self, flags: int, body: Body, segments: Sequence[Buffer], handles: Sequence[object], wrap: Wrap | None = None
@@ -455,7 +455,7 @@ class Messages:
                 return self._codec.decode(body, segments, wrap)
             value = self.serializer.loads(body, segments, wrap)
             if kind == BodyKind.CUSTOM:
-                value = self.load_custom(*value) if len(value) == _TORCH_FORM else load_by_pickler(self.pickler, *value)
+                value = load_by_pickler(self.known_picklers.get(value[0], self.pickler), *value)
             return value
         finally:
             state.handles = outer

@@ -1,7 +1,12 @@
 """Interface of a profiler in the call path.
 
-`telegrad.observe` installs an observer here, and while a profile is recorded also an interceptor
-(telegrad.worker.calls.interceptors). Otherwise calls pay nothing for it.
+At the caller, the profiler is an interceptor while a profile is recorded (`telegrad.worker.calls.interceptors`), which
+adds a `TraceContext` to the request. `telegrad.observe` also installs an observer here, for the rest:
+
+- The callee records. A server interceptor cannot do this: each thread that works for the request enters the recording,
+  such as the event loop at each step of a coroutine, and the report is part of the metadata of the reply, which is made
+  after the result has been encoded, when no interceptor runs.
+- The reports that arrive with replies, and the ranges of backward passes, which are not calls.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +15,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Observer", "Recording", "Report", "Span", "TraceContext", "bind_recording", "recording"]
+__all__ = ["Observer", "Recording", "Report", "TraceContext", "bind_recording", "recording"]
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -26,15 +31,6 @@ class Caller(Protocol):
     worker_id: int
 
     def name_of(self, worker_id: int, /) -> str: ...
-
-
-class Span(Protocol):
-    """Duration of a call, in a profile."""
-
-    asked: TraceContext | None  # sent with the request if the callee shall record
-
-    def end(self) -> None:
-        """End the span. Further calls do nothing."""
 
 
 class Recording(Protocol):
@@ -78,16 +74,6 @@ class Observer(Protocol):
     on: bool  # calls of this process are profiled
     serving: bool  # all requests to this process are recorded
 
-    def begin(self, calls: Caller, peer: int, mode: str, function: object) -> Span | None:
-        """Begin the span of a call; None if the calling thread is not profiled.
-
-        Args:
-            calls: Calls of the worker.
-            peer: Callee.
-            mode: sync, async, remote or to_here; type for the type of a value.
-            function: The called function, or its name.
-        """
-
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a named range of the calling thread's profile."""
 
@@ -114,9 +100,6 @@ class _NullObserver:
 
     on = False
     serving = False
-
-    def begin(self, *_: object) -> None:
-        return None
 
     def arrived(self, _: object) -> None:
         return None

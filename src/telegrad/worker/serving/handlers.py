@@ -22,7 +22,7 @@ from telegrad.serialize.program_pickler import ByPickler, PickledCall
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exception, traceback_of
 from telegrad.types import WorkerInfo
-from telegrad.wire import ALWAYS_TAKEN, BodyKind, Flag, LeftOut, Tag
+from telegrad.wire import ALWAYS_TAKEN, Flag, LeftOut, Tag
 from telegrad.worker import process_hooks
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
@@ -33,7 +33,7 @@ from telegrad.worker.calls.messages import CallMetadata, Encoded, Messages
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
-from telegrad.worker.scope import clean_state, current, handler_state
+from telegrad.worker.scope import clean_state, current, enter_chain, handler_state
 from telegrad.worker.serving.event_loop import Deferred, EventLoop
 from telegrad.worker.serving.intercepted import Ended, InterceptedHandler, not_a_future
 
@@ -45,7 +45,6 @@ _CALL, _GRADIENTS = int(Tag.CALL), int(Tag.GRADIENTS)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _STATE, _LEFT_OUT, _KEEP_AS = int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
 _INTERNAL = int(Flag.INTERNAL)
-_BODY, _CUSTOM = int(Flag.BODY), int(BodyKind.CUSTOM)
 _MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
 
 
@@ -85,6 +84,7 @@ class SlowRequest:
         self._handlers = handlers
         self._body = body
         self._segments = segments
+        self._chain = metadata.chain
         self._guard = ExitStack()
         self._state = ExitStack()
 
@@ -119,9 +119,14 @@ class SlowRequest:
 
     def enter(self) -> None:
         """Enter the autograd context's guard and the caller's torch state."""
-        guard = None if self.context is None else self._handlers.worker.autograd.handler_guard(self.context)
-        if guard is not None:
-            self._guard.enter_context(guard)
+        if self.context is not None:
+            autograd = self._handlers.worker.autograd
+            self._chain = autograd.chain_of_request(self.context, self._chain)
+            if self._chain:
+                enter_chain(self._chain)
+            guard = autograd.handler_guard(self.context, self._chain)
+            if guard is not None:
+                self._guard.enter_context(guard)
         if self.flags & _STATE or self.metadata.autocast:
             self._state.enter_context(handler_state(self.flags, self.metadata.autocast))
 
@@ -132,8 +137,6 @@ class SlowRequest:
         self._segments.clear()  # the arguments are the only holders: one of them can be returned without a copy
         if isinstance(body, PickledCall):
             self.info = self.info._replace(by_pickler=True)
-        elif flags & _BODY == _CUSTOM and self.target is not None:
-            return (*body, self.target[1])
         return body
 
     def leave_state(self) -> None:

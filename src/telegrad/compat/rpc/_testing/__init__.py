@@ -50,7 +50,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self.faults()  # checks the names
 
     def faults(self) -> Faults:
-        """Return the send filter that causes the faults."""
+        """Return the interceptor that causes the faults."""
         return Faults(self.messages_to_fail, self.messages_to_delay, self.num_fail_sends)
 
 

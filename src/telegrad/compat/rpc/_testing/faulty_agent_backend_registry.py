@@ -19,7 +19,7 @@ def _faulty_tensorpipe_init_backend_handler(
     if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
     agent = api._start_agent(store, name, rank, world_size, rpc_backend_options)
-    agent.worker.calls.send_filter = rpc_backend_options.faults()
+    agent.worker.calls.own_interceptors.add(rpc_backend_options.faults())
     return agent
 
 

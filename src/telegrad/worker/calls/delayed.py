@@ -1,0 +1,72 @@
+"""Requests that are sent later, for interceptors that delay a call."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.futures import Future
+
+from telegrad.errors import RpcTimeout
+from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.messages import Messages, Request
+from telegrad.worker.calls.pending_work import PendingWork
+from telegrad.worker.closed import WorkerCalls
+
+__all__ = ["Delay", "send_later"]
+
+Delay = Callable[[float, Callable[[], object]], None]
+"""Runs a function after some seconds."""
+
+
+class Sender(WorkerCalls, Protocol):
+    """`telegrad.worker.calls.client.Calls`, as this module uses it."""
+
+    messages: Messages
+
+    def name_of(self, worker_id: int, /) -> str: ...
+
+
+def send_later(calls: Sender, delay: Delay, request: Request, future: CallFuture[Any], seconds: float) -> None:
+    """Send a request after a delay, which counts towards its timeout.
+
+    Args:
+        calls: Calls of the sender.
+        delay: Runs a function later.
+        request: The encoded request.
+        future: Completed with the result. Canceling it before the request is sent undoes the encoding.
+        seconds: The delay.
+    """
+    inner: CallFuture[Any] = CallFuture(NO_DEVICES)
+    inner._calls, inner._request = calls, (request.peer, request.label, 0)
+    label = request.label if isinstance(request.label, str) else name_of(request.label)
+    call_text = f"{label} on {calls.name_of(request.peer)}"
+    is_cancelable = request.keep_as is None  # other workers may use the value of a creation
+    work = PendingWork(future, call_text, is_cancelable)
+
+    def send() -> None:
+        if work.error is not None and is_cancelable:
+            calls.messages.rollback(request.peer, request.message)
+            return
+        try:
+            calls.client.start_request(request._replace(timeout=0), inner)
+        except Exception as e:
+            inner.set_exception(e)
+        else:
+            if is_cancelable:
+                work.add(inner.cancel)
+
+    def complete(done: Future[Any]) -> None:
+        try:
+            value = done.value()
+        except BaseException as e:  # SystemExit too, which a handler raised
+            work.fail(e)
+        else:
+            if not work.succeed(value) and future._on_late_reply is not None:
+                future._on_late_reply()
+
+    inner._read = True  # the caller's future logs a failure
+    inner._on_done(complete)
+    if request.timeout:
+        late = RpcTimeout(request.timeout / 1e9, call_text, "delayed")
+        delay(request.timeout / 1e9, lambda: work.end(late))
+    delay(seconds, send)
