@@ -24,7 +24,7 @@ std::uint64_t CallTable::open(std::int32_t peer, bool must_send, CallOptions& op
   call.target = std::move(options.target);
   call.keep_alive = std::move(options.keep_alive);
   if (call.is_async) {
-    if (!options.background) slab_.count_async(call);
+    if (!options.background && !options.polled) slab_.count_async(call);
   }
   return id;
 }

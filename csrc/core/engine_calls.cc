@@ -73,7 +73,7 @@ void Engine::ensure_completion(std::uint64_t id, const CallOptions& o) {
   parts_.calls.set_deadline(id, o.deadline);
   if (parts_.leader.exists()) return;  // it sees the call when its term ends
   // A thread that runs completions polls for more when it is done.
-  if (o.background || parts_.queue.is_running_completions()) {
+  if (o.background || o.polled || parts_.queue.is_running_completions()) {
     parts_.timer.arm(now() + parts_.leader.handoff_delay());
   } else {
     parts_.leader.watch_links();  // the pool must see the reply
