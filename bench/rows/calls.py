@@ -94,7 +94,7 @@ def first_item(client: Client, sampler: Sampler) -> Samples:
     to = rpc.get_worker_info(f"worker{SERVER}")
 
     def step() -> tuple[float, float]:
-        call = timed(lambda: rpc.rpc_async(to, functions.identity, args=(0,)).wait())
+        call = timed(lambda: rpc.rpc_sync(to, functions.identity, args=(0,)))
         start = time.perf_counter()
         stream = rpc.stream(to, functions.count, args=(1,))
         right(next(stream), 0)
@@ -192,7 +192,7 @@ CALLS = Family(
             "first item of a stream, int; baseline: a call",
             first_item,
             only=NO_STREAMS,
-            goals=(WithinBaseline(3),),
+            goals=(WithinBaseline(1),),
         ),
         Row("1000 calls in flight, int", in_flight, amount=IN_FLIGHT, of="calls", goals=(FasterThan(60),)),
         Row("map of identity, int", mapped, amount=MAPPED, of="items", only=NO_MAP),

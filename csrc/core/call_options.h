@@ -16,6 +16,7 @@ struct CallOptions {
                             // a request that must be sent waits for a connection without limit. Never canceled
   bool deferrable = false;  // background, and the completion runs no user code: it may stay queued for kDeferDelay, and
                             // `take_deferred` may return it
+  bool polled = false;      // a thread will soon wait: links may go unread for the completion for kMaxHandoffDelay
   bool never_wait = false;  // wait neither for the window nor for the socket: unsent bytes are copied
   std::function<bool()> interrupted;      // polled while `start` waits; true ends the wait
   std::function<void()> before_blocking;  // called before `start` waits for another thread that sends to the same peer

@@ -24,11 +24,16 @@ std::uint64_t CallTable::open(std::int32_t peer, bool must_send, CallOptions& op
   call.target = std::move(options.target);
   call.keep_alive = std::move(options.keep_alive);
   if (call.is_async) {
-    if (!options.background) slab_.count_async(call);
-    slab_.set_deadline(id, options.deadline);
-    parts_.timer.arm(slab_.next_deadline());
+    if (!options.background && !options.polled) slab_.count_async(call);
   }
   return id;
+}
+
+void CallTable::set_deadline(std::uint64_t id, Nanos deadline) {
+  const Call* call = slab_.find(id);
+  if (!call || call->status != CallStatus::kPending) return;
+  slab_.set_deadline(id, deadline);
+  parts_.timer.arm(slab_.next_deadline());
 }
 
 void CallTable::set_connection(std::uint64_t id, std::uint64_t connection) {

@@ -47,6 +47,9 @@ class CallTable {
   /// Opens a call to a peer; takes the objects of the options.
   std::uint64_t open(std::int32_t peer, bool must_send, CallOptions& options) REQUIRES(engine_mutex);
   Call* find(std::uint64_t id) REQUIRES(engine_mutex) { return slab_.find(id); }
+  /// Sets the deadline of an asynchronous call whose request has been sent, or queued to be sent; does nothing if the
+  /// call has ended. Before that, an expired call would send a kCancel that overtakes its request.
+  void set_deadline(std::uint64_t id, Nanos deadline) REQUIRES(engine_mutex);
   /// Records the connection that has the request of a call, or of a call that has ended.
   void set_connection(std::uint64_t id, std::uint64_t connection) REQUIRES(engine_mutex);
   /// Passes a completion to the waiting thread, to a wait set, or to the pool.

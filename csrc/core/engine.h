@@ -185,6 +185,7 @@ class Engine final : public ForkHandler {
   void after_fork_in_child() override NO_THREAD_SAFETY_ANALYSIS;
 
  private:
+  void ensure_completion(std::uint64_t id, const CallOptions& o);
   void on_timer(Lock& lock) NO_THREAD_SAFETY_ANALYSIS;
   bool trim_is_due(Nanos at) REQUIRES(engine_mutex);
 

@@ -66,17 +66,21 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   const SendResult result = straight ? parts_.sender.transmit(connection, m, p) : parts_.sender.route(peer, m, p);
   if (result == SendResult::kQueued && borrowed && !p.copy)
     parts_.sender.wait_until_sent(peer, p, o.deadline, o.interrupted);
-  if (async && !parts_.leader.exists()) {  // a leader sees the call when its term ends
-    Lock lock(parts_.mutex);
-    if (parts_.leader.exists()) return id;
-    if (o.background ||
-        parts_.queue.is_running_completions()) {  // a thread that runs completions polls for more when it is done
-      parts_.timer.arm(now() + parts_.leader.handoff_delay());
-    } else {
-      parts_.leader.watch_links();  // the pool must see the reply
-    }
-  }
+  if (async) ensure_completion(id, o);
   return id;
+}
+
+/// Ensures that an asynchronous call completes, though no thread may wait for it.
+void Engine::ensure_completion(std::uint64_t id, const CallOptions& o) {
+  Lock lock(parts_.mutex);
+  parts_.calls.set_deadline(id, o.deadline);
+  if (parts_.leader.exists()) return;  // it sees the call when its term ends
+  // A thread that runs completions polls for more when it is done.
+  if (o.background || o.polled || parts_.queue.is_running_completions()) {
+    parts_.timer.arm(now() + parts_.leader.handoff_delay());
+  } else {
+    parts_.leader.watch_links();  // the pool must see the reply
+  }
 }
 
 bool Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& m, bool may_wait,

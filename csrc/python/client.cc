@@ -62,7 +62,7 @@ class Client {
   }
 
   nb::object start(nb::handle to, nb::handle function, nb::handle args, nb::handle kwargs, Nanos timeout,
-                   nb::handle receiver, bool introduce, bool internal) {
+                   nb::handle receiver, bool introduce, bool internal, bool polled) {
     PreparedCall call = preparer_.prepare({.mode = CallMode::kAsync,
                                            .to = to,
                                            .function = function,
@@ -74,7 +74,7 @@ class Client {
                                            .internal = internal});
     nb::object future = preparer_.future(call);
     if (call.message) {
-      begin(call, false, future);
+      begin(call, false, future, polled);
     } else {
       python_result(call_python(send_.ptr(), call.request.ptr(), future.ptr()));
     }
@@ -250,13 +250,15 @@ class Client {
   }
 
   /// Sends a call and records its id in its target, even if a signal handler raises meanwhile.
-  void begin(PreparedCall& call, bool creates, nb::handle target) {
+  void begin(PreparedCall& call, bool creates, nb::handle target, bool polled = false) {
+    const bool in_event_loop = preparer_.in_event_loop();
     CallOptions o = options_of(call);
+    o.polled = polled && !in_event_loop;
     o.background = o.deferrable = creates;
     o.target = refs_to(target);
     std::uint64_t begun = 0;
     try {
-      begin_call(engine_, call.peer, std::move(call.message), std::move(o), preparer_.in_event_loop(), &begun);
+      begin_call(engine_, call.peer, std::move(call.message), std::move(o), in_event_loop, &begun);
     } catch (const nb::python_error&) {
       if (begun != 0) preparer_.set_call(target, begun);
       throw;
@@ -353,12 +355,13 @@ void init_client(nb::module_& m) {
            nb::sig("def call(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: "
                    "object = None, introduce: bool = False) -> typing.Any"),
            "Run a function on a peer and wait for its value.")
-      .def(
-          "start", &Client::start, "to"_a.none(), "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
-          "receiver"_a = nb::none(), "introduce"_a = false, "internal"_a = false,
-          nb::sig("def start(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: "
-                  "object = None, introduce: bool = False, internal: bool = False) -> typing.Any"),
-          "Start a function on a peer and return the future of its value.")
+      .def("start", &Client::start, "to"_a.none(), "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
+           "receiver"_a = nb::none(), "introduce"_a = false, "internal"_a = false, "polled"_a = false,
+           nb::sig(
+               "def start(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: "
+               "object = None, introduce: bool = False, internal: bool = False, polled: bool = False) -> typing.Any"),
+           "Start a function on a peer and return the future of its value.\n\n"
+           "`polled`: this thread will soon wait for the future, so no other thread is woken for the reply at once.")
       .def("create", &Client::create, "to"_a, "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
            "local_id"_a, "creation"_a, "receiver"_a = nb::none(),
            "Start a function on a peer, which keeps the result.\n\n"

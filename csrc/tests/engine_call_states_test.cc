@@ -83,6 +83,17 @@ CASE(without_an_answer_the_state_is_unknown) {
   CHECK_EQ(s.a.completions.at(1).why, "unknown");
 }
 
+/// The deadline passes between the choice of the connection and the send, while the request is copied.
+CASE(a_cancellation_does_not_overtake_its_request) {
+  WithPuppet s(false);
+  s.a.start(1, 1, {.segments = {std::string(64 * kMiB, 'x')}, .timeout = 1, .never_wait = true});
+  const Incoming request = s.expect(FrameType::kRequest);
+  CHECK_EQ(s.expect(FrameType::kCancel).header.call_id, request.header.call_id);
+  s.send(FrameType::kCallState, request.header.call_id, static_cast<std::uint8_t>(CallState::kQueued));
+  s.a.completion_count.wait_for(2);
+  CHECK(s.a.completions.at(1).status == CallStatus::kTimedOut);
+}
+
 CASE(a_state_that_does_not_exist_is_unknown) {
   WithPuppet s(false);
   s.a.start(1, 1, {.timeout = 5 * kMillisecond});

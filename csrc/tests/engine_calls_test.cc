@@ -71,6 +71,19 @@ CASE_ON_EVERY_SCHEME(the_pool_gets_deferred_completions_that_no_caller_takes) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
+CASE_ON_EVERY_SCHEME(the_pool_gets_polled_completions_that_no_thread_waits_for) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  for (int i = 0; i < 20; ++i) {
+    a.start(1, i, {.body = std::to_string(i), .polled = true});
+    a.completion_count.wait_for(i + 1);
+    CHECK_EQ(body_of(a.completions.at(i)), std::to_string(i));
+  }
+  const std::uint64_t last = a.start(1, 20, {.body = "x", .polled = true});
+  Completion o;
+  if (a.engine->wait(last, kNever, {}, o) == WaitEnd::kDone) CHECK_EQ(body_of(o), "x");
+}
+
 CASE_ON_EVERY_SCHEME(callers_take_deferred_completions) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);

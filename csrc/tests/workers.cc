@@ -195,6 +195,7 @@ std::uint64_t Worker::start(int peer, int target, Request r) {
   o.nested = r.nested;
   o.never_wait = r.never_wait;
   o.background = o.deferrable = r.background;
+  o.polled = r.polled;
   o.keep_alive = std::move(r.keep_alive);
   if (target >= 0) o.target = std::make_unique<Bytes>(std::to_string(target));
   return engine->start(peer, compose(r), std::move(o));

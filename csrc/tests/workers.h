@@ -41,6 +41,7 @@ struct Request {  // parameters of a call
   bool nested = false;
   bool never_wait = false;
   bool background = false;
+  bool polled = false;
   std::uint16_t flags = 0;
   std::uint32_t name_id = 0;
   std::string name = {};

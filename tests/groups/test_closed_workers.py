@@ -420,7 +420,7 @@ def test_methods_that_raise_and_methods_without_effect() -> None:
         with pytest.raises(NotInitialized, match="RPC has not been initialized"):
             refused(1, 2, 3)
     for ignored in (
-        ended.reply,
+        ended.acknowledge,
         ended.request_callback,
         ended.stop,
         ended.disconnect,
@@ -429,4 +429,4 @@ def test_methods_that_raise_and_methods_without_effect() -> None:
         ended.resume,
     ):
         assert ignored(1) is None
-    assert ended.send(1) is False
+    assert ended.send(1) is ended.reply(1) is ended.is_open(1) is False

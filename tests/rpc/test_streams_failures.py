@@ -292,9 +292,11 @@ def test_a_lost_callee() -> None:
         stream = rpc.stream("w1", waiting)
         assert next(stream) == 0
         gate.wait_for()
-        gate.open()
-        group[1].shutdown(graceful=False)
+        lost = threading.Thread(target=group[1].shutdown, kwargs={"graceful": False})
+        lost.start()
         items, error = collect(stream)
+        gate.open()  # earlier, the generator might end before its worker
+        lost.join(10)
         assert isinstance(error, WorkerLost)
         assert items == [1, 2][: len(items)]
 

@@ -32,12 +32,12 @@ Reply: TypeAlias = tuple[list[Any], int | None, bytes | None]
 def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], caller: int) -> Any:
     """Run a function for each item, up to the first error.
 
+    Stops early if the call is canceled: about once per `SLICE_TIME`, or after each item that takes longer.
+
     Args:
         function: The function's name in messages, or the function.
         items: The items.
         caller: Id of the calling worker.
-
-    Stops early if the call is canceled: about once per `SLICE_TIME`, or after each item that takes longer.
 
     Returns:
         A `Reply`, or a coroutine of it if results are deferred.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from telegrad.errors import NotInitialized
-from telegrad.streams.batches import SOLITARY, State, WireBatch, copy_item, size_of
+from telegrad.streams.batches import CLOSED, ENDED, LIVE, SOLITARY, WireBatch, copy_item, size_of
 from telegrad.streams.producer import BATCH_TIME, Ended, log_close_error
 from telegrad.worker.scope import Scope, caller_flags, caller_state, stream_closed
 
@@ -84,12 +84,11 @@ class AsyncProducer:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-        state = State.CLOSED if self._is_closing else State.ENDED if self._is_exhausted else State.LIVE
-        return first, int(state), size, items
+        return first, CLOSED if self._is_closing else ENDED if self._is_exhausted else LIVE, size, items
 
     def flush(self) -> WireBatch:
         """Return no items: a request gets them as soon as possible."""
-        return self._next, int(State.LIVE), 0, []
+        return self._next, LIVE, 0, []
 
     def close(self) -> None:
         """Cancel the iterator, which runs its ``finally`` blocks at once; any thread."""

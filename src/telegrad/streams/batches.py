@@ -12,7 +12,18 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["SOLITARY", "Batch", "State", "WireBatch", "copy_item", "size_of"]
+__all__ = [
+    "CLOSED",
+    "ENDED",
+    "LIVE",
+    "OPEN",
+    "SOLITARY",
+    "Batch",
+    "State",
+    "WireBatch",
+    "copy_item",
+    "size_of",
+]
 
 _SMALL: Final = 64 << 10  # bytes of a tensor or text, above which a copy costs more than a call of its own
 _FEW: Final = 64  # items of a container, for the same reason
@@ -34,6 +45,9 @@ class State(IntEnum):
     LIVE = 1  # open, and the callee holds no item back
     ENDED = 2
     CLOSED = 3  # before its end
+
+
+OPEN, LIVE, ENDED, CLOSED = map(int, State)  # operations of enums take microseconds
 
 
 class Batch(NamedTuple):

@@ -12,7 +12,7 @@ from contextvars import Context, copy_context
 from typing import Any, Final, Protocol
 
 from telegrad.serialize.tracebacks import show_exception, traceback_of
-from telegrad.streams.batches import SOLITARY, State, WireBatch, copy_item, size_of
+from telegrad.streams.batches import CLOSED, ENDED, OPEN, SOLITARY, WireBatch, copy_item, size_of
 from telegrad.worker.scope import Scope, caller_flags, caller_state, stream_closed
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
@@ -52,6 +52,16 @@ class Producer:
         ended: Removes the stream from the table of this worker.
     """
 
+    # Defaults on the class: the first item does not wait for their assignment.
+    _next = 0  # number of the first item of the batch
+    _solitary: list[Any] | None = None  # the item that the next batch consists of
+    _error: BaseException | None = None  # for the next request
+    _is_exhausted = False
+    _is_closing = False
+    _is_urgent = False  # the batch is complete with its next item
+    _runs = 0
+    _is_running = False
+
     def __init__(
         self, key: tuple[int, int], iterator: Iterator[object], label: str, scope: Scope, ended: Ended
     ) -> None:
@@ -63,15 +73,7 @@ class Producer:
         self._context: Context = copy_context()  # of every step: with the scope of the request
         self._state = CoroutineTorchState(caller_flags(), caller_state(), scope)
         self._lock = threading.Lock()
-        self._next = 0  # number of the first item of the batch
         self._items: list[Any] = []  # the batch
-        self._solitary: list[Any] = []  # the item that the next batch consists of
-        self._error: BaseException | None = None  # for the next request
-        self._is_exhausted = False
-        self._is_closing = False
-        self._is_urgent = False  # the batch is complete with its next item
-        self._runs = 0
-        self._is_running = False
         self._context.run(stream_closed.set, self._was_closed)
 
     def current_run(self) -> tuple[object, ...] | None:
@@ -91,18 +93,18 @@ class Producer:
         """
         with self._lock:
             if self._is_closing:
-                return self._next, int(State.CLOSED), 0, []
+                return self._next, CLOSED, 0, []
             self._is_running = True
             self._is_urgent = False
             self._runs += 1
         try:
-            if not self._solitary and self._error is None:
+            if self._solitary is None and self._error is None:
                 self._context.run(self._produce, credit)
         finally:
             with self._lock:
                 self._is_running = False
                 first, size, items = self._take()
-                must_close = self._was_closed()
+                must_close = self._was_closed()  # meanwhile
         if must_close:
             self._ended(self.key)
             self._close_iterator()
@@ -111,8 +113,7 @@ class Producer:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-        state = State.ENDED if self._is_exhausted else State.CLOSED if must_close else State.OPEN
-        return first, int(state), size, items
+        return first, ENDED if self._is_exhausted else CLOSED if must_close else OPEN, size, items
 
     def flush(self) -> WireBatch:
         """Return the items that a running request holds back.
@@ -124,7 +125,7 @@ class Producer:
             if self._items:
                 self._is_urgent = False
             first, size, items = self._take()
-        return first, int(State.OPEN), size, items
+        return first, OPEN, size, items
 
     def _was_closed(self) -> bool:
         return self._is_closing
@@ -159,7 +160,7 @@ class Producer:
                 if type(item) is not int:  # `copy_item` at once for the most frequent items
                     copied = copy_item(item)
                     if copied is SOLITARY:
-                        self._solitary.append(item)
+                        self._solitary = [item]
                         return
                     item = copied
                 credit -= 1
@@ -175,15 +176,15 @@ class Producer:
         first, size = self._next, 0
         items = self._items[:]
         del self._items[: len(items)]
-        if not items and not self._is_running and self._solitary:
-            items, self._solitary = self._solitary, []
+        if not items and not self._is_running and self._solitary is not None:
+            items, self._solitary = self._solitary, None
             size = size_of(items[0])
         self._next += len(items)
         return first, size, items
 
     def _close_iterator(self) -> None:
         close = getattr(self._iterator, "close", None)
-        self._solitary = []
+        self._solitary = None
         if close is None or self._is_exhausted:
             return
 

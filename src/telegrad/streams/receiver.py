@@ -8,17 +8,19 @@ a reader that has waited for `PATIENCE` asks for them with a second request (`fl
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
+
+import torch
 
 from telegrad.errors import NotInitialized, RpcTimeout, SerializationError, StreamError, TelegradError, WorkerLost
 from telegrad.streams import serving
-from telegrad.streams.batches import Batch, State, WireBatch
+from telegrad.streams.batches import CLOSED, ENDED, LIVE, WireBatch
 from telegrad.streams.service import Streams
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.scope import Scope
 
-__all__ = ["PATIENCE", "Receiver", "Target"]
+__all__ = ["PATIENCE", "Receiver"]
 
 PATIENCE: Final = 200_000
 """Time in ns that a reader waits before it asks for items that the callee holds back."""
@@ -26,15 +28,8 @@ PATIENCE: Final = 200_000
 _MOST_BYTES: Final = 32 << 20  # ahead of the reader, apart from the batch in progress
 _RESULT: Final = "result[3][0]"  # place of a solitary item in the reply, in error texts
 
-
-class Target(NamedTuple):
-    """Callee and function of a stream."""
-
-    peer: int
-    label: str  # the function's name
-    function: object  # with a receiver, the name of a method; otherwise the function, or its name as bytes
-    receiver: Any  # an RRef, or None
-    introduce: bool  # the owner may not know the receiver yet
+# torch.futures.Future.value only calls this.
+_value: Callable[[torch.futures.Future[Any]], WireBatch] = torch._C.Future.value
 
 
 class Receiver:
@@ -45,82 +40,94 @@ class Receiver:
 
     Args:
         worker: The worker that reads.
-        target: What to run.
+        peer: Id of the callee.
+        label: Name of the function.
         timeout: Limit in ns for each wait; 0 for none.
         prefetch: Most items ahead of the reader.
         scope: Scope of the code that opens the stream.
     """
 
-    def __init__(self, worker: Worker, target: Target, timeout: int, prefetch: int, scope: Scope) -> None:
+    # Defaults on the class: the first item does not wait for their assignment.
+    failed: bool = False  # the reader has got the error
+    wake: Callable[[], None] | None = None  # called after each arrival, for a task that waits
+    is_async: bool = False  # a task reads it, so no thread polls for the replies
+    _changed: threading.Condition | None = None  # of the lock, once a thread waits for an arrival
+    _early: dict[int, WireBatch] | None = None  # batches that arrived before an earlier one, by their first item
+    _arrived = 0  # items that arrived in order
+    _taken = 0  # items of the batches that the reader has taken
+    _current = 0  # of these, items of the last batch, which the reader may not have used yet
+    _bytes = 0  # of the batches that are ready, and of the last one taken
+    _current_bytes = 0
+    _is_live = False  # the callee holds no items back
+    _has_ended = False  # all items have arrived
+    _has_seen_end = False  # the reader has
+    _error: BaseException | None = None  # raised after the items that arrived
+    _is_closed = False
+    _reader: object = None  # the thread or task that waits
+    _pulls = 0
+    _may_hold = False  # the callee may hold items of the request in progress back
+    _is_slow = False  # the reader has waited longer than its patience since the last arrival
+    _is_pulling = True  # a request is in progress, or about to be sent
+    _pull: CallFuture[WireBatch] | None = None
+    _flush: CallFuture[WireBatch | None] | None = None
+
+    def __init__(self, worker: Worker, peer: int, label: str, timeout: int, prefetch: int, scope: Scope | None) -> None:
         self.worker: Worker = worker
-        self.target: Target = target
+        self.peer: int = peer
+        self.label: str = label
         self.timeout: int = timeout
-        self.failed: bool = False  # the reader has got the error
-        self.wake: Callable[[], None] | None = None  # called after each arrival, for a task that waits
         self.lock: threading.Lock = threading.Lock()
-        self._changed: threading.Condition | None = None  # of the lock, once a thread waits for an arrival
-        self._streams = Streams.of(worker)
-        self._number = self._streams.next_number()
+        self._streams = streams = Streams.of(worker)
+        self._number = next(streams.numbers)
         self._prefetch = prefetch
-        self._scope = scope
-        self._ready: deque[Batch] = deque()
-        self._early: dict[int, Batch] = {}  # batches that arrived before an earlier one, by their first item
-        self._arrived = 0  # items that arrived in order
-        self._taken = 0  # items of the batches that the reader has taken
-        self._current = 0  # of these, items of the last batch, which the reader may not have used yet
-        self._bytes = 0  # of the batches that are ready, and of the last one taken
-        self._current_bytes = 0
-        self._is_live = False  # the callee holds no items back
-        self._has_ended = False  # all items have arrived
-        self._has_seen_end = False  # the reader has
-        self._error: BaseException | None = None  # raised after the items that arrived
-        self._is_closed = False
-        self._reader: object = None  # the thread or task that reads
-        self._pulls = 0
-        self._credit = max(prefetch // 2, 1)  # of the next request
-        self._may_hold = False  # the callee may hold items of the request in progress back
-        self._is_slow = False  # the reader has waited longer than its patience since the last arrival
-        self._is_pulling = True  # a request is in progress, or about to be sent
-        self._pull: CallFuture[WireBatch] | None = None
-        self._flush: CallFuture[WireBatch | None] | None = None
+        self._credit = prefetch // 2 or 1  # of the next request
+        self._scope = streams.scope if scope is None else scope
+        self._ready: deque[WireBatch] = deque()
 
     def __str__(self) -> str:
-        return f"the stream of {self.target.label} on {self.worker.members.name_of(self.target.peer)}"
+        return f"the stream of {self.label} on {self.worker.members.name_of(self.peer)}"
 
     # ---- requests
 
-    def open(self, args: object, kwargs: object) -> None:
+    def open(self, function: object, args: object, kwargs: object, receiver: Any, introduce: bool) -> None:
         """Run the function and request its first item.
+
+        Args:
+            function: The function, or its name as bytes; with a receiver, the name of a method.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            receiver: An RRef, or None.
+            introduce: The owner may not know the receiver yet.
 
         Raises:
             SerializationError: An argument cannot be serialized.
             TelegradError: There is no such worker, or this worker is closed.
         """
-        function, receiver = self.target.function, self.target.receiver
         run: object = serving.open_function if receiver is None else serving.open_method
-        self._streams.receivers[self._number] = self
+        worker, receivers, number = self.worker, self._streams.receivers, self._number
+        receivers[number] = self
         try:
-            future = self.worker.calls.client.start(
-                self.target.peer, run, (self.worker.info.id, self._number, function, args, kwargs), {}, 0,
-                receiver, self.target.introduce,
+            self._pull = future = worker.calls.client.start(
+                self.peer, run, (worker.info.id, number, function, args, kwargs), {}, 0, receiver, introduce, False,
+                True,
             )  # fmt: skip
         except BaseException:
-            self._streams.receivers.pop(self._number, None)
+            receivers.pop(number, None)
             raise
-        self._pull = future
         self._watch(future, self._on_pull)
 
     def _watch(self, future: CallFuture[Any], arrived: Callable[[CallFuture[Any]], None]) -> None:
         future._read = True  # the reader gets the error
-        future._request = (self.target.peer, f"a step of {self.target.label}", 0)
+        future._request = (self.peer, f"a step of {self.label}", 0)
         future._on_done(arrived)
 
     def _start(self, function: object, *args: int) -> CallFuture[Any]:
         """Send a request in the scope of the stream; never blocks."""
+        worker = self.worker
         token = current.set(self._scope)
         try:
-            future: CallFuture[Any] = self.worker.calls.client.start(
-                self.target.peer, function, (self.worker.info.id, self._number, *args), {}, 0
+            future: CallFuture[Any] = worker.calls.client.start(
+                self.peer, function, (worker.info.id, self._number, *args), {}, 0, None, False, False, not self.is_async
             )
             return future
         finally:
@@ -128,10 +135,11 @@ class Receiver:
 
     def _claim_pull(self) -> int:
         """Return the credit of a request to send now, or 0; with the lock held."""
+        if self._is_pulling or self._has_ended or self._is_closed or self._error is not None:
+            return 0
         ahead = self._arrived - self._taken + self._current
         credit = min(self._credit, self._prefetch - ahead)
-        over = self._is_pulling or self._has_ended or self._is_closed or self._error is not None
-        if over or credit <= 0 or 2 * ahead > self._prefetch or self._bytes >= _MOST_BYTES:
+        if credit <= 0 or 2 * ahead > self._prefetch or self._bytes >= _MOST_BYTES:
             return 0
         self._is_pulling = True
         self._pulls += 1
@@ -169,17 +177,17 @@ class Receiver:
     # ---- arrivals
 
     def _on_pull(self, future: CallFuture[WireBatch]) -> None:
-        error = future.failure()
+        error = None if future._failure is None else future._failure.error
         with self.lock:
             self._pull = None
             self._is_pulling = False
             if error is not None:
                 self._fail(error)
             else:
-                batch = Batch(*future.value())
+                batch = _value(future)
                 if self._is_slow:
                     self._credit = 1
-                elif len(batch.items) >= self._credit:
+                elif len(batch[3]) >= self._credit:
                     self._credit = min(2 * self._credit, max(self._prefetch // 2, 1))
                 self._is_slow = False
                 self._accept(batch)
@@ -191,7 +199,8 @@ class Receiver:
                 must_close = self._is_closed and not self._has_ended and not self._pulls
             else:  # the callee keeps the stream if it could not send an item
                 must_close = not isinstance(error, (WorkerLost, NotInitialized))
-            self._notify()
+            if self._changed is not None or self.wake is not None:
+                self._notify()
         if must_close:
             self._tell_closed()
         if credit:
@@ -202,25 +211,30 @@ class Receiver:
             self._flush = None
             batch = None if future.failure() is not None else future.value()  # a failure is that of the pull, too
             if batch is not None and batch[3]:
-                self._accept(Batch(*batch))
+                self._accept(batch)
             else:
                 self._may_hold = False  # the request in progress returns with its next item
             self._notify()
 
-    def _accept(self, batch: Batch) -> None:
-        self._early[batch.first] = batch
-        while (following := self._early.pop(self._arrived, None)) is not None:
-            self._arrived += len(following.items)
-            self._is_live = following.state == State.LIVE
-            if following.state == State.ENDED:
+    def _accept(self, batch: WireBatch) -> None:
+        following: WireBatch | None = batch
+        if batch[0] != self._arrived:
+            if self._early is None:
+                self._early = {}
+            self._early[batch[0]] = batch
+            return
+        while following is not None:
+            _, state, size, items = following
+            self._arrived += len(items)
+            self._is_live = state == LIVE
+            if state == ENDED:
                 self._has_ended = True
-            elif following.state == State.CLOSED:  # by this reader, or by the callee
+            elif state == CLOSED:  # by this reader, or by the callee
                 self._fail(NotInitialized() if self.worker.closed else StreamError(_closed_at_callee(self)))
-            if following.items and not self._is_closed:
+            if items and not self._is_closed:
                 self._ready.append(following)
-                self._bytes += following.size
-            if not following.items:
-                break
+                self._bytes += size
+            following = self._early.pop(self._arrived, None) if self._early else None
         if self._has_ended:
             self._streams.receivers.pop(self._number, None)
 
@@ -237,53 +251,49 @@ class Receiver:
 
     # ---- the reader
 
-    def begin_read(self, reader: object) -> None:
-        """Claim the stream for a thread or a task.
-
-        Raises:
-            StreamError: Another one is reading, or the stream was closed.
-        """
-        with self.lock:
-            if self._reader is not None:
-                raise StreamError(f"{self} is read by two threads or tasks at once. Read it in one, and pass items on.")
-            self._reader = reader
-
-    def end_read(self) -> None:
-        """Release the claim."""
-        with self.lock:
-            self._reader = None
-
-    def take(self) -> tuple[list[Any] | None, bool]:
+    def take(self, reader: object) -> tuple[list[Any] | None, bool]:
         """Return the next batch, and whether there may be more.
 
-        Never blocks. (None, True): the reader has to wait for an arrival.
+        Never blocks. (None, True): the reader has to wait for an arrival. It then has a claim on the stream until
+        `end_read`.
+
+        Args:
+            reader: The thread or task that reads.
 
         Raises:
+            StreamError: Another one waits for an item, or the stream was closed.
             Exception: The error that ended the stream.
         """
         with self.lock:
+            if self._reader is not None and self._reader != reader:
+                raise StreamError(f"{self} is read by two threads or tasks at once. Read it in one, and pass items on.")
             self._taken += self._current
             self._current = 0
             self._bytes -= self._current_bytes
             self._current_bytes = 0
             items = None
             if self._ready:
-                batch = self._ready.popleft()
-                items = batch.items
+                _, _, self._current_bytes, items = self._ready.popleft()
                 self._current = len(items) - 1  # the reader uses the first item now
                 self._taken += 1
-                self._current_bytes = batch.size
             elif not self.failed:
                 if self._is_closed:
                     self._raise_closed()
                 if self._has_failed():
                     self._raise_error()
             more = items is not None or not (self._has_ended or self.failed)
-            self._has_seen_end = not more
+            if not more:
+                self._has_seen_end = True
+            elif items is None:
+                self._reader = reader
             credit = self._claim_pull()
         if credit:
             self._send_pull(credit)
         return items, more
+
+    def end_read(self) -> None:
+        """Release the claim of a reader that waited."""
+        self._reader = None
 
     def drive(self, timeout: int) -> None:
         """Wait for an arrival in this thread, which polls the network.
@@ -291,10 +301,7 @@ class Receiver:
         Args:
             timeout: Limit in ns; 0 for none.
         """
-        with self.lock:
-            if self._has_news():
-                return
-            future = self._pull if self._flush is None else self._flush
+        future: CallFuture[Any] | None = self._pull if self._flush is None else self._flush
         if future is not None and future._source is not None:  # the call behind interceptors
             future = future._source
         call = getattr(future, "_call", 0)
@@ -376,7 +383,7 @@ class Receiver:
                 return
             self._is_closed = True
             self._ready.clear()
-            self._early.clear()
+            self._early = None
             self._notify()
             is_open = not self._has_ended and self._error is None
             if not self._is_pulling:
@@ -385,7 +392,7 @@ class Receiver:
             self._tell_closed()
 
     def _tell_closed(self) -> None:
-        worker, to = self.worker, self.target.peer
+        worker, to = self.worker, self.peer
         if worker.closed or to in worker.members.lost:
             return
         token = current.set(self._scope._replace(deadline=0, autograd=None))  # also after the deadline of the reader

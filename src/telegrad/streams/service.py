@@ -1,11 +1,13 @@
 """Open streams of one worker: those that it serves, and those that it reads."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Final, Protocol
 
 from telegrad.errors import NotInitialized, StreamError
 from telegrad.streams.batches import WireBatch
 from telegrad.worker import Worker
+from telegrad.worker.scope import Scope
 
 __all__ = ["AnyProducer", "AnyReceiver", "Streams"]
 
@@ -48,7 +50,8 @@ class Streams:
         self.worker: Worker = worker
         self.producers: dict[tuple[int, int], AnyProducer] = {}  # by the caller's id, and its number for the stream
         self.receivers: dict[int, AnyReceiver] = {}  # by number
-        self._numbers = itertools.count(1)
+        self.numbers: Iterator[int] = itertools.count(1)  # of new streams of this caller
+        self.scope: Scope = Scope(worker, 0, True)  # of streams that are opened outside of handlers
 
     @classmethod
     def of(cls, worker: Worker) -> "Streams":
@@ -68,10 +71,6 @@ class Streams:
         """Return the table of a worker; None if it has had no streams."""
         found: Streams | None = worker.attachments.get(_KEY)
         return found
-
-    def next_number(self) -> int:
-        """Return the number of a new stream of this caller."""
-        return next(self._numbers)
 
     # ---- streams that other workers read
 

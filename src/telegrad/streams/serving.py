@@ -4,6 +4,7 @@ They are ordinary calls, so tensors, references, autograd contexts and errors of
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import GeneratorType
 from typing import Any
 
 from telegrad.streams.async_producer import AsyncProducer
@@ -67,10 +68,11 @@ def _open(
     assert scope is not None
     streams, key, label = Streams.of(scope.worker), (caller, number), name_of(function)
     iterator: Any = run(function, args, kwargs)
+    kind = type(iterator)
     producer: AnyProducer
-    if hasattr(type(iterator), "__anext__"):
+    if kind is not GeneratorType and hasattr(kind, "__anext__"):
         producer = AsyncProducer(key, iterator, label, scope, streams.remove)
-    elif hasattr(type(iterator), "__next__"):
+    elif hasattr(kind, "__next__"):
         producer = Producer(key, iterator, label, scope, streams.remove)
     else:
         raise _not_an_iterator(iterator, label, scope.worker)

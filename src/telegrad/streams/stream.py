@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 from telegrad.errors import StreamError
 from telegrad.serialize.tracebacks import strip_own_frames
-from telegrad.streams.receiver import PATIENCE, Receiver, Target
+from telegrad.streams.receiver import PATIENCE, Receiver
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import checked_arguments, name_of
 from telegrad.worker.scope import Scope, caller_flags
@@ -67,25 +67,26 @@ class Stream(Generic[T_co]):
 
     def _wait(self) -> list[Any]:
         """Return the next batch; StopIteration at the end."""
-        receiver = self._receiver
-        receiver.begin_read(threading.get_ident())
-        try:
-            items, more = receiver.take()
-            if items is None and more:
+        receiver, me = self._receiver, threading.get_ident()
+        items, more = receiver.take(me)
+        if items is not None:
+            return items
+        if more:
+            try:
                 if asyncio._get_running_loop() is not None:
                     check_blocking("reading a stream", "`async for`")
                 until = time.monotonic_ns() + receiver.timeout if receiver.timeout else 0
-                receiver.drive(min(PATIENCE, receiver.timeout or PATIENCE))
-                items, more = receiver.take()
+                receiver.drive(min(PATIENCE, receiver.timeout) if until else PATIENCE)
+                items, more = receiver.take(me)
                 while items is None and more:
                     receiver.flush()
                     left = until - time.monotonic_ns() if until else 0
                     if until and left <= 0:
                         receiver.expire()
                     receiver.drive(left)
-                    items, more = receiver.take()
-        finally:
-            receiver.end_read()
+                    items, more = receiver.take(me)
+            finally:
+                receiver.end_read()
         if items is None:
             raise StopIteration
         return items
@@ -109,8 +110,13 @@ class Stream(Generic[T_co]):
         return next(self._batch)  # type: ignore[no-any-return]
 
     async def _wait_async(self) -> list[Any]:
-        receiver, loop = self._receiver, asyncio.get_running_loop()
-        receiver.begin_read(asyncio.current_task())
+        receiver, loop, me = self._receiver, asyncio.get_running_loop(), asyncio.current_task()
+        receiver.is_async = True
+        items, more = receiver.take(me)
+        if items is not None:
+            return items
+        if not more:
+            raise StopAsyncIteration
         arrived = asyncio.Event()
 
         def wake() -> None:
@@ -125,7 +131,7 @@ class Stream(Generic[T_co]):
             patience: int | None = PATIENCE
             while True:
                 arrived.clear()
-                items, more = receiver.take()
+                items, more = receiver.take(me)
                 if items is not None or not more:
                     break
                 left = until - time.monotonic_ns() if until else None
@@ -237,13 +243,10 @@ def open_stream(
         what = function if name is None else name[1]
     scope = current.get()
     # A request for items belongs to the context in which the stream was opened, whichever thread makes it.
-    if scope is None:
-        scope = Scope(worker, 0, True)
-    else:  # without `_replace`, which takes a microsecond
+    if scope is not None:  # without `_replace`, which takes a microsecond
         autograd = None if caller_flags() else scope.autograd
         scope = Scope(worker, scope.deadline, True, False, autograd, scope.connection, scope.call)
     label = function if isinstance(function, str) else name_of(function)
-    target = Target(to, label, what, receiver, introduce)
-    reader = Receiver(worker, target, worker.calls.timeout(timeout), prefetch, scope)
-    reader.open(tuple(positional), dict(named))
+    reader = Receiver(worker, to, label, worker.calls.timeout(timeout), prefetch, scope)
+    reader.open(what, tuple(positional), dict(named), receiver, introduce)
     return Stream(reader)

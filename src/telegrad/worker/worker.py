@@ -74,7 +74,7 @@ class Worker:
         self.info = info
         self.group = group
         self.options = options
-        self.incarnation: int = secrets.randbits(63) | 1
+        self.incarnation: int = first_id | secrets.randbits(32) | 1  # ordered: `first_id` grows with each
         self.static = True
         self.store: Store | None = None
         self.closed: bool = False

@@ -191,7 +191,7 @@ class CallFuture(torch.futures.Future[T]):
 
     def _on_done(self, callback: Callable[[Any], object]) -> None:
         """Run a function of Telegrad when the call has ended, in no scope of the caller."""
-        super().add_done_callback(_core.shielded(callback))
+        torch._C.Future.add_done_callback(self, _core.shielded(callback))
 
     def set_exception(self, result: object) -> None:
         """Complete the future with an exception, for `wait`, `value` and ``await``.
