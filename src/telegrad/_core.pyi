@@ -193,8 +193,12 @@ class Client:
     def call(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: object = None, introduce: bool = False) -> Any:
         """Run a function on a peer and wait for its value."""
 
-    def start(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: object = None, introduce: bool = False, internal: bool = False) -> Any:
-        """Start a function on a peer and return the future of its value."""
+    def start(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: object = None, introduce: bool = False, internal: bool = False, polled: bool = False) -> Any:
+        """
+        Start a function on a peer and return the future of its value.
+
+        `polled`: this thread will soon wait for the future, so no other thread is woken for the reply at once.
+        """
 
     def create(self, to: object, function: object | None, args: object | None, kwargs: object | None, timeout: int, local_id: object, creation: object, receiver: object | None = None) -> None:
         """
