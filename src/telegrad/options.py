@@ -58,7 +58,8 @@ class RpcBackendOptions:
 
     Args:
         rpc_timeout: Default timeout of a call in seconds; 0 means no limit.
-        init_method: Address of the rendezvous: ``env://``, ``tcp://host:port`` or ``file://path``.
+        init_method: Address of the rendezvous: ``env://``, ``tcp://host:port``, ``file://path`` or
+            ``etcd://host:port/group``.
 
     Raises:
         TypeError: ``rpc_timeout`` is not a number, or ``init_method`` not a string.
@@ -156,7 +157,8 @@ class Options(RpcBackendOptions):
         unit="s",
     )
     init_method: str = _option(
-        DEFAULT_INIT_METHOD, "where workers find each other: env://, tcp://host:port or file://path"
+        DEFAULT_INIT_METHOD,
+        "where workers find each other: env://, tcp://host:port, file://path or etcd://host:port/group",
     )
     ranks_from_environment: bool = _option(
         True,
@@ -247,6 +249,13 @@ class Options(RpcBackendOptions):
         10.0,
         "how long the peer of a new connection may take to prove that it is a member",
         env="TELEGRAD_HANDSHAKE_TIMEOUT",
+        unit="s",
+    )
+    member_lease: float = _option(
+        10.0,
+        "how long a worker may be silent at the group's store, which it contacts eight times within this time, until"
+        " the group has lost it; equal on all workers",
+        env="TELEGRAD_MEMBER_LEASE",
         unit="s",
     )
     shutdown_timeout: float = _option(

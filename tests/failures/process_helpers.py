@@ -40,6 +40,11 @@ class Step:
         self._outcome = succeeded, value
         self._over.set()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the function has ended."""
+        return self._over.is_set()
+
     def result(self, timeout: float = TIMEOUT) -> Any:
         """Return the result of the step.
 

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
-from telegrad.errors import NotInitialized, ShutdownTimeout, TelegradError, WorkerLost
-from telegrad.group import rendezvous
+from telegrad.errors import NotInitialized, ShutdownTimeout, WorkerLost
 from telegrad.rpc import Options
 from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
 from telegrad.timeouts import SharedDeadline
@@ -68,17 +66,6 @@ def test_one_deadline_for_all_waits_of_a_shutdown(monkeypatch: pytest.MonkeyPatc
         w.shutdown(timeout=5)
     assert len(limits) == 2
     assert all(0 < limit <= 5 for limit in limits)
-
-
-def test_a_leaving_member_waits_until_its_deadline() -> None:
-    store = HashStore()
-    with (
-        cluster(1, store=store, dynamic=True, graceful=False) as w,
-        rendezvous.membership_lock(store, "slow", joining=True),
-    ):
-        with pytest.raises(TelegradError, match="does not release the group's lock"):
-            run_all([lambda: w[0].shutdown(timeout=SOON)], timeout=10)
-        assert w[0]._worker.closed
 
 
 def test_steps_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def gather(group: Cluster, rank: int, names: set[str]) -> Any:
 
 
 def waits(group: Cluster, rank: int) -> bool:
-    return bool(group[rank]._worker.members.loss_listeners)
+    return bool(group[rank]._worker.members.listeners)
 
 
 def leave(group: Cluster, rank: int) -> None:
@@ -35,7 +35,7 @@ def leave(group: Cluster, rank: int) -> None:
     others = [worker._worker for i, worker in enumerate(group) if i != rank]
     taken_up = threading.Semaphore(0)
     for other in others:
-        other.members.loss_listeners.append(taken_up.release)
+        other.members.listeners.append(taken_up.release)
     group[rank].shutdown(graceful=not group[rank]._worker.static)  # a static group would wait for the other workers
     for _ in others:
         assert taken_up.acquire(timeout=TIMEOUT)

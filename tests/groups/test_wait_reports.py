@@ -1,13 +1,13 @@
 """Reports of waits: in the log while they last, and in the error at the end."""
 
 import logging
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from membership_helpers import add_member, silent_address
 from process_helpers import free_port
 
-from telegrad import rpc, waits
+from telegrad import waits
 from telegrad.errors import TelegradError
 from telegrad.group import hosting, probing, rendezvous, stores
 from telegrad.rpc import Options, Worker
-from telegrad.testing import Gate, cluster, eventually
+from telegrad.testing import cluster, eventually
 
 SHORT = 0.3  # s
 
@@ -251,32 +252,15 @@ def test_few_queries_find_the_missing_ranks() -> None:
         assert store.questions <= 1 + 16 * len(missing)
 
 
-def test_lock_of_a_dynamic_group(log_lines: Callable[[], list[str]]) -> None:
+def test_member_that_is_silent(log_lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture) -> None:
+    """A newcomer reports the member whose connection it awaits."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=SHORT))
-    with (
-        rendezvous.membership_lock(store, "slow", joining=True),
-        pytest.raises(TelegradError, match="the group's lock"),
-    ):
-        Worker("quick", store=store)
-    assert log_lines()[0].startswith("quick is waiting for slow to join the group since ")
-    assert log_lines()[0].endswith("; last: it has the group's lock")
-
-
-def test_busy_member(log_lines: Callable[[], list[str]]) -> None:
-    gate = Gate()
-    with cluster(1, Options(num_worker_threads=1), dynamic=True) as group:
-        busy = rpc.rpc_async("w0", gate.enter)
-        gate.wait_for()
-        joined: list[Worker] = []
-        joining = threading.Thread(target=lambda: joined.append(Worker("w1", 1, store=group.store)))
-        joining.start()
-        eventually(log_lines)
-        gate.open()
-        busy.wait()
-        joining.join(30)
-        joined[0].shutdown(timeout=30)
-    assert log_lines()[0].startswith("w1 is waiting for w0 (rank 0) to add it since ")
+    with cluster(1, Options(member_lease=2.0), store=store, dynamic=True) as group, silent_address() as address:
+        add_member(store, group[0], "mute", address)
+        joined = Worker("w1", options=Options(member_lease=2.0, transports=("tcp",)), store=store)
+        joined.shutdown(timeout=30)
+    assert re.match(r"w1 is waiting for a connection to .*mute \(rank 5\) since ", log_lines()[0])
+    assert "worker w1 joins without a connection to worker mute, which neither answers nor renews" in caplog.text
 
 
 PROGRAM = """

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from telegrad import rpc
 from telegrad.errors import TelegradError
 from telegrad.group.attempts import Attempts, Superseded
+from telegrad.protocols.leases import Timing
 from telegrad.rpc import Options, Worker
 from telegrad.testing import run_all
+
+TIMING = Timing(2.0)
 
 TIMEOUT = Options(rpc_timeout=30)
 
@@ -65,7 +68,7 @@ def test_attempts_are_separate_while_older_ones_run(store: Any, of_run: Callable
 def test_an_incomplete_attempt(store: Any, of_run: Callable[..., None], agents: int) -> None:
     """Rank 0 had announced it and rank 1 had joined; both have ended."""
     of_run("job", 0, agents)
-    before = Attempts(store, "w0", 0, 1.0).part()
+    before = Attempts(store, "w0", 0, 1.0, TIMING).part()
     before.set("rank/1", "w1 of before")
     of_run("job", 1, agents)
     company = join_all(store, range(2), 2)
@@ -75,7 +78,7 @@ def test_an_incomplete_attempt(store: Any, of_run: Callable[..., None], agents: 
 def test_a_worker_that_tried_the_attempt_before_moves_on(store: Any, of_run: Callable[..., None]) -> None:
     """Only the next announcement shows that another agent's attempt has ended."""
     of_run("job", 0, 2)
-    before = Attempts(store, "w0", 0, 1.0).part()
+    before = Attempts(store, "w0", 0, 1.0, TIMING).part()
     joined: list[Worker] = []
     early = threading.Thread(target=lambda: joined.append(join(store, 1, 2)))
     early.start()
@@ -88,10 +91,10 @@ def test_a_worker_that_tried_the_attempt_before_moves_on(store: Any, of_run: Cal
 
 def test_rank_0_of_a_replaced_attempt_gives_up(store: Any, of_run: Callable[..., None]) -> None:
     of_run("job", 0)
-    late = Attempts(store, "w0", 0, 1.0)
+    late = Attempts(store, "w0", 0, 1.0, TIMING)
     late.part()
     of_run("job", 1)
-    Attempts(store, "w0", 0, 1.0).part()
+    Attempts(store, "w0", 0, 1.0, TIMING).part()
     with pytest.raises(
         Superseded, match=r"w0 \(rank 0\) belongs to an attempt of the run that a later one has replaced"
     ):
@@ -127,15 +130,15 @@ class _Overtaken:
 def test_an_announcement_does_not_replace_a_later_one(store: Any, of_run: Callable[..., None], announced: bool) -> None:
     def begin_next() -> None:
         of_run("job", 1)
-        later.append(Attempts(store, "w0", 0, 1.0))
+        later.append(Attempts(store, "w0", 0, 1.0, TIMING))
         later[0].part()
 
     later: list[Attempts] = []
     of_run("job", 0)
     if announced:
-        Attempts(store, "w0", 0, 1.0).part()
+        Attempts(store, "w0", 0, 1.0, TIMING).part()
     with pytest.raises(Superseded, match="belongs to attempt 0 of the run, but attempt 1 has begun"):
-        Attempts(_Overtaken(store, begin_next), "w0", 0, 1.0).part()
+        Attempts(_Overtaken(store, begin_next), "w0", 0, 1.0, TIMING).part()
     later[0].check()
 
 
@@ -149,11 +152,11 @@ def test_runs_at_one_store(store: Any, of_run: Callable[..., None]) -> None:
 
 def test_rank_1_without_an_agent(store: Any, of_run: Callable[..., None]) -> None:
     of_run(None)
-    outside = Attempts(store, "w1", 1, 30.0)
+    outside = Attempts(store, "w1", 1, 30.0, TIMING)
     assert outside.part() is store
     outside.check()
     of_run("job")
-    Attempts(store, "w0", 0, 30.0).part().set("written", "by rank 0")
+    Attempts(store, "w0", 0, 30.0, TIMING).part().set("written", "by rank 0")
     with pytest.raises(Superseded) as moved:
         outside.check()
     assert outside.another(moved.value)
@@ -163,9 +166,9 @@ def test_rank_1_without_an_agent(store: Any, of_run: Callable[..., None]) -> Non
 @pytest.mark.parametrize("first", [0, 1])
 def test_rank_0_without_an_agent(store: Any, of_run: Callable[..., None], first: int) -> None:
     of_run(None)
-    rank_0 = Attempts(store, "w0", 0, 30.0)
+    rank_0 = Attempts(store, "w0", 0, 30.0, TIMING)
     of_run("job")
-    rank_1 = Attempts(store, "w1", 1, 30.0)
+    rank_1 = Attempts(store, "w1", 1, 30.0, TIMING)
 
     def begin() -> Any:
         part = rank_0.part()

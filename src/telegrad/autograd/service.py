@@ -35,7 +35,7 @@ class Autograd:
     def __init__(self, worker: Worker, first_id: int) -> None:
         self.worker = worker
         self.contexts: Contexts = Contexts(
-            worker.info.id, first_id, self._notify_end, self._on_context_end, lambda c: worker.engine.is_open(c)
+            worker.info.id, first_id, self._notify_end, self._on_context_end, worker.is_open
         )
         self.passes: BackwardManager = BackwardManager(worker, self.contexts)
         self.plain: PlainContext = self.contexts.plain

@@ -7,6 +7,10 @@ attempt under a unique name, which begins with the run's id and its agent's coun
 name as prefix. The other ranks follow rank 0. They skip an attempt if its group is complete without them, and move on
 when a later one is announced.
 
+A worker may come back to an attempt whose group is complete while other workers of that group are alive: their leases
+are renewed. As torchrun usually restarts all workers, another rank than 0 first waits for a new attempt, for the
+lifetime of a lease. A store that outlives its groups, as etcd, has attempts without torchrun as well.
+
 A group may have members that torchrun did not start. They meet rank 0 under the announced name. If torchrun did not
 start rank 0, all members meet without an announced name.
 """
@@ -17,8 +21,12 @@ import time
 
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
-from telegrad.group.store_parts import ATTEMPT, Part
-from telegrad.group.store_waits import Store, place_of, wait_for_keys
+from telegrad.group.group_store import group_store_of, outlives_groups
+from telegrad.group.log import lease_key, process_of
+from telegrad.group.process_identity import GONE, fate_of
+from telegrad.group.store_parts import ATTEMPT
+from telegrad.group.store_waits import Part, Store, place_of, wait_for_keys
+from telegrad.protocols.leases import Timing, Watch
 from telegrad.waits import Wait
 
 __all__ = ["Attempts", "Superseded"]
@@ -40,14 +48,17 @@ class Attempts:
         store: the group's store.
         name, rank: of this worker.
         timeout: limit in seconds, from now on, for rank 0 to announce an attempt.
+        timing: times of the leases of the group.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, timeout: float) -> None:
+    def __init__(self, store: Store, name: str, rank: int, timeout: float, timing: Timing) -> None:
         self._store = store
         self._waiter = f"{name} (rank {rank})"
         self._rank = rank
         self._wait = Wait(self._waiter, timeout)
-        self._run = os.environ.get("TORCHELASTIC_RUN_ID")
+        self._timing = timing
+        self._pulses: dict[str, _Pulse] = {}
+        self._run = os.environ.get("TORCHELASTIC_RUN_ID") or ("" if outlives_groups(store) else None)
         # With a single agent, the counts are enough to distinguish attempts.
         alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
         self._count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if alone else ""
@@ -63,7 +74,7 @@ class Attempts:
             TelegradError: rank 0 announced no attempt in time, or this worker belongs to an earlier one.
         """
         if self._rank == 0:
-            self._current = "" if self._run is None else self._announce()
+            self._current = "" if self._run is None else self._announce() if self._run else self._begin()
         elif self._run is not None or self._failure is not None:
             self._current = self._find()
         return Part(self._current, self._store) if self._current else self._store
@@ -91,6 +102,20 @@ class Attempts:
     def _latest(self) -> str:
         return bytes(self._store.get(self._key)).decode() if self._store.check([self._key]) else ""
 
+    def _begin(self) -> str:
+        """Return the latest attempt if its group lives, otherwise announce a new one.
+
+        For rank 0 without torchrun.
+        """
+        latest = self._latest()
+        if latest and self._is_complete(latest):
+            pulse = self._pulse_of(latest)
+            while (lives := pulse.observe()) is None:
+                time.sleep(_MAX_PAUSE)
+            if lives:
+                return latest
+        return self._announce()
+
     def _announce(self) -> str:
         """Announce a new attempt as rank 0 and return its name."""
         name = f"{self._run}/{self._count}-{secrets.token_hex(8)}"
@@ -116,7 +141,7 @@ class Attempts:
         pause = _MIN_PAUSE
         while True:
             latest = self._latest()
-            if latest and latest not in self._tried and not self._is_over(latest):
+            if latest and latest not in self._tried and self._has_room(latest):
                 return latest
             if not latest and rendezvous.has_rank_0(self._store):
                 return ""
@@ -138,12 +163,52 @@ class Attempts:
         place = place_of(self._store)
         return f"rank 0 of the run {self._run}{f' at {place}' if place else ''}", str(self._failure or "")
 
-    def _is_over(self, attempt: str) -> bool:
-        """Return whether an attempt is not this worker's.
-
-        That is so if its group is complete, or if the only agent has another count.
-        """
+    def _has_other_count(self, attempt: str) -> bool:
+        """Return whether the count of the only agent differs from that of this worker."""
         count = self._count_of(attempt)
-        if self._count and count and count != self._count:
+        return bool(self._count and count and count != self._count)
+
+    def _has_room(self, attempt: str) -> bool:
+        """Return whether another rank than 0 may join an attempt, or come back to it."""
+        if self._has_other_count(attempt):
+            return False
+        if not self._is_complete(attempt):
             return True
+        pulse = self._pulse_of(attempt)
+        return bool(pulse.observe()) and (not self._run or pulse.goes_on)
+
+    def _is_complete(self, attempt: str) -> bool:
         return rendezvous.has_list(Part(attempt, self._store))
+
+    def _pulse_of(self, attempt: str) -> "_Pulse":
+        found = self._pulses.get(attempt)
+        if found is None:
+            found = self._pulses[attempt] = _Pulse(Part(attempt, self._store), self._rank, self._timing)
+        return found
+
+
+class _Pulse:
+    """Observation of the leases of a group: whether other workers of it live."""
+
+    def __init__(self, part: Store, rank: int, timing: Timing) -> None:
+        self._store = group_store_of(part)
+        self._timing = timing
+        others = [each for each in range(rendezvous.world_size_of(part)) if each != rank]
+        now = time.monotonic()
+        self._watches = {each: Watch(timing, now, self._store.get(lease_key(each))) for each in others}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another worker still renews its lease after the lifetime of a lease."""
+        return any(watch.changed >= watch.begun + self._timing.lifetime for watch in self._watches.values())
+
+    def observe(self) -> bool | None:
+        """Return whether another worker lives; None if that is not known yet."""
+        now = time.monotonic()
+        for rank, watch in list(self._watches.items()):
+            watch.observe(now, self._store.get(lease_key(rank)))
+            if watch.renewals:
+                return True
+            if watch.ended or watch.is_silent(now) or fate_of(process_of(watch.value)) == GONE:
+                del self._watches[rank]
+        return None if self._watches else False

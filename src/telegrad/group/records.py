@@ -1,17 +1,18 @@
 """Records of members in the store, and the group that they agree on.
 
-If the group was given a secret, each record has a MAC: another process that writes to the store can neither add a
-member nor change a member's address.
+If the group was given a secret, each record and each entry has a MAC: another process that writes to the store can
+neither add or remove a member nor change a member's address.
 """
 
 import hmac
 import json
 from collections.abc import Sequence
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from telegrad.errors import TelegradError
+from telegrad.protocols.membership import Member as Seat
 
-__all__ = ["Group", "Member", "Record", "member_of", "record_of"]
+__all__ = ["Group", "Member", "Record", "member_of", "record_of", "sealed", "seat_of", "unsealed"]
 
 _PURPOSE = b"telegrad member record\0"  # unique prefix among the messages authenticated with the secret
 
@@ -25,6 +26,7 @@ class Member(NamedTuple):
     addresses: list[str]
     host: str  # see addresses.host_key
     devices: Sequence[object] = (0, (), {})  # see device_maps.Devices; exchanged in a static group
+    process: str = ""  # see process_identity
 
 
 class Record(TypedDict):
@@ -74,6 +76,44 @@ def member_of(record: Record, group: Group) -> Member:
     return member
 
 
-def _mac(member: Member, group: Group) -> str:
+def seat_of(member: Member) -> Seat:
+    """Return a member for the rules, with its record."""
+    return Seat(member.name, member.id, member.incarnation, member)
+
+
+def _mac(member: Sequence[object], group: Group) -> str:
     facts = json.dumps([group.token, *member], sort_keys=True, separators=(",", ":"))
     return hmac.digest(group.secret, _PURPOSE + facts.encode(), "sha256").hex()
+
+
+def sealed(plain: Sequence[object], group: Group) -> str:
+    """Return plain values as text for the store.
+
+    The text has a MAC if the group was given a secret.
+    """
+    return json.dumps([plain, "" if group.shared_secret else _mac(plain, group)])
+
+
+def unsealed(text: str | bytes, group: Group | None) -> list[Any]:
+    """Return the values of `sealed`. Without a group, do not check the MAC.
+
+    Raises:
+        TelegradError: The text was not made with the group's secret.
+    """
+    try:
+        plain, mac = json.loads(text)
+        genuine = isinstance(plain, list) and (group is None or _is_genuine(plain, str(mac), group))
+    except (TypeError, ValueError):
+        genuine = False
+    if not genuine:
+        raise TelegradError(
+            "an entry of the group's store was not made with the group's secret: a worker was started with another"
+            " secret or with none, or another program writes to the store. Give all workers the same secret."
+        )
+    return list(plain)
+
+
+def _is_genuine(plain: list[Any], mac: str, group: Group) -> bool:
+    if group.shared_secret:
+        return not mac
+    return hmac.compare_digest(mac, _mac(plain, group))

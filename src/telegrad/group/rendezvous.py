@@ -2,26 +2,23 @@
 
 The first member chooses the group's token, and its secret unless one was given. In a static group every member writes
 its record. Rank 0 waits for all records, removes the secret from the store, and writes the list of members. The other
-ranks wait for that list, so the number of store operations grows linearly with the group. A dynamic group keeps a list
-that is guarded by a lock, as in torch, and each change is sent to the present members.
+ranks wait for that list, so the number of store operations grows linearly with the group. The list is the beginning of
+the group's log (`telegrad.group.log`). The log of a dynamic group begins without members.
 """
 
 import fcntl
 import json
 import logging
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from telegrad.errors import TelegradError
-from telegrad.group.records import Group, Member, Record, member_of, record_of
+from telegrad.group.records import Group, Member, member_of, record_of, seat_of
 from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, within
-from telegrad.protocols import membership as protocol
 from telegrad.protocols.membership import GroupView
-from telegrad.timeouts import SharedDeadline
 from telegrad.waits import Wait
 
 __all__ = [
@@ -30,18 +27,14 @@ __all__ = [
     "Member",
     "StoreGone",
     "agree",
-    "check_members",
     "gather_static",
-    "has_members",
-    "membership_lock",
-    "read_members",
-    "write_members",
+    "has_list",
+    "read_list",
 ]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 STATIC_AND_DYNAMIC = "RPC group mixes statically and dynamically initialized members which is not supported."
-_LOCK = "RpcGroupManagementToken"
 _AGREEMENT = "agreement"
 _MEMBERS = "members"
 
@@ -90,9 +83,33 @@ def _agreed(store: Store) -> _Agreement | None:
     return _Agreement(**json.loads(store.get(_AGREEMENT))) if store.check([_AGREEMENT]) else None
 
 
+def world_size_of(store: Store) -> int:
+    """Return the world size of the first member; 0 for a dynamic group."""
+    agreed = _agreed(store)
+    return 0 if agreed is None else agreed.world_size
+
+
 def has_rank_0(store: Store) -> bool:
     """Return whether rank 0 of a static group has begun to join."""
     return bool(store.check(["rank/0"]))
+
+
+def read_list(store: Store, group: Group) -> list[Member] | None:
+    """Return the members with which a static group began; None before it did.
+
+    Raises:
+        TelegradError: The group failed to begin, or a record was not made with the group's secret.
+    """
+    if not store.check([_MEMBERS]):
+        return None
+    return _members_of(store.get(_MEMBERS), group)
+
+
+def _members_of(written: bytes, group: Group) -> list[Member]:
+    found = json.loads(written)
+    if "failed" in found:
+        raise TelegradError(found["failed"])
+    return [member_of(record, group) for record in found["members"]]
 
 
 def has_list(store: Store) -> bool:
@@ -104,26 +121,6 @@ def is_static(store: Store) -> bool:
     """Return whether a static group has met at this store."""
     agreed = _agreed(store)
     return agreed is not None and agreed.static
-
-
-def ordinal(store: Store, name: str) -> int:
-    """Return how often a worker with this name has joined before."""
-    return int(store.add(f"incarnations/{name}", 1)) - 1
-
-
-def take_rank(store: Store, rank: int, name: str) -> None:
-    """Reserve a rank.
-
-    Raises:
-        JoinRefused: Another worker has the rank.
-    """
-    mine = f"{name} {secrets.token_hex(8)}"
-    taken = _first(store, f"rank/{rank}", mine)
-    if taken != mine:
-        raise JoinRefused(
-            f"rank {rank} is taken by worker {taken.partition(' ')[0]}, so worker {name} cannot have it."
-            " Give each worker a rank of its own."
-        )
 
 
 def mark_failed(store: Store, rank: int, why: str) -> None:
@@ -149,10 +146,7 @@ def gather_static(store: Store, member: Member, group: Group, world_size: int, w
         written = _collect(store, member, group, world_size, wait)
     else:
         written = _wait_for_list(store, member, world_size, wait)
-    found = json.loads(written)
-    if "failed" in found:
-        raise TelegradError(found["failed"])
-    return [member_of(record, group) for record in found["members"]]
+    return _members_of(written, group)
 
 
 def _collect(store: Store, member: Member, group: Group, world_size: int, wait: Wait) -> bytes:
@@ -165,7 +159,7 @@ def _collect(store: Store, member: Member, group: Group, world_size: int, wait: 
         written = [json.loads(each) for each in found]
         failed = next((each for each in written if "failed" in each), None)
         if failed is None:
-            check_members([member_of(record, group) for record in written], world_size)
+            GroupView(world_size).found([seat_of(member_of(record, group)) for record in written])
         _forget_secret(store, group, world_size)  # all members that have written a record have the secret
     except BaseException as e:
         with suppress(RuntimeError):
@@ -226,18 +220,6 @@ def _missing(store: Store, first: int, end: int) -> list[int]:
     return _missing(store, first, middle) + _missing(store, middle, end)
 
 
-def check_members(members: list[Member], world_size: int | None) -> GroupView:
-    """Check that members form a group, with unique names and ids.
-
-    Raises:
-        RuntimeError: They do not.
-    """
-    view = GroupView(world_size)
-    for member in members:
-        view.join(protocol.Member(member.name, member.id, 0, world_size, str(member.incarnation)))
-    return view
-
-
 def mark_abandoned(store: Store, timeout: float) -> None:
     """Publish that this worker leaves after a timeout.
 
@@ -262,64 +244,3 @@ def is_abandoned(store: Store, timeout: float) -> bool:
         return within(timeout, lambda: bool(store.check(["abandoned"])))
     except RuntimeError:
         return False
-
-
-# ---- dynamic groups
-
-
-@contextmanager
-def membership_lock(store: Store, name: str, joining: bool, budget: SharedDeadline | None = None) -> Iterator[None]:
-    """Hold the lock of the group's membership: no other worker joins or leaves.
-
-    Args:
-        store: Store of the group.
-        name: Name of this worker.
-        joining: This worker joins; otherwise it leaves.
-        budget: Deadline for the lock; by default the store's timeout for each holder.
-
-    Raises:
-        TelegradError: The lock was not released in time.
-    """
-    mine = f"Token_for_{name}_{'join' if joining else 'leave'}_{secrets.token_hex(4)}"
-    while True:
-        held = bytes(store.compare_set(_LOCK, "", mine)).decode()
-        if held == mine:
-            break
-        wait = Wait(name, store.timeout.total_seconds() if budget is None else budget.left())
-        if not wait_for_keys(store, [held], wait, lambda held=held: _holder(store, held)):  # type: ignore[misc]
-            raise TelegradError(f"{name} waited for {held}, which does not release the group's lock")
-    try:
-        yield
-    finally:
-        store.set(_LOCK, "")
-        store.set(mine, "Done")
-
-
-def _holder(store: Store, held: str) -> tuple[str, str]:
-    """Return the holder of the lock, for `Wait.step`."""
-    name, _, what = held.removeprefix("Token_for_").rpartition("_")[0].rpartition("_")
-    place = place_of(store)
-    return f"{name} to {what} the group{f' at {place}' if place else ''}", "it has the group's lock"
-
-
-def has_members(store: Store) -> bool:
-    """Return whether the group has members."""
-    return bool(_records(store))
-
-
-def read_members(store: Store, group: Group) -> list[Member]:
-    """Return the members in the store.
-
-    Raises:
-        TelegradError: A record was not made with the group's secret.
-    """
-    return [member_of(record, group) for record in _records(store)]
-
-
-def write_members(store: Store, members: list[Member], group: Group) -> None:
-    store.set(_MEMBERS, json.dumps([record_of(member, group) for member in members]))
-
-
-def _records(store: Store) -> list[Record]:
-    found: list[Record] = json.loads(store.get(_MEMBERS)) if store.check([_MEMBERS]) else []
-    return found

@@ -7,27 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
-from telegrad.group.store_waits import Store
+from telegrad.group.log import has_members
+from telegrad.group.store_waits import Part, Store
 
 __all__ = ["ATTEMPT", "Part", "prefix_of"]
 
 ATTEMPT = "attempt"
 """The key under which rank 0 announces an attempt of a run, see `telegrad.group.attempts`."""
-
-
-class Part(dist.PrefixStore):  # type: ignore[name-defined,misc]
-    """Part of a store, which keeps the whole store alive.
-
-    The whole may be implemented in Python, and torch's class only keeps its C++ side.
-    """
-
-    def __init__(self, prefix: str, whole: Store) -> None:
-        super().__init__(prefix, whole)
-        self._whole = whole
 
 
 class _Numbers:
@@ -87,7 +75,7 @@ def prefix_of(store: Store, place: str, world_size: int | None, rank: int) -> It
             raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
         yield "rpc_dynamic"
         return
-    if rendezvous.has_members(dynamic):
+    if has_members(dynamic):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
     with _numbers.joining(place, world_size, rank) as number:
         yield f"rpc_prefix_{number}"

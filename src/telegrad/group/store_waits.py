@@ -10,7 +10,17 @@ import torch.distributed as dist
 
 from telegrad.waits import Wait, wait_for
 
-__all__ = ["BoundedStore", "Store", "StoreGone", "StoreUnresponsive", "base_of", "place_of", "wait_for_keys", "within"]
+__all__ = [
+    "BoundedStore",
+    "Part",
+    "Store",
+    "StoreGone",
+    "StoreUnresponsive",
+    "base_of",
+    "place_of",
+    "wait_for_keys",
+    "within",
+]
 
 StoreGone: type[RuntimeError] = dist.DistNetworkError
 """Error of a store operation after the host is gone."""
@@ -37,6 +47,18 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def has_extended_api(self) -> bool: ...
+
+
+class Part(dist.PrefixStore):  # type: ignore[name-defined,misc]
+    """Part of a store, which keeps the whole store alive.
+
+    The whole may be implemented in Python, and torch's class only keeps its C++ side.
+    """
+
+    def __init__(self, prefix: str, whole: Store) -> None:
+        super().__init__(prefix, whole)
+        self.part: str = prefix
+        self.whole: Store = whole
 
 
 class StoreUnresponsive(dist.DistNetworkError):

@@ -95,6 +95,10 @@ def meet(
         RuntimeError: the store cannot be reached or created.
     """
     timeout = timedelta(seconds=rendezvous_timeout(options))
+    if urlparse(options.init_method).scheme == "etcd":
+        from telegrad.group.etcd_store import EtcdStore
+
+        return EtcdStore(options.init_method, timeout), rank, world_size
     store: Store | None
     if {"rank", "world_size"} & set(parse_qs(urlparse(options.init_method).query)):
         raise ValueError(

@@ -1,29 +1,87 @@
-"""Membership of the group: join, leave, loss and return of workers.
+"""Membership of a group: the rules of its log of epochs.
 
-Each worker has one pure `GroupView`. A member is a name, an id and an incarnation, which counts the processes that have
-used this id. A group is static or dynamic. In a static group every member states the same world size, has an id below
-it, and none joins late. In a dynamic group members join and leave. A record that does not fit raises `MembershipError`
-and leaves the view unchanged.
+The members of a group are the result of a log that all workers read in the same order. Each entry has a number, its
+epoch, and is a `Join`, a `Leave` or a `Lose`. A `GroupView` applies entries, so two workers at the same epoch have the
+same members.
 
-A worker that died may return under its name and id with a higher incarnation, in a static group too. It may return
-before its loss was detected: then the old incarnation is `Lost` and the new one `Joined`, in this order. The machine
-cannot distinguish this from a second worker started by mistake. The caller can, by checking whether the first worker
-still replies.
+An id belongs to one name for the life of the group: no other name gets it, also after its worker has left. An
+incarnation distinguishes the processes that use a name one after the other. Later processes have higher incarnations
+(`incarnation_of`). A newer incarnation replaces an older one, and an entry about an older one has no effect.
+
+An entry that breaks a rule has no effect either. `GroupView.check` reports the rule before the entry is written. It
+cannot report whether the previous incarnation of a name is alive: the lease of its id decides this
+(`telegrad.protocols.leases`).
 """
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+__all__ = [
+    "MAX_ID",
+    "Change",
+    "Event",
+    "GroupView",
+    "Join",
+    "Joined",
+    "Leave",
+    "Left",
+    "Lose",
+    "Lost",
+    "Member",
+    "MembershipError",
+    "incarnation_of",
+    "ordinal_of",
+]
 
 MAX_ID = 32767
 _NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
+_RANDOM_BITS = 32  # of an incarnation: they distinguish groups with equal counters
+
+
+def incarnation_of(ordinal: int, random: int) -> int:
+    """Return an incarnation.
+
+    Args:
+        ordinal: Number of processes that have used the name, including this one.
+        random: Random number of 32 bits.
+    """
+    return ordinal << _RANDOM_BITS | random
+
+
+def ordinal_of(incarnation: int) -> int:
+    """Return the number of the process among those with its name, from 1."""
+    return incarnation >> _RANDOM_BITS
 
 
 class Member(NamedTuple):
+    """Incarnation of a worker that is in the group."""
+
     name: str
     id: int
-    incarnation: int = 0
-    world_size: int | None = None  # None: joined as a member of a dynamic group
-    process: str = ""  # unique per process
+    incarnation: int
+    record: Any = None  # data that it publishes, such as its addresses; the rules do not read it
+
+
+class Join(NamedTuple):
+    """Entry: a worker joins, or comes back as a new process."""
+
+    member: Member
+    world_size: int | None = None  # None: as a member of a dynamic group
+
+
+class Leave(NamedTuple):
+    """Entry: a worker leaves after its shutdown."""
+
+    id: int
+    incarnation: int
+
+
+class Lose(NamedTuple):
+    """Entry: a worker died."""
+
+    id: int
+    incarnation: int
+    why: str
 
 
 class Joined(NamedTuple):
@@ -31,8 +89,6 @@ class Joined(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The member left after its shutdown and sends no more messages."""
-
     member: Member
 
 
@@ -41,6 +97,7 @@ class Lost(NamedTuple):
     why: str
 
 
+Change = Join | Leave | Lose
 Event = Joined | Left | Lost
 
 
@@ -49,9 +106,7 @@ class MembershipError(RuntimeError):
 
 
 class GroupView:
-    """The members of the group as one worker knows them.
-
-    Changes are returned as events.
+    """Members of a group at one epoch of its log.
 
     Args:
         world_size: Number of members of a static group; None for a dynamic group.
@@ -59,84 +114,69 @@ class GroupView:
 
     def __init__(self, world_size: int | None = None) -> None:
         self.world_size: int | None = world_size or None
+        self.epoch: int = 0
         self.members: dict[int, Member] = {}
-        self._ids: dict[str, int] = {}
-        self._gone: dict[int, int] = {}  # id -> the latest incarnation that left or died
+        self.owners: dict[int, str] = {}  # id -> name; an id is never used for another name
+        self.latest: dict[str, int] = {}  # name -> its newest incarnation, also after its end
 
     def by_name(self, name: str) -> Member | None:
-        number = self._ids.get(name)
-        return None if number is None else self.members[number]
+        """Return the member with a name, or None."""
+        return next((member for member in self.members.values() if member.name == name), None)
 
-    @property
-    def complete(self) -> bool:
-        """Whether a static group has all its members. A dynamic group is always complete."""
-        return self.world_size is None or len(self.members) == self.world_size
+    def has(self, number: int, incarnation: int) -> bool:
+        """Return whether this incarnation of a worker is in the group."""
+        member = self.members.get(number)
+        return member is not None and member.incarnation == incarnation
 
-    def missing(self) -> list[int]:
-        """Return the unused ids of a static group."""
-        return [number for number in range(self.world_size or 0) if number not in self.members]
+    def is_superseded(self, member: Member) -> bool:
+        """Return whether a newer process has taken the name of a member."""
+        return self.latest.get(member.name, -1) > member.incarnation
 
-    def join(self, member: Member, replaces: bool = False) -> list[Event]:
-        """Add a member that announces itself.
+    def apply(self, change: Change) -> list[Event]:
+        """Apply the entry of the next epoch.
 
-        Repeated announcements, and those of incarnations that have left or died, change nothing.
-
-        Args:
-            member: The new member.
-            replaces: The incarnation that has this id now is known not to reply any more.
-
-        Raises:
-            MembershipError: The member does not fit into the group.
+        Returns:
+            The effects, in order; none if the entry breaks a rule or is about an earlier incarnation.
         """
-        known = self.members.get(member.id)
-        if known == member or member.incarnation <= self._gone.get(member.id, -1):
+        self.epoch += 1
+        if isinstance(change, Join):
+            return self._join(change)
+        member = self.members.get(change.id)
+        if member is None or member.incarnation != change.incarnation:
             return []
-        if known is not None and known.name == member.name and known.incarnation > member.incarnation:
+        del self.members[change.id]
+        return [Left(member)] if isinstance(change, Leave) else [Lost(member, change.why)]
+
+    def skip(self) -> None:
+        """Count an epoch with an entry that cannot be trusted; it has no effect."""
+        self.epoch += 1
+
+    def _join(self, join: Join) -> list[Event]:
+        member = join.member
+        if member.incarnation <= self.latest.get(member.name, -1):
             return []
-        self._check(member, known, replaces)
+        try:
+            self.check(join)
+        except MembershipError:
+            return []
         events: list[Event] = []
-        if known is not None:
-            events = self.lost(member.id, known.incarnation, f"worker {known.name} came back as a new process")
+        before = self.by_name(member.name)
+        if before is not None:
+            del self.members[before.id]
+            events.append(Lost(before, f"a new process has taken the name {member.name}"))
         self.members[member.id] = member
-        self._ids[member.name] = member.id
+        self.owners[member.id] = member.name
+        self.latest[member.name] = member.incarnation
         events.append(Joined(member))
         return events
 
-    def leave(self, number: int, incarnation: int) -> list[Event]:
-        """Remove a member that has left after its shutdown."""
-        member = self._remove(number, incarnation)
-        return [] if member is None else [Left(member)]
-
-    def lost(self, number: int, incarnation: int, why: str) -> list[Event]:
-        """Remove a member that died.
-
-        No effect if it has left already or a later incarnation has its id.
-        """
-        member = self._remove(number, incarnation)
-        return [] if member is None else [Lost(member, why)]
-
-    def free_id(self) -> int:
-        """Return the lowest unused id, for a member that did not choose one.
+    def check(self, join: Join) -> None:
+        """Check whether a worker may join if its previous incarnation has ended.
 
         Raises:
-            MembershipError: All ids are in use.
+            MembershipError: A rule forbids it.
         """
-        for number in range(MAX_ID + 1):
-            if number not in self.members:
-                return number
-        raise MembershipError(f"RPC group is full: it has {MAX_ID + 1} workers.")
-
-    def _remove(self, number: int, incarnation: int) -> Member | None:
-        self._gone[number] = max(incarnation, self._gone.get(number, -1))
-        member = self.members.get(number)
-        if member is None or member.incarnation > incarnation:
-            return None
-        del self.members[number]
-        del self._ids[member.name]
-        return member
-
-    def _check(self, member: Member, known: Member | None, replaces: bool) -> None:
-        name, number, size = member.name, member.id, member.world_size
+        (name, number, _, _), size = join
         if not _NAME.fullmatch(name):
             raise MembershipError(
                 "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than 128 chars, "
@@ -154,14 +194,27 @@ class GroupView:
             )
         if self.world_size is not None and number >= self.world_size:
             raise MembershipError(f"Worker {name} has rank {number}, but world size is {self.world_size}.")
-        namesake = self._ids.get(name, number)
-        if namesake != number:
+        owner = self.owners.get(number, name)
+        if owner != name:
+            if number in self.members:
+                raise MembershipError(f"Rank {number} is taken twice: by workers {owner} and {name}.")
             raise MembershipError(
-                f"RPC worker name {name} is not unique. Workers {min(namesake, number)} and {max(namesake, number)} "
-                "share the same name."
+                f"Rank {number} belonged to worker {owner}, and no other name gets it, so worker {name} cannot have it."
+                " Choose another rank, or none."
             )
-        if known is None or (known.name == name and replaces and known.incarnation < member.incarnation):
-            return
-        if known.name == name:
-            raise MembershipError(f"Rank {number} is taken: worker {name} is in the group already.")
-        raise MembershipError(f"Rank {number} is taken twice: by workers {known.name} and {name}.")
+
+    def found(self, members: list[Member]) -> None:
+        """Begin a static group with the members of its rendezvous, at epoch 0.
+
+        Raises:
+            MembershipError: They do not form a group: two have the same name or rank, or one is invalid.
+        """
+        for member in members:
+            namesake = self.by_name(member.name)
+            if namesake is not None and namesake.id != member.id:
+                first, second = sorted((namesake.id, member.id))
+                raise MembershipError(
+                    f"RPC worker name {member.name} is not unique. Workers {first} and {second} share the same name."
+                )
+            self.check(Join(member, self.world_size))
+            self._join(Join(member, self.world_size))

@@ -16,8 +16,8 @@ workers. They must arrive at most once, and be lost only with their sender or re
 - Call `flush` when idle or before sleeping, if `needs_flush`.
 - A lost worker may return (`peer_joined`), also at once: the session with it has ended, and the next one begins without
   the counts of the last. Messages of the ended session must not reach `handle` after `peer_lost`; for its tickets call
-  `receive_late`, and for its creations `accept_create` with `late`. Both sides must know of the loss before they exchange
-  messages again, and messages made before it must not be sent after it (`epoch_of`).
+  `receive_late`, and for its creations `accept_create` with `late`. Both sides must know of the loss before they
+  exchange messages again, and messages made before it must not be sent after it (`epoch_of`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -213,6 +213,21 @@ class Drain:
             return [Send(self.leader, Finished(*self.over) if isinstance(self.over, Done) else Ready())]
         return self._check_round() if self._running else self._advance()
 
+    def peer_back(self, worker: int) -> list[Effect]:
+        """Wait for `worker` again: it was lost, and its process or a new one takes part."""
+        if worker not in self.lost or self.over is not None:
+            return []
+        led = self.leader == self.me
+        self.lost.remove(worker)
+        self.live.add(worker)
+        self._reports.pop(worker, None)
+        self._before = None
+        if led:
+            self._running = False  # the round has not asked this worker
+        if self.leader == self.me:
+            return self._advance()
+        return [Send(self.leader, Ready())] if self.arrived and self.leader == worker else []
+
     # ---- the leader's part ----------------------------------------------------------------------------------------
 
     def _advance(self) -> list[Effect]:

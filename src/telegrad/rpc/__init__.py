@@ -17,11 +17,13 @@ from telegrad.rpc.api import (
     shutdown,
 )
 from telegrad.rpc.cancellation import cancelled
+from telegrad.rpc.groups import all_gather, barrier, broadcast, on_join, on_leave, on_lost, wait_for_worker
 from telegrad.rpc.intercept import Registration, intercept, register_type, use_pickler
 from telegrad.rpc.map import map as map  # public, but `import *` must not hide Python's own
 from telegrad.rpc.memory import empty
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
+from telegrad.rpc.services import get_service, register_service
 from telegrad.rpc.start import Worker, init_rpc, is_available
 from telegrad.rpc.streams import stream
 from telegrad.serialize.program_pickler import Pickler
@@ -30,6 +32,7 @@ from telegrad.types import WorkerInfo
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, Proceed
 from telegrad.worker.calls.wait_all import wait_all
+from telegrad.worker.group_events import Subscription
 
 __all__ = [
     "AllGatherStates",
@@ -44,23 +47,32 @@ __all__ = [
     "Registration",
     "RpcBackendOptions",
     "Stream",
+    "Subscription",
     "TensorPipeRpcBackendOptions",
     "Worker",
     "WorkerInfo",
+    "all_gather",
     "api",
     "backend_registry",
+    "barrier",
+    "broadcast",
     "call",
     "cancelled",
     "constants",
     "empty",
     "functions",
     "get_rpc_timeout",
+    "get_service",
     "get_worker_info",
     "init_rpc",
     "intercept",
     "is_available",
     "multicast",
+    "on_join",
+    "on_leave",
+    "on_lost",
     "options",
+    "register_service",
     "register_type",
     "remote",
     "rpc_async",
@@ -69,6 +81,7 @@ __all__ = [
     "stream",
     "use_pickler",
     "wait_all",
+    "wait_for_worker",
 ]
 
 

@@ -59,9 +59,9 @@ class Gathering:
         self.sequences: dict[str, int] = {}
         self.states: dict[str, AllGatherStates] = {}
 
-    def next_id(self, names: set[str]) -> str:
-        """Return the next id for a set of workers; the same on all of them."""
-        joined = "".join(sorted(names))
+    def next_id(self, names: set[str], purpose: str = "") -> str:
+        """Return the next id for a set of workers and a purpose; the same on all of them."""
+        joined = purpose + "".join(sorted(names))
         with self.lock:
             number = self.sequences.get(joined, 0)
             self.sequences[joined] = number + 1
@@ -113,6 +113,7 @@ def gather(
     timeout: float,
     gather_to_leader: Callable[..., None],
     broadcast: Callable[..., None],
+    purpose: str = "",
 ) -> dict[str, Any]:
     """Gather as `telegrad.rpc.api._all_gather` does.
 
@@ -123,13 +124,14 @@ def gather(
         timeout: seconds; 0 is no limit; -1 is the default timeout for the calls and no limit for the wait.
         gather_to_leader: runs on the leader, with the value of each follower.
         broadcast: runs on each follower, with all values.
+        purpose: gatherings with different purposes do not affect each other.
 
     Raises:
         TelegradError: some workers did not take part in time, or are lost.
     """
     gathering = gathering_of(worker)
     leader = min(names)
-    sequence_id = gathering.next_id(names)
+    sequence_id = gathering.next_id(names, purpose)
     if timeout == UNSET_RPC_TIMEOUT:
         rpc_timeout, patience = worker.calls.default_timeout / 1e9, None
     else:
@@ -149,30 +151,70 @@ def gather(
             _tell_followers(worker, sequence_id, names - {me}, e, rpc_timeout)
         raise
     if leader == me:
-        followers = sorted(names - {me})
-        told = call_many(
-            worker.calls,
-            [worker.members.resolve(name).id for name in followers],
-            broadcast,
-            (sequence_id, state.gathered_objects),
-            {},
-            worker.calls.timeout(rpc_timeout),
-            int(Flag.INTERNAL),
-        )
-        errors = []
-        for name, future in zip(followers, told, strict=True):
-            try:
-                future.wait()
-            except RuntimeError as e:
-                errors.append((name, e))
-        if errors:
-            left = all(isinstance(error, WorkerLost) and error.left for _, error in errors)
-            kind = LeftAfterGathering if left else TelegradError
-            raise kind(
-                f"Followers {[name for name, _ in errors]} timed out in _all_gather after {rpc_timeout:.2f} seconds."
-                f" The first exception is {errors[0][1]}"
-            )
+        _send_to_followers(worker, sequence_id, state.gathered_objects, names, broadcast, rpc_timeout)
     return gathering.finish(sequence_id)
+
+
+def broadcast_to(
+    worker: Worker, value: object, source: str, names: set[str], timeout: float, broadcast: Callable[..., None]
+) -> Any:
+    """Return the value of one worker on all of them.
+
+    Args:
+        worker: this worker.
+        value: the value, on the source.
+        source: name of the source.
+        names: the workers that take part.
+        timeout: seconds; 0 is no limit.
+        broadcast: runs on each follower, with the value.
+
+    Raises:
+        TelegradError: the source did not send the value in time, left, or is lost.
+    """
+    gathering = gathering_of(worker)
+    sequence_id = gathering.next_id(names, f"broadcast of {source} ")
+    state = gathering.state(sequence_id)
+    try:
+        if source == worker.info.name:
+            _send_to_followers(worker, sequence_id, {source: value}, names, broadcast, timeout)
+            return value
+        _wait_for(worker, state, {source}, source, timeout or None)
+        return state.gathered_objects[source]
+    finally:
+        gathering.finish(sequence_id)
+
+
+def _send_to_followers(
+    worker: Worker,
+    sequence_id: str,
+    values: dict[str, object],
+    names: set[str],
+    broadcast: Callable[..., None],
+    timeout: float,
+) -> None:
+    followers = sorted(names - {worker.info.name})
+    told = call_many(
+        worker.calls,
+        [worker.members.resolve(name).id for name in followers],
+        broadcast,
+        (sequence_id, values),
+        {},
+        worker.calls.timeout(timeout),
+        int(Flag.INTERNAL),
+    )
+    errors = []
+    for name, future in zip(followers, told, strict=True):
+        try:
+            future.wait()
+        except RuntimeError as e:
+            errors.append((name, e))
+    if errors:
+        left = all(isinstance(error, WorkerLost) and error.left for _, error in errors)
+        kind = LeftAfterGathering if left else TelegradError
+        raise kind(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {timeout:.2f} seconds."
+            f" The first exception is {errors[0][1]}"
+        )
 
 
 def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: str, patience: float | None) -> None:
@@ -187,7 +229,7 @@ def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: s
         if worker.members.lost_names() & needed:
             state.proceed_signal.set()
 
-    with worker.members.on_loss(look):
+    with worker.members.on_change(look):
         look()
         if not state.proceed_signal.is_set():  # without a link, the loss of a worker stays unnoticed
             worker.ensure_connected(

@@ -8,10 +8,14 @@ from telegrad.autograd.service import Autograd
 from telegrad.errors import TelegradError
 from telegrad.group import addresses, device_maps, rendezvous, stores
 from telegrad.group.attempts import Attempts
+from telegrad.group.group_store import group_store_of
 from telegrad.group.joining import join_at
+from telegrad.group.log import GroupLog
 from telegrad.group.store_parts import Part, prefix_of
 from telegrad.group.store_waits import Store
 from telegrad.options import Options, RpcBackendOptions, as_options
+from telegrad.protocols.leases import Timing
+from telegrad.protocols.membership import MembershipError
 from telegrad.rpc import api, backend_registry
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import Args, Kwargs
@@ -174,7 +178,7 @@ def join(
         worker = membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
         lifecycle_log.joined(worker)
         return worker
-    attempts = Attempts(store, name, rank, timeout)
+    attempts = Attempts(store, name, rank, timeout, Timing(options.member_lease))
     while True:
         try:
             return _join_static(attempts, name, rank, world_size or 0, options, mine, timeout)
@@ -199,10 +203,22 @@ def _join_static(
     except RuntimeError as e:
         rendezvous.mark_failed(store, rank, str(e))
         raise
-    rendezvous.take_rank(store, rank, name)
+    store_at = addresses.store_host(options.init_method, store)
     try:
-        store_at = addresses.store_host(options.init_method, store)
-        worker = _Worker(WorkerInfo(name, rank), group, options, store_at, 0, _LAYERS)
+        founders = rendezvous.read_list(store, group)
+        if founders is not None:
+            info = WorkerInfo(name, rank)
+            worker = membership.rejoin_static(
+                store, info, group, founders, options, store_at, _LAYERS, tuple(mine), attempts.wait(timeout)
+            )
+            lifecycle_log.joined(worker)
+            return worker
+        log = GroupLog(group_store_of(store), group, world_size)
+        reservation = membership.reserve(log, name, rank, options, attempts.wait(timeout))
+    except MembershipError as e:
+        raise rendezvous.JoinRefused(str(e)) from None
+    try:
+        worker, service = membership.create_worker(reservation, log, group, options, store_at, _LAYERS)
     except Exception as e:
         rendezvous.mark_failed(store, rank, str(e))
         raise
@@ -210,14 +226,14 @@ def _join_static(
         member = worker.member._replace(devices=tuple(mine))
         members = rendezvous.gather_static(store, member, group, world_size, attempts.wait(timeout))
         device_maps.check({member.name: device_maps.Devices._make(member.devices) for member in members}, True)
+        log.load(members)
         for member in members:
             worker.add_member(member)
         worker.shutdown.set_members([member.id for member in members if member.id != rank])
-        worker.ready.set()
+        membership.serve(worker, service, store)
     except BaseException:
         worker.close()
         raise
-    worker.store = store
     lifecycle_log.joined(worker)
     return worker
 

@@ -61,7 +61,7 @@ class Streams:
             created = cls(worker)
             found = worker.attachments.setdefault(_KEY, created)
             if found is created:
-                worker.members.loss_listeners.append(created._close_lost)
+                worker.members.listeners.append(created._close_lost)
                 worker.passive_work.append(created._passive_work)
                 worker.on_close.append(created.close)
         return found

@@ -35,9 +35,11 @@ class ClosedEngine:
 
     Args:
         engine: The stopped engine, for its totals; None if the engine must not be used, as in a forked child.
+        why: Why the worker is closed, if the program has not closed it.
     """
 
-    def __init__(self, engine: _core.Engine | None) -> None:
+    def __init__(self, engine: _core.Engine | None, why: str = "") -> None:
+        self._why = f"{NotInitialized.CALL} ({why})" if why else NotInitialized.CALL
         self._stats: dict[str, object] = dict.fromkeys((*_PENDING, *_TOTALS, *_MEMORY), 0)
         self._memory: _core.Memory | None = None  # received messages may still be in use
         if engine is not None:
@@ -48,7 +50,7 @@ class ClosedEngine:
     # ---- methods that raise
 
     def _raise_closed(self, *_: object, **__: object) -> NoReturn:
-        raise NotInitialized
+        raise NotInitialized(self._why)
 
     call: Callable[..., NoReturn] = _raise_closed
     start: Callable[..., NoReturn] = _raise_closed

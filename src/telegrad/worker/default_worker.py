@@ -12,7 +12,7 @@ _default: list[Worker | None] = [None]
 def current_worker() -> Worker | None:
     """Return the worker of this context, else the default of the process, or None."""
     scope = current.get()
-    if scope is not None and not scope.worker.closed:
+    if scope is not None and (scope.worker.fenced or not scope.worker.closed):
         worker: Worker = scope.worker
         return worker
     return _default[0]
@@ -25,8 +25,9 @@ def open_worker() -> Worker:
         NotInitialized: There is no worker, or the worker is closed.
     """
     worker = current_worker()
-    if worker is None or worker.closed:
+    if worker is None:
         raise NotInitialized
+    worker.require_open()
     return worker
 
 

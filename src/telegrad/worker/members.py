@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from telegrad.errors import UnknownWorker
+from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
 from telegrad.types import WorkerInfo
 
@@ -24,9 +24,11 @@ class Members:
         self.lost: dict[int, str] = {}  # workers that are gone, and the reason
         self.departed: set[int] = set()  # lost workers that sent a goodbye
         self.gone_at_shutdown: set[int] = set()  # lost workers by agreement of the group when its shutdown began
-        self.loss_listeners: list[Callable[[], object]] = []
+        self.listeners: list[Callable[[], object]] = []  # called when a worker joins, connects, leaves or is lost
+        self.connected: dict[int, int] = {}  # incarnations of the workers with an open connection
         self._info = info
         self._refresh = refresh
+        self._ends: dict[str | int, str] = {}  # names and ids of workers that died in a dynamic group, and the reason
         self._members: dict[int, Member] = {}
         self._retired: set[int] = set()  # ids of workers that have left the group
         self._names: dict[int, str] = {info.id: info.name}  # also of retired ids, for messages
@@ -48,17 +50,26 @@ class Members:
             self.by_key[member.name] = self.by_key[member.id] = info
             was_retired = member.id in self._retired
             self._retired.discard(member.id)
+            self._ends.pop(member.name, None)
+            self._ends.pop(member.id, None)
         replaced = known is not None and known.incarnation != member.incarnation
         return replaced or was_retired
 
-    def retire(self, worker_id: int) -> None:
-        """Remove a worker from the names that calls may use; keep its name for messages."""
+    def retire(self, worker_id: int, death: str = "") -> None:
+        """Remove a worker from the names that calls may use; keep its name for messages.
+
+        Args:
+            worker_id: Id of the worker.
+            death: Reason of its death; calls to the worker then raise `WorkerLost`. By default it has left.
+        """
         with self._lock:
             member = self._members.pop(worker_id, None)
             if member is not None:
                 self.by_key.pop(member.name, None)
                 self.by_key.pop(worker_id, None)
                 self._retired.add(worker_id)
+                if death:
+                    self._ends[member.name] = self._ends[worker_id] = death
 
     def get(self, worker_id: int) -> Member | None:
         """Return the record of another worker; None if it is not in the group."""
@@ -84,6 +95,7 @@ class Members:
         Raises:
             ValueError: `to` is none of these.
             UnknownWorker: There is no such worker.
+            WorkerLost: The worker died.
         """
         if isinstance(to, WorkerInfo):
             to = to.id
@@ -93,22 +105,32 @@ class Members:
         if info is None:
             self._refresh()
             info = self.by_key.get(to)
+        if info is None and to in self._ends:
+            raise WorkerLost(self.name_of(to) if isinstance(to, int) else to, self._ends[to])
         if info is None:
             raise UnknownWorker((self._info.name, self._info.id), to, tuple(i.name for i in self.infos()))
         return info
 
-    # ---- losses
+    # ---- connections and losses
 
-    def mark_lost(self, worker_id: int, reason: str, departed: bool) -> None:
+    def mark_connected(self, worker_id: int, incarnation: int) -> None:
+        """Record that a connection to a worker is open."""
+        self.connected[worker_id] = incarnation
+        self.notify()
+
+    def mark_lost(self, worker_id: int, incarnation: int, reason: str, departed: bool) -> None:
         """Record that a worker is gone.
 
         Args:
             worker_id: Id of the worker.
+            incarnation: Incarnation of the worker; a newer one may be connected already.
             reason: Why it is gone.
             departed: It sent a goodbye, or left the group.
         """
         if departed:
             self.departed.add(worker_id)
+        if self.connected.get(worker_id, 0) <= incarnation:
+            self.connected.pop(worker_id, None)
         self.lost[worker_id] = reason
 
     def mark_present(self, worker_id: int) -> None:
@@ -116,23 +138,23 @@ class Members:
         self.lost.pop(worker_id, None)
         self.departed.discard(worker_id)
 
-    def notify_loss(self) -> None:
-        """Call the loss listeners."""
-        for listener in list(self.loss_listeners):
+    def notify(self) -> None:
+        """Call the listeners."""
+        for listener in list(self.listeners):
             listener()
 
     @contextmanager
-    def on_loss(self, listener: Callable[[], object]) -> Iterator[None]:
-        """Call a listener in the block when a worker is lost or leaves.
+    def on_change(self, listener: Callable[[], object]) -> Iterator[None]:
+        """Call a listener in the block when a worker joins, connects, leaves or is lost.
 
         Args:
             listener: Must not block.
         """
-        self.loss_listeners.append(listener)
+        self.listeners.append(listener)
         try:
             yield
         finally:
-            self.loss_listeners.remove(listener)
+            self.listeners.remove(listener)
 
     def departed_names(self) -> set[str]:
         """Return the names of workers that sent a goodbye."""

@@ -1,28 +1,123 @@
-"""Join and leave a dynamic group, in which workers come and go."""
+"""Join and leave a group.
+
+A newcomer reserves an id and an incarnation, connects to the members (`telegrad.protocols.joining`), and writes its
+entry to the log of the group. If it fails or dies before that, the group has not changed. If it dies afterwards, it is
+a member that has died. No step waits for a handler of a member.
+"""
 
 import logging
 import math
 import secrets
 import threading
+import time
+from typing import NamedTuple
 
-from telegrad.errors import WorkerLost
-from telegrad.group import rendezvous
-from telegrad.group.rendezvous import Group, Member, StoreGone
-from telegrad.group.store_waits import BoundedStore, Store, StoreUnresponsive
+from telegrad.errors import TelegradError, WorkerLost
+from telegrad.group.group_store import group_store_of
+from telegrad.group.lease import Lease, Taken
+from telegrad.group.log import GroupLog, lease_key
+from telegrad.group.process_identity import GONE, fate_of
+from telegrad.group.records import Group, Member, seat_of
+from telegrad.group.store_waits import Store, StoreGone, StoreUnresponsive, within
 from telegrad.options import Options
-from telegrad.protocols import membership as protocol
+from telegrad.protocols.joining import Newcomer, Refusal
+from telegrad.protocols.leases import Timing
+from telegrad.protocols.membership import MAX_ID, Join, Joined, MembershipError, incarnation_of
+from telegrad.protocols.membership import Member as Seat
 from telegrad.timeouts import SharedDeadline
 from telegrad.types import WorkerInfo
 from telegrad.waits import Wait, wait_for
 from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.scope import current
+from telegrad.worker.group_events import GroupEvents
+from telegrad.worker.membership_service import DRAINED, MembershipService
 from telegrad.worker.worker import Worker
 
-__all__ = ["join_dynamic", "leave_dynamic"]
+__all__ = ["create_worker", "join_dynamic", "leave_dynamic", "rejoin_static", "reserve", "serve"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
-_IDS_PER_LIFE = 1 << 32  # ids of references per incarnation of a name
+
+_LEASE_POLL = 0.2  # s between two checks of the leases of members that have not answered
+_RECONNECTS = 3  # attempts after a connection that a member has closed
+_DISCONNECT_TIMEOUT = 1.0  # s for the members to disconnect a worker that has left
+
+
+class Reservation(NamedTuple):
+    """Id and incarnation of a worker that has not joined yet.
+
+    Its lease keeps others from taking them.
+    """
+
+    info: WorkerInfo
+    incarnation: int
+    lease: Lease
+    timing: Timing
+
+
+def reserve(log: GroupLog, name: str, rank: int, options: Options, wait: Wait) -> Reservation:
+    """Reserve an id and an incarnation in a group. The group does not change.
+
+    Args:
+        log: Log of the group, which has been loaded.
+        name: Name of the new worker.
+        rank: Id of the new worker; negative for the previous id of the name, or a new one.
+        options: Options of the worker.
+        wait: Wait for the lease of an earlier process of this name to expire.
+
+    Raises:
+        RuntimeError: A live worker has the name or the rank, or the rank belongs to another name.
+    """
+    timing = Timing(options.member_lease)
+    ordinal = log.store.add(f"incarnations/{name}", 1)
+    incarnation = incarnation_of(ordinal, secrets.randbits(32))
+    namesake = log.view.by_name(name)
+    number = rank if rank >= 0 else namesake.id if namesake is not None else _id_of(log, name)
+    log.view.check(Join(Seat(name, number, incarnation), log.view.world_size))
+    if namesake is not None and namesake.id != number:
+        _require_end(log, namesake, number, timing, wait)
+    owner = log.store.compare_set(f"rank/{number}", None, name)
+    if owner != name:
+        raise MembershipError(
+            f"rank {number} is taken by worker {owner}, so worker {name} cannot have it. Give each worker a rank of its"
+            " own."
+        )
+    if log.view.world_size is None:
+        log.store.set(f"id/{name}", str(number))
+    lease = Lease(log.store, number, incarnation, timing)
+    try:
+        lease.acquire(wait, lambda: f"worker {name} (rank {number})")
+    except Taken:
+        raise MembershipError(
+            f"rank {number} is taken by worker {name}, which is in the group already: its process is alive. Give each"
+            " worker a name and a rank of its own."
+        ) from None
+    return Reservation(WorkerInfo(name, number), incarnation, lease, timing)
+
+
+def _require_end(log: GroupLog, namesake: Seat, number: int, timing: Timing, wait: Wait) -> None:
+    """Take the lease of a namesake with another id, to establish that it has ended."""
+    try:
+        Lease(log.store, namesake.id, 0, timing).acquire(wait, lambda: f"worker {namesake.name}")
+    except Taken:
+        first, second = sorted((namesake.id, number))
+        raise MembershipError(
+            f"RPC worker name {namesake.name} is not unique. Workers {first} and {second} share the same name."
+        ) from None
+
+
+def _id_of(log: GroupLog, name: str) -> int:
+    """Return the id of a name, or one that no name has had."""
+    known = log.store.get(f"id/{name}")
+    if known is not None:
+        return int(known)
+    while True:
+        number = log.store.add("ids", 1) - 1
+        if number > MAX_ID:
+            raise MembershipError(
+                f"RPC group is full: {MAX_ID + 1} names have been in it. Use the old names of workers that left."
+            )
+        if log.store.compare_set(f"rank/{number}", None, name) == name:
+            return number
 
 
 def join_dynamic(
@@ -35,116 +130,281 @@ def join_dynamic(
     plugins: WorkerPlugins,
     timeout: float,
 ) -> Worker:
-    """Join a dynamic group; all present members know the new worker on return.
+    """Join a dynamic group; the live members know the new worker on return.
 
     Args:
         store: Store of the group.
         name: Name of the new worker.
-        rank: Id of the new worker; negative for any free id.
+        rank: Id of the new worker; negative for the previous id of the name, or a new one.
         group: Token and secret of the group.
         options: Options of the worker.
         store_at: Host of the store.
         plugins: Plugins of the worker.
-        timeout: Limit in seconds for each member's reply.
+        timeout: Limit in seconds of the wait for the lease of an earlier process of this name.
 
     Raises:
-        RuntimeError: Another member has the name or the rank.
+        RuntimeError: A live worker has the name or the rank, or cannot be reached.
     """
-    with rendezvous.membership_lock(store, name, joining=True):
-        members = rendezvous.read_members(store, group)
-        conflicting = [member for member in members if name == member.name or rank == member.id]
-        for dead in _dead_of(conflicting, members, group, options, store_at, plugins, timeout):
-            members.remove(dead)
-        view = rendezvous.check_members(members, None)
-        if rank < 0:
-            rank = view.free_id()
-        # Raise for a taken name or rank before creating the worker.
-        view.join(protocol.Member(name, rank, process="the joining worker"))
-        life = rendezvous.ordinal(store, name)
-        worker = Worker(WorkerInfo(name, rank), group, options, store_at, life * _IDS_PER_LIFE, plugins)
-        worker.static = False
-        worker.store = store
-        try:
-            for member in members:
-                worker.add_member(member)
-            worker.ready.set()
-            notifications = [
-                worker.start_internal(member.id, _joined, tuple(worker.member), timeout) for member in members
-            ]
-            for member, notified in zip(members, notifications, strict=True):
-                try:
-                    _await(notified, name, member)
-                except RuntimeError:  # the member died without leaving
-                    worker.remove_member(member.id, "no reply when a new worker joined")
-            present = [member for member in members if member.id in worker.members.ids()]
-            rendezvous.write_members(store, [*present, worker.member], group)
-        except BaseException:
-            worker.close()
-            raise
+    log = GroupLog(group_store_of(store), group, None)
+    log.load()
+    wait = Wait(f"{name}{f' (rank {rank})' if rank >= 0 else ''}", timeout)
+    reservation = reserve(log, name, rank, options, wait)
+    worker, service = create_worker(reservation, log, group, options, store_at, plugins)
+    worker.static = False
+    try:
+        commit(worker, service, worker.member)
+        serve(worker, service, store)
+    except BaseException:
+        worker.close()
+        raise
+    service.announce()
     return worker
 
 
-def _await(notified: CallFuture[object], name: str, member: Member) -> None:
-    """Wait until a member has added the new worker."""
-    answered = threading.Event()
-    notified.add_done_callback(lambda _: answered.set())
-    wait = Wait(name, math.inf)  # the call has a timeout
-    while not wait_for(answered, wait.pause()):
-        wait.step(lambda: (f"{member.name} (rank {member.id}) to add it", "no reply"))
-    notified.wait()
+def rejoin_static(
+    store: Store,
+    info: WorkerInfo,
+    group: Group,
+    founders: list[Member],
+    options: Options,
+    store_at: str,
+    plugins: WorkerPlugins,
+    devices: tuple[object, ...],
+    wait: Wait,
+) -> Worker:
+    """Come back to a static group as a new process.
+
+    Args:
+        store: Store of the group.
+        info: Name and rank of the worker.
+        group: Token and secret of the group.
+        founders: Members with which the group began.
+        options: Options of the worker.
+        store_at: Host of the store.
+        plugins: Plugins of the worker.
+        devices: Devices of the worker.
+        wait: Wait for the lease of the earlier process.
+
+    Raises:
+        RuntimeError: The earlier process is alive, the group was not given a secret, or a member cannot be reached.
+    """
+    log = GroupLog(group_store_of(store), group, len(founders))
+    log.load(founders)
+    reservation = reserve(log, info.name, info.id, options, wait)
+    if group.shared_secret:
+        reservation.lease.release()
+        raise TelegradError(
+            f"worker {info.name} cannot come back to its static group: the random secret of the group was removed from"
+            " its store when all members had joined. Give the group a secret (TELEGRAD_SECRET) before it starts."
+        )
+    worker, service = create_worker(reservation, log, group, options, store_at, plugins)
+    try:
+        worker.shutdown.set_members([member.id for member in founders if member.id != info.id])
+        for member in founders:
+            if member.id not in log.view.members and member.id != info.id:  # lost: it may come back as well
+                worker.add_member(member)
+                worker.shutdown.peer_gone(member.id, False)
+        commit(worker, service, worker.member._replace(devices=devices))
+        serve(worker, service, store)
+    except BaseException:
+        worker.close()
+        raise
+    service.announce()
+    return worker
 
 
-def _dead_of(
-    suspects: list[Member],
-    members: list[Member],
+def create_worker(
+    reservation: Reservation,
+    log: GroupLog,
     group: Group,
     options: Options,
     store_at: str,
     plugins: WorkerPlugins,
-    timeout: float,
-) -> list[Member]:
-    """Return the suspects that do not reply.
+) -> tuple[Worker, MembershipService]:
+    """Create the worker of a reservation, and renew its lease.
 
-    They died without leaving, so their names and ranks are free.
+    Args:
+        reservation: Its id and incarnation.
+        log: Log of its group.
+        group: Token and secret of the group.
+        options: Options of the worker.
+        store_at: Host of the store.
+        plugins: Plugins of the worker.
     """
-    if not suspects:
-        return []
-    free = rendezvous.check_members(members, None).free_id()
-    prober = Worker(WorkerInfo(f"prober-{secrets.token_hex(8)}", free), group, options, store_at, 0, plugins)
+    info, incarnation, lease, timing = reservation
     try:
-        for member in suspects:
-            prober.add_member(member)
-        prober.ready.set()
-        dead = []
-        for member in suspects:
-            try:
-                prober.start_internal(member.id, _ping, (), timeout).wait()
-            except WorkerLost:
-                dead.append(member)
-            except RuntimeError:
-                continue  # a busy member is alive
-        return dead
-    finally:
-        prober.close()
+        worker = Worker(info, group, options, store_at, incarnation, plugins)
+    except BaseException:
+        lease.release()
+        raise
+    service = MembershipService(worker, log, lease, timing, GroupEvents(worker._submit))
+    worker.membership = service
+    worker.on_close.append(service.stop)
+    service.start()
+    return worker, service
+
+
+def serve(worker: Worker, service: MembershipService, store: Store) -> None:
+    """Complete the join of a worker that is in the log: requests may run."""
+    worker.store = store
+    worker.ready.set()
+    service.begin()
+
+
+def commit(worker: Worker, service: MembershipService, member: Member) -> None:
+    """Connect to the members of the group, and write the entry of this worker.
+
+    Args:
+        worker: The new worker.
+        service: Its membership.
+        member: Its record.
+
+    Raises:
+        RuntimeError: A live member cannot be reached or refuses this worker, or the name or rank is taken.
+    """
+    log = service.log
+    join = Join(seat_of(member), log.view.world_size)
+    reach = _Reach(worker, service)
+    while True:
+        log.view.check(join)
+        if log.view.is_superseded(join.member):
+            raise TelegradError(
+                f"worker {member.name} cannot join the group: another process has taken its name in the meantime."
+            )
+        reach.connect()
+        written, events = log.append(join)
+        if written:
+            break
+        for event in (*events, *log.refresh()):  # another worker was faster
+            if not isinstance(event, Joined):
+                reach.newcomer.drop(event.member.id)
+                worker.members.retire(event.member.id)
+    for seat in log.view.members.values():
+        if seat.id in reach.ended:
+            service.suspect(seat.id, seat.incarnation, reach.ended[seat.id], False)
+
+
+class _Reach:
+    """Connections of a newcomer to the members of its group."""
+
+    def __init__(self, worker: Worker, service: MembershipService) -> None:
+        self._worker = worker
+        self._log = service.log
+        self._timing = service.timing
+        self.newcomer = Newcomer(self._timing)
+        self.ended: dict[int, str] = {}  # members without a process, and what the connection reported
+        self._changed = threading.Event()
+        self._pings: dict[int, CallFuture[None]] = {}
+        self._closed: dict[int, int] = {}  # connections to each member that ended before they were used
+
+    def connect(self) -> None:
+        """Connect to all members, except those that have ended or are silent.
+
+        Raises:
+            TelegradError: A live member cannot be reached, or refuses this worker.
+        """
+        try:
+            self._connect()
+        finally:
+            for ping in self._pings.values():
+                ping.cancel()
+            self._pings.clear()
+
+    def _connect(self) -> None:
+        worker, newcomer, members = self._worker, self.newcomer, self._log.view.members
+        limit = worker.options.connect_timeout  # calls that wait for a connection end by then
+        wait = Wait(worker.info.name, limit + worker.options.handshake_timeout if limit else math.inf)
+        with worker.members.on_change(self._changed.set):
+            for seat in members.values():
+                if seat.name == worker.info.name:
+                    continue
+                if newcomer.require(seat.id, time.monotonic(), self._lease_of(seat.id)):
+                    worker.add_member(seat.record)
+                    self._ping(seat.id)
+            observed = time.monotonic()
+            while newcomer.waiting_for():
+                wait_for(self._changed, _LEASE_POLL)
+                self._changed.clear()
+                self._read_outcomes()
+                now = time.monotonic()
+                if now - observed >= _LEASE_POLL:
+                    observed = now
+                    for number in newcomer.waiting_for():
+                        newcomer.observe(number, now, self._lease_of(number))
+                refusal = newcomer.judge(now)
+                if refusal is None and newcomer.waiting_for() and not wait.left:
+                    refusal = Refusal(newcomer.waiting_for()[0], "it did not complete the handshake in time")
+                if refusal is not None:
+                    raise self._error(refusal)
+                wait.step(self._awaited)
+        for number in newcomer.silent:
+            logger.warning(
+                "worker %s joins without a connection to worker %s, which neither answers nor renews its lease",
+                worker.info.name,
+                worker.members.name_of(number),
+            )
+
+    def _ping(self, number: int) -> None:
+        future = self._worker.start_internal(number, _ping, (), 0)
+        self._pings[number] = future
+        future.add_done_callback(lambda _: self._changed.set())
+
+    def _read_outcomes(self) -> None:
+        """Pass the connections that have opened or failed to the rules."""
+        for number, ping in list(self._pings.items()):
+            if number in self._worker.members.connected:
+                self.newcomer.connected(number)
+                ping.cancel()  # the connection is enough: its handler may be busy
+                del self._pings[number]
+            elif ping.done():
+                del self._pings[number]
+                try:
+                    ping.wait()
+                    # The reply may be faster than the event that the connection is open.
+                    self._worker.members.mark_connected(number, self._log.view.members[number].incarnation)
+                    self.newcomer.connected(number)
+                except RuntimeError as e:
+                    self._failed(number, e.why if isinstance(e, WorkerLost) else str(e))
+
+    def _failed(self, number: int, why: str) -> None:
+        seat = self._log.view.members[number]
+        if fate_of(seat.record.process) == GONE:
+            self.ended[number] = why
+            self.newcomer.forget(number)
+        elif "connection was closed" in why and self._closed.setdefault(number, 0) < _RECONNECTS:
+            # The member has closed the connections of the previous process of this name.
+            self._closed[number] += 1
+            self._worker.add_member(seat.record)
+            self._ping(number)
+        else:
+            self.newcomer.failed(number, why, refused="refused by the peer" in why or "secret does not match" in why)
+
+    def _lease_of(self, number: int) -> str | None:
+        return self._log.store.get(lease_key(number))
+
+    def _awaited(self) -> tuple[str, str]:
+        names = [f"{self._worker.members.name_of(n)} (rank {n})" for n in self.newcomer.waiting_for()]
+        return f"a connection to {', '.join(names)}", "no answer"
+
+    def _error(self, refusal: Refusal) -> TelegradError:
+        name = self._worker.members.name_of(refusal.member)
+        return TelegradError(
+            f"worker {self._worker.info.name} cannot join the group, because it has no connection to its live member"
+            f" {name} (rank {refusal.member}): {refusal.why}. The group has not changed. Check addresses, firewalls,"
+            " secrets and versions of both."
+        )
 
 
 def _ping() -> None:
-    """Do nothing; a joining worker checks with it whether this member is alive."""
+    """Do nothing; a newcomer connects with a call of this."""
 
 
 def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
-    """Leave the group: stop calls to this worker, end pending work, disconnect.
-
-    Holds the membership lock, so that no other worker joins or leaves in the meantime.
-    """
-    announced = False
-    store = BoundedStore(worker.store, budget.left)
+    """Leave the group: stop calls to this worker, end pending work, and disconnect."""
+    service = worker.membership
+    assert service is not None
     try:
-        with rendezvous.membership_lock(store, worker.info.name, joining=False, budget=budget):
-            members = [m for m in rendezvous.read_members(store, worker.group) if m.id != worker.info.id]
-            rendezvous.write_members(store, members, worker.group)
-            _announce(worker, {m.id for m in members}, budget)
-            announced = True
+        within(budget.left(), service.leave)
     except StoreGone as e:
         logger.warning(
             "worker %s leaves its group without the store; its host %s: %s. No worker can join any more.",
@@ -152,52 +412,14 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
             "does not reply" if isinstance(e, StoreUnresponsive) else "has gone",
             str(e).partition("\n")[0],
         )
-        if not announced:
-            _announce(worker, worker.members.ids(), budget)
-
-
-def _announce(worker: Worker, members: set[int], budget: SharedDeadline) -> None:
-    _notify(worker, members, _leaving, budget.left())
     worker.shutdown.drain(budget.left())
-    _notify(worker, members, _left, budget.left())
+    gone = threading.Event()
 
+    def check() -> None:
+        if not worker.members.connected:
+            gone.set()
 
-def _notify(worker: Worker, members: set[int], function: object, timeout: float) -> None:
-    present = sorted(members & worker.members.ids())
-    for notified in [worker.start_internal(member, function, (worker.info.id,), timeout) for member in present]:
-        try:
-            _wait(notified)
-        except RuntimeError:
-            continue  # that member is gone, or disconnected before its reply
-
-
-def _wait(future: CallFuture[object]) -> None:
-    """Wait for a future, also in an event loop's thread.
-
-    A coroutine may shut down its worker.
-    """
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    wait_for(done)
-    future.wait()
-
-
-def _joined(*facts: object) -> None:
-    """Add the new worker on a present member."""
-    scope = current.get()
-    assert scope is not None
-    scope.worker.add_member(Member._make(facts))
-
-
-def _leaving(worker_id: int) -> None:
-    """Retire the leaving worker on a remaining member."""
-    scope = current.get()
-    assert scope is not None
-    scope.worker.members.retire(worker_id)
-
-
-def _left(worker_id: int) -> None:
-    """Remove the worker that left on a remaining member."""
-    scope = current.get()
-    assert scope is not None
-    scope.worker.remove_member(worker_id, "it left the group")
+    with worker.members.on_change(check):
+        service.announce(DRAINED)
+        check()
+        wait_for(gone, min(budget.left(), _DISCONNECT_TIMEOUT))

@@ -125,6 +125,9 @@ class ShutdownBarrier:
     def peer_gone(self, peer: int, orderly: bool) -> None:
         self._step(lambda: self._machine.peer_gone(peer, orderly))
 
+    def peer_back(self, peer: int) -> None:
+        self._step(lambda: self._machine.peer_back(peer))
+
     def _step(self, change: Callable[[], Sequence[Effect]]) -> None:
         """Change the machine and carry out its effects; sends without the lock."""
         messages: list[Send] = []
@@ -170,6 +173,7 @@ class _Host(Protocol):
     members: Members
     timers: Timers
     store: Any
+    membership: Any
     closed: bool
     passive_work: list[Callable[[], set[object]]]
 
@@ -227,6 +231,11 @@ class GracefulShutdown:
         for stage in self._stages:
             stage.peer_gone(peer, departed)
 
+    def peer_back(self, peer: int) -> None:
+        """Handle the return of a lost peer, or its new process."""
+        for stage in self._stages:
+            stage.peer_back(peer)
+
     def stop(self) -> None:
         """End all waits, because the worker closes."""
         for stage in self._stages:
@@ -255,6 +264,8 @@ class GracefulShutdown:
         if gone and not last and rendezvous.is_abandoned(worker.store, budget.left()):
             raise ShutdownTimeout(timeout, tuple(map(members.name_of, gone)), gave_up=True)
         members.gone_at_shutdown.update(gone)
+        if not last and worker.membership is not None:
+            worker.membership.stop(release=False)  # the store may end when its host leaves
         for peer in end.lost if last else ():
             if peer not in members.lost:
                 lifecycle_log.lost(worker, peer, "others noticed; this worker had no connection to it")

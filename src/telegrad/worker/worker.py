@@ -7,7 +7,6 @@ are no globals: several workers may live in one process.
 import itertools
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +15,12 @@ from typing import Any
 
 from telegrad import _core
 from telegrad.errors import NotInitialized, RRefError
-from telegrad.group import addresses, rendezvous
+from telegrad.group import addresses
+from telegrad.group.process_identity import own_process
 from telegrad.group.rendezvous import Group, Member
 from telegrad.group.store_waits import Store
 from telegrad.options import Options
+from telegrad.protocols.membership import ordinal_of
 from telegrad.protocols.rref import Ticket
 from telegrad.types import WorkerInfo
 from telegrad.wire import Tag
@@ -29,7 +30,9 @@ from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
+from telegrad.worker.member_changes import MemberChanges
 from telegrad.worker.members import Members
+from telegrad.worker.membership_service import MembershipService
 from telegrad.worker.native import ENVIRONMENT, make_engine, make_server
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import Scope, current
@@ -48,13 +51,14 @@ logger: logging.Logger = logging.getLogger("telegrad")
 _SECOND = 1_000_000_000
 _RELEASE_DELAY = 5_000_000  # ns that releases of references wait to be batched
 _STOP_LINGER = 2.0  # s for buffered bytes to be sent when closing
+_IDS_PER_INCARNATION = 1 << 32  # ids of references and contexts
 _JOIN_TIMEOUT = 5.0  # s for running handlers to end when closing
 
 _numbers = itertools.count()
 _outer: ContextVar[tuple[Scope | None, ...]] = ContextVar("telegrad_outer_scopes", default=())
 
 
-class Worker:
+class Worker(MemberChanges):
     """Member of a group.
 
     `telegrad.rpc.init_rpc` and `telegrad.rpc.Worker` create it and wait for the other members.
@@ -64,21 +68,24 @@ class Worker:
         group: Token and secret of the group.
         options: See `telegrad.options`.
         store_at: Host of the store, which decides the address to listen on.
-        first_id: First id of references.
+        incarnation: Distinguishes this process from earlier ones with the name; see `telegrad.protocols.membership`.
         plugins: Objects of the higher layers.
     """
 
     def __init__(
-        self, info: WorkerInfo, group: Group, options: Options, store_at: str, first_id: int, plugins: WorkerPlugins
+        self, info: WorkerInfo, group: Group, options: Options, store_at: str, incarnation: int, plugins: WorkerPlugins
     ) -> None:
         self.info = info
         self.group = group
         self.options = options
-        self.incarnation: int = first_id | secrets.randbits(32) | 1  # ordered: `first_id` grows with each
+        self.incarnation: int = incarnation
+        first_id = (ordinal_of(incarnation) - 1) * _IDS_PER_INCARNATION
         self.static = True
         self.store: Store | None = None
+        self.membership: MembershipService | None = None  # set once the worker has joined
         self.closed: bool = False
         self.joined: bool = False
+        self.fenced: str = ""  # why the group has gone on without this worker
         self.ready: threading.Event = threading.Event()  # set once all members are known: requests may run
         self.attachments: dict[str, Any] = {}  # objects of the higher layers for this worker
         self.passive_work: list[Callable[[], set[object]]] = []  # calls and requests that a shutdown ignores
@@ -101,7 +108,12 @@ class Worker:
         bound = [self.engine.listen(address) for address in listen]
         self.host: str = addresses.host_key()
         self.member: Member = Member(
-            info.id, info.name, self.incarnation, addresses.advertised(bound, options, store_at), self.host
+            info.id,
+            info.name,
+            self.incarnation,
+            addresses.advertised(bound, options, store_at),
+            self.host,
+            process=own_process(),
         )
         to_self = self.engine.listen(f"inproc:{os.getpid()}-{next(_numbers)}-{info.name}")
         self.engine.set_peer(info.id, info.name, self.incarnation, [to_self])
@@ -113,8 +125,8 @@ class Worker:
             self._send_reference_message,
             lambda: self.engine.request_callback(_RELEASE_DELAY),
             lambda rref, owner, fork: plugins.rref_type.of(self, rref, owner, fork),
-            lambda connection: self.engine.is_open(connection),
-            lambda peer, epoch: self.engine.set_epoch(peer, epoch),
+            self.is_open,
+            self._set_epoch,
         )
         self.autograd: AutogradHooks[Any] = plugins.make_autograd(self, first_id)
         self.messages: Messages = Messages(
@@ -172,68 +184,6 @@ class Worker:
     def __repr__(self) -> str:
         return f"Worker(name={self.info.name!r}, id={self.info.id}, group of {len(self.members.infos())})"
 
-    # ---- members
-
-    def add_member(self, member: Member) -> None:
-        """Add another worker of the group; the first call to it connects."""
-        if member.id == self.info.id:
-            return
-        returned = self.members.add(member)
-        if returned:
-            self.members.mark_present(member.id)
-            self.references.peer_joined(member.id)
-        usable = addresses.candidates(member.addresses, member.host == self.host, self.options.transports)
-        self.engine.set_peer(member.id, member.name, member.incarnation, usable)
-
-    def remove_member(self, worker_id: int, reason: str) -> None:
-        """Remove a worker that has left the group."""
-        self.members.retire(worker_id)
-        self.engine.disconnect(worker_id, reason)
-        self._release_peer(worker_id, reason, departed=True)
-        lifecycle_log.peer_left(self, worker_id, reason)
-        self.members.mark_lost(worker_id, reason, departed=True)
-        self.members.notify_loss()
-
-    def on_peer_lost(self, peer: int, reason: str, departed: bool) -> None:
-        """Handle the end of the session with a peer.
-
-        Args:
-            peer: Id of the peer.
-            reason: Why it ended.
-            departed: The peer sent a goodbye.
-        """
-        if departed:
-            lifecycle_log.peer_left(self, peer, reason)
-        else:
-            lifecycle_log.lost(self, peer, reason)
-        self.members.mark_lost(peer, reason, departed)
-        # While this worker leaves, references that a departed peer still holds are reported as leaks.
-        self._release_peer(peer, reason, departed, keep_references=self.shutdown.is_leaving and departed)
-        self.shutdown.peer_gone(peer, departed)
-        self.members.notify_loss()
-
-    def on_peer_back(self, peer: int) -> None:
-        """Handle the return of a lost peer."""
-        self.members.mark_present(peer)
-        self.references.peer_joined(peer)
-
-    def _release_peer(self, peer: int, reason: str, departed: bool, keep_references: bool = False) -> None:
-        self.autograd.peer_lost(peer, reason)
-        if not keep_references:
-            self.references.peer_lost(peer, reason, departed)
-
-    def _read_store(self) -> None:
-        """Add members of a dynamic group that this worker does not know yet."""
-        if self.static or self.store is None:
-            return
-        try:
-            members = rendezvous.read_members(self.store, self.group)
-        except rendezvous.StoreGone:  # without its host, no worker can have joined
-            return
-        for member in members:
-            if self.members.get(member.id) is None:
-                self.add_member(member)
-
     # ---- calls
 
     def rpc_sync(
@@ -278,6 +228,15 @@ class Worker:
         *others, outer = _outer.get()
         _outer.set(tuple(others))
         current.set(outer)
+
+    # ---- sessions
+
+    def is_open(self, connection: int) -> bool:
+        """Return whether the session of a connection has not ended."""
+        return self.engine.is_open(connection)
+
+    def _set_epoch(self, peer: int, epoch: int) -> None:
+        self.engine.set_epoch(peer, epoch)
 
     # ---- references
 
@@ -370,13 +329,24 @@ class Worker:
             self.autograd.close()
             self.references.close()
             assert isinstance(self.engine, _core.Engine)
-            self._replace_engine(ClosedEngine(self.engine))
-            self.store = None  # the store's host may end
+            self._replace_engine(ClosedEngine(self.engine, self.fenced))
+            self.store = self.membership = None  # the store's host may end
+            self.on_close.clear()
             _core.release()
             process_hooks.live_workers.discard(self)
             log_unread()
             if self.joined:
                 lifecycle_log.left(self)
+
+    def fence(self, why: str) -> None:
+        """Close this worker, because the group has gone on without it. Does not wait.
+
+        Args:
+            why: Why the group has done so.
+        """
+        self.fenced = f"worker {self.info.name} is out of its group: {why}. Start it again to join as a new process."
+        logger.error("%s", self.fenced)
+        threading.Thread(target=self.close, name=f"telegrad-{self.info.name}-fence", daemon=True).start()
 
     def detach_after_fork(self) -> AnyEngine:
         """Mark the worker of the parent as closed in a forked child.
@@ -406,4 +376,4 @@ class Worker:
     def require_open(self) -> None:
         """Raise NotInitialized after `close`."""
         if self.closed:
-            raise NotInitialized
+            raise NotInitialized(f"{NotInitialized.CALL} ({self.fenced})" if self.fenced else NotInitialized.CALL)

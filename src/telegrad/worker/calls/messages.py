@@ -426,7 +426,9 @@ class Messages:
             if context_id < 0:
                 chain, context_id = context_id, 0
             recorder = self.recorder
-            context = recorder.on_request_in_context(context_id, peer, connection) if request else recorder.find(context_id)
+            context = (
+                recorder.on_request_in_context(context_id, peer, connection) if request else recorder.find(context_id)
+            )
             if context is not None and message:
                 wrap = recorder.wrap(context, peer, message)
         return CallMetadata(

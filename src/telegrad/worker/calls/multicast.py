@@ -91,9 +91,10 @@ def call_many(
         to, theirs = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
         metadata = [own.metadata for _, _, own in requests if own is not None]
         said = (_METADATA | _MUST_DELIVER if written.handles or context is not None else _METADATA) if metadata else 0
+        epochs = [ANY_EPOCH if own is None else own.epoch for _, _, own in requests]
         ids = calls.engine.start_many(
             to, _CALL, flags | said, number, text, written.body, written.segments,
-            metadata or None, [ANY_EPOCH if own is None else own.epoch for _, _, own in requests], timeout, scope is not None and scope.nested,
+            metadata or None, epochs, timeout, scope is not None and scope.nested,
             _get_running_loop() is not None, theirs,
         )  # fmt: skip
         for future, call in zip(theirs, ids, strict=True):

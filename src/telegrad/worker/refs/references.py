@@ -210,7 +210,9 @@ class References:
             owned = self.values.get(rref)
             if owned is None or owned.ready:  # ready: failed when its creator was lost, which has reconnected
                 owned = self.values[rref] = OwnedValue(self.lock)
-            deferred = self._apply(self.table.accept_create(rref, creator, late)) if creator != self.worker_id else _NOTHING
+            deferred = (
+                self._apply(self.table.accept_create(rref, creator, late)) if creator != self.worker_id else _NOTHING
+            )
         if deferred:
             self._run_deferred(deferred)
         return owned
@@ -389,17 +391,17 @@ class References:
             deferred = self._apply(self.table.handle(sender, from_plain(plain)))
         self._run_deferred(deferred)
 
-    def peer_lost(self, peer: int, why: str, departed: bool) -> None:
+    def peer_lost(self, peer: int, why: str, gone: bool) -> None:
         """Handle the end of a session.
 
         Args:
             peer: The peer.
             why: Why it ended.
-            departed: The peer has left. Otherwise messages to it may begin another session.
+            gone: The peer has left the group. Otherwise messages to it may begin another session.
         """
         with self.lock:
             effects = [*self.table.peer_lost(peer, why)]
-            if not departed:
+            if not gone:
                 effects += self.table.peer_joined(peer)
             self._set_epoch(peer, self.table.epoch_of(peer))
             deferred = self._apply(effects)
@@ -473,13 +475,15 @@ class References:
         deferred: list[Callable[[], None]] = []
         for effect in effects:
             if isinstance(effect, Send):
-                deferred.append(partial(
+                deferred.append(
+                    partial(
                         self._send,
                         effect.to,
                         as_plain(effect.message),
                         type(effect.message).__name__,
                         self.table.epoch_of(effect.to),
-                    ))
+                    )
+                )
             elif isinstance(effect, Delete):
                 owned = self.values.pop(effect.rref, None)
                 self._failed_here.pop(effect.rref, None)

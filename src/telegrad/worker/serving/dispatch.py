@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.protocols.rref import RRefId
 from telegrad.wire import EventKind, Flag, Tag
-from telegrad.worker import lifecycle_log
 from telegrad.worker.unread_failures import log_unread
 
 if TYPE_CHECKING:
@@ -39,6 +38,10 @@ class Dispatcher:
             worker.shutdown.on_message(peer, stage, plain)
         elif tag == Tag.CONTEXT_ENDED:
             worker.autograd.on_ended(peer, worker.messages.decode(flags, body, segments, []))
+        elif tag == Tag.MEMBERSHIP:
+            epoch, phase = worker.messages.decode(flags, body, segments, [])
+            if worker.membership is not None:
+                worker.membership.on_message(peer, epoch, phase)
         elif tag != Tag.CONNECT:
             logger.error("worker %s sent a one-way message of unknown tag %d", worker.members.name_of(peer), tag)
 
@@ -53,7 +56,7 @@ class Dispatcher:
     def on_event(self, item: tuple[Any, ...]) -> None:
         """Handle a peer event, or a request for the pool."""
         worker = self._worker
-        _, _, event, peer, _, text = item
+        _, _, event, peer, incarnation, text = item
         if event == CALLBACK:
             worker.references.collect()
             worker.autograd.collect()
@@ -64,10 +67,10 @@ class Dispatcher:
                 if event == PEER_BACK:
                     worker.on_peer_back(peer)
                 else:
-                    worker.on_peer_lost(peer, text, event == PEER_LEFT)
+                    worker.on_peer_lost(peer, incarnation, text, event == PEER_LEFT)
             finally:
                 worker.engine.acknowledge(peer)
         elif event == CONNECTED:
-            lifecycle_log.connected(worker, peer, text)
+            worker.on_connected(peer, incarnation, text)
         else:
             logger.warning("%s: %s", worker.info.name, text)

@@ -438,8 +438,6 @@ class Handlers:
             report = info.recording.report()
             if report is not None:
                 message = self.messages.with_trace(message, report)
-        sent = self.engine.reply(
-            info.connection, info.call, tag, message.flags | flags, message.body, message.segments
-        )
+        sent = self.engine.reply(info.connection, info.call, tag, message.flags | flags, message.body, message.segments)
         if not sent:
             self.messages.rollback(info.peer, message)

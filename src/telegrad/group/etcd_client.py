@@ -1,0 +1,217 @@
+"""Client of etcd, with the standard library.
+
+It uses the JSON gateway of version 3 of the API. Requests go to one of the endpoints. If it fails, the client tries the
+next one, so the loss of one etcd process delays a request by the time in which etcd elects a leader. A write that may
+have been carried out is safe to repeat: it is either idempotent or conditional, and the caller checks the value
+afterwards.
+"""
+
+import base64
+import http.client
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["EtcdClient", "EtcdGone", "b64", "text"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
+
+EtcdGone: type[RuntimeError] = dist.DistNetworkError
+"""Error of an operation after no endpoint replied in time."""
+
+_REQUEST_TIMEOUT = 2.0  # s for one endpoint to reply; etcd elects a leader within about 1 s
+_PAUSE = 0.1  # s between two rounds over all endpoints
+_WATCH_TIMEOUT = 600.0  # s until an idle watch begins again
+
+
+def b64(value: str | bytes) -> str:
+    """Return a key or value as the gateway expects it."""
+    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
+
+
+def text(value: str) -> str:
+    """Return the text of a key or value of the gateway."""
+    return base64.b64decode(value).decode()
+
+
+class EtcdClient:
+    """Connection to an etcd cluster. Any thread may use it.
+
+    Args:
+        endpoints: Hosts and ports, at least one.
+        timeout: Limit in seconds for an operation, over all endpoints.
+    """
+
+    def __init__(self, endpoints: list[tuple[str, int]], timeout: float) -> None:
+        self.endpoints = endpoints
+        self.timeout = timeout
+        self._at = 0  # index of the endpoint in use
+        self._lock = threading.Lock()
+        self._connection: http.client.HTTPConnection | None = None
+
+    @property
+    def place(self) -> str:
+        """Return the endpoints for messages."""
+        return ",".join(f"{host}:{port}" for host, port in self.endpoints)
+
+    def request(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send a request, to the next endpoint if one fails.
+
+        Raises:
+            EtcdGone: No endpoint has replied within the timeout.
+        """
+        until = time.monotonic() + self.timeout
+        with self._lock:
+            while True:
+                last = ""
+                for _ in self.endpoints:
+                    try:
+                        return self._send(path, body, min(_REQUEST_TIMEOUT, max(until - time.monotonic(), 0.05)))
+                    except (OSError, http.client.HTTPException, ValueError) as e:
+                        last = str(e) or type(e).__name__
+                        self._drop()
+                        self._at = (self._at + 1) % len(self.endpoints)
+                if time.monotonic() >= until:
+                    raise EtcdGone(
+                        f"etcd at {self.place} did not reply within {self.timeout:g} s: {last}. Is it running, and can"
+                        " this host reach it?"
+                    )
+                time.sleep(_PAUSE)
+
+    def _send(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection(*self.endpoints[self._at], timeout=timeout)
+        elif self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout)
+        self._connection.request("POST", f"/v3/{path}", json.dumps(body), {"Content-Type": "application/json"})
+        response = self._connection.getresponse()
+        content = response.read()
+        if response.status != http.HTTPStatus.OK:
+            raise OSError(f"etcd replied {response.status}: {_reason(content)}")
+        found: dict[str, Any] = json.loads(content)
+        return found
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Close the connection; a later request opens another."""
+        with self._lock:
+            self._drop()
+
+    # ---- operations
+
+    def get(self, key: str) -> str | None:
+        """Return the value of a key, or None."""
+        found = self.request("kv/range", {"key": b64(key)}).get("kvs")
+        return text(found[0].get("value", "")) if found else None
+
+    def range(self, first: str, end: str) -> list[tuple[str, str]]:
+        """Return keys and values of a range, in the order of the keys."""
+        body = {"key": b64(first), "range_end": b64(end), "sort_order": "ASCEND", "sort_target": "KEY"}
+        return [(text(kv["key"]), text(kv.get("value", ""))) for kv in self.request("kv/range", body).get("kvs", [])]
+
+    def put(self, key: str, value: str) -> None:
+        """Write a key."""
+        self.request("kv/put", {"key": b64(key), "value": b64(value)})
+
+    def compare_set(self, key: str, expected: str | None, desired: str, lease: str = "0") -> str | None:
+        """Write a key if it has the expected value, or none, and return its value."""
+        condition: dict[str, object] = {"key": b64(key), "result": "EQUAL"}
+        if expected is None:
+            condition |= {"target": "CREATE", "create_revision": "0"}
+        else:
+            condition |= {"target": "VALUE", "value": b64(expected)}
+        put = {"request_put": {"key": b64(key), "value": b64(desired), "lease": lease}}
+        done = self.request(
+            "kv/txn", {"compare": [condition], "success": [put], "failure": [{"request_range": {"key": b64(key)}}]}
+        )
+        if done.get("succeeded"):
+            return desired
+        found = done["responses"][0]["response_range"].get("kvs")
+        return text(found[0].get("value", "")) if found else None
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter. If a reply is lost, the counter may skip a value."""
+        while True:
+            before = self.get(key)
+            wanted = str(int(before or 0) + number)
+            if self.compare_set(key, before, wanted) == wanted:
+                return int(wanted)
+
+    def grant(self, seconds: float) -> str:
+        """Return a new lease."""
+        return str(self.request("lease/grant", {"TTL": str(max(round(seconds), 1))})["ID"])
+
+    def keep_alive(self, lease: str) -> bool:
+        """Renew a lease; return False if it has expired."""
+        found = self.request("lease/keepalive", {"ID": lease}).get("result", {})
+        return int(found.get("TTL", 0)) > 0
+
+    def watch(self, prefix: str, notify: Callable[[], None]) -> Callable[[], None]:
+        """Call a function on a new thread whenever a key with a prefix is written.
+
+        Returns:
+            A function that ends the watch.
+        """
+        watch = _Watch(self, prefix, notify)
+        threading.Thread(target=watch.run, name="telegrad-etcd-watch", daemon=True).start()
+        return watch.stop
+
+
+class _Watch:
+    """Watch of one prefix, with a connection of its own."""
+
+    def __init__(self, client: EtcdClient, prefix: str, notify: Callable[[], None]) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._notify = notify
+        self._stopped = threading.Event()
+        self._connection: http.client.HTTPConnection | None = None
+
+    def stop(self) -> None:
+        self._stopped.set()
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with suppress(OSError):
+                connection.sock.shutdown(2)  # wakes the thread
+
+    def run(self) -> None:
+        at = 0
+        while not self._stopped.is_set():
+            try:
+                for _ in self._events(self._client.endpoints[at]):
+                    self._notify()
+            except (OSError, http.client.HTTPException, ValueError, AttributeError) as e:
+                logger.debug("a watch at etcd begins again: %s", e)
+            at = (at + 1) % len(self._client.endpoints)
+            self._stopped.wait(_PAUSE)
+
+    def _events(self, endpoint: tuple[str, int]) -> Iterator[None]:
+        """Yield when the watch has begun, and for each change."""
+        end = self._prefix[:-1] + chr(ord(self._prefix[-1]) + 1)
+        connection = http.client.HTTPConnection(*endpoint, timeout=_WATCH_TIMEOUT)
+        self._connection = connection
+        try:
+            create = {"create_request": {"key": b64(self._prefix), "range_end": b64(end)}}
+            connection.request("POST", "/v3/watch", json.dumps(create), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            while not self._stopped.is_set() and response.readline():
+                yield
+        finally:
+            self._connection = None
+            connection.close()
+
+
+def _reason(content: bytes) -> str:
+    with suppress(ValueError, AttributeError):
+        return str(json.loads(content).get("error", ""))
+    return content[:200].decode(errors="replace")

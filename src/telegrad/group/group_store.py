@@ -1,0 +1,120 @@
+"""Interface of the stores that hold the membership of a group.
+
+A store holds values, counters, the log of epochs and leases. The store of torch, also over a Unix socket, is the
+default (`C10dStore`). `telegrad.group.etcd_store` has the implementation on etcd.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from telegrad.group.store_waits import Part, Store
+
+__all__ = ["C10dStore", "GroupStore", "group_store_of", "outlives_groups"]
+
+_LOG = "log/{:010}"
+
+
+class GroupStore(Protocol):
+    """Operations of a store that the membership of a group uses.
+
+    Any thread may call them.
+    """
+
+    recovers: bool  # whether the store may reply again after `StoreGone`
+
+    def get(self, key: str) -> str | None:
+        """Return the value of a key, or None."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write the value of a key."""
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter, which begins at 0, and return the sum."""
+
+    def compare_set(self, key: str, expected: str | None, desired: str, lifetime: float = 0) -> str | None:
+        """Write the value of a key if it has the expected value (None: no value).
+
+        Args:
+            key: The key.
+            expected: The expected value.
+            desired: The new value.
+            lifetime: If more than 0, the store may delete the key after this time in seconds without another write.
+
+        Returns:
+            The value afterwards.
+        """
+
+    def append(self, epoch: int, entry: str) -> str:
+        """Write the entry of an epoch unless it has one; return the entry that it has."""
+
+    def read(self, epoch: int) -> list[str]:
+        """Return the entries of the log from an epoch on."""
+
+    def watch(self, notify: Callable[[], None]) -> Callable[[], None] | None:
+        """Call `notify` on a thread of the store when the log has grown.
+
+        Returns:
+            A function that ends it; None if the store cannot notify.
+        """
+
+
+class C10dStore:
+    """Group store on a c10d store, or on a part of one.
+
+    Its host is one process. Without that process, the members continue, and no worker can join.
+
+    Args:
+        store: The c10d store.
+    """
+
+    recovers = False
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def get(self, key: str) -> str | None:
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._store.add(key, number))
+
+    def compare_set(self, key: str, expected: str | None, desired: str, lifetime: float = 0) -> str | None:
+        found = bytes(self._store.compare_set(key, expected or "", desired)).decode()
+        # For a missing key, the result is the expected value.
+        return self.get(key) if found == expected else found
+
+    def append(self, epoch: int, entry: str) -> str:
+        return bytes(self._store.compare_set(_LOG.format(epoch), "", entry)).decode()
+
+    def read(self, epoch: int) -> list[str]:
+        entries: list[str] = []
+        while (found := self.get(_LOG.format(epoch + len(entries)))) is not None:
+            entries.append(found)
+        return entries
+
+    def watch(self, notify: Callable[[], None]) -> None:
+        return None
+
+
+def group_store_of(store: Store) -> GroupStore:
+    """Return the group store on the store of a rendezvous."""
+    whole, prefix = _whole_of(store)
+    make: Callable[[str], GroupStore] | None = getattr(whole, "make_group_store", None)
+    return C10dStore(store) if make is None else make(prefix)
+
+
+def outlives_groups(store: Store) -> bool:
+    """Return whether the keys of a store remain when all processes have ended."""
+    return hasattr(_whole_of(store)[0], "make_group_store")
+
+
+def _whole_of(store: Store) -> tuple[Store, str]:
+    """Return the store of which this store is a part, and the prefix of the part."""
+    prefix = ""
+    while isinstance(store, Part):
+        prefix = f"{store.part}/{prefix}"
+        store = store.whole
+    return store, prefix

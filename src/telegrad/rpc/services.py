@@ -1,0 +1,128 @@
+"""Named services: values that workers find by a name instead of by an owner."""
+
+import threading
+from typing import Any
+
+from telegrad.errors import TelegradError, UnknownWorker, WorkerLost
+from telegrad.group.records import sealed, unsealed
+from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.rpc.groups import membership_of, seconds_of, wait_until
+from telegrad.rref import RRef
+from telegrad.worker import Worker
+from telegrad.worker.default_worker import open_worker
+
+__all__ = ["get_service", "register_service"]
+
+_KEY = "services"
+
+
+def register_service(name: str, value: object) -> None:
+    """Make a value available to the group under a name.
+
+    The service ends with this worker. A name that this worker has registered gets the new value; references that others
+    have got keep the old one.
+
+    Args:
+        name: of the service.
+        value: a value, which this worker then owns, or an `RRef` to a value of any worker.
+
+    Raises:
+        RuntimeError: a live worker has registered the name, this process is not in a group (`NotInitialized`), or the
+            store of the group is gone.
+
+    Example::
+
+        rpc.register_service("scores", {"best": 0.5})
+        print(rpc.get_service("scores").to_here())  # {'best': 0.5}
+    """
+    worker = open_worker()
+    service = membership_of(worker)
+    mine = sealed([name, worker.info.name, worker.info.id, worker.incarnation], worker.group)
+    store = service.log.store
+    while True:
+        found = store.get(_key(name))
+        if found is not None and found != mine:
+            _, owner, number, incarnation = unsealed(found, worker.group)
+            service.refresh()
+            if service.log.view.has(number, incarnation):
+                raise TelegradError(
+                    f"worker {worker.info.name} cannot register the service {name}: worker {owner} has it, which is"
+                    " alive. Choose another name."
+                )
+        _services(worker)[name] = value if isinstance(value, RRef) else RRef(value)
+        if store.compare_set(_key(name), found, mine) == mine:
+            return
+
+
+def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
+    """Find a service, and wait until it is registered.
+
+    Args:
+        name: of the service.
+        timeout: limit in seconds; 0 is no limit, -1 the default timeout of calls.
+
+    Returns:
+        A reference to its value.
+
+    Raises:
+        RuntimeError: no live worker has registered the service in time: `WorkerLost` if the worker that had registered
+            it is gone, otherwise `RpcTimeout`. Or this process is not in a group, or the store of the group is gone.
+
+    Example::
+
+        rpc.register_service("scores", {"best": 0.5})
+        scores = rpc.get_service("scores", timeout=60)
+        print(scores.rpc_sync().get("best"))  # 0.5
+    """
+    worker = open_worker()
+    service = membership_of(worker)
+    limit = seconds_of(worker, timeout)
+    changed = threading.Event()
+    gone: list[str] = []
+
+    def find() -> int | None:
+        found = service.log.store.get(_key(name))
+        if found is None:
+            return None
+        of, owner, number, incarnation = unsealed(found, worker.group)
+        service.refresh()
+        if of == name and service.log.view.has(number, incarnation):
+            return int(number)
+        gone[:] = [owner]
+        return None
+
+    try:
+        with worker.members.on_change(changed.set):
+            number: int = wait_until(
+                find, changed, limit, f"wait for the service {name}", "Check that a worker registers it."
+            )
+    except TimeoutError:
+        if gone:
+            raise WorkerLost(gone[0], f"it had registered the service {name}, which is gone with it") from None
+        raise
+    if number == worker.info.id:
+        return _registered(name)
+    return worker.start_internal(number, _registered, (name,), limit or 0.0).wait()  # type: ignore[no-any-return]
+
+
+def _registered(name: str) -> RRef[Any]:
+    """Return the reference that this worker has registered."""
+    worker = open_worker()
+    found = _services(worker).get(name)
+    if found is None:
+        raise UnknownWorker((worker.info.name, worker.info.id), f"service {name}")
+    return found
+
+
+def _key(name: str) -> str:
+    return f"service/{name}"
+
+
+def _services(worker: Worker) -> dict[str, RRef[Any]]:
+    found: dict[str, RRef[Any]] | None = worker.attachments.get(_KEY)
+    if found is None:
+        created: dict[str, RRef[Any]] = {}
+        found = worker.attachments.setdefault(_KEY, created)
+        if found is created:
+            worker.on_close.append(created.clear)
+    return found

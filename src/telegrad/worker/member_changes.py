@@ -1,0 +1,128 @@
+"""Changes of a group and its connections, passed to the parts of a worker."""
+
+from contextlib import suppress
+from typing import Any
+
+from telegrad.group import addresses
+from telegrad.group.records import Member
+from telegrad.group.store_waits import StoreGone
+from telegrad.options import Options
+from telegrad.types import WorkerInfo
+from telegrad.worker import lifecycle_log
+from telegrad.worker.autograd_hooks import AutogradHooks
+from telegrad.worker.closed import AnyEngine
+from telegrad.worker.members import Members
+from telegrad.worker.membership_service import MembershipService
+from telegrad.worker.refs.references import References
+from telegrad.worker.shutdown_barrier import GracefulShutdown
+
+__all__ = ["MemberChanges"]
+
+
+class MemberChanges:
+    """Part of `Worker` that handles changes of its group and the ends of connections."""
+
+    info: WorkerInfo
+    options: Options
+    host: str
+    static: bool
+    joined: bool
+    member: Member
+    engine: AnyEngine
+    members: Members
+    membership: MembershipService | None
+    references: References
+    autograd: AutogradHooks[Any]
+    shutdown: GracefulShutdown
+
+    def add_member(self, member: Member) -> None:
+        """Add another worker of the group, or its new process.
+
+        The first call to it connects.
+        """
+        if member.id == self.info.id:
+            return
+        returned = self.members.add(member)
+        if returned or member.id in self.members.lost:
+            self.members.mark_present(member.id)
+            self.references.peer_joined(member.id)
+        usable = addresses.candidates(member.addresses, member.host == self.host, self.options.transports)
+        self.engine.set_peer(member.id, member.name, member.incarnation, usable)
+        if returned:
+            self.shutdown.peer_back(member.id)
+        self.members.notify()
+
+    def remove_member(self, worker_id: int, reason: str) -> None:
+        """Remove a worker that has left the group."""
+        incarnation = self.members.connected.get(worker_id, 0)
+        self.members.retire(worker_id)
+        self.engine.disconnect(worker_id, reason)
+        self._release_peer(worker_id, reason, gone=True)
+        lifecycle_log.peer_left(self, worker_id, reason)
+        self.members.mark_lost(worker_id, incarnation, reason, departed=True)
+        self.members.notify()
+
+    def lose_member(self, worker_id: int, incarnation: int, reason: str) -> None:
+        """Remove a worker that the group has lost. A static group keeps its name."""
+        if not self.static:
+            self.members.retire(worker_id, reason)
+        if self.members.connected.get(worker_id, 0) <= incarnation:  # not if its successor has connected already
+            self.engine.remove_peer(worker_id, reason)
+        if worker_id not in self.members.lost:
+            lifecycle_log.lost(self, worker_id, reason)
+            self.members.mark_lost(worker_id, incarnation, reason, departed=False)
+            self._release_peer(worker_id, reason, gone=True)
+            self.shutdown.peer_gone(worker_id, False)
+        self.members.notify()
+
+    def on_connected(self, peer: int, incarnation: int, text: str) -> None:
+        """Handle the first connection to a peer, or to its new process."""
+        lifecycle_log.connected(self, peer, text)
+        self.members.mark_connected(peer, incarnation)
+        member = self.members.get(peer)
+        if self.membership is not None and (member is None or member.incarnation != incarnation):
+            self.membership.notify()
+
+    def on_peer_lost(self, peer: int, incarnation: int, reason: str, departed: bool) -> None:
+        """Handle the end of the session with a peer.
+
+        Args:
+            peer: Id of the peer.
+            incarnation: Incarnation of the peer.
+            reason: Why the session ended.
+            departed: The peer sent a goodbye.
+        """
+        member = self.members.get(peer)
+        if member is not None and incarnation < member.incarnation:  # `add_member` has added its new process
+            self._release_peer(peer, reason, gone=False)
+            return
+        gone = departed or peer in self.members.lost  # else messages to it may begin another session
+        if departed:
+            lifecycle_log.peer_left(self, peer, reason)
+        else:
+            lifecycle_log.lost(self, peer, reason)
+        self.members.mark_lost(peer, incarnation, reason, departed)
+        # While this worker leaves, references that a departed peer still holds are reported as leaks.
+        self._release_peer(peer, reason, gone, keep_references=self.shutdown.is_leaving and departed)
+        self.shutdown.peer_gone(peer, departed)
+        self.members.notify()
+        if self.membership is not None:
+            self.membership.suspect(peer, incarnation, reason, departed)
+
+    def on_peer_back(self, peer: int) -> None:
+        """Handle the return of a lost peer."""
+        self.members.mark_present(peer)
+        self.references.peer_joined(peer)
+        self.shutdown.peer_back(peer)
+
+    def _release_peer(self, peer: int, reason: str, gone: bool, keep_references: bool = False) -> None:
+        self.autograd.peer_lost(peer, reason)
+        if not keep_references:
+            self.references.peer_lost(peer, reason, gone)
+
+    def _read_store(self) -> None:
+        """Apply new entries of the group's log: an unknown worker may have joined."""
+        if self.membership is None:
+            return
+        with suppress(StoreGone):  # without its host, no worker can have joined
+            self.membership.refresh()

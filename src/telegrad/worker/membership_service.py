@@ -1,0 +1,333 @@
+"""Membership of a worker while it is in a group.
+
+The service has a thread. It renews the lease of the worker, reads new entries of the log, and writes entries for
+members that have ended. Only these facts end a member:
+
+- its goodbye, or its own entry;
+- the kernel's report that its process on this host is gone;
+- the expiry of its lease.
+
+A lost connection is no such fact; it only makes the service check the member. Each member observes the leases of the
+next two members, in the order of their ids, and of those that it has lost the connection to.
+
+A worker that notifies others of a new entry sends MEMBERSHIP, with the epoch and a phase. No handler takes part: the
+receiver's service reads the log and replies.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from telegrad.group.lease import Lease
+from telegrad.group.log import GroupLog, lease_key
+from telegrad.group.process_identity import GONE, RUNNING, fate_of
+from telegrad.group.records import Member
+from telegrad.group.store_waits import StoreGone
+from telegrad.protocols.leases import Timing, Watch
+from telegrad.protocols.membership import Change, Event, Joined, Leave, Lose, Lost
+from telegrad.types import WorkerInfo
+from telegrad.waits import wait_for
+from telegrad.wire import Tag
+from telegrad.worker.group_events import GroupEvents
+from telegrad.worker.members import Members
+
+__all__ = ["MembershipService"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
+
+APPLIED, GREW, DRAINED = range(3)  # phases of MEMBERSHIP: reply; the log has grown; the sender may be disconnected
+_ACK_TIMEOUT = 0.5  # s that a worker waits for the others to read its entry
+_NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
+_STOP_TIMEOUT = 2.0  # s for the thread to release the lease, and to leave the code of the store before an exit
+
+
+class Host(Protocol):
+    """Worker that the service belongs to."""
+
+    info: WorkerInfo
+    incarnation: int
+    host: str
+    static: bool
+    members: Members
+
+    def add_member(self, member: Member) -> None: ...
+    def remove_member(self, worker_id: int, reason: str) -> None: ...
+    def lose_member(self, worker_id: int, incarnation: int, reason: str) -> None: ...
+    def fence(self, why: str) -> None: ...
+    def send_oneway(self, peer: int, tag: Tag, value: object) -> None: ...
+
+
+class MembershipService:
+    """Membership of one worker.
+
+    Args:
+        worker: The worker.
+        log: Log of its group.
+        lease: Lease of the worker, which it holds.
+        timing: Times of the leases of the group.
+        events: Receives the changes that the program is interested in.
+    """
+
+    def __init__(self, worker: Host, log: GroupLog, lease: Lease, timing: Timing, events: GroupEvents) -> None:
+        self._worker = worker
+        self.log = log
+        self.events = events
+        self._lease = lease
+        self.timing = timing
+        self._changing = threading.RLock()  # entries are applied to the worker in the order of the log
+        self._wake = threading.Event()
+        self._stopped = False
+        self._release = True  # the lease, at the end
+        self._is_member = False
+        self._has_left = False
+        self._suspects: deque[tuple[int, int, str, bool]] = deque()
+        self._checked: dict[tuple[int, int], str] = {}  # suspects with observed leases, and what raised suspicion
+        self._watches: dict[tuple[int, int], Watch] = {}  # by id and incarnation
+        self._askers: deque[tuple[int, int]] = deque()  # peers that wait for this worker to apply an epoch
+        self._unapplied: set[int] = set()  # peers that have not confirmed the epoch of `announce`
+        self._applied = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"telegrad-{worker.info.name}-membership", daemon=True)
+
+    def start(self) -> None:
+        """Start to renew the lease, before the worker has joined."""
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Start to follow the log: the worker has joined."""
+        self._is_member = True
+        self._stop_watch = self.log.store.watch(self.notify)
+        if self._askers or self._suspects:
+            self.notify()
+
+    # ---- called by other threads
+
+    def notify(self) -> None:
+        """Have the thread read the log. Never blocks."""
+        self._wake.set()
+
+    def suspect(self, peer: int, incarnation: int, why: str, departed: bool) -> None:
+        """Have the thread check a member after its connections have ended. Never blocks.
+
+        Args:
+            peer: Id of the member.
+            incarnation: Its incarnation.
+            why: Why the connections ended.
+            departed: It sent a goodbye.
+        """
+        self._suspects.append((peer, incarnation, why, departed))
+        self._wake.set()
+
+    def on_message(self, peer: int, epoch: int, phase: int) -> None:
+        """Handle MEMBERSHIP of a peer. Never blocks."""
+        if phase == APPLIED:
+            self._confirm(peer)
+            return
+        if phase == DRAINED:
+            self._worker.remove_member(peer, "it left the group")
+            return
+        self._askers.append((peer, epoch))
+        self._wake.set()
+
+    def refresh(self) -> None:
+        """Apply new entries of the log. Blocks while the store does.
+
+        Raises:
+            StoreGone: The host of the store is gone.
+        """
+        with self._changing:
+            if self._is_member:
+                self._apply(self.log.refresh())
+
+    def append(self, change: Change, is_current: Callable[[], bool]) -> None:
+        """Write an entry to the log while it is still current.
+
+        Args:
+            change: The entry.
+            is_current: Returns whether it would have an effect.
+        """
+        with self._changing:
+            written = False
+            while not written and is_current():
+                written, events = self.log.append(change)
+                self._apply(events)
+
+    def announce(self, phase: int = GREW) -> None:
+        """Notify the connected members of an entry; wait until they have read it.
+
+        The wait is short: a member that is late reads the entry later.
+        """
+        peers = set(self._worker.members.connected) & self._worker.members.ids()
+        if phase == GREW:
+            self._unapplied = set(peers)
+            self._applied.clear()
+        for peer in sorted(peers):
+            self._worker.send_oneway(peer, Tag.MEMBERSHIP, (self.log.view.epoch, phase))
+        if phase != GREW or not peers:
+            return
+        with self._worker.members.on_change(lambda: self._confirm(-1)):
+            wait_for(self._applied, _ACK_TIMEOUT)
+
+    def _confirm(self, peer: int) -> None:
+        self._unapplied.discard(peer)
+        self._unapplied &= set(self._worker.members.connected)
+        if not self._unapplied:
+            self._applied.set()
+
+    def leave(self) -> None:
+        """Write to the log that this worker leaves, and notify the others."""
+        me, view = self._worker, self.log.view
+        self.append(Leave(me.info.id, me.incarnation), lambda: view.has(me.info.id, me.incarnation))
+        self._is_member, self._has_left = False, True  # the goodbyes that follow are for this worker
+        self.notify()
+        self.announce()
+
+    def stop(self, release: bool = True) -> None:
+        """End the thread.
+
+        Args:
+            release: Release the lease, so that the next process of this name need not wait for its expiry.
+        """
+        self._release = self._release and release
+        self._stopped = True
+        self._wake.set()
+        if self._stop_watch is not None:
+            self._stop_watch()
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(_STOP_TIMEOUT)
+
+    _stop_watch: Callable[[], None] | None = None
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        renewal = self.timing.renewal
+        due = time.monotonic() + renewal
+        while True:
+            self._wake.wait(max(due - time.monotonic(), 0.0))
+            self._wake.clear()
+            if self._stopped:
+                break
+            try:
+                now = time.monotonic()
+                is_due, due = now >= due, due if now < due else now + renewal
+                if is_due and not self._lease.renew():
+                    self._worker.fence("another process has taken its name")
+                    return
+                if self._is_member:
+                    self._check_members(is_due)
+                self._reply()
+            except StoreGone as e:
+                if not self.log.store.recovers:
+                    logger.info("worker %s goes on without the store of its group: %s", self._worker.info.name, e)
+                    return
+                logger.warning("worker %s cannot reach the store of its group: %s", self._worker.info.name, e)
+            except RuntimeError as e:  # a timeout of the store, or a worker that closes
+                logger.debug("the membership of worker %s is late: %s", self._worker.info.name, e)
+            except Exception:  # the thread continues: without it, the others would lose this worker
+                logger.exception("internal error in the membership of %s; please report it", self._worker.info.name)
+        if self._release:
+            try:
+                self._lease.release()
+            except RuntimeError as e:
+                logger.debug("worker %s could not release its lease: %s", self._worker.info.name, e)
+
+    def _check_members(self, is_due: bool) -> None:
+        self.refresh()
+        while self._suspects:
+            self._check(*self._suspects.popleft())
+        if is_due:
+            self._observe()
+
+    def _reply(self) -> None:
+        """Confirm to the peers that have asked that their entries are applied.
+
+        A worker that has left confirms entries that it has not read: they do not concern it.
+        """
+        while self._askers and (self._is_member or self._has_left):
+            peer, epoch = self._askers.popleft()
+            if self._has_left or self.log.view.epoch >= epoch:
+                self._worker.send_oneway(peer, Tag.MEMBERSHIP, (epoch, APPLIED))
+
+    def _check(self, peer: int, incarnation: int, why: str, departed: bool) -> None:
+        """Check a member after the end of its connections."""
+        if not self.log.view.has(peer, incarnation):
+            return
+        if departed and self._worker.static:
+            # Usually the whole group ends, perhaps with its store. If not, an observer of the lease writes the entry.
+            return
+        if departed:
+            self._end(Leave(peer, incarnation))
+        elif fate_of(self._record(peer).process, has_closed=True) == GONE:
+            self._end(Lose(peer, incarnation, f"its process is gone ({why})"))
+        else:
+            self._checked[peer, incarnation] = why
+
+    def _observe(self) -> None:
+        """Observe the leases of the neighbors and of suspects."""
+        view, now = self.log.view, time.monotonic()
+        others = sorted(view.members.keys() - {self._worker.info.id})
+        after = [number for number in others if number > self._worker.info.id]
+        neighbors = [*after, *others][:_NEIGHBORS]
+        observed = {(number, view.members[number].incarnation) for number in neighbors}
+        observed |= {key for key in self._checked if view.has(*key)}
+        self._checked = {key: why for key, why in self._checked.items() if key in observed}
+        self._watches = {key: watch for key, watch in self._watches.items() if key in observed}
+        for key in sorted(observed):
+            if not view.has(*key):  # an entry of this loop, or of another worker
+                continue
+            value = self.log.store.get(lease_key(key[0]))
+            watch = self._watches.get(key)
+            if watch is None:
+                watch = self._watches[key] = Watch(self.timing, now, value)
+            watch.observe(now, value)
+            if not watch.has_expired(now):
+                continue
+            if watch.released:
+                self._end(Leave(*key))
+            elif not self._is_known_to_live(key):
+                why = self._checked.get(key, "")
+                silence = f"it has not renewed its lease for {self.timing.lifetime:g} s"
+                self._end(Lose(*key, f"{silence} ({why})" if why else silence))
+
+    def _is_known_to_live(self, key: tuple[int, int]) -> bool:
+        """Return whether a member lives although its lease has expired.
+
+        A process of this host may hold the GIL for long, or lack the connection to the store.
+        """
+        return fate_of(self._record(key[0]).process) == RUNNING
+
+    def _record(self, peer: int) -> Member:
+        record: Member = self.log.view.members[peer].record
+        return record
+
+    def _end(self, change: Leave | Lose) -> None:
+        self.append(change, lambda: self.log.view.has(change.id, change.incarnation))
+
+    # ---- effects of entries
+
+    def _apply(self, events: list[Event]) -> None:
+        worker = self._worker
+        for event in events:
+            member = event.member
+            if member.id == worker.info.id or member.name == worker.info.name:
+                self._apply_to_self(event)
+                continue
+            if isinstance(event, Joined):
+                worker.add_member(member.record)
+            elif isinstance(event, Lost):
+                worker.lose_member(member.id, member.incarnation, event.why)
+            elif not worker.static:  # a static group keeps the name; the goodbye has ended its connections
+                worker.members.retire(member.id)
+                if member.id not in worker.members.connected and member.id not in worker.members.lost:
+                    worker.remove_member(member.id, "it left the group")
+            self.events.add(event)
+
+    def _apply_to_self(self, event: Event) -> None:
+        worker, member = self._worker, event.member
+        if isinstance(event, Joined) and member.incarnation > worker.incarnation:
+            worker.fence(f"process {member.record.process or member.incarnation} has taken its name")
+        elif isinstance(event, Lost) and member.incarnation == worker.incarnation:
+            worker.fence(event.why)

@@ -1,0 +1,197 @@
+"""Groups on real etcd: no process of the group is indispensable."""
+
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from etcd_helpers import Etcd, address_of, etcd_cluster
+from process_helpers import TIMEOUT, Actor, actors, call_many, free_port
+from test_membership_processes import join, join_static, leave, names, process_of
+
+from telegrad.group.etcd_client import EtcdClient, EtcdGone
+from telegrad.group.etcd_store import EtcdStore, endpoints_of
+from telegrad.group.group_store import GroupStore, group_store_of
+from telegrad.group.store_waits import Part
+from telegrad.rpc import Options, Worker
+from telegrad.testing import eventually, run_all
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Etcd]]:
+    with etcd_cluster(1, tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def where(etcd: list[Etcd]) -> str:
+    return address_of(etcd, f"group{next(_numbers)}")
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Actor]]:
+    with actors(3, tmp_path, method="none") as group:
+        yield group
+
+
+def store_at(where: str) -> EtcdStore:
+    return EtcdStore(where, timedelta(seconds=5))
+
+
+def test_values_and_counters(where: str) -> None:
+    store = store_at(where)
+    part = Part("some", Part("part", store))
+    assert not part.check(["key"])
+    part.set("key", "value")
+    assert part.get("key") == b"value"
+    assert store.get("part/some/key") == b"value"
+    assert part.compare_set("key", "other", "new") == b"value"
+    assert part.compare_set("key", "value", "new") == b"new"
+    assert part.compare_set("missing", "", "first") == b"first"
+    assert part.compare_set("missing", "", "second") == b"first"
+    assert part.compare_set("absent", "expected", "x") == b"expected"
+    assert [part.add("count", 2), part.add("count", 1)] == [2, 3]
+    assert part.multi_get(["key", "missing"]) == [b"new", b"first"]
+    with pytest.raises(RuntimeError, match="no key part/some/absent within the timeout"):
+        part.wait(["absent"], timedelta(seconds=0.05))
+
+
+@pytest.mark.parametrize("prefix", ["", "part"])
+def test_log_and_counters_of_a_group(where: str, prefix: str) -> None:
+    store = store_at(where)
+    group: GroupStore = group_store_of(Part(prefix, store) if prefix else store)
+    assert group.recovers
+    grown = threading.Semaphore(0)
+    end = group.watch(grown.release)
+    assert end is not None
+    assert grown.acquire(timeout=TIMEOUT)  # the watch has begun
+    assert group.read(1) == []
+    assert group.append(1, "first") == "first"
+    assert grown.acquire(timeout=TIMEOUT)
+    assert group.append(1, "other") == "first"
+    assert group.append(2, "second") == "second"
+    assert (group.read(1), group.read(2), group.read(3)) == (["first", "second"], ["second"], [])
+    assert (group.get("log/0000000001"), group.get("none")) == ("first", None)
+    assert [group.add("ids", 1), group.add("ids", 1)] == [1, 2]
+    assert group.compare_set("key", None, "a") == "a"
+    assert group.compare_set("key", None, "b") == "a"
+    assert group.compare_set("key", "x", "b") == "a"
+    assert group.compare_set("key", "a", "b") == "b"
+    assert group.compare_set("none", "a", "b") is None
+    end()
+
+
+def test_leases_end_without_renewals(where: str) -> None:
+    group: GroupStore = group_store_of(store_at(where))
+    assert group.compare_set("lease/0", None, "1", 1.0) == "1"
+    assert group.compare_set("lease/1", None, "1", 1.0) == "1"
+    count = 1
+
+    def renew() -> bool:
+        nonlocal count
+        count += 1
+        assert group.compare_set("lease/1", str(count - 1), str(count), 1.0) == str(count)
+        return group.get("lease/0") is None
+
+    eventually(renew, timeout=TIMEOUT)
+    assert group.get("lease/1") == str(count)
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("etcd://host:1/group", ([("host", 1)], "group")),
+        ("etcd://host/group/", ([("host", 2379)], "group")),
+        ("etcd://a:1,b,[::1]:3/some/group", ([("a", 1), ("b", 2379), ("::1", 3)], "some/group")),
+    ],
+)
+def test_addresses(address: str, found: object) -> None:
+    assert endpoints_of(address) == found
+
+
+@pytest.mark.parametrize("address", ["etcd://host:1", "etcd://host:1/", "etcd:///group", "etcd://:1/group"])
+def test_incomplete_address(address: str) -> None:
+    with pytest.raises(ValueError, match="lacks an endpoint or the name of the group"):
+        Worker("w", options=Options(init_method=address))
+
+
+def test_etcd_that_does_not_reply() -> None:
+    port = free_port()
+    with pytest.raises(EtcdGone, match=rf"etcd at 127.0.0.1:{port} did not reply within 0.2 s: .*refused"):
+        Worker("w", options=Options(init_method=f"etcd://127.0.0.1:{port}/group", rpc_timeout=0.2))
+
+
+def test_next_endpoint_is_used(etcd: list[Etcd]) -> None:
+    client = EtcdClient([("127.0.0.1", free_port()), ("127.0.0.1", etcd[0].port)], 5.0)
+    client.put("telegrad/test", "value")
+    assert client.get("telegrad/test") == "value"
+    client.close()
+
+
+def test_static_group(where: str) -> None:
+    """Groups at one address follow each other, and each has all its members."""
+    for _ in range(2):
+        options = Options(init_method=where, rpc_timeout=TIMEOUT)
+        group = run_all([lambda rank=rank: Worker(f"w{rank}", rank, 3, options) for rank in range(3)])  # type: ignore[misc] # noqa: B023
+        assert group[0].rpc_sync("w2", abs, (-1,)) == 1
+        run_all([lambda worker=worker: worker.shutdown(timeout=TIMEOUT) for worker in group])  # type: ignore[misc]
+
+
+def test_newcomers_join_without_the_first_worker(three: list[Actor], where: str) -> None:
+    """Rank 0 is killed: no process of the group hosts the store."""
+    first, second, third = three
+    for actor in (first, second):
+        actor.do(join, actor.name, where)
+    assert second.do(call_many, "w0", 2) == 2
+    first.end()
+    assert third.do(join, third.name, where) < 2.0
+    eventually(lambda: second.do(names) == ["w1", "w2"])
+    for actor in (second, third):
+        for name in ("w1", "w2"):
+            assert actor.do(call_many, name, 2) == 2
+    third.do(leave)
+    assert second.do(names) == ["w1"]
+    second.do(leave)
+
+
+def test_rank_0_of_a_static_group_comes_back(three: list[Actor], where: str) -> None:
+    first, second, again = three
+    steps = [actor.begin(join_static, actor.name, actor.rank, 2, where) for actor in (first, second)]
+    for step in steps:
+        step.result()
+    assert second.do(call_many, "w0", 2) == 2
+    first.end(signal.SIGKILL)
+    again.do(join_static, "w0", 0, 2, where)
+    assert second.do(process_of, "w0") == again.process.pid
+    for step in [actor.begin(leave) for actor in (again, second)]:
+        step.result()
+
+
+@pytest.mark.slow
+def test_leader_of_etcd_is_killed(three: list[Actor], tmp_path: Path) -> None:
+    """Calls continue, a worker joins after the election, and no member is lost."""
+    (tmp_path / "etcd").mkdir()
+    with etcd_cluster(3, tmp_path / "etcd") as cluster:
+        where = address_of(cluster, "group")
+        first, second, third = three
+        for actor in (first, second):
+            actor.do(join, actor.name, where)
+        leader = next(each for each in cluster if each.is_leader())
+        leader.kill()
+        begun = time.monotonic()
+        assert second.do(call_many, "w0", 100) == 100
+        third.do(join, third.name, where)
+        assert time.monotonic() - begun < 15
+        for actor in three:
+            for name in ("w0", "w1", "w2"):
+                assert actor.do(call_many, name, 2) == 2
+            assert actor.do(names) == ["w0", "w1", "w2"]
+            assert "out of its group" not in actor.stderr()
+        for actor in three:
+            actor.do(leave)

@@ -1,0 +1,233 @@
+"""A newcomer connects to the live members before it joins."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from membership_helpers import add_member, log_of, members_of, silent_address, unused_address
+from raw_peer_helpers import REFUSE, frame, text
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from telegrad import rpc
+from telegrad.errors import TelegradError
+from telegrad.group.log import lease_key, lease_value
+from telegrad.group.process_identity import GONE, RUNNING, UNKNOWN, fate_of, own_process
+from telegrad.rpc import Options, Worker
+from telegrad.testing import Gate, cluster
+
+PATIENT = Options(member_lease=20.0, transports=("tcp",), rpc_timeout=30)
+QUICK = Options(member_lease=2.0, transports=("tcp",), rpc_timeout=30)
+SOON = 2.0  # s
+
+
+@contextmanager
+def refusing_address(why: str) -> Iterator[str]:
+    """Yield the address of a worker that refuses each newcomer."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            while True:
+                try:
+                    link, _ = listening.accept()
+                except OSError:
+                    return
+                link.recv(1 << 16)
+                link.sendall(frame(REFUSE, text(why)))
+                link.shutdown(socket.SHUT_WR)
+                while link.recv(1 << 16):  # a close with unread bytes would discard the reply
+                    pass
+                link.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"tcp:127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@contextmanager
+def renewed_lease(store: Any, rank: int, incarnation: int) -> Iterator[None]:
+    """Renew the lease of a member that has no process."""
+    stop = threading.Event()
+
+    def renew() -> None:
+        count = 0
+        while not stop.wait(0.05):
+            count += 1
+            log_of(store).store.set(lease_key(rank), lease_value(incarnation, "", count))
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def test_join_does_not_wait_for_a_busy_member() -> None:
+    """A member with no free thread stays a member, and the newcomer joins at once."""
+    gate = Gate()
+    with cluster(1, Options(num_worker_threads=1), dynamic=True) as group:
+        busy = rpc.rpc_async("w0", gate.enter)
+        gate.wait_for()
+        begun = time.monotonic()
+        group.workers.append(Worker("w1", options=Options(rpc_timeout=30), store=group.store))
+        assert time.monotonic() - begun < SOON
+        assert sorted(members_of(group.store)) == ["w0", "w1"]
+        assert [info.name for info in group[1].get_worker_infos()] == ["w0", "w1"]
+        assert [info.name for info in group[0].get_worker_infos()] == ["w0", "w1"]  # without a handler
+        gate.open()
+        busy.wait()
+        assert group[1].rpc_sync("w0", abs, (-1,)) == group[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def test_silent_member_stays_a_member() -> None:
+    """Neither a newcomer nor its silence alone removes it: its lease has not expired."""
+    store = HashStore()
+    with silent_address() as address, cluster(1, QUICK, store=store, dynamic=True) as group:
+        add_member(store, group[0], "mute", address)
+        begun = time.monotonic()
+        group.workers.append(Worker("w1", options=QUICK, store=store))
+        assert time.monotonic() - begun < SOON
+        assert sorted(members_of(store)) == ["mute", "w0", "w1"]
+        assert "mute" in [info.name for info in group[1].get_worker_infos()]
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["protocol version 4 is not 5: run one version of telegrad on all workers", "the group's secret does not match"],
+)
+def test_newcomer_that_a_member_refuses(why: str) -> None:
+    store = HashStore()
+    with refusing_address(why) as address, cluster(1, PATIENT, store=store, dynamic=True) as group:
+        add_member(store, group[0], "strict", address)
+        before = log_of(store).view.epoch
+        with pytest.raises(
+            TelegradError, match=f"no connection to its live member strict .*: refused by the peer: {why}"
+        ):
+            Worker("w1", options=PATIENT, store=store)
+        assert (log_of(store).view.epoch, sorted(members_of(store))) == (before, ["strict", "w0"])
+
+
+def test_newcomer_that_cannot_reach_a_live_member() -> None:
+    store = HashStore()
+    with cluster(1, QUICK, store=store, dynamic=True) as group:
+        member = add_member(store, group[0], "hidden", unused_address())
+        before = log_of(store).view.epoch
+        with renewed_lease(store, member.id, member.incarnation):
+            with pytest.raises(TelegradError, match=r"no connection to its live member hidden .*Connection refused"):
+                Worker("w1", options=QUICK, store=store)
+            assert log_of(store).view.epoch == before
+            assert sorted(members_of(store)) == ["hidden", "w0"]
+        group.workers.append(Worker("w1", options=QUICK, store=store))  # once the member is silent
+        assert sorted(members_of(store)) == ["hidden", "w0", "w1"]
+
+
+def test_newcomer_with_another_secret() -> None:
+    store = HashStore()
+    with cluster(1, Options(secret="one secret of ours"), store=store, dynamic=True) as group:
+        before = log_of(store).view.epoch
+        with pytest.raises(TelegradError, match="not made with the group's secret"):
+            Worker("w1", options=Options(secret="another secret"), store=store)
+        assert log_of(store).view.epoch == before
+        assert [info.name for info in group[0].get_worker_infos()] == ["w0"]
+        group.workers.append(Worker("w1", options=Options(secret="one secret of ours"), store=store))
+        assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def test_many_newcomers_at_once() -> None:
+    """Each has an id of its own, and all agree on the members."""
+    store = HashStore()
+    joined: list[Worker] = []
+
+    def join(name: str) -> None:
+        joined.append(Worker(name, options=Options(rpc_timeout=30), store=store))
+
+    threads = [threading.Thread(target=join, args=(f"w{i}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len({worker.info.id for worker in joined}) == 6
+    names = sorted(worker.info.name for worker in joined)
+    for worker in joined:
+        assert sorted(info.name for info in worker.get_worker_infos()) == names
+        assert [worker.rpc_sync(name, abs, (-1,)) for name in names] == [1] * 6
+    ends = [threading.Thread(target=worker.shutdown, kwargs={"timeout": 30}) for worker in joined]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(30)
+    assert members_of(store) == {}
+
+
+def test_ids_are_not_used_again() -> None:
+    """Only the same name gets the id of a worker that has left."""
+    with cluster(1, dynamic=True) as group:
+        first = Worker("w1", store=group.store)
+        incarnation = first._worker.incarnation
+        assert first.info.id == 1
+        first.shutdown(timeout=30)
+        other = Worker("w2", store=group.store)
+        again = Worker("w1", store=group.store)
+        assert (other.info.id, again.info.id) == (2, 1)
+        assert again._worker.incarnation > incarnation
+        with pytest.raises(RuntimeError, match="Rank 2 is taken twice: by workers w2 and w3"):
+            Worker("w3", 2, store=group.store)
+        other.shutdown(timeout=30)
+        with pytest.raises(RuntimeError, match="Rank 2 belonged to worker w2, and no other name gets it"):
+            Worker("w3", 2, store=group.store)
+        again.shutdown(timeout=30)
+
+
+def test_name_of_a_live_worker() -> None:
+    with cluster(1, dynamic=True) as group:
+        for rank, said in ((-1, "rank 0 is taken by worker w0, which is in the group already"), (5, "not unique")):
+            with pytest.raises(RuntimeError, match=said):
+                Worker("w0", rank, store=group.store)
+        assert group[0].rpc_sync("w0", abs, (-1,)) == 1
+
+
+def test_worker_that_closed_without_a_shutdown_comes_back_at_once() -> None:
+    with cluster(1, dynamic=True) as group:
+        for turn in range(3):
+            worker = Worker("w1", store=group.store)
+            assert group[0].rpc_sync("w1", abs, (-turn,)) == turn
+            worker.shutdown(graceful=False)
+
+
+def test_checkpoints_shorten_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telegrad.group.log._INTERVAL", 4)
+    with cluster(1, dynamic=True) as group:
+        for _ in range(5):
+            Worker("w1", store=group.store).shutdown(timeout=30)
+        read: list[int] = []
+        log = log_of(group.store)
+        assert log.view.epoch == 11
+        store = log.store
+        monkeypatch.setattr(type(store), "append", None)
+        original = type(store).read
+        monkeypatch.setattr(type(store), "read", lambda self, epoch: read.append(epoch) or original(self, epoch))
+        fresh = log_of(group.store)
+        assert read == [9]
+        assert (fresh.view.members, fresh.view.owners, fresh.view.latest) == (
+            log.view.members,
+            log.view.owners,
+            log.view.latest,
+        )
+        monkeypatch.undo()
+
+
+def test_fate_of_a_process() -> None:
+    mine = own_process()
+    assert fate_of(mine) == RUNNING
+    place, pid, started = mine.rsplit("/", 2)
+    assert fate_of(f"{place}/{pid}/{int(started) + 1}") == GONE
+    assert fate_of(f"{place}/{(1 << 22) + 1}/1") == GONE
+    assert fate_of(f"elsewhere/{pid}/{started}") == UNKNOWN
+    assert fate_of("") == UNKNOWN
+    assert struct.calcsize("<I") == 4

@@ -1,0 +1,136 @@
+"""Leases as an observer sees them, and which members a newcomer has to reach."""
+
+from itertools import product
+
+import pytest
+
+from telegrad.protocols.joining import Newcomer, Refusal
+from telegrad.protocols.leases import RELEASED, Timing, Watch
+
+TIMING = Timing(8.0)  # renewals each second, patience 1.2 s
+
+
+def test_times_follow_from_the_lifetime() -> None:
+    assert (TIMING.renewal, TIMING.patience) == (1.0, pytest.approx(1.2))
+    assert Timing(10.0).patience < 2, "a newcomer waits for a silent member less than 2 s, by default"
+
+
+def observed(watch: Watch, until: float, value: str) -> Watch:
+    """Observe a lease with each renewal of the observer."""
+    now = watch.begun
+    while now < until:
+        now += 1.0
+        watch.observe(now, value)
+    return watch
+
+
+def test_a_lease_expires_without_renewals() -> None:
+    watch = observed(Watch(TIMING, 100.0, "1"), 107.0, "1")
+    assert not watch.has_expired(107.9)
+    assert watch.has_expired(108.0)
+    watch.observe(108.0, "2")
+    assert not watch.has_expired(115.9)
+    assert watch.has_expired(116.0)
+
+
+def test_an_observer_that_was_late_begins_again() -> None:
+    watch = observed(Watch(TIMING, 100.0, "1"), 107.0, "1")
+    watch.observe(150.0, "1")
+    assert not watch.has_expired(150.0)
+    assert not watch.is_silent(151.1)
+    assert watch.is_silent(151.3)
+    assert watch.has_expired(158.0)
+
+
+@pytest.mark.parametrize("value", [None, RELEASED])
+def test_a_lease_that_has_ended(value: str | None) -> None:
+    assert Watch(TIMING, 0.0, value).has_expired(0.0)
+    watch = Watch(TIMING, 0.0, "1")
+    watch.observe(0.5, value)
+    assert watch.ended
+    assert (watch.has_expired(0.5), watch.renewals, watch.released) == (True, 0, value == RELEASED)
+
+
+def test_silence_begins_with_the_observation() -> None:
+    watch = Watch(TIMING, 100.0, "1")
+    assert not watch.is_silent(101.1)
+    assert watch.is_silent(101.3)
+    watch.observe(101.0, "2")
+    assert not watch.is_silent(150.0)
+
+
+def newcomer(*members: int) -> Newcomer:
+    found = Newcomer(TIMING)
+    for member in members:
+        assert found.require(member, 0.0, "1")
+        assert not found.require(member, 0.0, "1")
+    return found
+
+
+def test_a_newcomer_waits_for_each_live_member() -> None:
+    one = newcomer(0, 1)
+    one.connected(0)
+    one.observe(1, 1.0, "2")
+    assert (one.judge(50.0), one.waiting_for()) == (None, [1])  # alive: the handshake may be late
+    one.connected(1)
+    assert (one.judge(50.0), one.waiting_for(), one.silent) == (None, [], set())
+    assert not one.require(1, 60.0, "5")
+
+
+def test_a_refusal_ends_the_join_at_once() -> None:
+    one = newcomer(0)
+    one.failed(0, "the group's secret does not match", refused=True)
+    assert one.judge(0.0) == Refusal(0, "the group's secret does not match")
+
+
+def test_an_unreachable_member_that_renews_its_lease_ends_the_join() -> None:
+    one = newcomer(0)
+    one.failed(0, "connection refused", refused=False)
+    assert one.judge(0.5) is None
+    one.observe(0, 1.0, "2")
+    assert one.judge(1.0) == Refusal(0, "connection refused")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_silent_member_delays_the_join_for_less_than_two_renewals(fails: bool) -> None:
+    one = newcomer(0)
+    if fails:
+        one.failed(0, "connection refused", refused=False)
+    one.observe(0, 1.0, "1")
+    assert (one.judge(1.1), one.waiting_for()) == (None, [0])
+    assert (one.judge(1.3), one.waiting_for(), one.silent) == (None, [], {0})
+    one.connected(0)
+    assert one.silent == set()
+
+
+@pytest.mark.parametrize("lease", [None, RELEASED])
+def test_a_member_that_ends_is_not_awaited(lease: str | None) -> None:
+    one = newcomer(0)
+    one.failed(0, "connection refused", refused=False)
+    one.observe(0, 0.1, lease)
+    assert (one.judge(0.1), one.waiting_for(), one.silent) == (None, [], set())
+
+
+def test_every_order_of_reports_gives_one_verdict() -> None:
+    """A live member is never excused, and a dead one never ends the join."""
+    for renews, reports in product((False, True), product("cfro-", repeat=4)):
+        one = newcomer(0)
+        verdict, connected, refused = None, False, False
+        for step, report in enumerate(reports):
+            now = 0.7 * (step + 1)
+            if report == "c":
+                one.connected(0)
+                connected = True
+            elif report in "fr":
+                one.failed(0, "no", refused=report == "r")
+                refused = refused or (report == "r" and 0 in one.waiting_for())
+            elif report == "o":
+                one.observe(0, now, str(step + 2) if renews else "1")
+            verdict = one.judge(now)
+            if verdict is not None or not one.waiting_for():
+                break
+        done = not one.waiting_for() and verdict is None
+        if verdict is not None:
+            assert refused or (renews and "o" in reports), reports
+        if done:
+            assert connected or 0 in one.silent, reports
