@@ -30,7 +30,7 @@ struct Completion {
   Incoming reply;  // if kReplied
   std::int32_t peer = -1;
   std::uint64_t connection = 0;  // if kReplied
-  std::string why;  // the reason, for any other status; of kTimedOut a name of `CallState`
+  std::string why;               // the reason, for any other status; of kTimedOut a name of `CallState`
 };
 
 /// A waiting thread; lives on its stack.

@@ -177,7 +177,8 @@ void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& release
     if (call->status == CallStatus::kPending) {
       if (call->expired || has_expired(m)) [[unlikely]]  // the callee may notice first that the deadline has passed
         return complete_late(id, std::move(m), released);
-      return complete(id, Completion{.status = CallStatus::kReplied, .reply = std::move(m), .connection = c->id}, released);
+      return complete(id, Completion{.status = CallStatus::kReplied, .reply = std::move(m), .connection = c->id},
+                      released);
     }
     if (call->keep_alive) released.push_back(std::move(call->keep_alive));
   }

@@ -70,7 +70,7 @@ struct Connection {
   std::atomic<bool> displaced = false;  // to be closed, because too many others have been accepted
   bool timed_out = false;               // it has missed `handshake_deadline`
   bool was_open = false;                // it has been a connection to `peer`, whatever the state is now
-  bool superseded = false;              // initiated; another connection has become the session
+  bool superseded = false;              // another connection is, or becomes, the session
   ConnectionPtr lane_of;                // connection for which this end has initiated a lane
 
   // Sending, under send_mutex. Messages are sent in the order of the queue; `flushed` counts those sent.

@@ -122,9 +122,9 @@ class Engine final : public ForkHandler {
   bool take_deferred(WorkItem& out) { return parts_.queue.take_deferred(out); }
   /// Returns whether a deferred completion may be queued. A hint, read without the lock.
   bool has_deferred() const { return parts_.queue.has_deferred(); }
-  /// Sends a reply on the connection of its request. Returns false if that has closed: the reply is not sent. If `may_wait` is
-  /// set, a thread of the pool blocks until the reply is sent, as long as the peer reads. Other threads never block,
-  /// and unsent bytes are copied. If the reply has been sent on return, `reply` still holds it.
+  /// Sends a reply on the connection of its request. Returns false if that has closed: the reply is not sent. If
+  /// `may_wait` is set, a thread of the pool blocks until the reply is sent, as long as the peer reads. Other threads
+  /// never block, and unsent bytes are copied. If the reply has been sent on return, `reply` still holds it.
   bool reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing>&& reply, bool may_wait,
              const std::function<void()>& before_blocking = {});
   /// Returns the size limit for the body of a reply on a connection. Never blocks.

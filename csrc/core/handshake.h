@@ -6,11 +6,11 @@
 //     PROOF      mac("initiator" + HELLO + CHALLENGE) ->
 //                <- WELCOME
 //
-// Either end may answer REFUSE with a reason. An acceptor that refuses a proven initiator proves that it is the one: the
-// reason has a mac("refuse" + reason + HELLO + CHALLENGE). Each end stops at the proof of the other (`Step::proven`): the
-// engine then decides whether the session may open (core/session.h). The mac is HMAC-SHA256 keyed with the group's secret. It covers both
-// nonces and both identities, so a recorded handshake cannot be replayed, and the proof of one worker is not valid for
-// another.
+// Either end may answer REFUSE with a reason. An acceptor that refuses a proven initiator proves that it is the one:
+// the reason has a mac("refuse" + reason + HELLO + CHALLENGE). Each end stops at the proof of the other
+// (`Step::proven`): the engine then decides whether the session may open (core/session.h). The mac is HMAC-SHA256 keyed
+// with the group's secret. It covers both nonces and both identities, so a recorded handshake cannot be replayed, and
+// the proof of one worker is not valid for another.
 //
 // Both ends send their limits for received messages (core/limits.h); senders observe them.
 //

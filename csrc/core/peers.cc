@@ -282,14 +282,15 @@ void Peers::run_timer(Lock& lock, Nanos at) {
 }
 
 /// Records that a connection which this end has initiated did not open, and tries the next address.
-void Peers::on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const std::string& why, Released& released) {
+void Peers::on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const std::string& why, bool may_be_there,
+                           Released& released) {
   if (peer.dial == c) {
     peer.dial.reset();
     peer.agreement.give_up();
   }
   if (c->superseded) return;
   peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;
-  peer.may_recover = peer.may_recover || c->timed_out || is_transient(why);
+  peer.may_recover = peer.may_recover || may_be_there;
   if (c->handshake.answer() == OfferAnswer::kBusy || c->handshake.answer() == OfferAnswer::kOutdated) {
     peer.may_recover = true;  // the peer connects
     peer.next_address = peer.addresses.size();
@@ -329,6 +330,7 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
     Lock lock(parts_.mutex);
     const bool was_open = c->was_open;
     for (const int fd : {c->link->fd(), c->link->lanes_fd()}) parts_.leader.remove_fd(fd);
+    const bool may_be_there = c->timed_out || is_transient(why);
     const bool gone = why.empty() || why == std::generic_category().message(ECONNRESET);
     auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
     const bool parted = c->goodbye && found != peers_.end() && found->second.removed;
@@ -342,12 +344,12 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
       if (!c->initiator) {
         stop_opening(lock, c);
         // Do not log peers that connect and close at once: they may have been shut down.
-        if (!parts_.is_stopping() && !gone) log_rejected(*c->link, c->source, why, c->displaced);
+        if (!parts_.is_stopping() && !gone && !c->superseded) log_rejected(*c->link, c->source, why, c->displaced);
       } else if (c->lane_of) {
         if (!parts_.is_stopping() && c->lane_of->state == Connection::State::kOpen)
           parts_.queue.log("no further lane to " + c->link->describe() + ": " + why);
       } else if (found != peers_.end()) {
-        on_dial_failed(lock, c, found->second, why, released);
+        on_dial_failed(lock, c, found->second, why, may_be_there, released);
       }
     } else {
       const auto status = parts_.is_stopping() ? CallStatus::kStopped : CallStatus::kPeerLost;

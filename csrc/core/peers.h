@@ -2,8 +2,8 @@
 // end of connections.
 //
 // A connection opens once both ends have proven their identity and agree that it carries their session
-// (core/session.h). A peer has at most one open connection. Its end is the end of the session: it fails the calls of the
-// peer, and queues an event.
+// (core/session.h). A peer has at most one open connection. Its end is the end of the session: it fails the calls of
+// the peer, and queues an event.
 //
 // Order. The layer above acknowledges each event of a session. The next session does not open before that, at either
 // end, so nothing of it is processed before the layer above knows of the end of the last one. The layer above divides
@@ -127,8 +127,8 @@ class Peers {
 
   void run_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator) REQUIRES(engine_mutex);
-  void on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const std::string& why, Released& released)
-      REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  void on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const std::string& why, bool may_be_there,
+                      Released& released) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   void unreachable(Peer& peer, const std::string& why, Released& released) REQUIRES(engine_mutex);
   void fail_pending(PendingMessage&& pending, const std::string& why, Released& released) REQUIRES(engine_mutex);
   void expire_pending(Peer& peer, Nanos at, Released& released) REQUIRES(engine_mutex);

@@ -87,8 +87,8 @@ void Peers::log_open(const Connection& c, const Peer& peer) {
   const Identity& remote = c.handshake.peer();
   const std::string address = c.link->describe();
   if (c.initiator && !peer.last_error.empty() && address != peer.addresses.front()) {
-    parts_.queue.log("worker " + remote.name + " is reached at " + address + ", because a faster transport failed: " +
-                     peer.last_error);
+    parts_.queue.log("worker " + remote.name + " is reached at " + address +
+                     ", because a faster transport failed: " + peer.last_error);
   }
   const std::string from = c.source.empty() ? "" : ":" + c.source;
   push_event(EventKind::kConnected, remote,

@@ -124,6 +124,7 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
     case OfferAnswer::kBusy:
     case OfferAnswer::kOutdated:
     case OfferAnswer::kForeign:
+      c->superseded = true;
       return handshake.refuse(verdict.answer, "another connection of these workers is open or about to open");
   }
   agreement.accept(remote.incarnation, handshake.offer());

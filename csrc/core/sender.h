@@ -73,7 +73,8 @@ class Sender {
 
   /// Checks whether a message belongs to an ended session of the peer; `id` is 0 for a one-way message. Returns true if
   /// so: it is not sent, and its call has failed.
-  bool reject_outdated(const Peer& peer, std::uint64_t id, const Outgoing& m, Released& released) REQUIRES(engine_mutex);
+  bool reject_outdated(const Peer& peer, std::uint64_t id, const Outgoing& m, Released& released)
+      REQUIRES(engine_mutex);
   /// Checks a message against the peer's limits; `id` is 0 for a one-way message. Returns true if it is over the limits
   /// and is not sent; its call has failed then. If the peer counts on its trailer, it is sent without its content, and
   /// the peer answers it.

@@ -92,8 +92,8 @@ class SessionAgreement {
 
   /// Returns everything that decisions depend on, for tests.
   auto state() const {
-    return std::tuple(incarnation_, dials_, accepted_, dial_ ? dial_->number : 0, has_proven(), session_.mine, session_.number,
-                      previous_.mine, previous_.number);
+    return std::tuple(incarnation_, dials_, accepted_, dial_ ? dial_->number : 0, has_proven(), session_.mine,
+                      session_.number, previous_.mine, previous_.number);
   }
 
  private:

@@ -21,11 +21,8 @@ enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kCallback, kPe
 struct WorkItem {
   /// Moves the completion out of an item of kCompletion.
   Completion take_completion() {
-    return {.status = status,
-            .reply = std::move(message),
-            .peer = peer,
-            .connection = connection,
-            .why = std::move(text)};
+    return {
+        .status = status, .reply = std::move(message), .peer = peer, .connection = connection, .why = std::move(text)};
   }
 
   WorkKind kind{};

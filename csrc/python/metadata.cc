@@ -89,8 +89,7 @@ bool AutogradHooks::is_unguarded() const {
 }
 
 nb::object AutogradHooks::on_request(const ContextTag& in, std::int32_t peer, std::uint64_t connection) const {
-  return python_result(
-      call_python(on_request_.ptr(), in.id.ptr(), nb::int_(peer).ptr(), nb::int_(connection).ptr()));
+  return python_result(call_python(on_request_.ptr(), in.id.ptr(), nb::int_(peer).ptr(), nb::int_(connection).ptr()));
 }
 
 nb::object AutogradHooks::wrap(const ContextTag& in, std::int32_t peer, nb::handle context) const {

@@ -70,8 +70,8 @@ std::vector<std::size_t> order_of(Engine& e, std::span<const std::int32_t> peers
 }
 
 nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::uint32_t name_id, nb::handle name,
-                    const nb::bytes& body, nb::handle segments, nb::handle metadata, const nb::list& epochs, Nanos timeout,
-                    bool nested, bool never_wait, const nb::list& futures) {
+                    const nb::bytes& body, nb::handle segments, nb::handle metadata, const nb::list& epochs,
+                    Nanos timeout, bool nested, bool never_wait, const nb::list& futures) {
   std::vector<std::int32_t> to;
   for (nb::handle peer : peers) to.push_back(nb::cast<std::int32_t>(peer));
   Stored stored;

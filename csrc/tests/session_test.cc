@@ -347,13 +347,9 @@ CASE(a_session_is_ended_and_dialed_anew) {
   CHECK(explore({.dials = 2, .cuts = 0, .restarts = 0, .ends = 2, .messages = 0}) > 1000);
 }
 
-CASE(workers_restart) {
-  CHECK(explore({.dials = 2, .cuts = 0, .restarts = 1, .ends = 0, .messages = 0}) > 1000);
-}
+CASE(workers_restart) { CHECK(explore({.dials = 2, .cuts = 0, .restarts = 1, .ends = 0, .messages = 0}) > 1000); }
 
-SLOW_CASE(all_at_once) {
-  CHECK(explore({.dials = 2, .cuts = 1, .restarts = 1, .ends = 1, .messages = 1}) > 100'000);
-}
+SLOW_CASE(all_at_once) { CHECK(explore({.dials = 2, .cuts = 1, .restarts = 1, .ends = 1, .messages = 1}) > 100'000); }
 
 /// A worker that was replaced while it was stopped.
 CASE(an_older_incarnation_is_stale) {
