@@ -17,6 +17,7 @@ from torch import nn, optim
 
 from telegrad.autograd.consistency.saved_tensors import protect
 from telegrad.optim.local import LocalOptimizer
+from telegrad.types import WorkerInfo
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "8 of 16 elements": [(4, 4)] * 8,
@@ -29,6 +30,7 @@ class OneWorker:
     """Subset of a worker that optimizers use."""
 
     def __init__(self) -> None:
+        self.info = WorkerInfo("one", 0)
         self.attachments: dict[str, Any] = {}
 
 

@@ -153,7 +153,7 @@ class Peers {
   Peer& add_peer(std::int32_t id) REQUIRES(engine_mutex);
   bool has_session(const Connection& c) const REQUIRES(engine_mutex);
   void push_event(EventKind kind, const Identity& peer, std::string text = {}) REQUIRES(engine_mutex);
-  void push_session_event(EventKind kind, Peer& peer, const Identity& who, std::string text = {})
+  void push_session_event(EventKind kind, Peer& peer, const Identity& identity, std::string text = {})
       REQUIRES(engine_mutex);
   void on_proven(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   std::optional<Handshake::Step> decide(const ConnectionPtr& c, std::vector<ConnectionPtr>& ended)

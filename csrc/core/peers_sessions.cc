@@ -28,9 +28,9 @@ void Peers::push_event(EventKind kind, const Identity& peer, std::string text) {
   parts_.queue.push_peer_event(std::move(item));
 }
 
-void Peers::push_session_event(EventKind kind, Peer& peer, const Identity& who, std::string text) {
+void Peers::push_session_event(EventKind kind, Peer& peer, const Identity& identity, std::string text) {
   ++peer.unacknowledged;
-  push_event(kind, who, std::move(text));
+  push_event(kind, identity, std::move(text));
 }
 
 void Peers::acknowledge(std::int32_t id) {
@@ -80,7 +80,7 @@ void Peers::on_proven(const ConnectionPtr& c) {
       step = decide(c, ended);
     }
     again = !ended.empty();
-    for (const ConnectionPtr& old : ended) close_connection(old, "its worker has connected anew");
+    for (const ConnectionPtr& old : ended) close_connection(old, "its worker has connected again");
   }
   if (step) take_step(c, *step);
 }

@@ -225,7 +225,8 @@ void init_engine(nb::module_& m) {
            "may then be -1), else the link of requests.\n\n"
            "A reply over this connection transfers it without a copy if no other code holds it by then.")
       .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(), "epoch"_a = kAnyEpoch,
-           "Send a one-way message. False: the peer is known to have left, or the epoch has ended.")
+           "Send a one-way message. False: it is not sent.\n\n"
+           "The peer is known to have left, or the epoch has ended.")
       .def("next", next, "thread"_a,
            "Block until a work item is ready for this pool thread, and return it.\n\n"
            "Returns None when the engine has stopped.\n\n"

@@ -289,7 +289,7 @@ CASE(messages_of_an_ended_session_are_not_sent) {
   CHECK_EQ(body_of(with_epoch(1)), "x");
 }
 
-/// A worker that was replaced while it was stopped is not connected any more, and is told why.
+/// A worker that was replaced while it was stopped is not connected any more, and gets the reason.
 CASE(an_older_process_is_refused) {
   Worker a(0);
   a.listen("unix");

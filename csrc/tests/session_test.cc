@@ -50,42 +50,42 @@ class World {
 
   // ---- what may happen; each returns false if it cannot
 
-  bool dial(int who) {
-    End& end = ends[static_cast<std::size_t>(who)];
+  bool dial(int side) {
+    End& end = ends[static_cast<std::size_t>(side)];
     if (end.session >= 0 || end.dial >= 0) return false;
     Link link;
-    link.initiator = who;
+    link.initiator = side;
     link.offer = end.agreement.dial();
-    link.incarnations[side(who)] = end.incarnation;
-    link.incarnations[side(1 - who)] = end.agreement.incarnation();
-    link.to[side(1 - who)] += kHello;
+    link.incarnations[index(side)] = end.incarnation;
+    link.incarnations[index(1 - side)] = end.agreement.incarnation();
+    link.to[index(1 - side)] += kHello;
     end.dial = static_cast<int>(links.size());
     ++end.dials;
     links.push_back(std::move(link));
     return true;
   }
 
-  bool deliver(int at, int who) {
-    Link& link = links[side(at)];
-    auto& frames = link.to[side(who)];
+  bool deliver(int at, int side) {
+    Link& link = links[index(at)];
+    auto& frames = link.to[index(side)];
     if (frames.empty()) return false;
     const Kind kind = static_cast<Kind>(frames.front());
     frames.erase(0, 1);
-    handle(at, who, kind);
+    handle(at, side, kind);
     return true;
   }
 
   /// The end reads the end of a link.
-  bool read_end(int at, int who) {
-    Link& link = links[side(at)];
-    const bool over = link.cut ? link.silent != who : link.closed[side(1 - who)];
-    if (link.closed[side(who)] || !over || !link.to[side(who)].empty()) return false;
-    close(at, who);
+  bool read_end(int at, int side) {
+    Link& link = links[index(at)];
+    const bool over = link.cut ? link.silent != side : link.closed[index(1 - side)];
+    if (link.closed[index(side)] || !over || !link.to[index(side)].empty()) return false;
+    close(at, side);
     return true;
   }
 
   bool cut(int at, int silent) {
-    Link& link = links[side(at)];
+    Link& link = links[index(at)];
     if (link.cut || is_over(link)) return false;
     ++cuts;
     link.cut = true;
@@ -95,35 +95,35 @@ class World {
   }
 
   /// The dial takes too long.
-  bool abandon(int who) {
-    const int at = ends[side(who)].dial;
+  bool abandon(int side) {
+    const int at = ends[index(side)].dial;
     if (at < 0) return false;
     ++cuts;
-    close(at, who);
+    close(at, side);
     return true;
   }
 
-  bool end_session(int who) {
-    const int at = ends[side(who)].session;
+  bool end_session(int side) {
+    const int at = ends[index(side)].session;
     if (at < 0) return false;
     ++ended;
-    close(at, who);
+    close(at, side);
     return true;
   }
 
-  bool send(int who) {
-    End& end = ends[side(who)];
+  bool send(int side) {
+    End& end = ends[index(side)];
     if (end.session < 0) return false;
     ++end.messages;
-    Link& link = links[side(end.session)];
-    post(link, who, kMessage);
+    Link& link = links[index(end.session)];
+    post(link, side, kMessage);
     return true;
   }
 
-  bool restart(int who) {
-    End& old = ends[side(who)];
-    for (Link& link : links) shut(link, who);
-    End end(who);
+  bool restart(int side) {
+    End& old = ends[index(side)];
+    for (Link& link : links) shut(link, side);
+    End end(side);
     end.incarnation = old.incarnation + 1;
     end.dials = old.dials;
     end.restarts = old.restarts + 1;
@@ -133,14 +133,14 @@ class World {
   }
 
   /// The membership tells the end of the other's incarnation.
-  bool learn(int who) {
-    End& end = ends[side(who)];
-    if (end.agreement.incarnation() == ends[side(1 - who)].incarnation) return false;
+  bool learn(int side) {
+    End& end = ends[index(side)];
+    if (end.agreement.incarnation() == ends[index(1 - side)].incarnation) return false;
     if (end.agreement.incarnation() != 0) {  // else the dial is to any
-      if (end.session >= 0) close(end.session, who);
-      if (end.dial >= 0) close(end.dial, who);
+      if (end.session >= 0) close(end.session, side);
+      if (end.dial >= 0) close(end.dial, side);
     }
-    end.agreement.meet(ends[side(1 - who)].incarnation);
+    end.agreement.meet(ends[index(1 - side)].incarnation);
     return true;
   }
 
@@ -150,12 +150,12 @@ class World {
     for (const End& end : ends) {
       CHECK_EQ(end.agreement.is_open(), end.session >= 0);
       CHECK_EQ(end.agreement.has_dial(), end.dial >= 0);
-      if (end.session >= 0) CHECK(!links[side(end.session)].closed[side(end.id)]);
+      if (end.session >= 0) CHECK(!links[index(end.session)].closed[index(end.id)]);
     }
     const int a = ends[0].session, b = ends[1].session;
     if (a >= 0 && b >= 0 && a != b) {  // each knows, or will read, that the other has left its link
-      CHECK(links[side(a)].closed[1] || links[side(a)].cut);
-      CHECK(links[side(b)].closed[0] || links[side(b)].cut);
+      CHECK(links[index(a)].closed[1] || links[index(a)].cut);
+      CHECK(links[index(b)].closed[0] || links[index(b)].cut);
     }
   }
 
@@ -164,21 +164,21 @@ class World {
     for (bool more = true; more;) {
       more = false;
       for (int at = 0; at < static_cast<int>(links.size()); ++at) {
-        for (int who : {0, 1}) more = deliver(at, who) || read_end(at, who) || more;
+        for (int side : {0, 1}) more = deliver(at, side) || read_end(at, side) || more;
       }
     }
     check();
     CHECK(ends[0].session == ends[1].session || is_deaf(0) || is_deaf(1));
-    for (const End& end : ends) CHECK(end.dial < 0 || links[side(end.dial)].silent == end.id);
+    for (const End& end : ends) CHECK(end.dial < 0 || links[index(end.dial)].silent == end.id);
     const bool without_fault = cuts == 0 && ended == 0 && ends[0].restarts == 0 && ends[1].restarts == 0;
     if (without_fault) {  // a dial opens a session, and none ends
       CHECK_EQ(lost, 0);
       CHECK(ends[0].session >= 0 || links.empty());
     }
   }
-  bool is_deaf(int who) const {
-    const int at = ends[side(who)].session;
-    return at >= 0 && links[side(at)].silent == who;
+  bool is_deaf(int side) const {
+    const int at = ends[index(side)].session;
+    return at >= 0 && links[index(at)].silent == side;
   }
 
   /// Names the state. Links that both ends have closed play no part any more.
@@ -208,75 +208,75 @@ class World {
   }
 
  private:
-  static std::size_t side(int n) { return static_cast<std::size_t>(n); }
+  static std::size_t index(int n) { return static_cast<std::size_t>(n); }
   static bool is_over(const Link& link) { return link.closed[0] && link.closed[1]; }
 
   static void post(Link& link, int from, Kind kind) {
-    if (!link.cut && !link.closed[side(1 - from)]) link.to[side(1 - from)] += kind;
+    if (!link.cut && !link.closed[index(1 - from)]) link.to[index(1 - from)] += kind;
   }
 
-  static void shut(Link& link, int who) {
-    link.closed[side(who)] = true;
-    link.to[side(who)].clear();
+  static void shut(Link& link, int side) {
+    link.closed[index(side)] = true;
+    link.to[index(side)].clear();
   }
 
-  void handle(int at, int who, Kind kind) {
-    Link& link = links[side(at)];
-    End& end = ends[side(who)];
-    const auto answer = [&](Kind frame) { post(link, who, frame); };
-    const std::uint64_t theirs = link.incarnations[side(1 - who)];
+  void handle(int at, int side, Kind kind) {
+    Link& link = links[index(at)];
+    End& end = ends[index(side)];
+    const auto answer = [&](Kind frame) { post(link, side, frame); };
+    const std::uint64_t theirs = link.incarnations[index(1 - side)];
     switch (kind) {
       case kHello: {
-        auto& wanted = link.incarnations[side(who)];
+        auto& wanted = link.incarnations[index(side)];
         if (wanted != 0 && wanted != end.incarnation) {
           answer(kRefuse);
-          return close(at, who);
+          return close(at, side);
         }
         wanted = end.incarnation;
         return answer(kChallenge);
       }
       case kChallenge:
-        if (!end.agreement.prove(theirs)) return close(at, who);
+        if (!end.agreement.prove(theirs)) return close(at, side);
         return answer(kProof);
       case kProof: {
         const OfferVerdict verdict = end.agreement.judge(theirs, link.offer);
         if (verdict.ends_session) {
-          const Link& old = links[side(end.session)];
-          CHECK(old.cut || old.closed[side(1 - who)]);  // not without need
-          close(end.session, who);
+          const Link& old = links[index(end.session)];
+          CHECK(old.cut || old.closed[index(1 - side)]);  // not without need
+          close(end.session, side);
         }
-        if (verdict.ends_dial) close(end.dial, who);
+        if (verdict.ends_dial) close(end.dial, side);
         if (verdict.answer != OfferAnswer::kAccept) {
           answer(kRefuse);
-          return close(at, who);
+          return close(at, side);
         }
         end.agreement.accept(theirs, link.offer);
-        open(at, who);
+        open(at, side);
         return answer(kWelcome);
       }
       case kWelcome:
         CHECK_EQ(end.dial, at);
         end.agreement.open_dial();
         end.dial = -1;
-        return open(at, who);
+        return open(at, side);
       case kRefuse:
-        return close(at, who);
+        return close(at, side);
       case kMessage:
         return CHECK_EQ(end.session, at);
     }
   }
 
-  void open(int at, int who) {
-    Link& link = links[side(at)];
-    CHECK(!link.opened[side(who)]);
-    CHECK_EQ(ends[side(who)].session, -1);
-    link.opened[side(who)] = true;
-    ends[side(who)].session = at;
+  void open(int at, int side) {
+    Link& link = links[index(at)];
+    CHECK(!link.opened[index(side)]);
+    CHECK_EQ(ends[index(side)].session, -1);
+    link.opened[index(side)] = true;
+    ends[index(side)].session = at;
   }
 
-  void close(int at, int who) {
-    End& end = ends[side(who)];
-    shut(links[side(at)], who);
+  void close(int at, int side) {
+    End& end = ends[index(side)];
+    shut(links[index(at)], side);
     if (end.dial == at) {
       end.agreement.give_up();
       end.dial = -1;
@@ -298,11 +298,11 @@ std::size_t explore(const Limits& limits) {
     if (!seen.insert(next.key()).second) return;
     World end = next;
     end.settle();
-    for (int who : {0, 1}) {  // an end without a session can still open one
+    for (int side : {0, 1}) {  // an end without a session can still open one
       World again = end;
-      again.learn(who);
-      if (again.ends[static_cast<std::size_t>(1 - who)].agreement.has_proven()) again.abandon(1 - who);  // in time
-      if (!again.dial(who)) continue;
+      again.learn(side);
+      if (again.ends[static_cast<std::size_t>(1 - side)].agreement.has_proven()) again.abandon(1 - side);  // in time
+      if (!again.dial(side)) continue;
       again.settle();
       CHECK(again.ends[0].session >= 0);
       CHECK_EQ(again.ends[0].session, again.ends[1].session);
@@ -317,17 +317,17 @@ std::size_t explore(const Limits& limits) {
       World next = world;
       if (act(next)) visit(std::move(next));
     };
-    for (int who : {0, 1}) {
-      const End& end = world.ends[static_cast<std::size_t>(who)];
-      attempt(end.dials < limits.dials, [&](World& w) { return w.dial(who); });
-      attempt(end.messages < limits.messages, [&](World& w) { return w.send(who); });
-      attempt(end.restarts < limits.restarts, [&](World& w) { return w.restart(who); });
-      attempt(world.ended < limits.ends, [&](World& w) { return w.end_session(who); });
-      attempt(world.cuts < limits.cuts, [&](World& w) { return w.abandon(who); });
-      attempt(limits.restarts > 0, [&](World& w) { return w.learn(who); });
+    for (int side : {0, 1}) {
+      const End& end = world.ends[static_cast<std::size_t>(side)];
+      attempt(end.dials < limits.dials, [&](World& w) { return w.dial(side); });
+      attempt(end.messages < limits.messages, [&](World& w) { return w.send(side); });
+      attempt(end.restarts < limits.restarts, [&](World& w) { return w.restart(side); });
+      attempt(world.ended < limits.ends, [&](World& w) { return w.end_session(side); });
+      attempt(world.cuts < limits.cuts, [&](World& w) { return w.abandon(side); });
+      attempt(limits.restarts > 0, [&](World& w) { return w.learn(side); });
       for (int at = 0; at < static_cast<int>(world.links.size()); ++at) {
-        attempt(true, [&](World& w) { return w.deliver(at, who); });
-        attempt(true, [&](World& w) { return w.read_end(at, who); });
+        attempt(true, [&](World& w) { return w.deliver(at, side); });
+        attempt(true, [&](World& w) { return w.read_end(at, side); });
       }
     }
     for (int at = 0; at < static_cast<int>(world.links.size()); ++at) {
@@ -343,7 +343,7 @@ CASE(links_break_at_any_moment) {
   CHECK(explore({.dials = 2, .cuts = 1, .restarts = 0, .ends = 0, .messages = 1}) > 1000);
 }
 
-CASE(a_session_is_ended_and_dialed_anew) {
+CASE(a_session_is_ended_and_dialed_again) {
   CHECK(explore({.dials = 2, .cuts = 0, .restarts = 0, .ends = 2, .messages = 0}) > 1000);
 }
 

@@ -131,7 +131,9 @@ class Engine:
 
     def send(self, peer: int, tag: int, flags: int, body: bytes, segments: object | None, epoch: int = -1) -> bool:
         """
-        Send a one-way message. False: the peer is known to have left, or the epoch has ended.
+        Send a one-way message. False: it is not sent.
+
+        The peer is known to have left, or the epoch has ended.
         """
 
     def next(self, thread: PoolThread) -> tuple[Any, ...] | None:

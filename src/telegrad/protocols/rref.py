@@ -164,7 +164,10 @@ class RRefTable:
         return self._out.take()
 
     def create_lost(self, rref: RRefId, why: str) -> Sequence[Effect]:
-        """Record that the session that carried a creation has ended; without effect if `peer_lost` has come first."""
+        """Record that the session that carried a creation has ended.
+
+        Without effect if `peer_lost` has come first.
+        """
         self._users.create_lost(rref, why)
         return self._out.take()
 
@@ -290,8 +293,9 @@ class RRefTable:
         return self._out.take()
 
     def receive_late(self, ticket: Ticket, why: str) -> Sequence[Effect]:
-        """Add a local handle for a ticket of an ended session, which counts nothing any more.
+        """Add a local handle for a ticket of an ended session.
 
+        The ticket counts nothing any more.
         The handle is LOST unless this worker holds the reference otherwise.
         """
         if ticket.owner == self.me:
@@ -344,7 +348,10 @@ class RRefTable:
         return self._out.take()
 
     def epoch_of(self, worker: int) -> int:
-        """Return the number of losses of a worker; messages to it that were made before the last are not to be sent."""
+        """Return the number of losses of a worker.
+
+        Messages to it that were made before the last one are not to be sent.
+        """
         return self._out.epochs.get(worker, 0)
 
     def flush(self) -> Sequence[Effect]:

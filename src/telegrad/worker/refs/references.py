@@ -355,7 +355,10 @@ class References:
         return handles
 
     def hold(self, rref: RRefId, sender: int) -> list[Any]:
-        """Create a handle of a reference that this worker owns, or is about to create, for a message about it."""
+        """Create a handle of an owned reference, for a message about it.
+
+        Its creation may still be on its way.
+        """
         with self.lock:
             deferred = self._apply(self.table.receive(Ticket(rref, self.worker_id, TicketKind.RETURN, 0), sender))
         handles = [self._make_handle(rref, self.worker_id, (sender, NO_FORK))]
