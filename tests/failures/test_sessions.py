@@ -1,0 +1,110 @@
+"""Connections that break between two live workers.
+
+Both ends lose the session, and the next one begins without what it counted.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.errors import OwnerLost, TelegradError, WorkerLost
+from telegrad.rpc import Options
+from telegrad.testing import Cluster, cluster, eventually
+
+TIMEOUT = 20.0
+
+
+@pytest.fixture
+def w() -> Iterator[Cluster]:
+    with cluster(2, Options(transports=("tcp",))) as group:
+        assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+        yield group
+        for worker in (group[0], group[1]):
+            eventually(lambda worker=worker: worker._worker.references.stats().forks == 0)  # type: ignore[misc]
+
+
+def accepted_sockets(ports: set[int]) -> list[socket.socket]:
+    """Return further descriptors of the connections accepted at these ports."""
+    connections = psutil.Process().net_connections("tcp4")
+    return [socket.socket(fileno=os.dup(c.fd)) for c in connections if c.raddr and c.laddr.port in ports]
+
+
+def break_connections(w: Cluster) -> None:
+    """Shut down the sockets between the two workers; wait until both know."""
+    ports = {int(address.rpartition(":")[2]) for one in (w[0], w[1]) for address in one._worker.member.addresses}
+    losses = [threading.Event(), threading.Event()]
+    for one, lost in zip((w[0], w[1]), losses, strict=True):
+        one._worker.members.listeners.append(lost.set)
+    (end,) = accepted_sockets(ports)
+    with end:
+        end.shutdown(socket.SHUT_RDWR)
+    for one, lost in zip((w[0], w[1]), losses, strict=True):
+        assert lost.wait(TIMEOUT)
+        one._worker.members.listeners.remove(lost.set)
+
+
+def test_both_ends_lose_what_the_session_counted(w: Cluster) -> None:
+    held = w[0].remote("w1", dict)
+    assert held.to_here() == {}
+    assert len(w[1]._worker.references.leaks()) == 1
+    break_connections(w)
+    eventually(lambda: w[1]._worker.references.leaks() == [])
+    with pytest.raises(OwnerLost):
+        held.to_here()
+
+
+def test_the_next_session_works_at_once(w: Cluster) -> None:
+    """The first creation, and the first reference sent, connect again and are counted."""
+    break_connections(w)
+    made = w[0].remote("w1", list)
+    assert made.to_here() == []
+    break_connections(w)
+    with w[0]:
+        own = rpc.RRef(torch.ones(2))
+    assert torch.equal(w[0].rpc_sync("w1", fetch, (own,)), torch.ones(2))
+    assert w[0]._worker.members.lost == w[1]._worker.members.lost == {}
+
+
+def fetch(rref: "rpc.RRef[torch.Tensor]") -> torch.Tensor:
+    return rref.to_here()
+
+
+entered, may_return = threading.Event(), threading.Event()
+
+
+def own_slowly() -> "rpc.RRef[int]":
+    entered.set()
+    assert may_return.wait(TIMEOUT)
+    return rpc.RRef(7)
+
+
+def test_a_reply_of_an_ended_session_takes_its_references_back(w: Cluster) -> None:
+    entered.clear()
+    may_return.clear()
+    result = w[0].rpc_async("w1", own_slowly)
+    assert entered.wait(TIMEOUT)
+    break_connections(w)
+    with pytest.raises(WorkerLost):
+        result.wait()
+    may_return.set()
+    eventually(lambda: w[1]._worker.references.stats().owners == 0)
+
+
+def test_contexts_of_an_ended_session_end(w: Cluster) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with w[0], autograd.context() as context_id:
+        loss = rpc.rpc_sync("w1", torch.sum, args=(x,))
+        break_connections(w)
+        with pytest.raises(TelegradError, match="lost"):
+            autograd.backward(context_id, [loss])
+    eventually(lambda: not w[1]._worker.autograd.contexts.table)
+    with w[0], autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("w1", torch.sum, args=(x,))])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(2))
+    eventually(lambda: not w[1]._worker.autograd.contexts.table)
