@@ -60,6 +60,8 @@ struct Connection {
   std::atomic<bool> goodbye = false;  // the peer has announced its end
   std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
 
+  std::atomic<OfferAnswer> answer = OfferAnswer::kAccept;  // of the acceptor, if it has refused this connection
+
   // Written once, before the state becomes kOpen.
   std::int32_t peer = -1;
   Limits limits;  // of messages to the peer

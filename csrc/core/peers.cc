@@ -291,7 +291,8 @@ void Peers::on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const
   if (c->superseded) return;
   peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;
   peer.may_recover = peer.may_recover || may_be_there;
-  if (c->handshake.answer() == OfferAnswer::kBusy || c->handshake.answer() == OfferAnswer::kOutdated) {
+  const OfferAnswer answer = c->answer;
+  if (answer == OfferAnswer::kBusy || answer == OfferAnswer::kOutdated) {
     peer.may_recover = true;  // the peer connects
     peer.next_address = peer.addresses.size();
   }

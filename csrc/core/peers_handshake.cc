@@ -42,6 +42,7 @@ void Peers::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vie
   } catch (const std::exception& e) {  // no random bytes
     return close_connection(c, e.what());
   }
+  c->answer = c->handshake.answer();
   if (step.proven) return on_proven(c);
   take_step(c, step);
 }
