@@ -45,7 +45,7 @@ class Waiting:
 
     def join(self) -> tuple[int, str]:
         self.thread.join()
-        return self.outcome[0], self.outcome[6]
+        return self.outcome[0], self.outcome[7]
 
 
 def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable[..., Child]) -> None:

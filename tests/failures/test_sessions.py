@@ -38,15 +38,12 @@ def accepted_sockets(ports: set[int]) -> list[socket.socket]:
 def break_connections(w: Cluster) -> None:
     """Shut down the sockets between the two workers; wait until both know."""
     ports = {int(address.rpartition(":")[2]) for one in (w[0], w[1]) for address in one._worker.member.addresses}
-    losses = [threading.Event(), threading.Event()]
-    for one, lost in zip((w[0], w[1]), losses, strict=True):
-        one._worker.members.listeners.append(lost.set)
+    before = [one._worker.references.epoch_of(1 - one._worker.info.id) for one in (w[0], w[1])]
     (end,) = accepted_sockets(ports)
     with end:
         end.shutdown(socket.SHUT_RDWR)
-    for one, lost in zip((w[0], w[1]), losses, strict=True):
-        assert lost.wait(TIMEOUT)
-        one._worker.members.listeners.remove(lost.set)
+    for one, epoch in zip((w[0], w[1]), before, strict=True):
+        eventually(lambda one=one, epoch=epoch: one._worker.references.epoch_of(1 - one._worker.info.id) > epoch)  # type: ignore[misc]
 
 
 def test_both_ends_lose_what_the_session_counted(w: Cluster) -> None:
