@@ -80,6 +80,7 @@ void Peers::set_peer(PeerAddress address) {
         if (c->peer == address.identity.id) older.push_back(c);
       }
       if (peer.dial) peer.dial->superseded = true;
+      if (peer.connection_to_open) older.push_back(peer.connection_to_open);
     }
   }
   for (const auto& c : older) close_connection(c, "another process has become worker " + address.identity.name);

@@ -110,7 +110,7 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
     return Handshake::Step{.failed = "an older process of worker " + remote.name + " answers at this address"};
   }
   const OfferVerdict verdict = agreement.judge(remote.incarnation, handshake.offer());
-  if (verdict.ends_session) ended.push_back(peer.connection);
+  if (verdict.ends_session) ended.push_back(peer.connection ? peer.connection : peer.connection_to_open);
   if (verdict.ends_dial) {
     peer.dial->superseded = true;
     ended.push_back(peer.dial);

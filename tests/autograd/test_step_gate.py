@@ -75,6 +75,11 @@ def until_waits(gate: StepGate, context: int) -> None:
     eventually(lambda: context in gate.waiting, what="a step that waits")
 
 
+def finish(*threads: Busy) -> None:
+    for thread in threads:
+        thread.finish()
+
+
 def test_handlers_do_not_wait_for_each_other() -> None:
     gate = new_gate()
     with inside(gate, 1), inside(gate, 2), inside(gate, 1):
@@ -123,8 +128,7 @@ def test_handlers_wait_for_a_waiting_step() -> None:
         handler = entering(gate, 3, order)
         eventually(lambda: gate.queued, what="a handler that waits")
         assert not order
-    step.finish()
-    handler.finish()
+    finish(step, handler)
     assert order == ["step 2 alone", "handler 3", "end of handler 3"]
 
 
@@ -141,8 +145,7 @@ def test_no_second_step_overtakes_a_handler_that_has_waited_for_one() -> None:
     in_step.open()
     in_handler.wait_for()
     in_handler.open()
-    for thread in (first, second, handler):
-        thread.finish()
+    finish(first, second, handler)
     assert order == ["step 2 alone", "handler 3", "end of handler 3", "step 4 alone"]
 
 
@@ -173,8 +176,7 @@ def test_handlers_that_step_on_their_own_threads_do_not_wait_for_each_other() ->
     inside_both.open()
     out.wait_for(1)  # one has stepped; the other waits until it has left
     out.open()
-    for thread in threads:
-        thread.finish()
+    finish(*threads)
     assert sorted(order) == ["step 1 among 0", "step 2 among 0"]
 
 
@@ -200,8 +202,7 @@ def test_a_waiting_step_no_longer_waits_for_a_handler_that_begins_to_step() -> N
         assert not order
     leave.wait_for()
     leave.open()
-    for thread in (handler, step):
-        thread.finish()
+    finish(handler, step)
     assert sorted(order) == ["step 2 alone", "step inside"]
 
 
@@ -215,8 +216,7 @@ def test_handlers_of_other_chains_wait_for_a_waiting_step() -> None:
         eventually(lambda: gate.queued, what="a handler that waits")
         with inside(gate, -1):  # of the same chain: the first one may wait for it
             assert not order
-    for thread in (step, other):
-        thread.finish()
+    finish(step, other)
     assert order == ["step -9 alone", "handler -2", "end of handler -2"]
 
 
@@ -296,8 +296,7 @@ def test_after_its_limit_a_step_still_waits_for_another_step(caplog: pytest.LogC
     until_waits(gate, 2)
     assert not second.done.wait(0.2)
     in_step.open()
-    for thread in (first, second):
-        thread.finish()
+    finish(first, second)
     assert order == ["step 1 alone", "step 2 alone"]
     assert not caplog.records
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from telegrad.wire import MetadataField, ScopeField
-from telegrad.worker.calls.messages import CallMetadata
+from telegrad.worker.calls.encoded import CallMetadata
 from telegrad.worker.scope import Scope
 
 ROOT = Path(__file__).parents[2]

@@ -31,10 +31,11 @@ from telegrad.wire import Flag, LeftOut, Status, Tag
 from telegrad.worker.calls import interception, tracing
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.delayed import Delay
+from telegrad.worker.calls.encoded import NO_METADATA, Request
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
 from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, switch
-from telegrad.worker.calls.messages import NO_METADATA, Messages, Request
+from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
 from telegrad.worker.unread_failures import CallSummary

@@ -7,8 +7,9 @@ from torch.futures import Future
 
 from telegrad.errors import RpcTimeout
 from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.encoded import Request
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
-from telegrad.worker.calls.messages import Messages, Request
+from telegrad.worker.calls.messages import Messages
 from telegrad.worker.calls.pending_work import PendingWork
 from telegrad.worker.closed import WorkerCalls
 

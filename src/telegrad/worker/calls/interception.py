@@ -10,6 +10,7 @@ from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.timeouts import nanoseconds
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.delayed import Delay, send_later
+from telegrad.worker.calls.encoded import Request
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import (
     InterceptedCall,
@@ -23,7 +24,7 @@ from telegrad.worker.calls.interceptors import (
     run_chain,
     succeeded,
 )
-from telegrad.worker.calls.messages import Messages, Request
+from telegrad.worker.calls.messages import Messages
 from telegrad.worker.calls.pending_work import PendingWork
 from telegrad.worker.calls.tracing import TraceContext
 from telegrad.worker.closed import WorkerCalls

@@ -12,7 +12,7 @@ contexts. So such a message is delivered even if its caller has stopped waiting 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -25,97 +25,30 @@ from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
+from telegrad.worker.calls.encoded import (
+    NO_FORK,
+    NO_METADATA,
+    CallMetadata,
+    Encoded,
+    Handle,
+    PeerMetadata,
+    Recorded,
+    Segments,
+    SharedBody,
+)
 from telegrad.worker.calls.tracing import TraceContext
 from telegrad.worker.scope import Autocast, current_chain
 
-__all__ = [
-    "ANY_EPOCH",
-    "NO_FORK",
-    "NO_METADATA",
-    "CallMetadata",
-    "Encoded",
-    "Messages",
-    "Request",
-    "SharedBody",
-    "is_serializing",
-]
+__all__ = ["Messages", "is_serializing"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _BODY, _METADATA, _CODEC = int(Flag.BODY), int(Flag.METADATA), int(BodyKind.CODEC)  # faster than the enumerations
 _MUST_DELIVER = int(Flag.MUST_DELIVER)
-ANY_EPOCH = -1  # of messages that may be sent in any session (kAnyEpoch in csrc/core/message.h)
-Recorded: TypeAlias = tuple[AutogradContext, int]  # the autograd context, and the message's id there (0: none)
-Segments = Sequence[object]  # (address, size in bytes, owner), or bytes
-
-
-class Handle(Protocol):
-    """Python object of a reference (`telegrad.rref.rref.RRef`)."""
-
-    id: RRefId
-
-
-class Encoded(NamedTuple):
-    """Encoded message, ready to be sent."""
-
-    flags: int
-    body: bytes
-    segments: Segments | None
-    tickets: tuple[Ticket, ...]
-    recorded: Recorded | None = None
-    epoch: int = ANY_EPOCH  # of the tickets and the context; the end of a session with the peer ends it
-
-
-class Request(NamedTuple):
-    """Encoded request, ready to be sent."""
-
-    peer: int
-    name: tuple[int, bytes] | None
-    message: Encoded
-    timeout: int  # ns; 0: none
-    nested: bool
-    keep: object  # kept alive until the reply arrives
-    label: object  # for error messages: a name such as "f" or "to_here", or a function
-    keep_as: int | None
-
-
-class SharedBody(NamedTuple):
-    """Encoded body of a message to several peers, without the metadata of each peer."""
-
-    flags: int
-    body: bytes
-    segments: Segments | None
-    handles: tuple[object, ...]  # the references in the body, by index
-    recorded: Sequence[Tensor]  # in an autograd context: the tensors that require grad
-
-
-class PeerMetadata(NamedTuple):
-    """Metadata for one of several receivers of a message."""
-
-    metadata: bytes
-    tickets: tuple[Ticket, ...]
-    recorded: Recorded | None
-    epoch: int
-
-
-class CallMetadata(NamedTuple):
-    """Decoded metadata of a message; empty for most calls."""
-
-    handles: Sequence[Handle]  # the received references
-    target: RRefId | None
-    autocast: Autocast
-    context: AutogradContext | None = None  # the sender's autograd context
-    wrap: Wrap | None = None  # records received tensors
-    chain: int = 0  # the caller's call chain outside of contexts; 0: none
-    profile: Any = None  # request: TraceContext; reply: Report (telegrad.worker.calls.tracing)
-
-
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _ALL_PEERS = -1  # instead of a peer, for a message to several peers
 _MAX_TICKETS = 250_000  # of metadata,
 _MAX_METADATA = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
-NO_METADATA = CallMetadata((), None, None)
-NO_FORK = -1  # instead of a number, for a ticket without a fork
 
 
 class _SerializationState(threading.local):

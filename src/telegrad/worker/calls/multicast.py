@@ -11,9 +11,9 @@ from telegrad.serialize.function_names import NotByName
 from telegrad.wire import Flag, Tag
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.client import Calls
+from telegrad.worker.calls.encoded import ANY_EPOCH, PeerMetadata
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
-from telegrad.worker.calls.messages import ANY_EPOCH, PeerMetadata
 from telegrad.worker.scope import Scope, caller_flags, caller_state, current, remaining
 
 __all__ = ["call_many"]

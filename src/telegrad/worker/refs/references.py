@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from telegrad.errors import OwnerLost, RRefDeleted, RRefError, RRefTimeout
 from telegrad.protocols.rref import (
@@ -30,27 +30,19 @@ from telegrad.protocols.rref import (
     UnusableRRefError,
     UserState,
 )
-from telegrad.serialize.tracebacks import text_of
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
-from telegrad.worker.calls.messages import NO_FORK
+from telegrad.worker.calls.encoded import NO_FORK
+from telegrad.worker.refs.creations import Creations
 from telegrad.worker.refs.messages import as_plain, from_plain
 from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue
 
-__all__ = ["CreationTarget", "References"]
+__all__ = ["References"]
 
 _NOTHING: Sequence[Callable[[], None]] = ()
-_MAX_REASON = 8 << 10  # characters of an error in a protocol message, which must stay small
 _USABLE = (UserState.CONFIRMED, UserState.CREATING, UserState.FORKING)  # usable states of a user
 
 
-class CreationTarget(Protocol):
-    """Call that creates a value on another worker (telegrad.rref.creation)."""
-
-    rref: RRefId | None  # set by `References.begin_create`
-    ended: bool
-
-
-class References:
+class References(Creations):
     """References of one worker.
 
     Args:
@@ -135,100 +127,7 @@ class References:
             effects += self.table.drop(rref, generation)
         return effects
 
-    # ---- creation
-
-    def own(self, value: object) -> RRefId:
-        """Create a reference to a local value."""
-        rref = RRefId(self.worker_id, self.new_id())
-        with self.lock:
-            owned = self.values[rref] = OwnedValue(self.lock)
-            owned.set_result(value, None)
-            deferred = self._apply(self.table.own(rref))
-        self._run_deferred(deferred)
-        return rref
-
-    def begin_create(self, owner: int, local_id: int, creation: CreationTarget) -> RRefId:
-        """Register a reference to the result of a creating call, which may have been sent."""
-        rref = RRefId(self.worker_id, local_id)
-        with self.lock:
-            creation.rref = rref
-            if owner == self.worker_id:
-                self.values[rref] = OwnedValue(self.lock)
-            self.pending_creations += 1
-            effects = self.table.begin_create(rref, owner)
-            if self.dropped:  # saves a wake-up of the pool for programs that create and release many
-                effects = [*effects, *self._drop_handles()]
-            deferred = self._apply(effects)
-        self._run_deferred(deferred)
-        return rref
-
-    def created(self, rref: RRefId) -> None:
-        """Handle the owner's confirmation that it has stored the value or its failure."""
-        with self.lock:
-            deferred = self._apply(self.table.created(rref))
-        self._run_deferred(deferred)
-
-    def finish_creation(self, creation: CreationTarget, created: bool) -> bool:
-        """Handle the end of a creating call; `created` if the owner has confirmed it.
-
-        Returns False, without effect, if `begin_create` has not run yet.
-        """
-        with self.lock:
-            rref = creation.rref
-            if rref is None:
-                return False
-            self.pending_creations -= 1
-            creation.ended = True
-            deferred = self._apply(self.table.created(rref) if created else ())
-        self._run_deferred(deferred)
-        return True
-
-    def create_lost(self, rref: RRefId, why: str) -> None:
-        """Handle the end of the session that carried a creating call."""
-        with self.lock:
-            deferred = self._apply(self.table.create_lost(rref, why))
-        self._run_deferred(deferred)
-
-    def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
-        """Handle the failure of a creating call: its local users get no value."""
-        why = f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
-        with self.lock:
-            owned = self.values.get(rref)
-            if owned is not None:  # this worker is the owner
-                deferred: Sequence[Callable[[], None]] = ()
-                self._failed_here[rref] = why
-                if not may_exist and not owned.ready:
-                    deferred = (*owned.set_result(None, error), *self._apply(self.table.value_failed(rref)))
-            else:
-                deferred = self._apply(self.table.create_failed(rref, why, may_exist))
-        self._run_deferred(deferred)
-
-    def accept_create(self, rref: RRefId, creator: int, connection: int) -> OwnedValue:
-        """Accept a creation as the owner."""
-        with self.lock:
-            late = self._is_late(creator, connection)
-            owned = self.values.get(rref)
-            if owned is None or owned.ready:  # ready: failed when its creator was lost, which has reconnected
-                owned = self.values[rref] = OwnedValue(self.lock)
-            deferred = (
-                self._apply(self.table.accept_create(rref, creator, late)) if creator != self.worker_id else _NOTHING
-            )
-        if deferred:
-            self._run_deferred(deferred)
-        return owned
-
-    def settle(self, rref: RRefId, value: object, error: BaseException | None) -> None:
-        """Set the value of a creation as the owner, when the function returns or raises."""
-        with self.lock:
-            owned = self.values.get(rref)
-            if owned is None or owned.ready:
-                return
-            parked = owned.set_result(value, error)
-            deferred = self._apply(self.table.value_ready(rref) if error is None else self.table.value_failed(rref))
-            if parked:
-                deferred = (*parked, *deferred)
-        if deferred:
-            self._run_deferred(deferred)
+    # ---- values
 
     def knows(self, rref: RRefId) -> bool:
         """Return whether this worker has, or will have, the value of a reference."""

@@ -27,9 +27,10 @@ from telegrad.worker import process_hooks
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
+from telegrad.worker.calls.encoded import CallMetadata, Encoded
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import Interceptors, is_internal
-from telegrad.worker.calls.messages import CallMetadata, Encoded, Messages
+from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References

@@ -1,0 +1,107 @@
+// Sessions of two engines: one connection per pair, ends in order, and processes that were replaced.
+#include <thread>
+
+#include "tests/workers.h"
+
+namespace telegrad::test {
+namespace {
+
+/// A session opens once the loss of the last one has been acknowledged, although other threads are free.
+CASE(a_session_opens_after_the_loss_of_the_last) {
+  Worker a(0);
+  a.listen("unix");
+  Event lost, may_go_on;
+  std::atomic<bool> processed = false;
+  a.on_session_event = [&](const WorkItem& item) {
+    if (item.event == EventKind::kPeerLost) {
+      lost.set();
+      may_go_on.wait();
+      processed = true;
+    }
+    a.engine->acknowledge(item.peer);
+  };
+  Puppet p(1);
+  p.connect(a.address());
+  p.link->close();
+  lost.wait();
+  Event connecting;
+  std::thread returns([&] {
+    connecting.set();
+    p.connect(a.address());
+    CHECK(processed);
+  });
+  connecting.wait();
+  Puppet other(2);  // its messages pass meanwhile
+  other.connect(a.address());
+  Message request = message(FrameType::kRequest, "y", 1);
+  request.header.tag = kEcho;
+  other.send(request);
+  CHECK_EQ(std::string(other.receive().body_view()), "y");
+  may_go_on.set();
+  returns.join();
+}
+
+/// Both ends dial at once, again and again; the pair has one connection, and no session ends without a cause.
+CASE_ON_EVERY_SCHEME(one_session_for_two_dials) {
+  for (int round = 0; round < times(100); ++round) {
+    Worker a(0), b(1);
+    introduce({&a, &b}, scheme);
+    std::thread other([&] { CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x"); });
+    CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
+    other.join();
+    for (Worker* w : {&a, &b}) {
+      while (w->engine->stats().connections != 1) std::this_thread::yield();  // the other one closes
+      CHECK_EQ(w->event_count.value(), 0);
+    }
+  }
+}
+
+/// A message made before the end of a session is not sent in the next one.
+CASE(messages_of_an_ended_session_are_not_sent) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, "unix");
+  const auto with_epoch = [&](std::int64_t epoch) {
+    Request call{.body = "x"};
+    auto m = compose(call);
+    m->epoch = epoch;
+    const std::uint64_t id = a.engine->start(1, std::move(m), {});
+    Completion completion;
+    CHECK(a.engine->wait(id, kNever, {}, completion) == WaitEnd::kDone);
+    return completion;
+  };
+  CHECK_EQ(body_of(with_epoch(0)), "x");
+  a.engine->set_epoch(1, 1);
+  CHECK(with_epoch(0).status == CallStatus::kPeerLost);
+  CHECK_EQ(body_of(with_epoch(1)), "x");
+}
+
+/// A worker that was replaced while it was stopped is not connected any more, and gets the reason.
+CASE(an_older_process_is_refused) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet older(1), newer(1);
+  newer.config.me.incarnation = 2077;
+  newer.connect(a.address());
+  Worker zombie(1);
+  zombie.engine->set_peer(a.address());
+  const Completion completion = zombie.call(0, {});
+  CHECK(completion.status == CallStatus::kUnreachable);
+  CHECK_SAYS(completion.why, "another worker has taken the name w1");
+}
+
+CASE_ON_EVERY_SCHEME(both_connect_at_once) {
+  for (int round = 0; round < times(100); ++round) {
+    Worker a(0), b(1);
+    introduce({&a, &b}, scheme);
+    std::thread other([&] {
+      for (int i = 0; i < 5; ++i) CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
+    });
+    for (int i = 0; i < 5; ++i) CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
+    other.join();
+    b.stop();
+    CHECK_EQ(a.wait_for_event(EventKind::kPeerLeft), "it shut down");
+  }
+}
+
+}  // namespace
+}  // namespace telegrad::test

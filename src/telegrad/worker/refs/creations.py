@@ -1,0 +1,131 @@
+"""Creations of references, at their creator and at their owner."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from telegrad.protocols.rref import Effect, RRefId, RRefTable
+from telegrad.serialize.tracebacks import text_of
+from telegrad.worker.refs.owned_value import OwnedValue
+
+__all__ = ["CreationTarget", "Creations"]
+
+_NOTHING: Sequence[Callable[[], None]] = ()
+_MAX_REASON = 8 << 10  # characters of an error in a protocol message, which must stay small
+
+
+class CreationTarget(Protocol):
+    """Call that creates a value on another worker (telegrad.rref.creation)."""
+
+    rref: RRefId | None  # set by `References.begin_create`
+    ended: bool
+
+
+class Creations:
+    """Part of `References` that creates them, at their creator and at their owner."""
+
+    worker_id: int
+    table: RRefTable
+    values: dict[RRefId, OwnedValue]
+    pending_creations: int
+    lock: threading.RLock
+    dropped: Sequence[tuple[RRefId, int]]
+    new_id: Callable[[], int]
+    _failed_here: dict[RRefId, str]
+    _apply: Callable[[Sequence[Effect]], Sequence[Callable[[], None]]]
+    _run_deferred: Callable[[Sequence[Callable[[], None]]], None]
+    _drop_handles: Callable[[], list[Effect]]
+    _is_late: Callable[[int, int], bool]
+
+    def own(self, value: object) -> RRefId:
+        """Create a reference to a local value."""
+        rref = RRefId(self.worker_id, self.new_id())
+        with self.lock:
+            owned = self.values[rref] = OwnedValue(self.lock)
+            owned.set_result(value, None)
+            deferred = self._apply(self.table.own(rref))
+        self._run_deferred(deferred)
+        return rref
+
+    def begin_create(self, owner: int, local_id: int, creation: CreationTarget) -> RRefId:
+        """Register a reference to the result of a creating call, which may have been sent."""
+        rref = RRefId(self.worker_id, local_id)
+        with self.lock:
+            creation.rref = rref
+            if owner == self.worker_id:
+                self.values[rref] = OwnedValue(self.lock)
+            self.pending_creations += 1
+            effects = self.table.begin_create(rref, owner)
+            if self.dropped:  # saves a wake-up of the pool for programs that create and release many
+                effects = [*effects, *self._drop_handles()]
+            deferred = self._apply(effects)
+        self._run_deferred(deferred)
+        return rref
+
+    def created(self, rref: RRefId) -> None:
+        """Handle the owner's confirmation that it has stored the value or its failure."""
+        with self.lock:
+            deferred = self._apply(self.table.created(rref))
+        self._run_deferred(deferred)
+
+    def finish_creation(self, creation: CreationTarget, created: bool) -> bool:
+        """Handle the end of a creating call; `created` if the owner has confirmed it.
+
+        Returns False, without effect, if `begin_create` has not run yet.
+        """
+        with self.lock:
+            rref = creation.rref
+            if rref is None:
+                return False
+            self.pending_creations -= 1
+            creation.ended = True
+            deferred = self._apply(self.table.created(rref) if created else ())
+        self._run_deferred(deferred)
+        return True
+
+    def create_lost(self, rref: RRefId, why: str) -> None:
+        """Handle the end of the session that carried a creating call."""
+        with self.lock:
+            deferred = self._apply(self.table.create_lost(rref, why))
+        self._run_deferred(deferred)
+
+    def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
+        """Handle the failure of a creating call: its local users get no value."""
+        why = f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
+        with self.lock:
+            owned = self.values.get(rref)
+            if owned is not None:  # this worker is the owner
+                deferred: Sequence[Callable[[], None]] = ()
+                self._failed_here[rref] = why
+                if not may_exist and not owned.ready:
+                    deferred = (*owned.set_result(None, error), *self._apply(self.table.value_failed(rref)))
+            else:
+                deferred = self._apply(self.table.create_failed(rref, why, may_exist))
+        self._run_deferred(deferred)
+
+    def accept_create(self, rref: RRefId, creator: int, connection: int) -> OwnedValue:
+        """Accept a creation as the owner."""
+        with self.lock:
+            late = self._is_late(creator, connection)
+            owned = self.values.get(rref)
+            if owned is None or owned.ready:  # ready: failed when its creator was lost, which has reconnected
+                owned = self.values[rref] = OwnedValue(self.lock)
+            deferred = (
+                self._apply(self.table.accept_create(rref, creator, late)) if creator != self.worker_id else _NOTHING
+            )
+        if deferred:
+            self._run_deferred(deferred)
+        return owned
+
+    def settle(self, rref: RRefId, value: object, error: BaseException | None) -> None:
+        """Set the value of a creation as the owner, when the function returns or raises."""
+        with self.lock:
+            owned = self.values.get(rref)
+            if owned is None or owned.ready:
+                return
+            parked = owned.set_result(value, error)
+            deferred = self._apply(self.table.value_ready(rref) if error is None else self.table.value_failed(rref))
+            if parked:
+                deferred = (*parked, *deferred)
+        if deferred:
+            self._run_deferred(deferred)
