@@ -14,8 +14,11 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad.errors import OwnerLost, TelegradError, WorkerLost
+from telegrad.protocols.rref import Add, Ticket, TicketKind, UserState
 from telegrad.rpc import Options
+from telegrad.rref.creation import PendingCreation
 from telegrad.testing import Cluster, cluster, eventually
+from telegrad.worker.refs.messages import as_plain
 
 TIMEOUT = 20.0
 
@@ -105,3 +108,34 @@ def test_contexts_of_an_ended_session_end(w: Cluster) -> None:
         autograd.backward(context_id, [rpc.rpc_sync("w1", torch.sum, args=(x,))])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(2))
     eventually(lambda: not w[1]._worker.autograd.contexts.table)
+
+
+CLOSED = 1 << 40  # no connection has this number
+
+
+def test_messages_of_an_ended_session_count_nothing(w: Cluster) -> None:
+    held = w[0].remote("w1", dict)
+    held.to_here()
+    owner, user = w[1]._worker.references, w[0]._worker.references
+    owner.on_message(0, CLOSED, as_plain(Add(held.id)))
+    assert owner.stats().forks == 1
+    unknown = held.id._replace(local_id=1 << 20)
+    (late,) = user.receive([Ticket(unknown, 1, TicketKind.GRANT, 0)], [0], 1, CLOSED)
+    with pytest.raises(OwnerLost):
+        late.to_here()
+    owner.accept_create(unknown, 0, CLOSED)
+    owner.settle(unknown, 1, None)
+    assert owner.stats().owners == 1
+    del held, late
+
+
+def test_a_creation_ends_with_the_session_that_carried_it(w: Cluster) -> None:
+    """The end may be processed before the creation is registered."""
+    worker = w[0]._worker
+    creation = PendingCreation(worker, (1, "f", 0))
+    rref = worker.references.begin_create(1, worker.references.new_id(), creation)
+    creation.finish(WorkerLost("w1", "the connection was lost"))
+    creation.mark_used()
+    assert worker.references.table.state_of(rref) is UserState.LOST
+    worker.references.release_handle(rref, worker.references.table.generation)
+    eventually(lambda: worker.references.table.state_of(rref) is None)
