@@ -37,7 +37,7 @@ Detector::Findings Detector::on_timer(Nanos at) {
       next_ = std::min(next_, at + Silence::pause(interval));
       if (c->state != Connection::State::kOpen) continue;
       const std::uint64_t life = c->link->received_bytes() + c->progress.load(std::memory_order_relaxed);
-      const Silence::Verdict verdict = c->silence.look(at, life, reads);
+      const Silence::Verdict verdict = c->silence.check(at, life, reads);
       if (verdict == Silence::Verdict::kPing) findings.silent.push_back(c);
       if (verdict == Silence::Verdict::kLost) findings.lost.push_back(c);
     }

@@ -28,7 +28,7 @@ class Detector {
     std::vector<ConnectionPtr> silent;  // to be sent a ping
     std::vector<ConnectionPtr> lost;
   };
-  /// Looks at all connections if it is time. Arms the timer.
+  /// Checks all connections if it is time. Arms the timer.
   Findings on_timer(Nanos at) REQUIRES(engine_mutex);
   void act(const Findings& findings) EXCLUDES(engine_mutex);
   /// Returns when a peer is lost to which no connection has been possible since `since`, but not before `earliest`.

@@ -2,7 +2,7 @@
 //
 // Anything that arrives from the peer counts as life, so a busy connection sends no pings. After half an interval of
 // silence the peer is sent a ping, and another one an interval later. It is lost once both have gone unanswered for an
-// interval. The observer judges itself first: it must have looked in time, and have read its own links since.
+// interval. The observer judges itself first: it must have checked in time, and have read its own links since.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,17 @@ class Silence {
   /// `interval`: see Settings::heartbeat; 0: never lost.
   explicit Silence(Nanos interval) : interval_(interval) {}
 
-  /// Returns how long a peer may be silent at most before it is lost, looks every `pause` included.
+  /// Returns how long a peer may be silent at most before it is lost, if checks are `pause` apart.
   static constexpr Nanos limit(Nanos interval) { return 5 * interval / 2 + 2 * pause(interval); }
-  /// Returns the time between two looks.
+  /// Returns the time between two checks.
   static constexpr Nanos pause(Nanos interval) { return interval / 8; }
 
-  /// Records a look at `at`. `life`: a count that grows with anything that arrives. `reads`: how often this end has
+  /// Checks the peer at `at`. `life`: a count that grows with anything that arrives. `reads`: how often this end has
   /// read its links.
-  Verdict look(Nanos at, std::uint64_t life, std::uint64_t reads) {
+  Verdict check(Nanos at, std::uint64_t life, std::uint64_t reads) {
     if (interval_ == 0) return Verdict::kNone;
-    const bool late = at - looked_ > interval_ / 2;  // this process did not run, and did not read what arrived
-    looked_ = at;
+    const bool late = at - checked_ > interval_ / 2;  // this process did not run, and did not read what arrived
+    checked_ = at;
     if (late || life != life_) {
       life_ = life;
       alive_ = at;
@@ -53,7 +53,7 @@ class Silence {
   static constexpr std::uint64_t kReads = 2;  // the first may have begun before the answer arrived
 
   Nanos interval_;
-  Nanos looked_ = 0;
+  Nanos checked_ = 0;
   Nanos alive_ = 0;
   std::uint64_t life_ = 0;
   std::uint64_t reads_ = 0;

@@ -219,7 +219,10 @@ class WorkerLost(TelegradError):
 
     @property
     def silent(self) -> bool:
-        """Whether the worker gave no sign of life: it may be stopped, or cut off by the network."""
+        """Whether the worker gave no sign of life.
+
+        It may be stopped, or cut off by the network.
+        """
         return self.why.startswith("it gave no sign of life")  # text of the core, csrc/core/detector.cc
 
 
