@@ -23,7 +23,7 @@ class Detector {
   /// Prepares the observation of a new connection.
   void add(Connection& c) REQUIRES(engine_mutex);
 
-  /// What is to be done while the mutex is not held.
+  /// Actions to take while the mutex is not held.
   struct Findings {
     std::vector<ConnectionPtr> silent;  // to be sent a ping
     std::vector<ConnectionPtr> lost;

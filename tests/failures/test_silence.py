@@ -1,4 +1,4 @@
-"""Silent workers are lost, and whatever waits for them ends; slow and busy ones are not."""
+"""Silent workers are lost; slow and busy ones are not."""
 
 import ctypes
 import os

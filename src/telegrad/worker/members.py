@@ -88,7 +88,7 @@ class Members:
             return sorted({id(info): info for info in self.by_key.values()}.values(), key=lambda info: info.id)
 
     def incarnation_of(self, worker_id: int) -> int:
-        """Return the incarnation of the newest known process of a worker; 0 if none is known."""
+        """Return the incarnation of a worker's newest known process; 0 if none."""
         return self._incarnations.get(worker_id, 0)
 
     def name_of(self, worker_id: int) -> str:
