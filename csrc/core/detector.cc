@@ -39,6 +39,7 @@ Detector::Findings Detector::on_timer(Nanos at) {
       const std::uint64_t life = c->link->received_bytes() + c->progress.load(std::memory_order_relaxed);
       const Silence::Verdict verdict = c->silence.check(at, life, reads);
       if (verdict == Silence::Verdict::kPing) findings.silent.push_back(c);
+      if (verdict == Silence::Verdict::kRead) findings.must_read = true;
       if (verdict == Silence::Verdict::kLost) findings.lost.push_back(c);
     }
   }
@@ -64,7 +65,7 @@ void Detector::act(const Findings& findings) {
                                          seconds(c->silence.interval()) +
                                          "): it is stopped or overloaded, or the network between the two has failed");
   }
-  if (!findings.silent.empty()) parts_.leader.interrupt_poll();
+  if (findings.must_read) parts_.leader.interrupt_poll();
 }
 
 }  // namespace telegrad

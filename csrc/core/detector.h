@@ -27,6 +27,7 @@ class Detector {
   struct Findings {
     std::vector<ConnectionPtr> silent;  // to be sent a ping
     std::vector<ConnectionPtr> lost;
+    bool must_read = false;  // the links
   };
   /// Checks all connections if it is time. Arms the timer.
   Findings on_timer(Nanos at) REQUIRES(engine_mutex);

@@ -13,7 +13,12 @@ namespace telegrad {
 
 class Silence {
  public:
-  enum class Verdict : std::uint8_t { kNone, kPing, kLost };
+  enum class Verdict : std::uint8_t {
+    kNone,
+    kPing,  // ask the peer for a sign of life
+    kRead,  // read the links: an answer may be there
+    kLost,
+  };
 
   /// `interval`: see Settings::heartbeat; 0: never lost.
   explicit Silence(Nanos interval) : interval_(interval) {}
@@ -40,8 +45,8 @@ class Silence {
       reads_ = reads;
       return Verdict::kPing;
     }
-    const bool lost = pings_ == kPings && silent >= (2 * kPings + 1) * interval_ / 2 && reads >= reads_ + kReads;
-    return lost ? Verdict::kLost : Verdict::kNone;
+    if (pings_ < kPings || silent < (2 * kPings + 1) * interval_ / 2) return Verdict::kNone;
+    return reads >= reads_ + kReads ? Verdict::kLost : Verdict::kRead;
   }
 
   Nanos interval() const { return interval_; }
