@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_helpers import TIMEOUT, Actor, actors, call_many, failure, hang, shut_all_down, state
+from process_helpers import Actor, actors, call_many, failure, hang, shut_all_down, state
 
 from telegrad import autograd, optim, rpc
 from telegrad.errors import WorkerLost
