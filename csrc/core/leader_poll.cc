@@ -253,7 +253,7 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       item.connection = c->id;
       item.name = std::move(name);
       item.since = now();
-      item.deadline = deadline_after(item.since, m.header.timeout);
+      item.deadline = deadline_after(m.begun > 0 ? m.begun : item.since, m.header.timeout);
       item.message = std::move(m);
       Lock lock(parts_.mutex);
       return item.kind == WorkKind::kRequest ? parts_.queue.push_request(std::move(item))

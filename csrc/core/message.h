@@ -6,6 +6,7 @@
 // `flags` belong to the layers above.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/clock.h"
 #include "core/limits.h"
 #include "memory/block.h"
 
@@ -114,6 +116,7 @@ struct Outgoing {
   std::string_view body;
   std::vector<OutSegment> segments;
   std::unique_ptr<KeepAlive> owner;
+  Nanos deadline = kNever;                    // of a request
   std::int64_t epoch = kAnyEpoch;             // of the layer above: not sent after the end of its session
   bool immutable = false;                     // no other thread can change its bytes: see `copy_payload`
   bool fragmented = false;                    // by the link: its segments are sent as fragments, in any order
@@ -134,6 +137,11 @@ struct Outgoing {
   }
 };
 
+/// Gives a request the time that is left now. A message that has waited gets it again when it is sent.
+inline void stamp_timeout(Outgoing& m, Nanos at) {
+  if (m.deadline != kNever) m.header.timeout = std::max<Nanos>(m.deadline - at, 1);
+}
+
 /// Copies the unsent bytes into memory of the message itself, so that the sender may change the original. Not while the
 /// link sends the message. Returns the owner of the original memory, to be released while no lock is held. Returns null
 /// if nothing was borrowed, or if there is no memory for a copy; then the original stays in use.
@@ -150,6 +158,7 @@ struct Incoming {
   std::vector<BlockPtr> segments;
   // Not 0: there was no memory for this number of bytes. The link has read and discarded all except the trailer.
   std::uint64_t discarded = 0;
+  Nanos begun = 0;  // when the header of a large message arrived; 0: just now
 
   std::uint64_t payload_size() const {
     if (discarded > 0) return discarded;

@@ -116,6 +116,7 @@ void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pe
   for (auto& [m, until, expired] : pending) {
     const auto pending_send = m->pending_send;
     Transmission p;
+    stamp_timeout(*m, now());
     const SendResult result = transmit_locked(c, m, p);
     if (!pending_send) continue;
     Lock lock(parts_.mutex);
@@ -138,7 +139,9 @@ void Sender::flush(const ConnectionPtr& c) {
     c->progress.fetch_add(1, std::memory_order_relaxed);
     c->stalled.store(false, std::memory_order_relaxed);
     while (!buffered && !c->queue.empty()) {
-      const SendState state = c->link->send(*c->queue.front());
+      Outgoing& front = *c->queue.front();
+      if (front.prefix.empty() && front.sent == 0) stamp_timeout(front, now());
+      const SendState state = c->link->send(front);
       if (state == SendState::kBlocked) waits_for_fd = c->link->waits_for_fd();
       if (state != SendState::kSent) break;  // the leader reports a broken link
       done.push_back(std::move(c->queue.front()));
