@@ -6,7 +6,7 @@ what happened, where, and what to do. The facts are attributes too, so that a pr
 
 import concurrent.futures
 import sys
-from typing import Any, Self
+from typing import Any, Final, Self
 
 __all__ = [
     "Cancelled",
@@ -113,6 +113,16 @@ class UnknownWorker(TelegradError):
         )
 
 
+_REMEDIES: Final = {
+    "waiting": "Start the callee earlier, or raise connect_timeout or request_window_bytes in the options.",
+    "queued": "Raise num_worker_threads of the callee, or pass a larger timeout= (0 means no limit).",
+    "reply lost": "Pass a larger timeout= (0 means no limit), or check the network.",
+    "intercepted": "Complete the future that the interceptor returned, or return that of proceed.",
+    "unknown": "Check whether the callee's process is stopped.",
+}
+"""By state, what helps instead of a larger timeout."""
+
+
 class RpcTimeout(TelegradError, TimeoutError):
     """A call did not finish within its timeout. It is a ``TimeoutError`` as well.
 
@@ -124,7 +134,7 @@ class RpcTimeout(TelegradError, TimeoutError):
             notified. ``"reply lost"``: it ran, and its reply was late or lost. ``"unknown"``: the callee did not say.
             ``"intercepted"``: an interceptor returned a future of its own, which was not done. Empty or
             another text for timeouts of other operations.
-        remedy: What the user can do.
+        remedy: What the user can do; by default, what helps in this state.
 
     Example::
 
@@ -140,7 +150,7 @@ class RpcTimeout(TelegradError, TimeoutError):
         # Of the two bases OSError has the larger layout, and its constructor would interpret arguments as an errno.
         return OSError.__new__(cls)
 
-    def __init__(self, timeout: float, call: str = "", state: str = "", remedy: str = LARGER) -> None:
+    def __init__(self, timeout: float, call: str = "", state: str = "", remedy: str = "") -> None:
         self.timeout = timeout
         self.call = call
         self.state = state
@@ -148,7 +158,7 @@ class RpcTimeout(TelegradError, TimeoutError):
         super().__init__(
             f"RPC ran for more than set timeout ({_milliseconds(timeout)} ms) and will now be marked with an error"
             + (f" ({details})" if details else "")
-            + f". {remedy}"
+            + f". {remedy or _REMEDIES.get(state, self.LARGER)}"
         )
 
 

@@ -259,7 +259,7 @@ def test_the_timeout_limits_each_wait() -> None:
 
 
 def test_a_wait_ends_at_its_timeout() -> None:
-    """The first wait has two steps, the call that the reader waits for and the arrival; both share the timeout."""
+    """A wait has two steps, for a call and for the arrival of items, and one timeout."""
     gate = Gate()
     with rpc.stream("w1", waits, (gate,), timeout=0.5) as items:
         begin = time.monotonic()
