@@ -113,14 +113,12 @@ class UnknownWorker(TelegradError):
         )
 
 
-_REMEDIES: Final = {
+_REMEDY_BY_STATE: Final = {
     "waiting": "Start the callee earlier, or raise connect_timeout or request_window_bytes in the options.",
     "queued": "Raise num_worker_threads of the callee, or pass a larger timeout= (0 means no limit).",
     "reply lost": "Pass a larger timeout= (0 means no limit), or check the network.",
-    "intercepted": "Complete the future that the interceptor returned, or return that of proceed.",
     "unknown": "Check whether the callee's process is stopped.",
 }
-"""By state, what helps instead of a larger timeout."""
 
 
 class RpcTimeout(TelegradError, TimeoutError):
@@ -129,11 +127,9 @@ class RpcTimeout(TelegradError, TimeoutError):
     Args:
         timeout: The timeout in seconds.
         call: Function and callee, for example ``"torch.add on ps0"``.
-        state: How far the call had come. ``"waiting"``: not sent, without a connection, or because the callee had too
-            many requests. ``"queued"``: at the callee, never ran. ``"running"``: still running; the callee has been
-            notified. ``"reply lost"``: it ran, and its reply was late or lost. ``"unknown"``: the callee did not say.
-            ``"intercepted"``: an interceptor returned a future of its own, which was not done. Empty or
-            another text for timeouts of other operations.
+        state: How far the call had come: ``"waiting"`` (not sent: no connection, or too many requests at the callee),
+            ``"queued"`` (never ran), ``"running"`` (still runs, and has been notified), ``"reply lost"`` (ran),
+            ``"intercepted"`` (an interceptor's own future was not done), ``"unknown"``; or another operation's text.
         remedy: What the user can do; by default, what helps in this state.
 
     Example::
@@ -155,15 +151,12 @@ class RpcTimeout(TelegradError, TimeoutError):
         self.call = call
         self.state = state
         details = "; ".join(filter(None, (call, "state unknown" if state == "unknown" else state)))
+        limit = f"{timeout * 1000:.6g}" if timeout < 1 else round(timeout * 1000)
         super().__init__(
-            f"RPC ran for more than set timeout ({_milliseconds(timeout)} ms) and will now be marked with an error"
+            f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error"
             + (f" ({details})" if details else "")
-            + f". {remedy or _REMEDIES.get(state, self.LARGER)}"
+            + f". {remedy or _REMEDY_BY_STATE.get(state, self.LARGER)}"
         )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.6g}" if seconds < 1 else str(round(seconds * 1000))
 
 
 class Cancelled(TelegradError, concurrent.futures.CancelledError):
