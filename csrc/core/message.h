@@ -18,6 +18,7 @@
 #include "base/clock.h"
 #include "core/limits.h"
 #include "memory/block.h"
+#include "wire/constants.h"
 
 namespace telegrad {
 
@@ -62,16 +63,16 @@ enum class CallState : std::uint8_t {
 inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
 
 enum FrameFlags : std::uint16_t {
-  kNested = 1 << 15,  // the request was made inside a handler: it always finds a thread
+  kNested = wire::Flag::kNested,  // the request was made inside a handler: it always finds a thread
   // The message is delivered even if its caller has given up: the request is sent, or the reply is processed.
-  kMustDeliver = 1 << 14,
+  kMustDeliver = wire::Flag::kMustDeliver,
   // The content is left out, because the message is over its receiver's limits or the receiver has no memory for it.
   // The body has the kind and the reason, and the trailer is the only segment. See core/left_out.h.
-  kLeftOut = 1 << 13,
+  kLeftOut = wire::Flag::kLeftOut,
   // The request runs even if its caller cancels it, is lost, or its deadline has passed: others count on its result.
-  kMustRun = 1 << 12,
+  kMustRun = wire::Flag::kMustRun,
   // The last segment is a trailer: data that both ends count on, kept when the content of a message is left out.
-  kTrailer = 1 << 2,
+  kTrailer = wire::Flag::kMetadata,
 };
 
 struct FrameHeader {

@@ -157,13 +157,10 @@ void Sender::flush(const ConnectionPtr& c) {
   }
 }
 
-bool Sender::reject_outdated(const Peer& peer, std::uint64_t id, const Outgoing& m, Released& released) {
-  if (m.epoch == kAnyEpoch || m.epoch == peer.epoch) [[likely]]
-    return false;
-  if (id == 0) return true;
+void Sender::fail_outdated(std::uint64_t id, Released& released) {
+  if (id == 0) return;
   parts_.calls.release_keep_alive(id, released);
   parts_.calls.complete(id, Completion{.status = CallStatus::kPeerLost, .why = "the connection was lost"}, released);
-  return true;
 }
 
 bool Sender::reject_oversized(const Connection& c, std::uint64_t id, Outgoing& m, Released& released) {
