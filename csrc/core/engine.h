@@ -68,6 +68,7 @@ class Engine final : public ForkHandler {
   void acknowledge(std::int32_t peer) { parts_.peers.acknowledge(peer); }
   /// Sets the epoch of messages to the peer that may still be sent, see `Outgoing::epoch`.
   void set_epoch(std::int32_t peer, std::int64_t epoch) { parts_.peers.set_epoch(peer, epoch); }
+  std::int64_t epoch_of(std::int32_t peer) const { return parts_.peers.epoch_of(peer); }
   /// Returns whether a connection is open: the session has not ended.
   bool is_open(std::uint64_t connection) const { return parts_.peers.is_open(connection); }
 

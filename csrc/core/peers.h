@@ -78,6 +78,7 @@ class Peers {
   void disconnect(std::int32_t id, const std::string& why) EXCLUDES(engine_mutex);
   void acknowledge(std::int32_t id) EXCLUDES(engine_mutex);
   void set_epoch(std::int32_t id, std::int64_t epoch) EXCLUDES(engine_mutex);
+  std::int64_t epoch_of(std::int32_t id) const EXCLUDES(engine_mutex);
   bool is_open(std::uint64_t connection) const EXCLUDES(engine_mutex);
 
   // ---- peers

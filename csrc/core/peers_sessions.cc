@@ -49,6 +49,12 @@ void Peers::set_epoch(std::int32_t id, std::int64_t epoch) {
   add_peer(id).epoch = epoch;
 }
 
+std::int64_t Peers::epoch_of(std::int32_t id) const {
+  Lock lock(parts_.mutex);
+  const auto found = peers_.find(id);
+  return found == peers_.end() ? 0 : found->second.epoch;
+}
+
 bool Peers::is_open(std::uint64_t connection) const {
   Lock lock(parts_.mutex);
   return has_connection(connection);

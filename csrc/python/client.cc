@@ -42,7 +42,7 @@ class Client {
         engine_(nb::cast<Engine&>(engine_object_)),
         codec_(nb::cast<codec::Codec&>(codec_object_)),
         autograd_(recorder),
-        preparer_(codec_, autograd_, engine_.id(), calls, environment),
+        preparer_(engine_, codec_, autograd_, calls, environment),
         completions_(codec_, autograd_, calls, preparer_.future_type()),
         send_(calls.attr("send")),
         send_and_wait_(calls.attr("send_and_wait")),

@@ -44,11 +44,12 @@ std::unique_ptr<Outgoing> compose_request(nb::handle request) {
   return m;
 }
 
-Preparer::Preparer(const codec::Codec& codec, const AutogradHooks& autograd, std::int32_t id, nb::handle calls,
+Preparer::Preparer(const Engine& engine, const codec::Codec& codec, const AutogradHooks& autograd, nb::handle calls,
                    nb::handle environment)
-    : codec_(codec),
+    : engine_(engine),
+      codec_(codec),
       autograd_(autograd),
-      me_(id),
+      me_(engine.id()),
       calls_(nb::borrow(calls)),
       encode_slow_(calls.attr("encode_slow")),
       find_peer_(calls.attr("find_peer")),
@@ -143,11 +144,14 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
   codec::Encoded encoded;
   nb::object message;
   const bool in_context = !call.context.is_none();
+  // Before the recording: if the session ends meanwhile, the message is not sent.
+  const std::int64_t epoch = in_context ? engine_.epoch_of(call.peer) : kAnyEpoch;
   const bool encodable = in_context ? autograd_.encode(codec_, body, call.peer, call.context, true, encoded, message)
                                     : is_encoded(codec_.encode_basic(body.ptr(), encoded));
   if (!encodable) return nullptr;
   if (in_context) flags |= wire::kMustDeliver;  // counted at the caller: the callee's context waits for it when it ends
   auto m = compose(wire::kCall, flags, encoded);
+  m->epoch = epoch;
   // A large request may arrive without its content, so its metadata names the reference to create, too.
   const bool large = keeps && m->payload_size() + (named ? PyBytes_GET_SIZE(name.text.ptr()) : 0) >= kAlwaysTaken;
   if (in_context || large) {

@@ -48,7 +48,7 @@ std::unique_ptr<Outgoing> compose_request(nb::handle request);
 class Preparer {
  public:
   /// `calls`: telegrad.worker.calls.client.Calls. `environment`: telegrad.worker.native.Environment.
-  Preparer(const codec::Codec& codec, const AutogradHooks& autograd, std::int32_t id, nb::handle calls,
+  Preparer(const Engine& engine, const codec::Codec& codec, const AutogradHooks& autograd, nb::handle calls,
            nb::handle environment);
 
   /// Reads the scope and encodes a call. Throws nb::python_error.
@@ -80,6 +80,7 @@ class Preparer {
                                    nb::handle kwargs) const;
   bool is_fast(const CallForm& form, const PreparedCall& call, int& flags) const;
 
+  const Engine& engine_;
   const codec::Codec& codec_;
   const AutogradHooks& autograd_;
   const std::int32_t me_;

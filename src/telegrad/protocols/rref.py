@@ -328,6 +328,10 @@ class RRefTable:
             self._owners.on_abandon(message)
         return self._out.take()
 
+    def is_lost(self, worker: int) -> bool:
+        """Return whether a worker is lost and has not returned."""
+        return worker in self._out.lost
+
     def peer_lost(self, worker: int, why: str) -> Sequence[Effect]:
         """Drop the tokens and pins of a lost worker.
 

@@ -82,10 +82,14 @@ class Expect(NamedTuple):
 
 
 class Abandon(NamedTuple):
-    """Creator -> owner: the reference is not being created and will not be."""
+    """Creator -> owner: the reference is not being created and will not be.
+
+    `lost`: it was created, or its creation was sent, in a session that has ended.
+    """
 
     rref: RRefId
     why: str
+    lost: bool = False
 
 
 Message = Add | Added | Accept | Release | Expect | Abandon

@@ -145,7 +145,7 @@ class Owners:
     def on_abandon(self, message: Abandon) -> None:
         entry = self.entries.get(message.rref)
         if entry is not None and entry.state is EXPECTED:
-            self._lose(message.rref, entry, message.why, lost=False)
+            self._lose(message.rref, entry, message.why, message.lost)
 
     def peer_lost(self, peer: int, why: str) -> None:
         for rref, entry in list(self.entries.items()):

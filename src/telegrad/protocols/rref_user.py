@@ -27,7 +27,7 @@ from .rref_outbox import Outbox
 CREATING, FORKING, CONFIRMED, FAILED, LOST = UserState
 RETURN, FORK = TicketKind.RETURN, TicketKind.FORK
 
-NOT_CREATING = "its creator has no creation of it in progress"
+NOT_CREATING = "it is from a connection that has ended"
 
 
 class UserEntry:
@@ -182,8 +182,8 @@ class Users:
         if entry is not None and entry.creating:
             entry.asked = True
             return
-        why = entry.failure[0] if entry is not None and entry.failure is not None else NOT_CREATING
-        self._out.send(sender, Abandon(message.rref, why))
+        failure = (NOT_CREATING, True) if entry is None or entry.failure is None else entry.failure
+        self._out.send(sender, Abandon(message.rref, *failure))
 
     def peer_lost(self, peer: int, why: str) -> None:
         orphans = {rref for rref, entry in self.entries.items() if entry.owner == peer}

@@ -22,7 +22,7 @@ from telegrad.autograd.execution.wanted import Wanted
 from telegrad.autograd.passes.comm_hooks import CommHooks, decompress
 from telegrad.autograd.passes.task import Outcome, PassTask, PendingRequest
 from telegrad.autograd.plain.records import PlainContext
-from telegrad.errors import NotInitialized, RpcTimeout, TelegradError
+from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
@@ -237,7 +237,7 @@ class BackwardManager:
             messages = decompress(packed)
             context = self._contexts.find(context_id)
             if context is None:
-                raise self._unknown_context(context_id)
+                raise self._unknown_context(context_id, request.peer)
             task = self._pass_of(context, root, number, min_live, request.deadline)
         except BaseException as e:
             handlers.fail(request, e)
@@ -260,7 +260,7 @@ class BackwardManager:
         if task is None:
             request = RequestInfo(peer, connection, call, deadline)
             if context is None:
-                self.worker.handlers.fail(request, self._unknown_context(context_id))
+                self.worker.handlers.fail(request, self._unknown_context(context_id, peer))
             else:
                 self._reply_slow(request, [], None)
             return
@@ -273,10 +273,14 @@ class BackwardManager:
         if slow or not self.worker.server.reply(connection, call, messages):
             self._reply_slow(RequestInfo(peer, connection, call, 0), messages, profile)
 
-    def _unknown_context(self, context_id: int) -> TelegradError:
+    def _unknown_context(self, context_id: int, peer: int) -> TelegradError:
+        name = self.worker.info.name
+        if self.worker.references.epoch_of(peer) > 0:  # a session with the peer has ended
+            why = f"its records of the autograd context {context_id} ended with an earlier connection"
+            return WorkerLost(name, why, self.worker.incarnation)
         return TelegradError(
-            f"Could not find autograd context with id: {context_id}. It has been left, or this worker"
-            f" ({self.worker.info.name}) has lost its records."
+            f"Could not find autograd context with id: {context_id}. It has been left, or this worker ({name}) has lost"
+            " its records."
         )
 
     def _reply_slow(self, request: RequestInfo, messages: list[WireMessage], profile: Profile | None) -> None:

@@ -220,8 +220,12 @@ class References(Creations):
         return RRefTimeout(f"{rref}: {why}")
 
     def never_arrived(self, rref: RRefId, why: str, lost: bool) -> RRefError | OwnerLost:
-        """Return the owner's error for a value that was never created."""
-        return self.failure(rref, rref.created_on, why, lost)
+        """Return the owner's error for a value that was never created.
+
+        Either its creator is lost, or the creation was lost with a session: then the creator sees this worker as lost.
+        """
+        gone = rref.created_on if self.table.is_lost(rref.created_on) else self.worker_id
+        return self.failure(rref, gone, why, lost)
 
     def unshare(self, ticket: Ticket, peer: int) -> None:
         """Take back a ticket that was not sent."""
